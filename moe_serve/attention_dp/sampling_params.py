@@ -59,7 +59,7 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
     logprob_token_ids: tuple[int, ...] = ()  # whose log probabilities come, too, at each place asked for
     constraint: Constraint | None = None  # the form of the whole output; None = any
-    # The front end makes a request of each output (server/requests/samples.py); a rank sees 1 and None.
+    # The front end makes a request of each output (server/requests/prompts.py); a rank sees 1 and None.
     n: int = 1  # outputs of the prompt
     best_of: int | None = None  # so many are generated, and the likeliest n of them per token are shown; None: n
 

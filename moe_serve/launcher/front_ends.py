@@ -23,7 +23,7 @@ from moe_serve.launcher.local import Child, OnLine, child_environment
 from moe_serve.launcher.restarts import Restarts, in_a_while
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
-from moe_serve.server.edge.client_ledger import Ledger, shared_memory
+from moe_serve.server.edge.client_limits import Ledger, shared_memory
 from moe_serve.server.ranks.supervisors import SUPERVISOR
 
 

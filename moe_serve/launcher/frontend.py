@@ -75,12 +75,11 @@ def run_front_end(
 async def _serve(config: ServeConfig, listener: socket.socket, link: Link, clients_fd: int | None) -> None:
     from moe_serve.launcher.preflight import load_tokenizer
     from moe_serve.server.app import make_app
-    from moe_serve.server.edge.client_ledger import Ledger
-    from moe_serve.server.edge.client_limits import ClientTable
-    from moe_serve.server.edge.hosts import is_loopback
+    from moe_serve.server.edge.body import give_large_blocks_back
+    from moe_serve.server.edge.client_limits import ClientTable, Ledger
+    from moe_serve.server.edge.guard import is_loopback
     from moe_serve.server.edge.http import HttpServer
     from moe_serve.server.edge.keys import KeyRing
-    from moe_serve.server.edge.memory import give_large_blocks_back
     from moe_serve.server.ranks.bridge import Bridge
 
     tokenizer = load_tokenizer(config)

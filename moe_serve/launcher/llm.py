@@ -25,10 +25,10 @@ from moe_serve.launcher.llm_settings import merged
 from moe_serve.launcher.local import WORKER
 from moe_serve.launcher.orderly_end import OrderlyEnd
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files
-from moe_serve.server.api.model_defaults import model_defaults
+from moe_serve.server.api.sampling_fields import model_defaults
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
-from moe_serve.server.requests.samples import best_of_each, share_prompt_logprobs
+from moe_serve.server.requests.prompts import best_of_each, share_prompt_logprobs
 
 _CAPACITY_POLL_S = 0.01  # how often a caller looks for capacity while other callers hold all of it
 

@@ -11,8 +11,7 @@ from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.requests.open_request import RequestSpec
-from moe_serve.server.requests.prompts import Prompt, draw_seed, encode_prompt, fit_to_model, with_bad_words
-from moe_serve.server.requests.samples import samples_of
+from moe_serve.server.requests.prompts import Prompt, draw_seed, encode_prompt, fit_to_model, samples_of, with_bad_words
 
 Prompts = Sequence[str] | Sequence[list[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None

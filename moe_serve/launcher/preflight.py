@@ -12,7 +12,7 @@ from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.models.tokenizer_files import tokenizer_file
 from moe_serve.server.api.parsed_output import OutputParsers
 from moe_serve.server.edge.keys import KeyRing
-from moe_serve.server.edge.tls import make_tls
+from moe_serve.server.edge.ports import make_tls
 
 if TYPE_CHECKING:
     from moe_serve.models.spec import ModelSpec

@@ -24,35 +24,27 @@ from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.body_parser import GENERATE_BODY, BodyParser
 from moe_serve.server.api.docs.routes import add_docs
-from moe_serve.server.api.doors import Doors
-from moe_serve.server.api.generate import CallResponse
+from moe_serve.server.api.generate import CallResponse, Doors
 from moe_serve.server.api.generation_control import add_generation_control
 from moe_serve.server.api.logprob_fields import LOGPROB_NAMES
-from moe_serve.server.api.model_defaults import model_defaults
-from moe_serve.server.api.native_answers import WEIGHT_VERSION, NativeAnswers
-from moe_serve.server.api.native_logprobs import no_text, texts_of
-from moe_serve.server.api.openai_routes import add_openai
+from moe_serve.server.api.native_answers import WEIGHT_VERSION, NativeAnswers, no_text, texts_of
+from moe_serve.server.api.openai_routes import add_openai, add_tokenize
 from moe_serve.server.api.openapi import describe
 from moe_serve.server.api.parsed_output import OutputParsers
-from moe_serve.server.api.tokenize_routes import add_tokenize
-from moe_serve.server.edge.admission_gate import AdmissionGate
+from moe_serve.server.api.sampling_fields import model_defaults
 from moe_serve.server.edge.body import Bodies, BodyTooLarge
 from moe_serve.server.edge.client_limits import ClientTable
-from moe_serve.server.edge.early_refusal import EarlyRefusal
 from moe_serve.server.edge.errors import error_body, error_response, json_bytes
+from moe_serve.server.edge.gate import AdmissionGate, EarlyRefusal, RequestIds
 from moe_serve.server.edge.guard import OPEN, Access, Guard
 from moe_serve.server.edge.keys import KeyRing
-from moe_serve.server.edge.request_ids import RequestIds
-from moe_serve.server.observe.admission_metrics import AdmissionMetrics
 from moe_serve.server.observe.dashboard.routes import add_dashboard
-from moe_serve.server.observe.eplb import add_eplb
+from moe_serve.server.observe.eplb import add_eplb, add_recorder
 from moe_serve.server.observe.health import add_health
-from moe_serve.server.observe.metrics import make_registry
-from moe_serve.server.observe.peer_metrics import PEERS
+from moe_serve.server.observe.metrics import PEERS, AdmissionMetrics, make_registry
 from moe_serve.server.observe.profile import add_profile
-from moe_serve.server.observe.recorder import add_recorder
 from moe_serve.server.ranks.bridge import Bridge
-from moe_serve.server.requests.degrade import Degradation
+from moe_serve.server.requests.admission import Degradation
 from moe_serve.server.requests.prompts import GenerateRequest
 from moe_serve.server.workers.chat_template import ChatTemplates
 from moe_serve.server.workers.turns import Turns

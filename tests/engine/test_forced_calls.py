@@ -10,8 +10,7 @@ import pytest
 from moe_serve.config import load_config, model_dir
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.api.output_parser import NewOutput, whole_message
-from moe_serve.server.api.parsed_output import OutputParsers
+from moe_serve.server.api.parsed_output import NewOutput, OutputParsers, whole_message
 from moe_serve.server.api.tool_fields import ReasoningUse, ToolUse
 from tests.engine.offline import prompts_with_shared_beginnings, submits_of
 from tests.engine.test_identity import PLAIN, SEEDS

@@ -22,7 +22,7 @@ from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
-from moe_serve.server.edge.client_ledger import Ledger
+from moe_serve.server.edge.client_limits import Ledger
 
 CONFIG = load_config(overrides=["server.api_workers=2", "parallel.num_ranks=2"])
 

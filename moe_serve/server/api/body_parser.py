@@ -12,14 +12,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from moe_serve.errors import RequestError
-from moe_serve.server.api.chat_request import ChatRequest, parse_chat
-from moe_serve.server.api.completion_request import CompletionRequest, parse_completion
+from moe_serve.server.api.openai_requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from moe_serve.server.api.response_request import ResponseRequest, parse_response
 from moe_serve.server.api.schemas import parse_generate
 from moe_serve.server.api.tokenize_request import DetokenizeRequest, TokenizeRequest, parse_detokenize, parse_tokenize
 from moe_serve.server.requests.prompts import GenerateRequest
-from moe_serve.server.workers.helper_pair import HelperPair
-from moe_serve.server.workers.helper_process import HelperEnded, TooLongError
+from moe_serve.server.workers.pool import HelperEnded, HelperPair, TooLongError
 
 SMALL_BYTES = 1 << 14  # parsed within some 2 ms, whatever is in them
 HEAD = struct.Struct("<BI")  # in front of a body for the process: its kind's place in KINDS, max_prompts

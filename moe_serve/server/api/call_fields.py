@@ -4,7 +4,7 @@ from typing import Any, TypeGuard
 
 from moe_serve.errors import RequestError
 from moe_serve.server.edge.json_fields import real_number, show, token_ids, whole_number
-from moe_serve.server.requests.waiting_line import MAX_PRIORITY
+from moe_serve.server.requests.admission import MAX_PRIORITY
 
 
 def check_num_prompts(field: str, batch: Any, max_prompts: int) -> None:

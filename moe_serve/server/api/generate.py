@@ -1,4 +1,4 @@
-"""Submits the requests of a checked call, of any API, and sends their results as one JSON answer or a stream.
+"""A call of any API: its requests are submitted, and their results go out as one JSON answer or a stream.
 
 When the client disconnects, its requests are aborted and free what they hold.
 """
@@ -6,33 +6,41 @@ When the client disconnects, its requests are aborted and free what they hold.
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.edge.client_limits import Permit
+from moe_serve.server.api.body_parser import BodyKind, BodyParser
+from moe_serve.server.edge.body import Bodies
+from moe_serve.server.edge.client_limits import Client, Permit
 from moe_serve.server.edge.connection import CONNECTION, Connection
 from moe_serve.server.edge.errors import error_response
+from moe_serve.server.edge.gate import Terms
 from moe_serve.server.ranks.bridge import Bridge
-from moe_serve.server.requests.logprob_limits import check_call, num_logprobs
+from moe_serve.server.requests.admission import Degradation
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.requests.prompts import (
     GenerateRequest,
     Prompt,
+    best_of_each,
+    check_call,
     check_num_expressions,
     draw_seed,
     encode_prompt,
     fit_to_model,
+    link_samples,
+    num_logprobs,
+    samples_of,
     with_bad_words,
 )
-from moe_serve.server.requests.samples import best_of_each, link_samples, samples_of
 from moe_serve.server.workers.turns import Turns
 
 _MANY_LOGPROBS = 4096  # numbers in an answer
@@ -270,3 +278,46 @@ async def _client_left(receive: Receive) -> None:
 
 async def _no_receive() -> Any:
     raise AssertionError("a plain response reads nothing")
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Doors:
+    """What they need. long_texts: the turns in which long texts of all routes are tokenized"""
+
+    bodies: Bodies
+    parser: BodyParser
+    bridge: Bridge
+    tokenizer: Tokenizer | None
+    degradation: Degradation
+    long_texts: Turns
+
+    async def open(
+        self,
+        request: Request,
+        kind: BodyKind[T],
+        call_of: Callable[[T], Awaitable[GenerateRequest]],
+        in_words: Callable[[RequestError], RequestError] = lambda error: error,
+    ) -> tuple[T, Call]:
+        """Returns the checked body of a request, and its call, which is submitted.
+
+        call_of:  makes the call of the body, such as by a chat template
+        in_words: puts an error about SGLang's fields in the words of another API
+
+        Raises RequestError, QueueFullError or UnavailableError.
+        """
+        terms: Terms = request.state.terms
+        caller: Client = request.state.client
+        client = str(caller)
+        async with self.bodies.read(request) as body:
+            given = await self.parser.parse(body, self.bridge.capacity, kind, client)
+            asked = self.degradation.apply(await call_of(given), self.bridge.queue, terms.degraded)
+            asked = replace(asked, salt=caller.cache_salt(asked.salt))
+            try:
+                return given, await start_call(
+                    asked, self.bridge, self.tokenizer, self.long_texts, terms.permit, client
+                )
+            except RequestError as error:
+                raise in_words(error) from None

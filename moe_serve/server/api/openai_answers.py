@@ -1,13 +1,120 @@
-"""What the answers of both OpenAI routes share: who answers, usage, why a request ended. Torch-free."""
+"""Answers of OpenAI's completions and chat, whole or as a stream, with their log probabilities.
+
+The text of a token is what it decodes to by itself. Where a character has several tokens, each of them is U+FFFD.
+"""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_serve.server.api.call_options import CallOptions
+from moe_serve.engine.output.logprobs import TokenLogprobs
+from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.generate import DONE, Call
+from moe_serve.server.api.openai_requests import CallOptions, ChatRequest, CompletionRequest
+from moe_serve.server.api.parsed_output import Delta, NewOutput, OutputParser, merged, whole_message
 from moe_serve.server.edge.errors import error_of, json_bytes
 from moe_serve.server.requests.open_request import OpenRequest
+
+TextOf = Callable[[int], str]
+
+
+def texts_of(tokenizer: Tokenizer | None) -> TextOf:
+    """Returns a function from token ids to their texts; without a tokenizer to vLLM's "token_id:5"."""
+    if tokenizer is None:
+        return lambda token_id: f"token_id:{token_id}"
+    known: dict[int, str] = {}
+
+    def text_of(token_id: int) -> str:
+        if token_id not in known:
+            known[token_id] = tokenizer.decode([token_id], skip_special_tokens=False)
+        return known[token_id]
+
+    return text_of
+
+
+class CompletionLogprobs:
+    """The `logprobs` of one choice of `/v1/completions`, in parts where it is streamed. offset: characters so far"""
+
+    def __init__(self, text_of: TextOf):
+        self._text_of = text_of
+        self._offset = 0
+
+    def of_prompt(self, request: OpenRequest) -> dict[str, list[Any]]:
+        """Returns those of the prompt, where it is echoed: nothing is known about its first token."""
+        assert request.prompt_logprobs is not None
+        first, *rest = request.spec.prompt_ids
+        rest = rest[: len(request.prompt_logprobs)]  # fewer where the request was cut short
+        part = self._part(rest, request.prompt_logprobs, 0, offset=len(self._text_of(first)))
+        part["tokens"].insert(0, self._text_of(first))
+        part["token_logprobs"].insert(0, None)
+        part["top_logprobs"].insert(0, None)
+        part["text_offset"].insert(0, 0)
+        return part
+
+    def of_output(self, request: OpenRequest, begin: int) -> dict[str, list[Any]]:
+        """Returns those of the output from a token on."""
+        assert request.output_logprobs is not None
+        return self._part(request.matcher.output_ids[begin:], request.output_logprobs, begin, self._offset)
+
+    def _part(self, ids: Sequence[int], entries: TokenLogprobs, begin: int, offset: int) -> dict[str, list[Any]]:
+        tokens = [self._text_of(token_id) for token_id in ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offset = offset
+        places = range(begin, begin + len(ids))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entries.logprob(i) for i in places],
+            "top_logprobs": [
+                {self._text_of(each.token_id): each.logprob for each in entries.at(i, token_id).values()}
+                for i, token_id in zip(places, ids, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+
+def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Returns the log probabilities of two parts that follow each other."""
+    return {name: first[name] + second[name] for name in first}
+
+
+def chat_logprobs(request: OpenRequest, begin: int, text_of: TextOf) -> dict[str, Any]:
+    """Returns the `logprobs` of one choice of `/v1/chat/completions`, of the output from a token on."""
+    entries = request.output_logprobs
+    assert entries is not None
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = text_of(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return {
+        "content": [
+            entry(token_id, entries.logprob(i))
+            | {"top_logprobs": [entry(each.token_id, each.logprob) for each in entries.top(i)]}
+            for i, token_id in enumerate(request.matcher.output_ids[begin:], begin)
+        ]
+    }
+
+
+def prompt_logprobs(request: OpenRequest, text_of: TextOf) -> list[dict[str, Any] | None]:
+    """Returns vLLM's `prompt_logprobs`: by token id, for each token of the prompt; null for the first."""
+    entries = request.prompt_logprobs
+    assert entries is not None
+    return [
+        None,
+        *(
+            {
+                str(each.token_id): {
+                    "logprob": each.logprob, "rank": each.rank, "decoded_token": text_of(each.token_id),
+                }
+                for each in entries.at(i, token_id).values()
+            }
+            for i, token_id in enumerate(request.spec.prompt_ids[1 : 1 + len(entries)])
+        ),
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,3 +186,198 @@ def stream_end(call: Call, head: Head, kind: str, options: CallOptions, numbers:
     if not options.include_usage or any(request.failure is not None for request in call.requests):
         return DONE
     return event_of({**head.fields(kind), "choices": [], "usage": numbers or usage(call)}) + DONE
+
+
+_KIND = "text_completion"
+_COMPLETION_TAIL = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+
+
+class CompletionAnswers:
+    """One choice for each sample of each prompt, in their order; see `generate.Answers`."""
+
+    ends_at_failure = True
+
+    def __init__(self, given: CompletionRequest, call: Call, model: str, tokenizer: Tokenizer | None):
+        self._given = given
+        self._options = given.options
+        self._tokenizer = tokenizer
+        self._text_of = texts_of(tokenizer)
+        self._head = Head.of(given.options, model)
+        num_choices = len(call.requests)
+        self._num_chars = [0] * num_choices  # of each choice's output, that the client has
+        self._num_tokens = [0] * num_choices
+        self._has_begun = [False] * num_choices
+        self._logprobs = [CompletionLogprobs(self._text_of) for _ in range(num_choices)]
+        # An event with text alone is written by parts: at 30,000 tokens per second every microsecond counts.
+        start = json_bytes(self._head.fields(_KIND))[:-1]
+        self._starts = [b'data: %s,"choices":[{"index":%d,"text":' % (start, i) for i in range(num_choices)]
+        self._is_plain = not (
+            given.echo or given.logprobs or given.options.continuous_usage or given.options.return_token_ids
+        )
+
+    def whole(self, call: Call) -> bytes:
+        choices = [self._choice(i, request, request.matcher.text) for i, request in enumerate(call.requests)]
+        return json_bytes({**self._head.fields(_KIND), "choices": choices, "usage": usage(call)})
+
+    def event(self, call: Call, index: int) -> bytes:
+        request = call.requests[index]
+        if request.failure is not None:
+            return failure_event(request)
+        text = request.matcher.text[self._num_chars[index] :]
+        self._num_chars[index] += len(text)
+        if self._is_plain and not request.is_done:
+            return self._starts[index] + json_bytes(text) + _COMPLETION_TAIL if text else b""
+        chunk = {**self._head.fields(_KIND), "choices": [self._choice(index, request, text)]}
+        if self._options.continuous_usage:
+            chunk["usage"] = usage(call, [request])
+        return event_of(chunk)
+
+    def end(self, call: Call) -> bytes:
+        return stream_end(call, self._head, _KIND, self._options)
+
+    def _choice(self, index: int, request: OpenRequest, text: str) -> dict[str, Any]:
+        """Returns a choice with what is new of it. text: of the output"""
+        begins, first_token = not self._has_begun[index], self._num_tokens[index]
+        self._has_begun[index], self._num_tokens[index] = True, request.num_output
+        echoes = begins and self._given.echo
+        logprobs = None
+        if self._given.logprobs:
+            logprobs = self._logprobs[index].of_prompt(request) if echoes else None
+            output = self._logprobs[index].of_output(request, first_token)
+            logprobs = output if logprobs is None else joined(logprobs, output)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": self._prompt_text(index, request) + text if echoes else text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(request),
+            "stop_reason": stop_reason(request),
+        }
+        if self._given.prompt_logprobs and begins:
+            choice["prompt_logprobs"] = prompt_logprobs(request, self._text_of)
+        if self._options.return_token_ids:
+            choice["token_ids"] = request.matcher.output_ids[first_token:]
+            if begins:
+                choice["prompt_token_ids"] = request.spec.prompt_ids
+        return choice
+
+    def _prompt_text(self, index: int, request: OpenRequest) -> str:
+        """Returns the text of a choice's prompt, as the client sent it or as its tokens decode."""
+        prompt = self._given.call.prompts[index // self._options.taken.params.n]
+        if prompt.text is not None:
+            return prompt.text
+        skips = request.spec.params.skip_special_tokens
+        return "" if self._tokenizer is None else self._tokenizer.decode(request.spec.prompt_ids, skips)
+
+
+_CHUNK = "chat.completion.chunk"
+_CHAT_TAIL = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+
+class ChatAnswers:
+    """One choice for each sample; see `generate.Answers`."""
+
+    ends_at_failure = True
+
+    def __init__(
+        self, given: ChatRequest, call: Call, model: str, text_of: TextOf, make_parser: Callable[[], OutputParser]
+    ):
+        """text_of: of a token, for log probabilities;  make_parser: of the output of one choice"""
+        num_choices = len(call.requests)
+        self._options = given.options
+        self._text_of = text_of
+        self._has_logprobs = given.logprobs
+        self._head = Head.of(given.options, model)
+        self._parsers = [make_parser() for _ in range(num_choices)]
+        self._num_chars = [0] * num_choices  # of each choice, that its parser has
+        self._num_tokens = [0] * num_choices
+        self._has_begun = [False] * num_choices
+        # An event with content alone is written by parts: at 30,000 tokens per second every microsecond counts.
+        start = json_bytes(self._head.fields(_CHUNK))[:-1]
+        self._starts = [b'data: %s,"choices":[{"index":%d,"delta":{"content":' % (start, i) for i in range(num_choices)]
+        self._is_plain = not (given.logprobs or given.options.continuous_usage or given.options.return_token_ids)
+
+    def whole(self, call: Call) -> bytes:
+        choices = []
+        for index, request in enumerate(call.requests):
+            message = whole_message(self._push(call, index))
+            choice = {"index": index, "message": message, "logprobs": None, **self._end_of(index, request)}
+            if self._has_logprobs:
+                choice["logprobs"] = chat_logprobs(request, 0, self._text_of)
+            if self._options.return_token_ids:
+                choice["token_ids"] = request.matcher.output_ids
+            choices.append(choice)
+        answer = {**self._head.fields("chat.completion"), "choices": choices, "usage": self._usage(call)}
+        if self._options.return_token_ids:
+            answer["prompt_token_ids"] = call.requests[0].spec.prompt_ids
+        return json_bytes(answer)
+
+    def event(self, call: Call, index: int) -> bytes:
+        request = call.requests[index]
+        if request.failure is not None:
+            return failure_event(request)
+        first_token = self._num_tokens[index]
+        deltas = self._push(call, index)
+        events = []
+        if not self._has_begun[index]:
+            self._has_begun[index] = True
+            events.append(self._begin(call, index))
+        if self._is_plain:
+            events += [self._plain(index, delta) for delta in deltas]
+        elif deltas or not request.is_done:
+            events.append(self._chunk(call, index, merged(deltas), {"finish_reason": None}, first_token))
+            first_token = request.num_output
+        if request.is_done:
+            events.append(self._chunk(call, index, {}, self._end_of(index, request), first_token))
+        return b"".join(events)
+
+    def end(self, call: Call) -> bytes:
+        return stream_end(call, self._head, _CHUNK, self._options, self._usage(call))
+
+    def _usage(self, call: Call) -> dict[str, Any]:
+        """Returns the numbers of tokens, those of the reasoning among them where they are known."""
+        counts = [parser.reasoning_tokens() for parser in self._parsers]
+        known = [count for count in counts if count is not None]
+        details = {"completion_tokens_details": {"reasoning_tokens": sum(known)}} if known else {}
+        return usage(call) | details
+
+    def _push(self, call: Call, index: int) -> list[Delta]:
+        """Hands what is new of a choice to its parser, and returns what that makes of it."""
+        request = call.requests[index]
+        text = request.matcher.text[self._num_chars[index] :]
+        token_ids = request.matcher.output_ids[self._num_tokens[index] :]
+        self._num_chars[index] += len(text)
+        self._num_tokens[index] += len(token_ids)
+        return self._parsers[index].push(NewOutput(text, token_ids, finish_reason(request)))
+
+    def _end_of(self, index: int, request: OpenRequest) -> dict[str, Any]:
+        reason = finish_reason(request)
+        assert reason is not None
+        return {"finish_reason": self._parsers[index].finish_reason(reason), "stop_reason": stop_reason(request)}
+
+    def _begin(self, call: Call, index: int) -> bytes:
+        """Returns the first chunk of a choice."""
+        chunk = self._fields(index, {"role": "assistant", "content": ""}, {"finish_reason": None})
+        if self._options.return_token_ids and index == 0:
+            chunk["prompt_token_ids"] = call.requests[0].spec.prompt_ids
+        return event_of(chunk)
+
+    def _plain(self, index: int, delta: Delta) -> bytes:
+        if len(delta) == 1 and "content" in delta:
+            return self._starts[index] + json_bytes(delta["content"]) + _CHAT_TAIL
+        return event_of(self._fields(index, delta, {"finish_reason": None}))
+
+    def _chunk(self, call: Call, index: int, delta: Delta, end: dict[str, Any], first_token: int) -> bytes:
+        """first_token: the first one of the output that the client does not have"""
+        chunk, request = self._fields(index, delta, end), call.requests[index]
+        if first_token < request.num_output:
+            if self._options.return_token_ids:
+                chunk["choices"][0]["token_ids"] = request.matcher.output_ids[first_token:]
+            if self._has_logprobs:
+                chunk["choices"][0]["logprobs"] = chat_logprobs(request, first_token, self._text_of)
+        if self._options.continuous_usage:
+            chunk["usage"] = usage(call, [request])
+        return event_of(chunk)
+
+    def _fields(self, index: int, delta: Delta, end: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, **end}
+        return {**self._head.fields(_CHUNK), "choices": [choice]}

@@ -1,8 +1,9 @@
-"""OpenAI's routes: `/v1/completions`, `/v1/chat/completions` and `/v1/responses`. Torch-free.
+"""OpenAI's routes and those of the tokenizer: from a request to its answer.
 
 They are as `/generate` is in all but the form of bodies and answers.
 """
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,22 +13,38 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.errors import RequestError
-from moe_serve.server.api.body_parser import CHAT_BODY, COMPLETION_BODY, RESPONSE_BODY
-from moe_serve.server.api.chat_answers import ChatAnswers
-from moe_serve.server.api.chat_request import ChatRequest
-from moe_serve.server.api.completion_answers import CompletionAnswers
-from moe_serve.server.api.completion_request import CompletionRequest
-from moe_serve.server.api.doors import Doors
-from moe_serve.server.api.generate import Call, CallResponse
-from moe_serve.server.api.openai_logprobs import texts_of
-from moe_serve.server.api.output_parser import OutputParser
-from moe_serve.server.api.parsed_output import OutputParsers
-from moe_serve.server.api.prompting import check_model, most_chars
+from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.api.body_parser import CHAT_BODY, COMPLETION_BODY, DETOKENIZE_BODY, RESPONSE_BODY, TOKENIZE_BODY
+from moe_serve.server.api.generate import Call, CallResponse, Doors
+from moe_serve.server.api.openai_answers import ChatAnswers, CompletionAnswers, texts_of
+from moe_serve.server.api.openai_requests import ChatRequest, CompletionRequest
+from moe_serve.server.api.parsed_output import OutputParser, OutputParsers
 from moe_serve.server.api.response_answers import ResponseAnswers
 from moe_serve.server.api.response_request import ResponseRequest
 from moe_serve.server.api.sampling_fields import OPENAI_NAMES, ParamNames, TakenParams
-from moe_serve.server.requests.prompts import GenerateRequest
+from moe_serve.server.api.tokenize_request import TokenizeRequest
+from moe_serve.server.edge.errors import UnknownModelError, json_bytes
+from moe_serve.server.ranks.bridge import Bridge
+from moe_serve.server.requests.prompts import NO_TOKENIZER, GenerateRequest
 from moe_serve.server.workers.chat_template import ChatTemplates
+
+
+def check_model(asked: str | None, name: str) -> None:
+    """Raises UnknownModelError for a model that is not served. name: of the one that is"""
+    if asked not in (None, name):
+        raise UnknownModelError(
+            f"model is {asked[:100]!r}, but this server serves {name!r}; send this name, or none", field="model"
+        )
+
+
+def most_chars(bridge: Bridge, tokenizer: Tokenizer | None) -> int:
+    """Returns the characters of the longest text that can be a prompt. Raises RequestError without a tokenizer."""
+    if tokenizer is None:
+        raise RequestError(
+            f"messages need a tokenizer, but {NO_TOKENIZER}; send token ids to /v1/completions", field="messages"
+        )
+    return bridge.limits.max_prompt_len * tokenizer.longest_token
+
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -116,3 +133,76 @@ def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENA
         return RequestError(re.sub(rf"^{field}\b", prompt, message), prompt)
     shorter = RequestError(message.replace("sampling_params.", ""), field.removeprefix("sampling_params."))
     return names.translated(shorter)
+
+
+_SHORT = 4096  # characters, or tokens; more are worked on in a thread, so that other clients are served meanwhile
+
+
+def add_tokenize(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) -> None:
+    """Adds the routes. name: of the model that is served"""
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        """The token ids of a text, or of a chat as its template makes one text of it."""
+        client = str(request.state.client)
+        async with doors.bodies.read(request) as body:
+            given = await doors.parser.parse(body, doors.bridge.capacity, TOKENIZE_BODY, client)
+        check_model(given.model, name)
+        tokenizer = _need(doors.tokenizer)
+        text = await _text_of(given, doors, templates, client)
+        max_model_len = doors.bridge.limits.max_model_len
+
+        def work() -> bytes:
+            ids = tokenizer.encode(text, given.add_special_tokens)
+            strings = [tokenizer.token_of(token_id) for token_id in ids] if given.return_token_strs else None
+            answer = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
+            return json_bytes(answer)
+
+        return _json(await beside_the_loop(client, len(text), work))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, with its special tokens."""
+        client = str(request.state.client)
+        async with doors.bodies.read(request) as body:
+            given = await doors.parser.parse(body, doors.bridge.capacity, DETOKENIZE_BODY, client)
+        check_model(given.model, name)
+        tokenizer, size = _need(doors.tokenizer), doors.bridge.limits.vocab_size
+        ids = given.token_ids
+
+        def work() -> bytes:
+            wrong = next((token_id for token_id in ids if not 0 <= token_id < size), None)
+            if wrong is not None:
+                raise RequestError(f"tokens holds {wrong}, outside the vocabulary; expected 0 to {size - 1}", "tokens")
+            return json_bytes({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
+
+        return _json(await beside_the_loop(client, len(ids), work))
+
+    async def beside_the_loop(client: str, size: int, work: Callable[[], bytes]) -> bytes:
+        """Returns what the work gives; long work is done in a thread, clients in turns."""
+        if size <= _SHORT:
+            return work()
+        async with doors.long_texts.turn(client):
+            return await asyncio.to_thread(work)
+
+
+async def _text_of(given: TokenizeRequest, doors: Doors, templates: ChatTemplates, client: str) -> str:
+    most = most_chars(doors.bridge, doors.tokenizer)
+    if given.chat is not None:
+        return await templates.render(given.chat, most, client)
+    text = given.text or ""
+    if len(text) > most:
+        raise RequestError(
+            f"prompt has {len(text)} characters, more than any prompt that is served ({most}); shorten it", "prompt"
+        )
+    return text
+
+
+def _need(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise RequestError(f"this needs a tokenizer, but {NO_TOKENIZER}")
+    return tokenizer
+
+
+def _json(answer: bytes) -> Response:
+    return Response(answer, media_type="application/json")

@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_serve.server.api.generate import Call
 from moe_serve.server.api.openai_answers import finish_reason, usage
-from moe_serve.server.api.output_parser import Delta, NewOutput, OutputParser
+from moe_serve.server.api.parsed_output import Delta, NewOutput, OutputParser
 from moe_serve.server.api.response_request import ResponseRequest
 from moe_serve.server.edge.errors import error_of, json_bytes
 from moe_serve.server.requests.open_request import OpenRequest

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_serve.errors import RequestError
-from moe_serve.server.api.chat_request import ChatRequest, check_chat
 from moe_serve.server.api.messages import MAX_DEPTH
+from moe_serve.server.api.openai_requests import ChatRequest, check_chat
 from moe_serve.server.api.tool_fields import EXAMPLE, EXAMPLE_CHOICE
 from moe_serve.server.edge.json_fields import parse_nested_object, show
 

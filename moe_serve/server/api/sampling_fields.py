@@ -1,8 +1,8 @@
-"""Parses sampling parameters of any API into SamplingParams: `/generate`'s and OpenAI's bodies name the same fields
-differently. Torch-free.
+"""Fields of sampling, in SGLang's names and OpenAI's, and the defaults that a model's folder sets for them.
 
-A door makes the `Fields` of its JSON object, calls `take_sampling_params` with its names, takes its other fields, and
-refuses the rest.
+A route makes the `Fields` of its JSON object, calls `take_sampling_params` with its names, takes its other fields, and
+refuses the rest. As in SGLang (`--sampling-defaults model`) and vLLM (`--generation-config auto`) the model's defaults
+hold for OpenAI's routes and for `LLM` without parameters. `/generate` has SGLang's defaults.
 """
 
 import re
@@ -12,7 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from moe_serve.attention_dp.sampling_params import MAX_BIASES, SamplingParams, plain
-from moe_serve.errors import RequestError
+from moe_serve.config import ServeConfig, model_dir
+from moe_serve.errors import ModelError, RequestError
+from moe_serve.models.model_files import read_json
 from moe_serve.server.edge.json_fields import Fields, boolean, real_number, show, token_ids, whole_number
 
 MAX_STOP_CHARS = 1024  # of one stop string, or bad word
@@ -180,3 +182,33 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of Samplin
     "n": whole_number,
     "best_of": whole_number,
 }
+
+
+_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_FIX = "correct it, or set server.sampling_defaults: openai"
+
+
+def model_defaults(config: ServeConfig) -> dict[str, Any]:
+    """Returns the fields of SamplingParams that the model recommends, by name; {} where it or the settings name none.
+
+    Raises ModelError for a file that cannot be read, or a value that no request could have.
+    """
+    path = model_dir(config.model) / "generation_config.json"
+    if config.server.sampling_defaults == "openai" or not path.exists():
+        return {}
+    content = read_json(path, _FIX)
+    named = {name: content[name] for name in _NAMES if content.get(name) is not None}
+    try:
+        params = take_sampling_params(Fields(named, "", {}, {}), SGLANG_NAMES).params
+    except RequestError as error:
+        raise ModelError(f"{path}: {error}; {_FIX}") from None
+    usual = SamplingParams()
+    return {name: value for name in named if (value := getattr(params, name)) != getattr(usual, name)}

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_serve.errors import RequestError
-from moe_serve.server.api.call_options import model_name
 from moe_serve.server.api.messages import MAX_DEPTH, ChatPrompt, take_chat_prompt
+from moe_serve.server.api.openai_requests import model_name
 from moe_serve.server.edge.json_fields import Fields, boolean, parse_nested_object, show, token_ids
 
 

@@ -1,8 +1,6 @@
-"""Reads the bodies of requests: each bounded in size; those of a client, and all, in the bytes that they hold.
+"""Reads the bodies of requests: each bounded in size; those of a client, and all, in the bytes that they hold."""
 
-Torch-free.
-"""
-
+import ctypes
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -81,3 +79,19 @@ class Bodies:
                 f"large bodies of other requests hold {self.num_bytes >> 20} MiB, at most "
                 f"{self._max_all_bytes >> 20} are held at a time (server.max_bodies_mib); try again later"
             )
+
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_LARGE_BYTES = 1 << 20
+
+
+def give_large_blocks_back() -> bool:
+    """Makes malloc take each block of a megabyte or more from the kernel, to which it returns when it is freed.
+
+    glibc raises that bound to the largest block that was freed, so after one body of 16 MiB later ones come from the
+    heap, and four at a time left 50 MiB there. Returns False where malloc has no such bound (not glibc).
+    """
+    try:
+        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES))
+    except (AttributeError, OSError):
+        return False

@@ -24,12 +24,11 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from moe_serve.server.edge.admission_gate import GENERATING
 from moe_serve.server.edge.batch_reader import BatchReader
 from moe_serve.server.edge.bounded_parser import BoundedParser
 from moe_serve.server.edge.connection_limits import ConnectionLimits
-from moe_serve.server.edge.early_refusal import EarlyRefusal
 from moe_serve.server.edge.errors import error_body
+from moe_serve.server.edge.gate import GENERATING, EarlyRefusal
 from moe_serve.server.edge.half_closed import abort_when_reset
 
 CONNECTION = "moe_serve.connection"  # among a scope's extensions: the Connection that a request came by

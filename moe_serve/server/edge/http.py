@@ -1,27 +1,39 @@
-"""Runs the application on a port; told to end, it does so within seconds. Torch-free."""
+"""The HTTP server: it accepts connections, bounds them in all and by client, and ends within seconds when told to.
+
+It accepts connections itself (`Listener`): asyncio's servers accept up to a whole backlog in one turn, do not count
+connections before their handshake, and write a traceback to the log for each one beyond the limit of descriptors.
+Told to end, uvicorn cancels the tasks of late answers, and `asyncio.run` what a second signal left: `EndingApp` ends
+these with an answer.
+"""
 
 import asyncio
 import contextlib
+import errno
+import resource
 import signal
 import socket
-from collections.abc import Iterator
+import ssl
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.log import get_logger
 from moe_serve.server.edge.batch_reader import BatchReader
-from moe_serve.server.edge.connection import Connection
+from moe_serve.server.edge.connection import CONNECTION, SEND_BUFFER_BYTES, Connection
 from moe_serve.server.edge.connection_limits import ConnectionLimits
-from moe_serve.server.edge.connection_table import ConnectionTable
-from moe_serve.server.edge.descriptors import connections_allowed
-from moe_serve.server.edge.early_refusal import EarlyRefusal
-from moe_serve.server.edge.ending_app import EndingApp
-from moe_serve.server.edge.listener import Listener
-from moe_serve.server.edge.tls import make_tls
+from moe_serve.server.edge.errors import error_body
+from moe_serve.server.edge.gate import EarlyRefusal
+from moe_serve.server.edge.ports import make_tls
 from moe_serve.server.ranks.bridge import Bridge
 
 log = get_logger(__name__)
+
+
 _END_DEADLINE_S = 3  # for answers in progress, once the server is told to end
 _SWEEP_S = 0.25  # between two looks at the deadlines of all connections
 
@@ -142,3 +154,252 @@ class HttpServer(uvicorn.Server):
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+
+
+_ACCEPTS_PER_TURN = 16
+_OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_PAUSE_S = 0.1  # after the kernel had no descriptor left
+_WARN_EVERY_S = 60.0
+
+
+class Listener:
+    """Accepts from one listening socket, until `run` is cancelled. tls: None = plain HTTP"""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        make: Callable[[], Connection],
+        table: "ConnectionTable",
+        batches: BatchReader,
+        tls: ssl.SSLContext | None,
+        handshake_deadline_s: float,
+    ):
+        self._listening = listening
+        self._make = make
+        self._table = table
+        self._batches = batches
+        self._tls = tls
+        self._handshake_deadline_s = handshake_deadline_s
+        self._warned_s = -_WARN_EVERY_S
+        self._num_unwarned = 0
+
+    async def run(self) -> None:
+        """Accepts connections."""
+        in_turn = 0
+        while True:
+            in_turn += 1
+            if in_turn % _ACCEPTS_PER_TURN == 0:
+                await asyncio.sleep(0)
+            try:
+                accepted, address = self._listening.accept()
+                accepted.setblocking(False)
+            except (BlockingIOError, InterruptedError):
+                await self._arrival()
+                await self._batches.next_one()
+                continue
+            except OSError as error:
+                if error.errno in _OUT_OF_DESCRIPTORS:
+                    self._warn("no descriptor is left for a connection; raise the limit (ulimit -n)")
+                    self._table.make_room()
+                    await asyncio.sleep(_PAUSE_S)
+                continue  # else: the client was gone before it was accepted
+            self._take(accepted, str(address[0]) if isinstance(address, tuple) else "")
+
+    async def _arrival(self) -> None:
+        """Waits until a connection is there to accept.
+
+        loop.sock_accept() would accept it itself, and where it is cancelled just then, drop it: neither served nor
+        closed until the next garbage collection.
+        """
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        loop.add_reader(self._listening, arrived.set)
+        try:
+            await arrived.wait()
+        finally:
+            loop.remove_reader(self._listening)
+
+    def _take(self, accepted: socket.socket, client: str) -> None:
+        connection = self._make()
+        if not self._table.admit(connection, client):
+            self._warn(
+                f"refused a connection of {client}: server.max_connections is {self._table.max_connections}, "
+                f"{self._table.max_per_client} of one client, and all have a request"
+            )
+            _turn_away(accepted, self._tls is not None)
+            return
+        with contextlib.suppress(OSError):
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        connection.opening = asyncio.ensure_future(self._open(connection, accepted))
+
+    async def _open(self, connection: Connection, accepted: socket.socket) -> None:
+        """Starts the protocol on an accepted socket, after its handshake."""
+        deadline_s = None if self._tls is None else self._handshake_deadline_s
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=deadline_s
+            )
+        except OSError:  # ssl.SSLError, ConnectionError and TimeoutError are OSErrors: the client's doing
+            accepted.close()
+            self._table.remove(connection)
+        except asyncio.CancelledError:
+            accepted.close()
+            self._table.remove(connection)
+            raise
+        finally:
+            connection.opening = None
+
+    def _warn(self, text: str) -> None:
+        """Logs at most one warning a minute, with the number of those that were left out."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._warned_s < _WARN_EVERY_S:
+            self._num_unwarned += 1
+            return
+        more = f" ({self._num_unwarned} more in the last minutes)" if self._num_unwarned else ""
+        log.warning("%s%s", text, more)
+        self._warned_s, self._num_unwarned = now_s, 0
+
+
+def _turn_away(accepted: socket.socket, has_tls: bool) -> None:
+    """Answers 503 as far as that goes without waiting, and closes."""
+    body = msgspec.json.encode(error_body("the server has no connection left; try again in a moment", 503))
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    with accepted, contextlib.suppress(OSError):
+        accepted.setblocking(False)
+        if not has_tls:
+            accepted.send(head.encode() + body)
+            accepted.shutdown(socket.SHUT_WR)
+            accepted.recv(1 << 16)  # unread bytes would turn the close into a reset, which may overtake the answer
+
+
+_LOOK_AGAIN_S = 0.05  # where all connections were busy: looking at thousands for each newcomer takes the loop
+
+
+class ConnectionTable:
+    """Bounds the connections, in all and of one client (an address).
+
+    At a bound a newcomer takes the place of the oldest connection that waits for a request: of its own client, or of
+    the client with the most connections. So silent connections keep nobody out. Where all are busy, it is refused.
+    """
+
+    def __init__(self, max_connections: int, max_per_client: int):
+        self.max_connections = max_connections
+        self.max_per_client = max_per_client
+        self.num_refused = 0
+        self._by_client: dict[str, dict[Connection, None]] = defaultdict(dict)  # each in the order of arrival
+        self._client_of: dict[Connection, str] = {}
+        self._busy_until_s: dict[str, float] = {}  # clients of which no connection could yield; "": of all
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(list(self._client_of))
+
+    def __len__(self) -> int:
+        return len(self._client_of)
+
+    def admit(self, connection: Connection, client: str) -> bool:
+        """Returns whether there is room for a new connection of a client, after making some; adds it."""
+        own = self._by_client.get(client, {})
+        full = client if len(own) >= self.max_per_client else "" if len(self) >= self.max_connections else None
+        if full is not None and not self._yield_one(full):
+            self.num_refused += 1
+            return False
+        self._by_client[client][connection] = None
+        self._client_of[connection] = client
+        return True
+
+    def make_room(self) -> None:
+        """Ends one waiting connection, where there is one: the process has run out of descriptors."""
+        for client in sorted(self._by_client, key=self._num_of, reverse=True):
+            if self._yield_one(client):
+                return
+
+    def remove(self, connection: Connection) -> None:
+        """Forgets a connection; nothing where it is not known."""
+        client = self._client_of.pop(connection, None)
+        if client is None:
+            return
+        own = self._by_client[client]
+        del own[connection]
+        if not own:
+            del self._by_client[client]
+            self._busy_until_s.pop(client, None)
+
+    def sweep(self) -> None:
+        """Ends the connections whose deadlines have passed."""
+        now_s = time.monotonic()
+        for connection in self:
+            connection.sweep(now_s)
+
+    def _num_of(self, client: str) -> int:
+        return len(self._by_client[client])
+
+    def _yield_one(self, client: str) -> bool:
+        """Ends the oldest connection of a client that may yield; returns False where none may.
+
+        client: "" = the one with the most connections
+        """
+        now_s = time.monotonic()
+        if now_s < self._busy_until_s.get(client, 0.0):
+            return False
+        own = self._by_client[client or max(self._by_client, key=self._num_of)]
+        oldest = next((connection for connection in own if connection.may_yield), None)
+        if oldest is None:
+            self._busy_until_s[client] = now_s + _LOOK_AGAIN_S
+            return False
+        self.remove(oldest)
+        oldest.give_up()
+        return True
+
+
+class EndingApp:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, is_ending: Callable[[], bool]):
+        self._app = app
+        self._is_ending = is_ending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a call on. One that is cancelled at the end of the server gets 503, or its stream is cut off."""
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._is_ending():
+                raise
+            connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
+            if connection is not None:  # or its answer is complete, or this is the lifespan of the server
+                connection.end_now()
+
+
+_RESERVE = 128  # for everything that is not a client: ranks, logs, files, the event loop
+_UNLIMITED = resource.RLIM_INFINITY
+
+
+def connections_allowed(wanted: int) -> int:
+    """Returns how many of the wanted connections the limit of descriptors allows, after raising it as far as needed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = soft_limit(wanted, soft, hard)
+    if target != soft:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            soft = target
+        except OSError:
+            pass  # a sandbox forbids it: the soft limit counts
+    allowed = wanted if soft == _UNLIMITED else max(1, min(wanted, soft - _RESERVE))
+    if allowed < wanted:
+        log.warning(
+            "server.max_connections is %d but the limit of descriptors allows %d; raise the hard limit (ulimit -Hn)",
+            wanted,
+            allowed,
+        )
+    return allowed
+
+
+def soft_limit(wanted: int, soft: int, hard: int) -> int:
+    """Returns the soft limit to set for the wanted connections: never a lower one, and none above the hard limit."""
+    needed = wanted + _RESERVE
+    if soft == _UNLIMITED or soft >= needed:
+        return soft
+    return needed if hard == _UNLIMITED else min(needed, hard)

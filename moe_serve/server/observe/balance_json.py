@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from moe_serve.server.ranks.balance import BalanceBook, summary_of
-from moe_serve.server.ranks.move_log import Event, Move
+from moe_serve.server.ranks.balance import BalanceBook, Event, Move, summary_of
 
 _NUM_RECENT = 20  # decisions and moves in a status
 

@@ -1,18 +1,22 @@
-"""The routes of the balancer: status, a plan now, the placement in use, a placement of the caller. Torch-free."""
+"""The routes of the balancer: its state, its placement, a rebalance, and a recording of the load.
+
+The parser of a placement checks types and sizes, before a rank sees them; the balancer says whether it is legal.
+"""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.config import ServeConfig
-from moe_serve.engine.protocol.messages import Answer, Rebalance, SetPlacement
+from moe_serve.engine.protocol.messages import Answer, Rebalance, RecordCommand, SetPlacement
 from moe_serve.errors import RequestError
 from moe_serve.server.edge.body import Bodies
-from moe_serve.server.edge.errors import json_bytes
+from moe_serve.server.edge.errors import error_body, json_bytes
 from moe_serve.server.edge.guard import ADMIN
+from moe_serve.server.edge.json_fields import Fields, id_list, natural_number, parse_json, short_name, show
 from moe_serve.server.observe.balance_json import status_json, what_to_set
-from moe_serve.server.observe.placement_body import PlacementShape, parse_placement, placement_json
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.open_request import UnavailableError
 
@@ -51,7 +55,7 @@ def add_eplb(app: FastAPI, config: ServeConfig, bridge: Bridge, bodies: Bodies) 
         return _answer(await bridge.command(SetPlacement(0, rows)))
 
 
-def placement_shape(bridge: Bridge) -> PlacementShape:
+def placement_shape(bridge: Bridge) -> "PlacementShape":
     """Returns what a placement must fit, as the ranks have reported. Raises UnavailableError while they start."""
     info = bridge.workers.info
     if not info:
@@ -79,3 +83,125 @@ def _answer(answer: Answer) -> Response:
 
 def _json(value: Any) -> Response:
     return Response(json_bytes(value), media_type="application/json")
+
+
+PLACEMENT_FORMAT = "moe_serve.placement"  # of eplb/files/placements.py, which reads what is written here
+_MAP = "physical_to_logical_map"
+
+
+@dataclass(frozen=True)
+class PlacementShape:
+    """What a placement must fit. moe_layer_ids: of the model, one for each row"""
+
+    num_ranks: int
+    num_logical: int
+    num_slots: int
+    moe_layer_ids: tuple[int, ...]
+
+    @property
+    def max_bytes(self) -> int:
+        """Returns more than any body with a placement of this shape has, rows of dense layers and indents included."""
+        return 2**16 + 32 * self.num_slots * (1 + max(self.moe_layer_ids, default=0))
+
+
+def placement_json(rows: list[list[int]], version: int, shape: PlacementShape) -> dict[str, Any]:
+    """Returns our placement file, which `eplb.init_expert_location` reads and `POST /eplb/placement` takes."""
+    return {
+        "format": PLACEMENT_FORMAT,
+        "num_logical": shape.num_logical,
+        "num_ranks": shape.num_ranks,
+        "moe_layer_ids": list(shape.moe_layer_ids),
+        "version": version,
+        _MAP: rows,
+    }
+
+
+def parse_placement(body: bytes, shape: PlacementShape) -> list[list[int]]:
+    """Returns [layers][slots] of a body: our placement file, {"physical_to_logical_map": rows}, or the bare rows.
+
+    Rows for every layer of the model, dense ones included, are taken too, as SGLang writes them. Raises RequestError.
+    """
+    content = parse_json(body, f'{{"{_MAP}": [[expert of each slot] per MoE layer]}}')
+    if isinstance(content, dict):
+        content = _rows_of(content, shape)
+    if not isinstance(content, list):
+        raise RequestError(f"{_MAP} is {show(content)}, expected one list for each MoE layer", field=_MAP)
+    num_layers = len(shape.moe_layer_ids)
+    if len(content) != num_layers:
+        if len(content) <= max(shape.moe_layer_ids, default=-1):
+            raise RequestError(
+                f"{_MAP} has {len(content)} rows, expected {num_layers}, one for each MoE layer of the model",
+                field=_MAP,
+            )
+        content = [content[layer] for layer in shape.moe_layer_ids]
+    return [_row(f"{_MAP}[{i}]", row, shape) for i, row in enumerate(content)]
+
+
+def _rows_of(content: dict[str, Any], shape: PlacementShape) -> Any:
+    fields = Fields(content, "", {}, {"placement": _MAP, "map": _MAP})
+    rows = fields.take(_MAP, lambda name, value: value)
+    fields.take("version", natural_number)  # the ranks count versions themselves
+    for name, check, expected in (
+        ("format", short_name, PLACEMENT_FORMAT),
+        ("num_logical", natural_number, shape.num_logical),
+        ("num_ranks", natural_number, shape.num_ranks),
+        ("moe_layer_ids", lambda name, value: id_list(name, value, "whole number"), shape.moe_layer_ids),
+    ):
+        value = fields.take(name, check)
+        if value is not None and value != expected:
+            shown = list(expected) if isinstance(expected, tuple) else expected
+            raise RequestError(f"{name} is {show(content[name])}, expected {shown}, as is served here", field=name)
+    fields.refuse_the_rest()
+    if rows is None:
+        raise RequestError(f"{_MAP} is missing, expected one list of experts for each MoE layer", field=_MAP)
+    return rows
+
+
+def _row(name: str, row: Any, shape: PlacementShape) -> list[int]:
+    experts = id_list(name, row, "whole number")
+    if len(experts) != shape.num_slots:
+        raise RequestError(f"{name} has {len(experts)} slots, expected {shape.num_slots}", field=name)
+    wrong = next((i for i, expert in enumerate(experts) if not -1 <= expert < shape.num_logical), None)
+    if wrong is not None:
+        raise RequestError(
+            f"{name}[{wrong}] is {show(experts[wrong])}, expected an expert from 0 to {shape.num_logical - 1}, or -1 "
+            "for an empty slot",
+            field=f"{name}[{wrong}]",
+        )
+    return list(experts)
+
+
+def add_recorder(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
+    """Adds `/{start,stop,dump}_expert_distribution_record`: SGLang's plain text, then what was done, and the files.
+
+    GET and POST do the same, as in SGLang.
+    """
+
+    async def run(command: str, done: str) -> Response:
+        if config.eplb.mode == "off":
+            raise RequestError(
+                "eplb.mode is off, so expert load is not recorded; start the server with eplb.mode=static"
+            )
+        answer = await bridge.command(RecordCommand(0, command))
+        if not answer.ok:
+            return Response(json_bytes(error_body(answer.text, 409)), 409, media_type="application/json")
+        lines = [done, answer.text, *answer.facts.get("files", [])]
+        return Response("".join(f"{line}\n" for line in lines), media_type="text/plain")
+
+    @app.get("/start_expert_distribution_record", tags=[ADMIN])
+    @app.post("/start_expert_distribution_record", tags=[ADMIN])
+    async def start() -> Response:
+        """Begins a recording; one that runs is dropped."""
+        return await run("start", "Start recording expert distribution.")
+
+    @app.get("/stop_expert_distribution_record", tags=[ADMIN])
+    @app.post("/stop_expert_distribution_record", tags=[ADMIN])
+    async def stop() -> Response:
+        """Ends the recording, which is kept for a dump."""
+        return await run("stop", "Stop recording expert distribution.")
+
+    @app.get("/dump_expert_distribution_record", tags=[ADMIN])
+    @app.post("/dump_expert_distribution_record", tags=[ADMIN])
+    async def dump() -> Response:
+        """Writes what was recorded since the start or the last dump; the answer names the files."""
+        return await run("dump", "Dump expert distribution record.")

@@ -47,16 +47,13 @@ from moe_serve.links.link import Link, find_link
 from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.commands import CommandBook
+from moe_serve.server.ranks.launch_end import RankDrain, RestartWait, Silence
 from moe_serve.server.ranks.news import News
-from moe_serve.server.ranks.rank_drain import RankDrain
-from moe_serve.server.ranks.rank_view import RankView
+from moe_serve.server.ranks.rank_table import RankTable, RankView
 from moe_serve.server.ranks.request_book import RequestBook
-from moe_serve.server.ranks.restart_wait import RestartWait
 from moe_serve.server.ranks.router_socket import RouterSocket
 from moe_serve.server.ranks.siblings import Siblings
-from moe_serve.server.ranks.silence import Silence
 from moe_serve.server.ranks.supervisors import SUPERVISOR, Observer, Supervisors
-from moe_serve.server.ranks.workers import WorkerTable
 
 log = get_logger(__name__)
 
@@ -72,7 +69,7 @@ class RankLink:
 
     def __init__(self, config: ServeConfig, tokenizer: Decoder | None, observer: Observer | None, link: Link | None):
         """See `Bridge`."""
-        self.workers = WorkerTable(config.parallel.num_ranks)
+        self.workers = RankTable(config.parallel.num_ranks)
         self.book = RequestBook(config, tokenizer, self._send_to_rank)
         self.restart = RestartWait(self.workers, self.book, config.server.restart_deadline_s)
         self.commands = CommandBook(self._send_to_rank, secrets.randbits(52))

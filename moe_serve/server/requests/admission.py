@@ -1,14 +1,27 @@
-"""Whether a new request may wait, and when a refused one should come back. Pure: time is an argument. Torch-free.
+"""What may wait for a rank, in which order, and what the server gives up first while too much waits.
 
-What waits is bounded in requests and in tokens. How fast it drains is measured: tokens (prompt and longest output) of
-the requests that ended in the last seconds. So a refusal says when there will be space, and a request that would wait
-beyond its deadline is refused at once.
+`Admission` bounds what waits, in requests and in tokens. It measures how fast that drains: tokens (prompt and longest
+output) of the requests that ended in the last seconds. So a refusal says when there will be space, and a request that
+would wait beyond its deadline is refused at once.
+
+`WaitingLines` order it. A priority is a head start: a request of priority p is served as if it had come p head starts
+earlier. So no request starves: only those of a higher priority that come soon enough after it overtake it.
+
+`Degradation` takes the steps of `server.degrade`, in order; none by default. A step changes only the calls that it is
+about, and each of their answers names it in a header.
+
+All are pure: time is an argument.
 """
 
-from collections import deque
-from dataclasses import dataclass
+import heapq
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+from moe_serve.config.server_section import DegradeStep
 from moe_serve.errors import QueueFullError
+from moe_serve.server.requests.prompts import GenerateRequest, Prompt
 
 _WINDOW_S = 10
 _MOST_S = 60.0  # a client is never told to stay away for longer
@@ -102,3 +115,169 @@ class Admission:
 def _seconds(num_tokens: float, rate: float | None) -> float:
     """Returns how long so many tokens take to drain."""
     return 1.0 if not rate else min(_MOST_S, num_tokens / rate)
+
+
+MAX_PRIORITY = 100  # and, below zero, the least
+
+
+@dataclass(order=True, slots=True)
+class _Entry:
+    due_s: float
+    number: int  # among equal ones, the first to come is the first to be served
+    request_id: str = field(compare=False)
+    num_tokens: int = field(compare=False)
+    is_gone: bool = field(compare=False, default=False)
+
+
+class WaitingLine:
+    """Ids of requests. num_tokens: of all of them, prompt and longest output. head_start_s: of one step of priority"""
+
+    def __init__(self, head_start_s: float):
+        self.num_tokens = 0
+        self._head_start_s = head_start_s
+        self._heap: list[_Entry] = []  # with the entries that are gone, until they come up
+        self._entries: dict[str, _Entry] = {}
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._entries
+
+    def push(self, request_id: str, arrival_s: float, priority: int, num_tokens: int) -> None:
+        """Adds a request. arrival_s: when it came; one that comes back to the line keeps its time"""
+        due_s = arrival_s - priority * self._head_start_s
+        entry = _Entry(due_s, next(self._numbers), request_id, num_tokens)
+        self._entries[request_id] = entry
+        self.num_tokens += num_tokens
+        heapq.heappush(self._heap, entry)
+
+    def first_due_s(self) -> float:
+        """Returns the due time of the next request, infinity where nobody waits."""
+        self._drop_gone()
+        return self._heap[0].due_s if self._heap else float("inf")
+
+    def pop(self) -> str:
+        """Returns the id of the next request, which leaves the line. The line is not empty."""
+        self._drop_gone()
+        request_id = self._heap[0].request_id
+        self.remove(request_id)
+        return request_id
+
+    def remove(self, request_id: str) -> None:
+        """Takes a request out of the line, wherever it stands. Unknown ids are ignored."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        entry.is_gone = True
+        self.num_tokens -= entry.num_tokens
+        if len(self._heap) > 2 * len(self._entries) + 64:  # memory stays within twice what waits
+            self._heap = [entry for entry in self._heap if not entry.is_gone]
+            heapq.heapify(self._heap)
+
+    def _drop_gone(self) -> None:
+        while self._heap and self._heap[0].is_gone:
+            heapq.heappop(self._heap)
+
+
+class WaitingLines:
+    """One line for each rank that callers have chosen, and one for requests that any rank may serve (None).
+
+    head_start_s: as in WaitingLine
+    """
+
+    def __init__(self, head_start_s: float):
+        self._head_start_s = head_start_s
+        self._lines: dict[int | None, WaitingLine] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the requests that wait: of their prompts and longest outputs."""
+        return sum(line.num_tokens for line in self._lines.values())
+
+    def push(self, rank: int | None, request_id: str, arrival_s: float, priority: int, num_tokens: int) -> None:
+        """Adds a request to the line of a rank, or of any."""
+        line = self._lines.setdefault(rank, WaitingLine(self._head_start_s))
+        line.push(request_id, arrival_s, priority, num_tokens)
+
+    def pop(self, has_space: Callable[[int | None], bool]) -> str | None:
+        """Returns the id of the next request whose rank has space, which leaves its line; None where there is none."""
+        lines = [line for rank, line in self._lines.items() if line and has_space(rank)]
+        return min(lines, key=WaitingLine.first_due_s).pop() if lines else None
+
+    def remove(self, rank: int | None, request_id: str) -> None:
+        """Takes a request out of the line of its rank. Unknown ids are ignored."""
+        if rank in self._lines:
+            self._lines[rank].remove(request_id)
+
+    def clear(self) -> None:
+        """Forgets all requests."""
+        self._lines.clear()
+
+
+DEGRADED_HEADER = b"x-moe-serve-degraded"
+STEPS = ("max_new_tokens", "min_priority", "max_samples")
+
+
+class Degradation:
+    """The steps. counts: calls that each has changed or refused"""
+
+    def __init__(self, steps: Sequence[DegradeStep]):
+        self.counts: Counter[str] = Counter(
+            {name: 0 for step in steps for name in STEPS if _value(step, name) is not None}
+        )
+        self._steps = steps
+
+    def num_active(self, queue_share: float) -> int:
+        """Returns how many steps are taken. queue_share: of what may wait, how much does"""
+        return sum(queue_share > step.above for step in self._steps)
+
+    def apply(self, call: GenerateRequest, queue: Queue, named: list[str]) -> GenerateRequest:
+        """Returns the call as it is served now; adds to `named` what has changed it. Raises QueueFullError."""
+        active = self._steps[: self.num_active(queue.share)]
+        for step in active:
+            if step.min_priority is not None and call.priority < step.min_priority:
+                self._name(named, "min_priority", step.min_priority)
+                raise QueueFullError(
+                    f"priority is {call.priority}, and while the server is busy calls below {step.min_priority} are "
+                    "refused (server.degrade); try again later",
+                    queue.seconds_until(step.above),
+                )
+            samples = max(prompt.params.num_samples for prompt in call.prompts)
+            if step.max_samples is not None and samples > step.max_samples:
+                self._name(named, "max_samples", step.max_samples)
+                raise QueueFullError(
+                    f"sampling_params.n is {samples}, and while the server is busy at most {step.max_samples} samples "
+                    "are taken (server.degrade); ask for fewer, or try again later",
+                    queue.seconds_until(step.above),
+                )
+        caps = [step.max_new_tokens for step in active if step.max_new_tokens is not None]
+        return self._shorten(call, min(caps), named) if caps else call
+
+    def _shorten(self, call: GenerateRequest, most: int, named: list[str]) -> GenerateRequest:
+        """Caps the outputs of prompts that name no length."""
+        prompts = tuple(_shortened(prompt, most) for prompt in call.prompts)
+        if prompts == call.prompts:
+            return call
+        self._name(named, "max_new_tokens", most)
+        return replace(call, prompts=prompts)
+
+    def _name(self, named: list[str], step: str, value: int) -> None:
+        self.counts[step] += 1
+        named.append(f"{step}={value}")
+
+
+def _shortened(prompt: Prompt, most: int) -> Prompt:
+    params = prompt.params
+    if prompt.explicit_length or params.max_new_tokens <= max(most, params.min_new_tokens):
+        return prompt
+    return replace(prompt, params=replace(params, max_new_tokens=max(most, params.min_new_tokens)))
+
+
+def _value(step: DegradeStep, name: str) -> int | None:
+    value: int | None = getattr(step, name)
+    return value

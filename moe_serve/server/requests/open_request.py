@@ -31,7 +31,7 @@ class RequestSpec:
     salt:       requests share cached prefixes only with those of the same salt
     session_id: requests of one session go to one rank
     rank:       the rank that the caller chose; None = any
-    priority:   head starts in the line of requests that wait (waiting_line.py)
+    priority:   head starts in the line of requests that wait (admission.py)
     rid:        how its client knows it; among open requests there is one of each
     timeout_s:  it is cut short after so long; None = never
 

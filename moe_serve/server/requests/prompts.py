@@ -1,20 +1,23 @@
-"""Turns a checked prompt into what a rank gets: token ids, parameters that fit the model, a seed. Torch-free.
+"""Turns a checked prompt into requests: token ids, parameters within the limits of the model, a seed for each sample.
 
-Used by the HTTP server and by `LLM`.
+The HTTP server and `LLM` use it. Each sample is a request of its own, with a seed derived from the prompt's. The
+samples of a prompt are sent together, so that a rank computes its blocks once; one brings the prompt's logprobs.
 """
 
 import hashlib
+import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from moe_serve.attention_dp.request import MAX_SEED, SamplingParams
-from moe_serve.attention_dp.sampling_params import MAX_BAD_WORD_TOKENS
+from moe_serve.attention_dp.request import MAX_SEED
+from moe_serve.attention_dp.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from moe_serve.engine.output.logprobs import MAX_ENTRIES
 from moe_serve.engine.output.stop_regex import MAX_OF_A_CALL, compile_stop_regex
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer, check_unicode
-from moe_serve.server.requests.logprob_limits import fit_logprobs
+from moe_serve.server.requests.open_request import OpenRequest, RequestSpec
 
 NO_TOKENIZER = (
     "this server has none (model.skip_tokenizer is set, or the model folder has no tokenizer.json, which can be added)"
@@ -185,3 +188,136 @@ def derived_seed(seed: int, sample: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED
+
+
+MAX_STREAMED = 2**24  # numbers in a stream whose events each have all again
+MAX_STREAMED_PROMPT = 2**16  # those of prompts come in one event
+
+
+def fit_logprobs(params: SamplingParams, num_prompt: int, limits: ModelLimits) -> SamplingParams:
+    """Returns the parameters with at most the vocabulary as likeliest tokens. num_prompt: tokens
+
+    Raises RequestError where more likeliest tokens are asked for than this server gives, the first prompt token that is
+    meant is not in the prompt, or the answer could have more numbers than MAX_ENTRIES.
+    """
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and count > limits.max_logprobs:
+            raise RequestError(
+                f"{name} is {count}, but at most {limits.max_logprobs} likeliest tokens are given; ask for fewer, or "
+                "serve with a larger engine.max_logprobs (--max-logprobs)",
+                field=name,
+            )
+        if count is not None:
+            params = replace(params, **{name: min(count, limits.vocab_size)})
+    if params.prompt_logprobs is not None and params.prompt_logprobs_start >= num_prompt:
+        raise RequestError(
+            f"prompt_logprobs_start is {params.prompt_logprobs_start}, but the prompt has {num_prompt} tokens; "
+            "send a smaller one",
+            field="prompt_logprobs_start",
+        )
+    entries = num_entries(params, num_prompt)
+    if entries > MAX_ENTRIES:
+        name = "logprobs" if params.prompt_logprobs is None else "prompt_logprobs"
+        raise RequestError(
+            f"{name} for {num_prompt} prompt and up to {params.max_new_tokens} new tokens may bring {entries} log "
+            f"probabilities, but one answer has at most {MAX_ENTRIES}; ask for fewer likeliest tokens, for fewer "
+            "positions of the prompt, or for fewer new tokens",
+            field=name,
+        )
+    return params
+
+
+def check_call(specs: Sequence[RequestSpec], streams: bool, incremental: bool) -> None:
+    """Raises RequestError for a call whose answer, or any event of it, could hold too many log probabilities.
+
+    incremental: the events of its stream hold only what is new; otherwise each has all again
+    """
+    counts = [num_entries(spec.params, len(spec.prompt_ids)) for spec in specs]
+    if sum(counts) > MAX_ENTRIES:
+        _refuse(sum(counts), "one answer", MAX_ENTRIES, "ask for fewer, or for fewer outputs at once")
+    if not streams:
+        return
+    of_output = [replace(spec.params, prompt_logprobs=None) for spec in specs]
+    outputs = [num_entries(params, 0) for params in of_output]
+    prompts = sum(counts) - sum(outputs)
+    if prompts > MAX_STREAMED_PROMPT:
+        _refuse(prompts, "the first event of a stream", MAX_STREAMED_PROMPT, "ask for fewer, or send stream: false")
+    if incremental:
+        return
+    again = sum(
+        (count - output // 2) * spec.params.max_new_tokens
+        for spec, count, output in zip(specs, counts, outputs, strict=True)
+    )
+    if again > MAX_STREAMED:
+        fix = "send stream_options: {incremental: true}, so that each event has only what is new, or ask for fewer"
+        _refuse(again, "a stream whose events each have all again", MAX_STREAMED, fix)
+
+
+def _refuse(count: int, what: str, most: int, fix: str) -> None:
+    raise RequestError(
+        f"logprobs: {what} may have {count} log probabilities, but at most {most} are given; {fix}", field="logprobs"
+    )
+
+
+def num_logprobs(request: OpenRequest) -> int:
+    """Returns how many log probabilities a request has."""
+    both = request.output_logprobs, request.prompt_logprobs
+    return sum(len(each) * (1 + each.num_top + len(each.token_ids)) for each in both if each is not None)
+
+
+def num_entries(params: SamplingParams, num_prompt: int) -> int:
+    """Returns how many log probabilities a request may bring. num_prompt: tokens"""
+    others = 1 + len(params.logprob_token_ids)
+    output = 0 if params.logprobs is None else params.max_new_tokens * (others + params.logprobs)
+    if params.prompt_logprobs is None:
+        return output
+    return output + max(0, num_prompt - params.prompt_logprobs_start) * (others + params.prompt_logprobs)
+
+
+def samples_of(params: SamplingParams, seed: int) -> list[tuple[SamplingParams, int]]:
+    """Returns the parameters and the seed of each output that a prompt's parameters ask for. seed: the prompt's"""
+    if params.num_samples == 1:
+        return [(params, seed)]
+    logprobs = 0 if params.chooses and params.logprobs is None else params.logprobs
+    first = replace(params, n=1, best_of=None, logprobs=logprobs)
+    other = replace(first, prompt_logprobs=None)
+    rest = [(other, derived_seed(seed, sample)) for sample in range(1, params.num_samples)]
+    return [(first, seed), *rest]
+
+
+def link_samples(requests: Sequence[OpenRequest], groups: Sequence[tuple[int, int]]) -> None:
+    """Lets the outputs of one prompt share its log probabilities. groups: as in `generate.Call`"""
+    first = 0
+    for count, _ in groups:
+        for other in requests[first : first + count]:
+            share_prompt_logprobs(requests[first], other)
+        first += count
+
+
+def share_prompt_logprobs(first: OpenRequest, other: OpenRequest) -> None:
+    """Lets an output of a prompt have the log probabilities that the first one has of it."""
+    if other is not first and first.prompt_logprobs is not None:
+        other.take_prompt_logprobs_of(first)
+
+
+def best_of_each(requests: Sequence[OpenRequest], groups: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns which requests are in the answer: of each prompt those that are likeliest per token, the best one first
+    (as OpenAI's best_of), of equal ones the earlier first; all in their order where all are. groups: as in
+    `generate.Call`
+    """
+    chosen: list[int] = []
+    first = 0
+    for count, num_best in groups:
+        of_prompt = range(first, first + count)
+        if num_best < count:
+            chosen += sorted(of_prompt, key=lambda index: -_mean_logprob(requests[index]))[:num_best]
+        else:
+            chosen += of_prompt
+        first += count
+    return chosen
+
+
+def _mean_logprob(request: OpenRequest) -> float:
+    entries = request.output_logprobs
+    return entries.cumulative / len(entries) if entries else -math.inf  # cut short before its first token

@@ -1,12 +1,41 @@
-"""What has become of the requests of a front end: counts, tokens, and times as histograms. Torch-free.
+"""What has become of requests: histograms of their times and tokens, and one line in the log for each, never with text.
 
-Tokens come by the ten thousand a second, so counting one is a few additions; `request_metrics.py` reads the sums when
-somebody asks for them.
+Tokens come by the ten thousand a second, so counting one is a few additions, and no lock.
 """
 
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
 from moe_serve.errors import MoeServeError, RequestError
-from moe_serve.server.requests.histogram import Histogram
+from moe_serve.log import get_logger, log_fields
 from moe_serve.server.requests.open_request import OpenRequest, OwnTimeoutError
+
+log = get_logger(__name__)
+
+
+class Histogram:
+    """Counts of values by bucket. bounds: ascending; a value falls into the first bucket whose bound is not below it"""
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Counts a value, as often as it was seen."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+
+def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Returns buckets as Prometheus counts them: (upper bound, values up to it). counts: one more than bounds"""
+    found, total = [], 0
+    for bound, count in zip((*map(str, map(float, bounds)), "+Inf"), counts, strict=True):
+        total += count
+        found.append((bound, float(total)))
+    return found
+
 
 FINISH_REASONS = ("stop", "length", "abort", "refused", "error")
 
@@ -88,3 +117,49 @@ def finish_of(request: OpenRequest) -> str:
             return "error"
     reason = request.matcher.finish_reason
     return "abort" if reason is None else reason.kind
+
+
+MAX_LINES = 200  # a second; what is beyond is counted in the next line
+
+
+class RequestLog:
+    """Writes the lines, as many as MAX_LINES in a second. clock: in seconds"""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._second_s = float("-inf")
+        self._num_lines = 0
+        self._num_left_out = 0
+
+    def write(self, request: OpenRequest) -> None:
+        """Writes the line of a request that has just ended."""
+        now_s = self._clock()
+        if now_s - self._second_s >= 1:
+            self._second_s, self._num_lines = now_s, 0
+        if self._num_lines >= MAX_LINES:
+            self._num_left_out += 1
+            return
+        self._num_lines += 1
+        left_out, self._num_left_out = self._num_left_out, 0
+        fields = _fields(request, now_s)
+        log_fields(log, "request ended", fields | ({"left_out": left_out} if left_out else {}))
+
+
+def _fields(request: OpenRequest, now_s: float) -> dict[str, object]:
+    """Ids, counts and seconds; a value that is not known is left out."""
+    first_s = request.first_token_s
+    fields: dict[str, object | None] = {
+        "id": request.request_id,
+        "rid": request.spec.rid,
+        "x_request_id": request.call_id,
+        "rank": request.rank,
+        "attempt": request.attempt or None,
+        "prompt_tokens": len(request.spec.prompt_ids),
+        "cached_tokens": request.num_cached,
+        "output_tokens": request.num_output,
+        "queue_s": round(request.queued_s, 6),
+        "ttft_s": None if first_s is None else round(first_s - request.submitted_s, 6),
+        "e2e_s": round(now_s - request.submitted_s, 6),
+        "finish": finish_of(request),
+    }
+    return {name: value for name, value in fields.items() if value is not None}

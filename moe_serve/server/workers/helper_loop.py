@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from moe_serve.child_process import die_with_parent
-from moe_serve.server.workers.helper_process import FRAME, REPLY
+from moe_serve.server.workers.pool import FRAME, REPLY
 
 _KEPT_BYTES = 256 << 20  # a process that has grown beyond this ends after its answer, and gives the memory back
 

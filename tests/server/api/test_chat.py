@@ -5,9 +5,9 @@ import os
 import threading
 from pathlib import Path
 
-from moe_serve.server.api.chat_answers import ChatAnswers
 from moe_serve.server.api.generate import Call
 from moe_serve.server.api.messages import take_chat_prompt
+from moe_serve.server.api.openai_answers import ChatAnswers
 from moe_serve.server.edge.json_fields import Fields
 from tests.conftest import _descendants
 from tests.server.api.calls import CHAT, HI, TEXT, post, says, stream, with_template

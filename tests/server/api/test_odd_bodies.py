@@ -7,10 +7,8 @@ import msgspec
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server.api.chat_request import parse_chat
-from moe_serve.server.api.completion_request import parse_completion
-from moe_serve.server.api.openapi import SAMPLING_PARAMS
-from moe_serve.server.api.openapi_schemas import openai_schemas
+from moe_serve.server.api.openai_requests import parse_chat, parse_completion
+from moe_serve.server.api.openapi import SAMPLING_PARAMS, openai_schemas
 from moe_serve.server.api.response_request import parse_response
 from moe_serve.server.api.tokenize_request import parse_detokenize, parse_tokenize
 from moe_serve.server.edge.errors import error_of, json_bytes

@@ -6,10 +6,8 @@ import warnings
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server.api.chat_request import parse_chat
-from moe_serve.server.api.completion_request import parse_completion
-from moe_serve.server.api.openapi import GENERATE, SAMPLING_PARAMS
-from moe_serve.server.api.openapi_schemas import openai_schemas
+from moe_serve.server.api.openai_requests import parse_chat, parse_completion
+from moe_serve.server.api.openapi import GENERATE, SAMPLING_PARAMS, openai_schemas
 from moe_serve.server.api.response_request import parse_response
 from moe_serve.server.api.schemas import parse_generate
 from moe_serve.server.api.tokenize_request import parse_detokenize, parse_tokenize

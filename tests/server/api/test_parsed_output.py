@@ -14,11 +14,10 @@ from moe_serve.errors import ConfigError
 from moe_serve.launcher.preflight import look_at_secrets
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.models.tokenizer_files import tokenizer_file
-from moe_serve.server.api.output_parser import NewOutput, merged
-from moe_serve.server.api.parsed_output import OutputParsers, ParsedOutput
+from moe_serve.server.api.parsed_output import NewOutput, OutputParsers, ParsedOutput, merged
 from moe_serve.server.api.tool_fields import ReasoningUse, ToolUse
 from moe_serve.server.api.tools.harmony import analysis_tokens
-from moe_serve.server.api.tools.hermes import HermesParser
+from moe_serve.server.api.tools.json_calls import HermesParser
 from moe_serve.server.api.tools.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, known_name
 from moe_serve.server.api.tools.think import ThinkParser, ThinkTags, up_to
 from tests.server.api.calls import CHAT, COMPLETIONS, HI, TEXT, post, says, stream, with_template

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 
 from moe_serve.config import ServerConfig
 from moe_serve.errors import ConfigError, QueueFullError, RateLimitError, RequestError
-from moe_serve.server.edge.client_ledger import Ledger, shared_memory
-from moe_serve.server.edge.client_limits import Bucket, Client, ClientLimits, ClientTable, _duration
+from moe_serve.server.edge.client_limits import (
+    Bucket,
+    Client,
+    ClientLimits,
+    ClientTable,
+    Ledger,
+    _duration,
+    shared_memory,
+)
 from moe_serve.server.edge.keys import API_KEY_VARIABLE, KeyRing
 from tests.server.served import in_event_loop, serving, until
 

@@ -13,9 +13,7 @@ import pytest
 from moe_serve.server.edge import connection
 from moe_serve.server.edge.batch_reader import BatchReader
 from moe_serve.server.edge.bounded_parser import BoundedParser
-from moe_serve.server.edge.connection_table import ConnectionTable
-from moe_serve.server.edge.descriptors import soft_limit
-from moe_serve.server.edge.listener import Listener
+from moe_serve.server.edge.http import ConnectionTable, Listener, soft_limit
 from moe_serve.server.edge.ports import open_port
 from tests.server.raw_client import RawClient, header
 from tests.server.served import Served, in_event_loop, serving, until

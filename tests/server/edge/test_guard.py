@@ -8,8 +8,7 @@ import pytest
 
 from moe_serve.config import load_config
 from moe_serve.errors import ConfigError
-from moe_serve.server.edge.guard import ADMIN, OPEN, tagged_routes
-from moe_serve.server.edge.hosts import is_foreign_page, is_loopback, is_served_host
+from moe_serve.server.edge.guard import ADMIN, OPEN, is_foreign_page, is_loopback, is_served_host, tagged_routes
 from moe_serve.server.edge.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, KeyRing
 from tests.server.raw_client import RawClient, header
 from tests.server.served import Served, in_event_loop, serving

@@ -13,11 +13,10 @@ from moe_serve.errors import RequestError
 from moe_serve.server.api.schemas import parse_generate
 from moe_serve.server.edge.bounded_parser import BoundedParser
 from moe_serve.server.edge.errors import error_body, json_bytes
-from moe_serve.server.edge.guard import _is_json, _secret
-from moe_serve.server.edge.hosts import is_foreign_page, is_served_host
+from moe_serve.server.edge.guard import _is_json, _secret, is_foreign_page, is_served_host
 from moe_serve.server.edge.keys import KeyRing
-from moe_serve.server.observe.dashboard.data import Seen
-from moe_serve.server.observe.placement_body import PlacementShape, parse_placement
+from moe_serve.server.observe.dashboard.routes import Seen
+from moe_serve.server.observe.eplb import PlacementShape, parse_placement
 
 BODIES = [
     json.dumps({"text": ["a", "b\u00e9"], "sampling_params": [{"n": 2, "stop": ["x"]}, {"temperature": 0.5}]}).encode(),

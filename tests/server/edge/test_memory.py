@@ -8,7 +8,7 @@ import pytest
 
 WHERE_A_LARGE_BLOCK_IS = """
 import ctypes, sys
-from moe_serve.server.edge.memory import give_large_blocks_back
+from moe_serve.server.edge.body import give_large_blocks_back
 if sys.argv[1] == "bounded":
     assert give_large_blocks_back()
 largest = bytearray(20 << 20)

@@ -8,7 +8,7 @@ import pytest
 
 from moe_serve.config import load_config
 from moe_serve.errors import ConfigError
-from moe_serve.server.edge.tls import make_tls
+from moe_serve.server.edge.ports import make_tls
 from tests.server.raw_client import RawClient, header
 from tests.server.served import in_event_loop, serving, until
 

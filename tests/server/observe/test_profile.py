@@ -13,8 +13,7 @@ import pytest
 from moe_serve.engine.protocol.messages import STEP_WORDS, Answer, Profile
 from moe_serve.errors import MoeServeError
 from moe_serve.process_facts import boot_id
-from moe_serve.server.observe.profile import write_profile
-from moe_serve.server.observe.profile_trace import RankProfile, RequestSpan, align, events
+from moe_serve.server.observe.profile import RankProfile, RequestSpan, align, events, write_profile
 from tests.server.served import in_event_loop, serving, until
 
 PARTS, PHASES = ["other", "exchange", "attention", "between"], ["decode", "prefill", "mixed"]

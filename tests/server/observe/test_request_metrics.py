@@ -10,8 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moe_serve.config import load_config
 from moe_serve.engine.protocol.messages import PhaseTimes, Status, TokenEvent, Tokens
-from moe_serve.server.observe.peer_metrics import PeerMetrics
-from moe_serve.server.observe.request_metrics import RequestMetrics
+from moe_serve.server.observe.metrics import PeerMetrics, RequestMetrics
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.requests.request_stats import RequestStats
 from tests.server.served import Served, in_event_loop, serving, until

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from moe_serve.engine.protocol import greeting
+from moe_serve.engine.protocol import mailbox
 from moe_serve.engine.protocol.messages import Fatal, Members
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.ranks.request_book import MAX_LOSSES
@@ -181,8 +181,8 @@ async def test_a_request_that_ends_one_launch_after_the_other_is_not_tried_for_e
 
 @in_event_loop
 async def test_a_launch_that_is_gone_without_a_word_is_replaced_and_its_requests_go_on(monkeypatch):
-    monkeypatch.setattr("moe_serve.server.ranks.workers.GONE_S", 0.5)
-    monkeypatch.setattr(greeting.Greeting.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr("moe_serve.server.ranks.rank_table.GONE_S", 0.5)
+    monkeypatch.setattr(mailbox.Greeting.__init__, "__defaults__", (0.2,))
     async with front_end() as bridge:
         changes = Changes()
         async with ranks(*launch(bridge, 7)):

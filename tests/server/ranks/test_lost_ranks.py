@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from moe_serve.engine.protocol.messages import Fatal, Members, TokenEvent, Tokens
-from moe_serve.server.ranks import silence
+from moe_serve.server.ranks import launch_end as silence
 from moe_serve.server.ranks.request_book import MAX_LOSSES
 from moe_serve.server.requests.open_request import Changes, OpenRequest, UnavailableError
 from tests.server.fake_worker import counting

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from moe_serve.attention_dp.sampling_params import SamplingParams
-from moe_serve.server.ranks.rank_room import RankRoom, ranks_to_choose_from
+from moe_serve.server.ranks.request_book import RankRoom, ranks_to_choose_from
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
 from tests.server.served import fake_config
 

@@ -1,7 +1,7 @@
-"""WorkerTable: the front end's state of its ranks."""
+"""RankTable: the front end's state of its ranks."""
 
 from moe_serve.engine.protocol.messages import Hello, Members, ModelLimits, Progress, Ready
-from moe_serve.server.ranks.workers import GONE_S, Arrival, Regrouped, WorkerTable
+from moe_serve.server.ranks.rank_table import GONE_S, Arrival, RankTable, Regrouped
 
 
 def hello(rank: int, num_ranks: int = 2, launch_id: int = 0, **more: object) -> Hello:
@@ -12,14 +12,14 @@ def limits(max_prompt_len: int = 10) -> ModelLimits:
     return ModelLimits("m", 100, 20, max_prompt_len, [1], 4)
 
 
-def attached(*ranks: int, num_ranks: int = 2) -> WorkerTable:
-    table = WorkerTable(num_ranks)
+def attached(*ranks: int, num_ranks: int = 2) -> RankTable:
+    table = RankTable(num_ranks)
     for rank in ranks:
         assert table.attach(b"socket%d" % rank, hello(rank, num_ranks), now_s=0.0) == Arrival(begins=rank == ranks[0])
     return table
 
 
-def make_ready(table: WorkerTable, *max_prompt_lens: int) -> None:
+def make_ready(table: RankTable, *max_prompt_lens: int) -> None:
     for view, length in zip(table, max_prompt_lens, strict=True):
         table.ready(view, Ready(view.rank, 0, limits(length), {}))
 
@@ -116,7 +116,7 @@ def test_the_first_reason_stays_unless_a_later_one_names_the_rank():
     assert (table.loss, table.lost_rank) == ("rank 1 is lost", 1)
 
 
-def group_of(*infos: str) -> WorkerTable:
+def group_of(*infos: str) -> RankTable:
     table = attached(*range(len(infos)), num_ranks=len(infos))
     for view, info in zip(table, infos, strict=True):
         table.ready(view, Ready(view.rank, 0, limits(), {"on_lost_rank": info}))

@@ -13,10 +13,10 @@ from moe_serve.engine.protocol.messages import Answer, Fatal, ForFrontEnds, Reco
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.server.edge.client_limits import ClientTable
-from moe_serve.server.observe.admission_metrics import AdmissionMetrics
+from moe_serve.server.observe.metrics import AdmissionMetrics
 from moe_serve.server.ranks import siblings
 from moe_serve.server.ranks.bridge import Bridge
-from moe_serve.server.requests.degrade import Degradation
+from moe_serve.server.requests.admission import Degradation
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from tests.server.fake_worker import LinkedWorker
 from tests.server.served import fake_config, in_event_loop, until

@@ -3,9 +3,9 @@
 import pytest
 
 from moe_serve.engine.protocol.messages import Pulse
-from moe_serve.server.ranks.silence import Silence
-from moe_serve.server.ranks.workers import WorkerTable
-from tests.server.ranks.test_workers import attached, group_of, make_ready
+from moe_serve.server.ranks.launch_end import Silence
+from moe_serve.server.ranks.rank_table import RankTable
+from tests.server.ranks.test_rank_table import attached, group_of, make_ready
 from tests.server.served import fake_config
 
 
@@ -13,7 +13,7 @@ def silence() -> Silence:
     return Silence(fake_config(2, "server.worker_deadline_s=30", "engine.step_deadline_s=60"))
 
 
-def serving_at(now_s: float) -> WorkerTable:
+def serving_at(now_s: float) -> RankTable:
     """Two ranks that were heard from at a time, as words and as pulses."""
     table = attached(0, 1)
     make_ready(table, 10, 10)

@@ -9,8 +9,7 @@ from moe_serve.config import load_config
 from moe_serve.config.server_section import DegradeStep
 from moe_serve.errors import ConfigError, QueueFullError
 from moe_serve.server.api.schemas import parse_generate
-from moe_serve.server.requests.admission import Queue
-from moe_serve.server.requests.degrade import Degradation
+from moe_serve.server.requests.admission import Degradation, Queue
 from tests.server.served import in_event_loop, serving, until
 
 STEPS = (

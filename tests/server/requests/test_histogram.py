@@ -4,8 +4,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as Reference
 
-from moe_serve.server.observe.families import one_histogram
-from moe_serve.server.requests.histogram import Histogram
+from moe_serve.server.observe.metrics import one_histogram
+from moe_serve.server.requests.request_stats import Histogram
 
 VALUES = {
     "none": [],

@@ -6,8 +6,8 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.output.logprobs import MAX_ENTRIES
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
-from moe_serve.server.requests.logprob_limits import check_call, fit_logprobs
 from moe_serve.server.requests.open_request import RequestSpec
+from moe_serve.server.requests.prompts import check_call, fit_logprobs
 
 LIMITS = ModelLimits("m", 150_000, 2**21, 2**21, [], 16)
 MILLION = [0] * 1_000_000

@@ -6,9 +6,9 @@ import logging
 import pytest
 
 from moe_serve.log import configure_logging
-from moe_serve.server.requests import request_log
+from moe_serve.server.requests import request_stats as request_log
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
-from moe_serve.server.requests.request_log import RequestLog
+from moe_serve.server.requests.request_stats import RequestLog
 from tests.server.served import in_event_loop, serving, until
 
 SECRET = "a prompt that no log may hold"

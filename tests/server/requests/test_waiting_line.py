@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.server.requests.waiting_line import MAX_PRIORITY, WaitingLine
+from moe_serve.server.requests.admission import MAX_PRIORITY, WaitingLine
 
 PRIORITIES = st.integers(-MAX_PRIORITY, MAX_PRIORITY)
 

@@ -6,7 +6,7 @@ import pytest
 
 from moe_serve.server.workers import helper_loop
 from moe_serve.server.workers.helper_loop import serve_one, unbounded_time
-from moe_serve.server.workers.helper_process import FRAME, REPLY
+from moe_serve.server.workers.pool import FRAME, REPLY
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ import signal
 import pytest
 
 from moe_serve.errors import QueueFullError
-from moe_serve.server.workers.helper_pair import HelperPair
-from moe_serve.server.workers.helper_process import TooLongError
+from moe_serve.server.workers.pool import HelperPair, TooLongError
 from tests.server.served import in_event_loop, until
 
 SPINS = "tests.server.workers.spinning_helper"

@@ -1,13 +1,137 @@
-"""The pages at / and /docs: what this server has. They load nothing of other servers and run no script. Torch-free."""
+"""The pages of the API's documentation, made of the OpenAPI document without a script: Swagger UI would be megabytes of
+somebody else's, and loads them from other servers.
+"""
 
+import html
+import json
+from collections.abc import Iterable
 from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
-from moe_serve.server.api.docs.page import docs_page, front_page
+from moe_serve.server.api.openapi import Schema
 from moe_serve.server.edge.errors import json_bytes
 from moe_serve.server.edge.guard import OPEN
+
+_METHODS = ("get", "post", "put")
+_LONGEST_VALUES = 120
+_KEYS = {"api_key": "API key, where the server has some", "admin_key": "admin key"}
+
+
+def docs_page(document: dict[str, Any]) -> str:
+    """Returns the page as HTML. Its addresses are relative, so that it works behind a prefix."""
+    schemas = document["components"]["schemas"]
+    paths = document["paths"]
+    routes = [
+        _route(method, path, paths[path][method], schemas)
+        for path in sorted(paths, key=lambda path: (not path.startswith("/v1"), path))
+        for method in _METHODS
+        if method in paths[path]
+    ]
+    used = [name for name in schemas if name != "Error"]
+    bodies = [_body(name, schemas[name]) for name in used]
+    return "\n".join([_head(document["info"]["title"], "docs/page.css"), *routes, "<h2>Bodies</h2>", *bodies, _END])
+
+
+def front_page(routes: Iterable[tuple[str, str, str]]) -> str:
+    """Returns the page at / as HTML. routes: (method, path, what is there)
+
+    A link asks by GET, so a route that takes only POST links to its place at /docs.
+    """
+    rows = []
+    for method, path, words in routes:
+        if method == "GET":
+            link = f'<a href="{_text(path[1:])}">{_text(path)}</a>'
+        else:
+            link = f'<span class="method">{method}</span> <a href="docs#{_id(method, path)}">{_text(path)}</a>'
+        rows.append(f"<li>{link} {_text(words)}</li>")
+    return "\n".join([_head("moe_serve", "docs/page.css"), "<ul>", *rows, "</ul>", _END])
+
+
+_END = "</body></html>\n"
+
+
+def _head(title: str, style: str) -> str:
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{_text(title)}</title><link rel="icon" href="data:,"><link rel="stylesheet" href="{style}"></head>'
+        f"<body><h1>{_text(title)}</h1>"
+        '<p><a href="openapi.json">openapi.json</a> · <a href="dashboard">dashboard</a> · '
+        '<a href="metrics">metrics</a></p>'
+    )
+
+
+def _route(method: str, path: str, operation: dict[str, Any], schemas: dict[str, Schema]) -> str:
+    security = operation.get("security")
+    key = "open to all" if not security else _KEYS[next(iter(security[0]))]
+    # Inside what is folded, so that a browser unfolds it where an address names it.
+    about = _text(operation.get("description", ""))
+    parts = [f'<p id="{_id(method, path)}">{about}</p><p class="soft">{_text(key)}</p>']
+    parts += [
+        f"<p><code>{_text(parameter['name'])}</code> in the {_text(parameter['in'])}: "
+        f"{_text(_kind(parameter.get('schema', {})))}</p>"
+        for parameter in operation.get("parameters", ())
+    ]
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    if body is not None:
+        name = _name(body)
+        parts.append(f'<p>body: <a href="#{name}">{name}</a></p>')
+        example = schemas[name].get("example")
+        if example is not None:
+            parts.append(f"<pre>{_text(json.dumps(example))}</pre>")
+    answers = [
+        f"<tr><td>{_text(status)}</td><td>{_text(answer['description'])}</td></tr>"
+        for status, answer in sorted(operation["responses"].items())
+    ]
+    summary = f'<summary><span class="method">{method.upper()}</span> <code>{_text(path)}</code></summary>'
+    return f"<details>{summary}{''.join(parts)}<table>{''.join(answers)}</table></details>"
+
+
+def _body(name: str, schema: Schema) -> str:
+    required = set(schema.get("required", ()))
+    rows = []
+    for field, kind in schema.get("properties", {}).items():
+        words = _kind(kind) + (", required" if field in required else "")
+        rows.append(f"<tr><td><code>{_text(field)}</code></td><td>{_text(words)}</td></tr>")
+    about = f"<p>{_text(schema['description'])}</p>" if "description" in schema else ""
+    head = f"<summary><code>{name}</code></summary>"
+    return f'<details id="{name}" open>{head}{about}<table>{"".join(rows)}</table></details>'
+
+
+def _kind(schema: Schema) -> str:
+    """Returns in a few words what a schema allows."""
+    if "$ref" in schema:
+        return _name(schema)
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_kind(each) for each in schema["anyOf"]))
+    if "enum" in schema:
+        values = ", ".join(json.dumps(value) for value in schema["enum"])
+        return f"one of {values}" if len(values) <= _LONGEST_VALUES else f"one of {values[:_LONGEST_VALUES]} …"
+    if "const" in schema:
+        return json.dumps(schema["const"])
+    kind = schema.get("type", "any value")
+    words = " or ".join(kind) if isinstance(kind, list) else str(kind)
+    if words == "array" and "items" in schema:
+        words = f"list of {_kind(schema['items'])}"
+    names = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "default": "default"}
+    words += "".join(f", {name} {json.dumps(schema[key])}" for key, name in names.items() if key in schema)
+    return words + (f" ({schema['description']})" if "description" in schema else "")
+
+
+def _id(method: str, path: str) -> str:
+    """Returns the name of a route's place on the page."""
+    return _text(f"{method.lower()}{path.replace('/', '_')}")
+
+
+def _name(reference: Schema) -> str:
+    return str(reference["$ref"]).rpartition("/")[2]
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
 
 LINKS = {
     "/v1/models": "the model, as OpenAI's API lists it; its base URL ends with /v1",

@@ -11,10 +11,7 @@ tokens are found by their text, so they must be shown (skip_special_tokens: fals
 import re
 from collections.abc import Sequence
 
-from moe_serve.server.api.tools.calls import CallParser
-from moe_serve.server.api.tools.json_text import Malformed, Truncated
-from moe_serve.server.api.tools.parts import Content, Part, Reasoning
-from moe_serve.server.api.tools.stream import Steps
+from moe_serve.server.api.tools.parser import CallParser, Content, Malformed, Part, Reasoning, Steps, Truncated
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END = "<|end|>"

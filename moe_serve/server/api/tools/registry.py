@@ -3,16 +3,12 @@
 from collections.abc import Mapping
 
 from moe_serve.errors import ConfigError
-from moe_serve.server.api.tools.calls import CallParser
-from moe_serve.server.api.tools.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
-from moe_serve.server.api.tools.glm45 import Glm45Parser
 from moe_serve.server.api.tools.harmony import HarmonyParser
-from moe_serve.server.api.tools.hermes import HermesParser
-from moe_serve.server.api.tools.kimi_k2 import SECTION, KimiK2Parser
-from moe_serve.server.api.tools.minimax_m2 import MiniMaxM2Parser
-from moe_serve.server.api.tools.mistral import MistralParser
-from moe_serve.server.api.tools.qwen3_coder import Qwen3CoderParser
+from moe_serve.server.api.tools.json_calls import HermesParser, MistralParser
+from moe_serve.server.api.tools.marker_calls import SECTION, DeepSeekV3Parser, DeepSeekV31Parser, KimiK2Parser
+from moe_serve.server.api.tools.parser import CallParser
 from moe_serve.server.api.tools.think import ThinkTags
+from moe_serve.server.api.tools.xml_calls import Glm45Parser, MiniMaxM2Parser, Qwen3CoderParser
 
 HARMONY = "gpt-oss"  # one format of reasoning and calls: either name turns it on
 # None: in harmony's messages

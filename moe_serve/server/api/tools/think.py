@@ -6,8 +6,7 @@ Chat templates may have written the first tag, or an empty pair of tags, into th
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_serve.server.api.tools.parts import Content, Reasoning
-from moe_serve.server.api.tools.stream import Steps, StreamParser
+from moe_serve.server.api.tools.parser import Content, Reasoning, Steps, StreamParser
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,18 @@
-"""What parsers share whose calls write each parameter as text between tags. Torch-free.
+"""Calls written in tags.
 
-Text of a parameter becomes JSON by the type that its schema gives: a string where that is "string" or not said, else
-the JSON that it is, or a string where it is none.
+Qwen3-Coder:  <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>, with line breaks
+GLM-4.5:      <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>, with line breaks
+MiniMax-M2:   <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>…
+
+The text of a parameter becomes JSON by the type that its schema gives: a string where that is "string" or not said,
+else the JSON that it is, or a string where it is none.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from moe_serve.server.api.tools.calls import CallParser, as_json
-from moe_serve.server.api.tools.json_text import Truncated
-from moe_serve.server.api.tools.stream import Steps
+from moe_serve.server.api.tools.parser import LONGEST_NAME, CallParser, Malformed, Steps, Truncated, as_json
 
 _WAYS = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"})  # in which a schema says a type
 _MAX_PARTS = 256  # of a schema that are looked at for the types of one parameter
@@ -116,3 +118,79 @@ def _value(text: str, kinds: frozenset[str]) -> str:
     except (ValueError, RecursionError):
         word = text.strip().lower()  # Python's words, which models write
         return {"true": "true", "false": "false", "none": "null"}.get(word) or as_json(text)
+
+
+class Qwen3CoderParser(XmlCallParser):
+    markers = ("<tool_call>", "<function=")
+
+    def _calls(self, marker: str) -> Steps[None]:
+        if marker == "<tool_call>":
+            yield from self._skip_space()
+            yield from self._expect("<function=")
+        while True:
+            self._begin_call((yield from self._word_until(">", LONGEST_NAME)).strip())
+            yield from self._skip_space()
+            while (yield from self._tag("<parameter=")):
+                name = yield from self._word_until(">", LONGEST_NAME)
+                yield from self._parameter(name.strip(), "</parameter>")
+                yield from self._skip_space()
+            self._end_call()
+            yield from self._expect("</function>")
+            yield from self._skip_space()
+            yield from self._accept("</tool_call>")
+            yield from self._skip_space()
+            if not (yield from self._accept("<function=")):
+                return
+
+
+class Glm45Parser(XmlCallParser):
+    markers = ("<tool_call>",)
+
+    def _calls(self, marker: str) -> Steps[None]:
+        yield from self._skip_space()
+        # A name ends at a line's end, or at the first tag.
+        name = ""
+        while (char := (yield from self._next())) not in ("\n", "<", ""):
+            if len(name) > LONGEST_NAME:
+                raise Malformed
+            name += self._take(1)
+        if not char:
+            raise Truncated
+        self._begin_call(name.strip())
+        yield from self._skip_space()
+        while (yield from self._tag("<arg_key>")):
+            key = yield from self._word_until("</arg_key>", LONGEST_NAME)
+            yield from self._skip_space()
+            yield from self._expect("<arg_value>")
+            yield from self._parameter(key.strip(), "</arg_value>")
+            yield from self._skip_space()
+        self._end_call()
+        yield from self._expect("</tool_call>")
+        yield from self._skip_space()
+
+
+class MiniMaxM2Parser(XmlCallParser):
+    markers = ("<minimax:tool_call>",)
+
+    def _calls(self, marker: str) -> Steps[None]:
+        yield from self._skip_space()
+        if not (yield from self._accept("<invoke name=")):
+            raise Malformed
+        while True:
+            self._begin_call(_unquoted((yield from self._word_until(">", LONGEST_NAME))))
+            yield from self._skip_space()
+            while (yield from self._tag("<parameter name=")):
+                name = yield from self._word_until(">", LONGEST_NAME)
+                yield from self._parameter(_unquoted(name), "</parameter>")
+                yield from self._skip_space()
+            self._end_call()
+            yield from self._expect("</invoke>")
+            yield from self._skip_space()
+            if not (yield from self._accept("<invoke name=")):
+                break
+        yield from self._accept("</minimax:tool_call>")
+        yield from self._skip_space()
+
+
+def _unquoted(text: str) -> str:
+    return text.strip().strip("\"'")

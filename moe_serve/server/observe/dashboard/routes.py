@@ -1,19 +1,26 @@
-"""The live page at /dashboard: a page, its scripts and style, and the data that it asks for. Torch-free.
+"""The live page of the balancer: its files, and the data that it asks for every second.
 
 The page asks nothing of other servers, and its Content-Security-Policy allows nothing else.
 """
 
 import time
 import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
+from typing import Any, Self, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.config import ServeConfig, served_name
+from moe_serve.errors import RequestError
 from moe_serve.server.edge.errors import json_bytes
 from moe_serve.server.edge.guard import OPEN
-from moe_serve.server.observe.dashboard.data import Seen, page_data
+from moe_serve.server.observe.balance_json import event_json, move_json, status_json
+from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.bridge import Bridge
+from moe_serve.server.ranks.rank_table import RankTable, RankView
 
 _FILES = {
     "": ("page.html", "text/html"),
@@ -58,3 +65,105 @@ def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
         }
         answer = page_data(bridge.workers, bridge.balance, system, start, seen, time.time())
         return Response(json_bytes(answer), media_type="application/json", headers=_HEADERS)
+
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a page has already: of this start of the front end, so many windows, events and placements.
+
+    start: identifies one start of the front end; a page that knows another one has nothing
+    """
+
+    start: str = ""
+    windows: int = 0
+    events: int = 0
+    placements: int = 0
+
+    @classmethod
+    def from_query(cls, query: Mapping[str, str]) -> Self:
+        """Raises RequestError for a number that is none; other keys are ignored."""
+        numbers = {}
+        for name in ("windows", "events", "placements"):
+            text = query.get(name, "0")
+            if not (text.isascii() and text.isdigit()) or len(text) > 15:
+                raise RequestError(f"{name} is {text[:60]!r}, expected a whole number", field=name)
+            numbers[name] = int(text)
+        return cls(start=query.get("start", ""), **numbers)
+
+
+def page_data(
+    workers: RankTable, book: BalanceBook, system: Mapping[str, Any], start: str, seen: Seen, now_s: float
+) -> dict[str, Any]:
+    """Returns the news for a page. system: name of the model, state, requests, as they are
+
+    points, events: those that the page has not seen;  load: of the newest window, None = the page has it;
+    placement: None = the page has it, or none is known
+    """
+    if seen.start != start:
+        seen = Seen()
+    is_new = book.window is not None and seen.windows != book.num_windows
+    return {
+        "start": start,
+        "now_s": round(now_s, 3),
+        "system": system,
+        "balancer": status_json(book, now_s),
+        "ranks": [_rank(view, workers) for view in workers],
+        "num_windows": book.num_windows,
+        "num_events": book.num_events,
+        "num_placements": book.num_placements,
+        "points": [
+            [round(point.at_s, 3), point.first_step, point.num_steps, point.phase, point.step_time_s]
+            + [_short(value) for value in (point.lowest, point.middle, point.mean)]
+            for point in _newest(book.points, book.num_windows - seen.windows)
+        ],
+        "events": [event_json(event) for event in _newest(book.events, book.num_events - seen.events)],
+        "moves": [move_json(move) for move in book.moves],
+        "load": _load(workers, book) if is_new else None,
+        "placement": book.placement if book.num_placements != seen.placements else None,
+    }
+
+
+def _load(workers: RankTable, book: BalanceBook) -> dict[str, Any]:
+    window = book.window
+    assert window is not None
+    ids = workers.info.get("moe_layer_ids", [])
+    return {
+        "layers": ids if len(ids) == len(window.tokens) else list(range(len(window.tokens))),
+        "tokens": window.tokens,
+        "ranks": [[round(load, 1) for load in loads] for loads in window.rank_load],
+        "balancedness": [_short(value) for value in window.balancedness],
+    }
+
+
+def _rank(view: RankView, workers: RankTable) -> dict[str, Any]:
+    status = view.status
+    rank: dict[str, Any] = {
+        "rank": view.rank,
+        "host": view.host,
+        "state": view.mask_reason or ("serving" if view.serves and workers.loss is None else view.phase),
+        "serves": view.serves and workers.loss is None,
+    }
+    if status is not None:
+        rank |= {
+            "running": status.num_running,
+            "waiting": status.num_waiting,
+            "free_blocks": status.num_free_blocks,
+            "blocks": status.num_blocks,
+            "steps": status.counters.get("num_steps", 0),
+            "output_tokens": status.counters.get("num_output_tokens", 0),
+            "prompt_tokens": status.counters.get("num_prompt_tokens", 0),
+            "cached_tokens": status.counters.get("num_cached_prompt_tokens", 0),
+        }
+    return rank
+
+
+def _newest(items: deque[_Item], number: int) -> Sequence[_Item]:
+    """Returns the newest items, oldest first, as far as they are kept."""
+    return list(items)[-number:] if number > 0 else []
+
+
+def _short(value: float) -> float:
+    return round(value, 4)

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_serve.server.api.tools.harmony import HarmonyParser
-from moe_serve.server.api.tools.parts import CallArguments, CallStart, Content, Part, Reasoning, joined
+from moe_serve.server.api.tools.parser import CallArguments, CallStart, Content, Part, Reasoning, joined
 
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 CALLED = [CallStart(0, "f"), CallArguments(0, '{"a": 1}')]

@@ -10,16 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.server.api.tools.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
-from moe_serve.server.api.tools.glm45 import Glm45Parser
 from moe_serve.server.api.tools.harmony import HarmonyParser
-from moe_serve.server.api.tools.hermes import HermesParser
-from moe_serve.server.api.tools.kimi_k2 import KimiK2Parser
-from moe_serve.server.api.tools.minimax_m2 import MiniMaxM2Parser
-from moe_serve.server.api.tools.mistral import MistralParser
-from moe_serve.server.api.tools.parts import CallArguments, CallStart, Content, Parser, Part, joined
-from moe_serve.server.api.tools.qwen3_coder import Qwen3CoderParser
+from moe_serve.server.api.tools.json_calls import HermesParser, MistralParser
+from moe_serve.server.api.tools.marker_calls import DeepSeekV3Parser, DeepSeekV31Parser, KimiK2Parser
+from moe_serve.server.api.tools.parser import CallArguments, CallStart, Content, Parser, Part, joined
 from moe_serve.server.api.tools.think import ThinkParser, ThinkTags
+from moe_serve.server.api.tools.xml_calls import Glm45Parser, MiniMaxM2Parser, Qwen3CoderParser
 
 TOOLS = {
     "get_weather": {

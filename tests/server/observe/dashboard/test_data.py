@@ -3,14 +3,14 @@
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server.observe.dashboard.data import Seen, page_data
+from moe_serve.server.observe.dashboard.routes import Seen, page_data
 from moe_serve.server.ranks.balance import BalanceBook
-from moe_serve.server.ranks.workers import WorkerTable
+from moe_serve.server.ranks.rank_table import RankTable
 from tests.server.observe.reports import Story
 
 
 def test_a_page_gets_only_what_it_has_not_seen():
-    book, workers = BalanceBook("dynamic"), WorkerTable(4)
+    book, workers = BalanceBook("dynamic"), RankTable(4)
     reports = list(Story(num_windows=30, shifts=(10,)).reports())
     for at_s, one in reports[:-3]:
         book.take(one, at_s)

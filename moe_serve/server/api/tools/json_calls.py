@@ -1,10 +1,14 @@
-"""Calls of Hermes and Qwen3: `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`. Torch-free."""
+"""Calls written as JSON objects.
+
+Hermes:        <tool_call>{"name": "f", "arguments": {…}}</tool_call>
+Mistral:       older [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]
+               newer [TOOL_CALLS]NAME[ARGS]{…}[TOOL_CALLS]NAME[ARGS]{…}, with [CALL_ID]… before [ARGS], or without both
+forced calls:  a named function: the output is its arguments; required: a list of {"name": …, "parameters": {…}}
+"""
 
 import json
 
-from moe_serve.server.api.tools.calls import CallParser, as_json
-from moe_serve.server.api.tools.json_text import Malformed
-from moe_serve.server.api.tools.stream import Steps
+from moe_serve.server.api.tools.parser import LONGEST_NAME, CallParser, Malformed, Steps, as_json
 
 
 class HermesParser(CallParser):
@@ -86,3 +90,61 @@ class HermesParser(CallParser):
         else:
             while (yield from self._next()) not in (",", "}", ""):
                 self._take(1)
+
+
+class MistralParser(HermesParser):
+    markers = ("[TOOL_CALLS]",)
+
+    def _calls(self, marker: str) -> Steps[None]:
+        yield from self._skip_space()
+        if not (yield from self._accept("[")):
+            yield from self._new_call()
+            yield from self._skip_space()
+            return
+        while True:
+            yield from self._skip_space()
+            yield from self._named_call()
+            yield from self._skip_space()
+            if (yield from self._accept("]")):
+                break
+            yield from self._expect(",")
+        yield from self._skip_space()
+
+    def _new_call(self) -> Steps[None]:
+        header = yield from self._word_until("{", LONGEST_NAME)
+        self._text = "{" + self._text  # it belongs to the arguments
+        self._unsaid[-1] = self._unsaid[-1][:-1]
+        name, _, _ = header.partition("[CALL_ID]")
+        self._start(name.replace("[ARGS]", "").strip())
+        yield from self._json_arguments()
+
+
+class NamedCallParser(CallParser):
+    """The whole output is the arguments of the one function."""
+
+    def _parse(self) -> Steps[None]:
+        yield from self._skip_space()
+        if (yield from self._next()):
+            (name,) = self._tools
+            self._start(name)
+        while True:
+            if self._text:
+                self._arguments(self._take(len(self._text)))
+            if self._has_ended:
+                return
+            yield
+
+
+class RequiredCallsParser(HermesParser):
+    """The whole output is a list of calls."""
+
+    markers = ("[",)
+
+    def _calls(self, marker: str) -> Steps[None]:
+        while True:
+            yield from self._skip_space()
+            yield from self._named_call()
+            yield from self._skip_space()
+            if (yield from self._accept("]")):
+                return
+            yield from self._expect(",")

@@ -1,19 +1,24 @@
-"""A child process that does work for the front end which may take long or much memory, one job at a time: clients
-take turns. Torch-free.
+"""Helper processes for jobs that may take long or much memory: one at a time in each, and clients take turns.
 
 While Python works no other thread runs; and a process can be bounded in seconds and bytes, and killed. The child's side
-is helper_loop.py.
+is helper_loop.py. `HelperPair` has a second process for clients whose jobs take long, so that they hold up no others;
+it measures time of a core, not of a clock: on a busy machine all jobs are late.
 """
 
 import asyncio
 import os
 import struct
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 
 from moe_serve.errors import QueueFullError
+from moe_serve.log import get_logger
 from moe_serve.process_facts import core_seconds
 from moe_serve.server.workers.turns import Turns
+
+log = get_logger(__name__)
+
 
 FRAME = struct.Struct("<Id")  # of what the process gets: bytes of the job; seconds of a core that it may take
 REPLY = struct.Struct("<I??")  # of what it answers: bytes of the answer; whether the job took longer; whether it ends
@@ -119,3 +124,58 @@ async def _exchange(process: Process, core_s: float, job: tuple[bytes, ...]) -> 
     await process.stdin.drain()
     size, took_longer, has_ended = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
     return await process.stdout.readexactly(size), took_longer, has_ended
+
+
+_SLOW_NICENESS = 10  # ranks and the front end may need the same core, and serve those whose jobs are short
+_MOST_NOTED = 4096  # clients
+
+
+class HelperPair:
+    """The processes, each started with its first job, or by `start`."""
+
+    def __init__(self, module: str, deadline_s: float, short_s: float, core_s: float, memory_s: float = 60.0):
+        """module, deadline_s: as of HelperProcess
+
+        short_s:  of a core: a job that takes longer is ended, and begun again in the second process
+        core_s:   of a core, in the second process
+        memory_s: after such a job, its client's jobs go to the second process at once for so long
+        """
+        self._module = module
+        self._first = HelperProcess(module, deadline_s, short_s, niceness=0)
+        self._second = HelperProcess(module, deadline_s, core_s, _SLOW_NICENESS)
+        self._memory_s = memory_s
+        self._slow: dict[str, float] = {}  # clients, and until when they are; who was noted last comes last
+
+    async def start(self, job: bytes) -> None:
+        """Starts both processes before the first client asks, and returns when each has answered a job.
+
+        What keeps one from it now is logged; it is tried again with the first client's job.
+        """
+        started = (self._first.ask("", job), self._second.ask("", job))
+        for problem in await asyncio.gather(*started, return_exceptions=True):
+            if isinstance(problem, QueueFullError | TimeoutError | HelperEnded | TooLongError):
+                log.warning("%s could not be started ahead: %s", self._module, str(problem) or type(problem).__name__)
+            elif isinstance(problem, BaseException):
+                raise problem
+
+    async def ask(self, client: str, *job: bytes) -> bytes:
+        """Returns the answer to a job, and raises as HelperProcess does."""
+        if self._slow.get(client, 0.0) < time.monotonic():
+            try:
+                return await self._first.ask(client, *job)
+            except TooLongError:
+                self._note(client)
+            except (TimeoutError, HelperEnded):
+                self._note(client)
+                raise
+        return await self._second.ask(client, *job)
+
+    def _note(self, client: str) -> None:
+        self._slow.pop(client, None)
+        self._slow[client] = time.monotonic() + self._memory_s
+        while len(self._slow) > _MOST_NOTED:
+            del self._slow[next(iter(self._slow))]
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        await asyncio.gather(self._first.close(), self._second.close())
