@@ -1,7 +1,7 @@
 """`moe-serve serve`: all ranks of this machine and the front end, from start-up display to Ctrl-C. Torch-free.
 
 The parent only supervises. It receives the ranks' progress from the front end (as supervisor, see
-server/ranks/rank_link.py), notices first when a process ends, reports it to the front end, and shuts everything down in
+server/ranks/bridge.py), notices first when a process ends, reports it to the front end, and shuts everything down in
 order: no new calls, then the ranks, then whatever is left. A rank that was killed is started again beside the others.
 Where that fails, and where the ranks cannot go on at all, it starts all of them again, and the front end submits the
 open requests to the new ones; after too many losses it ends with a report.

@@ -224,5 +224,5 @@ async def test_launchers_that_attach_again_and_again_are_bounded():
             launcher = sockets.connected(zmq.DEALER, link.front_end)
             launcher.send(encode(Hello(-1, 2, 0, 1, "launcher")))
         await until(lambda: launcher.poll(0))
-        assert len(served.bridge._link._supervisors) <= 4
+        assert len(served.bridge._supervisors) <= 4
         sockets.close()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import uvicorn.server
 
-from moe_serve.server.ranks import rank_link, router_socket
+from moe_serve.server.ranks import bridge, router_socket
 
 
 class _QuickTurns:
@@ -22,6 +22,6 @@ class _QuickTurns:
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn.server, "asyncio", _QuickTurns())
-    monkeypatch.setattr(rank_link, "ALIVE_PERIOD_S", 0.1)  # between two looks for ranks that are silent or late
+    monkeypatch.setattr(bridge, "ALIVE_PERIOD_S", 0.1)  # between two looks for ranks that are silent or late
     monkeypatch.setattr(router_socket, "ALIVE_PERIOD_S", 0.2)
-    monkeypatch.setattr(rank_link, "_GOODBYE_S", 0.3)  # ranks that a test has killed do not say it
+    monkeypatch.setattr(bridge, "_GOODBYE_S", 0.3)  # ranks that a test has killed do not say it

@@ -67,7 +67,7 @@ class TokenProbe:
         if problem is not None:
             raise UnavailableError(problem)
         ranks = [view.rank for view in bridge.workers if view.serves]
-        before = dict(bridge.num_events)
+        before = dict(bridge.book.num_events)
         one = SamplingParams(max_new_tokens=1, temperature=0.0)
         requests = [bridge.ask_rank(RequestSpec([0], one, seed=0, rank=rank), Changes()) for rank in ranks]
         took_s: dict[str, float] = {}
@@ -77,7 +77,7 @@ class TokenProbe:
             while len(took_s) < len(ranks):
                 now_s = time.monotonic()
                 for rank in ranks:
-                    if bridge.num_events.get(rank, 0) > before.get(rank, 0):
+                    if bridge.book.num_events.get(rank, 0) > before.get(rank, 0):
                         took_s.setdefault(str(rank), round(now_s - started_s, 3))
                 if now_s - started_s > self._deadline_s or bridge.problem() is not None:
                     break

@@ -152,7 +152,7 @@ class RequestMetrics(Collector):
             ended,
         )
         yield counter("moe_serve_requests_moved", "Times that a request went to another rank, since its own was lost.",
-                      bridge.counters["num_moved"])  # fmt: skip
+                      bridge.book.counters["num_moved"])  # fmt: skip
         yield counter("moe_serve_prompt_tokens", "Prompt tokens of requests that had a first token.",
                       stats.num_prompt_tokens)  # fmt: skip
         yield counter("moe_serve_cached_prompt_tokens", "Of the prompt tokens, those from a prefix cache.",
@@ -393,7 +393,7 @@ class AdmissionMetrics(Collector):
             "Requests that were refused: the queue was full, or a client had reached this limit of its own.",
             labels=("reason", *names),
         )
-        refused.add_metric(("queue", *own), self._bridge.counters["num_refused"])
+        refused.add_metric(("queue", *own), self._bridge.book.counters["num_refused"])
         for name in LIMIT_NAMES:
             refused.add_metric((name, *own), self._clients.refused[name])
         yield refused

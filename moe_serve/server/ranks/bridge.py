@@ -1,36 +1,82 @@
 """The serving system as the HTTP server and `LLM` see it: is it ready, submit, abort, end.
 
-Every accepted request ends, with tokens or with an error. How ranks attach, report and get lost: `rank_link.py`.
-Torch-free.
+Every accepted request ends, with tokens or with an error. Messages of ranks are handled as they arrive on the socket
+that all ranks attach to. One task looks for silent ranks, one for requests that have taken too long.
+
+A launcher that watches the processes may attach to the same socket, as *supervisor* (`Hello` with rank -1). It reports
+first that the launch is over (`Fatal`), or that a rank has died which the others may go on without (`Exited`). A front
+end may be started beside running ranks, and hear that before any rank has attached to it: it takes the launcher's word,
+and concludes nothing from what it does not know yet.
+
+A lost rank ends the launch, unless the ranks have said at their start that they can go on without one. Then the front
+end waits for their report: `Members` when they go on, and the requests of the lost rank move to others; `Fatal` when
+they cannot.
 """
 
 import asyncio
+import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.engine.output.incremental_decoder import Decoder
-from moe_serve.engine.protocol.messages import Answer, FlushCache, ModelLimits, Profile
+from moe_serve.engine.protocol.messages import (
+    ALIVE_PERIOD_S,
+    Alive,
+    Answer,
+    BalanceReport,
+    Draining,
+    Exited,
+    Fatal,
+    FlushCache,
+    ForFrontEnds,
+    Goodbye,
+    Hello,
+    Members,
+    Message,
+    ModelLimits,
+    Profile,
+    Progress,
+    Pulse,
+    Ready,
+    Refused,
+    Shutdown,
+    Status,
+    ToFrontEnd,
+    Tokens,
+    decode_to_front_end,
+)
 from moe_serve.errors import QueueFullError, RequestError
-from moe_serve.links.link import Link
-from moe_serve.server.ranks.commands import Command
-from moe_serve.server.ranks.rank_link import RankLink
+from moe_serve.links.link import Link, find_link
+from moe_serve.log import RareWarnings, get_logger
+from moe_serve.server.ranks.balance import BalanceBook
+from moe_serve.server.ranks.commands import Command, CommandBook
+from moe_serve.server.ranks.launch_end import RankDrain, RestartWait, Silence
+from moe_serve.server.ranks.news import News
+from moe_serve.server.ranks.rank_table import RankTable, RankView
 from moe_serve.server.ranks.request_book import RequestBook
-from moe_serve.server.ranks.siblings import What
-from moe_serve.server.ranks.supervisors import SUPERVISOR, Observer
+from moe_serve.server.ranks.router_socket import RouterSocket
+from moe_serve.server.ranks.siblings import Siblings, What
+from moe_serve.server.ranks.supervisors import SUPERVISOR, Observer, Supervisors
 from moe_serve.server.requests.admission import Admission, Load, Queue
 from moe_serve.server.requests.open_request import Changes, Courier, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.workers.grammar_check import GrammarCheck
 
+log = get_logger(__name__)
+
 _DEADLINE_LOOK_S = 0.05  # between two looks for requests that have taken too long
 _LOOK_S = 0.02  # between two looks whether the last request has ended
 _WRITE_S = 60.0  # for what a rank does to carry out a command, such as writing a dump
+_UNNAMED_LOSS_S = 0.5  # how long a report that cannot name the lost rank waits for one that can
+_GOODBYE_S = 3.0  # how long the ranks may take to end
 
 
 class Bridge:
-    """The ranks, seen from the front end.
+    """The ranks, seen from the front end: keeps the table of ranks and the book of requests up to date.
 
     tokenizer: None = ids in, ids out
     observer:  called with what the ranks report while they start and end (Hello, Progress, Ready, Fatal, Goodbye)
@@ -44,6 +90,7 @@ class Bridge:
         observer: Observer | None = None,
         link: Link | None = None,
     ):
+        server = config.server
         self.config = config
         self.courier = Courier()
         self.capacity = (
@@ -51,32 +98,40 @@ class Bridge:
         )
         # A rank carries a command out between two steps, and writes a file at most.
         self._command_deadline_s = config.engine.step_deadline_s + _WRITE_S
-        self._link = RankLink(config, tokenizer, observer, link)
-        self.workers = self._link.workers
-        self.balance = self._link.balance
-        self._book = self._link.book
-        server = config.server
-        self._admission = Admission(self.capacity, server.max_waiting_tokens, server.queue_deadline_s)
+        self.workers = RankTable(config.parallel.num_ranks)
+        self.balance = BalanceBook(config.eplb.mode)
+        self.book = RequestBook(config, tokenizer, self._send_to_rank)
         self.grammars = GrammarCheck(None if tokenizer is None else str(model_dir(config.model)))
-        self._is_finishing = False
-        self._deadlines: asyncio.Task[None] | None = None
+        self._admission = Admission(self.capacity, server.max_waiting_tokens, server.queue_deadline_s)
+        self._commands = CommandBook(self._send_to_rank, secrets.randbits(52))
+        self._link = link or find_link(server)
+        self._siblings = Siblings(self._link.worker, server.api_workers, self._send_to_rank, self.book)
+        self._supervisors = Supervisors(observer, self._send)
+        self._silence = Silence(config)
+        self._restart = RestartWait(self.workers, self.book, server.restart_deadline_s)
+        self._rank_drain = RankDrain(self.workers, self.book, server.drain_deadline_s, self._fail_all, self._end_ranks)
+        self._news = News()  # whenever a rank attaches, gets ready, ends or is lost
+        self._is_finishing = False  # no new requests are accepted
+        self._is_draining = False  # and ranks are expected to end
+        self._started_s = 0.0
+        self._said: tuple[int, str] | None = None  # the last loss in the log: its launch, and why
+        self._warnings = RareWarnings(log)
+        self._socket: RouterSocket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Binds the address that ranks attach to. Raises LaunchError when it is taken."""
-        self._link.open()
-        self._deadlines = asyncio.create_task(self._keep_deadlines())
+        self._socket = RouterSocket(self._link, self._receive)
+        self._started_s = self.workers.began_s = time.monotonic()
+        self._tasks = [asyncio.create_task(self._keep_in_touch()), asyncio.create_task(self._keep_deadlines())]
 
     @property
     def link(self) -> Link:
         """How ranks attach; over TCP with the real port, also where the configuration says 0."""
-        return self._link.link
-
-    async def _keep_deadlines(self) -> None:
-        while True:
-            await asyncio.sleep(_DEADLINE_LOOK_S)
-            self._book.end_overdue(time.monotonic())
+        assert self._socket is not None, "start() first"
+        return self._socket.link
 
     async def finish(self, deadline_s: float) -> int:
         """Takes no more requests, and returns when the open ones have ended, or how many have not by the deadline.
@@ -84,23 +139,40 @@ class Bridge:
         Ends a pause, since those that it holds would never end.
         """
         self._is_finishing = True
-        self._book.go_on()
+        self.book.go_on()
         end_s = time.monotonic() + deadline_s
         while self.num_open and time.monotonic() < end_s:
             await asyncio.sleep(_LOOK_S)
         return self.num_open
 
     def drain(self, reason: str = "the server is ending") -> None:
-        """Takes no more requests, and ends the open ones with an error."""
-        self._link.drain(reason)
+        """Takes no more requests, and ends the open ones with an error; ranks may end from now on."""
+        self._is_draining = True
+        self._fail_all(reason)
+        self._news.tell()
 
     async def close(self) -> None:
         """Ends the ranks and closes the socket; returns within a few seconds whatever the ranks do."""
         self.drain()
-        if self._deadlines is not None:
-            self._deadlines.cancel()
         await self.grammars.close()
-        await self._link.close()
+        if self._socket is not None:
+            await self._end_launch_in_order()
+        self._rank_drain.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    async def _end_launch_in_order(self) -> None:
+        self._end_ranks()
+        deadline_s = time.monotonic() + _GOODBYE_S
+        # A rank that is still starting does not listen; the process that started it ends it.
+        while self.workers.loss is None and any(view.serves for view in self.workers):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not await self._news.wait(left_s):
+                break
 
     async def wait_until_ready(self) -> ModelLimits:
         """Returns what requests must respect, once all ranks take them.
@@ -108,9 +180,9 @@ class Bridge:
         Raises UnavailableError when a rank is lost first, or the ranks do not come within server.attach_deadline_s.
         """
         while (problem := self.problem()) is not None:
-            if self.workers.loss is not None or self._link.is_draining:
+            if self.workers.loss is not None or self._is_draining:
                 raise UnavailableError(self.workers.loss or problem)
-            await self._link.news.wait(1.0)
+            await self._news.wait(1.0)
         return self.limits
 
     @property
@@ -123,14 +195,14 @@ class Bridge:
 
     def problem(self) -> str | None:
         """Returns why no request can be served now, naming the rank where one is to blame; None if all is well."""
-        if self._link.is_draining or self._is_finishing:
+        if self._is_draining or self._is_finishing:
             return "the server is ending"
-        if self._link.is_restarting:
+        if self._awaits_restart:
             return f"the ranks are being started again: {self.workers.loss}"
         if self.workers.loss is not None:
             return self.workers.loss
-        if self._link.rank_drain.reason is not None:
-            return self._link.rank_drain.reason
+        if self._rank_drain.reason is not None:
+            return self._rank_drain.reason
         if not self.workers.is_ready:
             return f"starting: {self.workers.missing()}"
         return None
@@ -138,49 +210,35 @@ class Bridge:
     @property
     def is_restarting(self) -> bool:
         """Whether the ranks were lost and are started again, or start for the first time."""
-        starts = self.workers.loss is None and not self.workers.is_ready and not self._link.is_draining
-        return starts or self._link.is_restarting
+        starts = self.workers.loss is None and not self.workers.is_ready and not self._is_draining
+        return starts or self._awaits_restart
 
     async def wait_for_restart(self) -> None:
         """Waits while the ranks are started again, for a caller who prefers that to an UnavailableError."""
         while self.is_restarting:
-            await self._link.news.wait(0.2)
+            await self._news.wait(0.2)
 
     def give_up(self, reason: str) -> None:
         """Ends the open requests with an error: the caller does not start lost ranks again."""
-        self._link.restart.give_up()
-        self._book.fail_all(reason)
-
-    def report_loss(self, reason: str, rank: int = SUPERVISOR) -> None:
-        """Reports the end of a rank's process, for a caller who watches the processes; SUPERVISOR: that of all."""
-        self._link.report_loss(reason, rank)
+        self._restart.give_up()
+        self.book.fail_all(reason)
 
     @property
     def front_end(self) -> int | None:
         """The number of this front end; None where it is the only one."""
-        siblings = self._link.siblings
+        siblings = self._siblings
         return siblings.number if siblings.num > 1 else None
 
     @property
     def num_open(self) -> int:
-        return len(self._book)
-
-    @property
-    def book(self) -> RequestBook:
-        """The open requests, and what has become of the others; for readers."""
-        return self._book
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """What has become of the requests since the start."""
-        return self._book.counters
+        return len(self.book)
 
     async def command(self, command: Command) -> Answer:
         """Sends a command to all ranks that take part, and returns the leader's answer. Fills in its call_id.
 
         Raises UnavailableError when the ranks cannot take it or do not answer, QueueFullError when too many are open.
         """
-        return await self._link.commands.call(command, self._serving(), self._command_deadline_s)
+        return await self._commands.call(command, self._serving(), self._command_deadline_s)
 
     async def flush_cache(self) -> list[Answer]:
         """Empties the prefix caches of the ranks that take part, and returns what each of them has done.
@@ -189,8 +247,8 @@ class Bridge:
         """
         if self.num_open:
             raise RequestError(f"{self.num_open} requests are open; flush the cache when they have ended")
-        answers = await self._link.commands.call_each(FlushCache(0), self._serving(), self._command_deadline_s)
-        self._book.forget_prompts()
+        answers = await self._commands.call_each(FlushCache(0), self._serving(), self._command_deadline_s)
+        self.book.forget_prompts()
         return answers
 
     async def profile(self, command: Profile) -> list[Answer]:
@@ -198,7 +256,7 @@ class Bridge:
 
         Raises as `command` does.
         """
-        return await self._link.commands.call_each(command, self._serving(), self._command_deadline_s)
+        return await self._commands.call_each(command, self._serving(), self._command_deadline_s)
 
     def _serving(self) -> list[int]:
         """Returns the ranks that take part. Raises UnavailableError when none can serve now."""
@@ -231,7 +289,7 @@ class Bridge:
         num_ranks = self.workers.num_ranks
         rids = [spec.rid for spec in specs if spec.rid is not None]
         counts = Counter(rids)
-        twice = next((rid for rid in rids if self._book.has_rid(rid) or counts[rid] > 1), None)
+        twice = next((rid for rid in rids if self.book.has_rid(rid) or counts[rid] > 1), None)
         if twice is not None:
             raise RequestError(f"rid is {twice!r:.80}, which an open request has; choose another", field="rid")
         for spec in specs:
@@ -250,30 +308,24 @@ class Bridge:
         """Sends a request of the server's own to the rank that the spec names, however many are open."""
         return self._open(spec, changes, at_once=True)
 
-    @property
-    def num_events(self) -> Mapping[int, int]:
-        """How many events of requests, mostly tokens, each rank has sent so far."""
-        return self._book.num_events
-
     def _open(self, spec: RequestSpec, changes: Changes, at_once: bool = False) -> OpenRequest:
-        link = self._link
-        prefix = f"{link.siblings.number}:{link.started_s:.6f}"
-        return self._book.open(prefix, spec, self.limits.eos_token_ids, changes, at_once)
+        prefix = f"{self._siblings.number}:{self._started_s:.6f}"
+        return self.book.open(prefix, spec, self.limits.eos_token_ids, changes, at_once)
 
     def refusal(self, num_requests: int = 1, num_tokens: int = 1) -> QueueFullError | None:
         """Returns why no call may wait now; None where one of this size may."""
-        book = self._book
+        book = self.book
         load = Load(len(book), book.waiting_tokens)
         return self._admission.refusal(load, book.drain_rate.per_s(time.monotonic()), num_requests, num_tokens)
 
     def count_refused(self, num_requests: int) -> None:
         """Counts requests that were told so."""
-        self.counters["num_refused"] += num_requests
+        self.book.counters["num_refused"] += num_requests
 
     @property
     def queue(self) -> Queue:
         """What waits for a rank. Its share is that of requests or of tokens, whichever is more."""
-        book, most_tokens = self._book, self.config.server.max_waiting_tokens
+        book, most_tokens = self.book, self.config.server.max_waiting_tokens
         share = max(book.num_waiting / self.config.engine.max_queued_requests, book.waiting_tokens / most_tokens)
         return Queue(share, book.waiting_tokens, book.drain_rate.per_s(time.monotonic()))
 
@@ -293,25 +345,240 @@ class Bridge:
         await self._do_everywhere("abort", rid)
 
     async def _do_everywhere(self, what: What, rid: str | None) -> None:
-        await self._link.siblings.do_everywhere(what, rid, lambda: [each.rank for each in self.workers if each.serves])
+        await self._siblings.do_everywhere(what, rid, lambda: [each.rank for each in self.workers if each.serves])
 
     def abort(self, request: OpenRequest) -> None:
         """Ends a request that nobody waits for any more."""
-        self._book.abort(request)
+        self.book.abort(request)
 
     def describe(self) -> dict[str, Any]:
         """Returns the state of the ranks and of the queue, for /server_info."""
         return {
             "state": self.problem() or "ready",
-            "front_end": {"number": self._link.siblings.number, "of": self._link.siblings.num},
+            "front_end": {"number": self._siblings.number, "of": self._siblings.num},
             "launch_id": f"{self.workers.launch_id:x}",
             "requests": {
                 "open": self.num_open,
-                "waiting": self._book.num_waiting,
-                "waiting_tokens": self._book.waiting_tokens,
+                "waiting": self.book.num_waiting,
+                "waiting_tokens": self.book.waiting_tokens,
                 "capacity": self.capacity,
-                **self.counters,
+                **self.book.counters,
             },
             "ranks_out": {str(rank): reason for rank, reason in self.workers.masked.items()},
             "ranks": self.workers.describe(time.monotonic()),
         }
+
+    # --- ranks that attach, end and are lost -------------------------------------------------------------------------
+
+    def report_loss(self, reason: str, rank: int = SUPERVISOR) -> None:
+        """Takes the word of a caller who watches the processes: a rank is gone (SUPERVISOR: all are started again).
+
+        Where others may go on without it, they will say so.
+        """
+        if rank == SUPERVISOR or not self.workers.can_spare(rank):
+            self._end_launch(reason, None if rank == SUPERVISOR else rank)
+        else:
+            self._suspect(reason, rank)
+
+    def _suspect(self, reason: str, rank: int) -> None:
+        self.workers.suspect(rank, reason, time.monotonic())
+        self.book.suspect(rank)
+        self._news.tell()
+
+    def _end_ranks(self) -> None:
+        for view in self.workers:
+            self._send(view.identity, Shutdown())
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _receive(self, identity: bytes, data: bytes) -> None:
+        try:
+            message = decode_to_front_end(data)
+        except msgspec.DecodeError as error:
+            self._warnings.warn(f"{identity!r}", "dropped a message that is not one of ours: %s", error)
+            return
+        try:
+            self._take(identity, message)
+        except Exception:  # the outermost frame: open requests must end, not hang on a mistake of ours
+            log.exception("the front end failed on a %s message", type(message).__name__)
+            self._end_launch("the front end failed on a message of a rank; see its log", None)
+
+    def _take(self, identity: bytes, message: ToFrontEnd) -> None:
+        """Handles a message of a rank or a supervisor; drops those of past launches."""
+        if isinstance(message, Hello):
+            self._attach(identity, message)
+            return
+        if identity in self._supervisors:
+            self._take_of_launcher(message)
+            return
+        if isinstance(message, Pulse):
+            self.workers.pulse(message, time.monotonic())
+            return
+        view = self.workers.by_identity(identity)
+        if isinstance(message, ForFrontEnds):
+            if view is not None:
+                self._siblings.take(message, view.rank)
+            return
+        if view is None or message.launch_id != self.workers.launch_id:
+            return
+        view.heard_s = time.monotonic()
+        match message:
+            case Tokens():
+                self.book.take(message)
+            case Status():
+                view.status = message
+                self.book.take_status(message)
+            case Members():
+                self._regroup(message)
+            case Answer():
+                self._commands.take(message)
+            case BalanceReport() if view.mask_reason is None:  # a masked rank leads no more
+                self.balance.take(message, time.time())
+            case Fatal():
+                self._take_fatal(view, message)
+            case Progress():
+                self.workers.progress(view, message)
+                self._tell(message)
+            case Ready():
+                self.workers.ready(view, message)
+                self._restart.serve()
+                self._siblings.tell_again(view.rank)
+                self._tell(message)
+            case Draining() if view.mask_reason is None:
+                self._rank_drain.begin(view)
+            case Goodbye():
+                view.ended = True
+                if not self._is_draining and view.mask_reason is None:
+                    why = self._rank_drain.reason or f"rank {view.rank} was told to end"
+                    self._end_launch(f"{why}; start the ranks again", view.rank)
+                self._tell(message)
+
+    def _take_of_launcher(self, message: ToFrontEnd) -> None:
+        """Takes the word of the launcher, which knows of all ranks, for a launch that may be news here."""
+        match message:
+            case Exited() if self.workers.has_process(message):
+                self._suspect(message.reason, message.rank)
+            case Fatal() if message.launch_id == self.workers.launch_id:
+                self._end_launch(message.message, None if message.lost_rank == SUPERVISOR else message.lost_rank)
+            case Fatal():
+                self.workers.never_begin(message.launch_id)
+
+    def _attach(self, identity: bytes, hello: Hello) -> None:
+        if hello.rank == SUPERVISOR:
+            self._supervisors.attach(identity, [each for view in self.workers for each in self.workers.story(view)])
+            return
+        now_s = time.monotonic()
+        self._silence.discount_own(self.workers, now_s)
+        if self.workers.find_replaced_by(hello, now_s):
+            self._end_launch("the ranks are gone without a word, and others have been started", None)
+        arrival = self.workers.attach(identity, hello, now_s)
+        if arrival.refusal is not None:
+            self._warnings.warn("refused", "refused a rank: %s", arrival.refusal)
+            self._send(identity, Refused(arrival.refusal))
+        if arrival.refusal is not None or arrival.waits:
+            return
+        self._send(identity, Alive())
+        if arrival.was_cut:
+            log.warning("rank %d attached again after its connection was cut", hello.rank)
+            self.book.resubmit(hello.rank)
+            self._commands.lose([hello.rank])
+        self._tell(hello)
+
+    def _take_fatal(self, view: RankView, message: Fatal) -> None:
+        if view.mask_reason is not None:
+            log.warning("rank %d, which was masked, has ended: %s", view.rank, message.message)
+        elif message.lost_rank == view.rank:
+            self.report_loss(f"rank {view.rank} on {view.host} failed: {message.message}", view.rank)
+        elif message.lost_rank >= 0:
+            reason = f"rank {view.rank} reports that rank {message.lost_rank} is lost: {message.message}"
+            self._end_launch(reason, message.lost_rank)
+        else:  # another peer or the launcher is about to report which rank it is
+            reason = f"rank {view.rank} reports that a rank is lost: {message.message}"
+            self._end_launch(reason, None, wait_s=_UNNAMED_LOSS_S)
+        view.ended = True
+
+    def _regroup(self, message: Members) -> None:
+        """Moves the requests of masked ranks, and routes to ranks that have rejoined."""
+        change = self.workers.regroup(message)
+        num_moved = self.book.regroup(change)
+        self._restart.serve()
+        self._commands.lose(change.masked)
+        if not (change.masked or change.rejoined):
+            return
+        if not len(self._supervisors):  # a supervisor logs it itself
+            serving = ", ".join(map(str, message.members))
+            rejoined = ", ".join(map(str, change.rejoined))
+            reason = f"rank {rejoined} has rejoined" if rejoined else message.reason
+            log.warning("%s; serving: %s; requests moved: %d", reason, serving, num_moved)
+        self._tell(message)
+
+    def _end_launch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
+        """Ends the launch: no more requests are taken. After wait_s the open ones end, or wait for the next launch."""
+        is_news = self.workers.end_launch(reason, lost_rank)
+        if wait_s > 0:
+            if is_news:
+                asyncio.get_running_loop().call_later(wait_s, self._settle_loss, self.workers.launch_id)
+        elif is_news or (len(self.book) and not self._awaits_restart):
+            self._settle_loss(self.workers.launch_id)
+        self._news.tell()
+
+    def _settle_loss(self, launch_id: int) -> None:
+        reason, lost_rank = self.workers.loss, self.workers.lost_rank
+        if launch_id != self.workers.launch_id or reason is None:
+            return  # the ranks were restarted
+        if not self._is_draining and self._said != (launch_id, reason):
+            log.error("%s", reason)
+        self._said = launch_id, reason
+        self._commands.fail_all(reason)
+        if self._awaits_restart:
+            self._restart.lose(lost_rank)
+        else:
+            self.book.fail_all(reason)
+        blamed = SUPERVISOR if lost_rank is None else lost_rank
+        self._tell(Fatal(blamed, launch_id, reason, blamed))
+
+    @property
+    def _awaits_restart(self) -> bool:
+        """Whether requests wait for ranks that are being started again."""
+        return self._restart.is_open and not self._is_draining
+
+    def _fail_all(self, reason: str) -> None:
+        self.book.fail_all(reason)
+        self._commands.fail_all(reason)
+
+    def _tell(self, message: ToFrontEnd) -> None:
+        """Passes on what happens while the ranks start and end."""
+        self._news.tell()
+        self._supervisors.tell(message)
+
+    def _send_to_rank(self, rank: int, message: Message) -> None:
+        for view in self.workers:
+            if view.rank == rank:
+                self._send(view.identity, message)
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        if self._socket is not None:
+            self._socket.send(identity, message)
+
+    # --- deadlines ----------------------------------------------------------------------------------------------------
+
+    async def _keep_in_touch(self) -> None:
+        while True:
+            if self._socket is not None:
+                self._socket.keep_alive([view.identity for view in self.workers], Alive())
+            await asyncio.sleep(ALIVE_PERIOD_S)
+            now_s = time.monotonic()
+            self._silence.discount_own(self.workers, now_s)
+            if (why := self._restart.overdue(now_s)) is not None:
+                self._fail_all(why)
+            if self._is_draining or self.workers.loss is not None:
+                continue
+            if (lost := self._silence.look(self.workers, now_s)) is not None:
+                self._end_launch(*lost)
+            if (why := self._silence.late_start(self.workers, now_s)) is not None:
+                self._end_launch(why, None)
+
+    async def _keep_deadlines(self) -> None:
+        while True:
+            await asyncio.sleep(_DEADLINE_LOOK_S)
+            self.book.end_overdue(time.monotonic())

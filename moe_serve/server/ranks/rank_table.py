@@ -1,6 +1,6 @@
 """The ranks as the front end sees them: the state of each, and that of the launch they belong to.
 
-Pure state: no socket, and time is an argument. `RankLink` feeds it messages and acts on its answers.
+Pure state: no socket, and time is an argument. `Bridge` feeds it messages and acts on its answers.
 
 A *launch* is all ranks that started together. It is over when a rank is lost that the others cannot spare; the first
 rank that attaches with another launch id then begins the next one. Ranks of another launch that come while this one

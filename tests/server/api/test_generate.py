@@ -181,7 +181,7 @@ def test_a_client_that_goes_away_aborts_its_requests(stream):
                 await served.client.post("/generate", json=fields, timeout=0.2)
             await until(lambda: sum(len(worker.aborted) for worker in served.workers) == 3)
             assert served.bridge.num_open == 0
-            assert served.bridge.counters["num_aborted"] == 3
+            assert served.bridge.book.counters["num_aborted"] == 3
 
     check()
 

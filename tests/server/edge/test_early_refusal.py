@@ -67,7 +67,7 @@ async def test_a_whole_request_is_refused_as_one_in_parts_is_and_the_parser_neve
             answer.headers.pop("date", None)
         assert early.headers == late.headers
         assert early.headers["x-request-id"] == "trace-7"
-        assert served.bridge.counters["num_refused"] == 2
+        assert served.bridge.book.counters["num_refused"] == 2
         served.workers[0].go.set()
         assert [(await call).status_code for call in calls] == [200, 200]
 
@@ -87,7 +87,7 @@ async def test_a_connection_that_was_refused_is_served_later_and_closed_when_idl
         await client.send(whole())
         assert (await client.answer()).status == 200
         assert await client.closed() == b""
-        assert served.bridge.counters["num_refused"] == 5
+        assert served.bridge.book.counters["num_refused"] == 5
 
 
 def test_a_full_queue_is_shown_only_to_whom_the_guard_lets_through(monkeypatch: pytest.MonkeyPatch):
@@ -103,7 +103,7 @@ def test_a_full_queue_is_shown_only_to_whom_the_guard_lets_through(monkeypatch: 
             assert (await ask(served, whole(key).replace(b"localhost", b"evil.example"))).status == 421
             assert (await ask(served, whole(key + "origin: http://evil.example\r\n"))).status == 403
             assert (await ask(served, whole(key + "content-type: text/plain\r\n"))).status == 415
-            assert served.bridge.counters["num_refused"] == 0
+            assert served.bridge.book.counters["num_refused"] == 0
             assert (await ask(served, whole(key))).status == 429
             served.workers[0].go.set()
             await asyncio.gather(*calls)

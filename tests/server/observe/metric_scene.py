@@ -4,7 +4,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, PhaseTimes, Status
-from moe_serve.server.observe import metrics as balance_metrics
+from moe_serve.server.observe import metrics
 from tests.server.observe.reports import Story
 from tests.server.served import serving, until
 
@@ -24,7 +24,7 @@ async def all_families(names: str = "") -> dict[str, Metric]:
             worker.say(Status(worker.rank, 0, 7, 1, 0, 5, 10, 0, counters, waited_s, 1, 1, logged, {"decode": times}))
         await until(lambda: served.bridge.balance.num_windows == story.num_windows)
         await until(lambda: all(view.status for view in served.bridge.workers))
-        for name in (*balance_metrics._BALANCE_TOTALS, *balance_metrics._BALANCE_GAUGES):
+        for name in (*metrics._BALANCE_TOTALS, *metrics._BALANCE_GAUGES):
             served.bridge.balance.totals.setdefault(name, 1.0)
         await served.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 3})
         text = (await served.client.get("/metrics", params={"names": names} if names else {})).text

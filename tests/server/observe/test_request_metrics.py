@@ -151,9 +151,9 @@ async def test_head_works_and_the_names_of_a_peer_may_be_a_setting():
 
 @pytest.mark.parametrize("number", [None, 2])
 def test_each_of_several_front_ends_says_which_one_it_is(number: int | None) -> None:
-    book = SimpleNamespace(stats=RequestStats(), num_waiting=0)
+    book = SimpleNamespace(stats=RequestStats(), num_waiting=0, counters=Counter())
     bridge: Any = SimpleNamespace(
-        front_end=number, book=book, num_open=1, counters=Counter(), workers=[], config=load_config(),
+        front_end=number, book=book, num_open=1, workers=[], config=load_config(),
         balance=BalanceBook("static"),
     )  # fmt: skip
     collectors = [RequestMetrics(bridge), PeerMetrics("vllm", bridge), PeerMetrics("sglang", bridge)]

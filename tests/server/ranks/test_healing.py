@@ -82,8 +82,8 @@ async def test_cut_connections_heal_and_requests_go_on_where_they_were():
                 await until(lambda cut=cut: all(worker.num_reconnects == cut for worker in workers))
             await finished(changes, 8)
             check_tokens(requests)
-            assert bridge.counters["num_resubmitted"] >= 8
-            assert bridge.counters["num_failed"] == 0
+            assert bridge.book.counters["num_resubmitted"] >= 8
+            assert bridge.book.counters["num_failed"] == 0
             await until(lambda: not any(worker.running for worker in workers))
         await proxy.stop()
 
@@ -102,9 +102,10 @@ async def test_a_front_end_that_is_started_again_joins_running_ranks_and_learns_
             for worker in workers:
                 worker.say(Members(worker.rank, 5, 1, [0, 2], "rank 1 died"))
             await until(lambda: 1 in first.workers.masked)
-            first._link._socket.close()  # as a process that is killed: nobody is told
-            first._link._socket = None
-            first._link._touch.cancel()
+            first._socket.close()  # as a process that is killed: nobody is told
+            first._socket = None
+            for task in first._tasks:
+                task.cancel()
             async with front_end(port, num_ranks=3) as second:
                 await second.wait_until_ready()
                 assert second.workers.masked == {1: "rank 1 died"}
@@ -142,7 +143,7 @@ async def test_requests_outlive_all_ranks_where_these_are_started_again():
         async with ranks(*launch(bridge, 3)):
             await finished(changes, 7)
         check_tokens(requests[1:])
-        assert bridge.counters["num_resubmitted"] == 7
+        assert bridge.book.counters["num_resubmitted"] == 7
 
 
 @in_event_loop

@@ -165,7 +165,7 @@ async def test_a_request_whose_ranks_are_only_late_goes_on_however_often():
             say_group(served, 2 * turn + 2, [0, 1, 2], f"rank {late} rejoined")
             await until(lambda: served.bridge.workers.masked == {})
         await all_right(served, changes, [request])
-        assert served.bridge.counters["num_moved"] == MAX_LOSSES + 3
+        assert served.bridge.book.counters["num_moved"] == MAX_LOSSES + 3
 
 
 @in_event_loop

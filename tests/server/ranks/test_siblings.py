@@ -53,15 +53,16 @@ class System:
 
     def end(self, number: int) -> None:
         """A front end ends without a word."""
-        dead = self.bridges[number]._link
+        dead = self.bridges[number]
         if dead._socket is not None:
             dead._socket.close()
             dead._socket = None
-            dead._touch.cancel()
+            for task in dead._tasks:
+                task.cancel()
 
     def stop_reading(self, number: int) -> None:
         """A front end is connected, and takes nothing of what others tell it."""
-        self.bridges[number]._link.siblings.take = lambda message, answer_by: None  # type: ignore[method-assign]
+        self.bridges[number]._siblings.take = lambda message, answer_by: None  # type: ignore[method-assign]
 
     async def start(self, number: int) -> Bridge:
         config = fake_config(2, "server.api_workers=2")
@@ -109,7 +110,7 @@ async def test_each_front_end_gets_the_tokens_of_its_own_requests():
         assert [list(request.matcher.output_ids) for request in requests[:2]] == [[2, 3, 4, 5, 6], [3, 4, 5, 6, 7]]
         assert len({request.request_id for request in requests}) == 4
         for bridge in system.bridges:
-            assert bridge.counters["num_finished"] == 2
+            assert bridge.book.counters["num_finished"] == 2
 
 
 @in_event_loop
@@ -124,10 +125,10 @@ async def test_what_a_late_rank_still_tells_a_front_end_that_starts_anew_is_not_
             await until(lambda what=what: any(each.what == what for each in told))
             unanswered.cancel()
         pause, resume = (next(each for each in told if each.what == what) for what in ("pause", "resume"))
-        new = system.bridges[1]._link.siblings
+        new = system.bridges[1]._siblings
         for known in (resume, pause, resume):
             new.take(known, 0)
-        assert not system.bridges[1]._book.is_held
+        assert not system.bridges[1].book.is_held
         slow(system)
         request = system.submit(1)
         new.take(ForFrontEnds(0, pause.call_id - 10**12, "abort"), 0)
@@ -177,7 +178,7 @@ async def test_while_no_rank_serves_the_front_end_that_was_asked_says_at_once_th
         bridge = await system.start(0)
         with pytest.raises(UnavailableError, match="at front end 0 of 2 alone, since no rank serves"):
             await asyncio.wait_for(bridge.pause(abort=False), 1.0)
-        assert bridge._book.is_held
+        assert bridge.book.is_held
         await bridge.close()
 
 
@@ -203,7 +204,7 @@ async def test_a_front_end_that_dies_takes_only_its_own_requests_with_it_and_its
         await asyncio.wait_for(system.bridges[0].pause(abort=False), 2.0)  # of those that live
         system.bridges[1] = await system.start(1)
         await system.bridges[1].wait_until_ready()
-        assert system.bridges[1]._book.is_held, "before it may send a request"
+        assert system.bridges[1].book.is_held, "before it may send a request"
         new = system.submit(1, tokens=3)
         await system.bridges[1].resume()
         await until(lambda: kept.is_done and new.is_done)
@@ -221,7 +222,7 @@ async def test_a_front_end_that_dies_while_it_is_asked_is_not_waited_for(monkeyp
         system.end(1)
         await asyncio.wait_for(pause, 2.0)
         await system.start_anew(1)
-        assert system.bridges[1]._book.is_held
+        assert system.bridges[1].book.is_held
 
 
 @in_event_loop
@@ -231,7 +232,7 @@ async def test_a_front_end_that_lives_but_does_not_answer_is_named(monkeypatch: 
         system.stop_reading(1)
         with pytest.raises(UnavailableError, match=r"front end 1 of 2 is connected .* did not confirm within 0\.2 s"):
             await system.bridges[0].pause(abort=False)
-        assert system.bridges[0]._book.is_held
+        assert system.bridges[0].book.is_held
 
 
 @in_event_loop
@@ -240,7 +241,7 @@ async def test_a_rank_that_does_not_pass_it_on_is_not_waited_for_where_another_d
     async with two_front_ends() as system:
         system.workers[0].pass_on = lambda message: None
         await asyncio.wait_for(system.bridges[0].pause(abort=False), 2.0)
-        assert system.bridges[1]._book.is_held
+        assert system.bridges[1].book.is_held
         system.end(1)
         await asyncio.sleep(0.05)
         with pytest.raises(UnavailableError, match=r"rank 0 did not say within 0\.2 s which front ends it reaches"):
@@ -255,9 +256,9 @@ async def test_a_front_end_that_starts_after_new_ranks_knows_of_a_pause(number: 
         await system.bridges[0].pause(abort=False)
         await system.start_new_ranks()
         await system.start_anew(number)
-        await until(lambda: system.bridges[number]._book.is_held)
+        await until(lambda: system.bridges[number].book.is_held)
         await system.bridges[number].resume()
-        assert not any(bridge._book.is_held for bridge in system.bridges)
+        assert not any(bridge.book.is_held for bridge in system.bridges)
 
 
 @in_event_loop

@@ -20,7 +20,7 @@ from moe_serve.engine.protocol.messages import (
     encode,
 )
 from moe_serve.links.link import Link
-from moe_serve.server.ranks.rank_link import RankLink
+from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.ranks.supervisors import SUPERVISOR
 from tests.server.served import fake_config
 
@@ -39,7 +39,7 @@ class Starting:
     def __init__(self) -> None:
         self.told: list[ToFrontEnd] = []
         self.refused: list[bytes] = []
-        self.link = RankLink(fake_config(2, "server.api_workers=2"), None, self.told.append, Link(worker=0))
+        self.link = Bridge(fake_config(2, "server.api_workers=2"), None, self.told.append, Link(worker=0))
         self.link._send = self._send  # type: ignore[method-assign]
         self.say("launcher", Hello(SUPERVISOR, 2, 0, 99, "h"))
 
