@@ -1,9 +1,8 @@
 /* What the cores of this machine read a second: each thread adds up its own part of a buffer. */
 #include <pthread.h>
-#include <stdint.h>
 #include <stdlib.h>
+#include "../moe_serve/kernels/cpu/vec.h"
 
-typedef float v16 __attribute__((vector_size(64), aligned(4)));
 typedef struct {
     const float *x;
     int64_t n;
@@ -13,13 +12,13 @@ typedef struct {
 static void *read_part(void *about)
 {
     Part *p = about;
-    v16 sum[4] = {};
+    vf sum[64 / VL] = {};
     for (int64_t i = 0; i + 64 <= p->n; i += 64)
-        for (int j = 0; j < 4; j++) {
-            __builtin_prefetch(p->x + i + 1024 + 16 * j);
-            sum[j] += *(const v16 *)(p->x + i + 16 * j);
+        UNROLL for (int j = 0; j < 64 / VL; j++) {
+            if (j % SPAN == 0) __builtin_prefetch(p->x + i + 1024 + VL * j);
+            sum[j] += *(const vf *)(p->x + i + VL * j);
         }
-    p->sum = (sum[0] + sum[1] + sum[2] + sum[3])[0];
+    for (int j = 0; j < 64 / VL; j++) p->sum += sum[j][0];
     return 0;
 }
 

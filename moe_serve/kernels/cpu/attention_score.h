@@ -77,8 +77,10 @@ INLINE void add_lane(const float *q, i64 width, const float *turned, i64 lane, v
     for (i64 d = lane; d < width; d += 16, q += 16, turned += 16 * TURNED) {
         vf k[WIDE];
         UNROLL for (int v = 0; v < WIDE; v++) k[v] = *(const vf *)(turned + VL * v);
-        UNROLL for (int r = 0; r < ROWS; r++)
-            UNROLL for (int v = 0; v < WIDE; v++) acc[r][v] += q[r * width] * k[v];
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            vf x = splat(q[r * width]);
+            UNROLL for (int v = 0; v < WIDE; v++) add_product(&acc[r][v], x, k[v]);
+        }
     }
     memcpy(sum, acc, sizeof acc);
 }

@@ -53,11 +53,7 @@ static void soften(Block *b, i64 row, i64 from, i64 count)
     UNROLL for (int i = 0; i < SPAN; i++) sum[i] += total[i];
 }
 
-#ifdef __AVX512F__
-enum { WIDEST = 4 }; /* registers of values at a time */
-#else
-enum { WIDEST = SPAN };
-#endif
+enum { WIDEST = VL == 8 ? 3 : 4 }; /* registers of values at a time: 12 sums of 16 registers, or 16 of 32 */
 
 /* acc[r] += p[r][t] * value[t], t in order, for R rows and V registers of columns */
 INLINE void add_values(const int R, const int V, const float *p, const float *const *value, i64 column, i64 from,
@@ -69,8 +65,10 @@ INLINE void add_values(const int R, const int V, const float *p, const float *co
     for (i64 t = from; t < to; t++) {
         vf x[WIDEST];
         UNROLL for (int v = 0; v < V; v++) x[v] = *(const vf *)(value[t] + column + VL * v);
-        UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int v = 0; v < V; v++) sum[r][v] += p[r * KEYS + t] * x[v];
+        UNROLL for (int r = 0; r < R; r++) {
+            vf weight = splat(p[r * KEYS + t]);
+            UNROLL for (int v = 0; v < V; v++) add_product(&sum[r][v], weight, x[v]);
+        }
     }
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) *(vf *)(acc + r * step + column + VL * v) = sum[r][v];
@@ -102,13 +100,9 @@ static void weigh(const Block *b, const float *const *value, i64 first)
     for (; column + VL * V <= b->value_width; column += VL * V)                                                        \
         for (i64 tile = 0; tile < b->tiles; tile++)                                                                    \
             if (sees(b, tile, first, first + KEYS)) weigh_columns(V, b, tile, value, column, first);
-#ifdef __AVX512F__
-    COLUMNS(4)
+    COLUMNS(WIDEST)
     COLUMNS(2)
     COLUMNS(1)
-#else
-    COLUMNS(SPAN)
-#endif
 #undef COLUMNS
 }
 
