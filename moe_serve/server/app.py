@@ -1,4 +1,4 @@
-"""The HTTP routes of a serving system, over a `Bridge`. Torch-free.
+"""The HTTP routes of a serving system, over a `Bridge`.
 
 Every error, from a wrong path to a lost rank, has the JSON form of `answers.error_body`.
 """

@@ -1,4 +1,4 @@
-"""Parses the bodies of calls: small ones here, large ones in processes of their own. Torch-free.
+"""Parses the bodies of calls: small ones here, large ones in processes of their own.
 
 Python parses 16 MiB of JSON in up to three seconds, in which no other thread runs. A process can also be bounded: it
 gets one body at a time, so much memory, and so many seconds.

@@ -1,4 +1,4 @@
-"""The process that parses large bodies: `python -m …_process PARENT_PID`. Torch-free."""
+"""The process that parses large bodies: `python -m …_process PARENT_PID`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Checks of the fields that calls of every API have: prompts, priority, time, rank. Torch-free."""
+"""Checks of the fields that calls of every API have: prompts, priority, time, rank."""
 
 from typing import Any, TypeGuard
 

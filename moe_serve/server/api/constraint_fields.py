@@ -1,4 +1,4 @@
-"""Parses what an output must match, from the fields of each API, into one `Constraint`. Torch-free.
+"""Parses what an output must match, from the fields of each API, into one `Constraint`.
 
 A door calls `take_sglang_constraint` or `take_openai_constraint` with the `Fields` of its JSON object, and puts the
 result into `SamplingParams.constraint`. Whether a schema or grammar is sound, `GrammarCheck.checked` says later

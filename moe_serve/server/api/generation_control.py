@@ -1,4 +1,4 @@
-"""Routes that hold, go on with, and end generation, and empty the prefix caches, in SGLang's forms. Torch-free.
+"""Routes that hold, go on with, and end generation, and empty the prefix caches, in SGLang's forms.
 
 `/pause_generation` takes all requests from the ranks. With mode `retract` they wait, with the output so far, and go on
 with the same tokens after `/continue_generation`; with mode `abort`, SGLang's default, they end with what they have.

@@ -1,4 +1,4 @@
-"""The fields of `/generate` that ask for log probabilities: SGLang's names, put into SamplingParams. Torch-free."""
+"""The fields of `/generate` that ask for log probabilities: SGLang's names, put into SamplingParams."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

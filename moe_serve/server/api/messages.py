@@ -1,4 +1,4 @@
-"""Checks the messages of a chat, and what else a chat template is given. Torch-free."""
+"""Checks the messages of a chat, and what else a chat template is given."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

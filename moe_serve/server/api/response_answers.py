@@ -1,4 +1,4 @@
-"""The answers of `/v1/responses`: a chat's message as items, in JSON and as OpenAI's events. Torch-free."""
+"""The answers of `/v1/responses`: a chat's message as items, in JSON and as OpenAI's events."""
 
 import time
 import uuid

@@ -1,4 +1,4 @@
-"""Parses the body of `/v1/responses`: it becomes the body of a chat, which is then checked as one. Torch-free.
+"""Parses the body of `/v1/responses`: it becomes the body of a chat, which is then checked as one.
 
 Nothing is stored: a conversation is sent whole each time, and previous_response_id is refused. Fields that both routes
 have, with those of vLLM and SGLang, keep their meaning.

@@ -1,4 +1,4 @@
-"""Parses the body of `/generate`: JSON bytes in, checked values out. SGLang's names and defaults. Torch-free.
+"""Parses the body of `/generate`: JSON bytes in, checked values out. SGLang's names and defaults.
 
 Invalid values are refused here, before a rank sees them, with one RequestError that names the field. A known field
 whose feature is not supported is accepted only with null or its neutral value.

@@ -1,4 +1,4 @@
-"""Parses the bodies of `/tokenize` and `/detokenize`, which have vLLM's fields. Torch-free."""
+"""Parses the bodies of `/tokenize` and `/detokenize`, which have vLLM's fields."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reads connections in batches while calls that generate are refused. Torch-free.
+"""Reads connections in batches while calls that generate are refused.
 
 An event loop wakes up for every request that arrives. At ten times the load that can be served these are thousands of
 wakeups a second, and each takes a core from a rank in the middle of its step. So a connection whose call was refused is

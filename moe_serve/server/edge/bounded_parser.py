@@ -2,7 +2,7 @@
 
 What two parsers on the way of a request read differently lets a client hide a second request in the first one's body
 (request smuggling). So whatever RFC 9112 lets a server refuse or repair is refused here, and the connection ends: two
-framings in one header, bare LF, folded lines, control characters, odd forms of numbers. Torch-free.
+framings in one header, bare LF, folded lines, control characters, odd forms of numbers.
 """
 
 import re

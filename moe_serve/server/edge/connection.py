@@ -1,4 +1,4 @@
-"""One client's connection: uvicorn's HTTP/1.1 protocol with deadlines and limits of its own. Torch-free.
+"""One client's connection: uvicorn's HTTP/1.1 protocol with deadlines and limits of its own.
 
 A connection is always in one phase, and each phase but `answer` has a deadline (`sweep` looks at all of them):
 
@@ -13,9 +13,11 @@ A connection is always in one phase, and each phase but `answer` has a deadline 
 import asyncio
 import contextlib
 import logging
+import select
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import h11
 import msgspec
@@ -24,12 +26,49 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from moe_serve.config import ServerConfig
 from moe_serve.server.edge.batch_reader import BatchReader
 from moe_serve.server.edge.bounded_parser import BoundedParser
-from moe_serve.server.edge.connection_limits import ConnectionLimits
 from moe_serve.server.edge.errors import error_body
 from moe_serve.server.edge.gate import GENERATING, EarlyRefusal
-from moe_serve.server.edge.half_closed import abort_when_reset
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What a client gets: seconds for each phase, bytes for headers."""
+
+    header_deadline_s: float
+    body_deadline_s: float
+    idle_deadline_s: float
+    send_deadline_s: float
+    max_header_bytes: int
+
+    @classmethod
+    def of(cls, server: ServerConfig) -> Self:
+        """Returns the limits of a configuration."""
+        return cls(
+            header_deadline_s=server.header_deadline_s,
+            body_deadline_s=server.body_deadline_s,
+            idle_deadline_s=server.idle_deadline_s,
+            send_deadline_s=server.send_deadline_s,
+            max_header_bytes=int(server.max_header_kib * 2**10),
+        )
+
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 1.0
+
+
+def abort_when_reset(transport: asyncio.Transport, wait_s: float = _FIRST_LOOK_S) -> None:
+    """Looks again and again whether a half-closed client has reset its connection: asyncio no longer does."""
+    if transport.is_closing():
+        return
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)
+    if any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+        transport.abort()
+    else:
+        asyncio.get_running_loop().call_later(wait_s, abort_when_reset, transport, min(2 * wait_s, _LAST_LOOK_S))
+
 
 CONNECTION = "moe_serve.connection"  # among a scope's extensions: the Connection that a request came by
 Phase = Literal["headers", "body", "answer", "idle", "linger"]

@@ -24,8 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.log import get_logger
 from moe_serve.server.edge.batch_reader import BatchReader
-from moe_serve.server.edge.connection import CONNECTION, SEND_BUFFER_BYTES, Connection
-from moe_serve.server.edge.connection_limits import ConnectionLimits
+from moe_serve.server.edge.connection import CONNECTION, SEND_BUFFER_BYTES, Connection, ConnectionLimits
 from moe_serve.server.edge.errors import error_body
 from moe_serve.server.edge.gate import EarlyRefusal
 from moe_serve.server.edge.ports import make_tls

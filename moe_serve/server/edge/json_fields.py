@@ -1,7 +1,7 @@
 """Checks the fields of a client's JSON object, without knowing what they mean.
 
 A check gets the field's name and its value (never null). It returns the value, or raises RequestError with the field,
-the value and what was expected. Torch-free.
+the value and what was expected.
 """
 
 import difflib

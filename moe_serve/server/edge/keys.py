@@ -1,4 +1,4 @@
-"""The secrets by which clients are known: API keys, and admin keys for what changes the server. Torch-free.
+"""The secrets by which clients are known: API keys, and admin keys for what changes the server.
 
 Keys come from the environment or from files that only their owner reads; they are never in the configuration, which
 is shown. Of each key a digest is kept.

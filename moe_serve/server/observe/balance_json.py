@@ -1,4 +1,4 @@
-"""The balancer as JSON, for /eplb/status, /health and the dashboard. Pure functions. Torch-free."""
+"""The balancer as JSON, for /eplb/status, /health and the dashboard. Pure functions."""
 
 from typing import Any
 

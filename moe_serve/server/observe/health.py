@@ -1,4 +1,4 @@
-"""Is this process alive, does it take requests, do tokens come out? Torch-free.
+"""Is this process alive, does it take requests, do tokens come out?
 
 Three questions for three askers. A supervisor restarts a process whose `/health` fails, so a lost rank must not fail
 it. A load balancer sends requests where `/ready` is 200. A person, or a slow probe, asks `/health_generate`.

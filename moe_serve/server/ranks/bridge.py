@@ -14,6 +14,7 @@ they cannot.
 """
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections import Counter
@@ -56,7 +57,6 @@ from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.commands import Command, CommandBook
 from moe_serve.server.ranks.launch_end import RankDrain, RestartWait, Silence
-from moe_serve.server.ranks.news import News
 from moe_serve.server.ranks.rank_table import RankTable, RankView
 from moe_serve.server.ranks.request_book import RequestBook
 from moe_serve.server.ranks.router_socket import RouterSocket
@@ -67,6 +67,7 @@ from moe_serve.server.requests.open_request import Changes, Courier, OpenRequest
 from moe_serve.server.workers.grammar_check import GrammarCheck
 
 log = get_logger(__name__)
+
 
 _DEADLINE_LOOK_S = 0.05  # between two looks for requests that have taken too long
 _LOOK_S = 0.02  # between two looks whether the last request has ended
@@ -582,3 +583,22 @@ class Bridge:
         while True:
             await asyncio.sleep(_DEADLINE_LOOK_S)
             self.book.end_overdue(time.monotonic())
+
+
+class News:
+    """Wakes those who wait whenever there is some."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def tell(self) -> None:
+        """There is some."""
+        self._event.set()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Returns whether there was some within the timeout."""
+        self._event.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._event.wait(), timeout_s)
+            return True
+        return False

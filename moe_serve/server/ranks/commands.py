@@ -1,4 +1,4 @@
-"""Commands to the ranks, such as those of the load recorder, and the answers that are awaited. Torch-free.
+"""Commands to the ranks, such as those of the load recorder, and the answers that are awaited.
 
 A command goes to every rank that takes part; the lowest of them, the leader, answers once for all, or each for itself.
 """

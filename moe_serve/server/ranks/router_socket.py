@@ -1,4 +1,4 @@
-"""The socket that all ranks attach to: a ZeroMQ ROUTER in the event loop of the front end. Torch-free.
+"""The socket that all ranks attach to: a ZeroMQ ROUTER in the event loop of the front end.
 
 Not `zmq.asyncio`: sending must never wait, since a rank that reads nothing must not stop the others; and a future costs
 more than a small message.

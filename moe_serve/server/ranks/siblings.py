@@ -1,4 +1,4 @@
-"""The other front ends of the same port (server.api_workers): what an admin asks of one is done by all. Torch-free.
+"""The other front ends of the same port (server.api_workers): what an admin asks of one is done by all.
 
 They have no connections to each other: the ranks, which all of them reach, pass messages on. A rank tells the newest
 pause, or its end, to a front end that starts anew; a new rank hears of it from the front ends. A rank that was masked

@@ -1,4 +1,4 @@
-"""The launchers that watch the ranks through a front end: each hears what the ranks report. Torch-free."""
+"""The launchers that watch the ranks through a front end: each hears what the ranks report."""
 
 from collections.abc import Callable, Iterable
 

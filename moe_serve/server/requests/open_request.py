@@ -1,4 +1,4 @@
-"""An open request: what was submitted, what has come back, and how its reader is notified. Torch-free."""
+"""An open request: what was submitted, what has come back, and how its reader is notified."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: `python -m …_process PARENT_PID`. Torch-free.
+"""The process that renders chat templates: `python -m …_process PARENT_PID`.
 
 A template is a program from a model folder, and its input comes from clients. So it runs in jinja2's sandbox, in a
 process of its own with bounded memory, and a bounded time of a core. It may use what transformers'

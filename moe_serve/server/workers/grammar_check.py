@@ -1,4 +1,4 @@
-"""Refuses constraints that no rank should see: each is compiled and tried in a process of its own first. Torch-free.
+"""Refuses constraints that no rank should see: each is compiled and tried in a process of its own first.
 
 A rank compiles what has passed here once more. So a schema that explodes costs its client a 400, and others nothing:
 the process has so much time and memory, and gives way to all others.

@@ -1,4 +1,4 @@
-"""The process that tries constraints: `python -m …_process PARENT_PID`. Torch-free.
+"""The process that tries constraints: `python -m …_process PARENT_PID`.
 
 It reads the vocabulary once, then constraints from stdin, and writes answers to stdout. Constraints are compiled in a
 fork (grammar_trial.py).

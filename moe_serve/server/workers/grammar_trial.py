@@ -1,4 +1,4 @@
-"""Tries constraints in a fork, which may take so much time and memory, and end as it likes. Torch-free.
+"""Tries constraints in a fork, which may take so much time and memory, and end as it likes.
 
 A fork costs more than most constraints do, so one tries many, until it ends over a hostile one or has grown. It runs
 when nobody else wants the core; where that is never, another one runs at a low priority for a moment.

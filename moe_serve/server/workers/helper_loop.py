@@ -1,4 +1,4 @@
-"""The child's side of a `HelperProcess`: reads jobs from stdin and writes answers to stdout. Torch-free.
+"""The child's side of a `HelperProcess`: reads jobs from stdin and writes answers to stdout.
 
 It imports nothing that serves.
 """

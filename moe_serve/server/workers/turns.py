@@ -1,6 +1,6 @@
 """Whose work is done next where few things are done at a time: each client has a line of its own, and they take turns.
 
-So a client with slow work waits for itself, and delays another by one piece of it. Torch-free.
+So a client with slow work waits for itself, and delays another by one piece of it.
 """
 
 import asyncio

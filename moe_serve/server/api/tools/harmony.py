@@ -1,4 +1,4 @@
-"""gpt-oss' output: messages with channels, in OpenAI's harmony format. Torch-free.
+"""gpt-oss' output: messages with channels, in OpenAI's harmony format.
 
 <|channel|>analysis<|message|>…<|end|><|start|>assistant
 <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|><|start|>assistant

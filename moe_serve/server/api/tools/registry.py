@@ -1,4 +1,4 @@
-"""The parsers by the names that SGLang and vLLM give them. Torch-free."""
+"""The parsers by the names that SGLang and vLLM give them."""
 
 from collections.abc import Mapping
 

@@ -1,6 +1,6 @@
 """Reasoning between tags at the beginning of an output: DeepSeek-R1 and V3.1, Qwen3, GLM-4.5, MiniMax-M2, Kimi-K2.
 
-Chat templates may have written the first tag, or an empty pair of tags, into the prompt already. Torch-free.
+Chat templates may have written the first tag, or an empty pair of tags, into the prompt already.
 """
 
 from collections.abc import Sequence
