@@ -24,12 +24,13 @@ ENDLESS = {"input_ids": [7], "sampling_params": {"max_new_tokens": 200}}
 
 
 def serving(*overrides: str, mishap: str = "") -> Running:
-    return Running("tests.launcher.serve_fake", overrides, FAKE_RANK=mishap)
+    """Ids in, ids out: front ends then start no processes for chats."""
+    return Running("tests.launcher.serve_fake", ["model.skip_tokenizer=true", *overrides], FAKE_RANK=mishap)
 
 
 def test_it_serves_and_ctrl_c_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with serving("model.skip_tokenizer=true") as system, system.client() as client:
+    with serving() as system, system.client() as client:
         assert client.post("/generate", json=FIVE).json()["output_ids"] == [12, 13, 14, 15, 16]
         header, example = system.wait_for(r"try: curl \S+ -H '(.*)' -d '(.*)'").groups()
         assert client.post("/generate", content=example, headers=[header.split(": ")]).status_code == 200
@@ -214,7 +215,8 @@ def test_ranks_that_end_at_every_start_get_ever_longer_pauses():
         "the ranks are started again in 0.1 s (restart 2 of 3 within 600 s)",
         "the ranks are started again in 0.2 s (restart 3 of 3 within 600 s)",
     ]
-    assert system.output.count("was killed by SIGABRT") == 6, "said at each, and in the report"
+    told = [line for line in system.lines if "was killed by SIGABRT" in line and "[front end]" not in line]
+    assert len(told) == 6, "said at each, and in the report; the front end may say it, too"
 
 
 @pytest.mark.parametrize(
@@ -279,7 +281,7 @@ def test_an_address_of_another_machine_is_not_called_a_port_in_use():
 def test_one_of_two_front_ends_may_die_and_comes_back_while_the_other_serves():
     with serving("server.api_workers=2", mishap="all:slow") as system, system.client() as client:
         pids = system.descendants()
-        assert len(pids) == 12, "two ranks, and two front ends with four helpers each"
+        assert len(pids) == 8, "two ranks, and two front ends with two helpers each"
         own = {number: pid for pid in pids for number in (0, 1) if is_front_end(pid, number)}
         assert own.keys() == {0, 1}
         with httpx.Client(base_url=client.base_url, timeout=30, trust_env=False) as other:
