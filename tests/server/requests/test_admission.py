@@ -84,7 +84,7 @@ async def test_a_full_queue_refuses_before_the_body_is_sent():
         served.workers[0].go.set()
         assert [(await call).status_code for call in calls] == [200] * 4 + [429]
         assert (await small).status_code == 200
-        assert served.bridge.counters["num_refused"] == 2
+        assert served.bridge.book.counters["num_refused"] == 2
 
 
 def test_a_full_queue_tells_strangers_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -76,7 +76,7 @@ async def test_requests_for_a_chosen_rank_do_not_hold_up_those_for_any():
 @in_event_loop
 async def test_what_is_taken_back_waits_in_its_old_order_and_goes_on_where_it_stopped():
     async with serving(1, *ONE) as served:
-        worker, book = served.workers[0], served.bridge._book
+        worker, book = served.workers[0], served.bridge.book
         worker.round_s = 0.01
         changes = Changes()
         requests = served.bridge.submit([spec(seed=10 * i, max_new_tokens=30) for i in range(5)], changes)
