@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.policies.anew import relabelled
+from moe_serve.eplb.policies.anew import ROUNDING, relabelled
 from moe_serve.eplb.policies.bounds import balancedness_bound
 from moe_serve.eplb.policies.edits import Bools, EditState, apply_edits, best_overwrites
 from moe_serve.eplb.policies.greedy import greedy_table
@@ -159,8 +159,8 @@ class IncrementalPolicy:
             work.table = table[todo]
             replay_edits(work.table, log, edits_within(log, moved, mean[todo, 0], total))
             work.refresh()
-        # A lower smooth maximum over ranks is nearly always a lower maximum.
-        better = balance_reached(work) >= before[todo]
+        # A lower smooth maximum over ranks is nearly always a lower maximum; where it is not, nothing is gained.
+        better = balance_reached(work) > before[todo] * (1 + ROUNDING)
         table[todo[better]] = work.table[better]
         return table, truncated
 
