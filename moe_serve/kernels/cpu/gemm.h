@@ -24,19 +24,9 @@ enum { STRIPS = (int)PANEL / (int)STRIP /* of a panel */ };
    one panel of a small block, strip by strip, so that its lines come from memory in their order. */
 enum { K_BLOCK = STRIPS > 1 ? 256 : 512, FEW_ROWS_K_BLOCK = 64, PREFETCH = 8192 /* bytes ahead */ };
 
-/* AMD's processors fetch by themselves what is read line by line, and read a third faster if nobody else fetches. */
-static i64 fetches_by_itself;
-#if defined(__x86_64__)
-__attribute__((constructor)) static void look_who_fetches(void)
-{
-    __builtin_cpu_init();
-    fetches_by_itself = __builtin_cpu_is("amd");
-}
-#endif
-
 /* How a tile reads its weights. DIRECT: from memory, of up to 6 rows. It fetches the line 8 KB ahead into the second cache,
-   since the first one would drop what is read now for lines a multiple of 4 KB ahead; where there are several strips, it
-   fetches the next block. KEEP: the same for the first of several blocks of rows; it keeps what it widened. AGAIN: as
+   since the first one would drop what is read now for lines a multiple of 4 KB ahead; AMD's processors read line by line a
+   third faster if nobody fetches for them. Where there are several strips, it fetches the next block. KEEP: the same for the first of several blocks of rows; it keeps what it widened. AGAIN: as
    float32, from what was kept. */
 enum { DIRECT, KEEP, AGAIN };
 
@@ -109,7 +99,7 @@ INLINE void tile(const int R, const int V, const int strips, const int kind, con
     vf acc[MOST_ROWS][8]; /* of constant size, and every loop over it unrolled: it lives in registers */
     const float *x[MOST_ROWS], *scale = t->scale + first;
     i64 step = t->width * word, x_step = t->x_step, ahead_step = t->ahead_step, i = 0, at = 0;
-    i64 fetches = strips > 1 || !fetches_by_itself;
+    i64 fetches = strips > 1 || !is_amd;
     const char *w = t->w + first * word, *ahead = t->ahead + first / (V * VL) * (pairs ? t->k / 2 : t->k) * read;
     float *wide = t->wide;
     UNROLL for (int r = 0; r < R; r++) {

@@ -38,6 +38,16 @@ typedef uint32_t vu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 
 enum { SPAN = 16 / VL };
 
+/* Whether this is one of AMD's processors, which want other distances of what is fetched ahead than Intel's. */
+static int is_amd;
+#if defined(__x86_64__)
+__attribute__((constructor)) static void look_at_processor(void)
+{
+    __builtin_cpu_init();
+    is_amd = __builtin_cpu_is("amd");
+}
+#endif
+
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
 /* sum + a * b, rounded once. Written out, since GCC otherwise moves the sums of a large tile between registers. */
