@@ -104,18 +104,28 @@ def without_fault() -> Served:
     return serve(1, submits())
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-def test_a_fault_in_one_request_ends_it_and_changes_no_bit_of_the_others(setup: str) -> None:
+@pytest.mark.parametrize(
+    ("setup", "fault"),
+    [
+        pytest.param(
+            setup,
+            fault,
+            id=f"{setup}-{fault.__name__}",
+            marks=pytest.mark.slow if num_ranks > 1 and fault in (infinity_in_embedding, nan_in_cache) else (),
+        )
+        for setup, (num_ranks, _) in SETUPS.items()
+        for fault in FAULTS
+    ],
+)
+def test_a_fault_in_one_request_ends_it_and_changes_no_bit_of_the_others(setup: str, fault: Prepare) -> None:
     num_ranks, overrides = SETUPS[setup]
     clean = without_fault()
     assert not any(VICTIM_TOKEN in tokens for tokens in clean.tokens.values()), "others must not meet the faulty row"
-    faults = FAULTS if num_ranks == 1 else {nan_in_embedding: 0, infinity_in_cache: 4}
-    for fault, num_tokens in faults.items():
-        served = serve(num_ranks, submits(), overrides, prepare=fault)
-        expect_only_the_victim_to_fail(served, clean, num_tokens)
-        load = np.array(served.load).sum(axis=0)
-        num_rows = served.counters["num_decode_tokens"] + served.counters["num_prefill_tokens"]
-        assert (load.sum(axis=1) == num_rows * load_topk(clean)).all(), "rows with NaN are counted like all others"
+    served = serve(num_ranks, submits(), overrides, prepare=fault)
+    expect_only_the_victim_to_fail(served, clean, FAULTS[fault])
+    load = np.array(served.load).sum(axis=0)
+    num_rows = served.counters["num_decode_tokens"] + served.counters["num_prefill_tokens"]
+    assert (load.sum(axis=1) == num_rows * load_topk(clean)).all(), "rows with NaN are counted like all others"
 
 
 def load_topk(clean: Served) -> int:

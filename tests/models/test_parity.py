@@ -56,7 +56,9 @@ def test_logits_match_in_one_piece_in_chunks_and_behind_a_cached_prefix(
     assert relative_error(runner.stacked(prefixed), wanted[0][num_shared * BLOCK_SIZE :]) < LOGITS
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "-" not in name])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "-" in name else ()) for name in FAMILIES]
+)
 def test_greedy_tokens_match_on_ragged_prompts(name: str, oracle: Oracle) -> None:
     model, folder = oracle(name)
     runner = Runner(load_decoder(folder), FAST)

@@ -1,4 +1,4 @@
-"""Makes one text of the messages of a chat, by the model's chat template. This side needs no jinja2.
+"""Makes one text of the messages of a chat, by the model's chat template.
 
 Templates run in processes of their own (chat_template_process.py), which are killed where one does not end.
 """
