@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.conditions import conditions, save
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
-from moe_serve.models.token_bytes import token_bytes
+from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.structured.grammar import Matcher
 from moe_serve.structured.vocabulary import Vocabulary
 
@@ -89,7 +89,7 @@ class _Ours:
     name = "llguidance"
 
     def __init__(self, backend: Any):
-        self._vocabulary = Vocabulary(token_bytes(backend, WORDS), [EOS])
+        self._vocabulary = Vocabulary(Tokenizer(backend).token_bytes(WORDS), [EOS])
 
     def compile(self, schema: Any) -> Any:
         return Matcher.compiled(Constraint("json_schema", json.dumps(schema)), self._vocabulary)

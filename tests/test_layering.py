@@ -23,7 +23,7 @@ ALLOWED = {
     "child_process": set(),
     "process_facts": set(),
     "config": {"dispatch.capabilities"},  # plain data that imports nothing: what a transport can do stands once
-    "structured": {"models.tokenizer", "models.token_bytes", "attention_dp.constraint"},
+    "structured": {"models.tokenizer", "attention_dp.constraint"},
     "kernels": set(),
     "dispatch": {"kernels"},
     "attention_dp": {"kernels"},

@@ -8,8 +8,7 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import CapacityError, ConfigError, ModelError
 from moe_serve.launcher.writable import why_not_writable
 from moe_serve.log import get_logger
-from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.models.tokenizer_files import tokenizer_file
+from moe_serve.models.tokenizer import Tokenizer, tokenizer_file
 from moe_serve.server.api.parsed_output import OutputParsers
 from moe_serve.server.edge.keys import KeyRing
 from moe_serve.server.edge.ports import make_tls

@@ -16,9 +16,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers as norms
 
-from moe_serve.models.sentencepiece_model import sentencepiece_backend
-from moe_serve.models.tiktoken_model import tiktoken_backend
 from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.models.tokenizer_conversion import sentencepiece_backend, tiktoken_backend
 
 SPECIALS = ("<unk>", "<s>", "</s>")
 EOS = 2

@@ -19,7 +19,6 @@ from tokenizers import decoders, models
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ModelError, RequestError
-from moe_serve.models.token_bytes import token_bytes
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.structured import grammar
 from moe_serve.structured.grammar import FormTooComplex, Matcher
@@ -412,14 +411,14 @@ def test_bytes_of_sentencepiece_tokens_have_spaces_and_byte_tokens() -> None:
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens(["<s>"])
     backend.add_tokens(["<think>"])
-    assert token_bytes(backend, 6) == [None, b" the", b"\n", "é".encode(), b"<think>", None]
+    assert Tokenizer(backend).token_bytes(6) == [None, b" the", b"\n", "é".encode(), b"<think>", None]
 
 
 def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused_by_name(tmp_path: Path) -> None:
     backend = Backend(models.WordPiece({"a": 0, "[UNK]": 1}))
     backend.decoder = decoders.WordPiece()
     with pytest.raises(ModelError, match="WordPiece"):
-        token_bytes(backend, 2)
+        Tokenizer(backend).token_bytes(2)
 
 
 def test_a_model_without_an_end_serves_no_constraints() -> None:

@@ -15,8 +15,7 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
-from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.models.tokenizer_files import tokenizer_file
+from moe_serve.models.tokenizer import Tokenizer, tokenizer_file
 from moe_serve.structured.grammar import Matcher
 from moe_serve.structured.vocabulary import Vocabulary
 

@@ -12,8 +12,7 @@ from moe_serve.attention_dp.constraint import Constraint, FormStart
 from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ConfigError
 from moe_serve.launcher.preflight import look_at_secrets
-from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.models.tokenizer_files import tokenizer_file
+from moe_serve.models.tokenizer import Tokenizer, tokenizer_file
 from moe_serve.server.api.parsed_output import NewOutput, OutputParsers, ParsedOutput, merged
 from moe_serve.server.api.tool_fields import ReasoningUse, ToolUse
 from moe_serve.server.api.tools.harmony import analysis_tokens
