@@ -1,8 +1,8 @@
 """Makes a `tokenizers` tokenizer from a sentencepiece file (`tokenizer.model`) or tiktoken ranks (`tiktoken.model`).
 
-Both files are read here: the converter of transformers 5 needs transformers, sentencepiece and protobuf, and for a small
-BPE file it gave other ids than sentencepiece for 177 of 3,000 random texts. Tests compare this one with sentencepiece
-and tiktoken themselves.
+Both files are read here. The converter of transformers 5 needs transformers, sentencepiece and protobuf, and for a
+small BPE file it gave other ids than sentencepiece for 177 of 3,000 random texts. Tests compare this one with
+sentencepiece and tiktoken themselves.
 """
 
 import base64

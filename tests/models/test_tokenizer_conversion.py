@@ -163,7 +163,21 @@ def test_options_are_read_from_the_file():
 
 # ---- tiktoken
 
-WORDS = "the them THE iPhone we'll WE'LL x1234567 \n\n \r\n 漢字かな漢 é😀 ... a_b".split(" ")
+WORDS = [
+    "the",
+    "them",
+    "THE",
+    "iPhone",
+    "we'll",
+    "WE'LL",
+    "x1234567",
+    "\n\n",
+    "\r\n",
+    "漢字かな漢",
+    "é😀",
+    "...",
+    "a_b",
+]
 PIECES = [*WORDS, " ", "  ", "\n", "１２", "न", "ß", "Ǆ"]
 SPLIT_TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=6)).map("".join)
 
