@@ -48,7 +48,7 @@ def _run(port: int, flags: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.json"
         address = ["--base-url", f"http://127.0.0.1:{port}", "--json", str(file)]
-        command = [sys.executable, "-m", "moe_serve.launcher.cli", "bench", *address, *flags, *COMMON]
+        command = [sys.executable, "-m", "moe_serve", "bench", *address, *flags, *COMMON]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found: dict[str, Any] = json.loads(file.read_text())
     return found

@@ -58,9 +58,7 @@ class FaultySystem:
         arguments = [f"--set={name}={value}" for name, value in settings.items()]
         self._log = Path(tempfile.gettempdir()) / f"moe_serve_faults_{self.port}.log"
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "moe_serve.launcher.cli", "serve", *arguments], stderr=log
-            )
+            self._process = subprocess.Popen([sys.executable, "-m", "moe_serve", "serve", *arguments], stderr=log)
 
     def __enter__(self) -> Self:
         asyncio.run(self.serves_with(None, _START_S))

@@ -96,7 +96,7 @@ def _server(overrides: list[str]) -> Iterator[int]:
     """Yields the port of a server in processes of its own."""
     port = free_port()
     settings = [f"--set={setting}" for setting in (*overrides, f"server.port={port}")]
-    command = [sys.executable, "-m", "moe_serve.launcher.cli", "serve", *settings]
+    command = [sys.executable, "-m", "moe_serve", "serve", *settings]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         _wait_until_ready(port, server)

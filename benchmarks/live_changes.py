@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.live_clients import NUM_EXPERTS, Row, TokenClock, settings, wait_for
-from moe_serve.launcher.balance_picture import timeline_svg
-from moe_serve.launcher.demo_balance import run_demo
+from moe_serve.launcher.cli.demo_balance import run_demo, timeline_svg
 from moe_serve.launcher.llm import LLM
 
 

@@ -143,7 +143,7 @@ def running(token: str) -> Iterator[System]:
     ]  # fmt: skip
     arguments = [f"--set={setting}" for setting in settings]
     environ = {**os.environ, "MOE_SERVE_TOKEN": token, "PYTHONUNBUFFERED": "1"}
-    commands = {"front end": (["moe_serve.launcher.cli", "frontend"], {})}
+    commands = {"front end": (["moe_serve", "frontend"], {})}
     for rank in range(2):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports["store"])}

@@ -108,7 +108,7 @@ def front_end() -> Iterator[tuple[int, int, int]]:
         f"parallel.num_ranks={NUM_RANKS}", f"server.port={port}", f"server.worker_port={worker_port}",
         "engine.max_running_requests=1024",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "moe_serve.launcher.cli", "frontend", *[f"--set={each}" for each in settings]]
+    command = [sys.executable, "-m", "moe_serve", "frontend", *[f"--set={each}" for each in settings]]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         yield process.pid, port, worker_port

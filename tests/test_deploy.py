@@ -12,7 +12,7 @@ import yaml
 
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.launcher.cli import app as cli
-from moe_serve.launcher.cli.balancer import add_balancer_commands
+from moe_serve.launcher.cli.app import add_balancer_commands
 from moe_serve.server.edge.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
 ROOT = Path(__file__).parents[1]

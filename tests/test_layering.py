@@ -22,7 +22,7 @@ ALLOWED = {
     "c_library": set(),
     "child_process": set(),
     "process_facts": set(),
-    "config": {"dispatch.capabilities"},  # plain data that imports nothing: what a transport can do stands once
+    "config": {"dispatch.capabilities", "eplb.policies.names"},  # plain data: each list stands once
     "structured": {"models.tokenizer", "attention_dp.constraint"},
     "kernels": set(),
     "dispatch": {"kernels"},
@@ -56,7 +56,7 @@ TORCH_FREE = [
     "moe_serve.engine.output.incremental_decoder", "moe_serve.engine.output.stop_matcher", "moe_serve.engine.step",
     "moe_serve.engine.balancing.balancer",
     "moe_serve.models.tokenizer", "moe_serve.models.families.registry", "moe_serve.models.checkpoint_parts",
-    "moe_serve.launcher.cli.app", "moe_serve.launcher.cli.balancer", "moe_serve.launcher.serve",
+    "moe_serve.launcher.cli.app", "moe_serve.launcher.serve",
     "moe_serve.launcher.rank_env", "moe_serve.launcher.preflight", "moe_serve.launcher.facts",
     *(f"moe_serve.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"
       for room in ("adapters", "bench", "eplb", "server", "links", "structured")

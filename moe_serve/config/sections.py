@@ -18,6 +18,7 @@ from pydantic import (
 from moe_serve.config.section import Section
 from moe_serve.config.server_section import ServerConfig
 from moe_serve.dispatch.capabilities import Backend, Combine, Rows, Wanted, refusals
+from moe_serve.eplb.policies.names import ServedPolicy
 
 DEMO_MODEL = "demo"  # the name of the model inside the package
 
@@ -101,7 +102,7 @@ class EplbConfig(Section):
     recorder_dir: str | None = None
     recorder_max_mib: PositiveFloat = 512.0  # memory of one recording on one rank; it ends there, and can be dumped
     # Of mode dynamic. policy plans placements: incremental edits the one in use with few moves; the others plan anew
-    policy: Literal["incremental", "greedy", "refined", "deepseek"] = "incremental"
+    policy: ServedPolicy = "incremental"
     trigger: float = Field(default=0.95, ge=0, le=1)  # plan layers whose balancedness (mean / max of ranks) is below
     horizon_windows: PositiveInt = 20  # load records over which the gain of a move must pay for it
     plan_deadline_s: PositiveFloat = 60.0  # a plan that takes longer is given up, and its process is started again

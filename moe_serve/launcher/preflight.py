@@ -1,32 +1,30 @@
-"""Checks the files that a configuration names before any process is started. Torch-free."""
+"""Checks the files that a configuration or a command names before anything is started."""
 
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import CapacityError, ConfigError, ModelError
-from moe_serve.launcher.writable import why_not_writable
 from moe_serve.log import get_logger
-from moe_serve.models.tokenizer import Tokenizer, tokenizer_file
-from moe_serve.server.api.parsed_output import OutputParsers
-from moe_serve.server.edge.keys import KeyRing
-from moe_serve.server.edge.ports import make_tls
 
 if TYPE_CHECKING:
+    from moe_serve.config import ServeConfig
     from moe_serve.models.spec import ModelSpec
+    from moe_serve.models.tokenizer import Tokenizer
 
 log = get_logger(__name__)
 
 
-def look_for_files(config: ServeConfig) -> None:
+def look_for_files(config: "ServeConfig") -> None:
     """Raises ModelError or ConfigError naming the first file that is missing or does not fit, and what to do.
 
     Model folders may come from strangers: what is read here is bounded, and nothing hangs on a pipe.
     """
+    from moe_serve.config import model_dir
     from moe_serve.models.checkpoint_parts import CheckpointParts
     from moe_serve.models.families.registry import read_spec
     from moe_serve.models.safetensors_header import all_tensors
+    from moe_serve.models.tokenizer import Tokenizer
 
     folder = model_dir(config.model)
     if not folder.is_dir():
@@ -52,7 +50,7 @@ def look_for_files(config: ServeConfig) -> None:
     look_where_to_write(config)
 
 
-def _check_memory(config: ServeConfig, spec: "ModelSpec") -> None:
+def _check_memory(config: "ServeConfig", spec: "ModelSpec") -> None:
     """Raises CapacityError where one CPU rank's weights cannot fit this machine, however small they are stored."""
     if config.parallel.device == "cuda" or (config.parallel.device == "auto" and Path("/dev/nvidiactl").exists()):
         return
@@ -66,31 +64,56 @@ def _check_memory(config: ServeConfig, spec: "ModelSpec") -> None:
         )
 
 
-def look_at_secrets(config: ServeConfig) -> None:
+def look_at_secrets(config: "ServeConfig") -> None:
     """Raises ConfigError where the files for TLS or with API keys, or names of parsers, cannot be used."""
+    from moe_serve.server.api.parsed_output import OutputParsers
+    from moe_serve.server.edge.keys import KeyRing
+    from moe_serve.server.edge.ports import make_tls
+
     make_tls(config.server)
     OutputParsers(config.server, None)
     KeyRing.load(config.server)
 
 
-def look_where_to_write(config: ServeConfig) -> None:
+def look_where_to_write(config: "ServeConfig") -> None:
     """Raises ConfigError where eplb.record_path cannot be written: ranks would find out after they have started."""
-    if config.eplb.record_path is None:
+    path = None if config.eplb.record_path is None else Path(config.eplb.record_path)
+    if path is not None and path.exists() and not path.is_file():
+        raise ConfigError(f"eplb.record_path: {path} is not a regular file; name one in a folder that exists")
+    check_output(path, "eplb.record_path")
+
+
+def check_output(path: Path | None, name: str) -> None:
+    """Raises ConfigError where a file cannot be written, before the work whose result goes there.
+
+    name: of the option or setting that names the file
+    """
+    if path is None:
         return
-    path = Path(config.eplb.record_path)
-    if (problem := why_not_writable(path)) is not None:
-        raise ConfigError(
-            f"eplb.record_path: {path} cannot be written ({problem}); name a file in a folder that exists"
-        )
+    if path.is_dir():
+        problem = "it is a folder"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "Permission denied"
+    else:
+        return
+    raise ConfigError(f"{name}: {path} cannot be written ({problem}); name a file in a folder that exists")
 
 
-def has_tokenizer(config: ServeConfig) -> bool:
+def has_tokenizer(config: "ServeConfig") -> bool:
     """Returns whether text is served; without a tokenizer, token ids alone are."""
+    from moe_serve.config import model_dir
+    from moe_serve.models.tokenizer import tokenizer_file
+
     return not config.model.skip_tokenizer and tokenizer_file(model_dir(config.model)) is not None
 
 
-def load_tokenizer(config: ServeConfig) -> Tokenizer | None:
+def load_tokenizer(config: "ServeConfig") -> "Tokenizer | None":
     """Returns the tokenizer of the model, None without one; a log line says so when the model folder lacks it."""
+    from moe_serve.config import model_dir
+    from moe_serve.models.tokenizer import Tokenizer
+
     folder = model_dir(config.model)
     if has_tokenizer(config):
         return Tokenizer.from_folder(folder)

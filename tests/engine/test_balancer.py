@@ -11,7 +11,7 @@ from moe_serve.config import load_config
 from moe_serve.eplb.load import rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.process import PlannerProcess
-from moe_serve.eplb.policies.make import POLICIES
+from moe_serve.eplb.policies.names import POLICIES, SERVED
 from moe_serve.eplb.rebalance.settings import BalancerSettings
 from moe_serve.errors import PlacementError
 from tests.engine.balancer_scene import FACTS, SKEWED, START, STEPS, Engine, PlannerHere
@@ -23,7 +23,7 @@ def test_every_policy_of_the_configuration_exists_and_settings_follow_it():
     assert settings == BalancerSettings("refined", 0.8, staging_slots=2, pair_moves=1, node_moves=3)
     of_the_file = msgspec.convert(load_config().eplb, BalancerSettings, from_attributes=True)
     assert of_the_file == BalancerSettings(), "one default, not two"
-    for name in ("incremental", "greedy", "refined", "deepseek"):
+    for name in SERVED:
         assert name in POLICIES
         assert load_config(overrides=[f"eplb.policy={name}"]).eplb.policy == name
 

@@ -19,7 +19,7 @@ from moe_serve.eplb.replay.report import NUM_SHOWN
 from moe_serve.eplb.replay.run import LiveRun
 from moe_serve.eplb.replay.score import StepSplitter
 from moe_serve.eplb.replay.settings import EvenSteps
-from moe_serve.launcher.cli.like_server import server_replay
+from moe_serve.launcher.cli.replay import server_replay
 from moe_serve.topology import Topology
 from tests.engine.offline import ScriptedMailbox, prompts_with_shared_beginnings, serve, submits_of, tiny_model
 from tests.engine.test_recordings import send_commands

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from moe_serve.eplb.cost.links import expected_places
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import HardwareProfile, load_hardware, load_model_profile
-from moe_serve.launcher.cli.balancer import add_balancer_commands
+from moe_serve.launcher.cli.app import add_balancer_commands
 from moe_serve.topology import Topology
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.make import POLICIES, make_policy
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.names import POLICIES
 from moe_serve.eplb.policies.policy import Plan, PlanRequest, RankCost
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology

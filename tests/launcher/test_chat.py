@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_serve.errors import ConfigError, LaunchError, RequestError
-from moe_serve.launcher.chat import Chat, ChatServer, Piece, converse
 from moe_serve.launcher.cli import app as cli
+from moe_serve.launcher.cli.chat import Chat, ChatServer, Piece, converse
 from tests.bench.fake_openai import Fake, running
 
 

@@ -31,7 +31,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "max_new_tokens": 24, 
 
 
 def serve(*arguments: str) -> Running:
-    return Running("moe_serve.launcher.cli", ["serve", *ANY_PORT, *arguments])
+    return Running("moe_serve", ["serve", *ANY_PORT, *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +340,7 @@ def test_hostile_calls_of_every_route_are_answered(system, client, count):
 
 def test_generate_prints_the_text_of_the_server_and_ends(client):
     text = generate(client, text="def __init__(self", sampling_params=GREEDY)["text"]
-    command = [sys.executable, "-m", "moe_serve.launcher.cli", "generate", "def __init__(self"]
+    command = [sys.executable, "-m", "moe_serve", "generate", "def __init__(self"]
     result = subprocess.run(
         [*command, "--max-new-tokens", str(GREEDY["max_new_tokens"])], capture_output=True, text=True, timeout=120
     )

@@ -21,7 +21,7 @@ def test_a_front_end_with_another_tokenizer_than_its_ranks_ends(tmp_path: Path) 
     (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes() + b"\n")
     port = free_port()
     settings = ["--set=server.port=0", f"--set=server.worker_port={port}"]
-    with Running("moe_serve.launcher.cli", ["frontend", *settings]) as running:
+    with Running("moe_serve", ["frontend", *settings]) as running:
         running.wait_for("HTTP on")
         worker = FakeWorker(0, 1, port)
         worker.info["shared_with_front_end"] = front_end_facts(load_config(overrides=[f"model.path={folder}"]))
@@ -41,7 +41,7 @@ def test_a_front_end_with_another_tokenizer_than_its_ranks_ends(tmp_path: Path) 
 def test_helpers_for_large_bodies_and_chats_start_before_anybody_asks() -> None:
     """The first body with 1,000,000 token ids waited 2 s for two processes to start."""
     settings = ["--set=server.port=0", f"--set=server.worker_port={free_port()}"]
-    with Running("moe_serve.launcher.cli", ["frontend", *settings]) as running:
+    with Running("moe_serve", ["frontend", *settings]) as running:
         running.wait_for("HTTP on")
 
         def helpers() -> list[str]:

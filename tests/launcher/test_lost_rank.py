@@ -30,7 +30,7 @@ PROMPTS = [("def __init__(self", 0.0), ("import os", 0.9), ("class A:", 0.0), ("
 
 def serve(num_ranks: int) -> Running:
     sets = [word for setting in SETTINGS for word in ("--set", setting)]
-    return Running("moe_serve.launcher.cli", ["serve", "--port", "0", "--num-ranks", str(num_ranks), *sets])
+    return Running("moe_serve", ["serve", "--port", "0", "--num-ranks", str(num_ranks), *sets])
 
 
 def body(number: int, max_new_tokens: int) -> dict[str, object]:
@@ -226,7 +226,7 @@ def pid_of_front_end(system: Running, number: int) -> int:
 def test_a_front_end_and_a_rank_that_are_killed_one_after_the_other_come_back_and_nothing_else_is_started() -> None:
     sets = ["--set=parallel.threads_per_rank=1", "--set=eplb.num_redundant_experts=64", "--api-workers=2"]
     with (
-        Running("moe_serve.launcher.cli", ["serve", "--port=0", "--num-ranks=2", *sets]) as running,
+        Running("moe_serve", ["serve", "--port=0", "--num-ranks=2", *sets]) as running,
         running.client(timeout_s=120) as client,
     ):
         before = client.post("/generate", json=body(0, 60)).json()["output_ids"]
@@ -249,7 +249,7 @@ def test_a_front_end_and_a_rank_that_are_killed_one_after_the_other_come_back_an
 def test_a_rank_that_cannot_be_spared_is_named_and_waited_for() -> None:
     settings = [f"--set={setting}" for setting in ("engine.step_deadline_s=12", "engine.suspect_after_s=0.5")]
     with (
-        Running("moe_serve.launcher.cli", ["serve", "--port=0", "--num-ranks=2", *settings]) as running,
+        Running("moe_serve", ["serve", "--port=0", "--num-ranks=2", *settings]) as running,
         running.client(timeout_s=120) as client,
     ):
         before = client.post("/generate", json=body(0, 5)).json()["output_ids"]
@@ -266,7 +266,7 @@ def test_a_rank_that_cannot_be_spared_is_named_and_waited_for() -> None:
 @pytest.mark.slow
 def test_where_the_new_process_is_killed_too_all_are_started_again() -> None:
     with (
-        Running("moe_serve.launcher.cli", ["serve", "--port=0", "--num-ranks=2"]) as running,
+        Running("moe_serve", ["serve", "--port=0", "--num-ranks=2"]) as running,
         running.client(timeout_s=120) as client,
     ):
         before = client.post("/generate", json=body(0, 200)).json()["output_ids"]
@@ -310,7 +310,7 @@ def test_a_killed_rank_comes_back_where_tmpdir_is_full_or_once_it_is_not(lacks: 
     """Its start needs no byte there; it needs names, of sockets, and says so until there are some."""
     script = f'mount -t tmpfs -o size=1m,nr_inodes=64 tmpfs {tmp_path} && exec env TMPDIR={tmp_path} "$@"'
     sets = [f"--set={each}" for each in ("parallel.threads_per_rank=1", "eplb.num_redundant_experts=32")]
-    serve = [sys.executable, "-m", "moe_serve.launcher.cli", "serve", "--port=0", "--num-ranks=2", *sets]
+    serve = [sys.executable, "-m", "moe_serve", "serve", "--port=0", "--num-ranks=2", *sets]
     with (
         Running.of(["unshare", "-rm", "sh", "-c", script, "sh", *serve]) as running,
         running.client(timeout_s=120) as client,
@@ -347,7 +347,7 @@ def test_a_killed_rank_comes_back_where_tmpdir_is_full_or_once_it_is_not(lacks: 
 def test_two_ranks_of_four_that_are_killed_at_once_come_back() -> None:
     sets = ["--set=parallel.threads_per_rank=1", "--set=eplb.num_redundant_experts=32"]
     with (
-        Running("moe_serve.launcher.cli", ["serve", "--port=0", "--num-ranks=4", *sets]) as running,
+        Running("moe_serve", ["serve", "--port=0", "--num-ranks=4", *sets]) as running,
         running.client(timeout_s=120) as client,
     ):
         before = client.post("/generate", json=body(0, 60)).json()["output_ids"]

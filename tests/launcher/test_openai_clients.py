@@ -26,7 +26,7 @@ class Person(BaseModel):
 
 @pytest.fixture(scope="module")
 def address():
-    with Running("moe_serve.launcher.cli", ["serve", *ONE_RANK]) as system, system.client(timeout_s=120) as client:
+    with Running("moe_serve", ["serve", *ONE_RANK]) as system, system.client(timeout_s=120) as client:
         yield str(client.base_url)
 
 

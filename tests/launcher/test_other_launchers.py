@@ -35,7 +35,7 @@ def settings() -> list[str]:
 
 @contextlib.contextmanager
 def front_end(settings: Sequence[str]) -> Iterator[tuple[Running, httpx.Client]]:
-    with Running("moe_serve.launcher.cli", ["frontend", *settings]) as running:
+    with Running("moe_serve", ["frontend", *settings]) as running:
         address = running.wait_for(r"HTTP on (\S+),")[1]
         with httpx.Client(base_url=f"http://{address}", timeout=30, trust_env=False) as client:
             yield running, client
@@ -197,7 +197,7 @@ def test_a_worker_that_is_started_alone_says_how_to_start_it(settings):
 
 
 def test_a_front_end_on_a_taken_port_says_what_to_do(settings):
-    with front_end(settings), Running("moe_serve.launcher.cli", ["frontend", *settings]) as second:
+    with front_end(settings), Running("moe_serve", ["frontend", *settings]) as second:
         assert second.wait() == 2
         assert len(second.lines) == 1
         assert "server.port" in second.output

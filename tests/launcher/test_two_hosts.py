@@ -42,7 +42,7 @@ def torchrun(host: Host, rank: int, first: Host, *module: str) -> Running:
 
 def test_the_doctor_sees_both_hosts_and_who_is_missing_without_a_cable(hosts: tuple[Host, Host]) -> None:
     a, b = hosts
-    doctor = ("moe_serve.launcher.cli", "doctor", "--json")
+    doctor = ("moe_serve", "doctor", "--json")
     with torchrun(a, 0, a, *doctor) as first, torchrun(b, 1, a, *doctor) as second:
         assert (first.wait(120), second.wait(120)) == (0, 0), first.output + second.output
     found = json.loads(first.output[first.output.index("{") : first.output.rindex("}") + 1])
@@ -61,7 +61,7 @@ def test_a_cut_cable_ends_the_ranks_with_a_reason_and_new_ones_serve_beside_the_
     def is_ready() -> bool:
         return a.ask(f"{url}/ready")[0] == 200
 
-    with a.start("moe_serve.launcher.cli", "frontend", *settings(a)) as front_end:
+    with a.start("moe_serve", "frontend", *settings(a)) as front_end:
         front_end.wait_for("HTTP on")
         with torchrun(a, 0, a, WORKER) as first, torchrun(b, 1, a, WORKER) as second:
             assert eventually(is_ready, 120), first.output + second.output

@@ -2,10 +2,9 @@
 
 from typing import Any
 
+from moe_serve.eplb.policies.names import POLICIES
 from moe_serve.eplb.policies.policy import PlacementPolicy
 from moe_serve.errors import ConfigError
-
-POLICIES = ("deepseek", "greedy", "refined", "incremental", "series", "milp", "static")
 
 
 def make_policy(name: str, **options: Any) -> PlacementPolicy:

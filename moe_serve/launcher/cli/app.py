@@ -4,24 +4,28 @@ Exit 0 = done, 1 = failed while running, 2 = the user has something to correct: 
 stdout, displays and logs to stderr.
 """
 
+import os
 import sys
-from typing import Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import moe_serve.launcher.cli.options as opt
+import moe_serve
 from moe_serve.errors import MoeServeError
 from moe_serve.launcher.cli.bench import HELP as BENCH_HELP
 from moe_serve.launcher.cli.bench import bench
-from moe_serve.launcher.cli.chat import HELP as CHAT_HELP
-from moe_serve.launcher.cli.chat import chat
-from moe_serve.launcher.cli.demo_balance import HELP as DEMO_BALANCE_HELP
-from moe_serve.launcher.cli.demo_balance import demo_balance
-from moe_serve.launcher.cli.doctor import HELP as DOCTOR_HELP
-from moe_serve.launcher.cli.doctor import doctor
-from moe_serve.launcher.cli.serve import serve
-from moe_serve.launcher.cli.serve_options import with_flags
+from moe_serve.launcher.cli.command import api_key_of_environment, takes
+from moe_serve.launcher.cli.options import ConfigOptions, ModelOptions, ServeOptions, option, with_flags
 from moe_serve.launcher.unsupported import refuse_unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TextIO
+
+    from moe_serve.attention_dp.request import SamplingParams
+    from moe_serve.config import ServeConfig
 
 _STARTING = ("serve", "generate", "check")  # commands with the options of ranks
 
@@ -34,98 +38,238 @@ app = typer.Typer(
 
 
 @app.command()
-def frontend(config: opt.Config = None, overrides: opt.Overrides = None) -> None:
+@takes(ServeOptions)
+def serve(options: ServeOptions) -> None:
+    """Serve a model: all ranks of this machine and the HTTP front end. Ctrl-C ends everything."""
+    from moe_serve.launcher.display import StartDisplay
+    from moe_serve.launcher.preflight import look_for_files
+    from moe_serve.launcher.system import serve_on_this_machine
+    from moe_serve.server.edge.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+
+    for variable, key in ((API_KEY_VARIABLE, options.api_key), (ADMIN_KEY_VARIABLE, options.admin_api_key)):
+        if key is not None:
+            os.environ[variable] = key  # not a setting: settings are shown
+    config = options.effective_config()
+    if options.print_config:
+        typer.echo(config.to_yaml(), nl=False)
+        return
+    look_for_files(config)
+    with StartDisplay(config.parallel.num_ranks, with_flags, config.server.log_format) as display:
+        changed = "\n".join(f"  {each}" for each in config.changed())
+        display.heading(f"moe-serve {moe_serve.__version__}; settings other than defaults:\n{changed}", style="dim")
+        code = serve_on_this_machine(config, display)
+    raise typer.Exit(code)
+
+
+@app.command()
+@takes(ConfigOptions)
+def frontend(options: ConfigOptions) -> None:
     """Run only the HTTP front end, beside ranks that torchrun or mpirun starts."""
     from moe_serve.launcher.frontend import main as front_end
 
-    front_end(config=config, overrides=overrides, http_fd=None)
+    front_end(config=options.config, overrides=options.overrides, http_fd=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ModelOptions):
+    """The options of `moe-serve generate`: those of a model, and how a text goes on."""
+
+    prompts: Annotated[list[str], typer.Argument(help="one or more texts to continue")]
+    max_new_tokens: int | None = option("--max-new-tokens", "--max-tokens", min=1, help="none: 128, or as many as fit")
+    temperature: float = option(default=0.0, min=0.0, help="0 = always the likeliest token")
+    top_k: int = option(default=-1, help="-1 = all")
+    top_p: float = option(default=1.0)
+    min_p: float = option(default=0.0, help="0 = all")
+    seed: int | None = option(help="none: another text each time, where temperature is above 0")
+    stop: list[str] | None = option(help="end before this text; repeat for more")
 
 
 @app.command()
-def generate(
-    prompts: Annotated[list[str], typer.Argument(help="one or more texts to continue")],
-    config: opt.Config = None,
-    overrides: opt.Overrides = None,
-    model_path: opt.ModelPath = None,
-    num_ranks: opt.NumRanks = None,
-    load_format: opt.LoadFormat = None,
-    dtype: opt.Dtype = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="none: 128, or as many as fit")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="-1 = all")] = -1,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0 = all")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="none: another text each time, where temperature is above 0")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="end before this text; repeat for more")] = None,
-) -> None:
+@takes(GenerateOptions)
+def generate(options: GenerateOptions) -> None:
     """Continue a text and print it as it comes; starts the ranks, and ends them again."""
     from moe_serve.attention_dp.request import SamplingParams
-    from moe_serve.launcher.cli.flags import effective_config
-    from moe_serve.launcher.generate import generate_to
 
-    flags = _model_flags(model_path, [num_ranks], load_format, dtype)
     params = SamplingParams(
-        max_new_tokens=SamplingParams.max_new_tokens if max_new_tokens is None else max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop or ()),
+        max_new_tokens=options.max_new_tokens or SamplingParams.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=tuple(options.stop or ()),
     )
     params.validate()
-    generate_to(sys.stdout, effective_config(config, flags, overrides or ()), prompts, params)
+    write_continued(sys.stdout, options.effective_config(), options.prompts, params)
+
+
+def write_continued(out: "TextIO", config: "ServeConfig", prompts: "Sequence[str]", params: "SamplingParams") -> None:
+    """Writes each prompt with its continuation, in order. All are computed at once; one at a time is shown growing."""
+    from moe_serve.launcher.llm import LLM
+
+    with LLM.from_config(config, progress=True) as llm:
+        texts = [""] * len(prompts)
+        finished = [False] * len(prompts)
+        shown, num_chars = 0, 0
+        out.write(prompts[0])
+        for index, output in llm.stream(prompts, params):
+            texts[index], finished[index] = output.text, output.finish_reason is not None
+            while shown < len(prompts):
+                out.write(texts[shown][num_chars:])
+                num_chars = len(texts[shown])
+                if not finished[shown]:
+                    break
+                out.write("\n")
+                shown, num_chars = shown + 1, 0
+                if shown < len(prompts):
+                    out.write(f"\n{prompts[shown]}")
+            out.flush()
 
 
 @app.command()
-def check(
-    config: opt.Config = None,
-    overrides: opt.Overrides = None,
-    model_path: opt.ModelPath = None,
-    num_ranks: opt.NumRanks = None,
-    load_format: opt.LoadFormat = None,
-    dtype: opt.Dtype = None,
-) -> None:
+@takes(ModelOptions)
+def check(options: ModelOptions) -> None:
     """Explain a configuration without starting it: memory, experts, buffers, backends, what is missing here."""
-    from moe_serve.launcher.cli.flags import effective_config
+    config = options.effective_config()
+    # Loads torch, which an error in the settings should not wait for.
+    from moe_serve.launcher.examination.show import print_check
 
-    settings = effective_config(config, _model_flags(model_path, [num_ranks], load_format, dtype), overrides or ())
-    from moe_serve.launcher.examination.show import (
-        print_check,
-    )  # loads torch, which an error in the settings should not wait for
-
-    raise typer.Exit(print_check(settings))
+    raise typer.Exit(print_check(config))
 
 
-app.command()(serve)
-app.command(help=CHAT_HELP)(chat)
-app.command(help=BENCH_HELP)(bench)
-app.command(help=DEMO_BALANCE_HELP)(demo_balance)
-app.command(help=DOCTOR_HELP)(doctor)
+DOCTOR_HELP = """\
+Examine every rank and every pair of ranks before anything is loaded; run it by the ranks' own launcher.
+
+\b
+torchrun --nproc-per-node 8 --nnodes 2 … --no-python moe-serve doctor --config config.yaml
+mpirun -n 16 moe-serve doctor --config config.yaml
+
+Alone, it looks at this machine. Rank 0 prints; exit code 1 where the ranks cannot serve together.
+"""
 
 
-def _model_flags(
-    model_path: str | None, num_ranks: list[int | None], load_format: str | None, dtype: str | None
-) -> dict[str, object]:
-    """Returns the settings of the flags that every command with a model has. num_ranks: of several flags"""
-    return {
-        "model.path": model_path,
-        "parallel.num_ranks": num_ranks,
-        "model.load_format": load_format,
-        "model.dtype": dtype,
-    }
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(ConfigOptions):
+    """The options of `moe-serve doctor`."""
+
+    json_output: bool = option("--json", default=False, help="one JSON object on stdout")
+    deadline_s: float = option("--deadline", default=60.0, min=1, help="seconds to wait for all ranks")
 
 
-def _add_balancer_commands(arguments: list[str]) -> None:
-    """Adds replay, simulate, plan and convert, unless another command is called: they need numpy."""
-    ours = {command.callback.__name__ for command in app.registered_commands if command.callback}
-    if arguments and arguments[0] in ours:
+@app.command(help=DOCTOR_HELP)
+@takes(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
+    """Examines this rank, and prints the diagnosis of all on rank 0."""
+    from moe_serve.config import load_config
+    from moe_serve.launcher.rank_env import check_num_ranks, read_rank_env
+
+    config, env = load_config(options.config, options.overrides or ()), read_rank_env()
+    is_alone = env.num_ranks == 1 and config.parallel.num_ranks > 1
+    if not is_alone:
+        check_num_ranks(env, config.parallel.num_ranks)
+    from moe_serve.launcher.examination.ranks import run_doctor
+    from moe_serve.launcher.examination.show import print_diagnosis, to_json
+
+    diagnosis = run_doctor(env, config, options.deadline_s)
+    if env.rank == 0 and options.json_output:
+        print(to_json(diagnosis))
+    elif env.rank == 0:
+        print_diagnosis(diagnosis)
+        if is_alone:
+            print("only this machine was examined; the launcher of the ranks can run this command too", file=sys.stderr)
+    raise typer.Exit(0 if diagnosis.can_serve else 1)
+
+
+CHAT_HELP = """Talk with a running server, ours or any with OpenAI's API.
+
+In a terminal: /reset, /system TEXT, /exit; Ctrl-C stops an answer. In a pipe the input is one message. An API key is
+read from MOE_SERVE_API_KEY, else OPENAI_API_KEY.
+
+\b
+  moe-serve chat
+  echo "What is an expert?" | moe-serve chat --max-tokens 64
+"""
+
+
+@app.command(help=CHAT_HELP)
+def chat(
+    base_url: Annotated[str, typer.Option("--base-url")] = "http://127.0.0.1:30000",
+    model: Annotated[
+        str | None, typer.Option("--model", help="its name on the server; none: the first it lists")
+    ] = None,
+    system: Annotated[str | None, typer.Option("--system", help="the system message")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="of an answer")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0)] = None,
+) -> None:
+    """Talks with a running server."""
+    from moe_serve.launcher.cli.chat import HELP, Chat, ChatServer, converse
+
+    server = ChatServer(base_url, api_key_of_environment())
+    name = model or server.model()
+    fields = {"model": name, "max_completion_tokens": max_tokens, "temperature": temperature}
+    given = {key: value for key, value in fields.items() if value is not None}
+    talk = Chat(server, given, sys.stdout, sys.stdout.isatty(), system)
+    if not sys.stdin.isatty():
+        talk.say(sys.stdin.read().strip())
         return
-    from moe_serve.launcher.cli.balancer import add_balancer_commands
+    import readline  # noqa: F401  lines can be edited, and recalled
 
-    add_balancer_commands(app)
+    typer.echo(f"{name} at {base_url}. {HELP}", err=True)
+    converse(talk, lambda: input("> "))
+
+
+DEMO_BALANCE_HELP = """Serve the demo model to clients that change from code to prose, and watch the balancer follow.
+
+Each line is a window of load: how balanced the ranks were (mean / max of their load, mean of the layers), and how
+balanced the placement at the start would have been with the same tokens. Takes a minute or two.
+
+\b
+  moe-serve demo-balance
+  moe-serve demo-balance --ranks 2 --redundant 4 --picture balance.svg
+"""
+
+
+@app.command(help=DEMO_BALANCE_HELP)
+def demo_balance(
+    ranks: Annotated[int, typer.Option("--ranks", min=2, help="Processes, each with its share of the experts.")] = 4,
+    redundant: Annotated[int, typer.Option("--redundant", min=0, help="Slots above one per expert, per layer.")] = 8,
+    windows: Annotated[int, typer.Option("--windows", min=6, help="Windows of load of each domain.")] = 12,
+    window_steps: Annotated[int, typer.Option("--window-steps", min=10, help="Steps of a window.")] = 60,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", help="Also draw the story as an .svg file.", show_default=False)
+    ] = None,
+) -> None:
+    """Serves the demo model under a load whose domain changes, and shows what the balancer makes of it."""
+    from moe_serve.config import load_config
+    from moe_serve.launcher.cli.demo_balance import show_demo
+
+    config = load_config(
+        overrides=[
+            "model.path=demo", "parallel.device=cpu", f"parallel.num_ranks={ranks}", "eplb.mode=dynamic",
+            f"eplb.num_redundant_experts={redundant}", f"eplb.record_window_steps={window_steps}",
+            "cache.memory_gib=0.25", "engine.max_running_requests=16",
+        ]
+    )  # fmt: skip
+    show_demo(config, windows, picture)
+
+
+app.command(help=BENCH_HELP)(bench)
+
+
+def add_balancer_commands(app: typer.Typer) -> None:
+    """Registers the balancer's commands, which serve nothing: replay, simulate, plan, convert.
+
+    Exit code 0 = done, 1 = --fail-below failed, 2 = bad input, said in one line.
+    """
+    from moe_serve.launcher.cli.convert import CONVERT_HELP, convert
+    from moe_serve.launcher.cli.plan import PLAN_HELP, plan
+    from moe_serve.launcher.cli.replay import REPLAY_HELP, replay
+    from moe_serve.launcher.cli.simulate import SIMULATE_HELP, simulate
+
+    app.command("replay", help=REPLAY_HELP)(replay)
+    app.command("simulate", help=SIMULATE_HELP)(simulate)
+    app.command("plan", help=PLAN_HELP)(plan)
+    app.command("convert", help=CONVERT_HELP)(convert)
 
 
 def main() -> None:
@@ -133,7 +277,9 @@ def main() -> None:
     try:
         if sys.argv[1:] and sys.argv[1] in _STARTING:
             refuse_unsupported(sys.argv[2:])
-        _add_balancer_commands(sys.argv[1:])
+        here = {each.callback.__name__.replace("_", "-") for each in app.registered_commands if each.callback}
+        if not here & set(sys.argv[1:2]):  # these commands do not pay for the imports of the others
+            add_balancer_commands(app)
         app()
     except MoeServeError as error:
         is_serve = sys.argv[1:2] == ["serve"]

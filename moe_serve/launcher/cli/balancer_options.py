@@ -1,6 +1,6 @@
 """The options that the balancer commands share, as dataclasses: a field is an option, and methods interpret them.
 
-A command takes one dataclass, made of these by inheritance (balancer_command.py).
+A command takes one dataclass, made of these by inheritance (command.py).
 Nothing here imports torch; reading a `.pt` does, in the reader.
 """
 
@@ -225,18 +225,6 @@ class ReportOptions:
         if self.fail_below is not None and balance < self.fail_below:
             typer.echo(f"balancedness {balance:.4f} is below --fail-below {self.fail_below}", err=True)
             raise typer.Exit(1)
-
-
-def check_output(path: Path | None, flag: str) -> None:
-    """Raises ConfigError where a file cannot be written, before the work of which it would hold the result."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"{flag} {path} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{flag} {path} cannot be written; give another file, or the right to write there")
 
 
 @dataclass(frozen=True, kw_only=True)

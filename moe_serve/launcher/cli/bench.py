@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_serve.launcher.cli.api_key import api_key_of_environment
-from moe_serve.launcher.cli.command import takes
+from moe_serve.errors import ConfigError
+from moe_serve.launcher.cli.command import api_key_of_environment, takes
+from moe_serve.launcher.preflight import check_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,7 +89,11 @@ def bench(options: BenchOptions) -> None:
     import asyncio
 
     _need_aiohttp()
-    _look_where_to_write(options)
+    # Before an hour's run whose result would have no place.
+    for name, path in (("--json", options.json_file), ("--picture", options.picture)):
+        check_output(path, name)
+    if options.picture is not None and options.picture.suffix != ".svg":
+        raise ConfigError(f"--picture is {options.picture}, but the picture is an SVG; name a file that ends in .svg")
     from moe_serve.bench.load import Slo
     from moe_serve.bench.report import report_of
     from moe_serve.bench.table import table_of
@@ -129,7 +134,6 @@ async def _run(options: BenchOptions, load: "Load", tokenizer: "Tokenizer | None
 
 def _load_of(options: BenchOptions) -> "Load":
     from moe_serve.bench.load import ENDPOINTS, Lengths, Load
-    from moe_serve.errors import ConfigError
 
     if options.endpoint not in ENDPOINTS:
         raise ConfigError(f"--endpoint is {options.endpoint!r}, expected {', '.join(ENDPOINTS)}")
@@ -165,8 +169,6 @@ def _tokenizer(name: str | None) -> "Tokenizer | None":
 
 
 def _extra(text: str) -> tuple[tuple[str, Any], ...]:
-    from moe_serve.errors import ConfigError
-
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -177,29 +179,13 @@ def _extra(text: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _need_aiohttp() -> None:
-    from moe_serve.errors import ConfigError
-
     try:
         import aiohttp  # noqa: F401
     except ImportError:
         raise ConfigError("moe-serve bench needs aiohttp; run: pip install 'moe-serve[bench]'") from None
 
 
-def _look_where_to_write(options: BenchOptions) -> None:
-    """Raises ConfigError for files that cannot be written: an hour's run would find out at its end."""
-    from moe_serve.errors import ConfigError
-    from moe_serve.launcher.writable import why_not_writable
-
-    for name, path in (("--json", options.json_file), ("--picture", options.picture)):
-        if path is not None and (problem := why_not_writable(path)) is not None:
-            raise ConfigError(f"{name}: {path} cannot be written ({problem}); name a file in a folder that exists")
-    if options.picture is not None and options.picture.suffix != ".svg":
-        raise ConfigError(f"--picture is {options.picture}, but the picture is an SVG; name a file that ends in .svg")
-
-
 def _write(path: Path, text: str) -> None:
-    from moe_serve.errors import ConfigError
-
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

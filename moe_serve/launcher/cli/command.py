@@ -2,11 +2,12 @@
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -18,6 +19,9 @@ Options = TypeVar("Options")
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
     """Returns a decorator for a command that takes one dataclass: typer sees its fields as parameters."""
     hints = get_type_hints(options, include_extras=True)
+    for field in fields(options):  # type: ignore[arg-type]
+        if "typer" in field.metadata:
+            hints[field.name] = Annotated[hints[field.name], field.metadata["typer"]]
     parameters = [
         inspect.Parameter(
             field.name,
@@ -82,3 +86,12 @@ def progress_bar(words: str) -> Iterator[Callable[[float, float | None], None]]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(words, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def api_key_of_environment() -> str | None:
+    """Returns the key with which our tools call a server: the first that a variable holds.
+
+    Not an option, since other users may read a command line.
+    """
+    keys = [key for name in ("MOE_SERVE_API_KEY", "OPENAI_API_KEY") for key in os.environ.get(name, "").split()]
+    return keys[0] if keys else None

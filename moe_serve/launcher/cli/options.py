@@ -1,171 +1,221 @@
-"""The options of `serve`, `generate` and `check`. Most stand for one setting, under our name, SGLang's and vLLM's."""
+"""The options of `serve`, `generate` and `check`. Most stand for one setting, under our name, SGLang's and vLLM's.
 
+Each is declared once: its type, its setting, its names, its help. A flag wins over the file, as `--set` does.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-Config = Annotated[Path | None, typer.Option(help="YAML file with settings; none: the demo model on this CPU, 2 ranks")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="section.key=value", help="override one setting; repeat for more; wins over all"),
-]
-PrintConfig = Annotated[
-    bool, typer.Option("--print-config", help="print the effective configuration, a file for --config, and end")
-]
+from moe_serve.eplb.policies.names import SERVED
+from moe_serve.errors import ConfigError
 
-ModelPath = Annotated[str | None, typer.Option("--model-path", "--model", help="model.path: a folder, or demo")]
-ServedName = Annotated[str | None, typer.Option("--served-model-name", help="model.served_name")]
-LoadFormat = Annotated[str | None, typer.Option(help="model.load_format: auto, or dummy for random weights")]
-Dtype = Annotated[str | None, typer.Option(help="model.dtype: auto, float32 or bfloat16")]
-ContextLength = Annotated[
-    int | None, typer.Option("--context-length", "--max-model-len", help="model.max_model_len, tokens")
-]
-SkipTokenizer = Annotated[bool, typer.Option("--skip-tokenizer-init", help="model.skip_tokenizer: ids in, ids out")]
+if TYPE_CHECKING:
+    from moe_serve.config import ServeConfig
 
-NumRanks = Annotated[
-    int | None,
-    typer.Option("--ep-size", "--ep", "--expert-parallel-size", "--num-ranks", help="parallel.num_ranks"),
-]
-AttentionSize = Annotated[
-    int | None,
-    typer.Option(
-        "--attn-dp-size",
-        "--attention-data-parallel-size",
-        "--dp-size",
-        "--data-parallel-size",
-        help="parallel.num_ranks as well: attention is data-parallel over all ranks",
-    ),
-]
-Device = Annotated[str | None, typer.Option(help="parallel.device: auto, cpu or cuda")]
+# What `moe-serve serve` serves without arguments; configs/demo-cpu.yaml says the same.
+DEMO_SETTINGS: Mapping[str, Any] = {"model": {"path": "demo"}, "parallel": {"num_ranks": 2, "device": "cpu"}}
 
-Host = Annotated[str | None, typer.Option(help="server.host; 0.0.0.0: other machines may connect, see --api-key")]
-Port = Annotated[int | None, typer.Option(help="server.port; 0: any free one")]
 
-InitExpertLocation = Annotated[
-    str | None, typer.Option(help="eplb.init_expert_location: trivial, or a placement file (ours or SGLang's)")
-]
-RedundantExperts = Annotated[
-    int | None, typer.Option("--ep-num-redundant-experts", help="eplb.num_redundant_experts, per layer")
-]
-EnableEplb = Annotated[bool, typer.Option("--enable-eplb", help="eplb.mode: dynamic, experts move while serving")]
-EplbAlgorithm = Annotated[
-    str | None, typer.Option("--eplb-algorithm", help="eplb.policy: incremental, greedy, refined or deepseek")
-]
-EplbTrigger = Annotated[
-    float | None,
-    typer.Option(
-        "--eplb-min-rebalancing-utilization-threshold",
-        help="eplb.trigger: plan layers whose balancedness (mean / max of ranks) is below",
-    ),
-]
-RecorderMode = Annotated[
-    str | None,
-    typer.Option("--expert-distribution-recorder-mode", help="eplb.recorder_mode: stat, per_pass or per_token"),
-]
+def option(*names: str, default: object = None, **more: Any) -> Any:
+    """Returns a field that is an option of its own. more: as of typer.Option"""
+    return field(default=default, metadata={"typer": typer.Option(*names, **more), "names": names})
 
-MaxRunning = Annotated[
-    int | None,
-    typer.Option("--max-running-requests", "--max-num-seqs", help="engine.max_running_requests, per rank"),
-]
-MaxQueued = Annotated[
-    int | None,
-    typer.Option("--max-queued-requests", help="engine.max_queued_requests, over all ranks; beyond it: HTTP 429"),
-]
-MaxBatchTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--chunked-prefill-size",
-        "--max-num-batched-tokens",
-        help="engine.max_batch_tokens: tokens of one step of one rank",
-    ),
-]
-MaxLogprobs = Annotated[
-    int | None,
-    typer.Option("--max-logprobs", help="engine.max_logprobs: likeliest tokens that a request may ask for"),
-]
-PageSize = Annotated[int | None, typer.Option("--page-size", "--block-size", help="cache.block_size, tokens")]
-NoPrefixCache = Annotated[bool, typer.Option("--disable-radix-cache", help="cache.prefix_cache: false")]
 
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
+def setting(key: str, *names: str, help: str = "", sets: object = None, **more: Any) -> Any:
+    """Returns a field that stands for a setting; None or False where it is not given.
+
+    key:   "section.name"
+    names: of the option; none: the field's
+    help:  follows the key; where it does not begin with punctuation, after a colon
+    sets:  what an option without a value sets; None: it has a value
+    """
+    text = key + ("" if help[:1] in ("", ",", ";", " ") else ": ") + help
+    metadata = {"typer": typer.Option(*names, help=text, **more), "names": names, "key": key, "sets": sets}
+    return field(default=None if sets is None else False, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions:
+    """Where the settings of any command stand."""
+
+    config: Path | None = option(help="YAML file with settings; none: the demo model on this CPU, 2 ranks")
+    overrides: list[str] | None = option(
+        "--set", metavar="section.key=value", help="override one setting; repeat for more; wins over all"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(ConfigOptions):
+    """The options of every command with a model."""
+
+    model_path: str | None = setting("model.path", "--model-path", "--model", help="a folder, or demo")
+    num_ranks: int | None = setting("parallel.num_ranks", "--ep-size", "--ep", "--expert-parallel-size", "--num-ranks")
+    load_format: str | None = setting("model.load_format", help="auto, or dummy for random weights")
+    dtype: str | None = setting("model.dtype", help="auto, float32 or bfloat16")
+
+    def flags(self) -> Iterator[str]:
+        """Yields the overrides of the options that were given. Raises ConfigError where two of a setting disagree."""
+        import yaml
+
+        given: dict[str, list[object]] = {}
+        for each in fields(self):
+            value, key, sets = getattr(self, each.name), each.metadata.get("key"), each.metadata.get("sets")
+            if key is not None and value is not None and value is not False:
+                given.setdefault(key, []).append(value if sets is None else sets)
+        for key, values in given.items():
+            if any(value != values[0] for value in values):
+                raise ConfigError(
+                    f"{key} is given as {' and '.join(map(str, values))}; every rank holds experts and its own "
+                    "requests, so the sizes are one number: give it once"
+                )
+            text = yaml.safe_dump(values[0], default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+            yield f"{key}={text}"
+
+    def effective_config(self) -> "ServeConfig":
+        """Returns the configuration of the file (without one, the demo's settings), with flags and then `--set` on
+        top."""
+        from moe_serve.config import DEMO_MODEL, load_config
+
+        above = [*self.flags(), *(self.overrides or ())]
+        base: Mapping[str, Any] = {}
+        if self.config is None:
+            two_ranks = {"parallel": {"num_ranks": 2}}
+            is_demo = load_config(overrides=above, base=two_ranks).model.path == DEMO_MODEL
+            base = DEMO_SETTINGS if is_demo else two_ranks  # a model other than the demo may use GPUs
+        return load_config(self.config, above, base)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ModelOptions):
+    """The options of `moe-serve serve`."""
+
+    attn_dp_size: int | None = setting(
+        "parallel.num_ranks", "--attn-dp-size", "--attention-data-parallel-size", "--dp-size", "--data-parallel-size",
+        help=" as well: attention is data-parallel over all ranks",
+    )  # fmt: skip
+    print_config: bool = option(
+        "--print-config", default=False, help="print the effective configuration, a file for --config, and end"
+    )
+    host: str | None = setting("server.host", help="; 0.0.0.0: other machines may connect, see --api-key")
+    port: int | None = setting("server.port", help="; 0: any free one")
+    served_model_name: str | None = setting("model.served_name")
+    device: str | None = setting("parallel.device", help="auto, cpu or cuda")
+    context_length: int | None = setting("model.max_model_len", "--context-length", "--max-model-len", help=", tokens")
+    skip_tokenizer_init: bool = setting(
+        "model.skip_tokenizer", "--skip-tokenizer-init", sets=True, help="ids in, ids out"
+    )
+    init_expert_location: str | None = setting(
+        "eplb.init_expert_location", help="trivial, or a placement file (ours or SGLang's)"
+    )
+    redundant_experts: int | None = setting(
+        "eplb.num_redundant_experts", "--ep-num-redundant-experts", help=", per layer"
+    )
+    enable_eplb: bool = setting(
+        "eplb.mode", "--enable-eplb", sets="dynamic", help="dynamic, experts move while serving"
+    )
+    eplb_algorithm: str | None = setting("eplb.policy", help=f"{', '.join(SERVED[:-1])} or {SERVED[-1]}")
+    eplb_trigger: float | None = setting(
+        "eplb.trigger", "--eplb-min-rebalancing-utilization-threshold",
+        help="plan layers whose balancedness (mean / max of ranks) is below",
+    )  # fmt: skip
+    recorder_mode: str | None = setting(
+        "eplb.recorder_mode", "--expert-distribution-recorder-mode", help="stat, per_pass or per_token"
+    )
+    max_running_requests: int | None = setting(
+        "engine.max_running_requests", "--max-running-requests", "--max-num-seqs", help=", per rank"
+    )
+    max_queued_requests: int | None = setting(
+        "engine.max_queued_requests", help=", over all ranks; beyond it: HTTP 429"
+    )
+    chunked_prefill_size: int | None = setting(
+        "engine.max_batch_tokens", "--chunked-prefill-size", "--max-num-batched-tokens",
+        help="tokens of one step of one rank",
+    )  # fmt: skip
+    max_logprobs: int | None = setting("engine.max_logprobs", help="likeliest tokens that a request may ask for")
+    page_size: int | None = setting("cache.block_size", "--page-size", "--block-size", help=", tokens")
+    disable_radix_cache: bool = setting("cache.prefix_cache", "--disable-radix-cache", sets=False, help="false")
+    api_key: str | None = option(
         help="a key that clients must send (authorization: Bearer KEY). Other users of this machine see it in the list "
         "of processes: better $MOE_SERVE_API_KEY, or --api-key-file",
         show_default=False,
-    ),
-]
-AdminApiKey = Annotated[
-    str | None,
-    typer.Option(
+    )
+    admin_api_key: str | None = option(
         help="a key for what changes the server, such as moving experts; better $MOE_SERVE_ADMIN_API_KEY, or "
         "--admin-api-key-file. Without one, this is closed unless --host is this machine's loopback",
         show_default=False,
-    ),
-]
-ApiKeyFile = Annotated[
-    str | None,
-    typer.Option(help="server.api_key_file: one key on each line, a name and limits before it or not; mode 600"),
-]
-AdminApiKeyFile = Annotated[str | None, typer.Option(help="server.admin_api_key_file, likewise")]
-SslCertfile = Annotated[str | None, typer.Option("--ssl-certfile", help="server.ssl_certfile: PEM; serves HTTPS")]
-SslKeyfile = Annotated[str | None, typer.Option("--ssl-keyfile", help="server.ssl_keyfile: PEM, without password")]
-SslCaCerts = Annotated[
-    str | None, typer.Option("--ssl-ca-certs", help="server.ssl_ca_certs: clients need a certificate of these")
-]
-AllowedHosts = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="server.allowed_hosts: a name clients may call this server by; repeatable"),
-]
-CorsOrigins = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--cors-origins",
-        "--allowed-origins",
-        metavar="ORIGIN",
-        help="server.cors_origins: a site whose pages may use this server, such as https://a.example; repeatable",
-    ),
-]
-ApiWorkers = Annotated[
-    int | None, typer.Option("--api-workers", help="server.api_workers: processes that serve the port together")
-]
-ChatTemplate = Annotated[
-    str | None,
-    typer.Option("--chat-template", help="server.chat_template: a file with the jinja template of chats"),
-]
-SamplingDefaults = Annotated[
-    str | None,
-    typer.Option(
-        help="server.sampling_defaults: what calls of /v1 leave out is as the model recommends (model), or as OpenAI's "
-        "(openai)"
-    ),
-]
-TrustChatTemplate = Annotated[
-    bool,
-    typer.Option(
-        "--trust-request-chat-template",
-        help="server.trust_request_chat_template: clients may send a template, which runs in a sandbox",
-    ),
-]
-ReasoningParser = Annotated[
-    str | None,
-    typer.Option(help="server.reasoning_parser: how the model marks its reasoning, such as qwen3 or deepseek-r1"),
-]
-ToolCallParser = Annotated[
-    str | None, typer.Option(help="server.tool_call_parser: how the model writes calls of tools, such as qwen25")
-]
-MaxConnections = Annotated[int | None, typer.Option(help="server.max_connections, open at a time")]
-LogRequests = Annotated[
-    bool,
-    typer.Option(
-        "--log-requests", "--enable-log-requests", help="server.log_requests: one line for each request that has ended"
-    ),
-]
-LogFormat = Annotated[str | None, typer.Option("--log-format", help="server.log_format: text or json")]
-MetricsCompat = Annotated[
-    str | None,
-    typer.Option("--metrics-compat", help="server.metrics_compat: sglang or vllm; /metrics has these names too"),
-]
-ProfileDir = Annotated[
-    str | None, typer.Option("--profile-dir", help="server.profile_dir: where POST /stop_profile writes its traces")
-]
+    )
+    api_key_file: str | None = setting(
+        "server.api_key_file", help="one key on each line, a name and limits before it or not; mode 600"
+    )
+    admin_api_key_file: str | None = setting("server.admin_api_key_file", help=", likewise")
+    ssl_certfile: str | None = setting("server.ssl_certfile", help="PEM; serves HTTPS")
+    ssl_keyfile: str | None = setting("server.ssl_keyfile", help="PEM, without password")
+    ssl_ca_certs: str | None = setting("server.ssl_ca_certs", help="clients need a certificate of these")
+    allowed_hosts: list[str] | None = setting(
+        "server.allowed_hosts", metavar="NAME", help="a name clients may call this server by; repeatable"
+    )
+    cors_origins: list[str] | None = setting(
+        "server.cors_origins", "--cors-origins", "--allowed-origins", metavar="ORIGIN",
+        help="a site whose pages may use this server, such as https://a.example; repeatable",
+    )  # fmt: skip
+    max_connections: int | None = setting("server.max_connections", help=", open at a time")
+    api_workers: int | None = setting("server.api_workers", help="processes that serve the port together")
+    chat_template: str | None = setting("server.chat_template", help="a file with the jinja template of chats")
+    sampling_defaults: str | None = setting(
+        "server.sampling_defaults",
+        help="what calls of /v1 leave out is as the model recommends (model), or as OpenAI's (openai)",
+    )
+    reasoning_parser: str | None = setting(
+        "server.reasoning_parser", help="how the model marks its reasoning, such as qwen3 or deepseek-r1"
+    )
+    tool_call_parser: str | None = setting(
+        "server.tool_call_parser", help="how the model writes calls of tools, such as qwen25"
+    )
+    trust_request_chat_template: bool = setting(
+        "server.trust_request_chat_template", "--trust-request-chat-template", sets=True,
+        help="clients may send a template, which runs in a sandbox",
+    )  # fmt: skip
+    log_requests: bool = setting(
+        "server.log_requests", "--log-requests", "--enable-log-requests", sets=True,
+        help="one line for each request that has ended",
+    )  # fmt: skip
+    log_format: str | None = setting("server.log_format", help="text or json")
+    metrics_compat: str | None = setting("server.metrics_compat", help="sglang or vllm; /metrics has these names too")
+    profile_dir: str | None = setting("server.profile_dir", help="where POST /stop_profile writes its traces")
+
+
+_SETTING = re.compile(r"(?<![\w.-])([a-z]+\.)?[a-z_]+\b(?![.]\w)")
+_SECTION = re.compile(r"configuration: ([a-z]+): ")  # then its settings are named without it
+
+
+@cache
+def flags() -> dict[str, str]:
+    """Returns the flag of `moe-serve serve` for each setting that has one."""
+    found: dict[str, str] = {}
+    for each in fields(ServeOptions):
+        if "key" in each.metadata:
+            flag = next(iter(each.metadata["names"]), "--" + each.name.replace("_", "-"))
+            found.setdefault(each.metadata["key"], flag)
+    return found
+
+
+def with_flags(message: str) -> str:
+    """Returns a message in which each setting that has a flag is followed by it, where it is first named."""
+    known, named = flags(), set[str]()
+    section = _SECTION.search(message)
+
+    def add(match: re.Match[str]) -> str:
+        name = match[0] if match[1] or section is None else f"{section[1]}.{match[0]}"
+        flag = known.get(name)
+        if flag is None or name in named or flag in message:
+            return match[0]
+        named.add(name)
+        return f"{match[0]} ({flag})"
+
+    return _SETTING.sub(add, message)

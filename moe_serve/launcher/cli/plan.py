@@ -1,14 +1,23 @@
-"""`moe-serve plan`."""
+"""`moe-serve plan`, and the options that every plan has, also those of `moe-serve replay`: its limits and its start."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
+from moe_serve.eplb.policies.names import POLICIES
+from moe_serve.errors import ConfigError
 from moe_serve.launcher.cli.command import balancer_command, progress_bar
-from moe_serve.launcher.cli.plan_options import PlanOptions
+from moe_serve.launcher.preflight import check_output
+from moe_serve.topology import Topology
+
+if TYPE_CHECKING:
+    from moe_serve.eplb.load import LoadTrace
+    from moe_serve.eplb.placement import Placement
+    from moe_serve.eplb.policies.policy import PlanRules
 
 PLAN_HELP = """Plan one placement from a load trace, and write it for the engine you run.
 
@@ -21,6 +30,87 @@ PLAN_HELP = """Plan one placement from a load trace, and write it for the engine
 """
 
 
+# Which limits a policy keeps to; those that are not here plan anew.
+LIMITS_OF = {
+    "incremental": ("max_moves", "max_moves_total", "max_moves_per_rank", "min_gain"),
+    "series": ("max_moves", "max_moves_total", "max_moves_per_rank", "min_gain"),
+    "milp": ("max_moves", "max_moves_per_rank"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What every plan keeps to."""
+
+    groups: Annotated[int | None, typer.Option(min=1, help="Expert groups of the router (DeepSeek-V3: 8).")] = None
+    off_home: opt.OffHome = 1.0
+    max_moves: Annotated[
+        int | None,
+        typer.Option(min=0, help="Slots per layer a plan may move (incremental, series, milp).", show_default=False),
+    ] = None
+    max_moves_total: Annotated[
+        int | None,
+        typer.Option(min=0, help="Slots of all layers together a plan may move, where they gain most (incremental, "
+                     "series).", show_default=False),
+    ] = None  # fmt: skip
+    max_moves_per_rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="Experts that one rank may receive in a layer (incremental, series, milp).",
+                     show_default=False),
+    ] = None  # fmt: skip
+    min_gain: Annotated[
+        float | None,
+        typer.Option(min=0, help="A move evens its layer by at least this share of the mean rank load (incremental, "
+                     "series).", show_default="0.0003"),
+    ] = None  # fmt: skip
+    current: Annotated[
+        Path | None, typer.Option(help="Placement in use at the start.", show_default="experts in order")
+    ] = None
+    seed: opt.Seed = 0
+
+    def check_limits(self, policy: str) -> None:
+        """Raises ConfigError where a limit is given that one plan of the policy does not keep to."""
+        if policy not in POLICIES:
+            return  # `make_policy` names those that there are
+        kept = LIMITS_OF.get(policy, ())
+        given = [name for name in LIMITS_OF["incremental"] if getattr(self, name) is not None]
+        wrong = _words(name for name in given if name not in kept)
+        if wrong and not kept:
+            raise ConfigError(f"policy {policy} plans anew, and {wrong} would have no effect; use -p incremental")
+        if wrong:
+            raise ConfigError(f"policy {policy} does not know these limits; drop {wrong}, or use -p incremental")
+        counted = _words(name for name in given if name != "min_gain")
+        if counted and self.current is None:
+            raise ConfigError(
+                f"{counted} counts moves from a placement in use; give it with --current, or drop {counted}"
+            )
+
+    def rules(self) -> "PlanRules":
+        """Returns the fields that every request shares."""
+        from moe_serve.eplb.policies.policy import PlanRules
+
+        return PlanRules(
+            num_groups=self.groups,
+            off_home=self.off_home,
+            max_moves=self.max_moves,
+            max_total_moves=self.max_moves_total,
+            max_rank_moves=self.max_moves_per_rank,
+            min_gain=self.min_gain,
+            seed=self.seed,
+        )
+
+    def read_current(self, topology: Topology, load: "LoadTrace") -> "Placement | None":
+        """Returns the placement of --current, checked against the trace and the cluster."""
+        if self.current is None:
+            return None
+        from moe_serve.eplb.files.placements import read_placement
+        from moe_serve.eplb.planner import plan_counts
+
+        return read_placement(
+            self.current, topology.num_ranks, load.num_logical, load.moe_layer_ids, plan_counts=plan_counts
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanCommandOptions(opt.ReportOptions, PlanOptions, opt.TraceOptions, opt.ClusterOptions):
     """The options of `moe-serve plan`."""
@@ -30,9 +120,9 @@ class PlanCommandOptions(opt.ReportOptions, PlanOptions, opt.TraceOptions, opt.C
     target: Annotated[str, typer.Option("--for", help="moe_serve, sglang, tensorrt_llm, vllm or vllm_ascend.")] = (
         "moe_serve"
     )
-    policy: Annotated[
-        str, typer.Option("--policy", "-p", help="deepseek, greedy, refined, incremental, series, milp or static.")
-    ] = "refined"
+    policy: Annotated[str, typer.Option("--policy", "-p", help=f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}.")] = (
+        "refined"
+    )
     last: Annotated[
         int, typer.Option(min=0, help="Plan on the last so many windows only; 0 = on all; 2 to 64 for -p series.")
     ] = 0
@@ -50,7 +140,7 @@ def plan(options: PlanCommandOptions) -> None:
     from moe_serve.eplb.files.placements import write_placement
     from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace, plan_to_json, plan_to_table
 
-    opt.check_output(options.output, "--output")
+    check_output(options.output, "--output")
     topology = options.topology()
     options.check_limits(options.policy)
     with progress_bar("reading") as show:
@@ -72,3 +162,7 @@ def plan(options: PlanCommandOptions) -> None:
     if options.output is not None:
         typer.echo(f"wrote {options.output} for {options.target}", err=True)
     options.check(float(made.plan.balancedness.mean()))
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)

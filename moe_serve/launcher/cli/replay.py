@@ -4,18 +4,23 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
+from moe_serve.eplb.policies.names import POLICIES
 from moe_serve.errors import ConfigError
 from moe_serve.launcher.cli.command import balancer_command, progress_bar
-from moe_serve.launcher.cli.plan_options import PlanOptions
+from moe_serve.launcher.cli.plan import PlanOptions
+from moe_serve.launcher.preflight import check_output
 
 if TYPE_CHECKING:
+    from moe_serve.config import ServeConfig
     from moe_serve.eplb.load import LoadTrace
-    from moe_serve.eplb.replay.settings import EvenSteps, ReplaySettings
+    from moe_serve.eplb.placement import Placement
+    from moe_serve.eplb.rebalance.settings import SystemFacts
+    from moe_serve.eplb.replay.settings import EvenSteps, ReplaySettings, ServerReplay
 
 REPLAY_HELP = """Replay a load trace through balancers: what would each have moved, how well would it have served?
 
@@ -42,9 +47,8 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, PlanOptions, opt.TraceOpti
         typer.Option(
             "--policy",
             "-p",
-            help="deepseek, greedy, refined, incremental, static; series plans for each of --history windows, not for "
-            "their sum; 'gate:NAME' moves only when it pays. "
-            "Repeat the option.",
+            help=f"{', '.join(POLICIES)}; series plans for each of --history windows, not for their sum; 'gate:NAME' "
+            "moves only when it pays. Repeat the option.",
             show_default="deepseek greedy refined incremental",
         ),
     ] = None
@@ -86,8 +90,6 @@ class ReplayOptions(opt.PageOptions, opt.CostOptions, PlanOptions, opt.TraceOpti
         if self.like_server is None:
             start = self.read_current(topology, load)
         else:
-            from moe_serve.launcher.cli.like_server import server_replay
-
             self._check_alone()
             trace_file = Path(self.trace) if _may_hold_events(self.trace) else None
             server, start = server_replay(self.like_server, trace_file, load, self.nodes)
@@ -139,7 +141,7 @@ def replay(options: ReplayOptions) -> None:
     from moe_serve.eplb.replay.run import LIVE
 
     # Before the replay, so that a wrong file is refused at once.
-    opt.check_output(options.html, "--html")
+    check_output(options.html, "--html")
     earlier = read_report(options.against) if options.against is not None else None
     if _is_log(Path(options.trace)):
         if earlier is not None:
@@ -200,3 +202,80 @@ def _show_log(path: Path, json_output: bool) -> None:
     from moe_serve.eplb.replay.report_log import log_to_json, log_to_table
 
     typer.echo(json.dumps(log_to_json(path), indent=1) if json_output else log_to_table(path), nl=json_output)
+
+
+# --like-server: what a server's own file says about a replay of its load
+
+
+def server_replay(
+    file: Path, trace_file: Path | None, load: "LoadTrace", nodes: int
+) -> "tuple[ServerReplay, Placement]":
+    """Returns what the server's balancer began with, and the placement at its start.
+
+    file:       the configuration of the server
+    trace_file: where the events of its balancer are recorded; None = nowhere
+    nodes:      machines, where the trace does not tell
+    Raises ConfigError where the file does not fit the trace.
+    """
+    import msgspec
+
+    from moe_serve.config import load_config
+    from moe_serve.eplb.files.trace_jsonl import events_between_records
+    from moe_serve.eplb.rebalance.event_fields import STARTED
+    from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
+    from moe_serve.eplb.replay.settings import ServerReplay
+
+    config = load_config(file)
+    events: list[tuple[int, dict[str, Any]]] = [] if trace_file is None else list(events_between_records(trace_file))
+    started = next((fields for _, fields in events if fields["event"] == STARTED), None)
+    start = _start(config, file, load)
+    facts = SystemFacts.from_event(started) if started else facts_of(config, nodes, start)
+    if start.num_ranks % facts.num_nodes:
+        raise ConfigError(
+            f"{start.num_ranks} ranks do not divide over {facts.num_nodes} nodes; give the server's --nodes"
+        )
+    settings = msgspec.convert(config.eplb, BalancerSettings, from_attributes=True)
+    return ServerReplay.of(settings, facts, events), start
+
+
+def facts_of(config: "ServeConfig", nodes: int, start: "Placement") -> "SystemFacts":
+    """Returns the facts of the system that the configuration describes, as far as it tells.
+
+    Experts have the size that the server's ranks give them; on CPUs, with the compiled kernels unless the file says
+    otherwise.
+    """
+    import torch
+
+    from moe_serve.config import model_dir
+    from moe_serve.engine.model_plan import checkpoint_folder, compute_dtype, expert_form
+    from moe_serve.eplb.rebalance.settings import SystemFacts
+    from moe_serve.models.families.registry import read_spec
+    from moe_serve.models.stored_weights import StoredWeights
+    from moe_serve.models.weight_share import WeightShare
+
+    spec = read_spec(model_dir(config.model))
+    device = "cuda" if config.parallel.device == "cuda" else "cpu"
+    place = torch.device(device)
+    dtype = compute_dtype(config, place)
+    is_compiled = device == "cpu" and dtype == torch.float32 and config.engine.cpu_kernels != "torch"
+    stored = StoredWeights.of(spec, checkpoint_folder(config)) if is_compiled else None
+    form = expert_form(config, spec, place, stored)
+    num_bytes = WeightShare(spec, start, 0, dtype, place, form, stored).slot_form.num_bytes
+    survives_loss = config.engine.on_lost_rank == "mask" and config.parallel.num_ranks > 2 and device == "cpu"
+    return SystemFacts.of_model(spec.hidden, spec.moe_intermediate, num_bytes, device, nodes, survives_loss)
+
+
+def _start(config: "ServeConfig", file: Path, load: "LoadTrace") -> "Placement":
+    """Returns the placement of the first record; where records have none, experts in order as the server begins."""
+    from moe_serve.eplb.placement import Placement
+
+    first = next(iter(load), None)
+    if first is not None and first.placement is not None:
+        return first.placement
+    if config.eplb.init_expert_location != "trivial":
+        raise ConfigError(
+            f"the trace does not say where experts were, and {file} begins with {config.eplb.init_expert_location}; "
+            "replay a trace that the server has recorded (eplb.record_path)"
+        )
+    ranks, redundant = config.parallel.num_ranks, config.eplb.num_redundant_experts
+    return Placement.trivial(len(load.moe_layer_ids), load.num_logical, ranks, redundant, load.moe_layer_ids)

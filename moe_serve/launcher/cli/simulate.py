@@ -9,6 +9,7 @@ import typer
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.errors import ConfigError
 from moe_serve.launcher.cli.command import balancer_command, progress_bar
+from moe_serve.launcher.preflight import check_output
 
 if TYPE_CHECKING:
     from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
@@ -144,7 +145,7 @@ def simulate(options: SimulateOptions) -> None:
     if options.list_loads:
         typer.echo((SyntheticLoad.__doc__ or "").partition("\n\n")[2])
         return
-    opt.check_output(options.html, "--html")
+    check_output(options.html, "--html")
     simulation = options.simulation()
     with progress_bar("simulating") as show:
         show(0, simulation.sweep.num_cases)

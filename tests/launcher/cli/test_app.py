@@ -14,15 +14,15 @@ from moe_serve.config import load_config
 from moe_serve.errors import ConfigError
 from moe_serve.launcher import system
 from moe_serve.launcher.cli import app as cli
-from moe_serve.launcher.cli.balancer import add_balancer_commands
-from moe_serve.launcher.cli.flags import DEMO_SETTINGS, effective_config, settings_of_flags
+from moe_serve.launcher.cli.app import add_balancer_commands
+from moe_serve.launcher.cli.options import DEMO_SETTINGS, ModelOptions, ServeOptions
 from moe_serve.launcher.unsupported import refusal, refuse_unsupported
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def moe_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "moe_serve.launcher.cli", *arguments]
+    command = [sys.executable, "-m", "moe_serve", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -139,19 +139,19 @@ def test_a_flag_wins_over_the_file_and_nothing_else_changes(served):
 
 
 def test_another_model_is_not_tied_to_the_cpu():
-    config = effective_config(None, {"model.path": "/models/x"}, ())
+    config = ModelOptions(model_path="/models/x").effective_config()
     assert (config.parallel.device, config.parallel.num_ranks) == ("auto", 2)
 
 
 def test_sizes_that_disagree_are_refused():
     with pytest.raises(ConfigError, match="given as 2 and 4"):
-        settings_of_flags({"parallel.num_ranks": [2, 4]})
-    assert settings_of_flags({"parallel.num_ranks": [None, 4], "model.path": None}) == ["parallel.num_ranks=4"]
+        ServeOptions(num_ranks=2, attn_dp_size=4).effective_config()
+    assert list(ServeOptions(attn_dp_size=4).flags()) == ["parallel.num_ranks=4"]
 
 
 def test_text_values_arrive_unchanged():
-    (override,) = settings_of_flags({"model.served_name": "yes: [no] #1"})
-    assert load_config(overrides=[override]).model.served_name == "yes: [no] #1"
+    config = ServeOptions(served_model_name="yes: [no] #1").effective_config()
+    assert config.model.served_name == "yes: [no] #1"
 
 
 @pytest.mark.parametrize(

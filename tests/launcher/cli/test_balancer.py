@@ -16,7 +16,7 @@ from moe_serve.eplb.files.placements import read_placement, write_placement
 from moe_serve.eplb.files.traces import read_trace, write_trace
 from moe_serve.eplb.load import rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.launcher.cli.balancer import add_balancer_commands
+from moe_serve.launcher.cli.app import add_balancer_commands
 
 DEMO = ["example:demo_unbalanced", "--ranks", "8", "--redundant", "8"]
 
@@ -125,9 +125,15 @@ def test_fail_below_exits_with_1() -> None:
         (("simulate", "--skew", "1000"), "skew is 1000; give a number from 0 to 20"),
         (("simulate", "--skew", "nan"), "skew is nan"),
         (("simulate", "--load", "hot", "--skew", "2"), "skew is 2; give a number from 0 to 1 for load 'hot'"),
-        (("simulate", "--html", "nowhere/page.html"), "--html nowhere/page.html: there is no folder nowhere"),
-        (("replay", "example:demo", "--ranks", "8", "--html", "."), "--html . is a folder"),
-        (("plan", "example:demo", "--ranks", "8", "-o", "nowhere/p.json"), "--output nowhere/p.json: there is no"),
+        (
+            ("simulate", "--html", "nowhere/page.html"),
+            "--html: nowhere/page.html cannot be written (there is no folder",
+        ),
+        (("replay", "example:demo", "--ranks", "8", "--html", "."), "--html: . cannot be written (it is a folder)"),
+        (
+            ("plan", "example:demo", "--ranks", "8", "-o", "nowhere/p.json"),
+            "--output: nowhere/p.json cannot be written",
+        ),
         (("replay", "example:demo", "--ranks", "8", "--against", "/dev/zero"), "has more than 256 MiB"),
     ],
 )

@@ -14,7 +14,7 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.report import NUM_SHOWN, as_seconds, decision_cells
 from moe_serve.kernels.fp8_block import PER_TENSOR
-from moe_serve.launcher.cli.like_server import facts_of
+from moe_serve.launcher.cli.replay import facts_of
 from moe_serve.models.families.registry import read_spec
 from tests.engine.balancer_scene import FACTS, START
 from tests.engine.test_replay_equals_live import RecordedEngine, loads

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from moe_serve.config import ServeConfig
 from moe_serve.launcher.cli.app import app
-from moe_serve.launcher.cli.serve_options import flags, with_flags
+from moe_serve.launcher.cli.options import flags, with_flags
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,0 @@
-from moe_serve.launcher.cli import main
-
-main()
