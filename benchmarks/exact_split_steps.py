@@ -33,10 +33,10 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.balancing.split_choice import BLOCK_STEPS, Gain, SplitChoice, size_class
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.protocol.mailbox import Inbound
 from moe_serve.engine.protocol.messages import Message, Submit, Tokens
-from moe_serve.engine.step import PHASES, RankState, StepPlan
+from moe_serve.engine.step.exchange import make_exchange
+from moe_serve.engine.step.plan import PHASES, RankState, StepPlan
 from moe_serve.ep.replica_map import LayerReplicas
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.ranks import run_ranks

@@ -118,8 +118,8 @@ def _rank(rank: int, case: Case, path: Path, store: str, answer: Connection, bat
     from moe_serve.config import load_config
     from moe_serve.dispatch.base import EpGroup
     from moe_serve.engine import build
-    from moe_serve.engine.exchange import make_exchange
     from moe_serve.engine.protocol.messages import Submit
+    from moe_serve.engine.step.exchange import make_exchange
     from tests.engine.queue_mailbox import QueueMailbox
 
     dist.init_process_group("gloo", store=dist.FileStore(store, case.ranks), rank=rank, world_size=case.ranks)

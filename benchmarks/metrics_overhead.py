@@ -106,9 +106,9 @@ def _rank(rank: int, num_ranks: int, folder: str, batch: int, num_steps: int, an
     from moe_serve.config import load_config
     from moe_serve.dispatch.base import EpGroup
     from moe_serve.engine.build import build_engine
-    from moe_serve.engine.exchange import make_exchange
     from moe_serve.engine.protocol.messages import Profile, RecordCommand
-    from moe_serve.engine.step import StepPlan
+    from moe_serve.engine.step.exchange import make_exchange
+    from moe_serve.engine.step.plan import StepPlan
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), num_ranks)

@@ -22,7 +22,7 @@ import torch
 from benchmarks.conditions import RESULTS, add_isa, conditions, save, table
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
-from moe_serve.engine.step import RankState, StepSettings, plan_step
+from moe_serve.engine.step.plan import RankState, StepSettings, plan_step
 from moe_serve.ep.break_even import break_even_tokens
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder

@@ -164,8 +164,8 @@ def _exchange(num_steps: int) -> tuple[float, float]:
 
 
 def _exchanging_rank(rank: int, folder: str, num_steps: int, answer: Connection) -> None:
-    from moe_serve.engine.exchange import make_exchange
-    from moe_serve.engine.step import RankState, StepSettings, plan_step
+    from moe_serve.engine.step.exchange import make_exchange
+    from moe_serve.engine.step.plan import RankState, StepSettings, plan_step
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder) / "store"), 2), rank=rank, world_size=2)

@@ -53,7 +53,7 @@ TORCH_FREE = [
     "moe_serve.process_facts",
     "moe_serve.dispatch.capabilities",
     "moe_serve.engine.protocol.messages", "moe_serve.engine.output.logprobs", "moe_serve.engine.protocol.mailbox",
-    "moe_serve.engine.output.incremental_decoder", "moe_serve.engine.output.stop_matcher", "moe_serve.engine.step",
+    "moe_serve.engine.output.incremental_decoder", "moe_serve.engine.output.stop_matcher", "moe_serve.engine.step.plan",
     "moe_serve.engine.balancing.balancer",
     "moe_serve.models.tokenizer", "moe_serve.models.families.registry", "moe_serve.models.checkpoint_parts",
     "moe_serve.launcher.cli.app", "moe_serve.launcher.serve",
@@ -137,28 +137,41 @@ def test_the_eplb_library_never_imports_its_workbench_and_readers_run_no_policy(
             assert fits, f"{path.relative_to(PACKAGE)}:{line} imports {name}; eplb/{part} may use {sorted(allowed)}"
 
 
-# The front end stands on floors: floor -> the floors that it may import beside itself. app.py wires, and knows all.
-SERVER_FLOORS = {
-    "workers": set(),  # helper processes, and the fair queue before them
-    "requests": {"workers"},  # what is asked for, and what may wait
-    "ranks": {"requests", "workers"},  # who serves it
-    "edge": {"ranks", "requests"},  # who may ask, over HTTP
-    "api": {"edge", "ranks", "requests", "workers"},  # what can be asked, and the answers
-    "observe": {"edge", "ranks", "requests"},  # what operators see and set
-    "app": {"api", "observe", "edge", "ranks", "requests", "workers"},
+# Front end and engine stand on floors: floor -> the floors that it may import beside itself. Files on no floor,
+# such as app.py and build.py, wire the floors and may import all of them.
+FLOORS = {
+    "server": {
+        "workers": set(),  # helper processes, and the fair queue before them
+        "requests": {"workers"},  # what is asked for, and what may wait
+        "ranks": {"requests", "workers"},  # who serves it
+        "edge": {"ranks", "requests"},  # who may ask, over HTTP
+        "api": {"edge", "ranks", "requests", "workers"},  # what can be asked, and the answers
+        "observe": {"edge", "ranks", "requests"},  # what operators see and set
+    },
+    "engine": {
+        "protocol": set(),  # messages between front end and ranks
+        "step": set(),  # how ranks agree on a step
+        "output": {"protocol"},  # tokens and text
+        "model": {"protocol", "step"},  # what one rank computes with, and the load that it counts
+        "recovery": {"model", "protocol", "step"},  # lost ranks
+        "balancing": {"recovery", "model", "protocol", "step"},  # where experts live
+    },
 }
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "server").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_the_floors_of_the_front_end_import_downwards(path: Path) -> None:
-    floor = path.relative_to(PACKAGE / "server").parts[0].removesuffix(".py")
-    if floor == "__init__":
-        return
+@pytest.mark.parametrize(
+    "path",
+    [path for room in FLOORS for path in sorted((PACKAGE / room).rglob("*.py"))],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_the_floors_of_a_room_import_downwards(path: Path) -> None:
+    room, floor, *_ = path.relative_to(PACKAGE).with_suffix("").parts
+    floors = FLOORS[room]
     for line, name in imports_of(path):
-        if name.startswith("server."):
+        if floor in floors and name.startswith(f"{room}."):
             other = name.split(".")[1]
-            assert other == floor or other in SERVER_FLOORS[floor], (
-                f"{path.relative_to(PACKAGE)}:{line} imports {name}; {floor} may use {sorted(SERVER_FLOORS[floor])}"
+            assert other == floor or other in floors[floor], (
+                f"{path.relative_to(PACKAGE)}:{line} imports {name}; {floor} may use {sorted(floors[floor])}"
             )
 
 
@@ -263,7 +276,7 @@ def test_rooms_of_the_forward_import_with_torch_numpy_and_triton_alone() -> None
         f"        if name.split('.')[0] in {GPU_MACHINE_LACKS!r}:\n"
         "            raise ImportError(f'{name} is not on this machine')\n"
         "sys.meta_path.insert(0, Refuse())\n"
-        f"for name in {[*names, 'moe_serve.engine.step']!r}:\n"
+        f"for name in {[*names, 'moe_serve.engine.step.plan']!r}:\n"
         "    importlib.import_module(name)\n"
     )
     run_python(code)

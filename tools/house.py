@@ -240,7 +240,8 @@ def trace_rebalance() -> set[str]:
                 stream(address, "import os\n\ndef read(self, path):", 128)
         processes = files_of(folder)
     names = set().union(*processes.values())
-    rooms = ("eplb/", "ep/", "engine/balancing/", "dispatch/")  # the others carry the requests that make the load
+    # Other folders carry the requests that make the load.
+    rooms = ("eplb/", "ep/", "engine/balancing/", "engine/model/", "dispatch/")
     return {name for name in names if name.startswith(rooms)}
 
 

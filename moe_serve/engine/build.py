@@ -18,30 +18,25 @@ from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.balancing.balancing import make_balancing
-from moe_serve.engine.balancing.load_windows import LoadWindows
-from moe_serve.engine.balancing.record_control import Speaker, make_record_control
-from moe_serve.engine.balancing.trace_writer import TraceWriter
+from moe_serve.engine.balancing.record_control import Responder, make_record_control
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.exchange import Exchange
-from moe_serve.engine.model_plan import ModelPlan, checkpoint_folder
-from moe_serve.engine.numerics_choice import NumericsChoice
+from moe_serve.engine.model.agreement import RankFacts, check_agreement
+from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
+from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, checkpoint_folder
+from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.output.grammars import make_grammars
 from moe_serve.engine.output.row_logprobs import LogprobScorer
 from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
 from moe_serve.engine.protocol.mailbox import Mailbox
 from moe_serve.engine.protocol.messages import ModelLimits
-from moe_serve.engine.recovery.agreement import RankFacts, check_agreement
 from moe_serve.engine.recovery.full_placement import meaning_of_a_loss, spareable_ranks
-from moe_serve.engine.recovery.masking_recovery import make_recovery
-from moe_serve.engine.recovery.recovery import Rank, Recovery
-from moe_serve.engine.recovery.watchdog import Watchdog, WatchLimits
-from moe_serve.engine.requests import OpenRequests
-from moe_serve.engine.served_model import ServedModel
-from moe_serve.engine.status import EngineCounters
-from moe_serve.engine.step import StepSettings
-from moe_serve.engine.step_events import StepEvents
-from moe_serve.engine.step_times import StepTimes
+from moe_serve.engine.recovery.recovery import Rank, Recovery, make_recovery
+from moe_serve.engine.requests import OpenRequests, StepEvents
+from moe_serve.engine.status import EngineCounters, StepTimes
+from moe_serve.engine.step.exchange import Exchange
+from moe_serve.engine.step.plan import StepSettings
+from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.pass_recorder import PassRecorder
@@ -82,7 +77,7 @@ def build_engine(
     )
     counters = EngineCounters()
     requests = OpenRequests(scheduler, served.limits, counters, make_grammars(config, served.limits))
-    own = Rank(group.rank, launch_id, exchange, mailbox, requests, counters)
+    own = Rank(group.rank, launch_id, exchange, mailbox, requests.drop_all)
     recovery = make_recovery(config, own, served, restarts=group.files is not None)
     balancing = make_balancing(config, own, group, served, recovery)
     _report_on_lost_rank(recovery, group, served)
@@ -99,7 +94,7 @@ def build_engine(
         mailbox=mailbox,
         recovery=recovery,
         records=make_record_control(
-            config.eplb, Speaker(group.rank, launch_id, lambda: recovery.members[0], mailbox.send), served
+            config.eplb, Responder(group.rank, launch_id, lambda: recovery.members[0], mailbox.send), served
         ),
         balancing=balancing,
         counters=counters,

@@ -14,7 +14,7 @@ from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 from moe_serve.config import ServeConfig
 from moe_serve.engine.balancing.balancing import Balancing
 from moe_serve.engine.balancing.record_control import RecordControl
-from moe_serve.engine.exchange import Exchange
+from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
 from moe_serve.engine.protocol.mailbox import Disconnected, Inbound, Mailbox, Reconnected
@@ -37,13 +37,11 @@ from moe_serve.engine.protocol.messages import (
     Wake,
 )
 from moe_serve.engine.recovery.recovery import Recovery
-from moe_serve.engine.recovery.watchdog import Watchdog
-from moe_serve.engine.requests import OpenRequests
-from moe_serve.engine.served_model import ServedModel
-from moe_serve.engine.status import EngineCounters, make_status, totals_of
-from moe_serve.engine.step import RankState, StepPlan, StepSettings, plan_step
-from moe_serve.engine.step_events import StepEvents
-from moe_serve.engine.step_times import StepTimes
+from moe_serve.engine.requests import OpenRequests, StepEvents
+from moe_serve.engine.status import EngineCounters, StepTimes, make_status, totals_of
+from moe_serve.engine.step.exchange import Exchange
+from moe_serve.engine.step.plan import RankState, StepPlan, StepSettings, plan_step
+from moe_serve.engine.watchdog import Watchdog
 from moe_serve.errors import PeerError
 from moe_serve.kernels.part_clock import OTHER
 from moe_serve.log import get_logger
@@ -284,7 +282,7 @@ class Engine:
             return
         self._spoke_s = now_s
         served = self.served
-        totals = totals_of(self.counters, self.scheduler.stats, served.split_outcomes)
+        totals = totals_of(self.counters, self.recovery, self.scheduler, served.split_outcomes)
         own = self.rank, self.launch_id, self.step
         self.mailbox.send(make_status(*own, self.scheduler, totals, served.waited_s, self.times))
         if self._drain_until_s is not None:

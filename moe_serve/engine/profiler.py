@@ -8,7 +8,7 @@ from array import array
 
 from moe_serve.attention_dp.scheduler import Proposal
 from moe_serve.engine.protocol.messages import STEP_WORDS, Answer, Profile
-from moe_serve.engine.step import PHASES, StepPlan
+from moe_serve.engine.step.plan import PHASES, StepPlan
 from moe_serve.kernels.part_clock import PARTS, PartClock
 from moe_serve.process_facts import boot_id
 

@@ -1,18 +1,30 @@
-"""The open requests of one rank: from `Submit` to the last token, an abort, or the moment the rank is masked."""
+"""The open requests of one rank, from `Submit` to the last token, an abort, or the moment the rank is masked.
+
+`OpenRequests` holds them. `StepEvents` turns the logits of a step into tokens, log probabilities and failures of its
+requests, and into the events that tell the front end.
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from torch import Tensor
+
+from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
 from moe_serve.engine.output.grammars import Grammars
-from moe_serve.engine.output.logprobs import LogprobBlock
-from moe_serve.engine.protocol.messages import ModelLimits, Submit, TokenEvent, front_end_of
+from moe_serve.engine.output.row_logprobs import LogprobScorer, ProjectRows
+from moe_serve.engine.output.sampler import has_finite_best
+from moe_serve.engine.protocol.messages import LogprobBlock, ModelLimits, Submit, TokenEvent, front_end_of
 from moe_serve.engine.status import EngineCounters
 from moe_serve.errors import RequestError
+from moe_serve.kernels.part_clock import OTHER, SAMPLE, PartClock
+from moe_serve.kernels.sampling import NONE_LEFT
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
+Sample = Callable[[Tensor, list[Request]], list[int]]  # logits of rows, and their requests -> tokens
 
 
 class OpenRequests:
@@ -90,15 +102,16 @@ class OpenRequests:
         return True, f"{self._scheduler.blocks.flush()} blocks"
 
     def drop_all_of(self, front_end: int | None) -> None:
-        """Drops the requests of one of several front ends; None: it is the only one."""
+        """Drops the requests of one of several front ends; None: of all."""
         for request in list(self._open.values()):
             if front_end is None or front_end_of(request.request_id) == front_end:
                 self._remove(request)
 
-    def drop_all(self) -> None:
-        """Drops all requests: other ranks serve them from now on."""
-        for request in list(self._open.values()):
-            self._remove(request)
+    def drop_all(self) -> int:
+        """Drops all requests, which other ranks serve from now on. Returns how many they were."""
+        num_open = len(self._open)
+        self.drop_all_of(None)
+        return num_open
 
     def extended(
         self,
@@ -191,3 +204,50 @@ def _refusal(request: Request, error: RequestError) -> TokenEvent:
         message=str(error),
         field=error.field,
     )
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """Ends the chunks of a step. project: the logits of more rows of the step that ran last;  clock: of its parts"""
+
+    scheduler: Scheduler
+    requests: OpenRequests
+    scorer: LogprobScorer
+    project: ProjectRows
+    clock: PartClock
+
+    def of(
+        self, chunks: Sequence[ScheduledChunk], batch: ForwardBatch, logits: Tensor, sample: Sample
+    ) -> list[TokenEvent]:
+        """Returns the events of a step, whose chunks have run.
+
+        logits: [num_chunks, vocab], of the chunks that sample, then of the others
+        """
+        sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
+        others = [index for index, chunk in enumerate(chunks) if not chunk.samples]
+        asking = [chunks[index].request for index in sampling]
+        self.clock.turn(SAMPLE)
+        of_prompts, not_finite = self.scorer.of_prompts(batch, chunks, self.project, logits.shape[1])
+        rows = logits[: len(sampling)] if others else logits
+        raw = self.scorer.keep(rows, asking)
+        token_ids = sample(rows, asking)
+        of_tokens = self.scorer.of_tokens(raw, asking, token_ids)
+        self.clock.turn(OTHER)
+        events: list[TokenEvent] = []
+        for row, (index, token_id) in enumerate(zip(sampling, token_ids, strict=True)):
+            chunk = chunks[index]
+            if token_id < 0 or index in not_finite:
+                events.append(self.requests.fail(chunk.request, none_left=token_id == NONE_LEFT))
+                continue
+            self.scheduler.complete(chunk, token_id)
+            events.append(self.requests.extended(chunk.request, token_id, of_tokens.get(row), of_prompts.get(index)))
+        if others:
+            for index, is_finite in zip(others, has_finite_best(logits[len(sampling) :]), strict=True):
+                chunk = chunks[index]
+                if not is_finite or index in not_finite:
+                    events.append(self.requests.fail(chunk.request))
+                    continue
+                self.scheduler.complete(chunk)
+                if index in of_prompts:
+                    events.append(self.requests.scored(chunk.request, of_prompts[index]))
+        return events

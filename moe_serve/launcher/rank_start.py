@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Refused
-from moe_serve.engine.recovery.watchdog import Watchdog, WatchLimits
+from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.errors import MoeServeError
 from moe_serve.launcher.facts import Fact, facts_of, front_end_facts
 from moe_serve.launcher.handover import Handover, check_like, find_handover, leave_handover
@@ -26,7 +26,7 @@ from moe_serve.log import get_logger
 if TYPE_CHECKING:
     from moe_serve.dispatch.base import EpGroup
     from moe_serve.engine.engine import Engine
-    from moe_serve.engine.exchange import Exchange
+    from moe_serve.engine.step.exchange import Exchange
     from moe_serve.launcher.groups import Groups
 
 log = get_logger(__name__)
@@ -83,7 +83,7 @@ class RankStart:
 
     def _begin_together(self) -> "Engine":
         from moe_serve.dispatch.peer_calls import barrier
-        from moe_serve.engine.exchange import make_exchange
+        from moe_serve.engine.step.exchange import make_exchange
 
         groups, facts = self._meet()
         engine_config, files = self._config.engine, groups.ep.files
@@ -103,7 +103,7 @@ class RankStart:
         """Returns the engine of a rank that takes the place of a dead one; its `run` joins the others."""
         from moe_serve.dispatch.base import EpGroup
         from moe_serve.dispatch.shm.shared_files import SharedFiles
-        from moe_serve.engine.exchange import open_exchange
+        from moe_serve.engine.step.exchange import open_exchange
         from moe_serve.launcher.groups import device_of
 
         self.report("joining the ranks that serve", 0.0)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.peer_calls import reason_of
-from moe_serve.engine.exchange import make_exchange
-from moe_serve.engine.step import RankState
+from moe_serve.engine.step.exchange import make_exchange
+from moe_serve.engine.step.plan import RankState
 from moe_serve.errors import PeerError
 from tests.dispatch.shm.faults import run_forked
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_serve.engine.balancing.balance_reports import BalanceReports
-from moe_serve.engine.balancing.balancer import Balancer
+from moe_serve.engine.balancing.balancer import Balancer, BalanceReports
 from moe_serve.eplb.load import LoadRecord, rank_load
 from moe_serve.eplb.migration.plan import migration_to
 from moe_serve.eplb.placement import Placement

@@ -24,9 +24,10 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.shm.shared_files import FileMark, SharedFiles
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.exchange import ShmExchange, make_exchange, open_exchange
 from moe_serve.engine.protocol.messages import Submit
-from moe_serve.engine.step import StepPlan
+from moe_serve.engine.status import totals_of
+from moe_serve.engine.step.exchange import ShmExchange, make_exchange, open_exchange
+from moe_serve.engine.step.plan import StepPlan
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove
@@ -53,7 +54,7 @@ class Outcome:
 
     groups: list[list[int]] = field(default_factory=list)
     ended: list[list[int]] = field(default_factory=list)
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
     reported_by_victim: list[int] = field(default_factory=list)
     rows: int = 0
     step: int = 0
@@ -252,7 +253,7 @@ def go(engine: Engine, mailbox: FileMailbox, num_ranks: int, fault: Fault | None
         return outcome
     engine.scheduler.check()
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
-    outcome.counters = dict(vars(engine.counters))
+    outcome.counters = totals_of(engine.counters, engine.recovery, engine.scheduler, [])
     outcome.rows = engine.counters.num_decode_tokens + engine.counters.num_prefill_tokens
     outcome.step = engine.step
     outcome.version = engine.served.placement.version

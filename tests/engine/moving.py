@@ -5,11 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from moe_serve.engine.balancing.balance_reports import BalanceReports
-from moe_serve.engine.balancing.balancer import Balancer
+from moe_serve.engine.balancing.balancer import Balancer, BalanceReports
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.protocol.messages import BalanceReport
-from moe_serve.engine.step import StepPlan
+from moe_serve.engine.step.plan import StepPlan
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.plan import MigrationPlan, plan_migration
 from moe_serve.eplb.placement import Placement

@@ -19,11 +19,10 @@ from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.exchange import make_exchange
-from moe_serve.engine.output.logprobs import LogprobBlock
 from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.protocol.mailbox import Inbound
-from moe_serve.engine.protocol.messages import Answer, Members, Shutdown, Submit, Tokens
+from moe_serve.engine.protocol.messages import Answer, LogprobBlock, Members, Shutdown, Submit, Tokens
+from moe_serve.engine.step.exchange import make_exchange
 from moe_serve.eplb.load import LoadRecord
 from tests.conftest import _descendants
 from tests.engine.queue_mailbox import QueueMailbox

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.output.logprobs import LogprobBlock, TokenLogprobs
+from moe_serve.engine.output.logprobs import TokenLogprobs
+from moe_serve.engine.protocol.messages import LogprobBlock
 
 Numbers = list[tuple[float, int, list[tuple[int, float]], list[float]]]
 

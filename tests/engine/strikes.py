@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.shm.counts import NativeCounts
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.step import StepPlan
+from moe_serve.engine.step.plan import StepPlan
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.expert_transfer import IncomingExpert, OutgoingExpert
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.engine.recovery.agreement import RankFacts, check_agreement, disagreement
+from moe_serve.engine.model.agreement import RankFacts, check_agreement, disagreement
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.digest import kernel_digest
 from moe_serve.kernels.cpu.library import find_cpu_library

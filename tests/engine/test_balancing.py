@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from moe_serve.engine.balancing.balance_reports import BalanceReports
+from moe_serve.engine.balancing.balancer import BalanceReports
 from moe_serve.engine.balancing.balancing import Balancing
 from moe_serve.engine.balancing.split_choice import SplitChoice
 from moe_serve.engine.protocol.messages import Answer, BalanceReport, Rebalance, SetPlacement
-from moe_serve.engine.step import StepPlan
+from moe_serve.engine.step.plan import StepPlan
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError

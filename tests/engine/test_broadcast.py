@@ -8,7 +8,7 @@ from moe_serve.dispatch.base import BufferLimits, EpGroup, Pending, TransportReq
 from moe_serve.dispatch.base import Ready as Arrived
 from moe_serve.dispatch.local import LocalAllToAll
 from moe_serve.dispatch.make import make_all_to_all
-from moe_serve.engine.recovery.broadcast import broadcast
+from moe_serve.engine.step.broadcast import broadcast
 from moe_serve.errors import PeerError
 from tests.ranks import run_ranks
 

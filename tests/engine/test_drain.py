@@ -4,9 +4,9 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.protocol.mailbox import Inbound
 from moe_serve.engine.protocol.messages import Draining, Shutdown, Submit, Tokens
+from moe_serve.engine.step.exchange import make_exchange
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.ranks import run_ranks
 

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.engine.exchange import GlooExchange, ShmExchange, make_exchange
-from moe_serve.engine.step import RankState
+from moe_serve.engine.step.exchange import GlooExchange, ShmExchange, make_exchange
+from moe_serve.engine.step.plan import RankState
 from moe_serve.errors import PeerError
 from tests.ranks import RankFailure, run_ranks
 

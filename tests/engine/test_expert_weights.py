@@ -10,7 +10,7 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config, model_dir
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_served_model
-from moe_serve.engine.served_model import ServedModel
+from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.fp8_block import PER_CHANNEL, PER_TENSOR, Fp8Block
 from moe_serve.kernels.grouped_gemm_int8 import has_vnni

@@ -8,7 +8,7 @@ HELLO, READY = Hello(0, 2, 5, 99, "here"), Ready(0, 5, LIMITS, {})
 
 
 def test_a_front_end_that_starts_anew_is_told_of_a_pause_before_it_may_send_requests() -> None:
-    greeting, pause = Greeting(silence_s=3.0), ForFrontEnds(1, 7, "pause", lasts=True)
+    greeting, pause = Greeting(timeout_s=3.0), ForFrontEnds(1, 7, "pause", lasts=True)
     assert greeting.again(0, 0.0) == []
     for message in (HELLO, pause, READY, ForFrontEnds(1, 8, "abort"), ForFrontEnds(1, 6, "resume", lasts=True)):
         greeting.note(message, 0.0)
@@ -19,7 +19,7 @@ def test_a_front_end_that_starts_anew_is_told_of_a_pause_before_it_may_send_requ
 
 
 def test_a_rank_that_hears_nothing_says_hello_again_once_it_is_ready() -> None:
-    greeting = Greeting(silence_s=3.0)
+    greeting = Greeting(timeout_s=3.0)
     greeting.note(HELLO, 0.0)
     assert not greeting.is_due(100.0, 0.0)
     greeting.note(READY, 0.0)

@@ -9,7 +9,7 @@ import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.step import StepPlan
+from moe_serve.engine.step.plan import StepPlan
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of, tiny_model
 
 HELD_UP_S = 4.5  # longer than engine.suspect_after_s is by default

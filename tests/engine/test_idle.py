@@ -11,7 +11,6 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.protocol.mailbox import Inbound, ZmqMailbox
 from moe_serve.engine.protocol.messages import (
     Alive,
@@ -23,6 +22,7 @@ from moe_serve.engine.protocol.messages import (
     decode_to_front_end,
     encode,
 )
+from moe_serve.engine.step.exchange import make_exchange
 from moe_serve.launcher.groups import gather_bytes
 from moe_serve.launcher.rank_env import free_port
 from moe_serve.links.link import Link

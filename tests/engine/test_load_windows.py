@@ -10,9 +10,9 @@ import torch
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.engine.balancing.load_windows import LoadWindows
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.step import StepPlan
+from moe_serve.engine.model.load_windows import LoadWindows
+from moe_serve.engine.step.plan import StepPlan
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement

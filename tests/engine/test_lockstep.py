@@ -14,9 +14,9 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.protocol.mailbox import Inbound
 from moe_serve.engine.protocol.messages import Abort, Submit, Tokens
+from moe_serve.engine.step.exchange import make_exchange
 from tests.engine.offline import Script, ScriptedMailbox, tiny_model
 from tests.ranks import run_ranks
 

@@ -11,9 +11,9 @@ from moe_serve.attention_dp.batch import ForwardBatch, PromptRows
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.engine.output import row_logprobs
-from moe_serve.engine.output.logprobs import LogprobBlock, TokenLogprobs
+from moe_serve.engine.output.logprobs import TokenLogprobs
 from moe_serve.engine.output.row_logprobs import LogprobScorer
-from moe_serve.engine.protocol.messages import Submit
+from moe_serve.engine.protocol.messages import LogprobBlock, Submit
 from tests.engine.offline import Served, prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.scored import Numbers, collected
 from tests.engine.test_identity import BY_TORCH, PLAIN, TWO_THREADS, WAYS

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_serve.config import load_config
-from moe_serve.engine.model_plan import ModelPlan
+from moe_serve.engine.model.model_plan import ModelPlan
 from moe_serve.models.families.registry import read_spec
 from tests.models.published import PHI_35_MOE
 

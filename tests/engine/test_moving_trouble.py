@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.protocol.mailbox import Inbound
 from moe_serve.engine.protocol.messages import Rebalance, SetPlacement, Submit
-from moe_serve.engine.step import MoveCancelled
+from moe_serve.engine.step.plan import MoveCancelled
 from moe_serve.ep.expert_transfer import OutgoingExpert
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.process import PlannerProcess

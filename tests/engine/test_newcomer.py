@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from moe_serve.engine.recovery.masking_recovery import MaskingRecovery
+from moe_serve.engine.recovery.recovery import MaskingRecovery
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
 from tests.engine.losing import Outcome, serve_and_lose

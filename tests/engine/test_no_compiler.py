@@ -9,8 +9,8 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.protocol.messages import Submit, Tokens
+from moe_serve.engine.step.exchange import make_exchange
 from moe_serve.kernels.cpu.library import find_cpu_library
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.ranks import run_ranks

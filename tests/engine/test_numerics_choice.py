@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moe_serve.config import load_config
-from moe_serve.engine import numerics_choice
 from moe_serve.engine.build import use_threads
-from moe_serve.engine.numerics_choice import NumericsChoice, choose_numerics
+from moe_serve.engine.model import model_plan
+from moe_serve.engine.model.model_plan import NumericsChoice, choose_numerics
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.library import CpuLibrary
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
@@ -34,7 +34,7 @@ def choose(
     monkeypatch: pytest.MonkeyPatch, *overrides: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32,
     library: CpuLibrary | None = LIBRARY,
 ) -> NumericsChoice:  # fmt: skip
-    monkeypatch.setattr(numerics_choice, "find_cpu_library", lambda: library)
+    monkeypatch.setattr(model_plan, "find_cpu_library", lambda: library)
     return choose_numerics(load_config(overrides=overrides), device, dtype)
 
 
@@ -62,7 +62,7 @@ def test_float32_on_cpu_is_compiled_whatever_the_setting_says(setting: str, monk
 def test_amx_is_used_where_it_is_and_else_the_reason_is_said(
     overrides: list[str], has_amx: bool, form: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numerics_choice, "processor_features", lambda: "flags : avx512f amx_bf16 amx_tile")
+    monkeypatch.setattr(model_plan, "processor_features", lambda: "flags : avx512f amx_bf16 amx_tile")
     library = CpuLibrary(FakeCalls(has_amx), "/usr/bin/cc", "avx512")  # type: ignore[arg-type]
     choice = choose(monkeypatch, *overrides, library=library)
     assert choice.kernels == f"compiled for this CPU ({form})"

@@ -11,7 +11,7 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.attention_dp.scheduler import Proposal
 from moe_serve.engine.profiler import Profiler
 from moe_serve.engine.protocol.messages import STEP_WORDS, Answer, Profile
-from moe_serve.engine.step import StepPlan
+from moe_serve.engine.step.plan import StepPlan
 from moe_serve.kernels.part_clock import ATTENTION, BETWEEN, EXCHANGE, PARTS, PartClock
 from tests.engine.offline import serve, submits_of, tiny_model
 

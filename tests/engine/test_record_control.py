@@ -11,10 +11,10 @@ import torch
 
 from moe_serve.config import load_config
 from moe_serve.config.sections import EplbConfig
-from moe_serve.engine.balancing.load_dump import ModelRows
-from moe_serve.engine.balancing.record_control import DumpRecorder, RecordControl, Speaker, dump_folder
+from moe_serve.engine.balancing.record_control import RecordControl, Responder
+from moe_serve.engine.balancing.recording import DumpRecorder, ModelRows, dump_folder
 from moe_serve.engine.protocol.messages import Answer, Message, RecordCommand
-from moe_serve.engine.step import RECORD_COMMANDS, RankState, RecorderStates
+from moe_serve.engine.step.plan import RECORD_COMMANDS, RankState, RecorderStates
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.load import LoadRecord
@@ -38,7 +38,8 @@ class Rank:
         self.dumps = DumpRecorder(rank, config, ModelRows(2, (1,)), self.passes)
         self.sent: list[Message] = []
         self.leader = 0
-        self.control = RecordControl(Speaker(rank, 0, lambda: self.leader, self.sent.append), self.windows, self.dumps)
+        responder = Responder(rank, 0, lambda: self.leader, self.sent.append)
+        self.control = RecordControl(responder, self.windows, self.dumps)
         self.step = 0
 
     def ask(self, command: str) -> None:
@@ -268,7 +269,7 @@ def test_commands_of_a_leader_that_leads_no_more_are_refused_once(tmp_path: Path
 def test_without_recording_a_command_is_refused() -> None:
     sent: list[Message] = []
     windows, _ = windows_of_one_rank([])
-    control = RecordControl(Speaker(0, 0, lambda: 0, sent.append), windows, None)
+    control = RecordControl(Responder(0, 0, lambda: 0, sent.append), windows, None)
     control.ask(RecordCommand(5, "start"))
     assert [(each.call_id, each.ok) for each in sent if isinstance(each, Answer)] == [(5, False)]
 

@@ -16,9 +16,9 @@ from moe_serve.dispatch.local import LocalAllToAll
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.engine import build as build_module
 from moe_serve.engine.build import build_engine, build_served_model, check_bits
-from moe_serve.engine.exchange import make_exchange
+from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.protocol.messages import Status, Submit
-from moe_serve.engine.served_model import ServedModel
+from moe_serve.engine.step.exchange import make_exchange
 from moe_serve.errors import ConfigError, PeerError
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from moe_serve.engine.balancing.split_choice import (
     median_interval,
     size_class,
 )
-from moe_serve.engine.step import PHASES, MovePlan, RankState, StepPlan, StepSettings, plan_step
+from moe_serve.engine.step.plan import PHASES, MovePlan, RankState, StepPlan, StepSettings, plan_step
 
 PLAN = plan_step([RankState(0, 0, decode_tokens=4)], StepSettings(64))
 

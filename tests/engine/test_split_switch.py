@@ -11,7 +11,7 @@ import pytest
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.protocol.messages import Submit
-from moe_serve.engine.step import PHASES, RankState
+from moe_serve.engine.step.plan import PHASES, RankState
 from tests.engine.offline import TINY, Served, prompts_with_shared_beginnings, serve, submits_of, tiny_model
 
 INVARIANT = ["engine.numerics=batch_invariant", "model.load_format=dummy", "engine.max_running_requests=8"]

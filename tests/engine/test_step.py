@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.engine.step import (
+from moe_serve.engine.step.plan import (
     MOVE_FAULTS,
     ROW_LENGTH,
     MoveCancelled,

@@ -9,9 +9,9 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
-from moe_serve.engine.exchange import make_exchange
 from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, PhaseTimes
-from moe_serve.engine.step_times import StepTimes
+from moe_serve.engine.status import StepTimes
+from moe_serve.engine.step.exchange import make_exchange
 from moe_serve.kernels.part_clock import ATTENTION, PartClock
 from tests.engine.offline import ScriptedMailbox, submits_of, tiny_model
 from tests.ranks import run_ranks

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.balancing.trace_writer import TraceWriter
+from moe_serve.engine.model.load_windows import TraceWriter
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.files.jsonl_writer import JsonlWriter
 from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_serve.engine.recovery.watchdog import Watchdog, WatchLimits
+from moe_serve.engine.watchdog import Watchdog, WatchLimits
 
 LIMITS = WatchLimits(warn_s=1.0, stack_s=3.0, give_up_s=5.0)  # 4, 12 and 20 ticks
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_serve.engine.balancing.split_choice import SplitChoice
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.step import PHASES, StepPlan
+from moe_serve.engine.step.plan import PHASES, StepPlan
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import Decision
 from tests.ep.received import count_received

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_serve.config import load_config
-from moe_serve.engine.model_plan import ModelPlan
+from moe_serve.engine.model.model_plan import ModelPlan
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError

@@ -2,8 +2,7 @@
 
 from array import array
 
-from moe_serve.engine.output.logprobs import LogprobBlock
-from moe_serve.engine.protocol.messages import Submit
+from moe_serve.engine.protocol.messages import LogprobBlock, Submit
 
 
 def output_block(submit: Submit, start: int, token_ids: list[int]) -> LogprobBlock | None:

@@ -24,7 +24,7 @@ class SharedFiles:
     """The files of one rank by name.
 
     pid:     of the rank whose files this one opens; None: it has made them with the others
-    kernels: what decides whether ranks compute alike, as text (engine/recovery/agreement.py)
+    kernels: what decides whether ranks compute alike, as text (engine/model/agreement.py)
     """
 
     def __init__(self, pid: int | None = None, marks: Mapping[str, FileMark] | None = None, kernels: str = ""):

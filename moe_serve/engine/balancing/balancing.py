@@ -23,14 +23,13 @@ import msgspec
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.engine.balancing.balance_reports import BalanceReports
-from moe_serve.engine.balancing.balancer import Balancer
+from moe_serve.engine.balancing.balancer import Balancer, BalanceReports
 from moe_serve.engine.balancing.split_choice import SplitChoice
+from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.protocol.messages import Answer, BalanceReport, Message, Rebalance, SetPlacement
-from moe_serve.engine.recovery.broadcast import broadcast
 from moe_serve.engine.recovery.recovery import Rank, Recovery
-from moe_serve.engine.served_model import ServedModel
-from moe_serve.engine.step import MOVE_FAULTS, PHASES, MoveCancelled, StepPlan
+from moe_serve.engine.step.broadcast import broadcast
+from moe_serve.engine.step.plan import MOVE_FAULTS, PHASES, MoveCancelled, StepPlan
 from moe_serve.ep.expert_carrier import make_carrier
 from moe_serve.ep.weight_mover import MoveSettings, WeightMover
 from moe_serve.eplb.load import LoadRecord
@@ -134,7 +133,7 @@ class Balancing:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Does what the plan says about experts, before the forward. Collective where the plan names a speaker.
+        """Does what the plan says about experts, before the forward. Collective where the plan names a broadcast root.
 
         Raises PeerError when a peer is missing.
         """

@@ -8,24 +8,21 @@
 
 A command whose record was dropped, because a rank was lost, is shown again. A masked rank drops its recording. Where it
 rejoins as the leader, the others' rows say who holds one that ran without it: they write the files that it names.
-`load_dump.py` says what the files hold.
+`recording.py` says what a rank keeps, and what the files hold.
 """
 
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
-from os import environ
-from pathlib import Path
 
 from moe_serve.config.sections import EplbConfig
-from moe_serve.engine.balancing.load_dump import ModelRows, Recording, passes_content, stat_content, write_dump
-from moe_serve.engine.balancing.load_windows import LoadWindows
+from moe_serve.engine.balancing.recording import Dump, DumpRecorder, ModelRows
+from moe_serve.engine.model.load_windows import LoadWindows
+from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.protocol.messages import Answer, Message, RecordCommand
-from moe_serve.engine.served_model import ServedModel
-from moe_serve.engine.step import (
+from moe_serve.engine.step.plan import (
     DUMP_FAILED,
     HOLDS_RECORDING,
     RECORD_COMMANDS,
@@ -33,15 +30,12 @@ from moe_serve.engine.step import (
     RecorderStates,
     StepPlan,
 )
-from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.eplb.load import LoadRecord
-from moe_serve.eplb.placement import Placement
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
 _MAX_WAITING = 16  # commands
 _CLOSE_S = 10.0  # for a dump that is being written when the engine ends
-_GROUP_CHANGED = "ranks were lost or have rejoined"
 _START_FIRST = "nothing is recorded: start a recording first (POST /start_expert_distribution_record)"
 
 
@@ -65,19 +59,6 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Dump:
-    """A dump of all ranks, of which this one may write a file.
-
-    paths: of the files of all ranks;  text: what they hold;  done: of the own file; raises OSError where it could not
-    be written
-    """
-
-    paths: tuple[Path, ...]
-    text: str
-    done: Future[None]
-
-
-@dataclass(frozen=True)
 class _RunningDump:
     """call: on the leader;  known_from: the first step in whose rows all ranks show whether they write"""
 
@@ -87,8 +68,8 @@ class _RunningDump:
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """This rank towards the front end. leader: returns the lowest rank that takes part, which answers commands"""
+class Responder:
+    """Answers the front end's commands for this rank. leader: returns the lowest rank that takes part: it answers"""
 
     rank: int
     launch_id: int
@@ -107,9 +88,9 @@ class Speaker:
 class RecordControl:
     """Carries out the commands on one rank, at the same step as the other ranks."""
 
-    def __init__(self, speaker: Speaker, windows: LoadWindows, recorder: "DumpRecorder | None"):
+    def __init__(self, responder: Responder, windows: LoadWindows, recorder: DumpRecorder | None):
         """recorder: None: no load is recorded"""
-        self._speaker = speaker
+        self._responder = responder
         self._windows = windows
         self._recorder = recorder
         self._waiting: deque[RecordCommand] = deque()
@@ -127,14 +108,14 @@ class RecordControl:
 
     def ask(self, call: RecordCommand) -> None:
         """Takes a command of a client, on the leader; the others hear of it from the plan."""
-        if not self._speaker.is_leader:
+        if not self._responder.is_leader:
             return
         if self._recorder is None:
-            self._speaker.answer(call, False, "eplb.mode is off: no expert load is recorded; set eplb.mode: static")
+            self._responder.answer(call, False, "eplb.mode is off: no expert load is recorded; set eplb.mode: static")
         elif call.command not in RECORD_COMMANDS or len(self._waiting) >= _MAX_WAITING:
             known = ", ".join(RECORD_COMMANDS)
             text = f"the command is {call.command!r} behind {len(self._waiting)} others; it takes {known}, in turn"
-            self._speaker.answer(call, False, text)
+            self._responder.answer(call, False, text)
         else:
             self._waiting.append(call)
 
@@ -160,7 +141,7 @@ class RecordControl:
         if self._dump_failed:
             state |= DUMP_FAILED
         if self._waiting and self._agreed is None and self._dump is None:
-            if self._speaker.is_leader:
+            if self._responder.is_leader:
                 command = 1 + RECORD_COMMANDS.index(self._waiting[0].command)
                 return Shown(command, time.time_ns() // 1000, state)
             self._hand_back()
@@ -175,7 +156,7 @@ class RecordControl:
             self._end_dump(plan.recorders.failed)
         self._agreed = None  # a command of the step before whose record was dropped
         if plan.record is not None:
-            leads = self._speaker.is_leader and self._waiting
+            leads = self._responder.is_leader and self._waiting
             call = self._waiting[0] if leads else None
             self._agreed = _Agreed(plan.record, plan.step + 1, call, plan.recorders)
 
@@ -201,28 +182,28 @@ class RecordControl:
     def _hand_back(self) -> None:
         """Refuses the commands that wait: a lower rank has rejoined, and leads now without having heard of them."""
         while self._waiting:
-            call, leader = self._waiting.popleft(), self._speaker.leader()
+            call, leader = self._waiting.popleft(), self._responder.leader()
             text = f"rank {leader} has rejoined and leads now; send the {call.command} command again"
-            self._speaker.answer(call, False, text)
+            self._responder.answer(call, False, text)
 
-    def _stop(self, recorder: "DumpRecorder", agreed: _Agreed) -> str:
+    def _stop(self, recorder: DumpRecorder, agreed: _Agreed) -> str:
         text = recorder.stop(agreed.until)
         if recorder.holds_recording or not agreed.states.holders:
             return text
         holders = ", ".join(map(str, agreed.states.holders))
         return (
-            f"the recording had ended before, when rank {self._speaker.rank} rejoined; "
+            f"the recording had ended before, when rank {self._responder.rank} rejoined; "
             f"rank {holders} holds it, and a dump writes it"
         )
 
-    def _begin_dump(self, recorder: "DumpRecorder", agreed: _Agreed) -> None:
+    def _begin_dump(self, recorder: DumpRecorder, agreed: _Agreed) -> None:
         self._dump_failed = False
         dump = recorder.dump(agreed.states, self._windows.placement)
         if dump is not None:
             # The rows of the step that begins now, agreed.until, were exchanged before.
             self._dump = _RunningDump(agreed.call, dump, agreed.until + 1)
         elif agreed.call is not None:
-            self._speaker.answer(agreed.call, False, _START_FIRST)
+            self._responder.answer(agreed.call, False, _START_FIRST)
 
     def _note_own_file(self) -> None:
         """Notes whether the own file could be written, once it is known."""
@@ -231,7 +212,7 @@ class RecordControl:
         error = self._dump.dump.done.exception()
         if error is not None:
             self._dump_failed = True
-            log.error("the dump of rank %d cannot be written (%s); serving continues", self._speaker.rank, error)
+            log.error("the dump of rank %d cannot be written (%s); serving continues", self._responder.rank, error)
 
     def _end_dump(self, failed: Sequence[int]) -> None:
         """Answers the dump that has ended. failed: ranks that could not write"""
@@ -240,7 +221,7 @@ class RecordControl:
         running, self._dump = self._dump, None
         if running.call is None:
             return
-        paths, own = running.dump.paths, self._speaker.rank
+        paths, own = running.dump.paths, self._responder.rank
         if not failed and not self._dump_failed:
             self._answer(running.call, running.dump.text, [str(path) for path in paths])
             return
@@ -250,121 +231,16 @@ class RecordControl:
             f"rank {ranks} cannot write its file into {paths[0].parent}{error}; make room, or name another folder: "
             "eplb.recorder_dir"
         )
-        self._speaker.answer(running.call, False, text)
+        self._responder.answer(running.call, False, text)
 
     def _answer(self, call: RecordCommand | None, text: str, files: list[str] | None = None) -> None:
         if call is not None:
-            self._speaker.answer(call, True, text, files)
+            self._responder.answer(call, True, text, files)
 
 
-def make_record_control(config: EplbConfig, speaker: Speaker, served: ServedModel) -> RecordControl:
+def make_record_control(config: EplbConfig, responder: Responder, served: ServedModel) -> RecordControl:
     """Returns what carries out the commands of clients to the recorder of expert load."""
     if served.recorder is None:
-        return RecordControl(speaker, served.windows, None)
+        return RecordControl(responder, served.windows, None)
     rows = ModelRows(served.spec.num_layers, tuple(served.spec.moe_layer_ids))
-    return RecordControl(speaker, served.windows, DumpRecorder(speaker.rank, config, rows, served.passes))
-
-
-class DumpRecorder:
-    """Keeps what a rank has to dump. All ranks start, stop and dump between the same two steps."""
-
-    def __init__(self, rank: int, config: EplbConfig, rows: ModelRows, passes: PassRecorder | None):
-        """passes: None in mode stat, in which each rank keeps the windows of all, so that any of them can write"""
-        self._rank = rank
-        self._mode, self._folder = config.recorder_mode, dump_folder(config)
-        self._max_bytes = int(config.recorder_max_mib * 2**20)
-        self._rows = rows
-        self._passes = passes
-        self._recording: Recording | None = None
-        # Files are written beside the steps, one after the other.
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="dump")
-
-    @property
-    def holds_recording(self) -> bool:
-        return self._recording is not None
-
-    def forget(self) -> None:
-        """Drops the recording of a masked rank: the others go on or end without it, and hold what was recorded."""
-        self._recording = None
-        if self._passes is not None:
-            self._passes.is_on = False
-
-    def end_step(self, plan: StepPlan, placement: Placement) -> None:
-        """Keeps the forward of a step. Ends the recording when the group changes: masked ranks have missed a part."""
-        recording = self._recording
-        if recording is None or recording.until is not None:
-            return
-        if plan.regrouped or plan.rejoining:
-            recording.end(plan.step, _GROUP_CHANGED)
-        elif self._passes is not None and plan.runs_forward:
-            recording.add_pass(plan.step, plan.phase, self._passes.take(), placement)
-        self._ended(recording)
-
-    def add(self, record: LoadRecord) -> None:
-        """Keeps a window that is final."""
-        recording = self._recording
-        if self._passes is None and recording is not None:
-            was_running = recording.until is None
-            recording.add_window(record)
-            if was_running:
-                self._ended(recording)
-
-    def start(self) -> str:
-        """Begins a recording; drops the one before. Returns what it does, in words."""
-        self._recording = Recording(self._max_bytes)
-        if self._passes is not None:
-            self._passes.is_on = True
-        return f"mode {self._mode}, into {self._folder}"
-
-    def stop(self, step: int) -> str:
-        """Ends the recording before a step. Returns what it holds, in words."""
-        if self._recording is None:
-            return "nothing was being recorded"
-        self._recording.end(step)
-        self._ended(self._recording)
-        return self._recording.text
-
-    def dump(self, states: RecorderStates, placement: Placement) -> Dump | None:
-        """Begins to write the recording, and begins anew if it runs; None where no rank holds one.
-
-        placement: in use now. In mode stat the lowest of the ranks that hold the recording writes for all.
-        """
-        if not states.holders:
-            return None
-        recording, rank = self._recording, self._rank
-        name = f"expert_distribution_recorder_{states.time_us / 1e6}"
-        if self._passes is None:
-            paths = {states.holders[0]: self._folder / f"{name}.pt"}
-        else:
-            paths = {holder: self._folder / f"{name}_{holder}.pt" for holder in states.holders}
-        done: Future[None] = Future()
-        text = f"recorded without rank {rank}, which has rejoined since"
-        if recording is not None:
-            self._recording = Recording(recording.max_bytes) if recording.until is None else None
-            text = recording.text
-        if recording is not None and rank in paths:
-            done = self._writer.submit(self._write, paths[rank], recording, placement)
-        else:
-            done.set_result(None)
-        return Dump(tuple(paths.values()), text, done)
-
-    def _write(self, path: Path, recording: Recording, placement: Placement) -> None:
-        if self._passes is None:
-            write_dump(path, stat_content(recording, self._rank, self._rows))
-        else:
-            write_dump(path, passes_content(recording, self._rank, self._rows, placement))
-        log.info("%s: %s", path, recording.text)
-
-    def _ended(self, recording: Recording) -> None:
-        """Stops collecting once the recording has ended."""
-        if recording.until is None:
-            return
-        if self._passes is not None:
-            self._passes.is_on = False
-        if recording.why_ended:
-            log.warning("the recording of expert load ends with %s", recording.text)
-
-
-def dump_folder(config: EplbConfig) -> Path:
-    """Returns the folder of the dumps; where eplb.recorder_dir names none, it is the one that SGLang would use."""
-    return Path(config.recorder_dir or environ.get("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR") or tempfile.gettempdir())
+    return RecordControl(responder, served.windows, DumpRecorder(responder.rank, config, rows, served.passes))

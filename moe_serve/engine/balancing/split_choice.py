@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from moe_serve.engine.step import PHASES, MovePlan, StepPlan
+from moe_serve.engine.step.plan import PHASES, MovePlan, StepPlan
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)

@@ -19,25 +19,9 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
+from moe_serve.engine.protocol.messages import LogprobBlock
 
 MAX_ENTRIES = 2**20  # numbers that one call may bring: 12 MB here, and about 30 MB of JSON
-
-
-class LogprobBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Numbers for n tokens in a row, little-endian.
-
-    start:    index of the first one's entry, as in TokenLogprobs
-    ranks:    [n] int32, of the token among all, 1 for the likeliest
-    logprobs: [n, 1 + ids] float32: of the token, then of each of logprob_token_ids
-    top_ids:  [n, top] int32, likeliest first, equal ones by id;  top: [n, top] float32
-    """
-
-    start: int
-    ranks: bytes
-    logprobs: bytes
-    top_ids: bytes = b""
-    top: bytes = b""
 
 
 class Logprob(NamedTuple):

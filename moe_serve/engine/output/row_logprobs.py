@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.scheduler import ScheduledChunk
-from moe_serve.engine.output.logit_changes import changes_logits
-from moe_serve.engine.output.logprobs import LogprobBlock
+from moe_serve.engine.output.sampler import changes_logits
+from moe_serve.engine.protocol.messages import LogprobBlock
 from moe_serve.kernels.cpu.logprobs import row_logprobs
 from moe_serve.kernels.logprobs import RowLogprobs, WantedLogprobs, row_logprobs_reference
 

@@ -1,5 +1,8 @@
-"""Chooses the next token of each sequence from its logits: one call for all rows of a step.
+"""Chooses the next token of each sequence from its logits, which the request's parameters change: one call for all rows
+of a step.
 
+Changes are a pure function of (parameters, prompt ids, output ids). A `RequestChanges` keeps counts from token to
+token, so that one more token costs the same after a long output; one made anew from prompt and output gives the same.
 No generator keeps a state, so a token does not depend on the batch, the rank, a preemption or a restart
 (kernels/sampling.py says how it is drawn).
 """
@@ -11,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_serve.attention_dp.constraint import FormStart
 from moe_serve.attention_dp.request import Request
-from moe_serve.engine.output.logit_changes import RequestChanges, changes_logits
+from moe_serve.attention_dp.sampling_params import SamplingParams
+from moe_serve.errors import RequestError
 from moe_serve.kernels.cpu.sampling import RowSampler
-from moe_serve.kernels.logit_changes import LogitChanges
+from moe_serve.kernels.logit_changes import EDIT, NO_EDITS, NO_IDS, LogitChanges
 from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows, pack_sampling_row, sample_rows_reference
 
 
@@ -75,3 +80,197 @@ def _rows(requests: Sequence[Request]) -> NDArray[np.void]:
         for p in [request.params]
     ]
     return np.frombuffer(bytearray().join(packed), SAMPLING_ROW)
+
+
+def changes_logits(request: Request) -> bool:
+    """Returns whether this request's next logits, or later ones, are changed."""
+    params = request.params
+    return len(request.output_ids) < params.min_new_tokens or params.changes_logits or params.constraint is not None
+
+
+class RequestChanges:
+    """The changes of one request, while its output grows."""
+
+    def __init__(self, request: Request, eos_token_ids: Sequence[int], vocab: int):
+        """vocab: tokens of the logits; ids beyond it cannot be drawn, and change nothing"""
+        params = request.params
+        self._output_ids = request.output_ids
+        self._edits = _Edits(params, request.prompt_ids, vocab)
+        self._bad_words = _BadWords(params.bad_words_ids, vocab)
+        self._may_end_from = params.min_new_tokens
+        self._ending = _within((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)), vocab)
+        self._mask = mask_of(params.allowed_token_ids, vocab) if params.allowed_token_ids else None
+        self._form = _Form(request, eos_token_ids, vocab) if params.constraint is not None else None
+
+    def now(self) -> LogitChanges | None:
+        """Returns the changes for the token after the output as it is now; None where there are none."""
+        edits = self._edits.after(self._output_ids)
+        banned = self._bad_words.after(self._output_ids)
+        may_end, mask = len(self._output_ids) >= self._may_end_from, self._mask
+        if self._form is not None:
+            form = self._form.mask(may_end)
+            may_end |= self._form.must_end
+            if form is None:
+                banned = np.concatenate([banned, self._form.not_before])
+            else:
+                mask = form if mask is None else form & mask
+        if not may_end:
+            banned = np.concatenate([banned, self._ending])
+        if not edits.size and not banned.size and mask is None:
+            return None
+        return LogitChanges(edits, banned, mask)
+
+
+class _Form:
+    """The constraint of one request.
+
+    End-of-sequence and stop tokens may come where the output is complete; a stop token that is text also where the
+    form has it, and ends the output there. min_new_tokens holds the end off as long as anything else may come.
+
+    must_end:   whether nothing else may come, after `mask`
+    not_before: the tokens that may not come before the form begins, [num_ids] int64
+    """
+
+    def __init__(self, request: Request, eos_token_ids: Sequence[int], vocab: int):
+        assert request.matcher is not None, f"{request.request_id} was scheduled before its grammar was compiled"
+        assert request.params.constraint is not None
+        start = request.params.constraint.start
+        self._request = request
+        self._matcher = request.matcher.copy(request.params.constraint.name)
+        self._start = _Start(start, request.output_ids)
+        self._num_matched = 0
+        self._opens = mask_of([] if start is None or start.opens is None else [start.opens], vocab)
+        self.not_before = _within([] if start is None or start.may_end else eos_token_ids, vocab)
+        self._stops = mask_of(request.params.stop_token_ids, vocab)
+        self._none = np.zeros_like(self._stops)
+        self.must_end = False
+
+    def mask(self, may_stop: bool) -> NDArray[np.int32] | None:
+        """Returns the tokens that may come after the output; none where the grammar is too complex there, None before
+        the form begins.
+
+        may_stop: whether a stop token would end the request
+        """
+        output_ids = self._request.output_ids
+        begin = self._start.index()
+        if begin is None:
+            return None
+        try:
+            self._matcher.advance(output_ids[max(begin, self._num_matched) :])
+            self._num_matched = len(output_ids)
+            mask: NDArray[np.int32] = self._matcher.mask()
+        except RequestError as error:
+            self._request.why_none_left = str(error)
+            return self._none
+        self.must_end = self._matcher.must_end
+        if may_stop and self._matcher.may_end:
+            mask |= self._stops
+        return mask if output_ids else mask | self._opens
+
+
+class _Start:
+    """Where in an output the form begins, while the output grows."""
+
+    def __init__(self, start: FormStart | None, output_ids: Sequence[int]):
+        self._left = [] if start is None else list(start.after)  # sequences that have not come
+        self._opens = None if start is None else start.opens
+        self._output_ids = output_ids
+        self._read = 0  # tokens that belong to sequences that have come, or cannot begin the next one
+
+    def index(self) -> int | None:
+        """Returns the index of the form's first token, None while it has not begun."""
+        output_ids = self._output_ids
+        if self._opens is not None and output_ids[:1] != [self._opens]:
+            return 0
+        while self._left:
+            wanted = list(self._left[0])
+            for begin in range(self._read, len(output_ids) - len(wanted) + 1):
+                if output_ids[begin : begin + len(wanted)] == wanted:
+                    break
+            else:
+                self._read = max(self._read, len(output_ids) - len(wanted) + 1)
+                return None
+            self._read = begin + len(wanted)
+            del self._left[0]
+        return self._read
+
+
+class _BadWords:
+    """Words that the output must not hold, as vLLM bans them (v1/sample/ops/bad_words.py): the last token of a word
+    is banned where the output ends with the tokens before it."""
+
+    def __init__(self, words: Sequence[Sequence[int]], vocab: int):
+        within = [word for word in words if 0 <= word[-1] < vocab]
+        self._always = np.array([word[-1] for word in within if len(word) == 1], np.int64)
+        self._longer: dict[int, list[tuple[list[int], int]]] = {}  # by the token before the last one
+        for word in within:
+            if len(word) > 1:
+                self._longer.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
+
+    def after(self, output_ids: Sequence[int]) -> NDArray[np.int64]:
+        """Returns the ids that would complete a word, [num_ids] int64."""
+        candidates = self._longer.get(output_ids[-1], ()) if output_ids else ()
+        last = [token for before, token in candidates if output_ids[-len(before) :] == before]
+        return np.array([*self._always.tolist(), *last], np.int64) if last else self._always
+
+
+class _Edits:
+    """One EDIT for each token with a bias or a penalty.
+
+    repetition_penalty counts tokens of prompt and output (Keskar et al., CTRL, 2019; transformers'
+    RepetitionPenaltyLogitsProcessor); frequency_penalty and presence_penalty those of the output (OpenAI's API
+    reference): logit - count * frequency_penalty - (count > 0) * presence_penalty.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], vocab: int):
+        self._repetition = params.repetition_penalty
+        self._frequency = np.float32(params.frequency_penalty)
+        self._presence = params.presence_penalty
+        self._has_penalties = params.has_penalties
+        self._vocab = vocab
+        self._num_counted = 0  # tokens of the output
+        bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab}
+        repeated = _within(prompt_ids, vocab) if self._repetition != 1.0 else NO_IDS
+        tokens = [*bias, *sorted(set(repeated.tolist()) - bias.keys())]
+        self._slots = {token: slot for slot, token in enumerate(tokens)}
+        self._counts = [0] * len(tokens)  # in the output, by slot
+        self._edits = np.zeros(len(tokens), EDIT) if tokens else NO_EDITS
+        self._edits["token"] = tokens
+        self._edits["bias"][: len(bias)] = list(bias.values())
+        self._edits["repetition"] = 1.0
+        self._edits["repetition"][[self._slots[token] for token in set(repeated.tolist())]] = self._repetition
+
+    def after(self, output_ids: Sequence[int]) -> NDArray[np.void]:
+        """Returns [num_edits] EDIT for the next token; the memory is written anew in the next call."""
+        if self._has_penalties:
+            for token in output_ids[self._num_counted :]:
+                if 0 <= token < self._vocab:
+                    self._count(token)
+            self._num_counted = len(output_ids)
+        return self._edits[: len(self._counts)]
+
+    def _count(self, token: int) -> None:
+        slot = self._slots.setdefault(token, len(self._counts))
+        if slot == len(self._counts):
+            self._counts.append(0)
+            if slot == len(self._edits):
+                self._edits = np.concatenate([self._edits, np.zeros(max(64, slot), EDIT)])
+            self._edits[slot] = (token, 0.0, 1.0, 0.0, 0.0)
+        self._counts[slot] += 1
+        edit = self._edits[slot]
+        edit["repetition"] = self._repetition
+        edit["frequency"] = self._frequency * np.float32(self._counts[slot])
+        edit["presence"] = self._presence
+
+
+def mask_of(token_ids: Sequence[int], vocab: int) -> NDArray[np.int32]:
+    """Returns the mask of LogitChanges that allows these tokens alone, [ceil(vocab / 32)] int32."""
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[_within(token_ids, vocab)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+
+
+def _within(token_ids: Sequence[int], vocab: int) -> NDArray[np.int64]:
+    """Returns the ids that logits have."""
+    ids = np.array(token_ids, np.int64)
+    return ids[(ids >= 0) & (ids < vocab)]

@@ -55,7 +55,7 @@ log = get_logger(__name__)
 # One poll takes at most so many messages from a socket, for at most so long: a step must not wait for a flood.
 _TURN_MESSAGES = 256
 _TURN_S = 0.005
-SILENCE_S = 3.0  # a front end that is alive says so every ALIVE_PERIOD_S
+LIVENESS_TIMEOUT_S = 3.0  # a front end that is alive says so every ALIVE_PERIOD_S
 Decoded = TypeVar("Decoded")
 _WAKE_BYTES = 1024  # a larger message ends the connection of who sent it
 
@@ -318,8 +318,8 @@ def _routing_id() -> bytes:
 class Greeting:
     """Remembers what this rank has told, so that it can be told again."""
 
-    def __init__(self, silence_s: float = SILENCE_S):
-        self._silence_s = silence_s
+    def __init__(self, timeout_s: float = LIVENESS_TIMEOUT_S):
+        self._timeout_s = timeout_s
         self._hello: Hello | None = None
         self._ready: Ready | None = None
         self._members: Members | None = None
@@ -345,7 +345,7 @@ class Greeting:
 
     def is_due(self, now_s: float, heard_s: float) -> bool:
         """Returns whether this rank should say hello because it hears nothing; only one that is ready listens."""
-        return self._ready is not None and now_s - max(heard_s, self._said_s) > self._silence_s
+        return self._ready is not None and now_s - max(heard_s, self._said_s) > self._timeout_s
 
     def again(self, num_reconnects: int, now_s: float) -> list[Message]:
         """Returns what to say now; nothing before the first hello."""

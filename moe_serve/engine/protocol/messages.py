@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.engine.output.logprobs import LogprobBlock
 
 ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
 STEP_WORDS = 11  # of one step in a profile, all int64; see Profiler.add
@@ -100,7 +99,7 @@ class ForFrontEnds(Message, tag="for_front_ends", frozen=True):
 class RecordCommand(Message, tag="record", frozen=True):
     """Start, stop or dump the recorder of expert load; the lowest rank that takes part answers with `Answer`.
 
-    command: one of engine.step.RECORD_COMMANDS
+    command: one of engine.step.plan.RECORD_COMMANDS
     """
 
     call_id: int
@@ -190,6 +189,22 @@ class Ready(Message, tag="ready", frozen=True):
     launch_id: int
     limits: ModelLimits
     info: dict[str, Any]
+
+
+class LogprobBlock(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of n tokens in a row, little-endian; output/logprobs.py says which ones they are.
+
+    start:    index of the first one's entry, as in TokenLogprobs
+    ranks:    [n] int32, of the token among all, 1 for the likeliest
+    logprobs: [n, 1 + ids] float32: of the token, then of each of logprob_token_ids
+    top_ids:  [n, top] int32, likeliest first, equal ones by id;  top: [n, top] float32
+    """
+
+    start: int
+    ranks: bytes
+    logprobs: bytes
+    top_ids: bytes = b""
+    top: bytes = b""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -336,7 +351,7 @@ class BalanceReport(Message, tag="balance", frozen=True):
     alarm:     why the balancer has switched itself off; "" = it has not
     window:    the newest closed window, in the report that follows its end only
     decisions: those since the last report, oldest first
-    totals:    running totals by name: see engine/balancing/balance_reports.py
+    totals:    running totals by name: see engine/balancing/balancer.py
     placement: [layers][slots] logical experts, in the report that follows a change only
     splits:    how batches of each phase are split, and what the exact split gains: SplitChoice.describe
     """

@@ -247,7 +247,7 @@ def facts_of(config: "ServeConfig", nodes: int, start: "Placement") -> "SystemFa
     import torch
 
     from moe_serve.config import model_dir
-    from moe_serve.engine.model_plan import checkpoint_folder, compute_dtype, expert_form
+    from moe_serve.engine.model.model_plan import checkpoint_folder, compute_dtype, expert_form
     from moe_serve.eplb.rebalance.settings import SystemFacts
     from moe_serve.models.families.registry import read_spec
     from moe_serve.models.stored_weights import StoredWeights

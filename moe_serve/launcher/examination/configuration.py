@@ -18,8 +18,7 @@ from moe_serve.attention_dp.kv_cache import bytes_per_block
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import BufferLimits
 from moe_serve.dispatch.buffer_sizes import BufferSizes
-from moe_serve.engine.model_plan import ModelPlan, compute_dtype
-from moe_serve.engine.numerics_choice import choose_numerics
+from moe_serve.engine.model.model_plan import ModelPlan, choose_numerics, compute_dtype
 from moe_serve.engine.output.row_logprobs import rows_at_once
 from moe_serve.errors import LaunchError, MoeServeError, PortError
 from moe_serve.launcher.examination.machine import available_bytes

@@ -14,8 +14,7 @@ import zmq
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.shm.memory import host_mark
-from moe_serve.engine.model_plan import compute_dtype
-from moe_serve.engine.numerics_choice import choose_numerics
+from moe_serve.engine.model.model_plan import choose_numerics, compute_dtype
 from moe_serve.errors import MoeServeError
 from moe_serve.kernels.cpu.digest import kernel_digest
 from moe_serve.launcher.facts import Fact, facts_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_serve.config import load_config, model_dir
-from moe_serve.engine.model_plan import ModelPlan
+from moe_serve.engine.model.model_plan import ModelPlan
 from moe_serve.eplb.files.jsonl_writer import JsonlWriter
 from moe_serve.eplb.files.trace_meta import TraceMeta
 from moe_serve.eplb.load import LoadRecord

@@ -7,7 +7,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from moe_serve.engine.balancing.balance_reports import BalanceReports
+from moe_serve.engine.balancing.balancer import BalanceReports
 from moe_serve.engine.protocol.messages import BalanceReport, DecisionReport, WindowReport
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement

@@ -23,7 +23,7 @@ from moe_serve.dispatch.peer_calls import barrier, broadcast, reason_of
 from moe_serve.dispatch.shm.channel import EPOCH_SHIFT
 from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.dispatch.shm.shared_files import SharedFiles
-from moe_serve.engine.step import ROW_LENGTH, Int64Array, RankState
+from moe_serve.engine.step.plan import ROW_LENGTH, Int64Array, RankState
 from moe_serve.errors import ConfigError, PeerError
 from moe_serve.process_facts import runs
 

@@ -1,4 +1,4 @@
-"""What a client's recording holds, and the files that SGLang's recorder would write of it.
+"""What a rank keeps of a client's recording, and the files that SGLang's recorder would write of it.
 
 stat:      one file, {"rank", "logical_count": [windows, model layers, E], …}, summed over ranks.
 per_pass:  one file of each rank, {"records": [{"forward_pass_id", "rank", "gatherer_key", "global_physical_count":
@@ -13,6 +13,8 @@ many tokens to which expert stays exact, only the split over replicas of such pa
 """
 
 import os
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.ep.pass_recorder import ForwardPass
+from moe_serve.config.sections import EplbConfig
+from moe_serve.engine.step.plan import RecorderStates, StepPlan
+from moe_serve.ep.pass_recorder import ForwardPass, PassRecorder
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
+from moe_serve.log import get_logger
 
+log = get_logger(__name__)
+_GROUP_CHANGED = "ranks were lost or have rejoined"
 _FORWARD_MODE = {"prefill": 1, "decode": 2, "mixed": 3}  # SGLang's ForwardMode
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A dump of all ranks, of which this one may write a file.
+
+    paths: of the files of all ranks;  text: what they hold;  done: of the own file; raises OSError where it could not
+    be written
+    """
+
+    paths: tuple[Path, ...]
+    text: str
+    done: Future[None]
 
 
 @dataclass(frozen=True)
@@ -93,6 +113,113 @@ class ModelRows:
         whole = rows.new_full((self.num_layers, *rows.shape[1:]), fill)
         whole[list(self.moe_layer_ids)] = rows
         return whole
+
+
+class DumpRecorder:
+    """Keeps what a rank has to dump. All ranks start, stop and dump between the same two steps."""
+
+    def __init__(self, rank: int, config: EplbConfig, rows: ModelRows, passes: PassRecorder | None):
+        """passes: None in mode stat, in which each rank keeps the windows of all, so that any of them can write"""
+        self._rank = rank
+        self._mode, self._folder = config.recorder_mode, dump_folder(config)
+        self._max_bytes = int(config.recorder_max_mib * 2**20)
+        self._rows = rows
+        self._passes = passes
+        self._recording: Recording | None = None
+        # Files are written beside the steps, one after the other.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="dump")
+
+    @property
+    def holds_recording(self) -> bool:
+        return self._recording is not None
+
+    def forget(self) -> None:
+        """Drops the recording of a masked rank: the others go on or end without it, and hold what was recorded."""
+        self._recording = None
+        if self._passes is not None:
+            self._passes.is_on = False
+
+    def end_step(self, plan: StepPlan, placement: Placement) -> None:
+        """Keeps the forward of a step. Ends the recording when the group changes: masked ranks have missed a part."""
+        recording = self._recording
+        if recording is None or recording.until is not None:
+            return
+        if plan.regrouped or plan.rejoining:
+            recording.end(plan.step, _GROUP_CHANGED)
+        elif self._passes is not None and plan.runs_forward:
+            recording.add_pass(plan.step, plan.phase, self._passes.take(), placement)
+        self._ended(recording)
+
+    def add(self, record: LoadRecord) -> None:
+        """Keeps a window that is final."""
+        recording = self._recording
+        if self._passes is None and recording is not None:
+            was_running = recording.until is None
+            recording.add_window(record)
+            if was_running:
+                self._ended(recording)
+
+    def start(self) -> str:
+        """Begins a recording; drops the one before. Returns what it does, in words."""
+        self._recording = Recording(self._max_bytes)
+        if self._passes is not None:
+            self._passes.is_on = True
+        return f"mode {self._mode}, into {self._folder}"
+
+    def stop(self, step: int) -> str:
+        """Ends the recording before a step. Returns what it holds, in words."""
+        if self._recording is None:
+            return "nothing was being recorded"
+        self._recording.end(step)
+        self._ended(self._recording)
+        return self._recording.text
+
+    def dump(self, states: RecorderStates, placement: Placement) -> Dump | None:
+        """Begins to write the recording, and begins anew if it runs; None where no rank holds one.
+
+        placement: in use now. In mode stat the lowest of the ranks that hold the recording writes for all.
+        """
+        if not states.holders:
+            return None
+        recording, rank = self._recording, self._rank
+        name = f"expert_distribution_recorder_{states.time_us / 1e6}"
+        if self._passes is None:
+            paths = {states.holders[0]: self._folder / f"{name}.pt"}
+        else:
+            paths = {holder: self._folder / f"{name}_{holder}.pt" for holder in states.holders}
+        done: Future[None] = Future()
+        text = f"recorded without rank {rank}, which has rejoined since"
+        if recording is not None:
+            self._recording = Recording(recording.max_bytes) if recording.until is None else None
+            text = recording.text
+        if recording is not None and rank in paths:
+            done = self._writer.submit(self._write, paths[rank], recording, placement)
+        else:
+            done.set_result(None)
+        return Dump(tuple(paths.values()), text, done)
+
+    def _write(self, path: Path, recording: Recording, placement: Placement) -> None:
+        if self._passes is None:
+            write_dump(path, stat_content(recording, self._rank, self._rows))
+        else:
+            write_dump(path, passes_content(recording, self._rank, self._rows, placement))
+        log.info("%s: %s", path, recording.text)
+
+    def _ended(self, recording: Recording) -> None:
+        """Stops collecting once the recording has ended."""
+        if recording.until is None:
+            return
+        if self._passes is not None:
+            self._passes.is_on = False
+        if recording.why_ended:
+            log.warning("the recording of expert load ends with %s", recording.text)
+
+
+def dump_folder(config: EplbConfig) -> Path:
+    """Returns the folder of the dumps; where eplb.recorder_dir names none, it is the one that SGLang would use."""
+    return Path(
+        config.recorder_dir or os.environ.get("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR") or tempfile.gettempdir()
+    )
 
 
 def stat_content(recording: Recording, rank: int, rows: ModelRows) -> dict[str, Any]:

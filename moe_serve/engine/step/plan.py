@@ -112,8 +112,8 @@ class MovePlan:
 
     activate:       version of the round that all ranks have staged: its experts serve from this step on; 0 = none
     cancel:         the running round ends without effect
-    placement_from: the rank that tells all where experts are, since one has rejoined; None = nobody has to
-    message_from:   the rank that tells all something, such as the next round; None = nobody does
+    placement_from: the root of a broadcast of the placement, which some rank lacks since it has rejoined; None = none
+    message_from:   the root of a broadcast of a message, such as the next round; None = none
     """
 
     activate: int = 0
@@ -285,17 +285,17 @@ def _plan_moves(states: Sequence[RankState], ranks: Sequence[int], regrouped: bo
     faults = [
         MoveCancelled(rank, MOVE_FAULTS[state.fault - 1], state.fault_layer) for rank, state in by_rank if state.fault
     ]
-    speakers = [rank for rank, state in by_rank if state.has_message]
+    roots = [rank for rank, state in by_rank if state.has_message]
     return MovePlan(
         activate=activate,
         cancel=faults[0] if faults else None,
-        placement_from=_teller(by_rank, activate),
-        message_from=speakers[0] if speakers else None,
+        placement_from=_placement_root(by_rank, activate),
+        message_from=roots[0] if roots else None,
     )
 
 
-def _teller(by_rank: Sequence[tuple[int, RankState]], activate: int) -> int | None:
-    """Returns the rank that tells all where experts are; None where all know, once they have activated a round."""
+def _placement_root(by_rank: Sequence[tuple[int, RankState]], activate: int) -> int | None:
+    """Returns the rank that broadcasts where experts are; None where all know, once they have activated a round."""
     knowing = [(rank, state) for rank, state in by_rank if not state.needs_placement] or by_rank
     newest = max(state.placement_version for _, state in knowing)
     is_behind = not activate and any(state.placement_version < newest for _, state in knowing)

@@ -14,8 +14,7 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.dispatch.base import AnyAllToAll
 from moe_serve.dispatch.shm.membership import Membership
-from moe_serve.engine.balancing.load_windows import LoadWindows
-from moe_serve.engine.balancing.trace_writer import TraceWriter
+from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.pass_recorder import PassRecorder

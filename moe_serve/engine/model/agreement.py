@@ -12,7 +12,7 @@ import torch
 
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import all_gather
-from moe_serve.engine.model_plan import ModelPlan
+from moe_serve.engine.model.model_plan import ModelPlan
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.digest import kernel_digest
 
