@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_serve.attention_dp.request import SamplingParams
-    from moe_serve.launcher.llm import LLM
-    from moe_serve.launcher.llm_output import Output
+    from moe_serve.launcher.llm import LLM, Output
 
 __all__ = ["LLM", "Output", "SamplingParams"]
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "moe_serve.launcher.llm",
-    "Output": "moe_serve.launcher.llm_output",
+    "Output": "moe_serve.launcher.llm",
     "SamplingParams": "moe_serve.attention_dp.request",
 }
 

@@ -1,13 +1,16 @@
-"""Starts ranks as child processes, and runs the bridge to them in a thread, for callers without an event loop.
+"""Ranks as child processes, and the bridge to them in a thread, for callers without an event loop: `LLM`.
 
-The ranks end with this process. Torch-free.
+The ranks end with this process, on SIGTERM after the calls that run.
 """
 
 import asyncio
 import atexit
+import signal
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TypeVar
 
 from moe_serve.config import ServeConfig
@@ -21,6 +24,7 @@ from moe_serve.links.link import Link
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.ranks.bridge import Bridge
+from moe_serve.server.requests.open_request import UnavailableError
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -178,3 +182,55 @@ class BackgroundRanks:
 
 async def _as_coroutine(work: Awaitable[T]) -> T:
     return await work  # run_coroutine_threadsafe() refuses the awaitable of anext()
+
+
+class OrderlyEnd:
+    """Handles SIGTERM where this process has no handler of its own; only the main thread can set one.
+
+    Between calls the process exits at once, by SystemExit, so that `with` blocks and handlers of exit run. During calls
+    it exits when the caller has had their results, and calls again or ends. A second SIGTERM kills it.
+
+    give_up:    ends the calls with an error; called so long after the signal that they may take
+    deadline_s: how long that is
+    """
+
+    def __init__(self, give_up: Callable[[], None], deadline_s: float):
+        self._give_up = give_up
+        self._deadline_s = deadline_s
+        self._num_running = 0
+        self._timer: threading.Timer | None = None
+        self.is_asked = False
+        is_main = threading.current_thread() is threading.main_thread()
+        self._has_handler = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._has_handler:
+            signal.signal(signal.SIGTERM, self._ask)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """While this is entered, a signal waits. Raises SystemExit after one, in other threads UnavailableError."""
+        if self.is_asked:
+            if threading.current_thread() is threading.main_thread():
+                raise SystemExit(0)
+            raise UnavailableError("this process was asked to end (SIGTERM)")
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+
+    def close(self) -> None:
+        """Leaves SIGTERM as it was found."""
+        if self._timer is not None:
+            self._timer.cancel()
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._has_handler and is_main and signal.getsignal(signal.SIGTERM) == self._ask:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.is_asked = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not self._num_running:
+            raise SystemExit(0)
+        self._timer = threading.Timer(self._deadline_s, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()

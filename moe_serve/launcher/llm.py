@@ -1,36 +1,105 @@
-"""Offline generation from Python: the same ranks and the same bridge as the server, without HTTP. Torch-free.
+"""Offline generation from Python: the same ranks and the same bridge as the server, without HTTP.
 
     with LLM("demo", num_ranks=2) as llm:
         for output in llm.generate(["def fibonacci("], SamplingParams(temperature=0)):
             print(output.text)
 
-The ranks are child processes and end with this one (`background.py`). On SIGTERM what runs finishes (`orderly_end.py`).
+The ranks are child processes and end with this one (`background.py`). On SIGTERM, calls that run finish first.
 """
 
 import asyncio
+import difflib
+import math
+import operator
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 from rich.progress import Progress as ProgressBar
 
-from moe_serve.attention_dp.sampling_params import SamplingParams
+from moe_serve.attention_dp.sampling_params import SamplingParams, plain
 from moe_serve.config import ServeConfig, load_config
-from moe_serve.errors import RequestError
-from moe_serve.launcher.background import BackgroundRanks
-from moe_serve.launcher.llm_output import Output, output_of
-from moe_serve.launcher.llm_requests import Params, Prompts, Requests, params_of_each, requests_of
-from moe_serve.launcher.llm_settings import merged
+from moe_serve.engine.output.logprobs import Logprob, TokenLogprobs
+from moe_serve.engine.protocol.messages import ModelLimits
+from moe_serve.errors import ConfigError, RequestError
+from moe_serve.launcher.background import BackgroundRanks, OrderlyEnd
 from moe_serve.launcher.local import WORKER
-from moe_serve.launcher.orderly_end import OrderlyEnd
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files
+from moe_serve.launcher.unsupported import refusal
+from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.sampling_fields import model_defaults
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
-from moe_serve.server.requests.prompts import best_of_each, share_prompt_logprobs
+from moe_serve.server.requests.prompts import (
+    Prompt,
+    best_of_each,
+    draw_seed,
+    encode_prompt,
+    fit_to_model,
+    samples_of,
+    share_prompt_logprobs,
+    with_bad_words,
+)
 
+Prompts = Sequence[str] | Sequence[list[int]]
+Params = SamplingParams | Sequence[SamplingParams] | None
 _CAPACITY_POLL_S = 0.01  # how often a caller looks for capacity while other callers hold all of it
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a prompt. text and token_ids exclude the prompt's.
+
+    finish_reason: "length", or "stop" with `matched`, the stop string, stop_regex or id that ended it; None while
+                   it runs
+    output_entries, prompt_entries: log probabilities that SamplingParams asked for, which the properties show
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    matched: int | str | None
+    num_cached_tokens: int  # of the prompt, from the prefix cache
+    rank: int | None  # None: it ended before a rank had it
+    output_entries: TokenLogprobs | None = None
+    prompt_entries: TokenLogprobs | None = None
+    prompt_logprobs_start: int = 0
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """The log probabilities at each output token, by token id: its own first, the likeliest, those asked for.
+
+        None: `SamplingParams.logprobs` asked for nothing. engine/output/logprobs.py says which ones they are.
+        """
+        entries = self.output_entries
+        return None if entries is None else [entries.at(i, token) for i, token in enumerate(self.token_ids)]
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """The log probabilities of the prompt's tokens from `prompt_logprobs_start` on; None for the first one."""
+        entries, begin = self.prompt_entries, self.prompt_logprobs_start
+        if entries is None:
+            return None
+        ids = self.prompt_token_ids[begin + 1 : begin + 1 + len(entries)]
+        return [None, *(entries.at(i, token) for i, token in enumerate(ids))]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log probability of the whole output; None: `SamplingParams.logprobs` asked for nothing."""
+        entries = self.output_entries
+        return None if entries is None else math.fsum(entries.logprob(i) for i in range(len(self.token_ids)))
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests of one call. specs: of all prompts in order;  groups: as in `best_of_each`"""
+
+    specs: list[RequestSpec]
+    groups: list[tuple[int, int]]
 
 
 class LLM:
@@ -53,7 +122,7 @@ class LLM:
             "model": {"path": str(model), "dtype": dtype},
             "parallel": {"num_ranks": num_ranks},
         }
-        self._begin(load_config(base=merged(base, overrides)), progress, WORKER)
+        self._begin(load_config(base=with_overrides(base, overrides)), progress, WORKER)
 
     @classmethod
     def from_config(cls, config: ServeConfig, progress: bool = False, worker: str = WORKER) -> "LLM":
@@ -158,7 +227,7 @@ class LLM:
             self._ranks.call(source.aclose())
 
     async def _all(self, requests: Requests, advance: Callable[[], None]) -> list[Output]:
-        """Returns the outputs of each prompt that are asked for. advance: called whenever a request has ended"""
+        """Returns the outputs that each prompt asks for. advance: called whenever a request has ended"""
         found: dict[int, OpenRequest] = {}
         async with aclosing(self._run(requests.specs, Changes(ends_only=True))) as ended:
             async for index, request in ended:
@@ -206,3 +275,126 @@ class LLM:
         finally:
             for request in open_requests.values():
                 self._bridge.abort(request)
+
+
+def with_overrides(base: dict[str, dict[str, Any]], overrides: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns base with keyword overrides on top: sections, or names that only one section has.
+
+    Raises ConfigError for a name in no section, or in two.
+    """
+    sections = ServeConfig.model_fields
+    result = {section: dict(values) for section, values in base.items()}
+    for name, value in overrides.items():
+        if name in sections:
+            if not isinstance(value, dict):
+                raise ConfigError(f"{name} is a section; give its settings as a dict, e.g. {name}={{...}}")
+            result.setdefault(name, {}).update(value)
+            continue
+        owners = [section for section, field in sections.items() if name in field.annotation.model_fields]  # type: ignore[union-attr]
+        if len(owners) != 1:
+            if (words := refusal(f"--{name.replace('_', '-')}", "num_ranks")) is not None:
+                raise ConfigError(f"LLM({name}=...) {words}")
+            every = {key for field in sections.values() for key in field.annotation.model_fields}  # type: ignore[union-attr]
+            near = difflib.get_close_matches(name, every, n=1)
+            hint = f"two sections have it: give {owners[0]}={{{name!r}: ...}}" if owners else "no section has it"
+            hint += f"; did you mean {near[0]!r}?" if near and not owners else ""
+            raise ConfigError(f"LLM({name}=...): {hint}")
+        result.setdefault(owners[0], {})[name] = value
+    return result
+
+
+def params_of_each(prompts: Prompts, params: Params, default: SamplingParams) -> list[SamplingParams]:
+    """Returns the parameters of each prompt. default: where there are none
+
+    Raises RequestError for a single prompt, and another number of params.
+    """
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        raise RequestError("prompts is a single prompt; put it into a list", field="prompts")
+    if params is None or isinstance(params, SamplingParams):
+        return [params or default] * len(prompts)
+    if len(params) != len(prompts):
+        raise RequestError(f"{len(params)} params for {len(prompts)} prompts; give one, or one each", field="params")
+    return list(params)
+
+
+def requests_of(
+    prompts: Prompts,
+    params: Sequence[SamplingParams],
+    tokenizer: Tokenizer | None,
+    limits: ModelLimits,
+    compiled: Callable[[SamplingParams], SamplingParams],
+) -> Requests:
+    """Returns the requests of all prompts. Raises RequestError that names the prompt.
+
+    params:   of each prompt
+    compiled: returns parameters with their constraint as ranks take it
+    """
+    requests = Requests([], [])
+    for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        try:
+            ids, fitted = _fitted(prompt, each, tokenizer, limits)
+            fitted = fitted if fitted.constraint is None else compiled(fitted)
+        except RequestError as error:
+            raise RequestError(f"prompts[{index}]: {error}", field=error.field) from None
+        group = uuid.uuid4().hex if fitted.num_samples > 1 else None
+        asks = fitted.logprobs is not None
+        requests.specs.extend(
+            RequestSpec(ids, own, seed, group=group, shows_logprobs=asks)
+            for own, seed in samples_of(fitted, draw_seed() if each.seed is None else each.seed)
+        )
+        requests.groups.append((fitted.num_samples, fitted.n))
+    return requests
+
+
+def _fitted(
+    given: Any, params: SamplingParams, tokenizer: Tokenizer | None, limits: ModelLimits
+) -> tuple[list[int], SamplingParams]:
+    """Returns the token ids of a prompt, and its parameters as they fit the model."""
+    params = replace(
+        params,
+        stop=_as_tuple(params.stop),
+        stop_regex=_as_tuple(params.stop_regex),
+        stop_token_ids=tuple(params.stop_token_ids),
+        bad_words=_as_tuple(params.bad_words),
+        bad_words_ids=tuple(map(tuple, params.bad_words_ids)),
+        allowed_token_ids=tuple(params.allowed_token_ids),
+        logprob_token_ids=tuple(params.logprob_token_ids),
+    )
+    params.validate()
+    (prompt,) = with_bad_words([_prompt(given, params)], tokenizer)
+    ids = encode_prompt(prompt, tokenizer, limits)
+    return ids, fit_to_model(prompt, ids, limits)
+
+
+def _prompt(given: Any, params: SamplingParams) -> Prompt:
+    """Returns a prompt from text or token ids, which may be numpy's. Raises RequestError for anything else."""
+    text, ids = None, None
+    try:
+        if isinstance(given, str):
+            text = given
+        else:
+            ids = [operator.index(token) for token in given]
+    except TypeError:
+        raise RequestError(f"{given!r:.60} is no prompt; give text or token ids", field="prompts") from None
+    return Prompt(text, ids, plain(params), explicit_length=params.names_length, rid=None, session_id=None)
+
+
+def _as_tuple(stop: Any) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def output_of(request: OpenRequest) -> Output:
+    """Returns the output of a request as it is now."""
+    reason = request.matcher.finish_reason
+    return Output(
+        prompt_token_ids=request.spec.prompt_ids,
+        token_ids=list(request.matcher.output_ids),
+        text=request.matcher.text,
+        finish_reason=None if reason is None else reason.kind,
+        matched=None if reason is None else reason.matched,
+        num_cached_tokens=request.num_cached,
+        rank=request.rank,
+        output_entries=request.output_logprobs if request.spec.shows_logprobs else None,
+        prompt_entries=request.prompt_logprobs,
+        prompt_logprobs_start=request.spec.params.prompt_logprobs_start,
+    )

@@ -14,9 +14,7 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ConfigError, MoeServeError, RequestError
 from moe_serve.launcher import background, restarts
-from moe_serve.launcher.llm import LLM
-from moe_serve.launcher.llm_output import Output
-from moe_serve.launcher.llm_settings import merged
+from moe_serve.launcher.llm import LLM, Output, with_overrides
 from moe_serve.launcher.local import Death
 from moe_serve.launcher.newcomers import Newcomers
 from moe_serve.launcher.restarts import Restarts
@@ -44,6 +42,13 @@ def llm():
         yield made
 
 
+@pytest.fixture(scope="module")
+def small():
+    """An LLM that holds two requests."""
+    with fake_llm("engine.max_running_requests=1", "engine.max_queued_requests=1") as made:
+        yield made
+
+
 def greedy(num_tokens: int, seed: int = 10, **fields) -> SamplingParams:
     return SamplingParams(max_new_tokens=num_tokens, seed=seed, **fields)
 
@@ -62,9 +67,8 @@ def test_text_is_tokenized_and_back(llm):
     assert output.text == tokenizer.decode([12, 13, 14, 15])
 
 
-def test_more_prompts_than_the_ranks_hold_are_fed_one_by_one():
-    with fake_llm("engine.max_running_requests=1", "engine.max_queued_requests=1") as small:
-        outputs = small.generate([[2 + i] for i in range(20)], [greedy(3, seed) for seed in range(20)])
+def test_more_prompts_than_the_ranks_hold_are_fed_one_by_one(small):
+    outputs = small.generate([[2 + i] for i in range(20)], [greedy(3, seed) for seed in range(20)])
     assert [output.token_ids[0] for output in outputs] == [2 + seed for seed in range(20)]
 
 
@@ -118,9 +122,8 @@ def test_several_outputs_are_streamed_by_their_place_in_the_list(llm):
         llm.generate([[5]], greedy(3, n=3, best_of=2))
 
 
-def test_more_outputs_than_the_ranks_hold_are_fed_one_by_one():
-    with fake_llm("engine.max_running_requests=1", "engine.max_queued_requests=1") as small:
-        (first, *_) = outputs = small.generate([[5]], greedy(3, n=20, prompt_logprobs=0))
+def test_more_outputs_than_the_ranks_hold_are_fed_one_by_one(small):
+    (first, *_) = outputs = small.generate([[5]], greedy(3, n=20, prompt_logprobs=0))
     assert len({tuple(output.token_ids) for output in outputs}) == 20
     assert first.token_ids == [12, 13, 14]
 
@@ -219,17 +222,16 @@ def test_it_can_be_used_from_several_threads(llm):
     assert found == {seed: 2 + seed for seed in range(8)}
 
 
-def test_a_call_that_finds_no_room_waits_until_another_leaves_some():
-    with fake_llm("engine.max_running_requests=1", "engine.max_queued_requests=1") as small:
-        other = small.stream([[5]] * 20, greedy(200))
-        next(other)  # holds all places, and is not read on
-        found = []
-        call = threading.Thread(target=lambda: found.append(small.generate([[5]], greedy(3))), daemon=True)
-        call.start()
-        call.join(60)
-        other.close()
-        assert found
-        assert found[0][0].token_ids == [12, 13, 14]
+def test_a_call_that_finds_no_room_waits_until_another_leaves_some(small):
+    other = small.stream([[5]] * 20, greedy(200))
+    next(other)  # holds all places, and is not read on
+    found = []
+    call = threading.Thread(target=lambda: found.append(small.generate([[5]], greedy(3))), daemon=True)
+    call.start()
+    call.join(60)
+    other.close()
+    assert found
+    assert found[0][0].token_ids == [12, 13, 14]
 
 
 @in_event_loop
@@ -377,14 +379,14 @@ def test_ranks_that_cannot_start_raise_their_reason(monkeypatch):
 
 
 def test_overrides_are_sections_or_names_of_single_settings():
-    found = merged({"model": {"path": "m"}}, {"engine": {"row_tile": 8}, "max_running_requests": 3})
+    found = with_overrides({"model": {"path": "m"}}, {"engine": {"row_tile": 8}, "max_running_requests": 3})
     assert found == {"model": {"path": "m"}, "engine": {"row_tile": 8, "max_running_requests": 3}}
     with pytest.raises(ConfigError, match="did you mean 'numerics'"):
-        merged({}, {"numeric": "fast"})
+        with_overrides({}, {"numeric": "fast"})
     with pytest.raises(ConfigError, match=r"LLM\(tensor_parallel_size=...\) asks for tensor .* by num_ranks"):
-        merged({}, {"tensor_parallel_size": 2})
+        with_overrides({}, {"tensor_parallel_size": 2})
     with pytest.raises(ConfigError, match="is a section"):
-        merged({}, {"engine": 3})
+        with_overrides({}, {"engine": 3})
 
 
 def test_names_of_the_package_are_the_real_ones():

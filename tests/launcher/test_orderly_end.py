@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_serve.launcher.orderly_end import OrderlyEnd
+from moe_serve.launcher.background import OrderlyEnd
 from moe_serve.server.requests.open_request import UnavailableError
 from tests.launcher.running import Running, gone
 
