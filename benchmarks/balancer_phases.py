@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conditions import conditions, save
-from moe_serve.eplb.files.phases import of_phase
+from moe_serve.eplb.files.windows import of_phase
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace

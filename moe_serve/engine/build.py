@@ -42,7 +42,7 @@ from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
-from moe_serve.eplb.files.trace_meta import TraceMeta
+from moe_serve.eplb.files.trace_jsonl import TraceMeta
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.part_clock import PartClock
 from moe_serve.log import get_logger

@@ -5,9 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_serve.eplb.files.jsonl_writer import JsonlWriter
-from moe_serve.eplb.files.trace_jsonl import events_between_records, read_jsonl
-from moe_serve.eplb.files.trace_meta import TraceMeta
+from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, events_between_records, read_jsonl
 from moe_serve.eplb.rebalance.settings import BalancerSettings
 from moe_serve.eplb.replay.replay import replay
 from moe_serve.eplb.replay.settings import ReplaySettings, ServerReplay

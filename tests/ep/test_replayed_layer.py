@@ -11,9 +11,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.ep.replica_map import LayerReplicas
-from moe_serve.eplb.files.jsonl_writer import JsonlWriter
-from moe_serve.eplb.files.trace_jsonl import read_events, read_jsonl
-from moe_serve.eplb.files.trace_meta import TraceMeta
+from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, read_events, read_jsonl
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.replay.score import StepSplitter
 from moe_serve.eplb.replay.settings import SPLIT_CHANGED, EvenSteps

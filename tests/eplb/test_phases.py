@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from moe_serve.eplb.files.fold import folded
-from moe_serve.eplb.files.phases import load_by_phase, of_phase, phase_weights
+from moe_serve.eplb.files.windows import folded, load_by_phase, of_phase, phase_weights
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace, plan_to_json, plan_to_table

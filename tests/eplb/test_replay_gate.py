@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from moe_serve.eplb.cost.gate_cost import GateCost
-from moe_serve.eplb.files.jsonl_writer import JsonlWriter
-from moe_serve.eplb.files.trace_jsonl import recorded_latency
-from moe_serve.eplb.files.trace_meta import TraceMeta
+from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, recorded_latency
 from moe_serve.eplb.load import LoadRecord, LoadTrace, rank_load
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement

@@ -7,9 +7,7 @@ import pytest
 
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
-from moe_serve.eplb.files.trace_jsonl import read_events
-from moe_serve.eplb.files.trace_meta import TraceMeta
-from moe_serve.eplb.files.trace_parts import end_of_trace, older_part_of
+from moe_serve.eplb.files.trace_jsonl import TraceMeta, end_of_trace, older_part_of, read_events
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError

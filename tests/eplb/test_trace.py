@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_serve.eplb.files.fold import folded
-from moe_serve.eplb.files.jsonl_writer import JsonlWriter
-from moe_serve.eplb.files.trace_jsonl import read_events
-from moe_serve.eplb.files.trace_meta import TraceMeta
+from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, read_events
 from moe_serve.eplb.files.traces import read_trace, write_trace
+from moe_serve.eplb.files.windows import folded
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError

@@ -5,15 +5,13 @@ sorted by step. The number of experts is not in the file: it is the highest id +
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_serve.eplb.files.counts import MAX_LAYER_ID, check_table_size, whole_counts
-from moe_serve.eplb.files.json_text import json_lines
-from moe_serve.eplb.files.trace_meta import ByteProgress
+from moe_serve.eplb.files.untrusted import MAX_LAYER_ID, ByteProgress, check_table_size, json_lines, whole_counts
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.errors import TraceError
 
@@ -45,44 +43,24 @@ def read_megatron(path: Path, progress: ByteProgress | None = None, num_logical:
     experts = num_logical or highest + 1
     check_table_size(len(layers) * num_ranks, experts, f"{path}, {num_ranks} ranks")
     seen = "" if num_logical else f", {experts} experts: the highest id + 1"
+    row_of = {layer: row for row, layer in enumerate(sorted(layers))}
+
+    def records() -> Iterator[LoadRecord]:
+        for step, lines in groupby(_lines(path, progress), key=lambda line: int(line[1]["step"])):
+            source = np.zeros((len(row_of), num_ranks, experts), dtype=np.int64)
+            for _, line in lines:
+                ids = line["ids"]
+                source[row_of[line["layer"]], line["rank"]] += np.bincount(ids[ids >= 0], minlength=experts)
+            yield LoadRecord(step, 1, "mixed", source.sum(axis=1), by_source=source if num_ranks > 1 else None)
+
     return LoadTrace(
-        _Reader(path, tuple(sorted(layers)), num_ranks, experts, progress),
+        records,
         experts,
-        tuple(sorted(layers)),
+        tuple(row_of),
         topk or None,
         source=f"{path} (Megatron router{seen})",
         num_records=steps,
     )
-
-
-@dataclass(frozen=True)
-class _Reader:
-    path: Path
-    layers: tuple[int, ...]
-    num_ranks: int
-    num_experts: int
-    progress: ByteProgress | None
-
-    def __call__(self) -> Iterator[LoadRecord]:
-        row_of = {layer: row for row, layer in enumerate(self.layers)}
-        step: int | None = None
-        source = self._blank()
-        for _, line in _lines(self.path, self.progress):
-            if step is not None and line["step"] != step:
-                yield self._record(step, source)
-                source = self._blank()
-            step = line["step"]
-            ids = line["ids"]
-            counts = np.bincount(ids[ids >= 0], minlength=self.num_experts)
-            source[row_of[line["layer"]], line["rank"]] += counts
-        if step is not None:
-            yield self._record(step, source)
-
-    def _blank(self) -> np.ndarray:
-        return np.zeros((len(self.layers), self.num_ranks, self.num_experts), dtype=np.int64)
-
-    def _record(self, step: int, source: np.ndarray) -> LoadRecord:
-        return LoadRecord(step, 1, "mixed", source.sum(axis=1), by_source=source if self.num_ranks > 1 else None)
 
 
 def _lines(path: Path, progress: ByteProgress | None) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -7,10 +7,7 @@ from typing import IO, Any
 
 import msgspec
 
-from moe_serve.eplb.files.jsonl_writer import JsonlWriter
-from moe_serve.eplb.files.trace_jsonl import read_jsonl
-from moe_serve.eplb.files.trace_meta import TraceMeta
-from moe_serve.eplb.files.trace_parts import CONTINUES, end_of_trace, older_part_of
+from moe_serve.eplb.files.trace_jsonl import CONTINUES, JsonlWriter, TraceMeta, end_of_trace, older_part_of, read_jsonl
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.errors import ConfigError, TraceError
 

@@ -10,17 +10,13 @@ Layout learned from examples/wide_ep/ep_load_balancer of TensorRT-LLM.
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from moe_serve.eplb.files.counts import check_table_size
-from moe_serve.eplb.files.json_text import read_json
-from moe_serve.eplb.files.placement_rows import refuse_empty_slots
-from moe_serve.eplb.files.trace_meta import ByteProgress
+from moe_serve.eplb.files.untrusted import ByteProgress, check_table_size, counted, read_json
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError, TraceError
@@ -55,10 +51,8 @@ def assignment_rows(content: dict[Any, Any], path: Path) -> tuple[list[Any], tup
 
 def write_balancer_yaml(placement: Placement, path: Path) -> None:
     """Writes the `moe_load_balancer` file; its layer_updates_per_iter 0 keeps the placement as it is (offline mode)."""
-    refuse_empty_slots(placement, "TensorRT-LLM's initial_global_assignments")
-    layer_ids: Sequence[int] = placement.moe_layer_ids or range(placement.num_layers)
     lines = [f"num_slots: {placement.num_slots}", "layer_updates_per_iter: 0", f"{_TABLES}:"]
-    for layer, slots in zip(layer_ids, placement.physical_to_logical.tolist(), strict=True):
+    for layer, slots in zip(placement.moe_layer_ids, placement.physical_to_logical.tolist(), strict=True):
         lines.append(f"  {layer}: {slots}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -126,8 +120,21 @@ def read_tensorrt(path: Path, progress: ByteProgress | None = None) -> LoadTrace
         missing = sorted({(i, layer) for i in iterations for layer in layers} - keys)[0]
         raise TraceError(f"{files[0]}, key '{missing[0]}_{missing[1]}': not there; is the file cut off?")
     topk = meta.get("num_experts_per_token")
+    in_order = [files[rank] for rank in sorted(files)]
+
+    def records() -> Iterator[LoadRecord]:
+        with ExitStack() as stack:
+            opened = [(stack.enter_context(_open(path)), path) for path in in_order]
+            for iteration in counted(iterations, len(iterations), progress):
+                keys = [f"{iteration}_{layer}" for layer in layers]
+                source = np.stack(
+                    [[_tokens(file, path, key, num_experts, raw) for key in keys] for file, path in opened], axis=1
+                )  # [L, R, E]
+                differ = (source != source[:, :1]).any()
+                yield LoadRecord(iteration, 1, "mixed", source.sum(axis=1), by_source=source if differ else None)
+
     return LoadTrace(
-        _Reader(tuple(files[rank] for rank in sorted(files)), iterations, layers, num_experts, raw, progress),
+        records,
         num_experts,
         tuple(layers),
         topk if isinstance(topk, int) else None,
@@ -163,43 +170,12 @@ def _keys(path: Path) -> set[tuple[int, int]]:
     return found
 
 
-@dataclass(frozen=True)
-class _Reader:
-    files: tuple[Path, ...]
-    iterations: list[int]
-    layers: list[int]
-    num_experts: int
-    raw: bool
-    progress: ByteProgress | None
-
-    def __call__(self) -> Iterator[LoadRecord]:
-        with ExitStack() as stack:
-            opened = [stack.enter_context(_open(path)) for path in self.files]
-            for index, iteration in enumerate(self.iterations):
-                source = np.stack(
-                    [
-                        [self._counts(file, path, f"{iteration}_{layer}") for layer in self.layers]
-                        for file, path in zip(opened, self.files, strict=True)
-                    ]
-                )  # [R, L, E]
-                differ = len(source) > 1 and (source != source[0]).any()
-                yield LoadRecord(
-                    iteration,
-                    1,
-                    "mixed",
-                    source.sum(axis=0),
-                    by_source=source.transpose(1, 0, 2) if differ else None,
-                )
-                if self.progress is not None:
-                    self.progress(index + 1, len(self.iterations))
-
-    def _counts(self, file: Any, path: Path, key: str) -> np.ndarray:
-        values = np.asarray(file.get_tensor(key))
-        if self.raw:
-            ids = values[(values >= 0) & (values < self.num_experts)].astype(np.int64)
-            return np.bincount(ids, minlength=self.num_experts)
-        if values.shape != (self.num_experts,):
-            raise TraceError(
-                f"{path}, key '{key}': shape {list(values.shape)}, expected [{self.num_experts}] as in meta_info"
-            )
-        return values.astype(np.int64)
+def _tokens(file: Any, path: Path, key: str, num_experts: int, raw: bool) -> np.ndarray:
+    """Returns the counts [E] under a key; raw: of the chosen experts that it holds instead."""
+    values = np.asarray(file.get_tensor(key))
+    if raw:
+        ids = values[(values >= 0) & (values < num_experts)].astype(np.int64)
+        return np.bincount(ids, minlength=num_experts)
+    if values.shape != (num_experts,):
+        raise TraceError(f"{path}, key '{key}': shape {list(values.shape)}, expected [{num_experts}] as in meta_info")
+    return values.astype(np.int64)

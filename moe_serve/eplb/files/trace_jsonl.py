@@ -5,23 +5,80 @@
 {"window", "layer", "counts": […]}                                                     or its plain form, line per layer
 {"event": "plan_ready", "step": …, …}                                                  an event of the balancer
 
-A trace of limited size may have an older part, which is read first (`trace_parts.py`).
+A trace of limited size that has reached half of it goes on in a new file, and `load.jsonl` becomes `load.1.jsonl`. The
+new file says in its first event at which step it continues; a reader takes the older part where that is the step it
+ends at. `rolling_trace.py` writes such a trace.
 """
 
-from collections.abc import Iterator
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from moe_serve.eplb.files.counts import whole_counts
-from moe_serve.eplb.files.json_text import json_lines
-from moe_serve.eplb.files.trace_meta import OPTIONAL_FIELDS, TRACE_FORMAT, ByteProgress, TraceMeta
-from moe_serve.eplb.files.trace_parts import parts_of
+from moe_serve.eplb.files.untrusted import (
+    ByteProgress,
+    check_layer_ids,
+    check_table_size,
+    json_lines,
+    naming,
+    whole_counts,
+)
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError
+
+TRACE_FORMAT = "moe_serve.trace"
+OPTIONAL_FIELDS = ("per_step", "by_source", "activations")
+
+CONTINUES = "trace_continues"  # the event of a new file
+_HEAD_BYTES = 1 << 20  # of a file, in which its first two lines end
+
+
+@dataclass(frozen=True)
+class TraceMeta:
+    """What a trace file says about all its records."""
+
+    num_logical: int
+    moe_layer_ids: tuple[int, ...]
+    topk: int | None = None
+    model_id: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": TRACE_FORMAT,
+            "num_logical": self.num_logical,
+            "moe_layer_ids": list(self.moe_layer_ids),
+            "topk": self.topk,
+            "model_id": self.model_id,
+        }
+
+    @classmethod
+    def from_json(cls, content: Any, where: str) -> "TraceMeta":
+        """Raises TraceError naming `where` (file and line or key) when something is missing or of the wrong kind."""
+        if not isinstance(content, dict):
+            raise TraceError(f"{where}: expected an object that describes the trace, found {content!r:.60}")
+        layers, experts, topk = content.get("moe_layer_ids"), content.get("num_logical"), content.get("topk")
+        if not isinstance(layers, list) or not layers:
+            raise TraceError(f"{where}, key moe_layer_ids: expected a list of layer ids, found {layers!r:.60}")
+        check_layer_ids(layers, f"{where}, key moe_layer_ids")
+        if len(set(layers)) != len(layers):
+            raise TraceError(f"{where}, key moe_layer_ids: a layer is named twice in {layers!r:.60}")
+        if type(experts) is not int or experts < 1:
+            raise TraceError(f"{where}, key num_logical: expected a number of experts, found {experts!r:.60}")
+        if topk is not None and (type(topk) is not int or topk < 1):
+            raise TraceError(f"{where}, key topk: expected experts per token, found {topk!r:.60}")
+        check_table_size(len(layers), experts, where)
+        return cls(experts, tuple(layers), topk, str(content.get("model_id") or ""))
+
+    @classmethod
+    def of(cls, trace: LoadTrace) -> "TraceMeta":
+        return cls(trace.num_logical, trace.moe_layer_ids, trace.topk, trace.model_id)
 
 
 def is_trace_line(content: Any) -> bool:
@@ -122,7 +179,7 @@ class _Reader:
             for name in OPTIONAL_FIELDS
             if content.get(name) is not None
         }
-        try:
+        with naming(where):
             return LoadRecord(
                 first_step=int(content.get("first_step", 0)),
                 num_steps=int(content.get("num_steps", 1)),
@@ -135,15 +192,13 @@ class _Reader:
                 placement=placement,
                 **optional,
             )
-        except (TypeError, ValueError, OverflowError) as problem:  # TraceError is a ValueError
-            raise TraceError(f"{where}: {problem}") from None
 
     def _placement(self, content: dict[str, Any], last: Placement | None, where: str) -> Placement | None:
         """Returns the record's placement; a record repeats it only when it changed."""
         rows = content.get("physical_to_logical_map")
         if rows is None:
             return last
-        try:
+        with naming(f"{where}, key physical_to_logical_map"):
             return Placement(
                 np.array(rows, dtype=np.int32),
                 self.meta.num_logical,
@@ -151,8 +206,6 @@ class _Reader:
                 self.meta.moe_layer_ids,
                 int(content.get("placement_version") or 0),
             )
-        except (TypeError, ValueError, OverflowError) as problem:  # PlacementError is a ValueError
-            raise TraceError(f"{where}, key physical_to_logical_map: {problem}") from None
 
 
 class _Window:
@@ -238,3 +291,135 @@ def _counts(value: Any, where: str, name: str, ndim: int) -> np.ndarray:
     if array.ndim != ndim or array.dtype.kind not in "iuf":
         raise TraceError(f"{where}, key {name}: expected numbers in {ndim} dimensions, found {value!r:.60}")
     return array
+
+
+def older_part_of(path: Path) -> Path:
+    """Returns where the older part of a trace lies, if it has one."""
+    return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Returns the files of a trace, oldest first: with its older part where there is one and the steps fit."""
+    older = older_part_of(path)
+    with path.open("rb") as file:
+        header, continues = file.readline(_HEAD_BYTES), file.readline(_HEAD_BYTES)
+        if CONTINUES.encode() not in continues or not older.is_file():
+            return [path]
+    with older.open("rb") as file:
+        if file.readline(_HEAD_BYTES) != header:
+            return [path]
+    try:
+        fits = _end_of_file(older)[1] == _step_of(continues, path, 0)
+    except TraceError:
+        fits = False
+    return [older, path] if fits else [path]
+
+
+def end_of_trace(path: Path) -> int:
+    """Returns the step after the last record of a trace, 0 without records, and removes an unfinished last line.
+
+    A process that ends while it writes leaves one. Raises OSError, and TraceError for lines that are not of a trace.
+    """
+    end, step = _end_of_file(path)
+    if end < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return step
+
+
+def _end_of_file(path: Path) -> tuple[int, int]:
+    """Returns where the last whole line ends, and the step after the last record up to there."""
+    with path.open("rb") as file:
+        if path.stat().st_size == 0:
+            return 0, 0
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            end = last = text.rfind(b"\n") + 1
+            while end > 0:
+                start = text.rfind(b"\n", 0, end - 1) + 1
+                step = _step_of(text[start:end], path, start)
+                if step is not None:
+                    return last, step
+                end = start
+            return last, 0
+
+
+def _step_of(line: bytes, path: Path, start: int) -> int | None:
+    """Returns the step after a record, or that at which the trace continues; None for any other line."""
+    try:
+        content = msgspec.json.decode(line) if line.strip() else {}
+        if "first_step" in content:
+            return int(content["first_step"]) + int(content["num_steps"])
+        return int(content["step"]) if content.get("event") == CONTINUES else None
+    except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"{path}, byte {start}: not a line of a load trace ({error!r})") from None
+
+
+class JsonlWriter:
+    """Appends records and events to a .jsonl trace; every line is complete before the next begins.
+
+    A record names its placement in full only when it changed since the record before.
+    file: open for appending
+    """
+
+    def __init__(self, path: Path, meta: TraceMeta, append: bool = False, step_zero: int = 0):
+        """append: write behind what the file holds. step_zero: added to all steps, so that those of a trace go on"""
+        self.step_zero = step_zero
+        self.file = path.open("ab" if append else "wb")
+        self._placement: Placement | None = None
+        if not append or self.file.tell() == 0:
+            self._write(meta.to_json())
+
+    def add(self, record: LoadRecord) -> None:
+        """Appends a record."""
+        line: dict[str, Any] = {
+            "first_step": self.step_zero + record.first_step,
+            "num_steps": record.num_steps,
+            "phase": record.phase,
+            "tokens": record.tokens.tolist(),
+        }
+        for name in OPTIONAL_FIELDS:
+            value = getattr(record, name)
+            if value is not None:
+                line[name] = value.tolist()
+        for name in ("step_time_s", "num_forwards", "placement_version"):
+            if getattr(record, name) is not None:
+                line[name] = getattr(record, name)
+        if record.placement is not None and record.placement is not self._placement:
+            line["num_ranks"] = record.placement.num_ranks
+            line["physical_to_logical_map"] = record.placement.physical_to_logical.tolist()
+            self._placement = record.placement
+        self._write(line)
+
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        """Appends an event of the balancer, e.g. event("round_activated", step, version=7)."""
+        self._write({"event": name, "step": self.step_zero + step, **fields})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self.file.write(msgspec.json.encode(line) + b"\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def write_jsonl(trace: LoadTrace, path: Path, progress: Callable[[int], None] | None = None) -> int:
+    """Writes a trace, atomically; returns the number of records."""
+    number = 0
+    with replacing(path) as unfinished, closing(JsonlWriter(unfinished, TraceMeta.of(trace))) as writer:
+        for record in trace:
+            writer.add(record)
+            number += 1
+            if progress is not None:
+                progress(number)
+    return number
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives the path of a file to write, which takes the place of `path` once it is complete; else it is removed."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -20,9 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from moe_serve.eplb.files.counts import check_table_size
-from moe_serve.eplb.files.trace_meta import OPTIONAL_FIELDS, ByteProgress, TraceMeta
-from moe_serve.eplb.files.zip_file import ZIP_ERRORS, zip_names
+from moe_serve.eplb.files.trace_jsonl import OPTIONAL_FIELDS, TraceMeta
+from moe_serve.eplb.files.untrusted import ZIP_ERRORS, ByteProgress, check_table_size, counted, naming, zip_names
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError
@@ -82,15 +81,15 @@ class _Reader:
                     raise TraceError(f"{self.path}, key {name}: {len(member)} records, expected {total} (as counts)")
             placement: Placement | None = None
             step = 0
-            for index in range(total):
+            for index in counted(range(total), total, self.progress):
                 row = {name: member.next(index) for name, member in rows.items()}
                 if "phy2log" in row and self.num_ranks:
                     placement = self._placement(row["phy2log"], placement, index)
-                try:
+                with naming(f"{self.path}, record {index}"):
                     num_steps = int(row.get("num_steps", 1))
                     version = int(row.get("placement_version", -1))
                     time_s, forwards = float(row.get("step_time_s", math.nan)), int(row.get("num_forwards", -1))
-                    yield LoadRecord(
+                    record = LoadRecord(
                         first_step=int(row.get("first_step", step)),
                         num_steps=num_steps,
                         phase=str(row.get("phase", "mixed")),
@@ -102,19 +101,14 @@ class _Reader:
                         num_forwards=None if forwards < 0 else forwards,
                         **{name: row[name] for name in OPTIONAL_FIELDS if name in row},
                     )
-                except (TypeError, ValueError, OverflowError) as problem:  # TraceError is a ValueError
-                    raise TraceError(f"{self.path}, record {index}: {problem}") from None
+                yield record
                 step += num_steps
-                if self.progress is not None:
-                    self.progress(index + 1, total)
 
     def _placement(self, table: np.ndarray, last: Placement | None, index: int) -> Placement:
         if last is not None and np.array_equal(table, last.physical_to_logical):
             return last
-        try:
+        with naming(f"{self.path}, key phy2log[{index}]"):
             return Placement(table, self.meta.num_logical, self.num_ranks, self.meta.moe_layer_ids)
-        except (TypeError, ValueError, OverflowError) as problem:  # PlacementError is a ValueError
-            raise TraceError(f"{self.path}, key phy2log[{index}]: {problem}") from None
 
 
 class _Rows:

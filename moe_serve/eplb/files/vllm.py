@@ -1,24 +1,35 @@
-"""vLLM's expert loads: dumps with one JSON object per window, and the history that ADRS / OpenEvolve published.
+"""Files of vLLM and vllm-ascend: expert loads as load traces, and the expert map of the latter in and out.
 
-ADRS:  {"load_history": [{"logical_expert_load": [[E] per layer]}, …]}; the published file has 224 MB and is streamed.
+ADRS:  {"load_history": [{"logical_expert_load": [[E] per layer]}, …]}, which ADRS / OpenEvolve published; the file has
+       224 MB and is streamed.
 dumps: .json or .jsonl objects with "logical_expert_load" [L, E] (or [steps, L, E]), or with "physical_expert_load"
        [L, P] and "physical_to_logical_map" [L, P]; "step" where they say it. The schema of vLLM's
        expert_load_dump_dir is not documented: anything else is refused by its keys.
+map:   {"moe_layer_count", "layer_list": [{"layer_id", "device_count", "device_list": [{"device_id", "device_expert":
+       […]}]}]}; `layer_id` counts MoE layers from 0, not layers of the model. Devices hold equally many experts, and
+       none of their slots is empty.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_serve.eplb.files.counts import check_table_size, whole_counts
-from moe_serve.eplb.files.json_text import json_lines, parse_json, read_json
-from moe_serve.eplb.files.trace_meta import ByteProgress
+from moe_serve.eplb.files.untrusted import (
+    ByteProgress,
+    check_table_size,
+    json_lines,
+    naming,
+    parse_json,
+    read_json,
+    whole_counts,
+)
 from moe_serve.eplb.load import LoadRecord, LoadTrace
-from moe_serve.errors import TraceError
+from moe_serve.eplb.placement import Placement
+from moe_serve.errors import PlacementError, TraceError
 
 _LOGICAL = "logical_expert_load"
 _PHYSICAL = ("physical_expert_load", "expert_load", "expert_load_pass")
@@ -67,43 +78,36 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path} line {number}", content) for number, _, content in json_lines(path))
 
 
-@dataclass(frozen=True)
-class _Reader:
-    windows: Callable[[ByteProgress | None], Iterator[tuple[str, Any]]]
-    shape: tuple[int, int]
-    progress: ByteProgress | None
-
-    def __call__(self) -> Iterator[LoadRecord]:
-        step = 0
-        for where, entry in self.windows(self.progress):
-            counts = window_counts(entry, where)  # [steps, L, E]
-            if counts.shape[1:] != self.shape:
-                raise TraceError(
-                    f"{where}: {counts.shape[1]} layers x {counts.shape[2]} experts, expected "
-                    f"{self.shape[0]} x {self.shape[1]} (as in the first window)"
-                )
-            first = entry.get("step", step)
-            first = first if isinstance(first, int) and first >= 0 else step
-            try:
-                yield LoadRecord(
-                    first, len(counts), "mixed", counts.sum(axis=0), per_step=counts if len(counts) > 1 else None
-                )
-            except TraceError as problem:
-                raise TraceError(f"{where}: {problem}") from None
-            step = first + len(counts)
-
-
 def _trace(
     windows: Callable[[ByteProgress | None], Iterator[tuple[str, Any]]],
     progress: ByteProgress | None,
     source: str,
     path: Path,
 ) -> LoadTrace:
-    for where, entry in windows(None):
-        _, num_layers, num_experts = window_counts(entry, where).shape
-        reader = _Reader(windows, (num_layers, num_experts), progress)
-        return LoadTrace(reader, num_experts, tuple(range(num_layers)), source=source)
-    raise TraceError(f"{path}: no windows in it; expected objects with {_LOGICAL!r}")
+    first = next(windows(None), None)
+    if first is None:
+        raise TraceError(f"{path}: no windows in it; expected objects with {_LOGICAL!r}")
+    _, num_layers, num_experts = window_counts(first[1], first[0]).shape
+
+    def records() -> Iterator[LoadRecord]:
+        step = 0
+        for where, entry in windows(progress):
+            counts = window_counts(entry, where)  # [steps, L, E]
+            if counts.shape[1:] != (num_layers, num_experts):
+                raise TraceError(
+                    f"{where}: {counts.shape[1]} layers x {counts.shape[2]} experts, expected {num_layers} x "
+                    f"{num_experts} (as in the first window)"
+                )
+            stated = entry.get("step")
+            step = stated if isinstance(stated, int) and stated >= 0 else step
+            with naming(where):
+                record = LoadRecord(
+                    step, len(counts), "mixed", counts.sum(axis=0), per_step=counts if len(counts) > 1 else None
+                )
+            yield record
+            step += len(counts)
+
+    return LoadTrace(records, num_experts, tuple(range(num_layers)), source=source)
 
 
 def window_counts(entry: Any, where: str) -> np.ndarray:
@@ -208,3 +212,60 @@ def _skip_to_array(read: Callable[[int], bytes], path: Path, key: str) -> bytes:
         if not chunk:
             break
     raise TraceError(f"{path}: key {key} not found; expected {{{key!r}: [...]}}")
+
+
+def is_expert_map(content: Any) -> bool:
+    """Returns whether parsed JSON is such a map."""
+    return isinstance(content, dict) and "layer_list" in content
+
+
+def expert_map_rows(content: dict[str, Any], path: Path) -> tuple[list[list[int]], int]:
+    """Returns (experts by slot of each layer, number of devices)."""
+    layers = content["layer_list"]
+    if not isinstance(layers, list) or not layers:
+        raise PlacementError(f"{path}, key layer_list: expected one entry per MoE layer, found none")
+    stated = content.get("moe_layer_count", len(layers))
+    if stated != len(layers):
+        raise PlacementError(f"{path}, key layer_list: {len(layers)} layers, expected {stated} (moe_layer_count)")
+    rows: list[list[int]] = []
+    num_devices = 0
+    for index, layer in enumerate(layers):
+        where = f"{path}, key layer_list[{index}].device_list"
+        devices = layer.get("device_list") if isinstance(layer, dict) else None
+        if not isinstance(devices, list) or not devices:
+            raise PlacementError(f"{where}: expected the devices of the layer, found none")
+        if layer.get("layer_id", index) != index:
+            raise PlacementError(f"{path}, key layer_list[{index}].layer_id: {layer['layer_id']}, expected {index}")
+        if not all(isinstance(device, dict) and type(device.get("device_id", 0)) is int for device in devices):
+            raise PlacementError(f"{where}: expected objects with device_id and device_expert, found {devices!r:.60}")
+        num_devices = num_devices or len(devices)
+        if len(devices) != num_devices:
+            raise PlacementError(f"{where}: {len(devices)} devices, expected {num_devices} (as in layer 0)")
+        slots: list[int] = []
+        for number, device in enumerate(sorted(devices, key=lambda entry: entry.get("device_id", 0))):
+            experts = device.get("device_expert")
+            if not isinstance(experts, list) or len(experts) != len(devices[0].get("device_expert") or ()):
+                raise PlacementError(
+                    f"{where}[{number}].device_expert: expected a list of {len(devices[0].get('device_expert') or ())} "
+                    f"experts (as device 0 has), found {experts!r:.60}"
+                )
+            slots += experts
+        rows.append(slots)
+    return rows, num_devices
+
+
+def write_expert_map(placement: Placement, path: Path) -> None:
+    """Writes the map for vllm-ascend's `expert_map_path`."""
+    per_device = placement.slots_per_rank
+    layers = [
+        {
+            "layer_id": row,
+            "device_count": placement.num_ranks,
+            "device_list": [
+                {"device_id": rank, "device_expert": slots[rank * per_device : (rank + 1) * per_device]}
+                for rank in range(placement.num_ranks)
+            ],
+        }
+        for row, slots in enumerate(placement.physical_to_logical.tolist())
+    ]
+    path.write_text(json.dumps({"moe_layer_count": len(layers), "layer_list": layers}) + "\n", encoding="utf-8")

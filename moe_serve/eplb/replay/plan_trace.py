@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from moe_serve.eplb.files.phases import PhaseLoad, load_by_phase, phase_weights
 from moe_serve.eplb.files.placements import placement_to_json
+from moe_serve.eplb.files.windows import PhaseLoad, load_by_phase, phase_weights
 from moe_serve.eplb.load import LoadTrace, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from moe_serve.eplb.files.json_text import read_json
+from moe_serve.eplb.files.untrusted import read_json
 from moe_serve.eplb.replay.report import MISSING, as_number, as_seconds, printed, text_console
 from moe_serve.eplb.replay.report_html import page_groups
 from moe_serve.eplb.replay.result import CEILING, FLOOR, ReplayReport

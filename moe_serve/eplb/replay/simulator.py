@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, ModelProfile
-from moe_serve.eplb.files.fold import folded
+from moe_serve.eplb.files.windows import folded
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.rebalance.settings import RebalanceSettings

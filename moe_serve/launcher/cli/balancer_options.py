@@ -119,9 +119,8 @@ class TraceOptions:
         self, path: str, progress: Callable[[int, int], None] | None = None, topk: int | None = None
     ) -> "LoadTrace":
         """Returns the trace, its --only-phase folded to --window; it is read, and progress called, while iterated."""
-        from moe_serve.eplb.files.fold import folded
-        from moe_serve.eplb.files.phases import of_phase
         from moe_serve.eplb.files.traces import read_trace
+        from moe_serve.eplb.files.windows import folded, of_phase
 
         limit = int(self.max_pt_gib * 2**30)
         trace = read_trace(path, progress=progress, num_logical=self.experts, max_torch_bytes=limit)

@@ -68,8 +68,7 @@ def _convert_trace(options: ConvertOptions) -> None:
 
 
 def _convert_placement(options: ConvertOptions) -> None:
-    from moe_serve.eplb.files.placement_rows import filled_in_place
-    from moe_serve.eplb.files.placements import read_placement, write_placement
+    from moe_serve.eplb.files.placements import filled_in_place, read_placement, write_placement
     from moe_serve.eplb.planner import plan_counts
 
     placement = read_placement(

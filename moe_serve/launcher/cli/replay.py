@@ -199,7 +199,7 @@ def _is_log(path: Path) -> bool:
 
 
 def _show_log(path: Path, json_output: bool) -> None:
-    from moe_serve.eplb.replay.report_log import log_to_json, log_to_table
+    from moe_serve.eplb.files.balance_log import log_to_json, log_to_table
 
     typer.echo(json.dumps(log_to_json(path), indent=1) if json_output else log_to_table(path), nl=json_output)
 

@@ -8,8 +8,7 @@ import torch
 
 from moe_serve.config import load_config, model_dir
 from moe_serve.engine.model.model_plan import ModelPlan
-from moe_serve.eplb.files.jsonl_writer import JsonlWriter
-from moe_serve.eplb.files.trace_meta import TraceMeta
+from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.report import NUM_SHOWN, as_seconds, decision_cells
