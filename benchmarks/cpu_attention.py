@@ -27,7 +27,7 @@ from moe_serve.kernels.cpu.attention import AttendRows, AttendShape, attend
 from moe_serve.kernels.cpu.gate import gate_facts
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.rows import add_rms_norm, rms_norm
-from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.forms import GateShape
 from moe_serve.kernels.numerics import FAST
 
 BLOCK = 16

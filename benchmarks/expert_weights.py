@@ -21,8 +21,8 @@ from moe_serve.dispatch.base import PackedRows
 from moe_serve.ep.expert_ffn import expert_ffn
 from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
 from moe_serve.ep.expert_store import ExpertStore
-from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
-from moe_serve.kernels.grouped_gemm_int8 import has_vnni, quantize_int8
+from moe_serve.kernels.fp8 import quantize_weight
+from moe_serve.kernels.int8 import has_vnni, quantize_int8
 
 # (whose experts, H, I, slots): together larger than the caches, but for the demo's
 SHAPES = (("demo", 192, 64, 32), ("H 512", 512, 256, 64), ("Qwen3-30B-A3B", 2048, 768, 16))

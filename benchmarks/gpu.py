@@ -188,7 +188,7 @@ def exact_split(ceilings: Ceilings) -> list[Row]:
 
 
 def small_kernels(ceilings: Ceilings) -> list[Row]:
-    from moe_serve.kernels.gate_shape import GateShape
+    from moe_serve.kernels.forms import GateShape
     from moe_serve.kernels.triton.quantize import quantize_triton
     from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
     from moe_serve.kernels.triton.topk_gate import topk_gate_triton

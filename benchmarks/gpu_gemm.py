@@ -15,10 +15,9 @@ from benchmarks.gpu_timing import (
 
 
 def packed_gemm(ceilings: Ceilings) -> list[Row]:
-    from moe_serve.kernels.block_scales import BlockScaled
-    from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
-    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
-    from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton
+    from moe_serve.kernels.forms import BlockScaled
+    from moe_serve.kernels.fp8 import quantize_weight
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton, grouped_gemm_triton
     from moe_serve.kernels.triton.quantize import quantize_triton
 
     groups, each, n, k = 8, 4096, 4096, HIDDEN
@@ -68,9 +67,9 @@ def slab_gemm(ceilings: Ceilings) -> list[Row]:
 
 def slab_gemm_fp8(ceilings: Ceilings, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> Iterator[Row]:
     """x: [slots, capacity, k], weight: [slots, n, k] bfloat16, counts: [slots]"""
-    from moe_serve.kernels.block_scales import BlockScaled
-    from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
-    from moe_serve.kernels.triton.grouped_gemm_fp8 import slab_gemm_fp8_triton
+    from moe_serve.kernels.forms import BlockScaled
+    from moe_serve.kernels.fp8 import quantize_weight
+    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_fp8_triton
     from moe_serve.kernels.triton.quantize import quantize_triton
 
     pieces = [quantize_weight(one[None], parts=2) for one in weight]  # one by one: it widens to float32

@@ -19,10 +19,10 @@ from torch import Tensor
 from benchmarks.conditions import add_isa, conditions, save
 from benchmarks.cpu_attention import measure
 from benchmarks.cpu_kernels import ffn
-from moe_serve.kernels.activation import Activation
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.library import AMX, cpu_library
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
+from moe_serve.kernels.forms import Activation
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.mxfp4 import dequantise_mxfp4, quantise_mxfp4
 

@@ -17,8 +17,8 @@ from torch.nn import functional
 from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk, DecodeGroup, Visible, plan_attention
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.kernels.linear import cut, proven_tiles
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.kernels.row_tiles import cut, proven_tiles
 
 
 def attention_reference(

@@ -18,7 +18,7 @@ from moe_serve.dispatch.layout import FIRST, by_slot, count_slots, rank_order, r
 from moe_serve.dispatch.peer_calls import lost_connection
 from moe_serve.dispatch.rank_sum import add_rank_sums, index_by_row, rank_index
 from moe_serve.dispatch.wire import Wire
-from moe_serve.kernels.weighted_sum import weighted_sum
+from moe_serve.kernels.rows import weighted_sum
 
 SMALL_BYTES = 1 << 16  # rows of one rank, one for each entry: below it, the latency of a round costs more
 _ALIGNMENT = 16

@@ -17,7 +17,7 @@ from moe_serve.dispatch.layout import count_slots, send_order, sent_index
 from moe_serve.dispatch.rank_sum import add_rank_sums
 from moe_serve.dispatch.wire import Wire
 from moe_serve.errors import PeerError
-from moe_serve.kernels.weighted_sum import weighted_sum
+from moe_serve.kernels.rows import weighted_sum
 
 V = TypeVar("V")
 

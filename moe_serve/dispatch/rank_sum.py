@@ -11,7 +11,7 @@ Shape words: T tokens, K topk, R ranks, N entries, U rows.
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.weighted_sum import weighted_sum
+from moe_serve.kernels.rows import weighted_sum
 
 
 def index_by_row(

@@ -8,15 +8,12 @@ from torch import Tensor
 
 from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep.expert_store import ExpertStore
-from moe_serve.kernels.clamped_swiglu import clamped_swiglu_
+from moe_serve.kernels.activation import clamped_swiglu_, silu_mul, silu_mul_quantize
 from moe_serve.kernels.cpu.experts import packed_ffn
+from moe_serve.kernels.fp8 import grouped_gemm_fp8, quantize, slab_gemm_fp8
 from moe_serve.kernels.grouped_gemm import group_rows, slab_gemm
-from moe_serve.kernels.grouped_gemm_fp8 import grouped_gemm_fp8, slab_gemm_fp8
-from moe_serve.kernels.grouped_gemm_int8 import grouped_gemm_int8, quantize_int8
+from moe_serve.kernels.int8 import grouped_gemm_int8, quantize_int8
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.quantize import quantize
-from moe_serve.kernels.silu_mul import silu_mul
-from moe_serve.kernels.silu_mul_quantize import silu_mul_quantize
 
 _MXFP4 = "only the compiled kernels multiply MXFP4"
 

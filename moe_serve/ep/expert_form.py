@@ -22,12 +22,9 @@ from typing import Literal
 import torch
 
 from moe_serve.errors import ConfigError
-from moe_serve.kernels.activation import SILU, Activation
-from moe_serve.kernels.block_scales import num_groups, num_scale_rows
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
-from moe_serve.kernels.fp8_block import GROUP, Fp8Block
-from moe_serve.kernels.grouped_gemm_int8 import has_vnni
-from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
+from moe_serve.kernels.forms import FP8_GROUP, MXFP4_BLOCK, SILU, Activation, Fp8Block, num_groups, num_scale_rows
+from moe_serve.kernels.int8 import has_vnni
 
 ExpertForm = Literal["dense", "fp8", "int8", "mxfp4"]
 
@@ -67,7 +64,7 @@ def choose_expert_form(
             if not fp8_block.is_kept:
                 raise ConfigError(
                     f"model.expert_weights is fp8 but the checkpoint has {fp8_block} and the kernels take "
-                    f"{GROUP} x {GROUP}, or scales per channel or tensor; set model.expert_weights: dense"
+                    f"{FP8_GROUP} x {FP8_GROUP}, or scales per channel or tensor; set model.expert_weights: dense"
                 )
             if on_gpu and not has_e4m3:
                 raise ConfigError(

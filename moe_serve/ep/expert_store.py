@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, bias_of, scale_of
-from moe_serve.kernels.activation import SILU, Activation
-from moe_serve.kernels.block_scales import BlockScaled
 from moe_serve.kernels.cpu.experts import PackedExperts
+from moe_serve.kernels.forms import SILU, Activation, BlockScaled
 
 
 class ExpertStore:
     """dict[name, Tensor [slots, ...]] at fixed addresses, in the memory order of the GEMM.
 
     For the compiled CPU kernels matrices come packed. On CPU without them a matrix [n, k] is kept as [k, n]
-    (kernels/row_gemm.py; int8 is not, kernels/grouped_gemm_int8.py), rewritten in the memory it was loaded into. A slot
+    (kernels/grouped_gemm.py; int8 is not, kernels/int8.py), rewritten in the memory it was loaded into. A slot
     is the same list of contiguous tensors on every rank, so that moving an expert copies bytes and interprets none.
     """
 

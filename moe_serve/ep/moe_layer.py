@@ -23,7 +23,7 @@ from moe_serve.ep.routing import RouterSpec, Routing
 from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, GATE, MLP, PartClock
-from moe_serve.kernels.row_updates import multiply_rows
+from moe_serve.kernels.rows import multiply_rows
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_serve.errors import ModelError
-from moe_serve.kernels.gate_shape import GroupScore, Scoring
+from moe_serve.kernels.forms import GroupScore, Scoring
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,22 +1,70 @@
-"""What a gated MLP makes of gate and up before its down projection. Torch-free: `models/spec.py` reads it."""
+"""The elementwise middle of a gated MLP: silu(gate) * up, alone or quantised at once, and gpt-oss' clamped form."""
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+import torch
+from torch import Tensor
+
+from moe_serve.kernels.forms import Activation
+from moe_serve.kernels.fp8 import quantize_reference
 
 
-@dataclass(frozen=True)
-class Activation:
-    """The elementwise middle of an MLP.
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """gate_up: [..., 2 n], gate first -> [..., n] same dtype"""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
-    silu:           silu(gate) * up
-    clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up from -limit to limit
-                    (gpt-oss)
+
+def silu_mul(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> Tensor:
+    """Same contract as the reference; Triton on CUDA. A row's bits depend on that row only, for any n.
+
+    rows_per_slot: [slots], for slabs gate_up [slots, capacity, 2 n] of which only the first rows are filled; the others
+                   need not be computed
+
+    On CPU the halves are strided views, so the loop runs row by row: its ragged tail, which uses other instructions,
+    hits the same elements of every row.
     """
+    if gate_up.is_cuda:
+        from moe_serve.kernels.triton.silu_mul import silu_mul_triton
 
-    kind: Literal["silu", "clamped_swiglu"] = "silu"
-    alpha: float = 1.0
-    limit: float = math.inf
+        return silu_mul_triton(gate_up.contiguous(), rows_per_slot)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(up)
 
 
-SILU = Activation()
+def silu_mul_quantize_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantises the product from float32: rounding it to bf16 first would cost accuracy and save nothing.
+
+    gate_up: [rows, 2 n], gate first -> (q [rows, n] float8_e4m3fn, scale [rows, ceil(n / 128)] float32)
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return quantize_reference(gate / (1 + torch.exp(-gate)) * up)
+
+
+def silu_mul_quantize(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Same contract as the reference; Triton on CUDA. A row's bits depend on that row only, for any n.
+
+    On CUDA gate_up may also be slabs [slots, capacity, 2 n] with rows_per_slot [slots]: the first rows are filled.
+    """
+    if gate_up.is_cuda:
+        from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
+
+        return silu_mul_quantize_triton(gate_up, rows_per_slot)
+    return quantize_reference(silu_mul(gate_up.float()))
+
+
+def clamped_swiglu_reference(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_up: [..., 2 n], gate first -> [..., n] same dtype"""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return ((up + 1) * gate * torch.sigmoid(activation.alpha * gate)).to(gate_up.dtype)
+
+
+def clamped_swiglu_(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Same contract as the reference, for CPUs; gate_up is used up. A row's bits depend on that row only, for any n.
+
+    gate * sigmoid(alpha * gate) is silu(alpha * gate) / alpha. Every loop runs over a half of the rows, a strided view,
+    and so row by row: its ragged tail, which uses other instructions, hits the same elements of every row.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    up.clamp_(-activation.limit, activation.limit).add_(1)
+    gate.clamp_(max=activation.limit).mul_(activation.alpha)
+    return torch.nn.functional.silu(gate).mul_(up).div_(activation.alpha)

@@ -1,6 +1,9 @@
 """One GEMM per group of rows, each with its own weight: the experts' matrix products, packed and in slabs.
 
-Weights are [groups, n, k] in any memory order; k-major ones (kernels/row_gemm.py) are fastest on CPU.
+Weights are [groups, n, k] in any memory order; k-major ones are fastest on CPU, where BLAS packs a matrix before it
+multiplies: with one to eight rows it reads weights at a quarter of the memory's speed. A weighted sum of weight rows is
+the same product, y = sum_k x[k] * W[k, :], which `embedding_bag` computes: it streams the k rows once, prefetches, and
+accumulates in order of k. One call serves all groups.
 """
 
 from dataclasses import dataclass
@@ -10,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.row_gemm import is_k_major, row_gemm
 
 # Rows per active group up to which reading the weights in order beats BLAS. Measured with hidden 512, width 256: the
 # two meet at 7 rows on one thread and at 15 on two, where BLAS gains less.
@@ -45,9 +47,9 @@ class GroupedRows:
                 # Not by BLAS tiles: on some CPUs the bits of a row depend on its position in a tile of two.
                 return row_gemm(x, weight.transpose(1, 2).contiguous().transpose(1, 2), self.group_of_row)
         if x.is_cuda and x.dtype == torch.bfloat16 and weight.is_contiguous():
-            from moe_serve.kernels.gemm_choice import packed_gemm_on_gpu
+            from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
 
-            return packed_gemm_on_gpu(x, weight, self.rows_per_group, self.numerics)
+            return grouped_gemm_triton(x, weight, self.rows_per_group, self.numerics)
         if self.numerics.invariant:
             return _by_tiles(x, weight, self.rows_per_group, self.numerics)
         if x.is_cuda and x.dtype == torch.bfloat16:
@@ -87,9 +89,9 @@ def slab_gemm(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numer
         out[filled] = grouped_gemm(x[filled], weight, rows_per_group, numerics)
         return out
     if x.is_cuda and x.dtype == torch.bfloat16 and weight.is_contiguous():
-        from moe_serve.kernels.gemm_choice import slab_gemm_on_gpu
+        from moe_serve.kernels.triton.grouped_gemm import slab_gemm_triton
 
-        return slab_gemm_on_gpu(x, weight, rows_per_group, numerics)
+        return slab_gemm_triton(x, weight, rows_per_group, numerics)
     capacity = x.shape[1]
     tile = numerics.row_tile or max(capacity, 1)
     tiles = torch.split(functional.pad(x, (0, 0, 0, -capacity % tile)), tile, dim=1)
@@ -119,4 +121,44 @@ def _by_tiles(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numer
             kept = min(tile, num_rows - first)
             out[start + first : start + first + kept] = (rows[first : first + tile] @ weight[group].t())[:kept]
         start += num_rows
+    return out
+
+
+MAX_ROWS = 512  # rows of one call: bounds the index table at 512 x k
+
+
+def row_gemm_reference(x: Tensor, weight: Tensor, group_of_row: Tensor) -> Tensor:
+    """x: [rows, k], weight: [groups, n, k], group_of_row: [rows] int64 -> [rows, n] dtype of x"""
+    return torch.einsum("rk,rnk->rn", x.float(), weight[group_of_row].float()).to(x.dtype)
+
+
+def is_k_major(weight: Tensor) -> bool:
+    """Returns whether weight [groups, n, k] lies in memory as [groups, k, n], which `row_gemm` needs."""
+    groups, n, k = weight.shape
+    return weight.transpose(1, 2).is_contiguous() and weight.device.type == "cpu" and groups * n * k > 0
+
+
+def row_gemm(x: Tensor, weight: Tensor, group_of_row: Tensor) -> Tensor:
+    """Same contract as the reference, for CPU weights that are k-major; float32 accumulation in order of k.
+
+    Each bag is one row of x, so a row's bits depend on that row and its matrix, not on other rows, their number, or
+    threads. Rows of one group should be adjacent, so that the group's matrix is read from memory once.
+    """
+    groups, n, k = weight.shape
+    table = weight.transpose(1, 2).view(groups * k, n)
+    if x.shape[0] <= MAX_ROWS:
+        return _bags(x, table, group_of_row)
+    pieces = zip(torch.split(x, MAX_ROWS), torch.split(group_of_row, MAX_ROWS), strict=True)
+    return torch.cat([_bags(rows, table, group) for rows, group in pieces])
+
+
+def _bags(x: Tensor, table: Tensor, group_of_row: Tensor) -> Tensor:
+    """x: [rows, k], table: [groups * k, n] -> [rows, n]"""
+    num_rows, k = x.shape
+    if num_rows == 0:
+        return x.new_empty(0, table.shape[1])
+    indices = torch.add(torch.arange(k), group_of_row[:, None], alpha=k).view(-1)
+    offsets = torch.arange(0, num_rows * k, k)
+    # Arguments: scale_grad_by_freq, mode 0 = sum, sparse, per_sample_weights.
+    out: Tensor = torch.embedding_bag(table, indices, offsets, False, 0, False, x.reshape(-1))[0]
     return out

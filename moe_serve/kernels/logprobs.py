@@ -1,7 +1,7 @@
 """Log probabilities of tokens, by row of logits. What the compiled kernel (kernels/cpu/logprobs.py) computes, in torch.
 
 A token's log probability is its logit minus the largest one, minus ln of the sum of exp over the vocabulary, in
-float64 and rounded to float32. The sum is one of integers (`gumbel.token_weights`), so it is exact in any order: a
+float64 and rounded to float32. The sum is one of integers (`sampling.token_weights`), so it is exact in any order: a
 row's numbers depend on that row only, and this twin and the kernel give the same bits. They are within 1e-6 of those
 of a softmax in float64.
 """
@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_serve.kernels.gumbel import natural_log, token_weights
-from moe_serve.kernels.likeliest import likeliest
+from moe_serve.kernels.sampling import likeliest, natural_log, token_weights
 
 _CUDA_ELEMENTS, _CPU_ELEMENTS = 2**22, 2**18  # logits that are worked on at a time
 

@@ -8,7 +8,7 @@ scale is a bfloat16, so nothing is rounded.
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
+from moe_serve.kernels.forms import MXFP4_BLOCK
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.bfloat16)

@@ -1,21 +1,71 @@
 """Draws one token for each row of logits. What the compiled kernel (kernels/cpu/sampling.py) computes, in torch.
 
 A token is a pure function of its own row: logits, parameters, seed and output index. Gumbel noise is added to the
-logits over the temperature, and the largest sum wins; equal sums go to the lowest id. This twin and the kernel give
-the same tokens, since every sum of theirs is exact or rounded alike (kernels/gumbel.py).
+logits over the temperature, and the largest sum wins; equal sums go to the lowest id.
+
+A token's noise is a pure function of (seed, output index, token id): philox4x32-10 (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011) gives a uniform number, which becomes Gumbel noise. Noise and weights are made of
+integers and float64 additions, multiplications and divisions, each rounded by itself, and every operation that changes
+a logit is one float32 operation. So every device and the kernel give the same tokens; a library's log and exp differ in
+their last bits.
 """
 
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_serve.kernels.gumbel import gumbel, natural_log, token_weights
-from moe_serve.kernels.likeliest import likeliest
-from moe_serve.kernels.logit_changes import LogitChanges, change_logits
+# How one token's logit changes; the kernel reads this as a C struct. In vLLM's order (v1/sample/sampler.py): + bias;
+# / repetition where the logit is above 0, x repetition where it is not; - frequency; - presence.
+EDIT = np.dtype([("token", "i8"), ("bias", "f4"), ("repetition", "f4"), ("frequency", "f4"), ("presence", "f4")])
+NO_EDITS = np.zeros(0, EDIT)
+NO_IDS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitChanges:
+    """Changes of one row's logits. Token ids are below the size of the vocabulary.
+
+    edits:  [num_edits] EDIT, at most one for each token
+    banned: [num_banned] int64, ids that may not be drawn
+    mask:   [ceil(vocab / 32)] int32; token i may be drawn where bit i % 32 of word i // 32 is set. None = all tokens
+    """
+
+    edits: NDArray[np.void] = field(default_factory=lambda: NO_EDITS)
+    banned: NDArray[np.int64] = field(default_factory=lambda: NO_IDS)
+    mask: NDArray[np.int32] | None = None
+
+
+def change_logits(logits: Tensor, changes: Sequence[LogitChanges | None]) -> None:
+    """Makes the changes of each row in place. logits: [num_rows, vocab] float32"""
+    changed = [(row, each) for row, each in enumerate(changes) if each is not None]
+    _edit(logits, [(row, each.edits) for row, each in changed if each.edits.size])
+    for row, each in changed:
+        if each.banned.size:
+            logits[row, torch.from_numpy(each.banned).to(logits.device)] = -torch.inf
+        if each.mask is not None:
+            allowed = np.unpackbits(each.mask.view(np.uint8), count=logits.shape[1], bitorder="little")
+            logits[row].masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
+
+
+def _edit(logits: Tensor, edits: Sequence[tuple[int, NDArray[np.void]]]) -> None:
+    if not edits:
+        return
+    rows = np.repeat([row for row, _ in edits], [len(each) for _, each in edits])
+    every = np.concatenate([each for _, each in edits])
+    at = torch.from_numpy(np.stack([rows, every["token"]])).to(logits.device)
+    names = ("bias", "repetition", "frequency", "presence")
+    numbers = torch.from_numpy(np.stack([every[name] for name in names])).to(logits.device)
+    bias, repetition, frequency, presence = numbers
+    values = logits[at[0], at[1]] + bias
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[at[0], at[1]] = values - frequency - presence
+
 
 # How one row's token is chosen; the kernel reads this as a C struct.
 # temperature: 0 = the largest logit; top_k: -1 = all; top_p, min_p: 1.0 and 0.0 = all
@@ -152,3 +202,117 @@ def _in_top_k_and_top_p(scaled: Tensor, parameters: _Parameters) -> Tensor:
     limit = (total.to(torch.float64) * parameters.top_p).ceil().to(torch.int64).minimum(total)
     in_top_p = (upto - weights < limit) | (parameters.top_p >= 1.0)
     return torch.logical_and(in_top_k, in_top_p)
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns at least the `count` largest logits of each row, largest first and equal ones by id, and their ids."""
+    logits = logits + 0.0  # no negative zeros, which some sorts put behind zeros
+    if count == logits.shape[1]:
+        values, ids = logits.sort(dim=1, descending=True, stable=True)
+        return values, ids
+    least = logits.topk(count, dim=1).values[:, -1:]
+    count = int((logits >= least).sum(dim=1).max())  # equal ones included, of which topk takes any
+    ids = logits.topk(count, dim=1).indices.sort(dim=1).values
+    values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+Integers = TypeVar("Integers", Tensor, NDArray[np.int64])
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LN_2 = 0.69314718055994530942
+_LOG_SERIES = (  # of atanh: 2 / 3, 2 / 5, ... fitted, the last one first (fdlibm's numbers)
+    1.479819860510658591e-01,
+    1.531383769920937332e-01,
+    1.818357216161805012e-01,
+    2.222219843214978396e-01,
+    2.857142874366239149e-01,
+    3.999999999940941908e-01,
+    6.666666666666735130e-01,
+)
+_EXP_SERIES = (1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
+_UNIT_BITS = 40  # a weight of 1 is 2**40: sums of a million tokens fit into int64
+
+
+def natural_log(x: Tensor) -> Tensor:
+    """Returns ln(x) of positive, normal float64 numbers; the last bit may be off, alike everywhere."""
+    bits = x.view(torch.int64)
+    exponent = (bits - 0x3FE6A09E667F3BCD) >> 52  # x = 2**exponent * m, with m from sqrt(1/2) to sqrt(2)
+    m = (bits - (exponent << 52)).view(torch.float64)
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    return exponent.to(torch.float64) * _LN_2 + s * (_series(_LOG_SERIES, z) * z + 2.0)
+
+
+def gumbel(
+    seeds: Tensor, output_indices: Tensor, token_ids: Tensor, log: Callable[[Tensor], Tensor] = natural_log
+) -> Tensor:
+    """Returns one Gumbel(0, 1) number for each token id, float64; the tensors, int64, are broadcast.
+
+    log: torch.log is five times as fast, but a device's own in the last bits
+    """
+    if token_ids.is_cuda:
+        bits = _random_bits(seeds, output_indices, token_ids)
+    else:  # numpy takes two thirds of the time of torch for these operations, and less for few ids
+        bits = torch.from_numpy(_random_bits(seeds.numpy(), output_indices.numpy(), token_ids.numpy()))
+    uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-53)  # in (0, 1), never an end
+    return log(log(uniform).neg_()).neg_()
+
+
+def _random_bits(seeds: Integers, output_indices: Integers, token_ids: Integers) -> Integers:
+    """Returns 53 random bits for each token id."""
+    high, low, _, _ = philox(token_ids, output_indices, (seeds & _LOW, seeds >> 32))
+    high >>= 5
+    high <<= 26
+    low >>= 6
+    high += low
+    return high
+
+
+def philox(
+    first: Integers, second: Integers, key: tuple[Integers, Integers]
+) -> tuple[Integers, Integers, Integers, Integers]:
+    """Returns the four 32-bit words of philox4x32-10, as int64; tensors and numpy arrays give the same.
+
+    first, second: int64, of which 32 bits are the first two counter words; the other two are zero
+    key:           two of int64 below 2**32; all four are broadcast
+    """
+    c0: Any = (first & _LOW) + key[0] * 0
+    c1: Any = second + c0 * 0
+    c2, c3 = c0 * 0, c0 * 0
+    k0, k1 = key
+    for _ in range(10):
+        c0 *= _MULTIPLIERS[0]  # products of 64 bits, the highest one as the sign
+        c2 *= _MULTIPLIERS[1]
+        high0, high1 = c0 >> 32, c2 >> 32
+        high1 ^= c1
+        high1 ^= k0
+        high1 &= _LOW
+        high0 ^= c3
+        high0 ^= k1
+        high0 &= _LOW
+        c0, c1, c2, c3 = high1, c2, high0, c0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
+    return c0, c1 & _LOW, c2, c3 & _LOW
+
+
+def token_weights(scaled: Tensor) -> Tensor:
+    """Returns exp(scaled) in units of 2**-40, int64, for float64 numbers of at most 0; accurate to 3e-10.
+
+    Sums of these integers are exact, so they do not depend on the order of the tokens.
+    """
+    s = scaled.clamp(min=-40.0)
+    n = (s * (1 / _LN_2)).round()
+    p = _series(_EXP_SERIES, s - n * _LN_2)
+    unit = ((n.to(torch.int64) + (1023 + _UNIT_BITS)) << 52).view(torch.float64)  # 2**(n + 40)
+    return (p * unit).round().to(torch.int64)
+
+
+def _series(factors: tuple[float, ...], x: Tensor) -> Tensor:
+    """Returns the polynomial with these factors, that of the highest power first."""
+    total = x * factors[0] + factors[1]
+    for factor in factors[2:]:
+        total = total * x + factor
+    return total

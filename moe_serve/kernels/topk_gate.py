@@ -7,7 +7,7 @@ differently would count different loads.
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.gate_shape import LOWEST_CHOICE, GateShape, GroupScore
+from moe_serve.kernels.forms import LOWEST_CHOICE, GateShape, GroupScore
 
 CHOSEN_BY_LOGITS = ("sigmoid_of_chosen", "sparsemixer")
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
 from moe_serve.errors import CapacityError
 from moe_serve.kernels.cpu.packed import pack, pack_gate_up
-from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
-from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
+from moe_serve.kernels.fp8 import quantize_weight
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
+from moe_serve.kernels.int8 import quantize_int8
 from moe_serve.kernels.mxfp4 import quantise_mxfp4
 from moe_serve.models.weight_plan import ExpertTensor
 from moe_serve.models.weight_share import WeightShare

@@ -2,7 +2,7 @@
 
 import math
 
-from moe_serve.kernels.fp8_block import GROUP
+from moe_serve.kernels.forms import FP8_GROUP
 from moe_serve.models.attention_spec import GqaSpec
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import DenseTensor
@@ -21,8 +21,8 @@ def keeps_projection(spec: ModelSpec, plan: DenseTensor) -> bool:
     if block.by_channel:
         return True
     if name.endswith("gate_up"):  # of which the kernel takes two stacks of blocks
-        return len(plan.parts) == 2 or plan.shape[0] // 2 % GROUP == 0
-    return all(part.shape[0] % GROUP == 0 for part in plan.parts[:-1]) and _rotation_keeps_blocks(spec, name)
+        return len(plan.parts) == 2 or plan.shape[0] // 2 % FP8_GROUP == 0
+    return all(part.shape[0] % FP8_GROUP == 0 for part in plan.parts[:-1]) and _rotation_keeps_blocks(spec, name)
 
 
 def _rotation_keeps_blocks(spec: ModelSpec, name: str) -> bool:
@@ -30,8 +30,8 @@ def _rotation_keeps_blocks(spec: ModelSpec, name: str) -> bool:
         return True
     attention = spec.attention
     if isinstance(attention, GqaSpec):
-        return GROUP % attention.head_dim == 0
-    return all(size % attention.rope_dim == 0 for size in (GROUP, attention.query_dim, attention.latent_dim))
+        return FP8_GROUP % attention.head_dim == 0
+    return all(size % attention.rope_dim == 0 for size in (FP8_GROUP, attention.query_dim, attention.latent_dim))
 
 
 def scale_bytes(spec: ModelSpec, plan: DenseTensor) -> int:

@@ -16,7 +16,7 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
-from moe_serve.kernels.layer_norm import LayerNorm
+from moe_serve.kernels.norm import LayerNorm
 from moe_serve.models.attention_spec import GqaSpec
 from moe_serve.models.layers import GqaAttention, RopeTable
 from moe_serve.models.mla import MlaAttention

@@ -11,9 +11,9 @@ from torch import Tensor
 from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.indexed_attention import IndexerShape
-from moe_serve.kernels.layer_norm import LayerNorm
+from moe_serve.kernels.norm import LayerNorm
 from moe_serve.kernels.rope import MlaWidths
-from moe_serve.kernels.row_updates import multiply_by_sigmoid_
+from moe_serve.kernels.rows import multiply_by_sigmoid_
 
 # Weights in the form that the operations of the same decoder read, such as Linear or PackedLinear; see weight_forms.py.
 AnyTable = Any
@@ -98,7 +98,7 @@ class Operations(Protocol):
         ...
 
     def layer_norm(self, x: Tensor, delta: Tensor | None, norm: LayerNorm, eps: float) -> Tensor:
-        """As kernels/layer_norm.py."""
+        """As kernels/norm.py."""
         ...
 
     def linear(self, name: str, weight: AnyLinear, x: Tensor) -> Tensor:

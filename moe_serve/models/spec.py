@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.kernels.activation import SILU, Activation
-from moe_serve.kernels.fp8_block import Fp8Block
+from moe_serve.kernels.forms import SILU, Activation, Fp8Block
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.rope_spec import RopeSpec
 

@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from moe_serve.kernels.fp8_block import GROUP
+from moe_serve.kernels.forms import FP8_GROUP
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.fp8_projections import keeps_projection
 from moe_serve.models.spec import ModelSpec
@@ -86,7 +86,7 @@ class StoredWeights:
 def mixes_gate_and_up(spec: ModelSpec, plan: ExpertTensor) -> bool:
     """Returns whether a block of scales of the fused tensor would hold rows of both gate and up."""
     by_channel = spec.fp8_block is not None and spec.fp8_block.by_channel
-    return plan.name == "gate_up" and not by_channel and spec.moe_intermediate % GROUP > 0
+    return plan.name == "gate_up" and not by_channel and spec.moe_intermediate % FP8_GROUP > 0
 
 
 def _kept(dtype_names: set[str]) -> torch.dtype:

@@ -11,13 +11,12 @@ from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk
 from moe_serve.attention_dp.indexed import attend_indexed
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.indexed_attention import index_write
-from moe_serve.kernels.layer_norm import LayerNorm, layer_norm
 from moe_serve.kernels.linear import HeadLinear, Linear
-from moe_serve.kernels.norm import add_rms_norm, rms_norm, rms_norm_
+from moe_serve.kernels.norm import LayerNorm, add_rms_norm, layer_norm, rms_norm, rms_norm_
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.part_clock import PartClock
 from moe_serve.kernels.rope import MlaWidths, mla_rope_write, rope_write
-from moe_serve.kernels.row_updates import clip_, multiply_rows_, scale_
+from moe_serve.kernels.rows import clip_, multiply_rows_, scale_
 from moe_serve.models.layers import RopeTable
 from moe_serve.models.operations import IndexRows, SharedExpert
 from moe_serve.models.stack import DecoderStack, StepInputs

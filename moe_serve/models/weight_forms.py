@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.activation import silu_mul
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.kernels.silu_mul import silu_mul
 
 Scales = tuple[Tensor | None, Tensor | None]  # of gate and up, and of down
 

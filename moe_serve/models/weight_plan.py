@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
+from moe_serve.kernels.forms import MXFP4_BLOCK
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.spec import ModelSpec
 

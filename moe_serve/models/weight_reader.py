@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moe_serve.ep.expert_form import scale_of
 from moe_serve.errors import ModelError
-from moe_serve.kernels.fp8_block import GROUP, Fp8Block
-from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
+from moe_serve.kernels.forms import FP8_GROUP, Fp8Block
+from moe_serve.kernels.int8 import quantize_int8
 from moe_serve.kernels.mxfp4 import dequantise_mxfp4
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.checkpoint_parts import CheckpointParts
@@ -62,7 +62,7 @@ class WeightReader:
         for plan in expert_tensors(self._spec):
             if self._parts.is_fused(plan) and mixes_gate_and_up(self._spec, plan):
                 yield (
-                    f"{plan.fused.source} (blocks of {GROUP} rows hold both gate and up of width "
+                    f"{plan.fused.source} (blocks of {FP8_GROUP} rows hold both gate and up of width "
                     f"{self._spec.moe_intermediate}; {instead})"
                 )
             for part in self._parts.parts(plan, range(self._spec.num_logical)):

@@ -13,7 +13,7 @@ from moe_serve.dispatch.local import LocalAllToAll, LocalFabric
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.shm.transport import make_shm
 from moe_serve.dispatch.wire import make_wire
-from moe_serve.kernels.weighted_sum import weighted_sum_reference
+from moe_serve.kernels.rows import weighted_sum_reference
 from tests.ranks import run_ranks, run_virtual_ranks
 
 TRANSPORTS = ("local", "collective", "shm", "shm_plain")

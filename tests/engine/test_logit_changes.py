@@ -20,7 +20,7 @@ from transformers import (
 from moe_serve.attention_dp.constraint import Constraint, FormStart
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.engine.output.sampler import RequestChanges, changes_logits, mask_of
-from moe_serve.kernels.logit_changes import change_logits
+from moe_serve.kernels.sampling import change_logits
 
 VOCAB = 40
 

@@ -9,13 +9,11 @@ from moe_serve.ep.expert_ffn import expert_ffn
 from moe_serve.ep.expert_form import ExpertForm, SlotForm, bias_of, choose_expert_form, scale_of
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.errors import ConfigError
-from moe_serve.kernels.activation import Activation
-from moe_serve.kernels.clamped_swiglu import clamped_swiglu_reference
-from moe_serve.kernels.fp8_block import PER_CHANNEL, PER_TENSOR, Fp8Block
-from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
-from moe_serve.kernels.grouped_gemm_int8 import has_vnni, quantize_int8
+from moe_serve.kernels.activation import clamped_swiglu_reference
+from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Activation, Fp8Block
+from moe_serve.kernels.fp8 import dequantize, dequantize_weight, quantize, quantize_weight
+from moe_serve.kernels.int8 import has_vnni, quantize_int8
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.quantize import dequantize, quantize
 from tests.kernels.data import dequantize_int8
 from tests.tolerance import FLOAT32, FP8_WIRE, INT8_EXPERT
 

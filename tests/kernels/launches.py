@@ -6,7 +6,7 @@ Each function is one launch (or a few that belong together) of DeepSeek-V3's sha
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.block_scales import BlockScaled
+from moe_serve.kernels.forms import BlockScaled
 
 HIDDEN, INTERMEDIATE, TOKENS, TOPK, EXPERTS = 7168, 2048, 128, 8, 36
 FP8 = torch.float8_e4m3fn
@@ -57,7 +57,7 @@ def fp8_experts(slots: int, by_channel: bool = False) -> BlockScaled:
 
 
 def packed_gemm_fp8(capability: int, by_channel: bool = False) -> None:
-    from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton
 
     for rows in (8, 64, 4096):
         x, scale = some(8 * rows, HIDDEN, dtype=FP8), some(8 * rows, HIDDEN // 128, dtype=torch.float32)
@@ -70,7 +70,7 @@ def packed_gemm_fp8_by_channel(capability: int) -> None:
 
 
 def slab_gemm_fp8(capability: int) -> None:
-    from moe_serve.kernels.triton.grouped_gemm_fp8 import slab_gemm_fp8_triton
+    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_fp8_triton
 
     x, scale = some(EXPERTS, 1024, HIDDEN, dtype=FP8), some(EXPERTS, 1024, HIDDEN // 128, dtype=torch.float32)
     counts = some(EXPERTS, dtype=torch.int64)
@@ -134,7 +134,7 @@ def weighted_sum(capability: int) -> None:
 
 
 def topk_gate(capability: int) -> None:
-    from moe_serve.kernels.gate_shape import GateShape
+    from moe_serve.kernels.forms import GateShape
     from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
     deepseek = GateShape(TOPK, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)

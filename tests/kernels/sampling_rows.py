@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from moe_serve.kernels.logit_changes import LogitChanges
-from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows
+from moe_serve.kernels.sampling import SAMPLING_ROW, LogitChanges, SamplingRows
 
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": -1, "seed": 0, "output_index": 0}
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moe_serve.kernels.silu_mul import silu_mul, silu_mul_reference
-from moe_serve.kernels.weighted_sum import weighted_sum, weighted_sum_reference
+from moe_serve.kernels.activation import silu_mul, silu_mul_reference
+from moe_serve.kernels.rows import weighted_sum, weighted_sum_reference
 from tests.kernels.data import assert_equal_bits, randn, relative_error
 from tests.tolerance import BFLOAT16
 

@@ -5,17 +5,20 @@ from itertools import product
 import pytest
 import torch
 
+from moe_serve.kernels.activation import silu_mul, silu_mul_reference
 from moe_serve.kernels.grouped_gemm import (
+    MAX_ROWS,
     ROW_GEMM_UP_TO,
     grouped_gemm,
     grouped_gemm_reference,
+    is_k_major,
+    row_gemm,
+    row_gemm_reference,
     slab_gemm,
     slab_gemm_reference,
 )
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.row_gemm import MAX_ROWS, is_k_major, row_gemm, row_gemm_reference
-from moe_serve.kernels.silu_mul import silu_mul, silu_mul_reference
-from moe_serve.kernels.weighted_sum import weighted_sum, weighted_sum_reference
+from moe_serve.kernels.rows import weighted_sum, weighted_sum_reference
 from tests.tolerance import relative_error
 
 ROWS = [[0, 0, 0], [1, 0, 7], [4, 4, 4], [16, 0, 0], [0, 3, 40], [1, 1, 1]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_serve.kernels.grouped_gemm_int8 import (
+from moe_serve.kernels.int8 import (
     LARGEST,
     RUN_ELEMENTS,
     grouped_gemm_int8,

@@ -17,8 +17,7 @@ def expected_rows(x: torch.Tensor, weight: torch.Tensor, rows: list[int]) -> tor
 
 
 def check_packed(device: str, rows: list[int], n: int, k: int, small: bool) -> None:
-    from moe_serve.kernels.gemm_tiles import GemmTile
-    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
+    from moe_serve.kernels.triton.grouped_gemm import GemmTile, grouped_gemm_triton
 
     x, weight = randn(device, sum(rows), k), randn(device, len(rows), n, k, seed=1)
     tile = GemmTile(16, 16, 16, num_warps=4, num_stages=2, group_m=2) if small else None
@@ -42,8 +41,7 @@ def test_packed_rows_of_production_width(rows: list[int]) -> None:
 
 
 def check_slab(device: str, counts: list[int], capacity: int, n: int, k: int) -> None:
-    from moe_serve.kernels.gemm_tiles import GemmTile
-    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_triton
+    from moe_serve.kernels.triton.grouped_gemm import GemmTile, slab_gemm_triton
 
     slots = len(counts)
     x, weight = randn(device, slots, capacity, k), randn(device, slots, n, k, seed=1)
@@ -61,11 +59,9 @@ def test_slabs_use_their_first_rows_only(on_device: RunCheck, counts: list[int])
 
 
 def check_fp8(device: str, rows: list[int], n: int, k: int, parts: int, small: bool, by_channel: bool = False) -> None:
-    from moe_serve.kernels.block_scales import BlockScaled
-    from moe_serve.kernels.gemm_tiles import GemmTile
-    from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
-    from moe_serve.kernels.quantize import dequantize_reference, quantize_reference
-    from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
+    from moe_serve.kernels.forms import BlockScaled
+    from moe_serve.kernels.fp8 import dequantize_reference, dequantize_weight, quantize_reference, quantize_weight
+    from moe_serve.kernels.triton.grouped_gemm import GemmTile, grouped_gemm_fp8_triton, slab_gemm_fp8_triton
 
     x, scale = quantize_reference(randn("cpu", sum(rows), k))
     # The parts differ in size, so that a block's scale in the other part would show.
@@ -128,11 +124,10 @@ def test_in_batch_invariant_a_row_does_not_depend_on_its_neighbours(on_device: R
 
 
 def check_invariance_fp8(device: str) -> None:
-    from moe_serve.kernels.block_scales import BlockScaled
-    from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
+    from moe_serve.kernels.forms import BlockScaled
+    from moe_serve.kernels.fp8 import quantize_reference, quantize_weight
     from moe_serve.kernels.numerics import Numerics
-    from moe_serve.kernels.quantize import quantize_reference
-    from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton
 
     x, scale = (part.to(device) for part in quantize_reference(randn("cpu", 70, 200)))
     weight = quantize_weight(randn("cpu", 1, 40, 200, seed=1))
@@ -152,9 +147,9 @@ def check_fp8_expert(device: str, rows: list[int], hidden: int, width: int) -> N
     from moe_serve.dispatch.base import PackedRows
     from moe_serve.ep.expert_ffn import expert_ffn
     from moe_serve.ep.expert_store import ExpertStore
-    from moe_serve.kernels.block_scales import BlockScaled
-    from moe_serve.kernels.grouped_gemm_fp8 import quantize_weight
-    from moe_serve.kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
+    from moe_serve.kernels.forms import BlockScaled
+    from moe_serve.kernels.fp8 import quantize_weight
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
     from moe_serve.kernels.triton.quantize import quantize_triton
     from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
 
@@ -183,3 +178,17 @@ def check_fp8_expert(device: str, rows: list[int], hidden: int, width: int) -> N
 @pytest.mark.parametrize("rows", [[1, 0, 7], [5, 3, 0]], ids=str)
 def test_an_fp8_expert_computes_what_it_does_on_a_cpu(on_device: RunCheck, rows: list[int]) -> None:
     on_device(check_fp8_expert, rows, 136, 72)
+
+
+def check_tiles(device: str) -> None:
+    from moe_serve.kernels.triton.grouped_gemm import bf16_tile, fp8_tile
+
+    for pick, value_bytes in ((bf16_tile, 2), (fp8_tile, 1)):
+        tiles = [pick(rows) for rows in (0, 1, 16, 17, 64, 65, 4096)]
+        for tile in tiles:
+            assert (tile.block_m + tile.block_n) * tile.block_k * value_bytes * tile.num_stages <= 163 * 1024
+        assert len({pick(rows, invariant=True) for rows in (0, 20, 4096)}) == 1
+
+
+def test_tiles_fit_the_smallest_shared_memory_and_are_one_in_batch_invariant(interpreter: RunCheck) -> None:
+    interpreter(check_tiles)

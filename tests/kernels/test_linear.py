@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-from moe_serve.kernels.linear import SMALLEST_PACKED, HeadLinear, Linear, linear_reference
+from moe_serve.kernels.linear import (
+    LARGEST_TILE,
+    SMALLEST_PACKED,
+    HeadLinear,
+    Linear,
+    cut,
+    linear_reference,
+    proven_tiles,
+)
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.row_tiles import LARGEST_TILE, cut, proven_tiles
 from tests.tolerance import BFLOAT16, FLOAT32, relative_error
 
 SIZES = [(3, 5), (64, 40), (512, 300), (48, 384), (300, 512)]  # the larger ones are packed

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.kernels import sampling
-from moe_serve.kernels.gumbel import gumbel, natural_log, philox, token_weights
-from moe_serve.kernels.sampling import sample_rows_reference
+from moe_serve.kernels.sampling import gumbel, natural_log, philox, sample_rows_reference, token_weights
 from tests.kernels.sampling_rows import one_row, rows_of
 
 

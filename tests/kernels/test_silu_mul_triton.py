@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from moe_serve.kernels.quantize import dequantize_reference
-from moe_serve.kernels.silu_mul import silu_mul_reference
-from moe_serve.kernels.silu_mul_quantize import silu_mul_quantize_reference
+from moe_serve.kernels.activation import silu_mul_quantize_reference, silu_mul_reference
+from moe_serve.kernels.fp8 import dequantize_reference
 from tests.kernels.conftest import RunCheck
 from tests.kernels.data import randn, relative_error
 

@@ -5,7 +5,7 @@ import torch
 
 from moe_serve.ep.gate import route
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.forms import GateShape
 from moe_serve.kernels.topk_gate import topk_gate_reference
 from tests.kernels.conftest import RunCheck
 from tests.kernels.data import randn, relative_error

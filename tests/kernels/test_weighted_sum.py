@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_serve.kernels.weighted_sum import weighted_sum_reference
+from moe_serve.kernels.rows import weighted_sum_reference
 from tests.kernels.conftest import RunCheck
 from tests.kernels.data import assert_equal_bits, randn
 

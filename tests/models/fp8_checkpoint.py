@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_serve.kernels.fp8_block import PER_CHANNEL, PER_TENSOR, Fp8Block
+from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_plan import Part, dense_tensors, expert_tensors
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.ep.moe_layer import ExpertParallel, MoeWeights, record_call
-from moe_serve.kernels.clamped_swiglu import clamped_swiglu_reference
+from moe_serve.kernels.activation import clamped_swiglu_reference
 from moe_serve.kernels.cpu.recorder import Recorder
 
 

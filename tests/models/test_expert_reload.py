@@ -9,7 +9,7 @@ from moe_serve.ep.expert_form import ExpertForm
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
-from moe_serve.kernels.fp8_block import PER_CHANNEL
+from moe_serve.kernels.forms import PER_CHANNEL
 from moe_serve.models.expert_reload import ExpertReloader, ExpertToRead
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.stored_weights import StoredWeights

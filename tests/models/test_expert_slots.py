@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_serve.ep.expert_form import ExpertForm, scale_of
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ModelError
-from moe_serve.kernels.fp8_block import PER_CHANNEL, PER_TENSOR, Fp8Block
-from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
+from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block
+from moe_serve.kernels.int8 import quantize_int8
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.expert_slots import empty_slots
 from moe_serve.models.families.registry import read_spec

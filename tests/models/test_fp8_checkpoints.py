@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.errors import ModelError
-from moe_serve.kernels.fp8_block import PER_CHANNEL, PER_TENSOR, Fp8Block
+from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block
 from moe_serve.kernels.numerics import COMPILED
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.stored_weights import StoredWeights

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_serve.errors import ModelError
-from moe_serve.kernels.fp8_block import Fp8Block
+from moe_serve.kernels.forms import Fp8Block
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.families.registry import FAMILIES, read_spec
 from moe_serve.models.rope_spec import mscale_of

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_serve.ep.moe_layer import MoeLayer
-from moe_serve.kernels.fp8_block import PER_CHANNEL
+from moe_serve.kernels.forms import PER_CHANNEL
 from moe_serve.kernels.numerics import COMPILED, FAST
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.stored_weights import StoredWeights

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_serve.ep.expert_form import ExpertForm
 from moe_serve.errors import ModelError
-from moe_serve.kernels.fp8_block import PER_CHANNEL
+from moe_serve.kernels.forms import PER_CHANNEL
 from moe_serve.models.expert_reload import ExpertReloader, ExpertToRead
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.safetensors_header import StoredTensor, all_tensors

@@ -40,7 +40,7 @@ from moe_serve.dispatch.collective import CollectiveAllToAll
 from moe_serve.dispatch.deepep.checks import INSTALL, LOW_LATENCY_HIDDEN, LOW_LATENCY_TOPK, look, problems
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError
-from moe_serve.kernels.weighted_sum import weighted_sum
+from moe_serve.kernels.rows import weighted_sum
 from moe_serve.log import get_logger
 
 MOST_LOW_LATENCY_TOKENS = 512  # above, the normal kernels are faster and the buffers get large

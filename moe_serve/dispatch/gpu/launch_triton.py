@@ -24,7 +24,7 @@ from moe_serve.dispatch.buffer_sizes import check_capacity
 from moe_serve.dispatch.gpu.receive_triton import combine_receive_kernel, dispatch_receive_kernel
 from moe_serve.dispatch.gpu.send_triton import combine_send_kernel, dispatch_send_kernel, finish_kernel
 from moe_serve.dispatch.gpu.symmetric import Sent, SymmetricRegions, refuse_capture
-from moe_serve.kernels.block_scales import num_groups
+from moe_serve.kernels.forms import num_groups
 
 SLOTS_PER_PROGRAM = 16  # counts announced by one program of dispatch_send
 ROW_SPLITS = 2  # programs that share the rows of one (slot, source) at the receiver

@@ -20,7 +20,7 @@ destinations, and a slot finds in it which of the K results it computes.
 
 from dataclasses import dataclass
 
-from moe_serve.kernels.block_scales import num_groups
+from moe_serve.kernels.forms import num_groups
 
 ALIGNMENT = 128  # bytes: what a cache line and every vector access like
 

@@ -18,7 +18,7 @@ from moe_serve.dispatch.shm.row_copy import RowBuffers, encode_results, refuse_i
 from moe_serve.dispatch.shm.row_copy_plain import add_fetched, add_sums
 from moe_serve.dispatch.shm.send_plan import placed_starts, plan_sends
 from moe_serve.errors import ConfigError
-from moe_serve.kernels.weighted_sum import weighted_sum_reference
+from moe_serve.kernels.rows import weighted_sum_reference
 
 _SOURCE = Path(__file__).with_name("row_copy.c")
 _ARGUMENTS = {

@@ -10,7 +10,7 @@ from moe_serve.dispatch.layout import FIRST
 from moe_serve.dispatch.shm.region import Float32Array, Int64Array
 from moe_serve.dispatch.shm.row_copy import RowBuffers, decode_results, encode_results, refuse_id, refuse_slab
 from moe_serve.dispatch.shm.send_plan import ArrivedEntries, SendPlan, placed_starts, plan_sends, read_entries, starts
-from moe_serve.kernels.weighted_sum import weighted_sum
+from moe_serve.kernels.rows import weighted_sum
 
 
 @dataclass(frozen=True)

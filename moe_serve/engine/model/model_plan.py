@@ -12,8 +12,8 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_expert_form, has_e4m3
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ConfigError
-from moe_serve.kernels.activation import SILU
 from moe_serve.kernels.cpu.library import AMX, CpuLibrary, find_cpu_library
+from moe_serve.kernels.forms import SILU
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.checkpoint_parts import with_stored_head

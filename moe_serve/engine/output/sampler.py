@@ -19,8 +19,16 @@ from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
 from moe_serve.kernels.cpu.sampling import RowSampler
-from moe_serve.kernels.logit_changes import EDIT, NO_EDITS, NO_IDS, LogitChanges
-from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows, pack_sampling_row, sample_rows_reference
+from moe_serve.kernels.sampling import (
+    EDIT,
+    NO_EDITS,
+    NO_IDS,
+    SAMPLING_ROW,
+    LogitChanges,
+    SamplingRows,
+    pack_sampling_row,
+    sample_rows_reference,
+)
 
 
 class Sampler:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.activation import Activation
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape, attend
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.gate import gate
@@ -23,12 +22,11 @@ from moe_serve.kernels.cpu.logprobs import row_logprobs
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import add_gated_, add_rms_norm, rms_norm, rope_write, weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
-from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.forms import Activation, GateShape
 from moe_serve.kernels.indexed_attention import IndexerShape
-from moe_serve.kernels.layer_norm import LayerNorm
-from moe_serve.kernels.logit_changes import EDIT, LogitChanges
 from moe_serve.kernels.logprobs import WantedLogprobs
-from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows
+from moe_serve.kernels.norm import LayerNorm
+from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows
 
 ROWS, HIDDEN, WIDTH, EPS = 13, 150, 70, 1e-6
 

@@ -3,7 +3,7 @@
 #include "pool.h"
 #include "tile_gemm.h"
 
-enum { SILU, CLAMPED_SWIGLU }; /* as in kernels/activation.py; experts.py has the same order */
+enum { SILU, CLAMPED_SWIGLU }; /* as in kernels/forms.py; experts.py has the same order */
 enum { CHUNK_BYTES = 8 << 20 /* of parts of rows */ };
 
 typedef struct { /* as experts.py fills it */

@@ -6,14 +6,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.activation import SILU, Activation
-from moe_serve.kernels.block_scales import num_groups, num_scale_rows
 from moe_serve.kernels.cpu.checks import dense
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import KINDS
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size, padded
 from moe_serve.kernels.cpu.rows import float_bits
-from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
+from moe_serve.kernels.forms import MXFP4_BLOCK, SILU, Activation, num_groups, num_scale_rows
 
 _ACTIVATIONS = ("silu", "clamped_swiglu")  # in the order of experts.c
 
@@ -25,7 +23,7 @@ class PackedExperts:
     gate_up: [S, gate_up_size(width, hidden)], down: [S, packed_size(hidden, width)]
     scales:  float32, contiguous: None for float32 and bfloat16; int8, and float8_e4m3fn by output channel:
              gate_up_scale [S, 2 x width], down_scale [S, hidden]; float8_e4m3fn by 128 x 128 as
-             kernels/block_scales.py has them: gate_up_scale [S, 2 x ceil(width / 128), ceil(hidden / 128)], down_scale
+             kernels/fp8.py has them: gate_up_scale [S, 2 x ceil(width / 128), ceil(hidden / 128)], down_scale
              [S, ceil(hidden / 128), ceil(width / 128)];
              MXFP4 (kernels/mxfp4.py): hidden and width are multiples of 32, weights are uint8 of two numbers each,
              gate_up [S, gate_up_size(width, hidden / 2)] and down [S, packed_size(hidden, width / 2)]; scales are uint8

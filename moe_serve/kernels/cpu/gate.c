@@ -4,7 +4,7 @@
 
 enum { GATE_ROWS = 16, TOGETHER = 4 }; /* rows of a piece; rows whose choices are made at once */
 enum { MOST_EXPERTS = 2048, MOST_GROUPS = 64 };
-#define LOWEST_CHOICE -1e30f /* instead of NaN, as in kernels/gate_shape.py */
+#define LOWEST_CHOICE -1e30f /* instead of NaN, as in kernels/forms.py */
 
 typedef i64 i8q __attribute__((vector_size(64), aligned(8), may_alias));
 typedef i32 i8h __attribute__((vector_size(32), aligned(4), may_alias));

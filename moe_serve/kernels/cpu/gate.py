@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_serve.kernels.cpu.checks import dense, rows
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.gate_shape import GateShape, Scoring
+from moe_serve.kernels.forms import GateShape, Scoring
 
 MOST_EXPERTS = 2048  # these two as in gate.c
 MOST_GROUPS = 64

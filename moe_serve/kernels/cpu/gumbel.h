@@ -1,6 +1,6 @@
 /* Random numbers, logarithms and weights of tokens, VL at a time or one by one. All of it is integers and float64
    additions, multiplications and divisions that are rounded one by one, so that torch computes the same bits
-   (kernels/gumbel.py). sampling.c includes this where contraction into fused multiply-adds is off. */
+   (kernels/sampling.py). sampling.c includes this where contraction into fused multiply-adds is off. */
 #pragma once
 #include "vec.h"
 typedef int32_t vi __attribute__((vector_size(VL * 4), aligned(4), may_alias));

@@ -1,4 +1,4 @@
-"""Layer normalisation by a compiled kernel; the contract is that of kernels/layer_norm.py, for float32."""
+"""Layer normalisation by a compiled kernel; the contract is that of kernels/norm.py, for float32."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from moe_serve.kernels.cpu import checks
 from moe_serve.kernels.cpu.checks import dense
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.rows import float_bits
-from moe_serve.kernels.layer_norm import LayerNorm
+from moe_serve.kernels.norm import LayerNorm
 
 
 def layer_norm(x: Tensor, delta: Tensor | None, norm: LayerNorm, eps: float) -> Tensor:

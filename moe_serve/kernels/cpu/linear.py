@@ -6,9 +6,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.block_scales import num_groups
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.packed import pack, packed_size
+from moe_serve.kernels.forms import num_groups
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 
 # In the order of weights.h; bytes hold two numbers of MXFP4 each.

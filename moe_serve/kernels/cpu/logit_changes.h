@@ -1,9 +1,9 @@
-/* What is done to a row of logits before its token is drawn; kernels/logit_changes.py is its twin. Every operation is
+/* What is done to a row of logits before its token is drawn; kernels/sampling.py is its twin. Every operation is
    one float operation, rounded by itself: include this where contraction is off. */
 #pragma once
 #include "cut.h"
 
-typedef struct { /* as EDIT of kernels/logit_changes.py */
+typedef struct { /* as EDIT of kernels/sampling.py */
     i64 token;
     float bias, repetition, frequency, presence;
 } Edit;

@@ -25,9 +25,9 @@ from moe_serve.kernels.cpu.linear import KINDS, PackedHeads, PackedLinear, RowTa
 from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.cpu.program import Input, Program
 from moe_serve.kernels.cpu.rows import float_bits, mla_facts, rope_facts
-from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.forms import GateShape
 from moe_serve.kernels.indexed_attention import IndexerShape
-from moe_serve.kernels.layer_norm import LayerNorm
+from moe_serve.kernels.norm import LayerNorm
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, OTHER, PartClock
 from moe_serve.kernels.rope import MlaWidths
 
@@ -135,16 +135,16 @@ class Recorder:
         self._add("rms_norm", x, ROWS, x.shape[1], x.stride(0), weight, float_bits(eps), x, x.stride(0))
 
     def scale_(self, x: Tensor, factor: float) -> None:
-        """As kernels/row_updates.py."""
+        """As kernels/rows.py."""
         self._add("scale_rows", x, ROWS, x.shape[1], x.stride(0), float_bits(factor))
 
     def multiply_rows(self, x: Tensor, factors: Tensor, out: Tensor) -> Tensor:
-        """As kernels/row_updates.py, into `out`, which may be x."""
+        """As kernels/rows.py, into `out`, which may be x."""
         self._add("multiply_rows", x, ROWS, x.shape[1], x.stride(0), factors, out, out.stride(0))
         return out
 
     def clip_(self, x: Tensor, limit: float) -> None:
-        """As kernels/row_updates.py."""
+        """As kernels/rows.py."""
         self._add("clip_rows", x, ROWS, x.shape[1], x.stride(0), float_bits(limit))
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
@@ -155,7 +155,7 @@ class Recorder:
         return out
 
     def layer_norm(self, x: Tensor, delta: Tensor | None, norm: LayerNorm, eps: float) -> Tensor:
-        """As kernels/layer_norm.py."""
+        """As kernels/norm.py."""
         out = self.buffer("layer_norm", x.shape[1])
         added, step = (0, 0) if delta is None else (delta, delta.stride(0))
         sizes = ROWS, x.shape[1], x.stride(0), step

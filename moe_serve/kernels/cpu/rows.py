@@ -1,6 +1,6 @@
 """Operations on single rows by compiled kernels: norms, rotary embedding, weighted sums, packing rows by slot.
 
-The contracts are those of kernels/norm.py, rope.py, weighted_sum.py and pack_rows.py. A row's bits depend on that row
+The contracts are those of kernels/norm.py, rope.py and rows.py. A row's bits depend on that row
 only. All numbers are float32; a row's elements lie together, and the stride of rows is free where nothing else is said.
 """
 
@@ -130,7 +130,7 @@ def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor, out: Tensor | Non
 
 
 def pack_rows(x: Tensor, ids: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (rows, counts [num_slots], index [T, topk]) and raises IndexError as kernels/pack_rows.py does."""
+    """Returns (rows, counts [num_slots], index [T, topk]) and raises IndexError as kernels/rows.py does."""
     num_tokens, topk = ids.shape
     assert checks.rows(x), f"{x.dtype}, strides {x.stride()}"
     assert dense(ids, torch.int64), f"ids {ids.dtype}, strides {ids.stride()}"

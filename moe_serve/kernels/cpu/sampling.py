@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.logit_changes import EDIT, LogitChanges
-from moe_serve.kernels.sampling import SAMPLING_ROW, SamplingRows
+from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows
 
 _CHANGE_FACTS = 5  # numbers and addresses of one row's LogitChanges, in C
 _NO_CHANGES = (0,) * _CHANGE_FACTS

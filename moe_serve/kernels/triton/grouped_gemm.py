@@ -4,7 +4,7 @@
 On Hopper and later the tiles come through the tensor memory accelerator (descriptors); elsewhere, and where a row is
 not a multiple of 16 bytes, through plain loads. Accumulation is float32 along k in steps of block_k.
 
-The kernel also serves FP8 with block scales (grouped_gemm_fp8.py beside it). One step of its loop is then one block of
+The kernel also serves FP8 with block scales (kernels/fp8.py). One step of its loop is then one block of
 scales: the matrix unit adds 128 products, and the scaled blocks are added in float32 by the ordinary units. This also
 avoids the short accumulators of Hopper's e4m3 instructions. Scales of output channels multiply the sums at the end.
 """
@@ -17,11 +17,62 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_serve.kernels.fp8_block import GROUP
-from moe_serve.kernels.gemm_tiles import GemmTile, bf16_tile
+from moe_serve.kernels.forms import FP8_GROUP, BlockScaled
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.triton.grouped_tiles import count_tiles, locate_tile
 from moe_serve.kernels.triton.mode import as_dtype, dot, num_multiprocessors
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """One program's piece of the output and how it is computed.
+
+    block_m, block_n:  rows and columns of the piece; block_k: depth of one step
+    group_m:           row tiles that run through all columns together, so that these are read from L2
+    programs_per_sm:   persistent programs on one multiprocessor
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    programs_per_sm: int = 1
+
+
+# The tile comes from a table keyed by shape class, never from a search while serving: a search costs seconds, differs
+# between ranks, and breaks graph capture. The classes follow the bottleneck: memory bandwidth with few rows per expert,
+# matrix units with many. Shared memory is (block_m + block_n) x block_k x bytes x num_stages; sm_80 has 163 KB, sm_90
+# and sm_100 have 227 KB. No row has been measured on a GPU yet; `benchmarks/gpu.py` prints the rows to put here.
+_BF16 = (
+    (16, GemmTile(16, 64, 128, num_warps=4, num_stages=4, programs_per_sm=2)),
+    (64, GemmTile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2)),
+    (None, GemmTile(128, 256, 64, num_warps=8, num_stages=3)),
+)
+# block_k is the 128 of the scales, so one step has one pair of scales. block_n is at most 128, so that a tile lies in
+# one block of the weight.
+_FP8 = (
+    (16, GemmTile(16, 64, 128, num_warps=4, num_stages=5, programs_per_sm=2)),
+    (64, GemmTile(64, 128, 128, num_warps=4, num_stages=4, programs_per_sm=1)),
+    (None, GemmTile(128, 128, 128, num_warps=8, num_stages=4)),
+)
+
+
+def bf16_tile(rows_per_group: int, invariant: bool = False) -> GemmTile:
+    """Returns the tile for this many rows per expert on average.
+
+    invariant: one tile for all, so that bits do not depend on the number of rows
+    """
+    return _BF16[1][1] if invariant else _pick(_BF16, rows_per_group)
+
+
+def fp8_tile(rows_per_group: int, invariant: bool = False) -> GemmTile:
+    """Returns the tile as bf16_tile does, for e4m3 operands with block scales."""
+    return _FP8[1][1] if invariant else _pick(_FP8, rows_per_group)
+
+
+def _pick(table: tuple[tuple[int | None, GemmTile], ...], rows: int) -> GemmTile:
+    return next(tile for most, tile in table if most is None or rows <= most)
 
 
 def grouped_gemm_triton(
@@ -94,7 +145,7 @@ def launch(
     """
     num_groups, n, k = weight.shape
     parts = scales.parts if scales else 1
-    assert scales is None or (tile.block_k, GROUP % tile.block_n) == (GROUP, 0), "a step must lie in one block"
+    assert scales is None or (tile.block_k, FP8_GROUP % tile.block_n) == (FP8_GROUP, 0), "a step must lie in one block"
     if described is None:
         described = has_tensor_memory_accelerator(x, weight)
     rows_in = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if described else x
@@ -163,3 +214,83 @@ def grouped_gemm_kernel(
         inside = (row < num_rows)[:, None] & (column < end_column)[None, :]
         at = y + (first_row + row)[:, None] * n + column[None, :]
         tl.store(at, as_dtype(total, y.dtype.element_ty), mask=inside)
+
+
+def grouped_gemm_fp8_triton(
+    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor, dtype: torch.dtype = torch.bfloat16,
+    numerics: Numerics = FAST, tile: GemmTile | None = None, described: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Same contract as grouped_gemm_fp8_reference; rows_per_group on the host or on the device.
+
+    tile, described: as in grouped_gemm_triton
+    """
+    groups, n, _ = weight.q.shape
+    y = torch.empty(x.shape[0], n, dtype=dtype, device=x.device)
+    if y.numel():
+        tile = tile or fp8_tile(x.shape[0] // groups, numerics.invariant)
+        scales = Scales(x_scale, weight.scale, weight.parts)
+        launch(x, weight.q, on_device(rows_per_group, x.device), y, 0, tile, described, scales)
+    return y
+
+
+def slab_gemm_fp8_triton(
+    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_slot: Tensor, dtype: torch.dtype = torch.bfloat16,
+    numerics: Numerics = FAST, expected_rows: int = 16, tile: GemmTile | None = None, described: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns the product of each slab with its matrix, [slots, capacity, n] dtype.
+
+    x: [slots, capacity, k] float8_e4m3fn, x_scale: [slots, capacity, ceil(k / 128)] float32, rows_per_slot: [slots]
+    int64; rows beyond it are neither read nor written
+    expected_rows: a guess, for the choice of the tile only
+    """
+    slots, capacity, k = x.shape
+    y = torch.empty(slots, capacity, weight.q.shape[1], dtype=dtype, device=x.device)
+    if y.numel():
+        tile = tile or fp8_tile(expected_rows, numerics.invariant)
+        rows, out = x.view(slots * capacity, k), y.view(slots * capacity, -1)
+        scales = Scales(x_scale.view(slots * capacity, -1), weight.scale, weight.parts)
+        launch(rows, weight.q, on_device(rows_per_slot, x.device), out, capacity, tile, described, scales)
+    return y
+
+
+# The host does not know the counts of a decode step. A fixed number of programs runs; each takes every num_programs-th
+# tile until there are no more, and locates its tile from the counts.
+
+
+@triton.jit
+def count_tiles(rows_per_group, num_groups, num_n, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
+    """Returns the number of output tiles. rows_per_group: [num_groups] int64, GROUPS: power of two >= num_groups"""
+    group = tl.arange(0, GROUPS)
+    rows = tl.load(rows_per_group + group, mask=group < num_groups, other=0).to(tl.int32)
+    return tl.sum(tl.cdiv(rows, BLOCK_M)) * num_n
+
+
+@triton.jit
+def locate_tile(
+    tile, rows_per_group, num_groups, capacity, num_n,
+    BLOCK_M: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Returns (group, first row of the group, rows of the group, row tile within it, column tile).
+
+    capacity: rows of a slab, when group g begins at row g * capacity; 0 when groups follow each other without gaps
+    """
+    group = tl.arange(0, GROUPS)
+    rows = tl.load(rows_per_group + group, mask=group < num_groups, other=0).to(tl.int32)
+    num_m = tl.cdiv(rows, BLOCK_M)
+    tile_ends = tl.cumsum(num_m * num_n, axis=0)
+    mine = tl.sum((tile_ends <= tile).to(tl.int32))
+    at_mine = (group == mine).to(tl.int32)
+    before_mine = (group < mine).to(tl.int32)
+    my_rows = tl.sum(rows * at_mine)
+    my_num_m = tl.sum(num_m * at_mine)
+    first_tile = tl.sum(num_m * num_n * before_mine)
+    if capacity > 0:
+        first_row = mine.to(tl.int64) * capacity
+    else:
+        first_row = tl.sum(rows * before_mine).to(tl.int64)
+    # GROUP_M row tiles run through all columns together, so that their weight tiles are read from L2, not from memory.
+    local = tile - first_tile
+    band = local // (GROUP_M * num_n)
+    band_m = tl.minimum(my_num_m - band * GROUP_M, GROUP_M)
+    inside = local % (GROUP_M * num_n)
+    return mine, first_row, my_rows, band * GROUP_M + inside % band_m, inside // band_m

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twin of kernels/quantize.py. A program takes one row and some of its groups; every group is read once."""
+"""Triton twin of kernels/fp8.py's rows. A program takes one row and some of its groups; every group is read once."""
 
 import math
 
@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_serve.kernels.block_scales import num_groups
-from moe_serve.kernels.fp8_block import GROUP
+from moe_serve.kernels.forms import FP8_GROUP, num_groups
 from moe_serve.kernels.triton.mode import as_dtype, as_e4m3
 
 GROUPS_PER_PROGRAM = 16  # 2048 values: 16 bf16 values (two 16-byte loads) for each of 128 threads
@@ -29,7 +28,7 @@ def quantize_triton(x: Tensor, rows_per_slot: Tensor | None = None) -> tuple[Ten
         capacity = 0 if rows_per_slot is None else shape[1]
         quantize_kernel[grid](
             x, rows_per_slot, q, scale, x.stride(-2), width, scale.shape[-1], capacity,
-            SLABS=rows_per_slot is not None, GROUPS=GROUPS_PER_PROGRAM, GROUP=GROUP,
+            SLABS=rows_per_slot is not None, GROUPS=GROUPS_PER_PROGRAM, GROUP=FP8_GROUP,
         )  # fmt: skip
     return q, scale
 
@@ -40,7 +39,7 @@ def dequantize_triton(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     x = torch.empty(rows, width, dtype=dtype, device=q.device)
     if rows:
         grid = (rows, triton.cdiv(num_groups(width), GROUPS_PER_PROGRAM))
-        dequantize_kernel[grid](q, scale, x, width, scale.shape[1], GROUPS_PER_PROGRAM, GROUP)
+        dequantize_kernel[grid](q, scale, x, width, scale.shape[1], GROUPS_PER_PROGRAM, FP8_GROUP)
     return x
 
 

@@ -1,13 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twins of kernels/silu_mul.py and silu_mul_quantize.py, for packed rows and for slabs with few filled rows."""
+"""Triton twins of kernels/activation.py, for packed rows and for slabs with few filled rows."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_serve.kernels.block_scales import num_groups
-from moe_serve.kernels.fp8_block import GROUP
+from moe_serve.kernels.forms import FP8_GROUP, num_groups
 from moe_serve.kernels.triton.mode import as_dtype
 from moe_serve.kernels.triton.quantize import quantize_groups
 
@@ -40,7 +39,7 @@ def _launch(gate_up: Tensor, rows_per_slot: Tensor | None, out: Tensor, scale: T
     grid = (num_rows, triton.cdiv(num_groups(width), GROUPS_PER_PROGRAM))
     silu_mul_kernel[grid](
         gate_up, rows_per_slot, out, scale, width, num_groups(width), capacity,
-        SLABS=rows_per_slot is not None, QUANTIZE=scale is not None, GROUPS=GROUPS_PER_PROGRAM, GROUP=GROUP,
+        SLABS=rows_per_slot is not None, QUANTIZE=scale is not None, GROUPS=GROUPS_PER_PROGRAM, GROUP=FP8_GROUP,
     )  # fmt: skip
 
 

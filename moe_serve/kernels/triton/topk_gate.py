@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_serve.kernels.gate_shape import LOWEST_CHOICE, GateShape
+from moe_serve.kernels.forms import LOWEST_CHOICE, GateShape
 
 LOWEST = tl.constexpr(LOWEST_CHOICE)
 PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twin of kernels/weighted_sum.py, bound by memory: every row is read once."""
+"""Triton twin of weighted_sum of kernels/rows.py, bound by memory: every row is read once."""
 
 import torch
 import triton

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
-from moe_serve.kernels.activation import Activation
-from moe_serve.kernels.mxfp4_block import MXFP4_BLOCK
+from moe_serve.kernels.forms import MXFP4_BLOCK, Activation
 from moe_serve.models.families.common import common_fields, gqa, windowed_by_layer
 from moe_serve.models.families.quantization import is_mxfp4
 from moe_serve.models.hf_config import MOST_LAYERS, HfConfig

@@ -7,7 +7,7 @@ whatever is said of them.
 from collections.abc import Mapping
 from typing import Any
 
-from moe_serve.kernels.fp8_block import PER_CHANNEL, PER_TENSOR, Fp8Block
+from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block
 from moe_serve.models.hf_config import LARGEST_SIZE, HfConfig
 from moe_serve.models.model_files import shown
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.gpu.region import Region
-from moe_serve.kernels.quantize import dequantize_reference, quantize_reference
-from moe_serve.kernels.weighted_sum import weighted_sum_reference
+from moe_serve.kernels.fp8 import dequantize_reference, quantize_reference
+from moe_serve.kernels.rows import weighted_sum_reference
 from tests.dispatch.gpu.segmented import segment_rows, slab_reference
 from tests.kernels.conftest import RunCheck
 from tests.kernels.data import assert_equal_bits, randn

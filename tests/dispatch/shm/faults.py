@@ -26,7 +26,7 @@ from moe_serve.dispatch.shm.sizes import region_shape
 from moe_serve.dispatch.shm.transport import ShmAllToAll
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import PeerError
-from moe_serve.kernels.weighted_sum import weighted_sum_reference
+from moe_serve.kernels.rows import weighted_sum_reference
 
 HIDDEN, TOPK, SLOTS, NUM_TOKENS = 32, 4, 3, 6
 PHASES = ("dispatch send", "dispatch receive", "combine send", "combine receive")

@@ -19,7 +19,7 @@ from moe_serve.dispatch.shm.sizes import region_shape
 from moe_serve.dispatch.shm.transport import ShmAllToAll, make_shm
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
-from moe_serve.kernels.weighted_sum import weighted_sum_reference
+from moe_serve.kernels.rows import weighted_sum_reference
 from tests.dispatch.contract import Scenario, check_scenario, slots_of_rows
 from tests.dispatch.shm import faults
 from tests.ranks import run_ranks, run_virtual_ranks

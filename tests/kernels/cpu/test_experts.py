@@ -5,13 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.activation import SILU, Activation
-from moe_serve.kernels.block_scales import BlockScaled
-from moe_serve.kernels.clamped_swiglu import clamped_swiglu_, clamped_swiglu_reference
+from moe_serve.kernels.activation import clamped_swiglu_, clamped_swiglu_reference
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
-from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
-from moe_serve.kernels.grouped_gemm_int8 import quantize_int8
+from moe_serve.kernels.forms import SILU, Activation, BlockScaled
+from moe_serve.kernels.fp8 import dequantize_weight, quantize_weight
+from moe_serve.kernels.int8 import quantize_int8
 from tests.tolerance import FLOAT32, relative_error
 
 ROWS = (0, 1, 70, 7, 3)

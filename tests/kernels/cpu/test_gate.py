@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.cpu.gate import gate
-from moe_serve.kernels.gate_shape import GateShape
+from moe_serve.kernels.forms import GateShape
 from moe_serve.kernels.topk_gate import topk_gate_reference
 from tests.tolerance import FLOAT32, relative_error
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from moe_serve.kernels import layer_norm as plain
+from moe_serve.kernels import norm as plain
 from moe_serve.kernels.cpu.layer_norm import layer_norm
-from moe_serve.kernels.layer_norm import LayerNorm, layer_norm_reference
+from moe_serve.kernels.norm import LayerNorm, layer_norm_reference
 from tests.tolerance import FLOAT32, relative_error
 
 WIDTHS = (1, 7, 16, 50, 64, 70, 1031)

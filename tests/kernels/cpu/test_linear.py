@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
-from moe_serve.kernels.grouped_gemm_fp8 import dequantize_weight, quantize_weight
+from moe_serve.kernels.fp8 import dequantize_weight, quantize_weight
 from moe_serve.kernels.linear import linear_reference
 from tests.tolerance import FLOAT32, relative_error
 

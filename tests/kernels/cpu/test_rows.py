@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.kernels import pack_rows, rope
+from moe_serve.kernels import rope
+from moe_serve.kernels import rows as plain
 from moe_serve.kernels.cpu import rows
 from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder, RowInputs
 from moe_serve.kernels.norm import rms_norm_reference
 from moe_serve.kernels.part_clock import PartClock
-from moe_serve.kernels.weighted_sum import weighted_sum_reference
+from moe_serve.kernels.rows import weighted_sum_reference
 from tests.tolerance import FLOAT32, relative_error
 
 WIDTHS = (1, 7, 16, 50, 64, 70, 200, 1031)
@@ -115,11 +116,11 @@ def test_rows_are_packed_by_slot_as_in_torch(num_tokens, topk, width, library):
     x, ids = strided(num_tokens, width), torch.randint(-1, 9, (num_tokens, topk))
     for threads in (1, 2):
         library.set_threads(threads)
-        for got, wanted in zip(rows.pack_rows(x, ids, 9), pack_rows.pack_rows(x, ids, 9), strict=True):
+        for got, wanted in zip(rows.pack_rows(x, ids, 9), plain.pack_rows(x, ids, 9), strict=True):
             assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("pack", [rows.pack_rows, pack_rows.pack_rows])
+@pytest.mark.parametrize("pack", [rows.pack_rows, plain.pack_rows])
 def test_ids_that_are_no_slots_are_refused(pack):
     for bad in (-2, 9):
         with pytest.raises(IndexError, match="below 9"):

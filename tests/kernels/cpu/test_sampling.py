@@ -10,8 +10,7 @@ from moe_serve.c_library import load_c_library
 from moe_serve.kernels.cpu import sampling as compiled
 from moe_serve.kernels.cpu.library import FLAGS, SOURCE, CpuLibrary
 from moe_serve.kernels.cpu.sampling import sample_rows
-from moe_serve.kernels.logit_changes import EDIT, LogitChanges
-from moe_serve.kernels.sampling import SamplingRows, sample_rows_reference
+from moe_serve.kernels.sampling import EDIT, LogitChanges, SamplingRows, sample_rows_reference
 from tests.kernels.sampling_rows import banned, rows_of
 
 CHOICES = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.activation import SILU
 from moe_serve.kernels.cpu.digest import kernel_digest
 from moe_serve.kernels.cpu.experts import packed_ffn
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
+from moe_serve.kernels.forms import SILU
 from tests.kernels.cpu.test_experts import make_experts, reference
 from tests.tolerance import FLOAT32, relative_error
 

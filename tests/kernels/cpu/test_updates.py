@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.kernels import norm, row_updates
+from moe_serve.kernels import norm
+from moe_serve.kernels import rows as plain
 from moe_serve.kernels.cpu import rows
 from moe_serve.kernels.norm import rms_norm_reference
 from tests.kernels.cpu.test_rows import EPS, WIDTHS, strided
@@ -16,7 +17,7 @@ SIZES = list(itertools.product((0, 1, 3, 300), WIDTHS))
 
 
 def gated_by_torch(total: Tensor, x: Tensor, logits: Tensor) -> None:
-    total.add_(row_updates.multiply_by_sigmoid_(x.clone(), logits))
+    total.add_(plain.multiply_by_sigmoid_(x.clone(), logits))
 
 
 @pytest.mark.parametrize("threads", (1, 2))
@@ -27,7 +28,7 @@ def test_multiplied_and_clipped_rows_have_the_bits_of_torch(threads, library):
         for name, number in (("scale_", 0.22), ("clip_", 0.7)):
             wanted, got = x.clone(), strided(num_rows, width)
             got.copy_(x)
-            getattr(row_updates, name)(wanted, number)
+            getattr(plain, name)(wanted, number)
             getattr(rows, name)(got, number)
             assert torch.equal(got, wanted), (num_rows, width)
     x = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.1]])
@@ -71,7 +72,7 @@ def test_norms_in_place_leave_their_neighbours_and_sums_take_a_factor(kernels, l
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_rows_bits_do_not_depend_on_the_batch_threads_or_register_width(width, compiled, library, avx2, use):
     kernels, gated = (rows, rows.add_gated_) if compiled else (norm, gated_by_torch)
-    scale = rows.scale_ if compiled else row_updates.scale_
+    scale = rows.scale_ if compiled else plain.scale_
 
     def results(first: int, end: int) -> list[Tensor]:
         part = [tensor[first:end].clone() for tensor in (x, delta, logits)]

@@ -12,7 +12,7 @@ from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.report import NUM_SHOWN, as_seconds, decision_cells
-from moe_serve.kernels.fp8_block import PER_TENSOR
+from moe_serve.kernels.forms import PER_TENSOR
 from moe_serve.launcher.cli.replay import facts_of
 from moe_serve.models.families.registry import read_spec
 from tests.engine.balancer_scene import FACTS, START

@@ -1,0 +1,96 @@
+"""Rows multiplied, clipped and gated in place, sorted by the slot of their expert, and added up at the end."""
+
+import torch
+from torch import Tensor
+
+
+def scale_(x: Tensor, factor: float) -> None:
+    """Multiplies x [rows, width], which may be a slice of wider rows."""
+    x.mul_(factor)
+
+
+def multiply_rows(x: Tensor, factors: Tensor) -> Tensor:
+    """Returns x with row i multiplied by factors[i]. x: [rows, width];  factors: [rows, 1] float32"""
+    return x * factors.to(x.dtype)
+
+
+def multiply_rows_(x: Tensor, factors: Tensor) -> None:
+    """The same in place, of float32 products. x may be a slice of wider rows"""
+    x.copy_(x * factors)
+
+
+def clip_(x: Tensor, limit: float) -> None:
+    """Brings the elements of x [rows, width] to between -limit and limit; NaN stays."""
+    x.clamp_(-limit, limit)
+
+
+def multiply_by_sigmoid_(x: Tensor, logits: Tensor) -> Tensor:
+    """Multiplies row i of x [rows, width] by sigmoid(logits[i]); returns x. logits: [rows, 1], of x's dtype
+
+    The logits are read with a stride: over adjacent ones the CPU loop would take several at once and the last ones one
+    by one, with other instructions, so that a row's bits would depend on its place in the batch.
+    """
+    return x.mul_(logits.expand(-1, 2).contiguous()[:, :1].sigmoid())
+
+
+def pack_rows(x: Tensor, ids: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (rows, counts, index): one row of x for each id, ordered by slot, then by token and k.
+
+    x:      [T, width]
+    ids:    [T, topk] int64, 0 <= id < num_slots; -1 = no row. Raises IndexError for other ids.
+    rows:   [num_rows, width]
+    counts: [num_slots] int64, rows of each slot
+    index:  [T, topk] int64, the row that each id became; -1 for id -1
+    """
+    flat = ids.reshape(-1)
+    if flat.numel() and not -1 <= int(flat.min()) <= int(flat.max()) < num_slots:
+        raise IndexError(f"an id is below -1 or not below {num_slots}")
+    order = torch.sort(torch.where(flat < 0, num_slots, flat), stable=True).indices
+    order = order[: int((flat >= 0).sum())]
+    index = torch.full_like(flat, -1)
+    index[order] = torch.arange(len(order))
+    counts = torch.bincount(flat[order], minlength=num_slots)
+    return x[order.div(ids.shape[1], rounding_mode="floor")], counts, index.view(ids.shape)
+
+
+def weighted_sum_reference(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Returns the ordered combine: sum over k, in order, of weights[t, k] * rows[index[t, k]].
+
+    The order is part of the result: adding the same numbers by rank or by arrival changes bits, and with them tokens.
+
+    rows:    [num_rows, hidden]
+    index:   [num_tokens, topk] int64, -1 = nothing to add
+    weights: [num_tokens, topk] float32, not read where index is -1
+    returns: [num_tokens, hidden] dtype of rows; each step is one fused multiply-add in float32
+    """
+    total = torch.zeros(index.shape[0], rows.shape[1], dtype=torch.float64, device=rows.device)
+    for k in range(index.shape[1]):
+        valid = index[:, k] >= 0
+        # In float64 the product is exact, so that rounding the sum to float32 is the rounding of a fused multiply-add.
+        product = weights[valid, k].double()[:, None] * rows[index[valid, k]].double()
+        total[valid] = (total[valid] + product).float().double()
+    return total.to(rows.dtype)
+
+
+def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor, complete: bool = False) -> Tensor:
+    """Same contract as the reference, with the same bits; Triton on CUDA.
+
+    On CPU one call of `embedding_bag`, which adds the rows of a bag in order.
+    complete: the caller knows that no index is -1
+    """
+    if rows.is_cuda:
+        from moe_serve.kernels.triton.weighted_sum import weighted_sum_triton
+
+        return weighted_sum_triton(rows.contiguous(), index.contiguous(), weights.contiguous())
+    num_tokens, topk = index.shape
+    if num_tokens == 0 or topk == 0 or rows.shape[0] == 0 or rows.shape[1] == 0:
+        return rows.new_zeros(num_tokens, rows.shape[1])
+    if complete:
+        flat, scale, offsets = index.reshape(-1), weights.reshape(-1), torch.arange(0, num_tokens * topk, topk)
+    else:
+        valid = index >= 0
+        counts = valid.sum(dim=1)
+        flat, scale, offsets = index[valid], weights[valid], counts.cumsum(0) - counts
+    # Arguments: scale_grad_by_freq, mode 0 = sum, sparse, per_sample_weights. Rows are widened as the sum is.
+    out: Tensor = torch.embedding_bag(rows.float(), flat, offsets, False, 0, False, scale)[0]
+    return out.to(rows.dtype)
