@@ -18,13 +18,21 @@ import zmq
 
 from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig
-from moe_serve.engine.protocol.messages import Hello, Message, Progress, Ready, ToFrontEnd, decode_to_front_end, encode
+from moe_serve.engine.protocol.messages import (
+    SUPERVISOR,
+    Hello,
+    Message,
+    Progress,
+    Ready,
+    ToFrontEnd,
+    decode_to_front_end,
+    encode,
+)
 from moe_serve.launcher.local import Child, OnLine, child_environment
 from moe_serve.launcher.restarts import Restarts, in_a_while
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.edge.client_limits import Ledger, shared_memory
-from moe_serve.server.ranks.supervisors import SUPERVISOR
 
 
 class FrontEnds:

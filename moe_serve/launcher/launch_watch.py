@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import (
+    SUPERVISOR,
     Exited,
     Fatal,
     ForFrontEnds,
@@ -23,7 +24,6 @@ from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import Death, LocalRanks
 from moe_serve.launcher.newcomers import Newcomers, left_out
 from moe_serve.launcher.restarts import Restarts
-from moe_serve.server.ranks.supervisors import SUPERVISOR
 
 _EXIT_SEEN_S = 0.3  # peers may miss a process this long before its parent knows how it ended
 _OWN_REPORT_S = 1.0  # a rank that exits by itself has reported why; wait so long for that report

@@ -256,7 +256,9 @@ class LLM:
             while waiting or open_requests:
                 if not open_requests:
                     await self._bridge.wait_for_restart()
-                while waiting and self._bridge.num_open < self._bridge.capacity and not self._bridge.is_restarting:
+                while (
+                    waiting and len(self._bridge.book) < self._bridge.book.capacity and not self._bridge.is_restarting
+                ):
                     index, spec = waiting.pop()
                     (request,) = self._bridge.submit([spec], changes)
                     if spec.group is not None:
@@ -274,7 +276,7 @@ class LLM:
                 yield index_of[request.request_id], request
         finally:
             for request in open_requests.values():
-                self._bridge.abort(request)
+                self._bridge.book.abort(request)
 
 
 def with_overrides(base: dict[str, dict[str, Any]], overrides: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.body_parser import GENERATE_BODY, BodyParser
 from moe_serve.server.api.docs.routes import add_docs
-from moe_serve.server.api.generate import CallResponse, Doors
+from moe_serve.server.api.generate import CallResponse, RequestPipeline
 from moe_serve.server.api.generation_control import add_generation_control
 from moe_serve.server.api.logprob_fields import LOGPROB_NAMES
 from moe_serve.server.api.native_answers import WEIGHT_VERSION, NativeAnswers, no_text, texts_of
@@ -47,7 +47,7 @@ from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.admission import Degradation
 from moe_serve.server.requests.prompts import GenerateRequest
 from moe_serve.server.workers.chat_template import ChatTemplates
-from moe_serve.server.workers.turns import Turns
+from moe_serve.server.workers.fair_queue import FairQueue
 
 log = get_logger(__name__)
 
@@ -94,7 +94,7 @@ def make_app(
     access = Access(config.server, KeyRing.load(config.server))
     app.state.early_refusal = EarlyRefusal(app, access, bridge, clients)
     app.add_middleware(AdmissionGate, bridge=bridge, clients=clients)
-    app.add_middleware(Guard, access=access)  # before the gate: strangers learn nothing of the queue
+    app.add_middleware(Guard, access=access)  # before the gate: unauthenticated peers learn nothing of the queue
     if config.server.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -104,12 +104,12 @@ def make_app(
         )
     app.add_middleware(RequestIds)
     _add_errors(app)
-    long_texts = Turns("long texts", at_once=max(1, (os.cpu_count() or 1) // 2))
-    doors = Doors(bodies, parser, bridge, tokenizer, degradation, long_texts)
-    _add_generate(app, doors)
+    long_texts = FairQueue("long texts", at_once=max(1, (os.cpu_count() or 1) // 2))
+    pipeline = RequestPipeline(bodies, parser, bridge, tokenizer, degradation, long_texts)
+    _add_generate(app, pipeline)
     parsers = OutputParsers(config.server, tokenizer)
-    add_openai(app, doors, templates, parsers, served_name(config.model), model_defaults(config))
-    add_tokenize(app, doors, templates, served_name(config.model))
+    add_openai(app, pipeline, templates, parsers, served_name(config.model), model_defaults(config))
+    add_tokenize(app, pipeline, templates, served_name(config.model))
     add_health(app, config, bridge)
     _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)
     _add_metrics(app, bridge, AdmissionMetrics(bridge, clients, degradation))
@@ -124,20 +124,20 @@ def make_app(
     return app
 
 
-def _add_generate(app: FastAPI, doors: Doors) -> None:
+def _add_generate(app: FastAPI, pipeline: RequestPipeline) -> None:
     async def as_set(given: GenerateRequest) -> GenerateRequest:
-        default = doors.bridge.config.server.incremental_stream_output
+        default = pipeline.bridge.config.server.incremental_stream_output
         return replace(given, incremental=default) if given.incremental is None else given
 
     @app.post("/generate")
     @app.put("/generate")
     async def generate(request: Request) -> Response:
         """SGLang's native generation: text or input_ids, single or batch, JSON or a stream."""
-        given, call = await doors.open(request, GENERATE_BODY, as_set, LOGPROB_NAMES.translated)
+        given, call = await pipeline.open(request, GENERATE_BODY, as_set, LOGPROB_NAMES.translated)
         incremental = bool((await as_set(given)).incremental)
-        text_of = texts_of(doors.tokenizer) if given.logprob_texts and doors.tokenizer is not None else no_text
+        text_of = texts_of(pipeline.tokenizer) if given.logprob_texts and pipeline.tokenizer is not None else no_text
         answers = NativeAnswers(call, given.is_batch, incremental, text_of)
-        return CallResponse(call, doors.bridge, answers, given.stream)
+        return CallResponse(call, pipeline.bridge, answers, given.stream)
 
 
 def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_tokenizer: bool) -> None:

@@ -106,7 +106,7 @@ async def test_several_outputs_of_a_prompt_are_those_that_http_gives(llm):
     assert len({tuple(output.token_ids) for output in outputs}) == 5
     assert outputs[0].token_ids == (await asyncio.to_thread(llm.generate, [[5, 6]], greedy(3, 7)))[0].token_ids
     assert all(output.logprobs is None for output in outputs), "nobody asked for them"
-    assert llm._bridge.num_open == 0
+    assert len(llm._bridge.book) == 0
 
 
 def test_several_outputs_are_streamed_by_their_place_in_the_list(llm):
@@ -140,7 +140,7 @@ def test_a_stream_shows_growing_outputs(llm):
 def test_leaving_a_stream_early_frees_the_request(llm):
     for _ in llm.stream([[5]], greedy(200)):
         break
-    assert eventually(lambda: llm._bridge.num_open == 0)
+    assert eventually(lambda: len(llm._bridge.book) == 0)
 
 
 def test_no_prompts_give_no_outputs(llm):
@@ -180,7 +180,7 @@ def test_a_prompt_that_cannot_be_served_is_named(llm, prompts, params, words):
 def test_what_is_no_prompt_is_a_request_error_that_names_it(llm, prompts, stop, words):
     with pytest.raises(RequestError, match=words):
         llm.generate(prompts, SamplingParams(stop=stop))
-    assert llm._bridge.num_open == 0
+    assert len(llm._bridge.book) == 0
 
 
 def test_ids_of_numpy_are_ids(llm):
@@ -265,7 +265,7 @@ def test_a_length_that_was_not_asked_for_is_what_fits(llm):
 def test_numbers_of_numpy_are_numbers(llm):
     params = SamplingParams(temperature=np.float64(0.5), top_p=np.float64(0.9), max_new_tokens=3, seed=10)
     assert llm.generate([[5]], params)[0].token_ids == [12, 13, 14]
-    assert llm._bridge.num_open == 0
+    assert len(llm._bridge.book) == 0
 
 
 def test_a_lost_rank_raises_its_name_where_it_is_not_to_be_started_again():

@@ -6,7 +6,7 @@ import pytest
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.shm.shared_files import FileMark, SharedFiles
-from moe_serve.engine.protocol.messages import Exited, Fatal, Members, ModelLimits, Ready
+from moe_serve.engine.protocol.messages import SUPERVISOR, Exited, Fatal, Members, ModelLimits, Ready
 from moe_serve.errors import ConfigError, LaunchError, PeerError
 from moe_serve.launcher import restarts
 from moe_serve.launcher.facts import Fact
@@ -16,7 +16,6 @@ from moe_serve.launcher.local import Death
 from moe_serve.launcher.newcomers import Newcomers
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.launcher.restarts import Restarts
-from moe_serve.server.ranks.supervisors import SUPERVISOR
 
 CONFIG = load_config(overrides=["parallel.num_ranks=3", "server.attach_deadline_s=10", "launcher.max_restarts=2"])
 LIMITS = ModelLimits("m", 100, 20, 10, [1], 4)

@@ -54,7 +54,7 @@ async def test_bad_input_gets_one_400_that_names_the_field_and_the_server_goes_o
                 assert field.rpartition(".")[2].partition("[")[0] in error["message"]
                 assert error["code"] == 400
                 assert error["type"] == "invalid_request_error"
-        assert served.bridge.num_open == 0
+        assert len(served.bridge.book) == 0
         assert not any(worker.submitted for worker in served.workers)
         assert (await served.generate(text="still here", sampling_params=FIVE)).status_code == 200
 
@@ -92,7 +92,7 @@ async def test_a_full_queue_gets_a_429_with_retry_after_and_drains():
         for worker in served.workers:
             worker.go.clear()
         calls = [asyncio.create_task(served.generate(text="a", sampling_params=FIVE)) for _ in range(3)]
-        await until(lambda: served.bridge.num_open == 3)
+        await until(lambda: len(served.bridge.book) == 3)
         refused = await served.generate(text="a")
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1

@@ -82,7 +82,7 @@ class ForFrontEnds(Message, tag="for_front_ends", frozen=True):
 
     front_end: the sender
     call_id:   when it asked, in ns of the host's clock; each of the others answers with the same and `what` DONE
-    what:      see server/ranks/siblings.py
+    what:      see server/ranks/calls.py
     rid:       of the requests that are meant; None: all
     lasts:     a front end that starts later is told, too
     told:      the front ends that the rank which passes it on is connected to
@@ -152,6 +152,9 @@ class ModelLimits(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     block_size: int
     max_logprobs: int = 20  # likeliest tokens at each place
+
+
+SUPERVISOR = -1  # the rank in the Hello of a launcher that watches the ranks
 
 
 class Hello(Message, tag="hello", frozen=True):

@@ -41,7 +41,7 @@ from moe_serve.server.requests.prompts import (
     samples_of,
     with_bad_words,
 )
-from moe_serve.server.workers.turns import Turns
+from moe_serve.server.workers.fair_queue import FairQueue
 
 _MANY_LOGPROBS = 4096  # numbers in an answer
 _LONG_ANSWER = 16_384  # characters of its texts, which parsers of calls read at up to 15 us each
@@ -60,7 +60,7 @@ class Call:
     """
 
     requests: Sequence[OpenRequest]
-    rids: Sequence[str]
+    client_ids: Sequence[str]
     changes: Changes
     permit: Permit | None = None
     groups: Sequence[tuple[int, int]] = ()
@@ -73,7 +73,7 @@ class Call:
         return replace(
             self,
             requests=[self.requests[i] for i in chosen],
-            rids=[self.rids[i] for i in chosen],
+            client_ids=[self.client_ids[i] for i in chosen],
             left_out=[self.requests[i] for i in sorted(left_out)],
         )
 
@@ -99,7 +99,7 @@ async def start_call(
     given: GenerateRequest,
     bridge: Bridge,
     tokenizer: Tokenizer | None,
-    long_texts: Turns,
+    long_texts: FairQueue,
     permit: Permit | None = None,
     client: str = "",
 ) -> Call:
@@ -107,11 +107,11 @@ async def start_call(
 
     Raises RequestError, QueueFullError or UnavailableError.
 
-    long_texts: the turns in which they are tokenized;  permit: of a client with limits;  client: who asks
+    long_texts: the fair queue in which they are tokenized;  permit: of a client with limits;  client: who asks
     """
     limits = bridge.limits
     specs: list[RequestSpec] = []
-    rids: list[str] = []
+    client_ids: list[str] = []
     groups: list[tuple[int, int]] = []
     check_num_expressions(given.prompts)
     for prompt, prompt_ids in await _tokenize(given.prompts, tokenizer, limits, long_texts, client):
@@ -122,7 +122,7 @@ async def start_call(
         rid = prompt.rid or uuid.uuid4().hex
         groups.append((params.num_samples, params.n))
         for sample, (own, own_seed) in enumerate(samples_of(params, seed)):
-            rids.append(rid if params.num_samples == 1 else f"{rid}-{sample}")
+            client_ids.append(rid if params.num_samples == 1 else f"{rid}-{sample}")
             specs.append(
                 RequestSpec(
                     prompt_ids=prompt_ids,
@@ -132,7 +132,7 @@ async def start_call(
                     session_id=prompt.session_id,
                     rank=given.rank,
                     priority=given.priority,
-                    rid=rids[-1],
+                    rid=client_ids[-1],
                     timeout_s=given.timeout_s,
                     group=rid if params.num_samples > 1 else None,
                     shows_logprobs=params.logprobs is not None,
@@ -149,16 +149,16 @@ async def start_call(
     changes = Changes(ends_only=not given.stream)
     requests = bridge.submit(specs, changes)
     link_samples(requests, groups)
-    return Call(requests, rids, changes, permit, groups)
+    return Call(requests, client_ids, changes, permit, groups)
 
 
 async def _tokenize(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: ModelLimits, long_texts: Turns, client: str
+    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: ModelLimits, long_texts: FairQueue, client: str
 ) -> Sequence[tuple[Prompt, list[int]]]:
     """Returns the prompts with the ids of their bad words, and the ids of each.
 
-    Encodes in a thread what is not short, so that other clients are served meanwhile, and long texts in turns, so that
-    they do not take all threads and cores from the others.
+    A thread encodes all but short texts, so that other clients are served meanwhile. Long ones pass a fair queue, so
+    that they do not take all threads and cores from the others.
     """
 
     def work() -> list[tuple[Prompt, list[int]]]:
@@ -215,7 +215,7 @@ class CallResponse(Response):
             for task in (answer, gone):
                 task.cancel()
             for request in self._call.requests:
-                self._bridge.abort(request)
+                self._bridge.book.abort(request)
             if self._call.permit is not None:
                 self._call.permit.use(self._call.num_tokens)
 
@@ -251,7 +251,7 @@ class CallResponse(Response):
                 has_begun = True
                 connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
                 if connection is not None:  # from here on, most events do not come this way
-                    call.changes.bring(self._bridge.courier, partial(self._write, connection, index_of))
+                    call.changes.notify_by(self._bridge.notifier, partial(self._write, connection, index_of))
             left -= request.is_done  # not later: it may end while what came before is sent, and is told again then
             if events := answers.event(call, index_of[request.request_id]):
                 self._is_sending = True
@@ -284,15 +284,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Doors:
-    """What they need. long_texts: the turns in which long texts of all routes are tokenized"""
+class RequestPipeline:
+    """The way of every request that generates: body, checks, degradation, submission.
+
+    long_texts: the fair queue in which long texts of all routes are tokenized
+    """
 
     bodies: Bodies
     parser: BodyParser
     bridge: Bridge
     tokenizer: Tokenizer | None
     degradation: Degradation
-    long_texts: Turns
+    long_texts: FairQueue
 
     async def open(
         self,
@@ -312,8 +315,8 @@ class Doors:
         caller: Client = request.state.client
         client = str(caller)
         async with self.bodies.read(request) as body:
-            given = await self.parser.parse(body, self.bridge.capacity, kind, client)
-            asked = self.degradation.apply(await call_of(given), self.bridge.queue, terms.degraded)
+            given = await self.parser.parse(body, self.bridge.book.capacity, kind, client)
+            asked = self.degradation.apply(await call_of(given), self.bridge.book.queue, terms.degraded)
             asked = replace(asked, salt=caller.cache_salt(asked.salt))
             try:
                 return given, await start_call(

@@ -29,14 +29,14 @@ def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None
             fields = _fields(body)
         mode = fields.take("mode", _mode) or "abort"
         fields.refuse_the_rest()
-        await bridge.pause(abort=mode == "abort")
+        await bridge.api_servers.pause(abort=mode == "abort")
         return _json({"status": "ok", "message": "Generation paused successfully."})
 
     @app.post("/continue_generation", tags=[ADMIN])
     @app.post("/resume", tags=[ADMIN])
     async def resume() -> Response:
         """Sends requests to the ranks again."""
-        await bridge.resume()
+        await bridge.api_servers.resume()
         return _json({"status": "ok", "message": "Generation continued successfully."})
 
     @app.post("/abort_request", tags=[ADMIN])
@@ -48,7 +48,7 @@ def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None
         fields.refuse_the_rest()
         if rid is None and not abort_all:
             raise RequestError("abort_request needs rid, or abort_all: true", field="rid")
-        await bridge.cut_short(None if abort_all else rid)
+        await bridge.api_servers.cut_short(None if abort_all else rid)
         return Response(status_code=200)
 
     @app.get("/flush_cache", tags=[ADMIN])

@@ -120,7 +120,7 @@ class NativeAnswers:
         self._text_of = text_of
 
     def whole(self, call: Call) -> bytes:
-        results = [self._result(request, rid) for request, rid in zip(call.requests, call.rids, strict=True)]
+        results = [self._result(request, rid) for request, rid in zip(call.requests, call.client_ids, strict=True)]
         return json_bytes(results if self._is_batch else results[0])
 
     def event(self, call: Call, index: int) -> bytes:
@@ -130,7 +130,7 @@ class NativeAnswers:
             chunk = error_of(request.failure)
         else:
             shown = None if self._shown is None else self._shown[index]
-            chunk = self._result(request, call.rids[index], shown)
+            chunk = self._result(request, call.client_ids[index], shown)
             if shown is not None:
                 chunk = shown.rest(chunk)
         if self._is_batch:

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.body_parser import CHAT_BODY, COMPLETION_BODY, DETOKENIZE_BODY, RESPONSE_BODY, TOKENIZE_BODY
-from moe_serve.server.api.generate import Call, CallResponse, Doors
+from moe_serve.server.api.generate import Call, CallResponse, RequestPipeline
 from moe_serve.server.api.openai_answers import ChatAnswers, CompletionAnswers, texts_of
 from moe_serve.server.api.openai_requests import ChatRequest, CompletionRequest
 from moe_serve.server.api.parsed_output import OutputParser, OutputParsers
@@ -55,19 +55,19 @@ CHAT_NAMES = ParamNames({**OPENAI_NAMES.other, "logprobs": ("top_logprobs",)})
 
 def add_openai(
     app: FastAPI,
-    doors: Doors,
+    pipeline: RequestPipeline,
     templates: ChatTemplates,
     parsers: OutputParsers,
     name: str,
     defaults: Mapping[str, Any],
 ) -> None:
     """Adds the routes. name: of the model that is served;  defaults: fields of SamplingParams for calls without them"""
-    bridge = doors.bridge
+    bridge = pipeline.bridge
 
     async def call_of_chat(request: Request, given: ChatRequest) -> GenerateRequest:
         check_model(given.options.model, name)
         client = str(request.state.client)
-        text = await templates.render(given.prompt, most_chars(bridge, doors.tokenizer), client)
+        text = await templates.render(given.prompt, most_chars(bridge, pipeline.tokenizer), client)
         options = given.options
         if parsers.needs_special_tokens(given.tools):
             options = options.with_params(skip_special_tokens=False)
@@ -92,16 +92,17 @@ def add_openai(
             check_model(given.options.model, name)
             return _with_defaults(given.call, given.options.taken, defaults)
 
-        given, call = await doors.open(request, COMPLETION_BODY, call_of, partial(_in_openai_words, prompt="prompt"))
-        return CallResponse(call, bridge, CompletionAnswers(given, call, name, doors.tokenizer), given.options.stream)
+        given, call = await pipeline.open(request, COMPLETION_BODY, call_of, partial(_in_openai_words, prompt="prompt"))
+        answers = CompletionAnswers(given, call, name, pipeline.tokenizer)
+        return CallResponse(call, bridge, answers, given.options.stream)
 
     @app.post(CHAT)
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions: messages, made one text by the model's chat template, JSON or a stream."""
 
         words = partial(_in_openai_words, prompt="messages", names=CHAT_NAMES)
-        given, call = await doors.open(request, CHAT_BODY, partial(call_of_chat, request), words)
-        answers = ChatAnswers(given, call, name, texts_of(doors.tokenizer), parser_of(given, call))
+        given, call = await pipeline.open(request, CHAT_BODY, partial(call_of_chat, request), words)
+        answers = ChatAnswers(given, call, name, texts_of(pipeline.tokenizer), parser_of(given, call))
         return CallResponse(call, bridge, answers, given.options.stream)
 
     @app.post(RESPONSES)
@@ -112,7 +113,7 @@ def add_openai(
             return await call_of_chat(request, given.chat)
 
         words = partial(_in_openai_words, prompt="input", names=RESPONSE_NAMES)
-        given, call = await doors.open(request, RESPONSE_BODY, call_of, words)
+        given, call = await pipeline.open(request, RESPONSE_BODY, call_of, words)
         answers = ResponseAnswers(given, name, parser_of(given.chat, call)())
         return CallResponse(call, bridge, answers, given.chat.options.stream)
 
@@ -138,19 +139,19 @@ def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENA
 _SHORT = 4096  # characters, or tokens; more are worked on in a thread, so that other clients are served meanwhile
 
 
-def add_tokenize(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str) -> None:
+def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplates, name: str) -> None:
     """Adds the routes. name: of the model that is served"""
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """The token ids of a text, or of a chat as its template makes one text of it."""
         client = str(request.state.client)
-        async with doors.bodies.read(request) as body:
-            given = await doors.parser.parse(body, doors.bridge.capacity, TOKENIZE_BODY, client)
+        async with pipeline.bodies.read(request) as body:
+            given = await pipeline.parser.parse(body, pipeline.bridge.book.capacity, TOKENIZE_BODY, client)
         check_model(given.model, name)
-        tokenizer = _need(doors.tokenizer)
-        text = await _text_of(given, doors, templates, client)
-        max_model_len = doors.bridge.limits.max_model_len
+        tokenizer = _need(pipeline.tokenizer)
+        text = await _text_of(given, pipeline, templates, client)
+        max_model_len = pipeline.bridge.limits.max_model_len
 
         def work() -> bytes:
             ids = tokenizer.encode(text, given.add_special_tokens)
@@ -164,10 +165,10 @@ def add_tokenize(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str
     async def detokenize(request: Request) -> Response:
         """The text of token ids, with its special tokens."""
         client = str(request.state.client)
-        async with doors.bodies.read(request) as body:
-            given = await doors.parser.parse(body, doors.bridge.capacity, DETOKENIZE_BODY, client)
+        async with pipeline.bodies.read(request) as body:
+            given = await pipeline.parser.parse(body, pipeline.bridge.book.capacity, DETOKENIZE_BODY, client)
         check_model(given.model, name)
-        tokenizer, size = _need(doors.tokenizer), doors.bridge.limits.vocab_size
+        tokenizer, size = _need(pipeline.tokenizer), pipeline.bridge.limits.vocab_size
         ids = given.token_ids
 
         def work() -> bytes:
@@ -182,12 +183,12 @@ def add_tokenize(app: FastAPI, doors: Doors, templates: ChatTemplates, name: str
         """Returns what the work gives; long work is done in a thread, clients in turns."""
         if size <= _SHORT:
             return work()
-        async with doors.long_texts.turn(client):
+        async with pipeline.long_texts.turn(client):
             return await asyncio.to_thread(work)
 
 
-async def _text_of(given: TokenizeRequest, doors: Doors, templates: ChatTemplates, client: str) -> str:
-    most = most_chars(doors.bridge, doors.tokenizer)
+async def _text_of(given: TokenizeRequest, pipeline: RequestPipeline, templates: ChatTemplates, client: str) -> str:
+    most = most_chars(pipeline.bridge, pipeline.tokenizer)
     if given.chat is not None:
         return await templates.render(given.chat, most, client)
     text = given.text or ""

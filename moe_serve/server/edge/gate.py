@@ -100,8 +100,8 @@ class AdmissionGate:
             await self._admit(scope, receive, send)
         elif scope["type"] != "http" or scope["path"] not in GENERATING:
             await self._app(scope, receive, send)
-        elif (refusal := self._bridge.refusal()) is not None:
-            self._bridge.count_refused(1)
+        elif (refusal := self._bridge.book.refusal()) is not None:
+            self._bridge.book.counters["num_refused"] += 1
             await error_response(refusal)(scope, receive, send)
         else:
             await self._admit(scope, receive, send)
@@ -165,7 +165,7 @@ class EarlyRefusal:
         path = _PATHS.get(data[:_LONGEST].partition(b"\r\n")[0])
         if path is None:
             return None
-        refusal = self._bridge.refusal()
+        refusal = self._bridge.book.refusal()
         if refusal is None and not self._access.has_limits:
             return None
         client = self._client_of(data, path, address)
@@ -173,7 +173,7 @@ class EarlyRefusal:
             return None
         named = (*default_headers, (HEADER, id_in_header(data)))
         if refusal is not None:
-            self._bridge.count_refused(1)
+            self._bridge.book.counters["num_refused"] += 1
             return _response(refusal, named)
         return self._refuse_client(client, named)
 
@@ -195,7 +195,7 @@ class EarlyRefusal:
             return None
         scope: dict[str, Any] = {"app": self._app, "method": "POST", "path": path, "client": address}
         if self._access.refusal(scope, headers) is not None:
-            return None  # strangers learn nothing of the queue
+            return None  # unauthenticated peers learn nothing of the queue
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         client: Client = scope["state"]["client"]

@@ -127,7 +127,7 @@ class HttpServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         deadline_s = self._bridge.config.server.drain_deadline_s
-        num_open = self._bridge.num_open
+        num_open = len(self._bridge.book)
         log.info("draining: %d open requests have %g s to end", num_open, deadline_s)
         num_left = await self._bridge.finish(deadline_s)
         if num_left:

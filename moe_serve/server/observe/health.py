@@ -84,7 +84,7 @@ class TokenProbe:
                 await asyncio.sleep(_LOOK_S)
         finally:
             for request in requests:
-                bridge.abort(request)
+                bridge.book.abort(request)
         silent = [str(rank) for rank in ranks if str(rank) not in took_s]
         if silent:
             raise UnavailableError(

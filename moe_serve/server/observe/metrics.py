@@ -127,7 +127,7 @@ class RequestMetrics(Collector):
 
     def __init__(self, bridge: Bridge):
         self._bridge = bridge
-        number = bridge.front_end
+        number = bridge.api_servers.label
         self._own: Labels = () if number is None else (("front_end", str(number)),)
 
     def collect(self) -> Iterator[Metric]:
@@ -141,7 +141,7 @@ class RequestMetrics(Collector):
             return counters(name, text, names, [(values, value)])
 
         waiting = bridge.book.num_waiting
-        yield gauge("moe_serve_requests_running", "Open requests that a rank has.", bridge.num_open - waiting)
+        yield gauge("moe_serve_requests_running", "Open requests that a rank has.", len(bridge.book) - waiting)
         yield gauge("moe_serve_requests_waiting", "Open requests that wait here for a rank.", waiting)
         ended = [((reason, *values), count) for reason, count in stats.num_ended.items()]
         yield counters(
@@ -387,7 +387,8 @@ class AdmissionMetrics(Collector):
         self._degradation = degradation
 
     def collect(self) -> Iterator[Metric]:
-        names, own = ((), ()) if self._bridge.front_end is None else (("front_end",), (str(self._bridge.front_end),))
+        number = self._bridge.api_servers.label
+        names, own = ((), ()) if number is None else (("front_end",), (str(number),))
         refused = CounterMetricFamily(
             "moe_serve_requests_refused",
             "Requests that were refused: the queue was full, or a client had reached this limit of its own.",
@@ -408,7 +409,7 @@ class AdmissionMetrics(Collector):
         active = GaugeMetricFamily(
             "moe_serve_degradation_steps", "How many steps of server.degrade are taken now.", labels=names
         )
-        active.add_metric(own, self._degradation.num_active(self._bridge.queue.share))
+        active.add_metric(own, self._degradation.num_active(self._bridge.book.queue.share))
         yield active
 
 
@@ -433,7 +434,7 @@ class PeerMetrics(Collector):
         self._peer = peer
         self._bridge = bridge
         self._model = (("model_name", served_name(bridge.config.model)),)
-        number = bridge.front_end
+        number = bridge.api_servers.label
         self._own: Labels = (*self._model, *(() if number is None else (("front_end", str(number)),)))
 
     def collect(self) -> Iterator[Metric]:

@@ -3,10 +3,10 @@
 Every accepted request ends, with tokens or with an error. Messages of ranks are handled as they arrive on the socket
 that all ranks attach to. One task looks for silent ranks, one for requests that have taken too long.
 
-A launcher that watches the processes may attach to the same socket, as *supervisor* (`Hello` with rank -1). It reports
-first that the launch is over (`Fatal`), or that a rank has died which the others may go on without (`Exited`). A front
-end may be started beside running ranks, and hear that before any rank has attached to it: it takes the launcher's word,
-and concludes nothing from what it does not know yet.
+A launcher that watches the processes may attach to the same socket, as *supervisor*. It is the first to report that the
+launch is over (`Fatal`), or that a rank has died which the others may go on without (`Exited`). A front end that was
+started beside running ranks may hear that before any rank has attached to it: it takes the launcher's word, and
+concludes nothing from what it does not know yet.
 
 A lost rank ends the launch, unless the ranks have said at their start that they can go on without one. Then the front
 end waits for their report: `Members` when they go on, and the requests of the lost rank move to others; `Fatal` when
@@ -18,7 +18,7 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.engine.output.incremental_decoder import Decoder
 from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
+    SUPERVISOR,
     Alive,
     Answer,
     BalanceReport,
@@ -51,26 +52,23 @@ from moe_serve.engine.protocol.messages import (
     Tokens,
     decode_to_front_end,
 )
-from moe_serve.errors import QueueFullError, RequestError
+from moe_serve.errors import RequestError
 from moe_serve.links.link import Link, find_link
 from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.ranks.balance import BalanceBook
-from moe_serve.server.ranks.commands import Command, CommandBook
-from moe_serve.server.ranks.launch_end import RankDrain, RestartWait, Silence
-from moe_serve.server.ranks.rank_table import RankTable, RankView
-from moe_serve.server.ranks.request_book import RequestBook
+from moe_serve.server.ranks.calls import ApiServers, Command, CommandBook
+from moe_serve.server.ranks.rank_table import Liveness, RankTable, RankView
+from moe_serve.server.ranks.request_book import RequestBook, RestartWait
 from moe_serve.server.ranks.router_socket import RouterSocket
-from moe_serve.server.ranks.siblings import Siblings, What
-from moe_serve.server.ranks.supervisors import SUPERVISOR, Observer, Supervisors
-from moe_serve.server.requests.admission import Admission, Load, Queue
-from moe_serve.server.requests.open_request import Changes, Courier, OpenRequest, RequestSpec, UnavailableError
+from moe_serve.server.requests.open_request import Changes, Notifier, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.workers.grammar_check import GrammarCheck
 
 log = get_logger(__name__)
+Observer = Callable[[ToFrontEnd], None]
 
-
+_MAX_SUPERVISORS = 4
 _DEADLINE_LOOK_S = 0.05  # between two looks for requests that have taken too long
-_LOOK_S = 0.02  # between two looks whether the last request has ended
+_LOOK_S = 0.02  # between two looks at whether the last request has ended
 _WRITE_S = 60.0  # for what a rank does to carry out a command, such as writing a dump
 _UNNAMED_LOSS_S = 0.5  # how long a report that cannot name the lost rank waits for one that can
 _GOODBYE_S = 3.0  # how long the ranks may take to end
@@ -93,25 +91,27 @@ class Bridge:
     ):
         server = config.server
         self.config = config
-        self.courier = Courier()
-        self.capacity = (
-            config.engine.max_running_requests * config.parallel.num_ranks + config.engine.max_queued_requests
-        )
+        self.notifier = Notifier()
         # A rank carries a command out between two steps, and writes a file at most.
         self._command_deadline_s = config.engine.step_deadline_s + _WRITE_S
         self.workers = RankTable(config.parallel.num_ranks)
         self.balance = BalanceBook(config.eplb.mode)
         self.book = RequestBook(config, tokenizer, self._send_to_rank)
         self.grammars = GrammarCheck(None if tokenizer is None else str(model_dir(config.model)))
-        self._admission = Admission(self.capacity, server.max_waiting_tokens, server.queue_deadline_s)
         self._commands = CommandBook(self._send_to_rank, secrets.randbits(52))
         self._link = link or find_link(server)
-        self._siblings = Siblings(self._link.worker, server.api_workers, self._send_to_rank, self.book)
+        self.api_servers = ApiServers(
+            self._link.worker,
+            server.api_workers,
+            self._send_to_rank,
+            lambda: [view.rank for view in self.workers if view.serves],
+            self.book,
+        )
         self._supervisors = Supervisors(observer, self._send)
-        self._silence = Silence(config)
+        self._liveness = Liveness(config)
         self._restart = RestartWait(self.workers, self.book, server.restart_deadline_s)
-        self._rank_drain = RankDrain(self.workers, self.book, server.drain_deadline_s, self._fail_all, self._end_ranks)
-        self._news = News()  # whenever a rank attaches, gets ready, ends or is lost
+        self._drained: tuple[int | None, str] = None, ""  # the launch whose ranks were asked to end, and why
+        self._changed = Condition()  # a rank has attached, got ready, ended or was lost
         self._is_finishing = False  # no new requests are accepted
         self._is_draining = False  # and ranks are expected to end
         self._started_s = 0.0
@@ -135,22 +135,23 @@ class Bridge:
         return self._socket.link
 
     async def finish(self, deadline_s: float) -> int:
-        """Takes no more requests, and returns when the open ones have ended, or how many have not by the deadline.
-
-        Ends a pause, since those that it holds would never end.
-        """
+        """Takes no more requests, and returns when the open ones have ended, or how many have not by the deadline."""
         self._is_finishing = True
+        return await self._let_end(deadline_s)
+
+    async def _let_end(self, deadline_s: float) -> int:
+        """Waits for the open requests; returns how many are left at the deadline. Ends a pause, which holds some."""
         self.book.go_on()
-        end_s = time.monotonic() + deadline_s
-        while self.num_open and time.monotonic() < end_s:
+        ends_s = time.monotonic() + deadline_s
+        while len(self.book) and time.monotonic() < ends_s:
             await asyncio.sleep(_LOOK_S)
-        return self.num_open
+        return len(self.book)
 
     def drain(self, reason: str = "the server is ending") -> None:
         """Takes no more requests, and ends the open ones with an error; ranks may end from now on."""
         self._is_draining = True
         self._fail_all(reason)
-        self._news.tell()
+        self._changed.notify_all()
 
     async def close(self) -> None:
         """Ends the ranks and closes the socket; returns within a few seconds whatever the ranks do."""
@@ -158,7 +159,6 @@ class Bridge:
         await self.grammars.close()
         if self._socket is not None:
             await self._end_launch_in_order()
-        self._rank_drain.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -172,7 +172,7 @@ class Bridge:
         # A rank that is still starting does not listen; the process that started it ends it.
         while self.workers.loss is None and any(view.serves for view in self.workers):
             left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not await self._news.wait(left_s):
+            if left_s <= 0 or not await self._changed.wait(left_s):
                 break
 
     async def wait_until_ready(self) -> ModelLimits:
@@ -183,7 +183,7 @@ class Bridge:
         while (problem := self.problem()) is not None:
             if self.workers.loss is not None or self._is_draining:
                 raise UnavailableError(self.workers.loss or problem)
-            await self._news.wait(1.0)
+            await self._changed.wait(1.0)
         return self.limits
 
     @property
@@ -202,8 +202,8 @@ class Bridge:
             return f"the ranks are being started again: {self.workers.loss}"
         if self.workers.loss is not None:
             return self.workers.loss
-        if self._rank_drain.reason is not None:
-            return self._rank_drain.reason
+        if (asked := self._asked_to_end()) is not None:
+            return asked
         if not self.workers.is_ready:
             return f"starting: {self.workers.missing()}"
         return None
@@ -217,22 +217,12 @@ class Bridge:
     async def wait_for_restart(self) -> None:
         """Waits while the ranks are started again, for a caller who prefers that to an UnavailableError."""
         while self.is_restarting:
-            await self._news.wait(0.2)
+            await self._changed.wait(0.2)
 
     def give_up(self, reason: str) -> None:
         """Ends the open requests with an error: the caller does not start lost ranks again."""
         self._restart.give_up()
         self.book.fail_all(reason)
-
-    @property
-    def front_end(self) -> int | None:
-        """The number of this front end; None where it is the only one."""
-        siblings = self._siblings
-        return siblings.number if siblings.num > 1 else None
-
-    @property
-    def num_open(self) -> int:
-        return len(self.book)
 
     async def command(self, command: Command) -> Answer:
         """Sends a command to all ranks that take part, and returns the leader's answer. Fills in its call_id.
@@ -246,8 +236,8 @@ class Bridge:
 
         Raises RequestError while requests are open, and UnavailableError and QueueFullError as `command` does.
         """
-        if self.num_open:
-            raise RequestError(f"{self.num_open} requests are open; flush the cache when they have ended")
+        if len(self.book):
+            raise RequestError(f"{len(self.book)} requests are open; flush the cache when they have ended")
         answers = await self._commands.call_each(FlushCache(0), self._serving(), self._command_deadline_s)
         self.book.forget_prompts()
         return answers
@@ -277,20 +267,19 @@ class Bridge:
         problem = self.problem()
         if problem is not None:
             raise UnavailableError(problem)
-        if len(specs) > self.capacity:
+        if len(specs) > self.book.capacity:
             raise RequestError(
-                f"the call asks for {len(specs)} outputs but at most {self.capacity} requests are held at a time "
+                f"the call asks for {len(specs)} outputs but at most {self.book.capacity} requests are held at a time "
                 "(engine.max_running_requests x ranks + engine.max_queued_requests); send fewer at once",
                 field="sampling_params.n",
             )
-        refusal = self.refusal(len(specs), sum(spec.num_tokens for spec in specs))
+        refusal = self.book.refusal(len(specs), sum(spec.num_tokens for spec in specs))
         if refusal is not None:
-            self.count_refused(len(specs))
+            self.book.counters["num_refused"] += len(specs)
             raise refusal
         num_ranks = self.workers.num_ranks
-        rids = [spec.rid for spec in specs if spec.rid is not None]
-        counts = Counter(rids)
-        twice = next((rid for rid in rids if self.book.has_rid(rid) or counts[rid] > 1), None)
+        counts = Counter(spec.rid for spec in specs if spec.rid is not None)
+        twice = next((rid for rid, count in counts.items() if count > 1 or self.book.has_client_id(rid)), None)
         if twice is not None:
             raise RequestError(f"rid is {twice!r:.80}, which an open request has; choose another", field="rid")
         for spec in specs:
@@ -310,59 +299,20 @@ class Bridge:
         return self._open(spec, changes, at_once=True)
 
     def _open(self, spec: RequestSpec, changes: Changes, at_once: bool = False) -> OpenRequest:
-        prefix = f"{self._siblings.number}:{self._started_s:.6f}"
+        prefix = f"{self.api_servers.number}:{self._started_s:.6f}"
         return self.book.open(prefix, spec, self.limits.eos_token_ids, changes, at_once)
-
-    def refusal(self, num_requests: int = 1, num_tokens: int = 1) -> QueueFullError | None:
-        """Returns why no call may wait now; None where one of this size may."""
-        book = self.book
-        load = Load(len(book), book.waiting_tokens)
-        return self._admission.refusal(load, book.drain_rate.per_s(time.monotonic()), num_requests, num_tokens)
-
-    def count_refused(self, num_requests: int) -> None:
-        """Counts requests that were told so."""
-        self.book.counters["num_refused"] += num_requests
-
-    @property
-    def queue(self) -> Queue:
-        """What waits for a rank. Its share is that of requests or of tokens, whichever is more."""
-        book, most_tokens = self.book, self.config.server.max_waiting_tokens
-        share = max(book.num_waiting / self.config.engine.max_queued_requests, book.waiting_tokens / most_tokens)
-        return Queue(share, book.waiting_tokens, book.drain_rate.per_s(time.monotonic()))
-
-    async def pause(self, abort: bool) -> None:
-        """Takes all requests from the ranks, and sends none until `resume`. abort: open ones end with what they have
-
-        This and the next two hold for all front ends. Raises UnavailableError where one of them does not confirm it.
-        """
-        await self._do_everywhere("abort_and_pause" if abort else "pause", None)
-
-    async def resume(self) -> None:
-        """Sends requests to the ranks again."""
-        await self._do_everywhere("resume", None)
-
-    async def cut_short(self, rid: str | None) -> None:
-        """Ends the open requests that a client knows by this id, with what they have. rid: None = all"""
-        await self._do_everywhere("abort", rid)
-
-    async def _do_everywhere(self, what: What, rid: str | None) -> None:
-        await self._siblings.do_everywhere(what, rid, lambda: [each.rank for each in self.workers if each.serves])
-
-    def abort(self, request: OpenRequest) -> None:
-        """Ends a request that nobody waits for any more."""
-        self.book.abort(request)
 
     def describe(self) -> dict[str, Any]:
         """Returns the state of the ranks and of the queue, for /server_info."""
         return {
             "state": self.problem() or "ready",
-            "front_end": {"number": self._siblings.number, "of": self._siblings.num},
+            "front_end": {"number": self.api_servers.number, "of": self.api_servers.num},
             "launch_id": f"{self.workers.launch_id:x}",
             "requests": {
-                "open": self.num_open,
+                "open": len(self.book),
                 "waiting": self.book.num_waiting,
                 "waiting_tokens": self.book.waiting_tokens,
-                "capacity": self.capacity,
+                "capacity": self.book.capacity,
                 **self.book.counters,
             },
             "ranks_out": {str(rank): reason for rank, reason in self.workers.masked.items()},
@@ -384,7 +334,30 @@ class Bridge:
     def _suspect(self, reason: str, rank: int) -> None:
         self.workers.suspect(rank, reason, time.monotonic())
         self.book.suspect(rank)
-        self._news.tell()
+        self._changed.notify_all()
+
+    def _asked_to_end(self) -> str | None:
+        """Returns why no request is taken; None where the ranks of this launch were not asked to end."""
+        launch_id, reason = self._drained
+        return reason if launch_id == self.workers.launch_id else None
+
+    def _drain_ranks(self, view: RankView) -> None:
+        """A rank was asked to end: ends all of them when the open requests have ended, or at the deadline."""
+        if self._asked_to_end() is not None:
+            return
+        deadline_s = self.config.server.drain_deadline_s
+        reason = f"rank {view.rank} on {view.host} was asked to end, so all ranks end"
+        self._drained = self.workers.launch_id, reason
+        log.warning("%s; %d open requests have %g s to end", reason, len(self.book), deadline_s)
+        self._tasks.append(asyncio.create_task(self._end_drained(self.workers.launch_id, reason, deadline_s)))
+
+    async def _end_drained(self, launch_id: int, reason: str, deadline_s: float) -> None:
+        num_left = await self._let_end(deadline_s)
+        if launch_id == self.workers.launch_id and self.workers.loss is None:
+            if num_left:
+                late = f"the request was open after server.drain_deadline_s = {deadline_s:g} s"
+                self._fail_all(f"{reason}; {late}")
+            self._end_ranks()
 
     def _end_ranks(self) -> None:
         for view in self.workers:
@@ -418,7 +391,7 @@ class Bridge:
         view = self.workers.by_identity(identity)
         if isinstance(message, ForFrontEnds):
             if view is not None:
-                self._siblings.take(message, view.rank)
+                self.api_servers.take(message, view.rank)
             return
         if view is None or message.launch_id != self.workers.launch_id:
             return
@@ -443,14 +416,14 @@ class Bridge:
             case Ready():
                 self.workers.ready(view, message)
                 self._restart.serve()
-                self._siblings.tell_again(view.rank)
+                self.api_servers.tell_again(view.rank)
                 self._tell(message)
             case Draining() if view.mask_reason is None:
-                self._rank_drain.begin(view)
+                self._drain_ranks(view)
             case Goodbye():
                 view.ended = True
                 if not self._is_draining and view.mask_reason is None:
-                    why = self._rank_drain.reason or f"rank {view.rank} was told to end"
+                    why = self._asked_to_end() or f"rank {view.rank} was told to end"
                     self._end_launch(f"{why}; start the ranks again", view.rank)
                 self._tell(message)
 
@@ -469,7 +442,7 @@ class Bridge:
             self._supervisors.attach(identity, [each for view in self.workers for each in self.workers.story(view)])
             return
         now_s = time.monotonic()
-        self._silence.discount_own(self.workers, now_s)
+        self._liveness.discount_own(self.workers, now_s)
         if self.workers.find_replaced_by(hello, now_s):
             self._end_launch("the ranks are gone without a word, and others have been started", None)
         arrival = self.workers.attach(identity, hello, now_s)
@@ -521,7 +494,7 @@ class Bridge:
                 asyncio.get_running_loop().call_later(wait_s, self._settle_loss, self.workers.launch_id)
         elif is_news or (len(self.book) and not self._awaits_restart):
             self._settle_loss(self.workers.launch_id)
-        self._news.tell()
+        self._changed.notify_all()
 
     def _settle_loss(self, launch_id: int) -> None:
         reason, lost_rank = self.workers.loss, self.workers.lost_rank
@@ -549,7 +522,7 @@ class Bridge:
 
     def _tell(self, message: ToFrontEnd) -> None:
         """Passes on what happens while the ranks start and end."""
-        self._news.tell()
+        self._changed.notify_all()
         self._supervisors.tell(message)
 
     def _send_to_rank(self, rank: int, message: Message) -> None:
@@ -569,14 +542,14 @@ class Bridge:
                 self._socket.keep_alive([view.identity for view in self.workers], Alive())
             await asyncio.sleep(ALIVE_PERIOD_S)
             now_s = time.monotonic()
-            self._silence.discount_own(self.workers, now_s)
+            self._liveness.discount_own(self.workers, now_s)
             if (why := self._restart.overdue(now_s)) is not None:
                 self._fail_all(why)
             if self._is_draining or self.workers.loss is not None:
                 continue
-            if (lost := self._silence.look(self.workers, now_s)) is not None:
+            if (lost := self._liveness.look(self.workers, now_s)) is not None:
                 self._end_launch(*lost)
-            if (why := self._silence.late_start(self.workers, now_s)) is not None:
+            if (why := self._liveness.late_start(self.workers, now_s)) is not None:
                 self._end_launch(why, None)
 
     async def _keep_deadlines(self) -> None:
@@ -585,18 +558,52 @@ class Bridge:
             self.book.end_overdue(time.monotonic())
 
 
-class News:
-    """Wakes those who wait whenever there is some."""
+class Supervisors:
+    """The launchers that watch the ranks through this front end, and an observer in its process: they hear the reports.
+
+    send: sends a message to a socket
+    """
+
+    def __init__(self, observer: Observer | None, send: Callable[[bytes, Message], None]):
+        self._observer = observer
+        self._send = send
+        self._identities: dict[bytes, None] = {}  # by age
+
+    def __contains__(self, identity: object) -> bool:
+        return identity in self._identities
+
+    def __len__(self) -> int:
+        return len(self._identities)
+
+    def attach(self, identity: bytes, story: Iterable[Message]) -> None:
+        """Adds one, and tells it what the ranks have reported so far; beyond a few the oldest is dropped."""
+        self._identities.pop(identity, None)
+        while len(self._identities) >= _MAX_SUPERVISORS:  # the oldest is gone, most likely
+            self._identities.pop(next(iter(self._identities)))
+        self._identities[identity] = None
+        for message in story:
+            self._send(identity, message)
+
+    def tell(self, message: ToFrontEnd) -> None:
+        """Passes on what happens while the ranks start and end."""
+        if self._observer is not None:
+            self._observer(message)
+        for identity in self._identities:
+            self._send(identity, message)
+
+
+class Condition:
+    """Wakes all waiters when something has changed."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def tell(self) -> None:
-        """There is some."""
+    def notify_all(self) -> None:
+        """Wakes them."""
         self._event.set()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Returns whether there was some within the timeout."""
+        """Returns whether anything changed within the timeout."""
         self._event.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._event.wait(), timeout_s)

@@ -13,10 +13,14 @@ from moe_serve.attention_dp.request_router import RequestRouter
 from moe_serve.config import ServeConfig, ServerConfig
 from moe_serve.engine.output.incremental_decoder import Decoder
 from moe_serve.engine.protocol.messages import Abort, Message, Status, Tokens
-from moe_serve.server.ranks.rank_table import Regrouped
-from moe_serve.server.requests.admission import DrainRate, WaitingLines
+from moe_serve.errors import QueueFullError
+from moe_serve.log import get_logger
+from moe_serve.server.ranks.rank_table import RankTable, Regrouped
+from moe_serve.server.requests.admission import Admission, DrainRate, Load, Queue, WaitingLines
 from moe_serve.server.requests.open_request import Changes, OpenRequest, OwnTimeoutError, RequestSpec, UnavailableError
 from moe_serve.server.requests.request_stats import RequestLog, RequestStats
+
+log = get_logger(__name__)
 
 EndListener = Callable[[OpenRequest], None]
 MAX_LOSSES = 3  # ranks that may end while they serve one request, without a token in between
@@ -25,11 +29,11 @@ MAX_LOSSES = 3  # ranks that may end while they serve one request, without a tok
 class RequestBook:
     """All open requests, their ranks, and counters.
 
-    Requests for which no rank has room (`RankRoom`) wait here, where they can be put in order, dropped, or sent to
-    another rank.
+    Requests for which no rank has capacity wait here, where they can be put in order, dropped, or sent to another rank.
 
-    send:    sends a message to a rank, without waiting
-    is_held: no request is sent to a rank
+    send:     sends a message to a rank, without waiting
+    capacity: requests that are open at most
+    is_held:  no request is sent to a rank
     """
 
     def __init__(self, config: ServeConfig, tokenizer: Decoder | None, send: Callable[[int, Message], None]):
@@ -42,17 +46,34 @@ class RequestBook:
         self._tokenizer = tokenizer
         self._send = send
         self._open: dict[str, OpenRequest] = {}
-        self.drain_rate = DrainRate()
-        self._by_rid = RequestsByRid()
+        engine, server = config.engine, config.server
+        self.capacity = engine.max_running_requests * config.parallel.num_ranks + engine.max_queued_requests
+        self._admission = Admission(self.capacity, server.max_waiting_tokens, server.queue_deadline_s)
+        self._drain_rate = DrainRate()
+        self._by_client_id = RequestsByClientId()
         self._numbers = itertools.count()
         self.is_held = False
         self._lines = WaitingLines(config.server.priority_head_start_s)
-        self._room = RankRoom(config)
+        self._capacity = RankCapacity(config)
         self.stats = RequestStats()
         self.at_end: list[EndListener] = [RequestLog().write] if config.server.log_requests else []
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def refusal(self, num_requests: int = 1, num_tokens: int = 1) -> QueueFullError | None:
+        """Returns why no call of this size may wait now; None where one may."""
+        load = Load(len(self), self.waiting_tokens)
+        return self._admission.refusal(load, self._drain_rate.per_s(time.monotonic()), num_requests, num_tokens)
+
+    @property
+    def queue(self) -> Queue:
+        """What waits for a rank. Its share is that of requests or of tokens, whichever is more."""
+        share = max(
+            self.num_waiting / self._config.engine.max_queued_requests,
+            self.waiting_tokens / self._config.server.max_waiting_tokens,
+        )
+        return Queue(share, self.waiting_tokens, self._drain_rate.per_s(time.monotonic()))
 
     def begin_launch(self, block_size: int, masked: Collection[int]) -> int:
         """Starts with an empty router, since all ranks are new; returns how many requests are submitted again.
@@ -60,7 +81,7 @@ class RequestBook:
         block_size: of the ranks' caches, in tokens
         """
         self.take_back()
-        self._room.begin_launch(block_size, masked)
+        self._capacity.begin_launch(block_size, masked)
         self.send_waiting()
         num_again = sum(request.attempt > 0 for request in self._open.values())
         self.counters["num_resubmitted"] += num_again
@@ -71,7 +92,7 @@ class RequestBook:
 
         lost_rank: the rank that caused it; None: not known, so each request may be the reason
         """
-        self._room.lose(self._room.ranks)
+        self._capacity.lose(self._capacity.ranks)
         for request in list(self._open.values()):
             if request.rank is not None and lost_rank in (None, request.rank):
                 self._count_loss(request, request.rank)
@@ -108,7 +129,7 @@ class RequestBook:
         request_id = f"{prefix}-{next(self._numbers)}"
         request = OpenRequest(request_id, spec, self._tokenizer, eos_token_ids, changes)
         self._open[request_id] = request
-        self._by_rid.add(request)
+        self._by_client_id.add(request)
         self.counters["num_requests"] += 1
         if at_once:
             self._start(request)
@@ -117,13 +138,13 @@ class RequestBook:
             self.send_waiting()
         return request
 
-    def has_rid(self, rid: str | None) -> bool:
+    def has_client_id(self, rid: str | None) -> bool:
         """Returns whether an open request has this id of its client."""
-        return rid in self._by_rid
+        return rid in self._by_client_id
 
-    def with_rid(self, rid: str | None) -> list[OpenRequest]:
+    def with_client_id(self, rid: str | None) -> list[OpenRequest]:
         """Returns the open requests that a client knows by this id: one, or the samples of one prompt. None: all"""
-        return list(self._open.values()) if rid is None else self._by_rid.find(rid)
+        return list(self._open.values()) if rid is None else self._by_client_id.find(rid)
 
     def hold(self) -> None:
         """Takes all requests from their ranks, and sends none until `go_on`."""
@@ -137,7 +158,7 @@ class RequestBook:
 
     def cut_short_all(self, rid: str | None) -> None:
         """Ends the open requests that a client knows by this id, with what they have. rid: None = all"""
-        for request in self.with_rid(rid):
+        for request in self.with_client_id(rid):
             self.cut_short(request, "the request was aborted")
 
     def cut_short(self, request: OpenRequest, why: str) -> None:
@@ -164,7 +185,7 @@ class RequestBook:
 
     def send_waiting(self) -> None:
         """Sends requests to ranks, in the order of their line, until all ranks are full or none waits."""
-        while not self.is_held and (request_id := self._lines.pop(self._room.has_room)) is not None:
+        while not self.is_held and (request_id := self._lines.pop(self._capacity.has_room)) is not None:
             self._start(self._open[request_id])
 
     def take_back(self) -> None:
@@ -196,7 +217,7 @@ class RequestBook:
                 continue
             if not request.has_started and event.token_ids:
                 request.has_started = True
-                self._room.started(event.request_id)
+                self._capacity.started(event.request_id)
             num_before = request.num_output
             request.apply(event)
             if request.num_output > num_before:
@@ -209,10 +230,10 @@ class RequestBook:
 
     def forget_prompts(self) -> None:
         """Forgets which prompts each rank may have in its cache."""
-        self._room.forget_prompts()
+        self._capacity.forget_prompts()
 
     def take_status(self, status: Status) -> None:
-        self._room.update(status)
+        self._capacity.update(status)
 
     def fail_all(self, reason: str) -> None:
         """Ends all requests with an error."""
@@ -222,7 +243,7 @@ class RequestBook:
 
     def suspect(self, rank: int) -> None:
         """Sends nothing new to a rank; its requests stay until it is known to be masked."""
-        self._room.lose([rank])
+        self._capacity.lose([rank])
 
     def regroup(self, change: Regrouped) -> int:
         """Moves the requests of masked ranks to others; returns how many moved.
@@ -230,8 +251,8 @@ class RequestBook:
         A request fails when MAX_LOSSES ranks have ended with it and the next one ends, too: then it may be the reason.
         A late rank is not counted, and a new token shows that the request was not the reason.
         """
-        self._room.lose(change.masked)
-        self._room.regain(change.rejoined)
+        self._capacity.lose(change.masked)
+        self._capacity.regain(change.rejoined)
         num_moved = 0
         for request in list(self._open.values()):
             lost = request.rank
@@ -260,7 +281,7 @@ class RequestBook:
 
     def _start(self, request: OpenRequest, may_choose: bool = True) -> None:
         """Sends a request to a rank. may_choose: to that of its caller, if it named one that serves"""
-        rank = self._room.send(request, may_choose)
+        rank = self._capacity.send(request, may_choose)
         request.go_to(rank)
         self._send(rank, request.submit_message())
 
@@ -272,7 +293,7 @@ class RequestBook:
 
     def _leave(self, request: OpenRequest) -> None:
         if request.rank is not None:
-            self._room.free(request.rank, request.request_id)
+            self._capacity.free(request.rank, request.request_id)
         request.leave_rank()
 
     def _fail(self, request: OpenRequest, reason: str) -> None:
@@ -283,15 +304,15 @@ class RequestBook:
     def _forget(self, request: OpenRequest) -> None:
         del self._open[request.request_id]
         now_s = time.monotonic()
-        self.drain_rate.count(request.spec.num_tokens, now_s)
+        self._drain_rate.count(request.spec.num_tokens, now_s)
         self.stats.count_end(request, now_s)
         for tell in self.at_end:
             tell(request)
-        self._by_rid.remove(request)
+        self._by_client_id.remove(request)
         if request.rank is None:
             self._lines.remove(request.spec.rank, request.request_id)
             return
-        self._room.free(request.rank, request.request_id)
+        self._capacity.free(request.rank, request.request_id)
         self.send_waiting()
 
 
@@ -308,8 +329,8 @@ def why_overdue(request: OpenRequest, server: ServerConfig, is_held: bool, now_s
     return None
 
 
-class RequestsByRid:
-    """Those open requests that have one. Of each there is one."""
+class RequestsByClientId:
+    """The open requests that their clients have named (`rid`), each by another name."""
 
     def __init__(self) -> None:
         self._requests: dict[str, OpenRequest] = {}
@@ -354,8 +375,8 @@ def ranks_to_choose_from(num_requests: Mapping[int, int], slots: int, most: int)
     return with_slot or [rank for rank, number in num_requests.items() if number < most]
 
 
-class RankRoom:
-    """How many requests each rank has, and the router that chooses among those with room.
+class RankCapacity:
+    """The number of requests at each rank, and the router that chooses among the ranks with room.
 
     A rank gets as many requests as it can run and a few more, so that it never idles between two of them. Front ends
     do not know of each other's requests, so each of several takes its share of a rank's slots for those that are free.
@@ -437,3 +458,56 @@ class RankRoom:
         return RequestRouter(
             self._config.parallel.num_ranks, load_gap=self._config.server.routing_load_gap, block_size=block_size
         )
+
+
+class RestartWait:
+    """Keeps the requests of a lost launch for the next one, for a bounded time.
+
+    Prompt, parameters, seed and output so far of each are known here, so it goes on after the restart with the same
+    tokens.
+
+    deadline_s: how long they wait, counted from the first loss until ranks serve again
+    """
+
+    def __init__(self, workers: RankTable, book: RequestBook, deadline_s: float):
+        self._workers = workers
+        self._book = book
+        self._deadline_s = deadline_s
+        # Ids of launches: the last one that was ready, that was lost, and after which nobody waits any more.
+        self._serving = self._lost = self._given_up = -1
+        self._ends_s: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the launcher is expected to start the lost ranks again."""
+        workers = self._workers
+        return workers.loss is not None and workers.is_restarted and workers.launch_id != self._given_up
+
+    def lose(self, lost_rank: int | None) -> None:
+        """The launch is lost and will be restarted: its requests wait. lost_rank: the reason, None = not known"""
+        if self._lost != self._workers.launch_id:
+            self._lost = self._workers.launch_id
+            self._book.wait_for_launch(lost_rank)
+            self._ends_s = self._ends_s or time.monotonic() + self._deadline_s
+
+    def serve(self) -> None:
+        """Submits what has waited, once for each launch, as soon as its ranks serve."""
+        limits = self._workers.limits
+        if not self._workers.is_ready or limits is None or self._serving == self._workers.launch_id:
+            return
+        self._serving, self._ends_s = self._workers.launch_id, None
+        num_again = self._book.begin_launch(limits.block_size, self._workers.masked)
+        if num_again:
+            log.warning("the ranks were started again; requests that go on: %d", num_again)
+
+    def give_up(self) -> None:
+        """Nobody starts the lost ranks again."""
+        self._ends_s, self._given_up = None, self._workers.launch_id
+
+    def overdue(self, now_s: float) -> str | None:
+        """Returns why requests wait no longer, once; None while they may wait."""
+        if self._ends_s is None or now_s < self._ends_s:
+            return None
+        self.give_up()
+        why = self._workers.loss or self._workers.missing()
+        return f"the ranks were not started again within server.restart_deadline_s = {self._deadline_s:g} s ({why})"

@@ -67,24 +67,24 @@ class Changes:
         self._ends_only = ends_only
         self._changed: dict[int, OpenRequest] = {}  # in the order of their changes
         self._event = asyncio.Event()
-        self._courier: Courier | None = None
+        self._notifier: Notifier | None = None
         self._take: Callable[[OpenRequest], bool] | None = None
 
     def notify(self, request: "OpenRequest") -> None:
         if self._ends_only and not request.is_done:
             return
         self._changed[id(request)] = request
-        if self._courier is None:
+        if self._notifier is None:
             self._event.set()
         else:
-            self._courier.add(self)
+            self._notifier.add(self)
 
-    def bring(self, courier: "Courier", take: "Callable[[OpenRequest], bool]") -> None:
-        """Lets a courier hand requests over as they change, without waking the reader.
+    def notify_by(self, notifier: "Notifier", take: "Callable[[OpenRequest], bool]") -> None:
+        """Lets a notifier hand requests over as they change, without waking the reader.
 
-        take: is given a request; returns False where the reader must be woken, and gets it by `next`
+        take: gets a request; returns False if the reader must be woken, which then gets it from `next`
         """
-        self._courier, self._take = courier, take
+        self._notifier, self._take = notifier, take
 
     def deliver(self) -> None:
         """Hands over what has changed."""
@@ -94,7 +94,7 @@ class Changes:
             try:
                 is_taken = self._take(self._changed[key])
             except Exception:  # the reader makes the same mistake where its answer can end for it
-                self._courier = None
+                self._notifier = None
                 is_taken = False
             if not is_taken:
                 self._event.set()
@@ -109,8 +109,8 @@ class Changes:
         return self._changed.pop(next(iter(self._changed)))
 
 
-class Courier:
-    """Hands over what has changed for all readers that asked for it, once per turn of the event loop.
+class Notifier:
+    """Hands changed requests over to all readers that asked for it, once per turn of the event loop.
 
     Waking a task for each token of each stream would take as long as sending it. A turn takes a millisecond, so
     that others have theirs; what changes again meanwhile is handed over once.

@@ -19,7 +19,7 @@ from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
-from moe_serve.server.workers.turns import Turns
+from moe_serve.server.workers.fair_queue import FairQueue
 
 FRAME = struct.Struct("<I")  # before each message of both sides: its bytes
 _DEADLINE_S = 20.0  # for one constraint, where the machine is busy
@@ -57,7 +57,7 @@ class GrammarCheck:
         """folder: of the model; None: without a tokenizer"""
         self._folder = folder
         self._process: Process | None = None
-        self._turns = Turns("new schemas or grammars", _MAX_WAITING)
+        self._queue = FairQueue("new schemas or grammars", _MAX_WAITING)
         self._answers: OrderedDict[bytes, Checked] = OrderedDict()
         self._kept_chars = 0
 
@@ -95,7 +95,7 @@ class GrammarCheck:
         if key in self._answers:
             self._answers.move_to_end(key)
             return self._answers[key]
-        async with self._turns.turn(client):
+        async with self._queue.turn(client):
             answer = self._answers.get(key) or await self._ask(given, model)
         if not answer.busy:
             self._keep(key, answer)

@@ -15,7 +15,7 @@ from asyncio.subprocess import PIPE, Process
 from moe_serve.errors import QueueFullError
 from moe_serve.log import get_logger
 from moe_serve.process_facts import core_seconds
-from moe_serve.server.workers.turns import Turns
+from moe_serve.server.workers.fair_queue import FairQueue
 
 log = get_logger(__name__)
 
@@ -48,7 +48,7 @@ class HelperProcess:
         self._niceness = niceness
         self._process: Process | None = None
         self._began_core_s = 0.0  # what the process had used before its job
-        self._turns = Turns("jobs")
+        self._queue = FairQueue("jobs")
 
     async def ask(self, client: str, *job: bytes) -> bytes:
         """Returns the answer to a job of a client, given in parts.
@@ -56,7 +56,7 @@ class HelperProcess:
         Raises TooLongError, HelperEnded, TimeoutError where nothing but the deadline ends the job, and QueueFullError
         where too many of the client wait, or the machine has no time or no process for the job.
         """
-        async with self._turns.turn(client):
+        async with self._queue.turn(client):
             try:
                 async with asyncio.timeout(self._deadline_s):
                     try:

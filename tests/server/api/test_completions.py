@@ -159,10 +159,10 @@ async def test_an_aborted_choice_without_a_token_leaves_the_others_their_ends():
             assert (await served.client.post("/abort_request", json={"rid": "mine"})).status_code == 200
             *rest, done = [line async for line in lines if line]
         whole = asyncio.create_task(post(served, COMPLETIONS, **{**body, "prompt": [[7], [6]], "rid": "later"}))
-        await until(lambda: any(each.num_output for each in served.bridge.book.with_rid("later")))
+        await until(lambda: any(each.num_output for each in served.bridge.book.with_client_id("later")))
         await served.client.post("/abort_request", json={"rid": "later"})
         answer = (await whole).json()
-        await until(lambda: served.bridge.num_open == 0)
+        await until(lambda: len(served.bridge.book) == 0)
         await until(lambda: len(worker.aborted) == 4)
     assert done == "data: [DONE]"
     choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in rest]
@@ -203,7 +203,7 @@ async def test_a_client_that_leaves_frees_its_requests():
             "POST", COMPLETIONS, json={"prompt": [[5], [6]], "max_tokens": 150, "stream": True}
         ) as response:
             await anext(response.aiter_lines())
-        await until(lambda: served.bridge.num_open == 0)
+        await until(lambda: len(served.bridge.book) == 0)
 
 
 WRONG = [

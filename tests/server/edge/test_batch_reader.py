@@ -57,7 +57,7 @@ async def test_what_comes_after_a_refusal_is_read_in_a_batch_and_refused_or_serv
         assert (await first.answer()).status == 429
         assert served.bridge.book.counters["num_refused"] == 201
         served.workers[0].go.set()
-        await until(lambda: served.bridge.num_open == 0)
+        await until(lambda: len(served.bridge.book) == 0)
         await clients[3].send(whole())
         assert (await clients[3].answer()).status == 200
 

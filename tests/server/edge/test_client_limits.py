@@ -329,7 +329,7 @@ async def test_a_client_has_so_many_requests_open_and_the_rest_get_429_until_one
     async with serving(1, "server.max_parallel_requests=2") as served:
         served.workers[0].go.clear()
         calls = [asyncio.create_task(served.generate(input_ids=[7], sampling_params=FIVE)) for _ in range(2)]
-        await until(lambda: served.bridge.num_open == 2)
+        await until(lambda: len(served.bridge.book) == 2)
         refused = await served.generate(input_ids=[7], sampling_params=FIVE)
         assert refused.status_code == 429
         assert "2 requests open and asks for 1 more" in refused.json()["error"]["message"]

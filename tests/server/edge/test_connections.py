@@ -110,7 +110,7 @@ async def test_busy_connections_keep_their_places_and_a_newcomer_gets_a_503():
         busy = [await RawClient.connect(served) for _ in range(3)]
         for client in busy:
             await client.post({"text": "a", "sampling_params": FIVE})
-        await until(lambda: served.bridge.num_open == 3)
+        await until(lambda: len(served.bridge.book) == 3)
         late = await RawClient.connect(served)
         answer = await late.answer()
         assert answer.status == 503
@@ -146,7 +146,7 @@ async def test_a_half_closed_client_gets_its_answer():
         client = await RawClient.connect(served)
         await client.post({"text": "a", "sampling_params": FIVE})
         client.writer.write_eof()
-        await until(lambda: served.bridge.num_open == 1)
+        await until(lambda: len(served.bridge.book) == 1)
         await asyncio.sleep(0.1)  # a probe or two
         served.workers[0].go.set()
         answer = await client.answer()
@@ -166,11 +166,11 @@ async def test_a_client_that_is_gone_has_its_requests_aborted_though_it_looks_ha
         for stream in (False, True):
             client = await RawClient.connect(served)
             await client.post({"text": "a", "stream": stream, "sampling_params": FIVE})
-            await until(lambda: served.bridge.num_open == 1)
+            await until(lambda: len(served.bridge.book) == 1)
             await client.close()
             if stream:
                 served.workers[0].go.set()
-            await until(lambda: served.bridge.num_open == 0)
+            await until(lambda: len(served.bridge.book) == 0)
         await until(lambda: len(served.server.table) == 0)
 
 

@@ -23,7 +23,7 @@ async def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_the_rest():
             asyncio.create_task(served.generate(input_ids=[7], sampling_params=PARAMS, stream=bool(i % 2)))
             for i in range(12)
         ]
-        await until(lambda: served.bridge.num_open == 12)
+        await until(lambda: len(served.bridge.book) == 12)
         served.server.drain()
         await asyncio.sleep(0)
         refused = await served.generate(input_ids=[7])
@@ -44,7 +44,7 @@ async def test_a_drain_ends_a_pause_and_finishes_what_it_held():
         paused = await served.client.post("/pause_generation", json={"mode": "retract"})
         assert paused.status_code == 200, paused.text
         call = asyncio.create_task(served.generate(input_ids=[7], sampling_params=PARAMS))
-        await until(lambda: served.bridge.num_open == 1)
+        await until(lambda: len(served.bridge.book) == 1)
         served.server.drain()
         assert (await call).json()["output_ids"] == OUTPUT
 
@@ -55,7 +55,7 @@ async def test_what_does_not_end_by_the_deadline_ends_with_an_error():
         for worker in served.workers:
             worker.go.clear()
         call = asyncio.create_task(served.generate(input_ids=[7]))
-        await until(lambda: served.bridge.num_open == 1)
+        await until(lambda: len(served.bridge.book) == 1)
         served.server.drain()
         assert (await call).status_code == 503
         assert "the server is ending" in (await call).text
@@ -75,7 +75,7 @@ def test_what_is_still_open_after_all_deadlines_ends_with_503_or_a_cut_and_one_l
             assert await stream.reader.readuntil(b"data: ")
             served.workers[0].go.clear()
             await plain.post({"input_ids": [7], "sampling_params": PARAMS})
-            await until(lambda: served.bridge.num_open == 2)
+            await until(lambda: len(served.bridge.book) == 2)
             served.server.stop()
             answer = await plain.answer()
             assert (answer.status, answer.headers["connection"]) == (503, "close")
@@ -99,7 +99,7 @@ def test_a_second_request_to_end_cancels_what_is_open_without_a_traceback(
             client = await RawClient.connect(served)
             served.workers[0].go.clear()
             await client.post({"input_ids": [7], "sampling_params": PARAMS})
-            await until(lambda: served.bridge.num_open == 1)
+            await until(lambda: len(served.bridge.book) == 1)
             served.server.stop()
             served.server.stop()
 
@@ -117,7 +117,7 @@ async def test_while_draining_every_answer_asks_its_client_to_close_the_connecti
         await stream.post({"input_ids": [7], "sampling_params": PARAMS, "stream": True})
         await idle.send(header("GET /health"))
         assert "connection" not in (await idle.answer()).headers
-        await until(lambda: served.bridge.num_open == 2)
+        await until(lambda: len(served.bridge.book) == 2)
         served.server.drain()
         new = await RawClient.connect(served)
         for client in (idle, new):
@@ -168,7 +168,7 @@ async def test_ranks_that_are_asked_to_end_do_so_at_the_deadline():
         for worker in served.workers:
             worker.go.clear()
         call = asyncio.create_task(served.generate(input_ids=[7]))
-        await until(lambda: served.bridge.num_open == 1)
+        await until(lambda: len(served.bridge.book) == 1)
         served.workers[0].say(Draining(0, 0))
         assert (await call).status_code == 503
         assert "open after server.drain_deadline_s = 0.1 s" in (await call).text

@@ -33,7 +33,7 @@ async def fill(served: Served, **headers: str) -> list[asyncio.Task]:
     served.workers[0].go.clear()
     calls = [asyncio.create_task(served.client.post("/generate", content=BODY, headers={
         "content-type": "application/json", **headers})) for _ in range(2)]  # fmt: skip
-    await until(lambda: served.bridge.num_open == 2)
+    await until(lambda: len(served.bridge.book) == 2)
     return calls
 
 

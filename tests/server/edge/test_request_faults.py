@@ -30,7 +30,7 @@ async def test_an_rid_is_taken_while_its_request_is_open_and_free_again_after_it
         for worker in served.workers:
             worker.go.clear()
         first = asyncio.create_task(served.generate(input_ids=[7], rid="mine", sampling_params=FIVE))
-        await until(lambda: served.bridge.num_open == 1)
+        await until(lambda: len(served.bridge.book) == 1)
         second = await served.generate(input_ids=[7], rid="mine")
         both = await served.generate(input_ids=[[7], [8]], rid=["other", "other"])
         for worker in served.workers:

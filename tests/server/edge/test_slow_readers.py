@@ -25,7 +25,7 @@ async def test_a_stream_that_nobody_reads_ends_and_frees_its_request():
         await until(lambda: len(served.workers[0].submitted) == 3)
         await until(lambda: len(served.workers[0].aborted) == 3)
         await until(lambda: len(served.server.table) == 0)
-        assert served.bridge.num_open == 0
+        assert len(served.bridge.book) == 0
 
 
 @in_event_loop
@@ -46,7 +46,7 @@ async def test_a_stream_that_is_read_byte_by_byte_ends_and_one_that_is_read_slow
         assert (await served.generate(text="a", sampling_params=FIVE)).status_code == 200
         await asyncio.sleep(1)
         assert not slow.done()
-        assert served.bridge.num_open == 1
+        assert len(served.bridge.book) == 1
         for task in (slow, *bytewise):
             task.cancel()
 

@@ -386,7 +386,7 @@ async def test_what_comes_behind_a_last_request_neither_runs_nor_costs_its_answe
         served.workers[0].go.clear()
         await client.send(LAST[name].replace(b"{}", b'{"input_ids": [7]}').replace(b"Length: 2", b"Length: 18"))
         if b"{}" in LAST[name]:
-            await until(lambda: served.bridge.num_open == 1)
+            await until(lambda: len(served.bridge.book) == 1)
         await client.send(b"\r\n" + CANARY)
         await asyncio.sleep(0.05)
         served.workers[0].go.set()

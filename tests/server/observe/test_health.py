@@ -34,7 +34,7 @@ async def test_a_stuck_rank_is_named_where_tokens_are_asked_for_and_left_without
         assert "no token came out of rank 1 within server.health_deadline_s = 0.3 s" in response.text
         assert (await served.client.get("/ready")).status_code == 200
         await until(lambda: len(served.workers[1].aborted) == 1)
-        assert served.bridge.num_open == 0
+        assert len(served.bridge.book) == 0
         served.workers[1].go.set()
         assert sorted((await served.client.get("/health_generate")).json()["seconds"]) == ["0", "1"]
 
@@ -47,7 +47,7 @@ async def test_tokens_of_others_count_and_askers_share_a_probe():
         calls = [
             asyncio.create_task(served.generate(text="a", sampling_params={"max_new_tokens": 200})) for _ in range(3)
         ]
-        await until(lambda: served.bridge.num_open == 3)
+        await until(lambda: len(served.bridge.book) == 3)
         answers = await asyncio.gather(*(served.client.get("/health_generate") for _ in range(20)))
         assert [answer.status_code for answer in answers] == [200] * 20
         probes = [submit for worker in served.workers for submit in worker.submitted if submit.prompt_ids == [0]]

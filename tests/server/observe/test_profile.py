@@ -176,7 +176,7 @@ async def test_the_routes_write_to_the_configured_folder_alone(tmp_path: Path) -
         assert isinstance(sent, Profile)
         assert (sent.command, sent.max_s) == ("start", 5)
         await served.generate(input_ids=[5, 6], rid="private name", sampling_params={"max_new_tokens": 2})
-        await until(lambda: served.bridge.num_open == 0)
+        await until(lambda: len(served.bridge.book) == 0)
         said = (await client.post("/stop_profile")).json()
     trace = json.loads((tmp_path / said["file"]).read_text())
     check_format(trace)

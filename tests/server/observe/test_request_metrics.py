@@ -1,7 +1,6 @@
 """`/metrics`: what becomes of requests, as counts and histograms, over the real front end and fake ranks."""
 
 import asyncio
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ from moe_serve.config import load_config
 from moe_serve.engine.protocol.messages import PhaseTimes, Status, TokenEvent, Tokens
 from moe_serve.server.observe.metrics import PeerMetrics, RequestMetrics
 from moe_serve.server.ranks.balance import BalanceBook
-from moe_serve.server.requests.request_stats import RequestStats
+from moe_serve.server.ranks.request_book import RequestBook
 from tests.server.served import Served, in_event_loop, serving, until
 
 
@@ -37,10 +36,10 @@ async def test_requests_are_counted_by_how_they_end():
         served.workers[0].go.clear()
         served.workers[1].go.clear()
         left = asyncio.create_task(served.generate(**body(max_new_tokens=4)))
-        await until(lambda: served.bridge.num_open == 1)
+        await until(lambda: len(served.bridge.book) == 1)
         during = await samples(served)
         left.cancel()
-        await until(lambda: served.bridge.num_open == 0)
+        await until(lambda: len(served.bridge.book) == 0)
         found = await samples(served)
     ended = {key[1]: value for key, value in found.items() if key[0] == "moe_serve_requests_finished_total"}
     assert ended == {"length": 4, "stop": 1, "abort": 1, "refused": 0, "error": 0}
@@ -151,11 +150,11 @@ async def test_head_works_and_the_names_of_a_peer_may_be_a_setting():
 
 @pytest.mark.parametrize("number", [None, 2])
 def test_each_of_several_front_ends_says_which_one_it_is(number: int | None) -> None:
-    book = SimpleNamespace(stats=RequestStats(), num_waiting=0, counters=Counter())
+    config = load_config()
+    book, api_servers = RequestBook(config, None, lambda rank, message: None), SimpleNamespace(label=number)
     bridge: Any = SimpleNamespace(
-        front_end=number, book=book, num_open=1, workers=[], config=load_config(),
-        balance=BalanceBook("static"),
-    )  # fmt: skip
+        book=book, api_servers=api_servers, workers=[], config=config, balance=BalanceBook("static")
+    )
     collectors = [RequestMetrics(bridge), PeerMetrics("vllm", bridge), PeerMetrics("sglang", bridge)]
     found = [sample for collector in collectors for family in collector.collect() for sample in family.samples]
     assert len(found) > 100

@@ -6,11 +6,10 @@ import pytest
 import zmq
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.engine.protocol.messages import Fatal, Hello, TokenEvent, Tokens, encode
+from moe_serve.engine.protocol.messages import SUPERVISOR, Fatal, Hello, TokenEvent, Tokens, encode
 from moe_serve.errors import LaunchError
 from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.ranks.bridge import Bridge
-from moe_serve.server.ranks.supervisors import SUPERVISOR
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from tests.server.fake_worker import FakeWorker
 from tests.server.served import Served, fake_config, in_event_loop, serving, until
@@ -63,7 +62,7 @@ async def test_a_rank_that_reports_its_own_failure_ends_every_request():
         assert ready.status_code == 503
         assert "rank 1" in ready.json()["error"]["message"]
         assert (await served.generate(text="a")).status_code == 503
-        assert served.bridge.num_open == 0
+        assert len(served.bridge.book) == 0
 
 
 @in_event_loop

@@ -6,8 +6,8 @@ import pytest
 
 from moe_serve.engine.protocol.messages import Answer, Fatal, FlushCache, Members, Rebalance, RecordCommand
 from moe_serve.errors import QueueFullError
-from moe_serve.server.ranks import commands as commands_module
-from moe_serve.server.ranks.commands import CommandBook
+from moe_serve.server.ranks import calls
+from moe_serve.server.ranks.calls import CommandBook
 from moe_serve.server.requests.open_request import UnavailableError
 from tests.server.served import in_event_loop, serving, until
 
@@ -98,7 +98,7 @@ async def test_the_loss_of_another_rank_leaves_a_command_open():
 
 @in_event_loop
 async def test_open_commands_and_waits_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(commands_module, "_MAX_OPEN", 2)
+    monkeypatch.setattr(calls, "_MAX_OPEN", 2)
     sent = []
     book = CommandBook(lambda rank, message: sent.append((rank, message)))
     waiting = [asyncio.create_task(book.call(Rebalance(0), [0, 1], 30.0)) for _ in range(2)]
@@ -134,7 +134,7 @@ async def test_flush_cache_asks_every_rank_and_is_refused_while_requests_are_ope
         for worker in served.workers:
             worker.go.clear()
         call = asyncio.create_task(served.generate(input_ids=[7]))
-        await until(lambda: served.bridge.num_open == 1)
+        await until(lambda: len(served.bridge.book) == 1)
         response = await served.client.post("/flush_cache")
         assert response.status_code == 400
         assert "1 requests are open; flush the cache when they have ended" in response.text

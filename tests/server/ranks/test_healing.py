@@ -139,7 +139,7 @@ async def test_requests_outlive_all_ranks_where_these_are_started_again():
         assert "being started again: rank 1 on testhost failed: out of memory" in bridge.problem()
         with pytest.raises(UnavailableError, match="started again"):
             bridge.submit([spec()], changes)
-        bridge.abort(requests[0])
+        bridge.book.abort(requests[0])
         async with ranks(*launch(bridge, 3)):
             await finished(changes, 7)
         check_tokens(requests[1:])

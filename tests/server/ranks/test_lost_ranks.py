@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from moe_serve.engine.protocol.messages import Fatal, Members, TokenEvent, Tokens
-from moe_serve.server.ranks import launch_end as silence
+from moe_serve.server.ranks import rank_table
 from moe_serve.server.ranks.request_book import MAX_LOSSES
 from moe_serve.server.requests.open_request import Changes, OpenRequest, UnavailableError
 from tests.server.fake_worker import counting
@@ -215,7 +215,7 @@ async def test_a_rank_that_reports_its_own_failure_is_waited_out_and_the_last_on
 
 @in_event_loop
 async def test_others_that_say_nothing_end_the_launch(monkeypatch):
-    monkeypatch.setattr(silence, "_REGROUP_GRACE_S", 0.2)
+    monkeypatch.setattr(rank_table, "_REGROUP_GRACE_S", 0.2)
     async with three_ranks("engine.step_deadline_s=0.1") as served:
         served.bridge.report_loss("rank 1 was killed by SIGKILL", 1)
         await asyncio.sleep(0)

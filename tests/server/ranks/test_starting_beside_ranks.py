@@ -7,6 +7,7 @@ when the rank has come back already.
 import pytest
 
 from moe_serve.engine.protocol.messages import (
+    SUPERVISOR,
     Exited,
     Fatal,
     Hello,
@@ -21,7 +22,6 @@ from moe_serve.engine.protocol.messages import (
 )
 from moe_serve.links.link import Link
 from moe_serve.server.ranks.bridge import Bridge
-from moe_serve.server.ranks.supervisors import SUPERVISOR
 from tests.server.served import fake_config
 
 LIMITS = ModelLimits("m", 100, 20, 10, [1], 4)

@@ -69,11 +69,11 @@ async def test_a_full_queue_refuses_before_the_body_is_sent():
     async with serving(1, "engine.max_running_requests=1", "server.max_waiting_tokens=10") as served:
         served.workers[0].go.clear()
         calls = [asyncio.create_task(served.generate(input_ids=[7], sampling_params=FIVE)) for _ in range(4)]
-        await until(lambda: served.bridge.num_open == 4)
+        await until(lambda: len(served.bridge.book) == 4)
         calls.append(asyncio.create_task(served.generate(input_ids=[7] * 9, sampling_params=FIVE)))
         assert (await calls[-1]).status_code == 429  # 6 + 14 tokens
         small = asyncio.create_task(served.generate(input_ids=[7] * 3, sampling_params={"max_new_tokens": 1}))
-        await until(lambda: served.bridge.num_open == 5)
+        await until(lambda: len(served.bridge.book) == 5)
         reader, writer = await asyncio.open_connection("127.0.0.1", served.client.base_url.port)
         writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         writer.write(b"content-length: 1000000\r\n\r\n")
@@ -96,7 +96,7 @@ def test_a_full_queue_tells_strangers_nothing(monkeypatch: pytest.MonkeyPatch):
             served.workers[0].go.clear()
             body, key = {"input_ids": [7], "sampling_params": FIVE}, {"authorization": "Bearer the-key-of-a-client"}
             calls = [asyncio.create_task(served.client.post("/generate", json=body, headers=key)) for _ in range(2)]
-            await until(lambda: served.bridge.num_open == 2)
+            await until(lambda: len(served.bridge.book) == 2)
             assert (await served.client.post("/generate", json=body)).status_code == 401
             assert (await served.client.post("/generate", json=body, headers=key)).status_code == 429
             served.workers[0].go.set()
@@ -116,7 +116,7 @@ async def test_a_pause_keeps_streams_and_they_go_on_with_the_same_tokens():
         paused = await served.client.post("/pause_generation", json={"mode": "retract"})
         assert paused.json() == {"status": "ok", "message": "Generation paused successfully."}
         later = asyncio.create_task(served.generate(input_ids=[7], sampling_params=params))
-        await until(lambda: served.bridge.num_open == 2)
+        await until(lambda: len(served.bridge.book) == 2)
         await asyncio.sleep(0.1)
         assert not call.done()
         assert sum(len(worker.running) for worker in served.workers) == 0
@@ -143,7 +143,7 @@ async def test_abort_request_ends_one_its_samples_or_all():
         answers = (await calls["two"]).json()
         assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["abort", "abort"]
         assert all(answer["output_ids"] for answer in answers)
-        assert served.bridge.num_open == 2
+        assert len(served.bridge.book) == 2
         assert (await served.client.post("/abort_request", json={})).json()["error"]["param"] == "rid"
         assert (await served.client.post("/abort_request", json={"abort_all": True})).status_code == 200
         for rid in ("one", "two-others"):

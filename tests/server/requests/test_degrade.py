@@ -83,9 +83,9 @@ async def test_answers_name_the_steps_that_changed_them_and_metrics_count_them()
         calls = []
         for params in ({}, {}, {}, {"max_new_tokens": 3}, {"max_new_tokens": 3}, {}):  # three go to the rank
             calls.append(asyncio.create_task(served.generate(input_ids=[7], sampling_params=params)))
-            await until(lambda: served.bridge.num_open == len(calls))
+            await until(lambda: len(served.bridge.book) == len(calls))
         stream = asyncio.create_task(served.generate(input_ids=[7], stream=True))
-        await until(lambda: served.bridge.num_open == len(calls) + 1)
+        await until(lambda: len(served.bridge.book) == len(calls) + 1)
         refused = await served.generate(input_ids=[7], priority=-1, sampling_params={"max_new_tokens": 1})
         assert refused.status_code == 429
         assert refused.headers["x-moe-serve-degraded"] == "min_priority=0"

@@ -33,7 +33,7 @@ async def serve_one(capfd: pytest.CaptureFixture[str], seen: dict[str, object]) 
         body = {"text": SECRET, "rid": 'job "7"\nforged', "sampling_params": {"max_new_tokens": 3}}
         answer = await served.client.post("/generate", json=body, headers={"X-Request-Id": "trace-1"})
         seen["id"] = answer.headers["x-request-id"]
-        await until(lambda: served.bridge.num_open == 0)
+        await until(lambda: len(served.bridge.book) == 0)
         other = await served.client.post("/generate", json=body, headers={"X-Request-Id": "x" * 200})
         seen["replaced"] = other.headers["x-request-id"]
         seen["refused"] = (await served.client.post("/nowhere", headers={"X-Request-Id": "t2"})).headers["x-request-id"]

@@ -51,7 +51,7 @@ async def test_a_priority_goes_first_among_those_that_wait():
         for seed, priority in [(1, None), (2, 0), (3, 50), (4, -1)]:
             params = {"max_new_tokens": 1, "sampling_seed": seed}
             calls.append(asyncio.create_task(served.generate(**one, sampling_params=params, priority=priority)))
-            await until(lambda count=len(calls): served.bridge.num_open == count)
+            await until(lambda count=len(calls): len(served.bridge.book) == count)
         served.workers[0].go.set()
         assert [(await call).status_code for call in calls] == [200] * len(calls)
         assert seeds(served)[SENT:] == [3, 1, 2, 4]

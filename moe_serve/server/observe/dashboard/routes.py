@@ -61,7 +61,7 @@ def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
         system = {
             "model": served_name(config.model),
             "state": bridge.problem() or "ready",
-            "requests": {"open": bridge.num_open, **bridge.book.counters},
+            "requests": {"open": len(bridge.book), **bridge.book.counters},
         }
         answer = page_data(bridge.workers, bridge.balance, system, start, seen, time.time())
         return Response(json_bytes(answer), media_type="application/json", headers=_HEADERS)

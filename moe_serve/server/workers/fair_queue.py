@@ -1,6 +1,6 @@
-"""Whose work is done next where few things are done at a time: each client has a line of its own, and they take turns.
+"""A semaphore that is fair to clients: each has a line of its own, and the lines take turns.
 
-So a client with slow work waits for itself, and delays another by one piece of it.
+So a client with slow work waits for itself, and delays another client by one piece of work.
 """
 
 import asyncio
@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 from moe_serve.errors import QueueFullError
 
 
-class Turns:
-    """The lines. A client may leave without what it asked for being known here, so each line is bounded."""
+class FairQueue:
+    """Lets few pieces of work run at once. Each line is bounded, since its client may leave while its work waits."""
 
     def __init__(self, what: str, max_waiting: int = 2048, at_once: int = 1):
-        """what: is done, for errors;  max_waiting: in the line of one client;  at_once: so many have their turn"""
+        """what: names the work in errors;  max_waiting: in the line of one client;  at_once: pieces that run"""
         self._what = what
         self._max_waiting = max_waiting
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # none is empty; who is next comes first

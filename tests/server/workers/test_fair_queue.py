@@ -5,32 +5,32 @@ import asyncio
 import pytest
 
 from moe_serve.errors import QueueFullError
-from moe_serve.server.workers.turns import Turns
+from moe_serve.server.workers.fair_queue import FairQueue
 from tests.server.served import in_event_loop
 
 
-async def work(turns: Turns, client: str, done: list[str]) -> None:
-    async with turns.turn(client):
+async def work(queue: FairQueue, client: str, done: list[str]) -> None:
+    async with queue.turn(client):
         await asyncio.sleep(0)
         done.append(client)
 
 
 @in_event_loop
 async def test_a_client_with_much_work_delays_another_by_one_piece_of_it():
-    turns, done = Turns("pieces"), []
-    await asyncio.gather(*[work(turns, client, done) for client in "aaaaaabbc"])
+    queue, done = FairQueue("pieces"), []
+    await asyncio.gather(*[work(queue, client, done) for client in "aaaaaabbc"])
     assert "".join(done) == "aabcabaaa"
-    await work(turns, "c", done)
+    await work(queue, "c", done)
     assert done[-1] == "c"
 
 
 @in_event_loop
 async def test_as_many_as_may_have_their_turn_at_once_and_one_that_leaves_passes_it_on():
-    turns, active, most = Turns("pieces", at_once=2), 0, 0
+    queue, active, most = FairQueue("pieces", at_once=2), 0, 0
 
     async def piece(client: str) -> None:
         nonlocal active, most
-        async with turns.turn(client):
+        async with queue.turn(client):
             active += 1
             most = max(most, active)
             try:
@@ -44,17 +44,17 @@ async def test_as_many_as_may_have_their_turn_at_once_and_one_that_leaves_passes
         tasks[0].cancel()
         tasks[5].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert (most, turns._num_free, turns._lines) == (2, 2, {})
+        assert (most, queue._num_free, queue._lines) == (2, 2, {})
 
 
 @in_event_loop
 async def test_the_line_of_one_client_is_bounded_and_others_go_on():
-    turns, done = Turns("pieces", max_waiting=2), []
-    waiting = [asyncio.ensure_future(work(turns, "a", done)) for _ in range(3)]
+    queue, done = FairQueue("pieces", max_waiting=2), []
+    waiting = [asyncio.ensure_future(work(queue, "a", done)) for _ in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError, match="2 pieces of this client wait already"):
-        await work(turns, "a", done)
-    await work(turns, "b", done)
+        await work(queue, "a", done)
+    await work(queue, "b", done)
     await asyncio.gather(*waiting)
     assert sorted(done) == ["a", "a", "a", "b"]
 
@@ -62,13 +62,13 @@ async def test_the_line_of_one_client_is_bounded_and_others_go_on():
 @pytest.mark.parametrize("num_before", range(6))
 @in_event_loop
 async def test_who_leaves_while_it_waits_works_or_as_its_turn_comes_holds_up_nobody(num_before):
-    turns, done = Turns("pieces"), []
-    tasks = [asyncio.ensure_future(work(turns, client, done)) for client in "aabb"]
+    queue, done = FairQueue("pieces"), []
+    tasks = [asyncio.ensure_future(work(queue, client, done)) for client in "aabb"]
     for _ in range(num_before):
         await asyncio.sleep(0)
     tasks[1].cancel()
     tasks[2].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert tasks[3].exception() is None
-    await work(turns, "c", done)
+    await work(queue, "c", done)
     assert done[-1] == "c"

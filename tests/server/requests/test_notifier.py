@@ -1,4 +1,4 @@
-"""Streams get what has changed from one courier: once per turn of the loop, in order; a slow client's by its task."""
+"""Streams get what has changed from one notifier: once per turn of the loop, in order; a slow client's by its task."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from moe_serve.engine.protocol.messages import TokenEvent
 from moe_serve.server.api.generate import Call, CallResponse
 from moe_serve.server.edge.connection import CONNECTION
 from moe_serve.server.requests import open_request
-from moe_serve.server.requests.open_request import Changes, Courier, OpenRequest, RequestSpec
+from moe_serve.server.requests.open_request import Changes, Notifier, OpenRequest, RequestSpec
 from tests.server.raw_client import RawClient, header
 from tests.server.served import in_event_loop, serving, until
 
@@ -30,9 +30,9 @@ def tokens(request: OpenRequest, *ids: int) -> None:
 
 @in_event_loop
 async def test_what_changes_several_times_in_a_turn_is_handed_over_once():
-    courier, changes, seen = Courier(), Changes(), []
+    notifier, changes, seen = Notifier(), Changes(), []
     first, second = opened(changes), opened(changes)
-    changes.bring(courier, lambda request: seen.append((request, request.num_output)) or True)
+    changes.notify_by(notifier, lambda request: seen.append((request, request.num_output)) or True)
     tokens(first, 5)
     tokens(second, 5)
     tokens(first, 6)
@@ -46,9 +46,9 @@ async def test_what_changes_several_times_in_a_turn_is_handed_over_once():
 
 @in_event_loop
 async def test_what_cannot_be_handed_over_waits_for_its_reader():
-    courier, changes = Courier(), Changes()
+    notifier, changes = Notifier(), Changes()
     request = opened(changes)
-    changes.bring(courier, lambda request: False)
+    changes.notify_by(notifier, lambda request: False)
     reader = asyncio.create_task(changes.next())
     tokens(request, 5)
     assert await asyncio.wait_for(reader, 5) is request
@@ -61,7 +61,7 @@ async def test_a_turn_has_an_end_and_a_reader_that_fails_keeps_nobody_from_the_r
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(open_request, "_TURN_S", 0.001)
-    courier, seen = Courier(), []
+    notifier, seen = Notifier(), []
     many = [Changes() for _ in range(20)]
 
     def slow(request: OpenRequest) -> bool:
@@ -72,7 +72,7 @@ async def test_a_turn_has_an_end_and_a_reader_that_fails_keeps_nobody_from_the_r
         return True
 
     for changes in many:
-        changes.bring(courier, slow)
+        changes.notify_by(notifier, slow)
         tokens(opened(changes), 5)
     await asyncio.sleep(0)
     assert 0 < len(seen) < 20
@@ -133,7 +133,10 @@ class Counts:
 @in_event_loop
 async def test_events_that_wait_for_their_client_are_not_overtaken():
     changes, client = Changes(), OneConnection()
-    request, bridge = opened(changes), SimpleNamespace(courier=Courier(), abort=lambda request: None)
+    request, bridge = (
+        opened(changes),
+        SimpleNamespace(notifier=Notifier(), book=SimpleNamespace(abort=lambda request: None)),
+    )
     response = CallResponse(Call([request], ["r"], changes), bridge, Counts(), stream=True)
     scope = {"extensions": {CONNECTION: client}}
     client.is_open.set()

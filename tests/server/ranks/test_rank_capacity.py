@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from moe_serve.attention_dp.sampling_params import SamplingParams
-from moe_serve.server.ranks.request_book import RankRoom, ranks_to_choose_from
+from moe_serve.server.ranks.request_book import RankCapacity, ranks_to_choose_from
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
 from tests.server.served import fake_config
 
@@ -30,10 +30,10 @@ def test_a_full_rank_is_left_out_while_another_has_a_free_slot(num_requests: dic
     assert ranks_to_choose_from(num_requests, slots=8, most=10) == ranks
 
 
-def room_of(num_ranks: int = 2, *overrides: str) -> RankRoom:
-    room = RankRoom(fake_config(num_ranks, "engine.max_running_requests=8", *overrides))
-    room.begin_launch(16, ())
-    return room
+def capacity_of(num_ranks: int = 2, *overrides: str) -> RankCapacity:
+    capacity = RankCapacity(fake_config(num_ranks, "engine.max_running_requests=8", *overrides))
+    capacity.begin_launch(16, ())
+    return capacity
 
 
 def request(number: int, session_id: str | None = None) -> OpenRequest:
@@ -41,52 +41,52 @@ def request(number: int, session_id: str | None = None) -> OpenRequest:
     return OpenRequest(str(number), spec, None, (), Changes())
 
 
-def send(room: RankRoom, number: int, **fields: str | None) -> int:
+def send(capacity: RankCapacity, number: int, **fields: str | None) -> int:
     """Sends a request, whose prompt is computed at once."""
-    rank = room.send(request(number, **fields), may_choose=True)
-    room.started(str(number))
+    rank = capacity.send(request(number, **fields), may_choose=True)
+    capacity.started(str(number))
     return rank
 
 
 @pytest.mark.parametrize("session_id", [None, "one for all"])
 def test_of_16_requests_with_one_prefix_8_go_to_each_of_two_ranks_with_8_slots(session_id: str | None):
-    room = room_of()
-    ranks = [send(room, number, session_id=session_id) for number in range(16)]
+    capacity = capacity_of()
+    ranks = [send(capacity, number, session_id=session_id) for number in range(16)]
     assert Counter(ranks) == {ranks[0]: 8, 1 - ranks[0]: 8}
     assert ranks[:8] == [ranks[0]] * 8, "as long as its slots are free, a prefix stays where it is cached"
 
 
 def test_a_prefix_stays_with_its_rank_while_slots_are_free():
-    room = room_of()
-    first = send(room, 0)
+    capacity = capacity_of()
+    first = send(capacity, 0)
     for number in range(1, 65):
-        assert send(room, number) == first
+        assert send(capacity, number) == first
         if number >= 7:
-            room.free(first, str(number - 7))
+            capacity.free(first, str(number - 7))
 
 
 def test_two_front_ends_that_do_not_know_of_each_other_do_not_fill_one_rank():
     """Each sent all 32 of its requests to rank 0, where eight waited while rank 1 was idle."""
-    rooms = [room_of(2, "server.api_workers=2") for _ in range(2)]
-    ranks = Counter(send(room, number) for room in rooms for number in range(8))
+    rooms = [capacity_of(2, "server.api_workers=2") for _ in range(2)]
+    ranks = Counter(send(capacity, number) for capacity in rooms for number in range(8))
     assert ranks == {0: 8, 1: 8}
 
 
 def test_where_all_slots_are_taken_requests_go_ahead_to_any_rank_with_room():
-    room = room_of()
+    capacity = capacity_of()
     ranks: dict[int, int] = {}
-    while room.has_room(None):
-        ranks[len(ranks)] = send(room, len(ranks))
+    while capacity.has_room(None):
+        ranks[len(ranks)] = send(capacity, len(ranks))
     assert Counter(ranks.values()) == {0: 10, 1: 10}
-    assert not room.has_room(0)
-    room.free(1, str(next(number for number, rank in ranks.items() if rank == 1)))
-    assert (room.has_room(0), room.has_room(1), room.has_room(None)) == (False, True, True)
+    assert not capacity.has_room(0)
+    capacity.free(1, str(next(number for number, rank in ranks.items() if rank == 1)))
+    assert (capacity.has_room(0), capacity.has_room(1), capacity.has_room(None)) == (False, True, True)
 
 
 def test_a_rank_that_is_lost_offers_no_slot():
-    room = room_of()
-    room.lose([0])
-    assert Counter(send(room, number) for number in range(10)) == {1: 10}
-    assert room.has_room(0) is room.has_room(None) is False, "who chose rank 0 may go to any"
-    room.regain([0])
-    assert send(room, 10) == 0
+    capacity = capacity_of()
+    capacity.lose([0])
+    assert Counter(send(capacity, number) for number in range(10)) == {1: 10}
+    assert capacity.has_room(0) is capacity.has_room(None) is False, "who chose rank 0 may go to any"
+    capacity.regain([0])
+    assert send(capacity, 10) == 0

@@ -14,7 +14,7 @@ from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.server.edge.client_limits import ClientTable
 from moe_serve.server.observe.metrics import AdmissionMetrics
-from moe_serve.server.ranks import siblings
+from moe_serve.server.ranks import calls
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.admission import Degradation
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
@@ -62,7 +62,7 @@ class System:
 
     def stop_reading(self, number: int) -> None:
         """A front end is connected, and takes nothing of what others tell it."""
-        self.bridges[number]._siblings.take = lambda message, answer_by: None  # type: ignore[method-assign]
+        self.bridges[number].api_servers.take = lambda message, answer_by: None  # type: ignore[method-assign]
 
     async def start(self, number: int) -> Bridge:
         config = fake_config(2, "server.api_workers=2")
@@ -120,12 +120,15 @@ async def test_what_a_late_rank_still_tells_a_front_end_that_starts_anew_is_not_
         told: list[ForFrontEnds] = []
         for worker in system.workers:
             worker.pass_on = told.append
-        for what, call in (("pause", system.bridges[0].pause(abort=False)), ("resume", system.bridges[0].resume())):
+        for what, call in (
+            ("pause", system.bridges[0].api_servers.pause(abort=False)),
+            ("resume", system.bridges[0].api_servers.resume()),
+        ):
             unanswered = asyncio.ensure_future(call)
             await until(lambda what=what: any(each.what == what for each in told))
             unanswered.cancel()
         pause, resume = (next(each for each in told if each.what == what) for what in ("pause", "resume"))
-        new = system.bridges[1]._siblings
+        new = system.bridges[1].api_servers
         for known in (resume, pause, resume):
             new.take(known, 0)
         assert not system.bridges[1].book.is_held
@@ -149,13 +152,13 @@ async def test_a_pause_at_one_front_end_is_one_at_both(abort: bool):
         slow(system)
         requests = [system.submit(0), system.submit(1)]
         await until(lambda: all(request.num_output for request in requests))
-        await system.bridges[1].pause(abort=abort)
+        await system.bridges[1].api_servers.pause(abort=abort)
         await until(lambda: system.num_running == 0)
         assert [request.is_done for request in requests] == [abort, abort]
         later = system.submit(0, tokens=3)
         await asyncio.sleep(0.1)
         assert not later.num_output
-        await system.bridges[0].resume()
+        await system.bridges[0].api_servers.resume()
         await until(lambda: later.is_done)
 
 
@@ -165,9 +168,9 @@ async def test_a_request_is_aborted_through_either_front_end():
         slow(system)
         mine, other = system.submit(0, rid="mine"), system.submit(0, rid="other")
         await until(lambda: bool(mine.num_output))
-        await system.bridges[1].cut_short("mine")
+        await system.bridges[1].api_servers.cut_short("mine")
         assert (mine.is_done, other.is_done) == (True, False)
-        await system.bridges[1].cut_short(None)
+        await system.bridges[1].api_servers.cut_short(None)
         assert other.is_done
 
 
@@ -177,7 +180,7 @@ async def test_while_no_rank_serves_the_front_end_that_was_asked_says_at_once_th
         system = System(folder, [], [])
         bridge = await system.start(0)
         with pytest.raises(UnavailableError, match="at front end 0 of 2 alone, since no rank serves"):
-            await asyncio.wait_for(bridge.pause(abort=False), 1.0)
+            await asyncio.wait_for(bridge.api_servers.pause(abort=False), 1.0)
         assert bridge.book.is_held
         await bridge.close()
 
@@ -201,22 +204,22 @@ async def test_a_front_end_that_dies_takes_only_its_own_requests_with_it_and_its
         await until(lambda: bool(kept.num_output and lost.num_output))
         system.end(1)
         await until(lambda: system.num_running == 1)
-        await asyncio.wait_for(system.bridges[0].pause(abort=False), 2.0)  # of those that live
+        await asyncio.wait_for(system.bridges[0].api_servers.pause(abort=False), 2.0)  # of those that live
         system.bridges[1] = await system.start(1)
         await system.bridges[1].wait_until_ready()
         assert system.bridges[1].book.is_held, "before it may send a request"
         new = system.submit(1, tokens=3)
-        await system.bridges[1].resume()
+        await system.bridges[1].api_servers.resume()
         await until(lambda: kept.is_done and new.is_done)
         assert list(kept.matcher.output_ids) == [2 + i for i in range(30)]
 
 
 @in_event_loop
 async def test_a_front_end_that_dies_while_it_is_asked_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(siblings, "_ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(calls, "_ASK_AGAIN_S", 0.05)
     async with two_front_ends() as system:
         system.stop_reading(1)
-        pause = asyncio.create_task(system.bridges[0].pause(abort=False))
+        pause = asyncio.create_task(system.bridges[0].api_servers.pause(abort=False))
         await asyncio.sleep(0.15)
         assert not pause.done(), "it lives, and has not done it"
         system.end(1)
@@ -227,25 +230,25 @@ async def test_a_front_end_that_dies_while_it_is_asked_is_not_waited_for(monkeyp
 
 @in_event_loop
 async def test_a_front_end_that_lives_but_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(siblings, "_DEADLINE_S", 0.2)
+    monkeypatch.setattr(calls, "_DEADLINE_S", 0.2)
     async with two_front_ends() as system:
         system.stop_reading(1)
         with pytest.raises(UnavailableError, match=r"front end 1 of 2 is connected .* did not confirm within 0\.2 s"):
-            await system.bridges[0].pause(abort=False)
+            await system.bridges[0].api_servers.pause(abort=False)
         assert system.bridges[0].book.is_held
 
 
 @in_event_loop
 async def test_a_rank_that_does_not_pass_it_on_is_not_waited_for_where_another_does(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(siblings, "_DEADLINE_S", 0.2)
+    monkeypatch.setattr(calls, "_DEADLINE_S", 0.2)
     async with two_front_ends() as system:
         system.workers[0].pass_on = lambda message: None
-        await asyncio.wait_for(system.bridges[0].pause(abort=False), 2.0)
+        await asyncio.wait_for(system.bridges[0].api_servers.pause(abort=False), 2.0)
         assert system.bridges[1].book.is_held
         system.end(1)
         await asyncio.sleep(0.05)
         with pytest.raises(UnavailableError, match=r"rank 0 did not say within 0\.2 s which front ends it reaches"):
-            await system.bridges[0].resume()
+            await system.bridges[0].api_servers.resume()
         await system.start_anew(1)
 
 
@@ -253,23 +256,23 @@ async def test_a_rank_that_does_not_pass_it_on_is_not_waited_for_where_another_d
 @in_event_loop
 async def test_a_front_end_that_starts_after_new_ranks_knows_of_a_pause(number: int):
     async with two_front_ends() as system:
-        await system.bridges[0].pause(abort=False)
+        await system.bridges[0].api_servers.pause(abort=False)
         await system.start_new_ranks()
         await system.start_anew(number)
         await until(lambda: system.bridges[number].book.is_held)
-        await system.bridges[number].resume()
+        await system.bridges[number].api_servers.resume()
         assert not any(bridge.book.is_held for bridge in system.bridges)
 
 
 @in_event_loop
 async def test_what_new_ranks_tell_again_is_not_done_again():
     async with two_front_ends() as system:
-        await system.bridges[1].pause(abort=True)
+        await system.bridges[1].api_servers.pause(abort=True)
         waiting = system.submit(0, tokens=3)
         await system.start_new_ranks()
         await asyncio.sleep(0.1)
         assert not waiting.is_done
-        await system.bridges[0].resume()
+        await system.bridges[0].api_servers.resume()
         await until(lambda: waiting.is_done)
         assert list(waiting.matcher.output_ids) == [2, 3, 4]
 
