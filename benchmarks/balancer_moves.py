@@ -74,9 +74,9 @@ def churn_rows() -> Iterable[dict[str, Any]]:
 def split_rows() -> Iterable[dict[str, Any]]:
     """One layer, many batches: exact splits in Python and compiled, beside HiGHS. Times: best of 20 or 3 rounds."""
     from moe_serve.eplb.split.exact import UNPROVEN
-    from moe_serve.eplb.split.layer_slots import LayerSlots
+    from moe_serve.eplb.split.layer import LayerSlots
     from moe_serve.eplb.split.make import make_split
-    from moe_serve.eplb.split.native import build_library
+    from moe_serve.eplb.split.policy import build_library
 
     for shape, tokens_per_rank in ((V3_EP32, 32), (Shape("V3 320", 58, 256, 320, V3_EP32.topology), 32)):
         plan = make_policy("refined").plan(PlanRequest(load(shape, "lognormal", 0), shape.topology, shape.num_slots))

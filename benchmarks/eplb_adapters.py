@@ -18,7 +18,7 @@ from vllm.distributed.eplb.policy import DefaultEplbPolicy
 
 from benchmarks.balancer_instances import Q3_EP16, V3_EP32, V3_EP72, V3_EP144, Shape
 from benchmarks.conditions import conditions, save
-from moe_serve.adapters.settings import AdapterSettings
+from moe_serve.adapters.plugin import AdapterSettings
 from moe_serve.adapters.vllm import make_policy_class
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement

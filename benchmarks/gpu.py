@@ -41,7 +41,7 @@ from moe_serve.dispatch.gpu.launch_triton import SlabRanks
 from moe_serve.dispatch.gpu.region import Region
 from moe_serve.dispatch.gpu.symmetric import virtual_regions
 from moe_serve.ep.device_split import split_table
-from moe_serve.eplb.split.layer_slots import LayerSlots
+from moe_serve.eplb.split.layer import LayerSlots
 from moe_serve.kernels.exact_split import SplitTable, exact_split_reference
 from moe_serve.topology import Topology
 

@@ -10,7 +10,7 @@ from benchmarks.live_clients import NUM_EXPERTS, Row, TokenClock, settings, wait
 from moe_serve.engine.protocol.messages import SetPlacement
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.planner import plan
+from moe_serve.eplb.policies.make import plan
 from moe_serve.launcher.llm import LLM
 from moe_serve.topology import Topology
 

@@ -109,14 +109,12 @@ EPLB_LIBRARY = {
     "load": {"placement"},
     "repair": {"placement"},
     "relabel": {"placement"},
-    "split_limit": {"placement", "load"},
     "policies": {"placement", "load", "split", "repair", "relabel"},
-    "planner": {"placement", "policies"},
-    "split": {"placement"},
+    "split": {"placement", "load"},
     "migration": {"placement", "policies.policy", "relabel"},
     "cost": {"placement", "load", "migration"},
     "planning": {"policies", "migration", "relabel"},
-    "rebalance": {"placement", "load", "policies.policy", "migration", "cost", "repair", "relabel", "split_limit"},
+    "rebalance": {"placement", "load", "policies.policy", "migration", "cost", "repair", "relabel", "split"},
 }
 EPLB_WORKBENCH = {
     "files": {"placement", "load"},

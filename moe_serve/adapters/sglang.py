@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_serve.adapters.interface import check_parameters
+from moe_serve.adapters.plugin import START, AdapterSettings, check_parameters, read_settings
 from moe_serve.adapters.replan import Cluster, Ints, old_or_raise, replan
-from moe_serve.adapters.settings import START, AdapterSettings, read_settings
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.log import configure_logging, get_logger

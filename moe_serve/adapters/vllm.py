@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.adapters.interface import check_parameters
+from moe_serve.adapters.plugin import AdapterSettings, check_parameters, read_settings
 from moe_serve.adapters.replan import Cluster, fitting_start, old_or_raise, replan
-from moe_serve.adapters.settings import AdapterSettings, read_settings
 from moe_serve.eplb.files.placements import read_placement
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moe_serve.adapters.interface import check_parameters
+from moe_serve.adapters.plugin import START, check_parameters, read_settings
 from moe_serve.adapters.replan import Cluster, replan
-from moe_serve.adapters.settings import START, read_settings
 from moe_serve.errors import PlacementError
 from moe_serve.log import configure_logging, get_logger
 

@@ -16,9 +16,8 @@ from torch.nn.functional import pad
 from moe_serve.dispatch.layout import count_slots
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.in_turn import turn_tables
-from moe_serve.eplb.split.layer_slots import LayerSlots
+from moe_serve.eplb.split.layer import LayerSlots, ReplicaGraph
 from moe_serve.eplb.split.make import layers_of
-from moe_serve.eplb.split.replica_graph import ReplicaGraph
 from moe_serve.kernels.exact_split import SplitTable, exact_split_reference
 from moe_serve.topology import Topology
 

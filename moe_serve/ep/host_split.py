@@ -8,10 +8,9 @@ from torch import Tensor
 
 from moe_serve.dispatch.layout import count_slots
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.split.layer_slots import LayerSlots
+from moe_serve.eplb.split.layer import LayerSlots
 from moe_serve.eplb.split.make import assign_tokens, layers_of, make_split
-from moe_serve.eplb.split.native import find_library
-from moe_serve.eplb.split.policy import SplitPolicy
+from moe_serve.eplb.split.policy import SplitPolicy, find_library
 from moe_serve.topology import Topology
 
 _Pair = tuple[SplitPolicy, SplitPolicy]  # one layer's own split and its even one: the same where only one can serve

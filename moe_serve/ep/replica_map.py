@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_serve.ep.device_split import DeviceSplit
 from moe_serve.ep.host_split import HostSplit
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.split.layer_slots import LayerSlots
+from moe_serve.eplb.split.layer import LayerSlots
 from moe_serve.eplb.split.make import layers_of
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from moe_serve.adapters.settings import POLICY, RANK_MOVES, START
+from moe_serve.adapters.plugin import POLICY, RANK_MOVES, START
 
 
 @pytest.fixture(autouse=True)

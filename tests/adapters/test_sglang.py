@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_serve.adapters import sglang
-from moe_serve.adapters.settings import POLICY, RANK_MOVES, START
+from moe_serve.adapters.plugin import POLICY, RANK_MOVES, START
 from moe_serve.errors import PlacementError
 from tests.adapters.conftest import SglangPoint, engine_start, uneven_load
 

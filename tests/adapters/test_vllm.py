@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from moe_serve.adapters import vllm
-from moe_serve.adapters.settings import POLICY, RANK_MOVES, START
+from moe_serve.adapters.plugin import POLICY, RANK_MOVES, START
 from moe_serve.eplb.files.placements import write_placement
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.planner import plan
+from moe_serve.eplb.policies.make import plan
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
 from tests.adapters.conftest import engine_moves, engine_start, uneven_load

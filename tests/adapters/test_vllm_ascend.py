@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moe_serve.adapters import vllm_ascend
-from moe_serve.adapters.settings import POLICY, START
+from moe_serve.adapters.plugin import POLICY, START
 from tests.adapters.conftest import add_module, engine_start, uneven_load
 
 

@@ -16,7 +16,7 @@ from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.score import StepSplitter
-from moe_serve.eplb.split.layer_slots import LayerSlots
+from moe_serve.eplb.split.layer import LayerSlots
 from moe_serve.eplb.split.make import assign_tokens, layers_of, split_batch
 from moe_serve.errors import PlacementError
 from moe_serve.kernels.exact_split import UNPROVEN

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_serve.eplb.split.native import build_library
+from moe_serve.eplb.split.policy import build_library
 from moe_serve.errors import ConfigError
 
 

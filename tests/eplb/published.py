@@ -13,8 +13,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from moe_serve.eplb.cost.links import expected_places
-from moe_serve.eplb.cost.model import CostModel
+from moe_serve.eplb.cost.model import CostModel, expected_places
 from moe_serve.eplb.cost.profile_files import HardwareProfile, load_hardware, load_model_profile
 from moe_serve.launcher.cli.app import add_balancer_commands
 from moe_serve.topology import Topology

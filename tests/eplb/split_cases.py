@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from moe_serve.eplb.split.exact import confined_load
-from moe_serve.eplb.split.layer_slots import LayerSlots
+from moe_serve.eplb.split.layer import LayerSlots
 from moe_serve.topology import Topology
 
 

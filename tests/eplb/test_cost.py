@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from moe_serve.eplb.cost.kernels import Batch, elementwise_bytes
-from moe_serve.eplb.cost.links import busiest_rows, expected_places
-from moe_serve.eplb.cost.model import CostModel, PredictedCost, Sides, overlapped_seconds
+from moe_serve.eplb.cost.model import CostModel, PredictedCost, Sides, busiest_rows, expected_places, overlapped_seconds
 from moe_serve.eplb.cost.profile_files import load_engine, load_hardware, load_model_profile, profile_names
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement

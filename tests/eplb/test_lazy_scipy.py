@@ -7,7 +7,7 @@ PLANS = """
 import sys
 import numpy as np
 from moe_serve.eplb.migration.plan import plan_migration
-from moe_serve.eplb.planner import plan
+from moe_serve.eplb.policies.make import plan
 from moe_serve.topology import Topology
 
 sys.modules["scipy"] = None

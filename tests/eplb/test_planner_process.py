@@ -164,7 +164,7 @@ def test_whatever_a_process_does_is_a_problem_in_words(planners, code, reason):
 def test_an_answer_to_another_request_is_refused(planners):
     code = (
         "import sys\n"
-        "from moe_serve.eplb.planning.wire import Reply, pieces\n"
+        "from moe_serve.eplb.planning.worker import Reply, pieces\n"
         "sys.stdout.buffer.write(b''.join(pieces(Reply(77, None, None, 'x')))); sys.stdout.flush(); input()"
     )
     planner = planners(command=python(code))

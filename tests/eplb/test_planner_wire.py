@@ -10,8 +10,7 @@ import pytest
 
 from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, WireError, pieces
-from moe_serve.eplb.planning.worker import answer
+from moe_serve.eplb.planning.worker import PIECE_BYTES, Ask, MessageReader, Reply, WireError, answer, pieces
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest, RankCost
 from moe_serve.topology import Topology

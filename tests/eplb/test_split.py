@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.split.layer import ReplicaGraph
 from moe_serve.eplb.split.make import SPLITS, make_split, make_splits, split_batch
-from moe_serve.eplb.split.native import build_library, find_library
-from moe_serve.eplb.split.replica_graph import ReplicaGraph
+from moe_serve.eplb.split.policy import build_library, find_library
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
 from tests.eplb.split_cases import best_by_subsets, by_source_of, cases, layer_of, random_case, rank_loads

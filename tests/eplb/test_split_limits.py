@@ -15,7 +15,7 @@ from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace,
 from moe_serve.eplb.replay.replay import replay
 from moe_serve.eplb.replay.report import verdict
 from moe_serve.eplb.replay.settings import ReplaySettings
-from moe_serve.eplb.split_limit import fewest_slots, split_limit, where_no_split_helps
+from moe_serve.eplb.split.limit import fewest_slots, split_limit, where_no_split_helps
 from moe_serve.topology import Topology
 from tests.eplb.test_rebalancer import LinearPrices
 

@@ -6,8 +6,7 @@ import torch
 
 from moe_serve.ep.device_split import split_table
 from moe_serve.eplb.split.exact import split_exact
-from moe_serve.eplb.split.layer_slots import LayerSlots
-from moe_serve.eplb.split.replica_graph import ReplicaGraph
+from moe_serve.eplb.split.layer import LayerSlots, ReplicaGraph
 from moe_serve.kernels.exact_split import PROVEN, REPAIRED, UNPROVEN, exact_split_reference
 from moe_serve.topology import Topology
 from tests.kernels.conftest import RunCheck

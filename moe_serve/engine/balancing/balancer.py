@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from moe_serve.engine.protocol.messages import BalanceReport, DecisionReport, WindowReport
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.planning.process import PlanAnswer, Planner, PlanProblem
-from moe_serve.eplb.rebalance.event_fields import REQUESTED, STARTED, fields_of, placement_fields
+from moe_serve.eplb.planning.process import PlanAnswer, PlannerProcess, PlanProblem
 from moe_serve.eplb.rebalance.events import (
+    REQUESTED,
+    STARTED,
     Decision,
     Event,
     GroupChanged,
@@ -35,6 +36,8 @@ from moe_serve.eplb.rebalance.events import (
     StartRound,
     SwitchOff,
     WindowClosed,
+    fields_of,
+    placement_fields,
 )
 from moe_serve.eplb.rebalance.rebalancer import make_rebalancer
 from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
@@ -151,7 +154,7 @@ class Balancer:
         placement: Placement,
         settings: BalancerSettings,
         facts: SystemFacts,
-        planner: Planner,
+        planner: PlannerProcess,
         reports: BalanceReports,
         on_event: OnEvent = lambda name, step, **fields: None,
         now: Callable[[], float] = time.monotonic,

@@ -136,7 +136,7 @@ def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:
             len(spec.moe_layer_ids), spec.num_logical, num_ranks, num_redundant, moe_layer_ids=spec.moe_layer_ids
         )
     from moe_serve.eplb.files.placements import read_placement
-    from moe_serve.eplb.planner import plan_counts
+    from moe_serve.eplb.policies.make import plan_counts
 
     return read_placement(Path(where), num_ranks, spec.num_logical, spec.moe_layer_ids, plan_counts=plan_counts)
 

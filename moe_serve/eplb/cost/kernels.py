@@ -6,11 +6,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.cost.links import Mode
 from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
 
 Floats = NDArray[np.float64]
 Phase = Literal["decode", "prefill"]
+Mode = Literal["low_latency", "normal"]  # of dispatch and combine
 WIDE = 2.0  # bytes of a bf16 value
 
 
@@ -169,9 +169,7 @@ class ElementwiseBytes:
     row: float
 
 
-def elementwise_bytes(
-    model: ModelProfile, phase: Literal["decode", "prefill"], ranks_of_token: float
-) -> ElementwiseBytes:
+def elementwise_bytes(model: ModelProfile, phase: Phase, ranks_of_token: float) -> ElementwiseBytes:
     """Returns the bytes for each token and each expert row. ranks_of_token: ranks that hold a token's experts, mean
 
     Derived from the shapes of a model, each value read and written once by each kernel that engines run: adding the

@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from moe_serve.child_process import describe_exit
 from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.migration.plan import MigrationPlan
-from moe_serve.eplb.planning.wire import PIECE_BYTES, Ask, MessageReader, Reply, WireError, pieces
+from moe_serve.eplb.planning.worker import PIECE_BYTES, Ask, MessageReader, Reply, WireError, pieces
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.relabel import Relabel
 
@@ -50,31 +49,6 @@ class PlanProblem:
     reason: str
 
 
-class Planner(Protocol):
-    """Plans beside the step loop. At most one request is open; another one takes its place."""
-
-    @property
-    def has_more_to_send(self) -> bool:
-        """Whether the next poll should come soon, since it goes on with a request that one turn could not carry."""
-        ...
-
-    def start(self) -> None:
-        """Prepares for a plan that will be asked for, so that it comes sooner."""
-        ...
-
-    def submit(self, request_id: int, request: PlanRequest, limits: RoundLimits, relabel: Relabel) -> None:
-        """Asks for a plan and the migration to it; arguments as in RequestPlan."""
-        ...
-
-    def poll(self) -> PlanAnswer | PlanProblem | None:
-        """Returns how the open request ended; None = it has not, or there is none. Never waits."""
-        ...
-
-    def close(self) -> None:
-        """Ends what the planner has started."""
-        ...
-
-
 @dataclass
 class _Open:
     """The open request.
@@ -94,7 +68,7 @@ class _Open:
 
 
 class PlannerProcess:
-    """Plans in a process of its own, at the lowest priority.
+    """Plans in a process of its own, at the lowest priority. At most one request is open; another one takes its place.
 
     policy:     a name of `make_policy`
     deadline_s: of one plan, from its request on, the start of the process included
@@ -126,20 +100,24 @@ class PlannerProcess:
 
     @property
     def has_more_to_send(self) -> bool:
+        """Whether the next poll should come soon, since it goes on with a request that one turn could not carry."""
         return self._open is not None and self._open.has_more
 
     def start(self) -> None:
+        """Prepares for a plan that will be asked for, so that it comes sooner."""
         if self._child is None and self._now() >= self._next_start_s:
             with contextlib.suppress(OSError):  # the plan that needs it says why it cannot be started
                 self._child = self._start()
 
     def submit(self, request_id: int, request: PlanRequest, limits: RoundLimits, relabel: Relabel) -> None:
+        """Asks for a plan and the migration to it; arguments as in RequestPlan."""
         if self._open is not None or (self._child is not None and self._child.poll() is not None):
             self._end_child()  # it works on the request that this one replaces, or has ended while there was none
         ask = Ask(request_id, self._policy, request, limits, relabel)
         self._open = _Open(request_id, self._now() + self._deadline_s, pieces(ask), memoryview(b""))
 
     def poll(self) -> PlanAnswer | PlanProblem | None:
+        """Returns how the open request ended; None = it has not, or there is none. Never waits."""
         if self._killed:
             self._killed = [child for child in self._killed if child.poll() is None]
         asked = self._open
@@ -166,6 +144,7 @@ class PlannerProcess:
             return self._fail(asked, f"the planner process answered nonsense: {problem}")
 
     def close(self) -> None:
+        """Ends the process, and the open request with it."""
         self._open = None
         self._end_child()
         deadline_s = time.monotonic() + _KILL_S

@@ -6,11 +6,18 @@ Events go in, actions come out; each carries the engine step it belongs to. In t
 
 where RequestPlan and StartRound are actions of the rebalancer, and the others are events from its driver. A driver may
 also say that ranks were lost or have rejoined, carry out a person's command, or switch the rebalancer off.
+
+A live system writes its events into its trace, so that a replay can repeat what it saw. Windows are records of the
+trace, so they have no line of their own; `plan_requested` and `balancer_started` tell what the balancer did, and are no
+events for a rebalancer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
 
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound, RoundLimits
@@ -18,6 +25,11 @@ from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.relabel import Relabel
+from moe_serve.errors import PlacementError, TraceError
+
+STARTED = "balancer_started"  # names of lines of a trace
+REQUESTED = "plan_requested"
+_TABLE = "physical_to_logical_map"  # as in records
 
 
 @dataclass(frozen=True)
@@ -186,3 +198,65 @@ class Decision:
     gain_s: float = 0.0
     cost_s: float = 0.0
     realised_s: float = 0.0
+
+
+def placement_fields(placement: Placement) -> dict[str, Any]:
+    """Returns a placement as fields of an event."""
+    return {"version": placement.version, _TABLE: placement.physical_to_logical.tolist()}
+
+
+def placement_in(line: dict[str, Any], like: Placement) -> Placement:
+    """Returns the placement in the line of an event. like: of the same model and ranks; errors as `event_of`."""
+    try:
+        table = np.array(line[_TABLE], dtype=np.int32)
+        return replace(like, physical_to_logical=table, version=int(line["version"]), allow_lost=False)
+    except (KeyError, TypeError, ValueError, PlacementError) as problem:
+        raise TraceError(f"event {line.get('event')}: not a placement of this trace ({problem})") from None
+
+
+# Events whose fields stand in a trace as they are, by their name there.
+_AS_THEY_ARE = {
+    "plan_failed": PlanFailed,
+    "round_activated": RoundActivated,
+    "round_cancelled": MigrationFailed,
+    "plan_now": PlanNow,
+    "switched_off": SwitchOff,
+}
+
+
+def fields_of(event: Event) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the fields of an event, beside its step."""
+    match event:
+        case PlanReady():
+            return "plan_ready", {"request_id": event.request_id, "plan_s": event.plan.elapsed_s}
+        case GroupChanged():
+            return "group_changed", placement_fields(event.placement)
+        case PlaceAt():
+            return "place_at", {_TABLE: [list(row) for row in event.table]}
+        case WindowClosed():
+            raise ValueError("a closed window is a record of the trace, not an event")
+    name = next(name for name, kind in _AS_THEY_ARE.items() if isinstance(event, kind))
+    return name, {field: value for field, value in vars(event).items() if field != "step"}
+
+
+def event_of(line: dict[str, Any], like: Placement, plan: Callable[[int], Plan]) -> Event | None:
+    """Returns the event in a line of a trace; None where it is none for a rebalancer.
+
+    plan: returns the plan of a request; a trace does not hold plans, since the same policy makes them again
+    Raises TraceError for an event that lacks something.
+    """
+    name = line.get("event")
+    try:
+        step = int(line["step"])
+        match name:
+            case "plan_ready":
+                number = int(line["request_id"])
+                return PlanReady(step, number, plan(number))
+            case "group_changed":
+                return GroupChanged(step, placement_in(line, like))
+            case "place_at":
+                return PlaceAt(step, line[_TABLE])
+        kind = _AS_THEY_ARE.get(str(name))
+        return None if kind is None else msgspec.convert({each.name: line[each.name] for each in fields(kind)}, kind)
+    except (KeyError, TypeError, ValueError, msgspec.ValidationError) as problem:
+        raise TraceError(f"event {name!r} of the trace lacks something ({problem!r})") from None

@@ -49,7 +49,7 @@ from moe_serve.eplb.rebalance.events import (
 from moe_serve.eplb.rebalance.gate import ClosedWindow, Gate
 from moe_serve.eplb.rebalance.settings import BalancerSettings, RebalanceSettings, SystemFacts
 from moe_serve.eplb.repair import with_second_slots
-from moe_serve.eplb.split_limit import where_no_split_helps
+from moe_serve.eplb.split.limit import where_no_split_helps
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 

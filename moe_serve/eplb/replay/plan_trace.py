@@ -18,7 +18,7 @@ from moe_serve.eplb.policies.problem import as_table, count_moves
 from moe_serve.eplb.repair import fill_empty_slots
 from moe_serve.eplb.replay.report import printed, text_console
 from moe_serve.eplb.replay.settings import starting_placement
-from moe_serve.eplb.split_limit import where_no_split_helps
+from moe_serve.eplb.split.limit import where_no_split_helps
 from moe_serve.errors import ConfigError, TraceError
 from moe_serve.topology import Topology
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
-from moe_serve.eplb.split_limit import where_no_split_helps
+from moe_serve.eplb.split.limit import where_no_split_helps
 
 MISSING = "n/a"
 NUM_SHOWN = 30  # newest decisions of a table; the JSON report has all

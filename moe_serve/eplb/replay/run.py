@@ -18,8 +18,9 @@ from moe_serve.eplb.load import Floats, LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlacementPolicy, Plan, PlanRequest, Unkept
-from moe_serve.eplb.rebalance.event_fields import REQUESTED, STARTED, event_of, placement_in
 from moe_serve.eplb.rebalance.events import (
+    REQUESTED,
+    STARTED,
     Action,
     Decision,
     Event,
@@ -29,6 +30,8 @@ from moe_serve.eplb.rebalance.events import (
     RoundActivated,
     StartRound,
     WindowClosed,
+    event_of,
+    placement_in,
 )
 from moe_serve.eplb.rebalance.rebalancer import Rebalancer, make_rebalancer
 from moe_serve.eplb.rebalance.settings import SystemFacts

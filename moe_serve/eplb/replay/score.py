@@ -154,7 +154,7 @@ class StepSplitter:
     def __init__(self, split: str, placement: Placement, topology: Topology, even_steps: EvenSteps = NO_STEPS) -> None:
         """split: of `make_split`;  even_steps: those that "exact" splits evenly"""
         from moe_serve.eplb.split.make import make_splits
-        from moe_serve.eplb.split.native import find_library
+        from moe_serve.eplb.split.policy import find_library
 
         self.split, self.placement = split, placement
         self._even_steps = even_steps if split == "exact" else NO_STEPS

@@ -9,7 +9,7 @@ from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.load import PHASES, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import PlanRules
-from moe_serve.eplb.rebalance.event_fields import REQUESTED, STARTED
+from moe_serve.eplb.rebalance.events import REQUESTED, STARTED
 from moe_serve.eplb.rebalance.settings import BalancerSettings, RebalanceSettings, SystemFacts
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.errors import ConfigError, TraceError

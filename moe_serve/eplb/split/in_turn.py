@@ -15,9 +15,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.split.layer_slots import Int64s, LayerSlots
-from moe_serve.eplb.split.native import NativeSplit
-from moe_serve.eplb.split.policy import SplitPolicy
+from moe_serve.eplb.split.layer import Int64s, LayerSlots
+from moe_serve.eplb.split.policy import NativeSplit, SplitPolicy
 from moe_serve.errors import PlacementError
 
 

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.exact import ExactSplit, FewestActivatedSplit
 from moe_serve.eplb.split.in_turn import TurnSplit
-from moe_serve.eplb.split.layer_slots import Int64s, LayerSlots
+from moe_serve.eplb.split.layer import Int64s, LayerSlots
 from moe_serve.eplb.split.policy import SplitPolicy
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
@@ -45,7 +45,7 @@ def make_split(name: str, layer: LayerSlots, library: ctypes.CDLL | None = None)
     exact:            the smallest possible largest rank load; by source: over the shortest routes at that load
     fewest_activated: all tokens of an expert on one replica, so that the rank with most active experts has as few as
                       possible
-    library: of native.py, for the same integers in C; None = plain
+    library: of policy.py, for the same integers in C; None = plain
     Raises ConfigError for another name.
     """
     reaches = (1, layer.topology.ranks_per_node, layer.topology.num_ranks)

@@ -7,7 +7,7 @@
 
 typedef int64_t i64;
 
-typedef struct { /* laid out as native.py writes it */
+typedef struct { /* laid out as policy.py writes it */
     i64 num_ranks, num_logical, num_slots, layer_row, is_exact, num_reaches, num_fixed, num_replicated, num_live;
     const i64 *reaches;                               /* [num_reaches]: ranks of a group, ascending */
     const i64 *slot_start, *slots;                    /* [E + 1], [<= P]: slots of each expert, ascending */
@@ -16,7 +16,7 @@ typedef struct { /* laid out as native.py writes it */
     const i64 *replica_rank, *replica_slot, *owner;   /* [C] */
     const i64 *holder_start, *holder_replica;         /* [R + 1], [C] */
     const i64 *live;                                  /* [num_live]: ranks that have a slot in use */
-    i64 *scratch;                                     /* see native.py */
+    i64 *scratch;                                     /* see policy.py */
     const i64 *totals;                                /* [E]: of split_totals */
     i64 *total_rows;                                  /* [P]: what it writes */
     i64 *outcomes;                                    /* [3]: exact batches proven at once, after repair, not proven */

@@ -69,7 +69,7 @@ def _convert_trace(options: ConvertOptions) -> None:
 
 def _convert_placement(options: ConvertOptions) -> None:
     from moe_serve.eplb.files.placements import filled_in_place, read_placement, write_placement
-    from moe_serve.eplb.planner import plan_counts
+    from moe_serve.eplb.policies.make import plan_counts
 
     placement = read_placement(
         options.source,

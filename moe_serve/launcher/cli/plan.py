@@ -104,7 +104,7 @@ class PlanOptions:
         if self.current is None:
             return None
         from moe_serve.eplb.files.placements import read_placement
-        from moe_serve.eplb.planner import plan_counts
+        from moe_serve.eplb.policies.make import plan_counts
 
         return read_placement(
             self.current, topology.num_ranks, load.num_logical, load.moe_layer_ids, plan_counts=plan_counts

@@ -221,7 +221,7 @@ def server_replay(
 
     from moe_serve.config import load_config
     from moe_serve.eplb.files.trace_jsonl import events_between_records
-    from moe_serve.eplb.rebalance.event_fields import STARTED
+    from moe_serve.eplb.rebalance.events import STARTED
     from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
     from moe_serve.eplb.replay.settings import ServerReplay
 

@@ -9,7 +9,7 @@ import numpy as np
 from moe_serve.engine.protocol.messages import BalanceReport, DecisionReport, Status, WindowReport
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.planner import plan
+from moe_serve.eplb.policies.make import plan
 from moe_serve.topology import Topology
 
 WINDOW_STEPS = 200

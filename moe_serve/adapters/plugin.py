@@ -1,9 +1,14 @@
-"""What a user of another engine sets: environment variables, since engines start their own worker processes."""
+"""The settings of a user, and the check that an engine's extension point is still the one an adapter was written for.
 
+Settings are environment variables, since engines start their own worker processes.
+"""
+
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe_serve.errors import ConfigError
 
@@ -16,7 +21,9 @@ POLICIES = ("incremental", "refined", "greedy")
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """policy:         one of POLICIES
+    """What a user asks for.
+
+    policy:         one of POLICIES
     start:          placement file that planning starts from, or None
     max_rank_moves: experts that one rank may receive in a layer of a rebalance, or None
     """
@@ -45,3 +52,16 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> AdapterSettings | 
     if most and policy != "incremental":
         raise ConfigError(f"policy {policy} plans anew and ignores {RANK_MOVES}; set {POLICY}=incremental, or unset it")
     return AdapterSettings(policy, Path(start) if start else None, int(most) if most else None)
+
+
+def check_parameters(theirs: Callable[..., Any], ours: Callable[..., Any], engine: str) -> None:
+    """Raises ConfigError where a function of an engine has other parameters than ours that takes its place.
+
+    engine: name and version that ours was written for
+    """
+    found, known = (tuple(inspect.signature(function).parameters) for function in (theirs, ours))
+    if found != known:
+        raise ConfigError(
+            f"{theirs.__qualname__} takes {', '.join(found)}; the adapter knows {', '.join(known)} ({engine}). "
+            "Unset MOE_SERVE_EPLB, or install a version of the engine or of moe_serve that fits"
+        )
