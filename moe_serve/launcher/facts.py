@@ -12,8 +12,8 @@ from typing import NamedTuple
 import moe_serve
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.links.link import find_link
+from moe_serve.models.checkpoint import INDEX, header_bytes, weight_files
 from moe_serve.models.model_files import read_bytes
-from moe_serve.models.safetensors_header import INDEX, header_bytes, weight_files
 from moe_serve.models.tokenizer import tokenizer_file
 
 # What may differ: where files lie on a host (their contents are compared), how many cores it has.

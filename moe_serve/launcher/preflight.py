@@ -21,9 +21,9 @@ def look_for_files(config: "ServeConfig") -> None:
     Model folders may come from strangers: what is read here is bounded, and nothing hangs on a pipe.
     """
     from moe_serve.config import model_dir
+    from moe_serve.models.checkpoint import all_tensors
     from moe_serve.models.checkpoint_parts import CheckpointParts
     from moe_serve.models.families.registry import read_spec
-    from moe_serve.models.safetensors_header import all_tensors
     from moe_serve.models.tokenizer import Tokenizer
 
     folder = model_dir(config.model)

@@ -1,12 +1,13 @@
-"""Finds the planned tensors of a model among those of a checkpoint, and compares both. Torch-free."""
+"""Finds the planned tensors of a model among those of a checkpoint, and compares both."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from moe_serve.errors import ModelError
+from moe_serve.kernels.forms import FP8_GROUP
+from moe_serve.models.checkpoint import DTYPES, StoredTensor, all_tensors
 from moe_serve.models.model_files import shown
-from moe_serve.models.safetensors_header import ITEM_BYTES, StoredTensor, all_tensors
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import (
     EMBEDDING,
@@ -24,9 +25,9 @@ _COMPARED_BYTES = 1 << 24  # at a time
 
 
 def with_stored_head(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """Returns the spec with a projection to logits of its own where the checkpoint has one that is not the embedding.
+    """Returns the spec, untied where the checkpoint has a projection to logits that differs from the embedding.
 
-    As transformers, which keeps such a head whatever tie_word_embeddings says. Reads both only where both are stored.
+    transformers keeps such a head, too, whatever tie_word_embeddings says. Both are read only where both are stored.
     """
     if not spec.tie_embeddings or not any(folder.glob("*.safetensors")):
         return spec
@@ -53,7 +54,7 @@ def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:
 class CheckpointParts:
     """The tensors of one checkpoint, with experts stored one by one or fused.
 
-    tensors: by name, as `safetensors_header.all_tensors` returns them
+    tensors: by name, as `checkpoint.all_tensors` returns them
     """
 
     def __init__(self, spec: ModelSpec, tensors: Mapping[str, StoredTensor]):
@@ -63,10 +64,10 @@ class CheckpointParts:
         self._misshaped: list[str] = []
         self._unreadable: list[str] = []
 
-    def check(self, folder: Path, not_kept: Iterable[str] = ()) -> None:
+    def check(self, folder: Path, keeps_fp8: bool = False) -> None:
         """Compares the whole checkpoint with the plan, including what other ranks read.
 
-        not_kept: tensors that cannot be kept in the form of the slots, each with its reason
+        keeps_fp8: whether experts keep their stored FP8 values, which not every checkpoint allows
         Raises ModelError with all missing, unknown, mis-shaped and unreadable tensors.
         """
         self._missing, self._misshaped, self._unreadable = [], [], []
@@ -79,13 +80,15 @@ class CheckpointParts:
             known |= {name, self.scale_name(name)}
             self._check_part(name, part)
         self._check_order_of_fp8()
+        if keeps_fp8:
+            self._unreadable += self._not_kept_in_fp8()
         extra = (name for name in self._tensors if name not in known and not is_ignored(self._spec, name))
         problems = [
             f"{len(names)} {what}: {', '.join(names[:NAMED_IN_A_MESSAGE])}{', ..' * (len(names) > NAMED_IN_A_MESSAGE)}"
             for what, names in (
                 ("missing", self._missing),
                 ("of another shape", self._misshaped),
-                ("of a dtype that is not supported", [*self._unreadable, *not_kept]),
+                ("of a dtype that is not supported", self._unreadable),
                 ("unknown", [shown(name)[1:-1] for name in extra]),
             )
             if names
@@ -100,7 +103,7 @@ class CheckpointParts:
         tensor = self._tensors[name]
         if tensor.shape != part.shape:
             self._misshaped.append(f"{name} {list(tensor.shape)}, expected {list(part.shape)}")
-        if tensor.dtype_name not in ITEM_BYTES or part.dtype_name not in (None, tensor.dtype_name):
+        if tensor.dtype_name not in DTYPES or part.dtype_name not in (None, tensor.dtype_name):
             self._unreadable.append(f"{name} ({shown(tensor.dtype_name)[1:-1]})")
         if not tensor.dtype_name.startswith("F8"):
             return
@@ -134,6 +137,20 @@ class CheckpointParts:
             if stored is not None and not plan.is_own_form and stored.dtype_name.startswith("F8"):
                 self._unreadable.append(f"{plan.fused.source} (FP8; only a tensor for each expert is read in FP8)")
 
+    def _not_kept_in_fp8(self) -> Iterator[str]:
+        """Yields each reason why experts cannot keep their stored FP8 values."""
+        instead = "set model.expert_weights: dense"
+        for plan in expert_tensors(self._spec):
+            if self.is_fused(plan) and self.mixes_gate_and_up(plan):
+                yield (
+                    f"{plan.fused.source} (blocks of {FP8_GROUP} rows hold both gate and up of width "
+                    f"{self._spec.moe_intermediate}; {instead})"
+                )
+            for part in self.parts(plan, range(self._spec.num_logical)):
+                stored = self._tensors.get(part.source)
+                if stored is not None and stored.dtype_name != "F8_E4M3":
+                    yield f"{part.source} ({stored.dtype_name}, and only F8_E4M3 is kept in fp8; {instead})"
+
     def _all_parts(self) -> Iterator[Part]:
         for dense in dense_tensors(self._spec):
             yield from dense.parts
@@ -153,6 +170,16 @@ class CheckpointParts:
     def is_fused(self, plan: ExpertTensor) -> bool:
         """Returns whether all experts of a matrix are stored as one tensor."""
         return not plan.templates or plan.fused.source in self._tensors
+
+    def mixes_gate_and_up(self, plan: ExpertTensor) -> bool:
+        """Returns whether a block of scales of the fused tensor would hold rows of both gate and up."""
+        by_channel = self._spec.fp8_block is not None and self._spec.fp8_block.by_channel
+        return plan.name == "gate_up" and not by_channel and self._spec.moe_intermediate % FP8_GROUP > 0
+
+    def dtype_names(self, parts: Iterable[Part]) -> set[str]:
+        """Returns the stored dtypes of those parts that are there."""
+        names = (self.stored_name(part) for part in parts)
+        return {self._tensors[name].dtype_name for name in names if name is not None}
 
     def stored_name(self, part: Part) -> str | None:
         """Returns the name under which a part is stored; None where it is missing."""

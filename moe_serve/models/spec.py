@@ -22,7 +22,7 @@ class ExpertNames:
     linears: of gate and up together, and of down, where a shared expert stores them so, and where one tensor below the
              block holds those of all experts, [E, n, k] (Granite)
     form:    "apart": a tensor of each expert and matrix; else each tensor holds all experts, [E, k, n] with gate before
-             up ("turned", Llama-4), or with both in every other column ("interleaved", gpt-oss)
+             up ("transposed", Llama-4), or with both in every other column ("interleaved", gpt-oss)
     """
 
     block: str = "mlp"
@@ -31,7 +31,7 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    form: Literal["apart", "turned", "interleaved"] = "apart"
+    form: Literal["apart", "transposed", "interleaved"] = "apart"
     router_bias: str = "gate.e_score_correction_bias"  # below the block
     router_bias_is_row: bool = False  # stored as [1, E]
     shared: str = "mlp.shared_experts"

@@ -51,8 +51,8 @@ class ExpertTensor:
 
     parts_of(e): the parts of expert e, stacked along rows; none where a family stores experts together only
     fused:       the checkpoint tensor that holds all experts, in our own form unless the next three say otherwise
-    turned:      each expert lies in the fused tensor as [k, n]
-    interleaved: rows of gate and up come by turns in it
+    transposed:  each expert lies in the fused tensor as [k, n]
+    interleaved: its rows of gate and up alternate
     mxfp4_scale: of the fused tensor, which holds blocks of MXFP4 values; None: it holds numbers
     """
 
@@ -61,7 +61,7 @@ class ExpertTensor:
     shape: tuple[int, ...]
     templates: tuple[Part, ...]  # {e} stands for the expert
     fused: Part
-    turned: bool = False
+    transposed: bool = False
     interleaved: bool = False
     mxfp4_scale: Part | None = None
 
@@ -72,7 +72,7 @@ class ExpertTensor:
     @property
     def is_own_form(self) -> bool:
         """Whether the fused tensor holds our rows in our order, as parts always do."""
-        return self.kind == "matrix" and self.mxfp4_scale is None and not (self.turned or self.interleaved)
+        return self.kind == "matrix" and self.mxfp4_scale is None and not (self.transposed or self.interleaved)
 
     def parts_of(self, expert: int) -> tuple[Part, ...]:
         return tuple(Part(part.source.format(e=expert), part.shape) for part in self.templates)
@@ -120,7 +120,7 @@ def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
 
 def _expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
     if spec.expert_names.form != "apart":
-        yield from _turned_experts(spec)
+        yield from _transposed_experts(spec)
         return
     if spec.expert_names.linears is not None:
         yield from _stacked_experts(spec, *spec.expert_names.linears)
@@ -156,7 +156,7 @@ def _stacked_experts(spec: ModelSpec, gate_up: str, down: str) -> Iterator[Exper
         yield ExpertTensor("down", layer, (hidden, width), (), all_down)
 
 
-def _turned_experts(spec: ModelSpec) -> Iterator[ExpertTensor]:
+def _transposed_experts(spec: ModelSpec) -> Iterator[ExpertTensor]:
     num_logical, hidden, width = spec.num_logical, spec.hidden, spec.moe_intermediate
     for layer in spec.moe_layer_ids:
         block = f"model.layers.{layer}.{spec.expert_names.block}.experts."
@@ -168,13 +168,13 @@ def _turned_experts(spec: ModelSpec) -> Iterator[ExpertTensor]:
                 scale = Part(source + "_scales", (num_logical, n, k // MXFP4_BLOCK), dtype_name="U8")
             matrix: Literal["gate_up", "down"] = "gate_up" if name == "gate_up" else "down"
             bias: Literal["gate_up_bias", "down_bias"] = "gate_up_bias" if name == "gate_up" else "down_bias"
-            by_turns = name == "gate_up" and spec.expert_names.form == "interleaved"
+            alternate = name == "gate_up" and spec.expert_names.form == "interleaved"
             # Llama-4 quantised by compressed-tensors has a tensor for each expert.
-            templates = _templates(spec, layer)[name] if spec.expert_names.form == "turned" else ()
-            yield ExpertTensor(matrix, layer, (n, k), templates, fused, scale is None, by_turns, scale)
+            templates = _templates(spec, layer)[name] if spec.expert_names.form == "transposed" else ()
+            yield ExpertTensor(matrix, layer, (n, k), templates, fused, scale is None, alternate, scale)
             if spec.expert_bias:
                 all_biases = Part(source + "_bias", (num_logical, n))
-                yield ExpertTensor(bias, layer, (n,), (), all_biases, interleaved=by_turns)
+                yield ExpertTensor(bias, layer, (n,), (), all_biases, interleaved=alternate)
 
 
 _SCALES_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")

@@ -1,20 +1,113 @@
-"""The part of a model's weights that one rank holds, and the form in which it holds them."""
+"""The part of a model's weights that one rank holds, and the form in which it holds them.
+
+The compiled CPU kernels keep weights as the checkpoint stores them: bfloat16 stays bfloat16. Widening a bfloat16 to
+float32 is exact, so kernels that widen what they read compute what float32 weights would give, from half the memory.
+The same holds for the FP8 of experts and of most projections; other FP8 is dequantised to float32. Dense experts of an
+MXFP4 checkpoint are bfloat16, also exactly. Vectors (norms, biases) are always float32.
+"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from moe_serve.ep.expert_form import ExpertForm, SlotForm
-from moe_serve.models.fp8_projections import scale_bytes
+from moe_serve.kernels.forms import FP8_GROUP
+from moe_serve.models.attention_spec import GqaSpec
+from moe_serve.models.checkpoint import all_tensors
+from moe_serve.models.checkpoint_parts import CheckpointParts
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.stored_weights import StoredWeights
-from moe_serve.models.weight_plan import DenseTensor, dense_tensors
+from moe_serve.models.weight_plan import DenseTensor, dense_tensors, expert_tensors
 
 if TYPE_CHECKING:
     from moe_serve.eplb.placement import Placement
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The dtypes in which weights are kept as stored.
+
+    dense:      bfloat16, float32, or float8_e4m3fn with its scales, of each tensor by its name in weight_plan.py
+    experts:    bfloat16 or float32, of experts in form dense
+    keeps_fp8:  whether all experts are stored in e4m3 with scales that the kernels take
+    """
+
+    dense: Mapping[str, torch.dtype]
+    experts: torch.dtype
+    keeps_fp8: bool
+
+    @classmethod
+    def of(cls, spec: ModelSpec, folder: Path | None) -> Self:
+        """Returns them for a checkpoint; without one (None, or a folder without weights) as config.json suggests.
+
+        Raises ModelError where a file cannot be read.
+        """
+        if folder is None or not any(folder.glob("*.safetensors")):
+            return cls._as_configured(spec)
+        return cls._as_read(spec, CheckpointParts(spec, all_tensors(folder)))
+
+    @classmethod
+    def _as_configured(cls, spec: ModelSpec) -> Self:
+        is_bfloat16 = spec.checkpoint_dtype == "bfloat16" and spec.fp8_block is None  # FP8 is dequantised to float32
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+        dense = {plan.name: dtype if plan.kind == "matrix" else torch.float32 for plan in dense_tensors(spec)}
+        experts = torch.bfloat16 if spec.experts_in_mxfp4 else dtype
+        return cls(dense, experts, keeps_fp8=spec.fp8_block is not None and spec.fp8_block.is_kept)
+
+    @classmethod
+    def _as_read(cls, spec: ModelSpec, parts: CheckpointParts) -> Self:
+        dense = {}
+        for plan in dense_tensors(spec):
+            names = parts.dtype_names(plan.parts) if plan.kind == "matrix" else set()
+            is_fp8 = names == {"F8_E4M3"} and _keeps_projection(spec, plan)
+            dense[plan.name] = torch.float8_e4m3fn if is_fp8 else _kept(names)
+        for name in [name for name in dense if name.endswith("gate_up")]:
+            down = name.removesuffix("gate_up") + "down"
+            if dense[name] != dense[down]:  # one kernel reads both, as the same dtype
+                dense[name] = dense[down] = torch.float32
+        experts: set[str] = set()
+        is_kept = spec.fp8_block is not None and spec.fp8_block.is_kept
+        for matrix in (plan for plan in expert_tensors(spec) if plan.kind == "matrix"):
+            is_kept &= not (parts.is_fused(matrix) and parts.mixes_gate_and_up(matrix))
+            stored = parts.parts(matrix, range(spec.num_logical))
+            experts |= {"BF16"} if matrix.mxfp4_scale is not None else parts.dtype_names(stored)
+        return cls(dense, _kept(experts), keeps_fp8=is_kept and experts == {"F8_E4M3"})
+
+
+def _kept(dtype_names: set[str]) -> torch.dtype:
+    """Returns bfloat16 where all of a tensor is stored in it, else float32, since no value is rounded."""
+    return torch.bfloat16 if dtype_names == {"BF16"} else torch.float32
+
+
+_PROJECTIONS = ("qkv", "q_kv_a", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down")
+
+
+def _keeps_projection(spec: ModelSpec, plan: DenseTensor) -> bool:
+    """Returns whether the kernels take a dense tensor as it is stored, where all its parts are FP8.
+
+    A block of scales holds rows of one part only, and those that are reordered for the rotation stay in it.
+    """
+    block, name = spec.fp8_block, plan.name.rpartition(".")[2]
+    if block is None or not block.is_kept or name not in _PROJECTIONS:
+        return False
+    if block.by_channel:
+        return True
+    if name.endswith("gate_up"):  # of which the kernel takes two stacks of blocks
+        return len(plan.parts) == 2 or plan.shape[0] // 2 % FP8_GROUP == 0
+    return all(part.shape[0] % FP8_GROUP == 0 for part in plan.parts[:-1]) and _rotation_keeps_blocks(spec, name)
+
+
+def _rotation_keeps_blocks(spec: ModelSpec, name: str) -> bool:
+    if spec.rope.interleaved or name not in ("qkv", "q_kv_a", "q_b"):  # nothing is reordered
+        return True
+    attention = spec.attention
+    if isinstance(attention, GqaSpec):
+        return FP8_GROUP % attention.head_dim == 0
+    return all(size % attention.rope_dim == 0 for size in (FP8_GROUP, attention.query_dim, attention.latent_dim))
 
 
 @dataclass(frozen=True)
@@ -59,12 +152,17 @@ class WeightShare:
 
     @property
     def dense_bytes(self) -> dict[str, int]:
-        """Returns the size of each dense tensor by its name, with the scales of FP8."""
-        sizes = {}
+        """Returns the size of each dense tensor by its name, with the float32 scales of FP8."""
+        sizes, block = {}, self.spec.fp8_block
         for plan in dense_tensors(self.spec):
             dtype = self.dense_dtype(plan)
-            scales = scale_bytes(self.spec, plan) if dtype == torch.float8_e4m3fn else 0
-            sizes[plan.name] = math.prod(plan.shape) * dtype.itemsize + scales
+            sizes[plan.name] = math.prod(plan.shape) * dtype.itemsize
+            if dtype == torch.float8_e4m3fn:
+                assert block is not None
+                shapes = (part.shape for part in plan.parts)
+                sizes[plan.name] += 4 * sum(
+                    shape[0] if block.by_channel else math.prod(block.num_scales(*shape)) for shape in shapes
+                )
         return sizes
 
     @property

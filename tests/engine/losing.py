@@ -33,7 +33,7 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
-from moe_serve.models.expert_reload import ExpertToRead
+from moe_serve.models.weights import ExpertToRead
 from tests.dispatch.shm import faults
 from tests.engine.file_mailbox import FileMailbox, tokens_in
 from tests.engine.moving import DYNAMIC, lead_restlessly, real_balancer

@@ -17,7 +17,7 @@ from moe_serve.engine.recovery.full_placement import (
 )
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
-from moe_serve.models.expert_reload import ExpertToRead
+from moe_serve.models.weights import ExpertToRead
 
 
 @st.composite

@@ -16,8 +16,8 @@ import pytest
 
 from moe_serve.config import ModelConfig, model_dir
 from moe_serve.eplb import read_trace
+from moe_serve.models.checkpoint import all_tensors
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.safetensors_header import all_tensors
 from tests.launcher.hostile_calls import send_calls
 from tests.launcher.listening import listening, takes_strangers
 from tests.launcher.random_bodies import send_bodies

@@ -25,8 +25,7 @@ from moe_serve.models.checkpoint_parts import with_stored_head
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.moe_decoder import MoeDecoder, build_decoder, kv_layouts
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.stored_weights import StoredWeights
-from moe_serve.models.weight_share import WeightShare
+from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import LoadedWeights, load_weights
 from tests.models.reference_moe import ReferenceMoe
 

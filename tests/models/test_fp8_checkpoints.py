@@ -16,10 +16,8 @@ from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block
 from moe_serve.kernels.numerics import COMPILED
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.stored_weights import StoredWeights
-from moe_serve.models.weight_reader import dequantise
-from moe_serve.models.weight_share import WeightShare
-from moe_serve.models.weights import load_weights
+from moe_serve.models.weight_share import StoredWeights, WeightShare
+from moe_serve.models.weights import dequantise, load_weights
 from tests.models.families import oracle_logits
 from tests.models.fp8_checkpoint import CONFIG, SCALES, compressed, quantise_whole_rows, write_fp8_checkpoint
 from tests.models.runner import Runner, decoder_with, one_rank
@@ -284,12 +282,12 @@ def test_what_is_no_matrix_and_experts_in_another_order_are_refused_in_fp8(oracl
     with pytest.raises(ModelError, match=rf"{norm} \(FP8, which only matrices are\)"):
         load(changed, one_rank(read_spec(changed)))
 
-    def turned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def transposed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         fused = [name for name in tensors if name.endswith(".experts.down_proj")]
         scales = {name + "_scale": torch.ones(*tensors[name].shape[:2], 1) for name in fused}
         return tensors | {name: tensors[name].to(torch.float8_e4m3fn) for name in fused} | scales
 
-    llama = rewritten(oracle("llama4_text")[1], tmp_path / "llama", turned, **how)
+    llama = rewritten(oracle("llama4_text")[1], tmp_path / "llama", transposed, **how)
     with pytest.raises(ModelError, match=r"experts.down_proj \(FP8; only a tensor for each expert is read in FP8\)"):
         load(llama, one_rank(read_spec(llama)))
 

@@ -15,8 +15,8 @@ from moe_serve.config import ModelConfig, ServeConfig, load_config, model_dir
 from moe_serve.eplb.files.placements import read_placement
 from moe_serve.errors import CapacityError, ConfigError, ModelError, PlacementError
 from moe_serve.launcher.preflight import look_for_files
+from moe_serve.models.checkpoint import INDEX
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.safetensors_header import INDEX
 
 DEMO = model_dir(ModelConfig())
 CPU = ["parallel.device=cpu"]

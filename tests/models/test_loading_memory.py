@@ -14,9 +14,8 @@ from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import dense_tensors, expert_tensors
-from moe_serve.models.weight_share import WeightShare
+from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import load_weights
 from tests.engine.offline import tiny_model
 from tests.models.runner import load_decoder, one_rank

@@ -16,16 +16,14 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
 from moe_serve.kernels.mxfp4 import dequantise_mxfp4
 from moe_serve.kernels.numerics import COMPILED, FAST
-from moe_serve.models.expert_reload import ExpertReloader, ExpertToRead
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.stored_weights import StoredWeights
-from moe_serve.models.weight_share import WeightShare
-from moe_serve.models.weights import dummy_weights, load_weights
+from moe_serve.models.weight_share import StoredWeights, WeightShare
+from moe_serve.models.weights import ExpertReloader, ExpertToRead, dummy_weights, load_weights
 from tests.kernels.cpu.unpacking import unpack, unpack_gate_up
 from tests.models.families import oracle_logits
 from tests.models.mxfp4_checkpoint import MXFP4_CONFIG, random_mxfp4
 from tests.models.runner import Runner, decoder_with, load_decoder, one_rank
-from tests.models.test_expert_slots import same_bytes
+from tests.models.test_weights_of_experts import same_bytes
 from tests.tolerance import LOGITS, relative_error
 
 Oracle = Callable[[str], tuple[Any, Path]]

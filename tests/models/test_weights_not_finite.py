@@ -16,13 +16,10 @@ from safetensors.torch import load_file, save_file
 from moe_serve.ep.expert_form import ExpertForm
 from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import PER_CHANNEL
-from moe_serve.models.expert_reload import ExpertReloader, ExpertToRead
+from moe_serve.models.checkpoint import StoredTensor, all_tensors
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.safetensors_header import StoredTensor, all_tensors
-from moe_serve.models.stored_weights import StoredWeights
-from moe_serve.models.weight_reader import all_finite
-from moe_serve.models.weight_share import WeightShare
-from moe_serve.models.weights import load_weights
+from moe_serve.models.weight_share import StoredWeights, WeightShare
+from moe_serve.models.weights import ExpertReloader, ExpertToRead, all_finite, load_weights
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.mxfp4_checkpoint import write_mxfp4_checkpoint
 from tests.models.test_weights import fuse_experts, placed, rewritten

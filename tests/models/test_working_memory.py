@@ -13,8 +13,7 @@ from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.stored_weights import StoredWeights
-from moe_serve.models.weight_share import WeightShare
+from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import dummy_weights
 from moe_serve.models.working_memory import StepSizes, working_memory
 from tests.engine.offline import tiny_model

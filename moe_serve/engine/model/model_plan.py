@@ -19,8 +19,7 @@ from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.checkpoint_parts import with_stored_head
 from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.stored_weights import StoredWeights
-from moe_serve.models.weight_share import WeightShare
+from moe_serve.models.weight_share import StoredWeights, WeightShare
 
 
 @dataclass(frozen=True)

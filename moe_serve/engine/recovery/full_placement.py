@@ -13,7 +13,7 @@ import numpy as np
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.repair import ReloadedExpert, with_lost_experts
 from moe_serve.errors import PeerError, PlacementError
-from moe_serve.models.expert_reload import ExpertToRead
+from moe_serve.models.weights import ExpertToRead
 
 _FORM = 1  # of the message
 _NAMED_EXPERTS = 5  # of those that are lost, in a message

@@ -44,7 +44,7 @@ from moe_serve.eplb.migration.moves import MigrationRound, apply_round
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError, PeerError
 from moe_serve.log import get_logger
-from moe_serve.models.expert_reload import ExpertToRead
+from moe_serve.models.weights import ExpertToRead
 
 log = get_logger(__name__)
 

@@ -250,8 +250,7 @@ def facts_of(config: "ServeConfig", nodes: int, start: "Placement") -> "SystemFa
     from moe_serve.engine.model.model_plan import checkpoint_folder, compute_dtype, expert_form
     from moe_serve.eplb.rebalance.settings import SystemFacts
     from moe_serve.models.families.registry import read_spec
-    from moe_serve.models.stored_weights import StoredWeights
-    from moe_serve.models.weight_share import WeightShare
+    from moe_serve.models.weight_share import StoredWeights, WeightShare
 
     spec = read_spec(model_dir(config.model))
     device = "cuda" if config.parallel.device == "cuda" else "cpu"

@@ -53,7 +53,7 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
         shared_intermediate=config.size("intermediate_size"),
         dense_intermediate=dense_width(config, moe_layer_ids, "intermediate_size_mlp"),
         expert_names=ExpertNames(
-            "feed_forward", "feed_forward", "router", shared="feed_forward.shared_expert", form="turned"
+            "feed_forward", "feed_forward", "router", shared="feed_forward.shared_expert", form="transposed"
         ),
         tensor_prefix="language_model." if config.get("model_type") == "llama4" else "",
     )

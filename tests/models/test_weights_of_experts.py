@@ -16,15 +16,11 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ModelError
 from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block
 from moe_serve.kernels.int8 import quantize_int8
-from moe_serve.models.checkpoint import Checkpoint
-from moe_serve.models.expert_slots import empty_slots
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.stored_weights import StoredWeights
-from moe_serve.models.weight_plan import expert_tensors
-from moe_serve.models.weight_reader import WeightReader
-from moe_serve.models.weight_share import WeightShare
-from moe_serve.models.weights import DummyWeights, LoadedWeights, dummy_weights, load_weights
+from moe_serve.models.weight_plan import dense_tensors, expert_tensors
+from moe_serve.models.weight_share import StoredWeights, WeightShare
+from moe_serve.models.weights import LoadedWeights, dummy_weights, empty_slots, load_weights
 from tests.kernels.cpu.unpacking import unpack, unpack_gate_up
 from tests.kernels.data import dequantize_int8
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
@@ -153,7 +149,8 @@ def test_loaded_and_drawn_slots_have_the_shapes_that_sizes_are_computed_from(
 
 
 def packed_share(spec: ModelSpec, form: ExpertForm, dtype: torch.dtype) -> WeightShare:
-    return replace(share_of(spec, form), stored=StoredWeights({}, dtype, keeps_fp8=True), dtype=dtype)
+    stored = StoredWeights({plan.name: dtype for plan in dense_tensors(spec)}, dtype, keeps_fp8=True)
+    return replace(share_of(spec, form), stored=stored, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -172,20 +169,20 @@ def check_packed(form: ExpertForm, dtype: torch.dtype, fp8_folder: Path) -> None
     spec = read_spec(fp8_folder)
     plain, packed = replace(share_of(spec, form), dtype=dtype), packed_share(spec, form, dtype)
     width, hidden = spec.moe_intermediate, spec.hidden
-    for plan in expert_tensors(spec):
-        with Checkpoint(fp8_folder) as checkpoint:
-            sources = [WeightReader(checkpoint, share).experts(plan) for share in (plain, packed)]
-        drawn = [DummyWeights(share, 3).expert(plan, 5) for share in (plain, packed)]
-        for right, got in (sources, drawn):
-            assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in got.items()} == {
-                name: tensor for name, tensor in packed.slot_form.tensors.items() if name in got
-            }
-            for slot, matrix in enumerate(right[plan.name]):
-                of = got[plan.name][slot]
-                is_down = plan.name == "down"
-                assert same_bytes(unpack(of, hidden, width) if is_down else unpack_gate_up(of, width, hidden), matrix)
-            for name in right.keys() - {plan.name}:
-                assert same_bytes(got[name], right[name])
+    for right, got in (
+        (load_weights(fp8_folder, plain), load_weights(fp8_folder, packed)),
+        (dummy_weights(plain, 3), dummy_weights(packed, 3)),
+    ):
+        for layer, tensors in got.experts.items():
+            assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in tensors.items()} == packed.slot_form.tensors
+            for name, wanted in right.experts[layer].items():
+                for slot, matrix in enumerate(wanted):
+                    held = tensors[name][slot]
+                    if name == "gate_up":
+                        held = unpack_gate_up(held, width, hidden)
+                    elif name == "down":
+                        held = unpack(held, hidden, width)
+                    assert same_bytes(held, matrix)
 
 
 def rewritten(source: Path, folder: Path, tensors: dict[str, Tensor]) -> Path:
@@ -243,4 +240,4 @@ def test_slots_that_no_memory_holds_are_refused_with_what_to_lower(fp8_folder: P
     plan = next(expert_tensors(spec))
     huge = SimpleNamespace(slots_per_rank=1 << 40)
     with pytest.raises(CapacityError, match=r"1099511627776 expert slots of one layer take .*lower eplb.num_redundant"):
-        empty_slots(plan, share_of(spec, "dense", huge))
+        empty_slots(plan, share_of(spec, "dense", huge), huge.slots_per_rank)

@@ -13,14 +13,13 @@ from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.forms import PER_CHANNEL
 from moe_serve.kernels.numerics import COMPILED, FAST
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import dense_tensors
-from moe_serve.models.weight_share import WeightShare
+from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import load_weights
 from tests.models.fp8_checkpoint import QWEN3_CONFIG, write_fp8_checkpoint
 from tests.models.runner import Runner, decoder_with, load_decoder, one_rank
-from tests.models.test_expert_slots import fused
 from tests.models.test_weights import fuse_experts, rewritten
+from tests.models.test_weights_of_experts import fused
 from tests.tolerance import FLOAT32, LOGITS, relative_error
 
 Oracle = Callable[[str], tuple[Any, Path]]

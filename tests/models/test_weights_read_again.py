@@ -10,14 +10,12 @@ from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import PER_CHANNEL
-from moe_serve.models.expert_reload import ExpertReloader, ExpertToRead
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.stored_weights import StoredWeights
 from moe_serve.models.weight_plan import dense_tensors
-from moe_serve.models.weight_share import WeightShare
-from moe_serve.models.weights import dummy_weights, load_weights
+from moe_serve.models.weight_share import StoredWeights, WeightShare
+from moe_serve.models.weights import ExpertReloader, ExpertToRead, dummy_weights, load_weights
 from tests.models.fp8_checkpoint import BLOCKS, write_fp8_checkpoint
-from tests.models.test_expert_slots import fused, rewritten, same_bytes
+from tests.models.test_weights_of_experts import fused, rewritten, same_bytes
 
 ROW = [3, 0, -1, 5, 1, 2, 4, 6, 7, -1]  # of two ranks; the first one's slots change
 READ = [ExpertToRead(1, 7, 0), ExpertToRead(0, 4, 2), ExpertToRead(1, 7, 3)]
