@@ -23,7 +23,7 @@ from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.body_parser import GENERATE_BODY, BodyParser
-from moe_serve.server.api.docs.routes import add_docs
+from moe_serve.server.api.docs import add_docs
 from moe_serve.server.api.generate import CallResponse, RequestPipeline
 from moe_serve.server.api.generation_control import add_generation_control
 from moe_serve.server.api.logprob_fields import LOGPROB_NAMES
@@ -38,7 +38,7 @@ from moe_serve.server.edge.errors import error_body, error_response, json_bytes
 from moe_serve.server.edge.gate import AdmissionGate, EarlyRefusal, RequestIds
 from moe_serve.server.edge.guard import OPEN, Access, Guard
 from moe_serve.server.edge.keys import KeyRing
-from moe_serve.server.observe.dashboard.routes import add_dashboard
+from moe_serve.server.observe.dashboard import add_dashboard
 from moe_serve.server.observe.eplb import add_eplb, add_recorder
 from moe_serve.server.observe.health import add_health
 from moe_serve.server.observe.metrics import PEERS, AdmissionMetrics, make_registry

@@ -17,7 +17,7 @@ from moe_serve.server.api.response_request import ResponseRequest, parse_respons
 from moe_serve.server.api.schemas import parse_generate
 from moe_serve.server.api.tokenize_request import DetokenizeRequest, TokenizeRequest, parse_detokenize, parse_tokenize
 from moe_serve.server.requests.prompts import GenerateRequest
-from moe_serve.server.workers.pool import HelperEnded, HelperPair, TooLongError
+from moe_serve.server.workers.helper_process import HelperEnded, HelperPair, TooLongError
 
 SMALL_BYTES = 1 << 14  # parsed within some 2 ms, whatever is in them
 HEAD = struct.Struct("<BI")  # in front of a body for the process: its kind's place in KINDS, max_prompts

@@ -6,7 +6,7 @@ import msgspec
 
 from moe_serve.errors import RequestError
 from moe_serve.server.api.body_parser import HEAD, KINDS, Parsed
-from moe_serve.server.workers.helper_loop import serve_jobs
+from moe_serve.server.workers.helper_process import serve_jobs
 
 _MAX_MEMORY_BYTES = 2 << 30
 

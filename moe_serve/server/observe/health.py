@@ -14,7 +14,7 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import ServeConfig
 from moe_serve.server.edge.errors import error_response, json_bytes
 from moe_serve.server.edge.guard import OPEN
-from moe_serve.server.observe.balance_json import summary_json
+from moe_serve.server.observe.eplb import summary_json
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.open_request import Changes, RequestSpec, UnavailableError
 

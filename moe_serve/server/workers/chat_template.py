@@ -12,7 +12,7 @@ import msgspec
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import ConfigError, ModelError, RequestError
 from moe_serve.models.model_files import read_bytes, read_json
-from moe_serve.server.workers.pool import HelperEnded, HelperPair, TooLongError
+from moe_serve.server.workers.helper_process import HelperEnded, HelperPair, TooLongError
 
 _LARGEST = 4 << 20  # bytes of a file with a template; real ones have up to 20 KB
 _DEADLINE_S = 10.0  # for one text, with the start of the process

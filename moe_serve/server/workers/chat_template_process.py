@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from moe_serve.server.workers.chat_template import Rendered, RenderJob
-from moe_serve.server.workers.helper_loop import serve_jobs, unbounded_time
+from moe_serve.server.workers.helper_process import serve_jobs, unbounded_time
 
 _MAX_MEMORY_BYTES = 1 << 30
 _MOST_COMPILED = 8  # templates that are kept compiled

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from moe_serve.server.api.docs.routes import LINKS, docs_page
+from moe_serve.server.api.docs import LINKS, docs_page
 from moe_serve.server.edge.keys import API_KEY_VARIABLE
 from tests.server.observe.dashboard.browser import browser_page
 from tests.server.served import in_event_loop, serving

@@ -15,7 +15,7 @@ from moe_serve.server.edge.bounded_parser import BoundedParser
 from moe_serve.server.edge.errors import error_body, json_bytes
 from moe_serve.server.edge.guard import _is_json, _secret, is_foreign_page, is_served_host
 from moe_serve.server.edge.keys import KeyRing
-from moe_serve.server.observe.dashboard.routes import Seen
+from moe_serve.server.observe.dashboard import Seen
 from moe_serve.server.observe.eplb import PlacementShape, parse_placement
 
 BODIES = [

@@ -13,7 +13,7 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.server.edge.errors import json_bytes
-from moe_serve.server.observe.balance_json import status_json
+from moe_serve.server.observe.eplb import status_json
 from moe_serve.server.ranks.balance import NUM_EVENTS, NUM_POINTS, BalanceBook
 
 

@@ -1,6 +1,6 @@
 """A helper whose job "spin" computes for ever: `python -m tests.server.workers.spinning_helper PARENT_PID NICENESS`."""
 
-from moe_serve.server.workers.helper_loop import serve_jobs
+from moe_serve.server.workers.helper_process import serve_jobs
 
 
 def answer(job: bytes) -> bytes:

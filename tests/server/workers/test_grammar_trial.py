@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_serve.server.workers import grammar_trial
-from moe_serve.server.workers.grammar_trial import Busy, Check, TooMuchMemory, TooMuchTime, Trials
+from moe_serve.server.workers import grammar_check_process
+from moe_serve.server.workers.grammar_check_process import Busy, Check, TooMuchMemory, TooMuchTime, Trials
 
 
 @contextmanager
@@ -49,9 +49,9 @@ def pid_unless(task: bytes) -> bytes:
 def test_a_fork_that_ends_over_a_constraint_says_why_and_the_next_one_goes_on(
     task: bytes, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_trial, "CPU_S", 0.03)
-    monkeypatch.setattr(grammar_trial, "_SOON_S", 0.05)
-    monkeypatch.setattr(grammar_trial, "_PATIENCE_S", 0.3 if error is Busy else 30.0)
+    monkeypatch.setattr(grammar_check_process, "CPU_S", 0.03)
+    monkeypatch.setattr(grammar_check_process, "_SOON_S", 0.05)
+    monkeypatch.setattr(grammar_check_process, "_PATIENCE_S", 0.3 if error is Busy else 30.0)
     with trials_of(pid_unless) as trials:
         first = trials.answer(b"")
         with pytest.raises(error):
@@ -62,7 +62,7 @@ def test_a_fork_that_ends_over_a_constraint_says_why_and_the_next_one_goes_on(
 def test_one_fork_tries_many_and_another_one_follows_it_where_it_was_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grammar_trial, "_STARVED_S", 0.0)
+    monkeypatch.setattr(grammar_check_process, "_STARVED_S", 0.0)
     with trials_of(pid_unless) as trials:
         (first,) = {int(trials.answer(b"x" * size)) for size in (0, 1, 100_000, 5)}
         os.kill(first, signal.SIGKILL)
@@ -76,10 +76,10 @@ def test_a_fork_that_has_grown_ends_after_its_answer_so_that_the_next_one_has_it
     kept = []
 
     def grow(task: bytes) -> bytes:
-        kept.append(bytearray(2 * grammar_trial._GROWN_BYTES))  # the heap of a large process may give back some
+        kept.append(bytearray(2 * grammar_check_process._GROWN_BYTES))  # the heap of a large process may give back some
         return b"%d" % len(kept)
 
-    monkeypatch.setattr(grammar_trial, "_STARVED_S", 0.0)
+    monkeypatch.setattr(grammar_check_process, "_STARVED_S", 0.0)
     with trials_of(grow) as trials:
         assert [trials.answer(b"") for _ in range(3)] == [b"1"] * 3
 
@@ -90,7 +90,7 @@ def test_a_fork_that_gets_no_core_is_followed_by_one_of_a_low_priority(monkeypat
             time.sleep(30)  # as where others take all cores
         return b"done"
 
-    monkeypatch.setattr(grammar_trial, "_SOON_S", 0.05)
+    monkeypatch.setattr(grammar_check_process, "_SOON_S", 0.05)
     with trials_of(starve) as trials:
         assert trials.answer(b"") == b"done"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server.observe.dashboard.routes import Seen, page_data
+from moe_serve.server.observe.dashboard import Seen, page_data
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.rank_table import RankTable
 from tests.server.observe.reports import Story

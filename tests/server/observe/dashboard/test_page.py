@@ -75,7 +75,7 @@ async def test_the_page_is_small_and_may_load_nothing_from_elsewhere():
 
 
 def test_the_package_holds_the_files_of_the_page():
-    folder = resources.files("moe_serve.server.observe.dashboard")
+    folder = resources.files("moe_serve.server") / "pages"
     assert {path.name for path in folder.iterdir()} >= {"page.html", "page.css", "page.js", "charts.js"}
 
 

@@ -17,7 +17,7 @@ from moe_serve.config import ServeConfig, served_name
 from moe_serve.errors import RequestError
 from moe_serve.server.edge.errors import json_bytes
 from moe_serve.server.edge.guard import OPEN
-from moe_serve.server.observe.balance_json import event_json, move_json, status_json
+from moe_serve.server.observe.eplb import event_json, move_json, status_json
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.ranks.rank_table import RankTable, RankView
@@ -42,7 +42,7 @@ _HEADERS = {
 def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
     """Adds /dashboard and what it loads."""
     start = uuid.uuid4().hex
-    folder = resources.files("moe_serve.server.observe.dashboard")
+    folder = resources.files("moe_serve.server") / "pages"
 
     def add_file(path: str, name: str, media_type: str) -> None:
         content = (folder / name).read_bytes()

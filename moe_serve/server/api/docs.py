@@ -165,7 +165,7 @@ def add_docs(app: FastAPI, document: dict[str, Any]) -> None:
     methods = {path: "POST" if path in listed and "get" not in listed[path] else "GET" for path in LINKS}
     front = front_page([(methods[path], path, words) for path, words in LINKS.items()]).encode()
     paths = {path: words if methods[path] == "GET" else f"{words} (POST)" for path, words in LINKS.items()}
-    style = (resources.files("moe_serve.server.api.docs") / "page.css").read_bytes()
+    style = (resources.files("moe_serve.server") / "pages" / "docs.css").read_bytes()
 
     @app.get("/", tags=[OPEN], include_in_schema=False)
     async def root(request: Request) -> Response:

@@ -4,11 +4,20 @@ import asyncio
 import errno
 import os
 import signal
+from io import BytesIO
 
 import pytest
 
 from moe_serve.errors import QueueFullError
-from moe_serve.server.workers.pool import HelperPair, TooLongError
+from moe_serve.server.workers import helper_process
+from moe_serve.server.workers.helper_process import (
+    FRAME,
+    REPLY,
+    HelperPair,
+    TooLongError,
+    serve_one,
+    unbounded_time,
+)
 from tests.server.served import in_event_loop, until
 
 SPINS = "tests.server.workers.spinning_helper"
@@ -110,3 +119,42 @@ async def test_processes_that_cannot_be_started_ahead_are_said_and_tried_again_w
         assert await pair.ask("client", b"a") == b"a"
     finally:
         await pair.close()
+
+
+# The child's side: one job, one answer, and when it ends.
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of the tests has often grown beyond what a helper may."""
+    monkeypatch.setattr(helper_process, "_KEPT_BYTES", 1 << 60)
+
+
+def serve(job: bytes, core_s: float = 60.0) -> tuple[bool, bytes]:
+    """Returns whether the process goes on, and what it wrote."""
+
+    def answer(job: bytes) -> bytes:
+        while job == b"spin":
+            pass
+        if job == b"free":
+            with unbounded_time():
+                sum(range(5_000_000))
+        return job[::-1]
+
+    sink = BytesIO()
+    return serve_one(BytesIO(FRAME.pack(len(job), core_s) + job), sink, answer), sink.getvalue()
+
+
+def test_a_job_is_answered_and_the_end_of_the_input_ends_the_process(small: None):
+    assert serve(b"abc") == (True, REPLY.pack(3, False, False) + b"cba")
+    assert not serve_one(BytesIO(), BytesIO(), bytes)
+
+
+def test_a_job_that_takes_longer_ends_and_the_process_goes_on(small: None):
+    assert serve(b"spin", 0.02) == (True, REPLY.pack(0, True, False))
+    assert serve(b"free", 0.02) == (True, REPLY.pack(4, False, False) + b"eerf")
+
+
+def test_a_process_that_has_grown_says_with_its_answer_that_it_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(helper_process, "_KEPT_BYTES", 0)
+    assert serve(b"abc") == (False, REPLY.pack(3, False, True) + b"cba")
