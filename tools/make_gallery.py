@@ -20,9 +20,8 @@ from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.replay.costs import ProfileCosts, Serving
 from moe_serve.eplb.replay.replay import replay, with_redundancy_curve
-from moe_serve.eplb.replay.report import to_json
+from moe_serve.eplb.replay.report import to_html, to_json
 from moe_serve.eplb.replay.report_against import against_page, read_report
-from moe_serve.eplb.replay.report_html import to_html
 from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.eplb.policies.deepseek import rebalance
+from moe_serve.eplb.policies.baselines import rebalance
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.topology import Topology

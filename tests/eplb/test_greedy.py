@@ -7,9 +7,16 @@ from hypothesis import strategies as st
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.policies.packing import duplicate_slots, pack_in_rounds, pack_longest_first, repair_duplicates
+from moe_serve.eplb.policies.packing import (
+    duplicate_slots,
+    list_replicas,
+    minimax_counts,
+    pack_in_rounds,
+    pack_longest_first,
+    repair_duplicates,
+    replica_load,
+)
 from moe_serve.eplb.policies.policy import PlanRequest
-from moe_serve.eplb.policies.replication import list_replicas, minimax_counts, replica_load
 from moe_serve.topology import Topology
 from tests.eplb.loads import lognormal, zipf
 

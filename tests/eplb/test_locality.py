@@ -5,9 +5,9 @@ import numpy as np
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.policies.locality import tokens_by_node
 from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.packing import replicas_in
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.policies.problem import problem_of
-from moe_serve.eplb.policies.replication import replicas_in
 from moe_serve.eplb.split.make import split_batch
 from moe_serve.topology import Topology
 from tests.eplb.loads import lognormal

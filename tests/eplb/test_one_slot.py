@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.incremental import nearest_counts
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.policies.one_slot import nearest_counts
 from moe_serve.eplb.policies.policy import PlanRequest, RankCost
 from moe_serve.topology import Topology
 from tests.eplb.loads import drifting, lognormal, same_slots

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies import pair_search, pairs
+from moe_serve.eplb.policies import pairs
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.policies.pair_search import Effort, PairLayer, search_pairs
-from moe_serve.eplb.policies.pairs import place_pairs
+from moe_serve.eplb.policies.pairs import Effort, PairLayer, place_pairs, search_pairs
 from moe_serve.eplb.policies.policy import PlanRequest, RankCost
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
@@ -23,7 +22,7 @@ from tests.eplb.loads import drifting, lognormal, one_hot, same_slots
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     try:
-        return pair_search.build_library(tmp_path_factory.mktemp("built"))
+        return pairs.build_library(tmp_path_factory.mktemp("built"))
     except ConfigError as error:
         if "no C compiler" in str(error):
             pytest.skip("this machine has no C compiler; the plain search is the one in use")
@@ -82,7 +81,7 @@ def placed(layer, broken, pool):
 def test_the_compiled_search_is_the_plain_one_to_the_bit(compiled, seed, price, share):
     layer = random_layer(seed)
     effort = Effort(int(share * len(layer.table)), price, 640, seed * 2 + 1)
-    plain, fast = search_pairs(layer, effort), pair_search.search_pairs_compiled(compiled, layer, effort)
+    plain, fast = search_pairs(layer, effort), pairs.search_pairs_compiled(compiled, layer, effort)
     assert [a.tolist() for a in plain] == [a.tolist() for a in fast]
 
 
@@ -186,16 +185,16 @@ def test_without_a_compiler_the_log_says_so_once(monkeypatch, caplog):
     def refuse(cache_dir=None):
         raise ConfigError("no C compiler for pairs.c; install gcc")
 
-    monkeypatch.setattr(pair_search, "build_library", refuse)
+    monkeypatch.setattr(pairs, "build_library", refuse)
     monkeypatch.setattr(pairs, "PLAIN_STEPS", 640)
-    pair_search.find_library.cache_clear()
+    pairs.find_library.cache_clear()
     try:
         now, later = drifting(2, 1, 12, 0.5)
         current = plan(now, 8, None).placement
         for _ in range(2):
             plan(later, 8, current)
     finally:
-        pair_search.find_library.cache_clear()
+        pairs.find_library.cache_clear()
     assert sum("two slots per rank" in record.message for record in caplog.records) == 1
 
 

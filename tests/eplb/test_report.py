@@ -11,8 +11,7 @@ from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.replay import curve_slots, replay, with_redundancy_curve
-from moe_serve.eplb.replay.report import as_bytes, as_seconds, to_json, to_table, verdict
-from moe_serve.eplb.replay.report_html import page_data, to_html
+from moe_serve.eplb.replay.report import as_bytes, as_seconds, page_data, to_html, to_json, to_table, verdict
 from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace

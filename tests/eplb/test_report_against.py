@@ -11,7 +11,7 @@ import pytest
 
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.replay.replay import replay
-from moe_serve.eplb.replay.report import to_json
+from moe_serve.eplb.replay.report import to_html, to_json
 from moe_serve.eplb.replay.report_against import (
     EarlierReport,
     against_cells,
@@ -20,7 +20,6 @@ from moe_serve.eplb.replay.report_against import (
     against_to_table,
     read_report,
 )
-from moe_serve.eplb.replay.report_html import to_html
 from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.errors import ConfigError

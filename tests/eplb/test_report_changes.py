@@ -10,7 +10,7 @@ import pytest
 
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.replay.replay import replay
-from moe_serve.eplb.replay.report_html import change_words, changes, page_data, to_html
+from moe_serve.eplb.replay.report import change_words, changes, page_data, to_html
 from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.topology import Topology

@@ -9,8 +9,16 @@ import pytest
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.replay.costs import Serving
-from moe_serve.eplb.replay.report_sweep import sweep_curves, sweep_to_json, sweep_to_table, sweep_verdict
-from moe_serve.eplb.replay.simulator import Simulation, Sweep, best_case, simulate
+from moe_serve.eplb.replay.simulator import (
+    Simulation,
+    Sweep,
+    best_case,
+    simulate,
+    sweep_curves,
+    sweep_to_json,
+    sweep_to_table,
+    sweep_verdict,
+)
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError, TraceError
 

@@ -16,7 +16,7 @@ Each bound is proved: no placement with these slots is better. Four arguments, f
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.policies.replication import minimax_counts
+from moe_serve.eplb.policies.packing import minimax_counts
 
 Floats = NDArray[np.float64]
 

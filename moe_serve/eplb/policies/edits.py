@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.policies.replication import replicas_in
+from moe_serve.eplb.policies.packing import replicas_in
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]

@@ -11,9 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.edits import sum_in_order
-from moe_serve.eplb.policies.packing import pack_in_rounds, pack_longest_first, repair_duplicates, swap_until_even
+from moe_serve.eplb.policies.packing import (
+    list_replicas,
+    pack_in_rounds,
+    pack_longest_first,
+    repair_duplicates,
+    replica_load,
+    swap_until_even,
+)
 from moe_serve.eplb.policies.problem import Problem, replicas_per_node
-from moe_serve.eplb.policies.replication import list_replicas, replica_load
 from moe_serve.errors import PlacementError
 
 Floats = NDArray[np.float64]

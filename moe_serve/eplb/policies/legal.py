@@ -24,10 +24,9 @@ from moe_serve.eplb.policies.hierarchy import (
     read_homes,
     share_off_home,
 )
-from moe_serve.eplb.policies.packing import duplicate_slots
+from moe_serve.eplb.policies.packing import duplicate_slots, replicas_in
 from moe_serve.eplb.policies.policy import Unkept
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, holds, part_of
-from moe_serve.eplb.policies.replication import replicas_in
 from moe_serve.eplb.repair import give_ranks
 
 Ints = NDArray[np.int64]

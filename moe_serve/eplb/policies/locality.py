@@ -10,8 +10,8 @@ Shape words: L = layers, E = experts, N = nodes, R = ranks, K = slots per rank.
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.policies.packing import replica_load, replicas_in
 from moe_serve.eplb.policies.problem import Problem, replicas_per_node
-from moe_serve.eplb.policies.replication import replica_load, replicas_in
 from moe_serve.eplb.relabel import cheapest_columns
 
 Floats = NDArray[np.float64]

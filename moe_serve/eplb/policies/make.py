@@ -66,11 +66,11 @@ def make_policy(name: str, **options: Any) -> PlacementPolicy:
     try:
         match name:
             case "deepseek":
-                from moe_serve.eplb.policies.deepseek import DeepSeekPolicy
+                from moe_serve.eplb.policies.baselines import DeepSeekPolicy
 
                 return DeepSeekPolicy(**options)
             case "greedy":
-                from moe_serve.eplb.policies.greedy import GreedyPolicy
+                from moe_serve.eplb.policies.anew import GreedyPolicy
 
                 return GreedyPolicy(**options)
             case "refined":
@@ -90,7 +90,7 @@ def make_policy(name: str, **options: Any) -> PlacementPolicy:
 
                 return MilpPolicy(**options)
             case "static":
-                from moe_serve.eplb.policies.static import StaticPolicy
+                from moe_serve.eplb.policies.baselines import StaticPolicy
 
                 return StaticPolicy(**options)
     except TypeError as error:

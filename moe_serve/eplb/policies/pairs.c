@@ -1,4 +1,4 @@
-/* The search of pair_search.py in C: the same proposals, sums in the same order and ties, so the same result to the bit
+/* The search of pairs.py in C: the same proposals, sums in the same order and ties, so the same result to the bit
    (built without contraction of a * b + c). See there for the method.
    Shape words: R ranks, E experts; expert E is an empty slot. */
 #include <math.h>
@@ -10,7 +10,7 @@
 typedef int64_t i64;
 typedef uint64_t u64;
 
-typedef struct { /* laid out as pair_search.py writes it */
+typedef struct { /* laid out as pairs.py writes it */
     i64 num_ranks, num_experts, max_broken, num_blocks, steps_per_block, seed;
     const i64 *table;           /* [R, 2] */
     const i64 *start;           /* [E + 1]: values[start[e] + c] is the size of each of c replicas */

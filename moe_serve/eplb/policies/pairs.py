@@ -1,27 +1,51 @@
 """Edits a placement with two slots per rank: breaks some ranks and pairs their replicas anew, counts included.
 
-`pair_search.py` says how it is decided; here each layer is made ready for it, and what it found becomes a table.
+Single edits get stuck with two slots per rank: one more replica of a heavy expert fits nowhere until many ranks change
+partners. So some ranks are *broken*: their replicas go into a pool, replica counts change within the pool, and the pool
+is paired anew, heaviest beside lightest. With the size of a replica = exp(steepness x load), a rank's peak is the
+product of its two sizes, and no pairing has a smaller sum of products (rearrangement inequality): the search over
+placements is one over broken ranks and counts alone. A pair of the pool can nearly always go to a rank that had one of
+its two experts, so a broken rank costs one move, which `price` weighs.
+
+The search anneals one layer at a time. A proposal breaks a rank, mends one (it gets its old pair back), does both, or
+turns a replica of the pool into one of another expert. It is accepted when the sum of peaks, plus the price of broken
+ranks, rises by less than a random threshold that cools down. Where an expert's count changes, the ranks that keep it
+change too. `search_pairs` is the plain form of pairs.c: the same draws, sums in the same order and ties, so the same
+result to the bit.
 
 Shape words: L = layers, R = ranks, E = experts; expert E is an empty slot.
 """
 
+import ctypes
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, reduce
+from operator import add, mul
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moe_serve.eplb.policies.greedy import greedy_table
-from moe_serve.eplb.policies.pair_search import (
-    Effort,
-    Ints,
-    PairLayer,
-    find_library,
-    search_pairs,
-    search_pairs_compiled,
-)
+from moe_serve.c_library import load_c_library
+from moe_serve.eplb.policies.anew import greedy_table
+from moe_serve.eplb.policies.packing import minimax_counts, replicas_in
 from moe_serve.eplb.policies.problem import Ids, Problem, count_arrivals
-from moe_serve.eplb.policies.replication import minimax_counts, replicas_in
+from moe_serve.errors import ConfigError
+from moe_serve.log import get_logger
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NUM_THRESHOLDS = 4096
+# Minus the logarithm of evenly spread numbers: what temperature x it allows is Metropolis' rule.
+THRESHOLDS: Floats = -np.log((np.arange(NUM_THRESHOLDS) + 0.5) / NUM_THRESHOLDS)
+LARGE_CHANGE = 1e6  # of the sum of whole ranks' peaks, after which it is added up anew
+_MASK = 2**64 - 1
+_SOURCE = Path(__file__).with_name("pairs.c")
+# A fused multiply-add rounds once where the plain form rounds twice.
+_FLAGS = ("-ffp-contract=off",)
 LARGEST_EXPONENT = 330.0  # of a size: products of two, and sums of these, stay finite
 MORE_REPLICAS = 4  # than minimax replication gives, at most
 STEPS_PER_RANK, MOST_STEPS = 420, 60_000
@@ -45,6 +69,48 @@ class PairRules:
     steepness: float
     risk: float
     price: float
+
+
+@dataclass(frozen=True, eq=False)
+class PairLayer:
+    """One layer as the search sees it.
+
+    table:  [R, 2] int64, the placement to edit, no rank with an expert twice
+    start, values: values[start[e] + c] is the size of one replica of expert e with c replicas; values[start[E]] that of
+            an empty slot, which is the last
+    least, most: [E] of c
+    """
+
+    table: Ints
+    start: Ints
+    values: Floats
+    least: Ints
+    most: Ints
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How to search.
+
+    max_broken:       ranks that may be broken at a time
+    price:            of a broken rank, in peaks
+    steps:            proposals in all
+    seed:             > 0
+    hottest, coldest: the first and the last temperature, in peaks
+    blocks:           temperatures; each holds for steps // blocks proposals
+    """
+
+    max_broken: int
+    price: float
+    steps: int
+    seed: int
+    hottest: float = 1.0
+    coldest: float = 0.03
+    blocks: int = 64
+
+    @property
+    def temperatures(self) -> Floats:
+        return np.geomspace(self.hottest, self.coldest, self.blocks)
 
 
 def edit_pairs(problem: Problem, table: Ids, layers: Ints, rules: PairRules) -> bool:
@@ -122,6 +188,268 @@ def _seed(seed: int, layer: int, attempt: int) -> int:
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & 2**64 - 1
     return (mixed ^ mixed >> 31) >> 1 | 1
+
+
+def search_pairs(layer: PairLayer, effort: Effort) -> tuple[Ints, Ints]:
+    """Returns the broken ranks [B] and the pool for them [2 B], heaviest first: the best state that was seen."""
+    search = _Search(layer, effort)
+    best = search.whole
+    found: tuple[list[int], list[int]] = [], []
+    random = _draws(effort.seed)
+    for temperature in effort.temperatures.tolist():
+        for _ in range(effort.steps // effort.blocks):
+            first, second = next(random), next(random)
+            limit = temperature * search.thresholds[second & (NUM_THRESHOLDS - 1)]
+            whole = search.whole
+            if not search.propose(first, second, limit):
+                continue
+            if abs(search.whole - whole) > LARGE_CHANGE:
+                search.whole = search.sum_whole()
+            now = search.whole + search.paired + effort.price * search.num_broken
+            if now < best:
+                best, found = now, (search.order[: search.num_broken], search.experts)
+    return np.array(found[0], dtype=np.int64), np.array(found[1], dtype=np.int64)
+
+
+def _draws(state: int) -> Iterator[int]:
+    """Yields xorshift's 64-bit numbers."""
+    while True:
+        state ^= state << 13 & _MASK
+        state ^= state >> 7
+        state ^= state << 17 & _MASK
+        yield state
+
+
+def _below(random: int, n: int) -> int:
+    return (random >> 32) * n >> 32
+
+
+class _Search:
+    """The state of a search.
+
+    whole, paired: sum of the peaks of whole ranks, and of the pool's pairs
+    order, num_broken: all ranks, the broken ones first; place_of: where in it a rank stands
+    count, pooled: [E + 1] replicas, and those in the pool; value: [E + 1] size of one replica now
+    experts, falling: the pool, heaviest first, and minus its sizes
+    """
+
+    def __init__(self, layer: PairLayer, effort: Effort):
+        self.layer, self.effort, self.thresholds = layer, effort, THRESHOLDS.tolist()
+        self.table: list[list[int]] = layer.table.tolist()
+        self.start = layer.start.tolist()
+        self.least, self.most = layer.least.tolist(), layer.most.tolist()
+        self.values: list[float] = layer.values.tolist()
+        self.empty = len(self.most)
+        self.count = np.bincount(layer.table.ravel(), minlength=self.empty + 1).tolist()
+        self.pooled = [0] * (self.empty + 1)
+        self.value: list[float] = [self.values[self.start[e] + self.count[e]] for e in range(self.empty)]
+        self.value.append(self.values[self.start[self.empty]])
+        self.holders: list[list[int]] = [[] for _ in range(self.empty + 1)]
+        for rank, pair in enumerate(self.table):
+            for expert in pair:
+                self.holders[expert].append(rank)
+        self.order, self.place_of = list(range(len(self.table))), list(range(len(self.table)))
+        self.num_broken = 0
+        self.experts: list[int] = []
+        self.falling: list[float] = []
+        self.whole, self.paired = self.sum_whole(), 0.0
+
+    def peak(self, rank: int) -> float:
+        one, other = self.table[rank]
+        return self.value[one] * self.value[other]
+
+    def sum_whole(self) -> float:
+        """Returns the sum of the peaks of whole ranks; changes of it leave an error where they are much larger."""
+        return reduce(add, (self.peak(r) for r in range(len(self.table)) if self.place_of[r] >= self.num_broken), 0.0)
+
+    def partner(self, rank: int, expert: int) -> int:
+        one, other = self.table[rank]
+        return other if one == expert else one
+
+    def propose(self, first: int, second: int, limit: float) -> bool:
+        """Draws a proposal and makes it if the objective rises by at most the limit. Returns whether it was made."""
+        num_ranks, kind, broken = len(self.table), first & 7, self.num_broken
+        whole = num_ranks - broken
+        if kind < 5:
+            if (kind != 3 and broken == 0) or (kind != 4 and whole == 0):
+                return False
+            if kind == 3 and broken >= self.effort.max_broken:
+                return False
+            mended = None if kind == 3 else self.order[_below(first, broken)]
+            return self.move_ranks(None if kind == 4 else self.order[broken + _below(second, whole)], mended, limit)
+        rank = None
+        if kind == 5 or broken == 0:
+            if broken >= self.effort.max_broken or whole == 0:
+                return False
+            rank = self.order[broken + _below(first, whole)]
+            giver = self.table[rank][first >> 3 & 1]
+        else:
+            giver = self.experts[_below(first, len(self.experts))]
+        if first >> 4 & 1:
+            taker = _below(second, self.empty)
+        else:  # one of the heavier of two ranks
+            one, two = _below(second, num_ranks), _below(second * 0x9E3779B97F4A7C15 & _MASK, num_ranks)
+            taker = self.table[one if self.peak(one) > self.peak(two) else two][first >> 5 & 1]
+        if taker in (giver, self.empty) or self.count[taker] >= self.most[taker]:
+            return False
+        if giver != self.empty and self.count[giver] <= self.least[giver]:
+            return False
+        return self.change_counts(rank, taker, giver, limit)
+
+    def move_ranks(self, broken: int | None, mended: int | None, limit: float) -> bool:
+        """Breaks one rank and mends another, or one of the two."""
+        change, entries = 0.0, []
+        gone: dict[int, int] = {}
+        old_pair = [] if mended is None else self.table[mended]
+        if mended is not None:
+            if any(self.pooled[e] < old_pair.count(e) for e in old_pair):
+                return False
+            if broken is None and not self._fits_without(old_pair):
+                return False
+            change += self.peak(mended)
+            for expert in old_pair:
+                gone[expert] = gone.get(expert, 0) + 1
+        if broken is not None:
+            room = self.num_broken + (mended is None)
+            for expert in self.table[broken]:
+                if expert < self.empty and self.pooled[expert] - (expert in old_pair) >= room:
+                    return False
+                entries.append((expert, 1, self.value[expert]))
+            change -= self.peak(broken)
+        experts, falling, paired = self._rebuilt(entries, gone)
+        if change + (paired - self.paired) + self.effort.price * ((broken is not None) - (mended is not None)) > limit:
+            return False
+        self.experts, self.falling, self.paired = experts, falling, paired
+        self.whole += change
+        if mended is not None:
+            self._mend(mended)
+        if broken is not None:
+            self._break(broken)
+        return True
+
+    def change_counts(self, broken: int | None, taker: int, giver: int, limit: float) -> bool:
+        """Breaks a rank (None: does not), then turns a replica of giver in the pool into one of taker."""
+        more = self.values[self.start[taker] + self.count[taker] + 1]
+        fewer = self.value[giver] if giver == self.empty else self.values[self.start[giver] + self.count[giver] - 1]
+        takers, givers = self.pooled[taker] + 1, self.pooled[giver] - 1
+        change, entries = 0.0, []
+        if broken is not None:
+            other = self.partner(broken, giver)
+            if other == taker or (other < self.empty and self.pooled[other] > self.num_broken):
+                return False
+            change -= self.peak(broken)
+            givers += 1 + (other == giver)
+            if other != giver:
+                entries.append((other, 1, self.value[other]))
+        if takers > self.num_broken + (broken is not None):
+            return False
+        if givers > 0:
+            entries.append((giver, givers, fewer))
+        entries.append((taker, takers, more))
+        gone = {taker: self.pooled[taker], giver: self.pooled[giver]}
+        experts, falling, paired = self._rebuilt(entries, gone)
+        for rank in self.holders[taker]:
+            if self.place_of[rank] >= self.num_broken and rank != broken:
+                other = self.partner(rank, taker)
+                if other == giver:
+                    change += more * fewer - self.value[taker] * self.value[giver]
+                else:
+                    change += self.value[other] * (more - self.value[taker])
+        for rank in self.holders[giver] if giver != self.empty else ():
+            if self.place_of[rank] >= self.num_broken and rank != broken:
+                other = self.partner(rank, giver)
+                if other != taker:
+                    change += self.value[other] * (fewer - self.value[giver])
+        if change + (paired - self.paired) + self.effort.price * (broken is not None) > limit:
+            return False
+        self.experts, self.falling, self.paired = experts, falling, paired
+        self.whole += change
+        if broken is not None:
+            self._break(broken)
+        for expert, step, value in ((giver, -1, fewer), (taker, 1, more)):
+            self.pooled[expert] += step
+            self.count[expert] += step
+            self.value[expert] = value
+        return True
+
+    def _rebuilt(
+        self, entries: list[tuple[int, int, float]], gone: dict[int, int]
+    ) -> tuple[list[int], list[float], float]:
+        """Returns the pool without gone[e] replicas of each expert, with (expert, number, size) entries; its sum."""
+        experts, falling = self.experts.copy(), self.falling.copy()
+        for expert, number in gone.items():
+            if number:  # all replicas of an expert have one size, though others may have it too
+                at = bisect_left(falling, -self.value[expert])
+                for _ in range(number):
+                    at = experts.index(expert, at)
+                    del experts[at], falling[at]
+        for expert, number, size in sorted(entries, key=lambda entry: -entry[2]):
+            at = bisect_right(falling, -size)
+            experts[at:at] = [expert] * number
+            falling[at:at] = [-size] * number
+        half = len(falling) // 2
+        peaks = list(map(mul, falling[:half], falling[: half - 1 : -1]))
+        sums = [reduce(add, peaks[lane::4], 0.0) for lane in range(4)]  # as C adds them
+        return experts, falling, (sums[0] + sums[1]) + (sums[2] + sums[3])
+
+    def _fits_without(self, pair: list[int]) -> bool:
+        """Returns whether every expert of the pool, without this pair, can be on different ranks of one fewer."""
+        return all(self.pooled[e] - (e in pair) <= self.num_broken - 1 for e in self.experts if e != self.empty)
+
+    def _break(self, rank: int) -> None:
+        for expert in self.table[rank]:
+            self.pooled[expert] += 1
+        self._set_place(rank, self.num_broken)
+        self.num_broken += 1
+
+    def _mend(self, rank: int) -> None:
+        for expert in self.table[rank]:
+            self.pooled[expert] -= 1
+        self.num_broken -= 1
+        self._set_place(rank, self.num_broken)
+
+    def _set_place(self, rank: int, place: int) -> None:
+        other, old = self.order[place], self.place_of[rank]
+        self.order[old], self.place_of[other] = other, old
+        self.order[place], self.place_of[rank] = rank, place
+
+
+def build_library(cache_dir: Path | None = None) -> ctypes.CDLL:
+    """Returns pairs.c, built where no earlier build is found; see c_library.py for where, and what it raises."""
+    return load_c_library(_SOURCE, {"search_pairs": 1}, _FLAGS, cache_dir)[0]
+
+
+@cache
+def find_library() -> ctypes.CDLL | None:
+    """Returns pairs.c, or None where it cannot be built, which the log says once."""
+    try:
+        return build_library()
+    except ConfigError as error:
+        get_logger(__name__).warning("plans for two slots per rank are searched by Python, with less effort: %s", error)
+        return None
+
+
+def search_pairs_compiled(library: ctypes.CDLL, layer: PairLayer, effort: Effort) -> tuple[Ints, Ints]:
+    """Same contract as `search_pairs`, and the same result to the bit."""
+    num_ranks, num_experts = len(layer.table), len(layer.most)
+    broken, pool = np.empty(num_ranks, dtype=np.int64), np.empty(2 * num_ranks, dtype=np.int64)
+    numbers = np.empty(8 * num_ranks + 4 * (num_experts + 1), dtype=np.int64)
+    room = np.empty(4 * num_ranks + num_experts + 1)
+    reals = layer.values, effort.temperatures, THRESHOLDS, np.array([effort.price])
+    arrays: list[NDArray[np.number]] = [
+        np.ascontiguousarray(a) for a in (layer.table, layer.start, layer.least, layer.most)
+    ]
+    arrays += [np.ascontiguousarray(array) for array in reals]
+    arrays += [broken, pool, numbers, room]
+    task = np.array(
+        [
+            num_ranks, num_experts, effort.max_broken, effort.blocks, effort.steps // effort.blocks,
+            effort.seed, *(array.ctypes.data for array in arrays),
+        ],
+        dtype=np.int64,
+    )  # fmt: skip
+    num_broken = library.search_pairs(task.ctypes.data)
+    return broken[:num_broken], pool[: 2 * num_broken]
 
 
 def place_pairs(table: Ids, current: Ids, broken: Ints, pool: Ints, one_each: bool = False) -> Ids:

@@ -6,23 +6,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.policies.anew import finish_anew
+from moe_serve.eplb.policies.anew import finish_anew, first_packing
 from moe_serve.eplb.policies.bounds import balancedness_bound, lightest_top
 from moe_serve.eplb.policies.edits import EditState
-from moe_serve.eplb.policies.greedy import first_packing
 from moe_serve.eplb.policies.hierarchy import has_single_homes, plan_by_node, read_homes
 from moe_serve.eplb.policies.legal import HomeRule, Ints
 from moe_serve.eplb.policies.locality import improve_locality
 from moe_serve.eplb.policies.packing import (
     Deadline,
+    apportion,
+    list_replicas,
+    minimax_counts,
     pack_in_rounds,
     pack_longest_first,
     repair_duplicates,
+    replica_load,
+    replicas_in,
     swap_until_even,
 )
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, problem_of
-from moe_serve.eplb.policies.replication import apportion, list_replicas, minimax_counts, replica_load, replicas_in
 from moe_serve.eplb.policies.single_edits import (
     MIN_GAIN,
     SMALL_SLACK,

@@ -15,9 +15,16 @@ from numpy.typing import NDArray
 
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.packing import pack_longest_first, repair_duplicates, swap_until_even
+from moe_serve.eplb.policies.packing import (
+    list_replicas,
+    minimax_counts,
+    pack_longest_first,
+    repair_duplicates,
+    replica_load,
+    replicas_in,
+    swap_until_even,
+)
 from moe_serve.eplb.policies.problem import Ids, Problem
-from moe_serve.eplb.policies.replication import list_replicas, minimax_counts, replica_load, replicas_in
 from moe_serve.eplb.policies.shares import even_out_shares
 
 Floats = NDArray[np.float64]

@@ -9,8 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from moe_serve.eplb.files.untrusted import read_json
-from moe_serve.eplb.replay.report import MISSING, as_number, as_seconds, printed, text_console
-from moe_serve.eplb.replay.report_html import page_groups
+from moe_serve.eplb.replay.report import MISSING, as_number, as_seconds, page_groups, printed, text_console
 from moe_serve.eplb.replay.result import CEILING, FLOOR, ReplayReport
 from moe_serve.errors import ConfigError
 

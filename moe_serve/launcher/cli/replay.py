@@ -135,9 +135,8 @@ def replay(options: ReplayOptions) -> None:
     """Replays a trace, or shows the balancedness in an engine's log."""
     from moe_serve.eplb.replay.replay import num_passes, with_redundancy_curve
     from moe_serve.eplb.replay.replay import replay as run_replay
-    from moe_serve.eplb.replay.report import to_json, to_table
+    from moe_serve.eplb.replay.report import to_html, to_json, to_table
     from moe_serve.eplb.replay.report_against import against_page, against_to_json, against_to_table, read_report
-    from moe_serve.eplb.replay.report_html import to_html
     from moe_serve.eplb.replay.run import LIVE
 
     # Before the replay, so that a wrong file is refused at once.

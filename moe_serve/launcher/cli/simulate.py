@@ -136,9 +136,8 @@ class SimulateOptions(opt.PageOptions, opt.ServingOptions):
 def simulate(options: SimulateOptions) -> None:
     """Runs all combinations, and reports them with the replay of the best."""
     from moe_serve.eplb.replay.replay import with_redundancy_curve
-    from moe_serve.eplb.replay.report_html import to_html
-    from moe_serve.eplb.replay.report_sweep import sweep_curves, sweep_to_json, sweep_to_table
-    from moe_serve.eplb.replay.simulator import best_case
+    from moe_serve.eplb.replay.report import to_html
+    from moe_serve.eplb.replay.simulator import best_case, sweep_curves, sweep_to_json, sweep_to_table
     from moe_serve.eplb.replay.simulator import simulate as run_simulation
     from moe_serve.eplb.replay.synthetic import SyntheticLoad
 

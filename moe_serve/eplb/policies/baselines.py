@@ -1,4 +1,6 @@
-"""DeepSeek's EPLB for comparison: the same output on inputs without ties, all layers at once.
+"""What balancers are compared with: the placement in use, kept, and DeepSeek's EPLB.
+
+DeepSeek's EPLB gives the same output as the original on inputs without ties, all layers at once.
 
 The algorithm as published: with a node hierarchy, expert groups are packed onto nodes, and every node replicates its
 own experts and packs the replicas onto its ranks; without one, the whole cluster counts as a single node. Packing puts
@@ -15,14 +17,61 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.anew import PLANS_ANEW
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.policies.problem import Problem, finish, problem_of, unkept_limits
+from moe_serve.eplb.policies.problem import Ids, Problem, as_table, finish, holds, problem_of, unkept_limits
 from moe_serve.eplb.repair import give_ranks
 from moe_serve.errors import PlacementError
 
 Singles = NDArray[np.float32]
-Ids = NDArray[np.int64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StaticPolicy:
+    """Keeps the current placement, or experts in order where there is none."""
+
+    name: str = "static"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Returns the current placement; without one, the trivial placement over the ranks that take part.
+
+        With min_replicas above 1, slots of the trivial placement are changed where an expert is on too few ranks.
+        Raises PlacementError when the current placement uses an excluded rank for an expert's only slot, or has an
+        expert on fewer than min_replicas ranks.
+        """
+        problem = problem_of(request)
+        if problem.current is not None:
+            if request.current is not None and request.excluded_ranks:
+                lost = request.current.without_ranks(request.excluded_ranks)[1]
+                if lost:
+                    raise PlacementError(
+                        f"the static policy keeps the current placement, but without ranks {request.excluded_ranks} "
+                        f"expert {lost[0][1]} of row {lost[0][0]} (and {len(lost) - 1} more) has no slot; use another "
+                        "policy"
+                    )
+            _check_ranks(problem, problem.current)
+            return finish(problem, problem.current, keep_slots=False)
+        num_layers, num_logical = problem.weight.shape
+        trivial = Placement.trivial(num_layers, num_logical, problem.num_ranks, problem.num_slots - num_logical)
+        table = as_table(trivial, problem.ranks * 0 + range(problem.num_ranks))
+        if problem.min_replicas > 1:
+            for ranks in table:
+                give_ranks(ranks, range(problem.num_ranks), problem.min_replicas)
+        return finish(problem, table)
+
+
+def _check_ranks(problem: Problem, table: Ids) -> None:
+    """Raises PlacementError when an expert of the table [L, R, K] is on fewer than min_replicas ranks."""
+    least = problem.min_replicas
+    num_ranks = holds(table, problem.weight.shape[1]).sum(axis=1)
+    if least > 1 and (num_ranks < least).any():
+        row, expert = np.argwhere(num_ranks < least)[0]
+        raise PlacementError(
+            f"the static policy keeps the current placement, in which expert {expert} of row {row} is on "
+            f"{num_ranks[row, expert]} of the ranks that take part and min_replicas is {least}; use another policy"
+        )
 
 
 @dataclass(frozen=True)
@@ -77,7 +126,7 @@ def _spread_replicas(table: NDArray[np.int32], num_nodes: int, min_replicas: int
         give_ranks(ranks, range(len(ranks)), min_replicas)
 
 
-def rebalance(weight: NDArray[np.number], num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> Ids:
+def rebalance(weight: NDArray[np.number], num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> Ints:
     """Returns the expert of each slot: weight [L, E] -> [L, num_slots] int64. num_nodes = 1 is the global method.
 
     num_groups divides E and is a multiple of num_nodes; num_nodes divides num_ranks; num_ranks divides num_slots.
@@ -114,7 +163,7 @@ def rebalance(weight: NDArray[np.number], num_slots: int, num_groups: int, num_n
     return np.take_along_axis(by_node, at_slot.reshape(num_layers, num_slots), axis=1)
 
 
-def pack_balanced(load: Singles, num_packs: int) -> tuple[Ids, Ids]:
+def pack_balanced(load: Singles, num_packs: int) -> tuple[Ints, Ints]:
     """Returns the pack of each item and its position in it; each pack gets n / num_packs: load [X, n] -> 2 x [X, n].
 
     Heaviest first, to the lightest pack with room (the first of equals). One item per pack: item i goes to pack i.
@@ -137,7 +186,7 @@ def pack_balanced(load: Singles, num_packs: int) -> tuple[Ids, Ids]:
     return pack, place
 
 
-def replicate(load: Singles, num_replicas: int) -> tuple[Ids, Ids]:
+def replicate(load: Singles, num_replicas: int) -> tuple[Ints, Ints]:
     """Returns the expert of each replica [X, num_replicas] and the replicas of each expert: load [X, n] -> ..., [X, n].
 
     The first n replicas are the experts themselves; each further one goes to the expert with the heaviest replicas.
