@@ -47,15 +47,6 @@ def sections(text: str) -> list[str]:
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_a_link_to_a_section_that_is_not_there_is_noticed() -> None:
-    assert sections("# What a `slot` is, and what not\n## Two\n```\n# no heading\n```") == [
-        "what-a-slot-is-and-what-not",
-        "two",
-    ]
-    assert leads_somewhere(ROOT / "README.md", "docs/architecture.md#layers")
-    assert not leads_somewhere(ROOT / "README.md", "docs/architecture.md#no-such-section")
-
-
 def test_pages_that_code_and_settings_name_exist() -> None:
     """Error messages, --help, comments and configurations send readers to pages."""
     folders = ("moe_serve", "tests", "benchmarks", "tools", "configs", "deploy")

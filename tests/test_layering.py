@@ -78,10 +78,15 @@ def modules() -> list[Path]:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports_of(path: Path) -> list[tuple[int, str]]:
     """Returns (line, dotted name below moe_serve) of every import of the package, also those inside functions."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [node.module] if node.module != "moe_serve" else [f"moe_serve.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -187,7 +192,7 @@ def test_no_import_circles() -> None:
 def imported_files(path: Path, files: dict[str, Path]) -> set[str]:
     """Returns the modules of the package that a file imports; `from a import b` names a.b where that is a file."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             module = node.module.removeprefix("moe_serve.")
             found |= {name for alias in node.names if (name := f"{module}.{alias.name}") in files} or {module}
@@ -244,7 +249,7 @@ def test_a_rank_starts_without_what_only_the_front_end_and_the_tools_need() -> N
 
 def imported_at_once(path: Path) -> list[str]:
     """Returns the modules that a file imports when it is imported, and `a.b` for `from a import b`."""
-    found, todo = [], list(ast.parse(path.read_text(encoding="utf-8")).body)
+    found, todo = [], list(tree_of(path).body)
     while todo:
         node = todo.pop()
         match node:
@@ -282,8 +287,7 @@ def test_rooms_of_the_forward_import_with_torch_numpy_and_triton_alone() -> None
 
 def test_no_file_unpickles() -> None:
     for path in modules():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [alias.name for alias in node.names]
                 if names != ["UnpicklingError"]:  # what torch.load(weights_only=True) raises

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import threading
+import time
 
 import pytest
 
@@ -59,7 +60,9 @@ def test_ordinary_text_stays_as_it_is():
     assert one_line("Rang 3 «größer» ✓ 日本") == "Rang 3 «größer» ✓ 日本"
 
 
-def test_a_flood_is_one_line_for_each_source_with_a_count(caplog: pytest.LogCaptureFixture):
+def test_a_flood_is_one_line_for_each_source_with_a_count(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     logger = logging.getLogger("test_log")
     warnings = RareWarnings(logger, period_s=1000)
     for _ in range(5000):
@@ -67,7 +70,8 @@ def test_a_flood_is_one_line_for_each_source_with_a_count(caplog: pytest.LogCapt
     for number in range(5000):
         warnings.warn(f"stranger {number}", "bad bytes")
     assert len(caplog.records) <= 1 + 256 + 1
-    warnings._period_s = 0
+    later_s = time.monotonic() + 1001
+    monkeypatch.setattr("time.monotonic", lambda: later_s)
     warnings.warn("a", "bad bytes from %s", "a")
     assert caplog.records[-1].getMessage() == "bad bytes from a (4999 more since the last such line)"
 

@@ -102,7 +102,7 @@ def plan_attention(
     long_from: chunks of at least this many rows become long_chunks; None: none do
     """
     builder = _Builder(batch, layout, numerics, dtype, visible)
-    decodes = [builder.decode_group(seqs) for seqs in _group(batch, layout)]
+    decodes = [builder.decode_group(seqs) for seqs in groups_of(batch, layout)]
     chunks: list[Chunk] = []
     long_chunks: list[Chunk] = []
     start = num_rows = batch.num_decodes
@@ -115,7 +115,7 @@ def plan_attention(
     return AttentionPlan(tuple(decodes), tuple(chunks), tuple(long_chunks), num_rows)
 
 
-def _group(batch: ForwardBatch, layout: KvLayout) -> list[Sequence[int]]:
+def groups_of(batch: ForwardBatch, layout: KvLayout) -> list[Sequence[int]]:
     """Returns the decode sequences in groups of similar length, so that padding at most doubles the keys."""
     lens = batch.host_seq_lens
     num = batch.num_decodes

@@ -32,7 +32,7 @@ class OpenRequests:
 
     def __init__(self, scheduler: Scheduler, limits: ModelLimits, counters: EngineCounters, grammars: Grammars):
         self._scheduler = scheduler
-        self._grammars = grammars
+        self.grammars = grammars
         self._limits = limits
         self._counters = counters
         self._open: dict[str, Request] = {}
@@ -53,7 +53,7 @@ class OpenRequests:
         request = message.to_request()
         request.arrived_s = time.monotonic()
         try:
-            if self._grammars.prepare(request):
+            if self.grammars.prepare(request):
                 self._scheduler.add(request)
         except RequestError as error:
             return _refusal(request, error)
@@ -71,12 +71,12 @@ class OpenRequests:
     @property
     def awaits_grammar(self) -> bool:
         """Whether a request is open whose grammar is being compiled."""
-        return self._grammars.has_work
+        return self.grammars.has_work
 
     def schedule_compiled(self) -> list[TokenEvent]:
         """Schedules requests whose grammars have been compiled; returns the events of those that are refused."""
         refused = []
-        for request, failure in self._grammars.compiled():
+        for request, failure in self.grammars.compiled():
             if self._open.get(request.request_id) is not request:
                 continue  # it has left meanwhile
             try:

@@ -151,14 +151,14 @@ def test_decodes_of_different_length_go_in_groups(kind: str, mode: str, monkeypa
     assert relative_error(got, wanted) < FLOAT32
     lens = tuple(start + 1 for start, _ in case)
     batch = ForwardBatch.empty("cpu", FAST)
-    groups = attention_plan._group(_with_lens(batch, lens), layout)
+    groups = attention_plan.groups_of(_with_lens(batch, lens), layout)
     assert [list(g) for g in groups] == [[1, 4], [5, 2], [3], [0]]
 
 
 def test_a_group_is_cut_before_its_copy_of_the_cache_grows_large(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = LAYOUTS["gqa"][0]
     monkeypatch.setattr(attention_plan, "LARGEST_GATHER", 3 * 10 * layout.elements_per_token)
-    groups = attention_plan._group(_with_lens(ForwardBatch.empty("cpu", FAST), (10,) * 8), layout)
+    groups = attention_plan.groups_of(_with_lens(ForwardBatch.empty("cpu", FAST), (10,) * 8), layout)
     assert sorted(map(len, groups)) == [2, 3, 3]
 
 

@@ -106,7 +106,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             chunks = self.scheduler.commit(self.scheduler.propose())
             self.complete(chunks, self.compute(chunks))
-            self.scheduler.check()
         assert not self.alive, f"{sorted(self.alive)} did not finish within {limit} steps"
         self.accounting_holds()
 
@@ -143,7 +142,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk, token_id in zip(chunks, results, strict=True):
             request = chunk.request
             self.scheduler.complete(chunk, token_id)
-            self.scheduler.check()
             if request.request_id not in self.alive:
                 continue
             num_output = len(request.output_ids)
@@ -152,6 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if num_output >= self.stop_after[request.request_id]:
                 self.scheduler.finish(request.request_id)
                 del self.alive[request.request_id]
+        self.scheduler.check()
 
     def watch_the_oldest(self, counts):
         """The oldest request ends within steps that depend on its size only, however many requests arrive."""

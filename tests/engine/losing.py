@@ -259,7 +259,7 @@ def go(engine: Engine, mailbox: FileMailbox, num_ranks: int, fault: Fault | None
     outcome.version = engine.served.placement.version
     check_slots(engine)
     if moves == "decided" and engine.balancing.leads:
-        outcome.decisions = [decision.kind for decision in real_balancer(engine)._rebalancer.decisions]
+        outcome.decisions = [decision.kind for decision in real_balancer(engine).rebalancer.decisions]
     if fault is not None and not fault.anew:
         note_reported(engine, outcome, [each.victim for each in fault.all])
     outcome.waited_s = engine.served.waited_s

@@ -107,19 +107,19 @@ def lead_restlessly(engine: Engine, num_rounds: int = 60, seed: int = 0) -> Rest
     def make(step: int, reports: BalanceReports) -> RestlessBalancer:
         return RestlessBalancer(engine.served.placement, num_rounds, seed)
 
-    balancing._make_balancer = make  # type: ignore[assignment]
+    balancing.make_balancer = make  # type: ignore[assignment]
     if not balancing.leads:
         return None
-    assert balancing._balancer is not None
-    balancing._balancer.close()
-    balancing._balancer = leader = RestlessBalancer(engine.served.placement, num_rounds, seed)  # type: ignore[assignment]
+    assert balancing.balancer is not None
+    balancing.balancer.close()
+    balancing.balancer = leader = RestlessBalancer(engine.served.placement, num_rounds, seed)  # type: ignore[assignment]
     return leader
 
 
 def real_balancer(engine: Engine) -> Balancer:
     """Returns what decides on the leading rank of an engine in mode dynamic."""
-    balancer = engine.balancing._balancer
-    assert balancer is not None, engine.balancing._alarm
+    balancer = engine.balancing.balancer
+    assert balancer is not None, engine.balancing.alarm
     return balancer
 
 
@@ -129,7 +129,7 @@ def move_in_every_step(engine: Engine, seed: int = 0) -> Callable[[], int]:
     All ranks draw the same placements, so nothing needs to be told.
     """
     draw = np.random.default_rng(seed)
-    mover, run_step = engine.balancing._mover, engine.run_step
+    mover, run_step = engine.balancing.mover, engine.run_step
     assert mover is not None
     rounds: list[object] = []
     done = 0

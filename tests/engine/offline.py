@@ -135,7 +135,7 @@ class ScriptedMailbox(QueueMailbox):
 
     def __init__(self, script: Script, rank: int, num_ranks: int, meeting: Path):
         super().__init__(end_when_idle=False)
-        self._script = list(script)
+        self.script = list(script)
         self._num_polls = 0
         self._mark = meeting / str(rank)
         self._marks = [meeting / str(peer) for peer in range(num_ranks)]
@@ -144,8 +144,8 @@ class ScriptedMailbox(QueueMailbox):
         self._num_polls += 1
         asleep = timeout_s > 0
         arrived: list[Inbound] = []
-        while self._script and (self._script[0][0] <= self._num_polls or (asleep and not arrived)):
-            arrived.append(self._script.pop(0)[1])
+        while self.script and (self.script[0][0] <= self._num_polls or (asleep and not arrived)):
+            arrived.append(self.script.pop(0)[1])
         if arrived or not asleep:
             return arrived
         self._mark.touch()

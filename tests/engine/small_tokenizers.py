@@ -9,6 +9,7 @@ kimi():          read from a `tiktoken.model`
 """
 
 import base64
+import itertools
 import struct
 from collections.abc import Callable
 
@@ -149,8 +150,8 @@ def _finished(backend: Backend) -> Tokenizer:
 
 
 def eos_of(tokenizer: Tokenizer) -> int:
-    return tokenizer._backend.token_to_id("</s>")
+    return tokenizer.encode("</s>", add_special_tokens=False)[0]
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
-    return tokenizer._backend.get_vocab_size()
+    return next(token_id for token_id in itertools.count() if tokenizer.token_of(token_id) is None)

@@ -158,7 +158,8 @@ def test_only_the_requests_of_a_front_end_that_is_gone_leave_a_rank() -> None:
     for request_id in ("0:1.5-0", "1:1.5-0", "10:1.5-0", "0:1.5-1"):
         assert requests.submit(Submit(request_id, 0, [5, 6], SamplingParams(max_new_tokens=4), seed=0)) is None
     requests.drop_all_of(1)
-    assert [request.request_id for request in scheduler._waiting.values()] == ["0:1.5-0", "10:1.5-0", "0:1.5-1"]
+    started = [chunk.request.request_id for chunk in scheduler.propose().prefills]
+    assert started == ["0:1.5-0", "10:1.5-0", "0:1.5-1"]
     requests.drop_all_of(0)
     assert len(requests) == 1
     requests.drop_all_of(None)  # the only one

@@ -13,7 +13,6 @@ from torch import Tensor
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.protocol.mailbox import Inbound
 from moe_serve.engine.protocol.messages import Rebalance, SetPlacement, Submit
-from moe_serve.engine.step.plan import MoveCancelled
 from moe_serve.ep.expert_transfer import OutgoingExpert
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.process import PlannerProcess
@@ -68,13 +67,15 @@ def watch_cancels(engine: Engine, repair: Callable[[], None], reason: str) -> No
     """
     leader = lead_restlessly(engine, NUM_ROUNDS)
     count_activations(engine)
-    cancel, steps = engine.balancing._cancel, []
+    mover, steps = engine.balancing.mover, []
+    assert mover is not None
+    cancel = mover.cancel
 
-    def watched(step: int, why: MoveCancelled) -> None:
-        cancel(step, why)
+    def watched() -> None:
+        cancel()
         check_slots(engine)
         repair()
-        steps.append(step)
+        steps.append(engine.step)
 
     def check() -> None:
         check_slots(engine)
@@ -87,7 +88,7 @@ def watch_cancels(engine: Engine, repair: Callable[[], None], reason: str) -> No
         assert f"at step {steps[0]}, layer " in cancelled
         assert cancelled.endswith(reason)
 
-    engine.balancing._cancel = watched  # type: ignore[method-assign]
+    mover.cancel = watched  # type: ignore[method-assign]
     at_the_end(engine, check)
 
 
@@ -110,7 +111,7 @@ def damage_a_byte(engine: Engine) -> None:
 
 def be_late(engine: Engine) -> None:
     """Rank 1 gives a round no time at all, until one was late."""
-    mover = engine.balancing._mover
+    mover = engine.balancing.mover
     assert mover is not None
     settings = mover._settings
 
@@ -142,7 +143,7 @@ def hurt_planner(engine: Engine) -> None:
         at_the_end(engine, lambda: check_slots(engine))
         return
     balancer = real_balancer(engine)
-    planner, journal = balancer._planner, balancer._rebalancer.journal
+    planner, journal = balancer.planner, balancer.rebalancer.journal
     assert isinstance(planner, PlannerProcess)
     poll, poll_mailbox = planner.poll, engine.mailbox.poll
     hurt: set[int] = set()
@@ -163,13 +164,13 @@ def hurt_planner(engine: Engine) -> None:
 
     def ask(timeout_s: float) -> list[Inbound]:
         nonlocal has_asked
-        if timeout_s == 0 or (has_asked and balancer._rebalancer.state == "watching"):
+        if timeout_s == 0 or (has_asked and balancer.rebalancer.state == "watching"):
             return poll_mailbox(timeout_s)
         arrived = poll_mailbox(0.0)
         if journal.alarm and not has_asked:
             has_asked = True
             arrived.append(Rebalance(1))
-        assert time.monotonic() < give_up_s, f"state {balancer._rebalancer.state}, {journal.decisions}"
+        assert time.monotonic() < give_up_s, f"state {balancer.rebalancer.state}, {journal.decisions}"
         time.sleep(0.001)
         return arrived
 
@@ -212,7 +213,7 @@ def reversed_placement(placement: Placement) -> list[list[int]]:
 
 def place_while_asleep(engine: Engine) -> None:
     table = reversed_placement(engine.served.placement)
-    engine.mailbox._script.append((1 << 40, SetPlacement(7, table)))  # type: ignore[attr-defined]
+    engine.mailbox.script.append((1 << 40, SetPlacement(7, table)))  # type: ignore[attr-defined]
 
     def check() -> None:
         check_slots(engine)
@@ -240,7 +241,7 @@ def move_restlessly(engine: Engine) -> None:
 
 def leave_rank_1_idle(engine: Engine) -> None:
     if engine.rank == 1:
-        engine.mailbox._script.clear()  # type: ignore[attr-defined]
+        engine.mailbox.script.clear()  # type: ignore[attr-defined]
     move_restlessly(engine)
 
 

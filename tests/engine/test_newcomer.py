@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from moe_serve.engine.recovery.recovery import MaskingRecovery
+from moe_serve.engine.recovery.recovery import MaskingRecovery, Rank
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
 from tests.engine.losing import Outcome, serve_and_lose
@@ -71,17 +71,27 @@ def test_two_ranks_are_replaced_one_after_the_other(model):
 @pytest.mark.parametrize("deadline_s", [None, 0.0, 1000.0])
 def test_ranks_that_lack_experts_wait_until_the_deadline_and_not_at_all_where_nobody_starts_the_lost_one(deadline_s):
     served = SimpleNamespace(
-        placement=Placement.trivial(1, 4, 2), windows=SimpleNamespace(begin_step=lambda plan: None, placement=None)
+        placement=Placement.trivial(1, 4, 2),
+        windows=SimpleNamespace(begin_step=lambda plan: None, placement=None),
+        void_step=lambda: None,
     )
-    membership = SimpleNamespace(masked=[1], members=[0], epoch=1, suspect_after_s=None)
-    recovery: Any = MaskingRecovery(cast(Any, None), cast(Any, served), cast(Any, membership), 3.0, deadline_s)
+    membership = SimpleNamespace(
+        masked=[1], members=[0], epoch=1, suspect_after_s=None, is_void=True, is_masked=False,
+        regroup=lambda joining: None,
+    )  # fmt: skip
+    sent: list[Any] = []
+    exchange, mailbox = SimpleNamespace(dead_peers=lambda: [1]), SimpleNamespace(send=sent.append)
+    own = Rank(0, 5, cast(Any, exchange), cast(Any, mailbox), lambda: 0)
+    recovery = MaskingRecovery(own, cast(Any, served), cast(Any, membership), 3.0, deadline_s)
+    lost = PeerError("rank 1 died", 1, "dispatch", 3)
     needed = "rank 1 cannot be spared: the 1 rank that is left has 2 slots per layer for 4 experts"
     if deadline_s is None:
         with pytest.raises(PeerError, match=needed):
-            recovery._serve(served.placement)
+            recovery.recover(lost, lambda: True)
         return
-    recovery._serve(served.placement)
+    assert recovery.recover(lost, lambda: True)
     assert recovery.waits
+    assert [(each.members, each.waits) for each in sent] == [([0], True)], "the front end hears of it"
     assert served.windows.placement is served.placement, "its records have slots for all experts"
     step = cast(Any, SimpleNamespace(rejoining=()))
     if deadline_s == 0.0:

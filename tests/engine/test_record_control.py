@@ -1,7 +1,7 @@
 """Recordings that clients control: same steps on all ranks, and what may go wrong. One rank or two, without a model."""
 
-from collections.abc import Sequence
-from concurrent.futures import wait
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,18 @@ class Rank:
         self.ask(command)
         for _ in range(2):
             self.run()
-        if self.control._dump is not None:
-            wait([self.control._dump.dump.done], 10)
-            self.run()
+        wait_for(lambda: len(self.sent) > num_sent, self.run)
         answer = self.sent[num_sent]
         assert isinstance(answer, Answer)
         return answer
+
+
+def wait_for(is_answered: Callable[[], bool], run: Callable[[], None]) -> None:
+    """Runs steps until a command is answered: a dump is written beside them."""
+    give_up_s = time.monotonic() + 10
+    while not is_answered() and time.monotonic() < give_up_s:
+        time.sleep(0.001)
+        run()
 
 
 def run_together(ranks: Sequence[Rank], num_tokens: int = 2, **fields: Any) -> None:
@@ -100,10 +106,7 @@ def answer_of(ranks: Sequence[Rank], command: str) -> Answer:
     leader.ask(command)
     for _ in range(2):
         run_together(ranks)
-    for rank in ranks:
-        if rank.control._dump is not None:
-            wait([rank.control._dump.dump.done], 10)
-    run_together(ranks)
+    wait_for(lambda: len(leader.sent) > num_sent, lambda: run_together(ranks))
     (answer,) = leader.sent[num_sent:]
     assert isinstance(answer, Answer)
     return answer

@@ -22,8 +22,8 @@ def send_commands(commands: Commands, engine: Engine) -> None:
     """Every rank hears of the commands, rank 1 a few polls later; the first polls of a script bring its requests."""
     mailbox = engine.mailbox
     assert isinstance(mailbox, ScriptedMailbox)
-    mailbox._script += [(poll + 2 * engine.rank, RecordCommand(poll, name)) for poll, name in commands]
-    mailbox._script.sort(key=lambda item: item[0])
+    mailbox.script += [(poll + 2 * engine.rank, RecordCommand(poll, name)) for poll, name in commands]
+    mailbox.script.sort(key=lambda item: item[0])
 
 
 def record(folder: Path, mode: str, commands: Commands = START_STOP_DUMP, *overrides: str) -> Served:

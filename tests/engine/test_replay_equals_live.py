@@ -31,11 +31,11 @@ class RecordedEngine(Engine):
 
     def settle(self):
         """Turns until nothing is under way."""
-        while self.balancer._rebalancer.state != "watching":
+        while self.balancer.rebalancer.state != "watching":
             self.turn()
 
     def said(self):
-        return said_by(self.balancer._rebalancer.decisions)
+        return said_by(self.balancer.rebalancer.decisions)
 
 
 def said_by(decisions):

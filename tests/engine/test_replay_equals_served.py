@@ -51,9 +51,9 @@ def watch_and_command(folder: Path, split: str, engine: Engine) -> None:
     assert isinstance(mailbox, ScriptedMailbox)
     # Refused while a plan or a move is under way, so one of them comes at a good time.
     by_hand = [(poll, SetPlacement(poll, np.roll(table, poll, axis=1).tolist())) for poll in range(40, 70, 3)]
-    mailbox._script = sorted([*mailbox._script, *by_hand], key=lambda item: item[0])
+    mailbox.script = sorted([*mailbox.script, *by_hand], key=lambda item: item[0])
     if split == "exact":
-        engine.balancing._split_choice = RestlessSplit()
+        engine.balancing.split_choice = RestlessSplit()
 
 
 def run_live(folder: Path, num_ranks: int, split: str) -> tuple[Watched, Path]:

@@ -127,8 +127,5 @@ def test_what_is_not_supported_is_refused(pattern, words):
 
 def test_expressions_on_which_backtracking_is_exponential_take_a_bounded_number_of_steps():
     for pattern in ("(a+)+b", "(a|a)*b", "(.*)(.*)(.*)(.*)x", "(a?){30}a{30}b"):
-        automaton = compile_stop_regex(pattern)
-        finder = RegexFinder(pattern)
-        assert finder.push("a" * 20_000) == []
-        assert len(automaton._next) <= MAX_POSITIONS
+        assert RegexFinder(pattern).push("a" * 20_000) == []
     assert RegexFinder("a" * MAX_POSITIONS).push("a" * MAX_POSITIONS) == [MAX_POSITIONS]

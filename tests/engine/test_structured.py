@@ -1,6 +1,7 @@
 """Outputs have the form that was asked for, the same tokens however they are served; others are not changed."""
 
 import json
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,12 +49,13 @@ STARTS: Starts = [  # with biases, so that they come soon
 
 def compile_at_once(engine: Engine) -> None:
     """Requests are scheduled with their step, as where the grammar is kept: a script says when they arrive."""
-    own = engine.requests._grammars
+    own = engine.requests.grammars
 
     def prepare(request: Request) -> bool:
         if not type(own).prepare(own, request):
-            own._answers.put(own._answers.get())  # waits for the thread
-            ((_, failure),) = own.compiled()
+            while not (compiled := own.compiled()):
+                time.sleep(0.001)
+            ((_, failure),) = compiled
             if failure is not None:
                 raise failure
         return True

@@ -2,14 +2,14 @@
 
 import math
 from functools import cache
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 
-from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.protocol.messages import Submit
 from moe_serve.kernels.cpu.linear import RowTable
@@ -44,16 +44,17 @@ def poison_embedding(engine: Engine, value: float) -> None:
 
 def poison_cache(engine: Engine, value: float) -> None:
     """Before the victim's fifth token its oldest block holds the value, in every layer."""
-    forward, requests, cache = engine.served.forward, engine.requests._open, engine.served.cache
+    commit, served = engine.scheduler.commit, engine.served
 
-    def forward_poisoned(batch: ForwardBatch, num_chunks: int, overlap: bool = False) -> torch.Tensor:
-        victim = requests.get(VICTIM)
-        if victim is not None and len(victim.output_ids) == 4:
-            for layer in cache._layers:
-                layer[victim.block_ids[0] * cache.block_size] = value
-        return forward(batch, num_chunks, overlap)
+    def poison_and_commit(*args: Any) -> tuple[ScheduledChunk, ...]:
+        chunks = commit(*args)
+        for request in (chunk.request for chunk in chunks if chunk.request.request_id == VICTIM):
+            if len(request.output_ids) == 4:
+                for index in range(len(served.cache.layouts)):
+                    served.cache.layer(index)[request.block_ids[0] * served.cache.block_size] = value
+        return chunks
 
-    engine.served.forward = forward_poisoned  # type: ignore[method-assign]
+    engine.scheduler.commit = poison_and_commit  # type: ignore[method-assign]
 
 
 def nan_in_embedding(engine: Engine) -> None:

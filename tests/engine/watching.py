@@ -104,10 +104,10 @@ def watch(folder: Path, engine: Engine) -> None:
     close = engine.balancing.close
 
     def write_and_close() -> None:  # after the last step, in which a plan may still arrive
-        balancer = engine.balancing._balancer
+        balancer = engine.balancing.balancer
         tables.append(served.placement)
         seen["tables"] = [(each.physical_to_logical.tolist(), each.version) for each in tables]
-        seen["decisions"] = [] if balancer is None else list(balancer._rebalancer.decisions)
+        seen["decisions"] = [] if balancer is None else list(balancer.rebalancer.decisions)
         (folder / f"{engine.rank}.json").write_bytes(msgspec.json.encode(seen))
         close()
 
@@ -117,11 +117,11 @@ def watch(folder: Path, engine: Engine) -> None:
 
 
 def _wait_for_plan(engine: Engine) -> None:
-    balancer, deadline_s = engine.balancing._balancer, time.monotonic() + LONGEST_PLAN_S
-    assert balancer is not None, engine.balancing._alarm
-    decisions = balancer._rebalancer.decisions
+    balancer, deadline_s = engine.balancing.balancer, time.monotonic() + LONGEST_PLAN_S
+    assert balancer is not None, engine.balancing.alarm
+    decisions = balancer.rebalancer.decisions
     if not decisions or engine.step < decisions[-1].step + STEPS_OF_A_PLAN:
         return
-    while balancer._rebalancer.state == "planning" and time.monotonic() < deadline_s:
+    while balancer.rebalancer.state == "planning" and time.monotonic() < deadline_s:
         time.sleep(0.01)
         balancer.poll(engine.step + 1)

@@ -43,7 +43,7 @@ def counts_of(ids: list[torch.Tensor], num_logical: int) -> torch.Tensor:
     return torch.stack([count_slots(i, num_logical) for i in ids])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_replay_of_a_recorded_batch_gets_the_servers_split_row_for_row(data: st.DataObject) -> None:
     placement, topology, ids = draw_step(data)
@@ -207,8 +207,8 @@ def test_activations_and_switches_in_any_order_split_as_a_new_map_does(data: st.
         evenly = data.draw(st.booleans(), label="split evenly")
         replica_map.split_evenly(evenly)
         fresh = new_map(placement, "even" if evenly and split == "exact" else split)
-        assert torch.equal(replica_map._first_slot, fresh._first_slot)
         for row in range(2):
+            assert torch.equal(replica_map.layer(row).first_slot, fresh.layer(row).first_slot)
             got = replica_map.layer(row).split(ids[0], counts, 0)
             assert all(map(torch.equal, got, fresh.layer(row).split(ids[0], counts, 0)))
             num_exact += split == "exact" and not evenly

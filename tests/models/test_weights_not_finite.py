@@ -113,18 +113,23 @@ def test_every_tensor_of_a_checkpoint_is_looked_through(
         if name.endswith("_blocks"):  # of MXFP4, which has no such numbers
             continue
         value = draw.choice(NOT_FINITE[tensor.dtype_name])
-        refusals = []
         with poked(tensor, draw.randrange(math.prod(tensor.shape)), value):
-            for share in ranks:
-                try:
-                    load_weights(folder, share)
-                except ModelError as error:
-                    refusals.append(str(error))
-        assert refusals, f"{name}: no rank has seen {value!r}"
-        for words in refusals:
-            assert words.startswith(f"{tensor.path}: tensor {name} holds numbers")
-            assert "\n" not in words
-            assert "download the file again" in words
+            for share in list(ranks):
+                words = refusal(folder, share)
+                if words:
+                    break
+                ranks.reverse()  # the next tensor probably belongs to the other rank, too
+        assert words.startswith(f"{tensor.path}: tensor {name} holds numbers"), f"{name}: who has seen {value!r}?"
+        assert "\n" not in words
+        assert "download the file again" in words
+
+
+def refusal(folder: Path, share: WeightShare) -> str:
+    try:
+        load_weights(folder, share)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def test_an_expert_of_a_fused_tensor_is_named(oracle: Oracle, tmp_path: Path) -> None:

@@ -161,8 +161,8 @@ class Balancer:
         step: int = 0,
     ):
         self._settings = settings
-        self._rebalancer = make_rebalancer(placement, settings, facts)
-        self._planner = planner
+        self.rebalancer = make_rebalancer(placement, settings, facts)
+        self.planner = planner
         self._reports = reports
         self._on_event = on_event
         self._now = now
@@ -178,31 +178,31 @@ class Balancer:
     @property
     def placement(self) -> Placement:
         """Where experts are, as far as rounds are active."""
-        return self._rebalancer.placement
+        return self.rebalancer.placement
 
     @property
     def alarm(self) -> str:
         """Why the balancer has switched itself off; "" = it has not."""
-        return self._rebalancer.journal.alarm
+        return self.rebalancer.journal.alarm
 
     @property
     def has_work(self) -> bool:
         """Whether turns must follow each other: a round waits to be told, or the planner's request to be sent."""
-        return self.next_round() is not None or self._planner.has_more_to_send
+        return self.next_round() is not None or self.planner.has_more_to_send
 
     def window_closed(self, record: LoadRecord, step: int) -> None:
         """Takes a final load record, after it was written to the trace. step: the first one after it"""
         if not self._has_load:
             self._has_load = True
-            self._planner.start()  # load comes in, so a plan will be asked for
+            self.planner.start()  # load comes in, so a plan will be asked for
         self._handle(WindowClosed(step, record))
 
     def poll(self, step: int) -> None:
         """Takes the planner's answer, and watches the deadlines. Called once per turn of the engine's loop."""
-        answer = self._planner.poll()
+        answer = self.planner.poll()
         if answer is not None and answer.request_id == self._asked:
             self._answered(step, answer)
-        if self._rebalancer.state in ("watching", "off"):
+        if self.rebalancer.state in ("watching", "off"):
             self._polled_s = None
             return
         now_s = self._now()
@@ -264,17 +264,17 @@ class Balancer:
         Raises PlacementError, saying why, when that cannot be done.
         """
         self._handle(PlaceAt(step, table))
-        return f"{self._rebalancer.decisions[-1].reason}; the placement in use is version {self.placement.version}"
+        return f"{self.rebalancer.decisions[-1].reason}; the placement in use is version {self.placement.version}"
 
     def report(self, step: int) -> BalanceReport | None:
         """Returns what has changed since the last report; None: nothing."""
-        rebalancer = self._rebalancer
+        rebalancer = self.rebalancer
         decisions, self._num_reported = rebalancer.journal.since(self._num_reported)
         return self._reports.make(step, rebalancer.state, rebalancer.placement, decisions, self.alarm)
 
     def close(self) -> None:
         """Ends the planner."""
-        self._planner.close()
+        self.planner.close()
 
     def _answered(self, step: int, answer: PlanAnswer | PlanProblem) -> None:
         self._asked = None
@@ -287,7 +287,7 @@ class Balancer:
 
     def _handle(self, event: Event) -> None:
         """Hands an event to the rebalancer, writes it to the trace, and does what the rebalancer asks for."""
-        actions = self._rebalancer.handle(event)
+        actions = self.rebalancer.handle(event)
         self._reports.has_news = True
         if not isinstance(event, WindowClosed):
             name, fields = fields_of(event)
@@ -297,7 +297,7 @@ class Balancer:
             match action:
                 case RequestPlan():
                     self._asked = action.request_id
-                    self._planner.submit(action.request_id, action.request, action.limits, action.relabel)
+                    self.planner.submit(action.request_id, action.request, action.limits, action.relabel)
                     self._on_event(REQUESTED, action.step, request_id=action.request_id, layers=len(action.layer_rows))
                 case StartRound():
                     self._round, self._is_told = action, False

@@ -65,6 +65,7 @@ class Balancing:
                    rank begins to lead
     split_choice:  whether the exact split pays; asked on the leader
     send:          sends a message to the front end;  on_event: writes (name, step, **fields) to the trace
+    balancer:      of the leader in mode dynamic, until its first mistake;  alarm: that mistake, "" before it
     """
 
     def __init__(
@@ -81,14 +82,14 @@ class Balancing:
         on_event: Callable[..., None],
     ):
         self._rank, self._launch_id = rank, launch_id
-        self._served, self._recovery, self._mover = served, recovery, mover
+        self._served, self._recovery, self.mover = served, recovery, mover
         self._mode: Literal["off", "static", "dynamic"] = mode
-        self._split_choice = split_choice
-        self._make_balancer = make_balancer
+        self.split_choice = split_choice
+        self.make_balancer = make_balancer
         self._send, self._on_event = send, on_event
         self._reports: BalanceReports | None = None  # where this rank leads
-        self._balancer: Balancer | None = None  # of the leader in mode dynamic, until its first mistake
-        self._alarm = ""  # why there is none any more
+        self.balancer: Balancer | None = None
+        self.alarm = ""
         self._is_lowest = False  # of the ranks that take part
         self._to_tell: StartRound | None = None  # the round that this rank has announced for this step
         self._running: _Running | None = None
@@ -118,17 +119,17 @@ class Balancing:
 
     @property
     def staged(self) -> int:
-        return 0 if self._mover is None else self._mover.staged
+        return 0 if self.mover is None else self.mover.staged
 
     @property
     def fault(self) -> tuple[int, int]:
         """Why this rank gives up the running round, and the row of the layer, as in RankState."""
-        fault = None if self._mover is None else self._mover.fault
+        fault = None if self.mover is None else self.mover.fault
         return (0, 0) if fault is None else (_FAULT_NUMBERS[fault.reason], fault.layer_row)
 
     @property
     def even_phases(self) -> int:
-        return self._split_choice.even_phases
+        return self.split_choice.even_phases
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class Balancing:
         Raises PeerError when a peer is missing.
         """
         moves = plan.moves
-        if self._is_lowest and self._even_phases != self._split_choice.even_phases:
+        if self._is_lowest and self._even_phases != self.split_choice.even_phases:
             self._note_split(plan.step)
         if self._activates(moves.activate):
             self._activate(plan.step)
@@ -150,7 +151,7 @@ class Balancing:
             self._tell_placement(moves.placement_from)
         self._recovery.reload_lost_experts(plan)
         if plan.regrouped:
-            self._split_choice.placement_changed()
+            self.split_choice.placement_changed()
             self._even_phases = -1
             self._lead(plan.step)
             self._ask(lambda balancer: balancer.group_changed(plan.step, self._served.placement))
@@ -159,14 +160,14 @@ class Balancing:
 
     def end_step(self, plan: StepPlan, step_s: float) -> None:
         """Carries a part of the running round, and lets the leader think. step_s: of this step, 0 without a forward"""
-        if self._mover is not None:
-            self._mover.advance(step_s if plan.runs_forward else 0.0)
+        if self.mover is not None:
+            self.mover.advance(step_s if plan.runs_forward else 0.0)
         if self._is_lowest and plan.runs_forward:
-            self._split_choice.observe(plan, step_s)
+            self.split_choice.observe(plan, step_s)
         self._ask(lambda balancer: balancer.poll(plan.step + 1))
         report = self._report(plan.step + 1)
         if report is not None:
-            self._send(msgspec.structs.replace(report, splits=self._split_choice.describe()))
+            self._send(msgspec.structs.replace(report, splits=self.split_choice.describe()))
 
     def window_closed(self, record: LoadRecord) -> None:
         """Takes a final load record, on the leader."""
@@ -176,35 +177,35 @@ class Balancing:
 
     def close(self) -> None:
         """Ends what the rank has started beside serving: the planner of a leader, and the ways that experts take."""
-        if self._balancer is not None:
-            self._balancer.close()
-        if self._mover is not None:
-            self._mover.close()
+        if self.balancer is not None:
+            self.balancer.close()
+        if self.mover is not None:
+            self.mover.close()
 
     def _lead(self, step: int) -> None:
         """Begins or ends to lead, as the group says."""
         # While experts lack there is nothing to balance.
         self._is_lowest = leads = self._recovery.members[0] == self._rank and not self._recovery.waits
         if leads and self._reports is None and self._mode != "off":
-            self._reports, self._alarm = BalanceReports(self._rank, self._launch_id, self._mode), ""
+            self._reports, self.alarm = BalanceReports(self._rank, self._launch_id, self._mode), ""
             if self._mode == "dynamic":
-                self._balancer = self._make_balancer(step, self._reports)
+                self.balancer = self.make_balancer(step, self._reports)
         elif not leads and self._reports is not None:
-            if self._balancer is not None:
-                self._balancer.close()
-            self._reports = self._balancer = None
+            if self.balancer is not None:
+                self.balancer.close()
+            self._reports = self.balancer = None
 
     def _ask(self, act: Callable[[Balancer], T]) -> T | None:
         """Returns what the balancer answers; None where there is none. Its first error ends it, and raises an alarm."""
-        balancer = self._balancer
+        balancer = self.balancer
         if balancer is None:
             return None
         try:
             return act(balancer)
         except Exception as error:  # the balancer is not worth a served token
             log.exception("the balancer has failed; serving goes on without it")
-            self._balancer = None
-            self._alarm = f"the balancer has failed ({type(error).__name__}: {error})"
+            self.balancer = None
+            self.alarm = f"the balancer has failed ({type(error).__name__}: {error})"
             if self._reports is not None:
                 self._reports.has_news = True
             balancer.close()
@@ -213,9 +214,9 @@ class Balancing:
     def _report(self, step: int) -> BalanceReport | None:
         """Returns what the leader tells the front end after a step; None: nothing is new."""
         report = self._ask(lambda balancer: balancer.report(step))
-        if self._balancer is None and self._reports is not None:  # mode static, or the balancer has failed
-            state = "off" if self._alarm else "watching"
-            return self._reports.make(step, state, self._served.placement, alarm=self._alarm)
+        if self.balancer is None and self._reports is not None:  # mode static, or the balancer has failed
+            state = "off" if self.alarm else "watching"
+            return self._reports.make(step, state, self._served.placement, alarm=self.alarm)
         return report
 
     def _activates(self, version: int) -> bool:
@@ -234,7 +235,7 @@ class Balancing:
 
     def _note_split(self, step: int) -> None:
         """Writes to the trace in which phases batches are split evenly from this step on."""
-        self._even_phases = phases = self._split_choice.even_phases
+        self._even_phases = phases = self.split_choice.even_phases
         self._on_event(
             "split_changed", step, phases=[name for number, name in enumerate(PHASES) if phases >> number & 1]
         )
@@ -244,7 +245,7 @@ class Balancing:
         assert running is not None, "all ranks have staged a round that this one has not heard of"
         self._active_mover.activate(running.version)
         self._recovery.activate_round(running.round)
-        self._split_choice.placement_changed()
+        self.split_choice.placement_changed()
         self._running = None
         now_s = time.monotonic()
         num_bytes = running.round.num_transfers * self._served.decoder.experts[0].slot_bytes
@@ -261,8 +262,8 @@ class Balancing:
         self._ask(lambda balancer: balancer.cancelled(step, reason))
 
     def _end_round(self) -> None:
-        if self._mover is not None:
-            self._mover.cancel()
+        if self.mover is not None:
+            self.mover.cancel()
         self._running = None
 
     def _tell_placement(self, source: int) -> None:
@@ -271,8 +272,8 @@ class Balancing:
 
     @property
     def _active_mover(self) -> WeightMover:
-        assert self._mover is not None, "a leader that moves nothing has announced a round"
-        return self._mover
+        assert self.mover is not None, "a leader that moves nothing has announced a round"
+        return self.mover
 
     # --- commands of the front end ------------------------------------------------------------------------------------
 
@@ -294,8 +295,8 @@ class Balancing:
         answered = self._ask(act)
         if answered is not None:
             ok, text = answered
-        elif self._alarm:
-            ok, text = False, f"{self._alarm}; restart the server to balance again"
+        elif self.alarm:
+            ok, text = False, f"{self.alarm}; restart the server to balance again"
         else:
             ok, text = False, _STATIC
         self._send(Answer(self._rank, self._launch_id, message.call_id, ok, text))

@@ -98,6 +98,16 @@ def run_steps(transport: ShmAllToAll, rank: int, steps: range, members: list[int
         run_step(transport, rank, step, members)
 
 
+def meet(board: mmap.mmap, number: int, rank: int, members: list[int]) -> None:
+    """Waits until all have come here: the step of a slow rank would be void if another one went on and died.
+
+    board: 64 bytes for each number, which counts the meetings
+    """
+    board[64 * number + rank] = 1
+    while not all(board[64 * number + member] for member in members):
+        time.sleep(0.0005)
+
+
 def end_in(transport: ShmAllToAll, phase: str, kill: Callable[[], None]) -> None:
     """Makes this rank call `kill` in the middle of a phase of its next step."""
     channel = transport._rows if phase.startswith("dispatch") else transport._results
@@ -143,6 +153,7 @@ def body(
     patience = transport.membership._deadline_s
     transport.membership._deadline_s = 20.0  # processes start when they like
     run_steps(transport, rank, range(GOOD_STEPS), everybody)
+    meet(clock, 1, rank, everybody)
     transport.membership._deadline_s = patience
     rejoins = sign == signal.SIGSTOP
 

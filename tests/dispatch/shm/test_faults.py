@@ -1,5 +1,6 @@
 """A rank that dies or stops in any phase is named, the survivors go on without a wrong row, and it can come back."""
 
+import mmap
 import os
 import signal
 
@@ -11,6 +12,7 @@ from tests.dispatch.shm.faults import (
     PHASES,
     end_in,
     make_transport,
+    meet,
     regions,
     run_fault,
     run_forked,
@@ -45,13 +47,14 @@ def test_a_stopped_rank_is_masked_and_rejoins_through_the_same_mapping(num_ranks
         assert report.overruns == 0
 
 
-def lose_two(rank: int, mappings: Mappings) -> list[int]:
+def lose_two(rank: int, mappings: Mappings, board: mmap.mmap) -> list[int]:
     """Rank 1 dies while it dispatches, rank 3 steps later while it waits for results; every row is checked."""
     transport = make_transport(rank, mappings, deadline_s=20)
     members = [0, 1, 2, 3]
     for victim, phase in ((1, "dispatch send"), (3, "combine receive")):
         first = 100 * victim
         run_steps(transport, rank, range(first, first + 2), members)
+        meet(board, victim, rank, members)
         if rank == victim:
             end_in(transport, phase, lambda: os.kill(os.getpid(), signal.SIGKILL))
         with pytest.raises(PeerError) as missed:
@@ -63,4 +66,4 @@ def lose_two(rank: int, mappings: Mappings) -> list[int]:
 
 
 def test_one_rank_after_the_other_may_be_lost() -> None:
-    assert run_forked(4, lose_two, regions(4), dies=(1, 3)) == {0: [0, 2], 2: [0, 2]}
+    assert run_forked(4, lose_two, regions(4), mmap.mmap(-1, 4096), dies=(1, 3)) == {0: [0, 2], 2: [0, 2]}
