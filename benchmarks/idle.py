@@ -101,7 +101,7 @@ def _rank(rank: int, folder: str, answer: Connection) -> None:
     from moe_serve.engine.protocol.mailbox import ZmqMailbox
     from moe_serve.engine.protocol.messages import Hello
     from moe_serve.engine.step.exchange import make_exchange
-    from moe_serve.launcher.groups import gather_bytes
+    from moe_serve.launcher.rendezvous import gather_bytes
     from moe_serve.links.link import Link
 
     torch.set_num_threads(1)

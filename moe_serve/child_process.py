@@ -1,7 +1,12 @@
-"""How a child process ends: with its parent, and in words. Imports nothing of the package."""
+"""How a child process ends: with its parent, and in words. Imports nothing of the package.
+
+`python -m moe_serve.child_process PARENT_PID MODULE ARGS…` runs a module as a child that cannot outlive its parent. The
+child asks for this itself, because code between fork and exec in the parent is unsafe beside threads.
+"""
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
 
@@ -9,7 +14,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when its parent ends; exits at once if it has already ended."""
+    """Asks the kernel to kill this process when its parent ends; exits at once if it has already ended.
+
+    Elsewhere than on Linux, the ranks' own deadlines end them.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -27,3 +35,9 @@ def describe_exit(code: int) -> str:
         return f"was killed by {number.name}{reason}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    module, sys.argv = sys.argv[2], sys.argv[2:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -220,7 +220,7 @@ def test_torch_free_rooms_do_not_load_torch() -> None:
 def test_a_rank_starts_without_what_only_the_front_end_and_the_tools_need() -> None:
     """Each costs the start of every rank 0.1 to 1 s."""
     files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in modules()}
-    todo, seen, others = ["launcher.serve", "launcher.groups", "launcher.meeting", "engine.build"], set(), set()
+    todo, seen, others = ["launcher.serve", "launcher.rendezvous", "engine.build"], set(), set()
     while todo:
         name = todo.pop()
         path = files.get(name) or files.get(f"{name}.__init__")

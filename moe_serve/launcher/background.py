@@ -17,8 +17,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import Members, Progress, Ready, ToFrontEnd
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import Death, LocalRanks
-from moe_serve.launcher.newcomers import Newcomers, left_out
-from moe_serve.launcher.restarts import Restarts
+from moe_serve.launcher.restarts import Replacements, Restarts, left_out
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.log import get_logger
@@ -50,8 +49,9 @@ class BackgroundRanks:
         self.bridge = Bridge(config, tokenizer, self._observe, Link(folder=self._folder.path))
         self.ranks: LocalRanks | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._newcomers = Newcomers(config)
-        self._has_started = False  # ranks that are lost earlier are not started again
+        self._restarts = Restarts(config.launcher)
+        self._replacements = Replacements(config, self._restarts)
+        self._has_started = False  # ranks that are lost earlier are not restarted
         self._ready_launch = 0  # the newest launch that was ready
         self._display = StartDisplay(config.parallel.num_ranks) if progress else None
         self._loop = asyncio.new_event_loop()
@@ -100,15 +100,15 @@ class BackgroundRanks:
             self._display.__enter__()
         try:
             self.ranks.start()
-            self._watch = asyncio.create_task(self._watch_ranks(self.ranks, Restarts(config.launcher)))
+            self._watch = asyncio.create_task(self._watch_ranks(self.ranks))
             await self.bridge.wait_until_ready()
             self._has_started = True
         finally:
             if self._display is not None:
                 self._display.stop()
 
-    async def _watch_ranks(self, ranks: LocalRanks, restarts: Restarts) -> None:
-        """Reports ranks that end; starts all of them again when they are lost, as often as `launcher` says."""
+    async def _watch_ranks(self, ranks: LocalRanks) -> None:
+        """Reports ranks that end; replaces them, or restarts all, as often as `launcher` says."""
         at_start: str | None = None  # a loss of this launch; the bridge may not have met it yet
         while True:
             await asyncio.sleep(_WATCH_S)
@@ -119,15 +119,15 @@ class BackgroundRanks:
                 reason = f"{death}{last_words}"
                 at_start = at_start or reason
                 self.bridge.report_loss(reason, death.rank)
-                in_vain = self._newcomers.ended(death, time.monotonic())
-                if in_vain is not None and not self._newcomers.others_wait:
-                    log.warning("%s", in_vain)
-            for rank, why in self._newcomers.late(time.monotonic()).items():
+                failed_start = self._replacements.ended(death, time.monotonic())
+                if failed_start is not None and not self._replacements.others_wait:
+                    log.warning("%s", failed_start)
+            for rank, why in self._replacements.late(time.monotonic()).items():
                 log.warning("%s; its process is killed", why)
                 await asyncio.to_thread(ranks.finish, rank)
-            for death in self._newcomers.due(time.monotonic()):
-                await self._start_anew(death, ranks, restarts)
-            failed = self._newcomers.failed(time.monotonic())
+            for death in self._replacements.due(time.monotonic()):
+                await self._replace(death, ranks)
+            failed = self._replacements.failed(time.monotonic())
             if failed is not None and self.bridge.workers.loss is None:
                 self.bridge.report_loss(failed)
             had_served, workers = self._ready_launch == ranks.launch_id, self.bridge.workers
@@ -135,25 +135,24 @@ class BackgroundRanks:
             loss = loss or (None if had_served else at_start)
             if loss is None or not self._has_started:
                 continue
-            if not restarts.note_loss(loss, had_served and failed is None):
-                self.bridge.give_up(f"{loss}; {' '.join(restarts.report())}")
+            if not self._restarts.note_loss(loss, had_served and failed is None):
+                self.bridge.give_up(f"{loss}; {' '.join(self._restarts.report())}")
                 return
             await asyncio.to_thread(ranks.end, 0.0 if failed is not None else _LOSS_GRACE_S)
-            await asyncio.sleep(restarts.pause_s)
-            self._newcomers, at_start = Newcomers(ranks.config), None
+            await asyncio.sleep(self._restarts.pause_s)
+            self._replacements, at_start = Replacements(ranks.config, self._restarts), None
             ranks.start()
 
-    async def _start_anew(self, death: Death, ranks: LocalRanks, restarts: Restarts) -> None:
-        """Starts one rank beside the others; where that is no use, or too often, they serve on alone, or end."""
-        if death.code != 2 and restarts.is_one_left:
-            restarts.note_loss(str(death))
+    async def _replace(self, death: Death, ranks: LocalRanks) -> None:
+        """Starts a replacement beside the other ranks; where none may be started, they serve on without it, or end."""
+        if self._replacements.may_replace(death):
             await asyncio.to_thread(ranks.finish, death.rank)
-            ranks.start_anew(death.rank)
-            self._newcomers.started(death.rank, time.monotonic())
-        elif self._newcomers.others_wait:
+            ranks.replace(death.rank)
+            self._replacements.started(death.rank, time.monotonic())
+        elif self._replacements.others_wait:
             self.bridge.report_loss(str(death))
         else:
-            log.warning("%s", left_out(death))
+            log.warning("%s", left_out(f"rank {death.rank}", death.code))
 
     async def _stop(self) -> None:
         if self._watch is not None:
@@ -164,7 +163,7 @@ class BackgroundRanks:
 
     def _observe(self, message: ToFrontEnd) -> None:
         if isinstance(message, Members):
-            self._newcomers.regrouped(message)
+            self._replacements.regrouped(message)
         if isinstance(message, Ready):
             self._ready_launch = message.launch_id
         if self._display is None:

@@ -1,4 +1,4 @@
-"""The front ends of one system: processes that accept from one listening socket. Torch-free.
+"""The front ends of one system: processes that accept from one listening socket.
 
 One, or as many as server.api_workers says. The socket is the launcher's, so connections that wait to be accepted
 outlive a front end. With several, one that ends is started again, as often as `launcher` says (after a pause where it
@@ -29,7 +29,7 @@ from moe_serve.engine.protocol.messages import (
     encode,
 )
 from moe_serve.launcher.local import Child, OnLine, child_environment
-from moe_serve.launcher.restarts import Restarts, in_a_while
+from moe_serve.launcher.restarts import Restarts, in_a_while, left_out
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.edge.client_limits import Ledger, shared_memory
@@ -63,7 +63,7 @@ class FrontEnds:
         self._restarts = [Restarts(config.launcher, f"the processes of front end {number} were") for number in numbers]
         self._started_again: set[int] = set()
         self._starts_at_s: dict[int, float] = {}  # of those that have ended
-        self._left: list[int] = list(numbers)  # those that are not left out
+        self._left: list[int] = list(numbers)  # those that are not given up
         self._links = [self._sockets.connected(zmq.DEALER, link.front_end_at(i), linger_ms=200) for i in numbers]
         self._poller = zmq.Poller()
         for each in self._links:
@@ -103,7 +103,7 @@ class FrontEnds:
         return len(self._ready) == len(self._left) * self._config.parallel.num_ranks
 
     def watch(self) -> int | None:
-        """Starts again what has ended; leaves it out where that is no use, or too often.
+        """Restarts a front end that has ended, unless it keeps failing or a setting must be corrected first.
 
         Returns the exit code of the system where none is left, or where one ends at its first start for a setting.
         """
@@ -134,8 +134,7 @@ class FrontEnds:
                     self._note(line)
                 return 1
             else:
-                why = "a setting must be corrected first" if code == 2 else "it was lost too often"
-                self._note(f"{ended}; it is not started again: {why}; the others serve on")
+                self._note(f"{ended}; {left_out('it', code)}")
                 self._left.remove(number)
                 self._by_age.remove(number)
         return None
@@ -147,10 +146,10 @@ class FrontEnds:
             self.children[number] = self._start(number)
 
     def receive(self, timeout_ms: int) -> Iterator[ToFrontEnd]:
-        """Yields what the ranks have reported; waits for news.
+        """Yields what the ranks have reported, waiting for it.
 
-        All front ends say the same, one of them perhaps later. So how the start goes on is taken from the oldest, but
-        what may be said only once from any: the oldest may die before it has passed it on.
+        All front ends pass on the same. Progress is taken from the oldest alone; all else from any of them, since the
+        oldest may die before it has passed it on.
         """
         ready = dict(self._poller.poll(timeout_ms))
         oldest = self._by_age[0] if self._by_age else None

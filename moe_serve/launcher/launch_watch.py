@@ -1,7 +1,7 @@
-"""What the launcher knows of the running launch: which ranks are ready, masked or dead, and whether the launch is lost.
+"""Watches one launch: which ranks are ready, masked or dead, which are replaced, and whether the launch is lost.
 
 The front end passes on what the ranks report; how processes end is seen here. The ranks decide whether they go on
-without a lost one, and what they say is printed. Torch-free.
+without a lost one; their decision is printed.
 """
 
 import time
@@ -22,8 +22,7 @@ from moe_serve.engine.protocol.messages import (
 )
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import Death, LocalRanks
-from moe_serve.launcher.newcomers import Newcomers, left_out
-from moe_serve.launcher.restarts import Restarts
+from moe_serve.launcher.restarts import Replacements, Restarts, left_out
 
 _EXIT_SEEN_S = 0.3  # peers may miss a process this long before its parent knows how it ended
 _OWN_REPORT_S = 1.0  # a rank that exits by itself has reported why; wait so long for that report
@@ -70,7 +69,7 @@ class _Masked:
 class LaunchWatch:
     """One launch, from its start to its loss.
 
-    restarts: counts how often a rank is started anew, and how often all are
+    restarts: counts replacements of one rank, and restarts of all
     tell:     sends a message to every front end, one that is being started too
     """
 
@@ -87,8 +86,8 @@ class LaunchWatch:
         self._ranks = ranks
         self._restarts = restarts
         self._tell = tell
-        self._newcomers = Newcomers(config)
-        self._not_replaced: Death | None = None  # of a rank without which the others cannot serve
+        self._replacements = Replacements(config, restarts)
+        self._not_replaced: Death | None = None  # of a rank that the others cannot serve without
         self._ready: set[int] = set()
         self._fatal: str | None = None  # why the launch is over, as the front end reports it
         self._blamed: int = SUPERVISOR  # the rank that ended it; SUPERVISOR: not known
@@ -120,7 +119,7 @@ class LaunchWatch:
                 self._display.phase(message.rank, "ready", 1.0)
                 self._may_go_on &= message.info.get("on_lost_rank") == "mask"
                 self._ready.add(message.rank)
-            case Members() if self._newcomers.regrouped(message):
+            case Members() if self._replacements.regrouped(message):
                 self._regroup(message)
             case Fatal():
                 self._fatal, self._blamed = message.message, message.lost_rank
@@ -128,7 +127,7 @@ class LaunchWatch:
     def find_loss(self) -> Loss | None:
         """Returns why this launch is over, once that is known as well as it will be; None while it lives."""
         self._notice_deaths()
-        failed = self._newcomers.failed(time.monotonic())
+        failed = self._replacements.failed(time.monotonic())
         if self._fatal is None and failed is not None:
             self._tell_end(failed, SUPERVISOR)
             return Loss(None, failed, others_run=True, had_served=False)
@@ -164,25 +163,24 @@ class LaunchWatch:
         """Tells the front ends that the launch is over. rank: that caused it; SUPERVISOR: none did, or it is said"""
         self._tell(Fatal(SUPERVISOR, self._ranks.launch_id, reason, rank))
 
-    def start_lost_ranks(self) -> None:
-        """Starts ranks whose processes have ended anew, beside the others that have masked them."""
+    def replace_lost_ranks(self) -> None:
+        """Starts replacements of ranks whose processes have ended, beside the others, which have masked them."""
         now_s = time.monotonic()
-        for rank, why in self._newcomers.late(now_s).items():
+        for rank, why in self._replacements.late(now_s).items():
             self._display.note(f"{why}; its process is killed", style="yellow")
             self._ranks.finish(rank)
-        for death in self._newcomers.due(now_s):
+        for death in self._replacements.due(now_s):
             self._print_masked(at_once=True)
-            if death.code != 2 and self._restarts.is_one_left:
-                self._restarts.note_loss(str(death))
+            if self._replacements.may_replace(death):
                 self._ranks.finish(death.rank)
-                self._ranks.start_anew(death.rank)
-                self._newcomers.started(death.rank, now_s)
+                self._ranks.replace(death.rank)
+                self._replacements.started(death.rank, now_s)
                 text = f"rank {death.rank} is started again, alone ({self._restarts.describe()})"
                 self._display.note(text, style="yellow")
-            elif self._newcomers.others_wait:
+            elif self._replacements.others_wait:
                 self._not_replaced = death
             else:
-                self._display.note(left_out(death), style="red")
+                self._display.note(left_out(f"rank {death.rank}", death.code), style="red")
 
     def _regroup(self, message: Members) -> None:
         """Notes which ranks are masked, and prints which rejoin."""
@@ -214,10 +212,10 @@ class LaunchWatch:
 
     def _notice_deaths(self) -> None:
         for death in self._ranks.deaths():
-            in_vain = self._newcomers.ended(death, time.monotonic())
-            if in_vain is not None:
-                if not self._newcomers.others_wait:  # else all are started again, which is said there
-                    self._display.note(in_vain, style="yellow")
+            failed_start = self._replacements.ended(death, time.monotonic())
+            if failed_start is not None:
+                if not self._replacements.others_wait:  # else all are started again, which is said there
+                    self._display.note(failed_start, style="yellow")
                 continue
             if death.rank in self._masked and death.rank not in self._unprinted:
                 self._display.note(f"{death}; it was masked already", style="yellow")

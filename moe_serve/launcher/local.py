@@ -1,7 +1,7 @@
 """The processes of a serving system on this machine: the ranks, and other children such as the front end.
 
 Each child has its own process group, dies with its parent, and has its output collected line by line, since its last
-lines explain its end. Torch-free.
+lines explain its end.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class Child:
         self.who = who
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._on_line = on_line
-        command = [sys.executable, "-m", "moe_serve.launcher.child", str(os.getpid()), module, *arguments]
+        command = [sys.executable, "-m", "moe_serve.child_process", str(os.getpid()), module, *arguments]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -176,8 +176,8 @@ class LocalRanks:
         """Ends what is left of a rank whose process has ended; takes a second where its output does not end."""
         self.children[rank].finish()
 
-    def start_anew(self, rank: int) -> None:
-        """Starts one rank, after `finish`, beside the others of its launch."""
+    def replace(self, rank: int) -> None:
+        """Starts a new process for one rank, after `finish`, beside the others of its launch."""
         self._reported.discard(rank)
         self._num_before[rank] += 1
         self.children[rank] = self._start(rank)

@@ -1,7 +1,7 @@
 """Reads which rank this process is from what torchrun, MPI, Slurm or `moe-serve serve` set.
 
 Under MPI, rank, local rank and an address chosen by rank 0 come from mpi4py itself, because the variables differ
-between MPI implementations. Torch-free.
+between MPI implementations.
 """
 
 import os
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from moe_serve.errors import LaunchError
 
 # The environment variable by which our own launcher names the descriptors that its ranks have inherited, of files in
-# memory: the store through which they meet, and one for each rank (handover.py).
+# memory: the store through which they meet, and one for each rank (rank_start.py).
 LAUNCH_FILES = "MOE_SERVE_LAUNCH_FILES"
-NUM_BEFORE = "MOE_SERVE_NUM_BEFORE"  # set by a launcher that starts a lost rank anew alone
+NUM_BEFORE = "MOE_SERVE_NUM_BEFORE"  # set by a launcher that replaces a lost rank alone
 _MPI_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
@@ -27,7 +27,7 @@ class RankEnv:
     source:        the launcher, in words
     launch_files:  descriptors of the store through which the ranks meet, and of what each rank leaves for new ones;
                    (): they meet at the master's address
-    num_before:    processes that were this rank before in this launch; None: no lost rank is started anew alone
+    num_before:    processes that were this rank before in this launch; None: lost ranks are not replaced alone
     """
 
     rank: int
@@ -189,14 +189,17 @@ def interface_towards(address: str) -> str | None:
 
     Without it gloo binds to the address of the host's own name, often 127.0.0.1, and peers on other hosts fail.
     """
+    own = own_address(address)
+    return next((name for _, name in socket.if_nameindex() if own is not None and address_of(name) == own), None)
+
+
+def own_address(peer: str) -> str | None:
+    """Returns the address of this host that routes to a peer, under which the peer reaches it; None where none does."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # UDP: nothing is sent
-            own = probe.getsockname()[0]
-        return next(
-            (name for _, name in socket.if_nameindex() if address_of(name) == own),
-            None,
-        )
+            probe.connect((peer, 9))  # UDP: nothing is sent
+            address: str = probe.getsockname()[0]
+            return address
     except OSError:
         return None
 

@@ -1,5 +1,6 @@
-"""The way of one rank to its first step: with all the others, or beside them in the place of a rank that was killed."""
+"""The way of one rank to its first step: with all the others, or beside them as the replacement of a lost rank."""
 
+import contextlib
 import gc
 import importlib
 import os
@@ -11,13 +12,15 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from moe_serve.config import ServeConfig
+from moe_serve.dispatch.shm.shared_files import FileMark
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Refused
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
-from moe_serve.errors import MoeServeError
-from moe_serve.launcher.facts import Fact, facts_of, front_end_facts
-from moe_serve.launcher.handover import Handover, check_like, find_handover, leave_handover
+from moe_serve.errors import ConfigError, LaunchError, MoeServeError
+from moe_serve.launcher.facts import Fact, facts_of, first_difference, front_end_facts
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.links.link import find_link
 from moe_serve.links.newcomers import shut_out_newcomers
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from moe_serve.dispatch.base import EpGroup
     from moe_serve.engine.engine import Engine
     from moe_serve.engine.step.exchange import Exchange
-    from moe_serve.launcher.groups import Groups
+    from moe_serve.launcher.rendezvous import Groups
 
 log = get_logger(__name__)
 
@@ -100,11 +103,11 @@ class RankStart:
         return engine
 
     def _join_serving_ranks(self) -> "Engine":
-        """Returns the engine of a rank that takes the place of a dead one; its `run` joins the others."""
+        """Returns the engine of a replacement rank; its `run` joins the others."""
         from moe_serve.dispatch.base import EpGroup
         from moe_serve.dispatch.shm.shared_files import SharedFiles
         from moe_serve.engine.step.exchange import open_exchange
-        from moe_serve.launcher.groups import device_of
+        from moe_serve.launcher.rendezvous import device_of
 
         self.report("joining the ranks that serve", 0.0)
         config, env, link = self._config, self.env, find_link(self._config.server)
@@ -129,8 +132,15 @@ class RankStart:
 
         Returns the groups, and what all have in common.
         """
-        from moe_serve.launcher.groups import device_of, gather_bytes, join_groups
-        from moe_serve.launcher.meeting import agree_on_launch, check_facts, open_store, store_of_launch
+        from moe_serve.launcher.rendezvous import (
+            agree_on_launch,
+            check_facts,
+            device_of,
+            gather_bytes,
+            join_groups,
+            open_store,
+            store_of_launch,
+        )
 
         self.report("joining the ranks", 0.0)
         config, deadline_s = self._config, self._config.server.attach_deadline_s
@@ -174,7 +184,7 @@ def import_engine() -> None:
 
 
 def _start_watchdog(config: ServeConfig, env: RankEnv) -> Watchdog:
-    """Returns what names a phase of the start that takes long, and ends this rank where one stands still."""
+    """Starts a watchdog that names a phase of the start that takes long, and ends this rank where one stands still."""
 
     def give_up(text: str) -> None:
         log.error("%s, longer than server.attach_deadline_s; this rank ends", text)
@@ -220,3 +230,49 @@ def _end_on_signals(engine: "Engine") -> None:
 
     signal.signal(signal.SIGINT, ask)
     signal.signal(signal.SIGTERM, ask)
+
+
+class Handover(msgspec.Struct, frozen=True):
+    """What a rank that serves leaves for a replacement rank: how to find its shared memory, and what must be equal.
+
+    It lies in the files that a launcher shares with its ranks. These are in memory, and no other process has them: a
+    rank comes back where no disk has room for a byte.
+
+    pid: of the rank that left it;  files, kernels: as in SharedFiles;  facts: what all ranks have in common
+    """
+
+    launch_id: int
+    pid: int
+    files: dict[str, FileMark]
+    kernels: str
+    facts: list[Fact]
+
+
+def leave_handover(env: RankEnv, handover: Handover) -> None:
+    """Writes what replacement ranks need of this one. A reader that comes meanwhile finds nothing."""
+    own = env.handover_file(env.rank)
+    os.ftruncate(own, 0)
+    os.pwrite(own, msgspec.json.encode(handover), 0)
+
+
+def find_handover(env: RankEnv) -> Handover:
+    """Returns what a living rank of this launch has left. Raises LaunchError where none has."""
+    for rank in range(env.num_ranks):
+        if rank == env.rank:
+            continue
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            theirs = env.handover_file(rank)
+            found = msgspec.json.decode(os.pread(theirs, os.fstat(theirs).st_size, 0), type=Handover)
+            os.kill(found.pid, 0)
+            if found.launch_id == env.launch_id:
+                return found
+    raise LaunchError(
+        f"rank {env.rank} was restarted alone, but no other rank of its launch serves; start all ranks again"
+    )
+
+
+def check_like(theirs: Handover, own: list[Fact], env: RankEnv) -> None:
+    """Raises ConfigError naming the first fact in which this rank differs from those that serve."""
+    message = first_difference([own if rank == env.rank else theirs.facts for rank in range(env.num_ranks)])
+    if message is not None:
+        raise ConfigError(message)

@@ -10,7 +10,6 @@ front end refused this rank, 2 for a setting to correct.
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from moe_serve.engine.protocol.messages import Fatal, Goodbye
 from moe_serve.errors import ConfigError, FolderError, LostConnectionError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.launcher.preflight import look_where_to_write
-from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, read_rank_env
+from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, own_address, read_rank_env
 from moe_serve.launcher.rank_start import RankStart, RefusedError
 from moe_serve.links.link import check_front_ends, find_link
 from moe_serve.log import configure_logging, get_logger
@@ -69,8 +68,8 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
     try:
         link = find_link(config.server)
         check_front_ends(config.server, link)
-        own_address = _own_address(config.server.worker_host)
-        mailbox = ZmqMailbox(link, env.rank, own_address, config.server.api_workers)
+        address = own_address(config.server.worker_host) or "127.0.0.1"
+        mailbox = ZmqMailbox(link, env.rank, address, config.server.api_workers)
     except MoeServeError as error:
         log.error("%s", error)
         return 1 if isinstance(error, FolderError) else 2
@@ -160,17 +159,6 @@ def _launch_lost(mailbox: ZmqMailbox, env: RankEnv, message: str, lost_rank: int
     log.error("the launch is lost: %s", message)
     mailbox.send(Fatal(env.rank, env.launch_id, message, lost_rank))
     return 1
-
-
-def _own_address(front_end_host: str) -> str:
-    """Returns the address under which the other ranks reach this one: the one that routes to the front end."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((front_end_host, 9))  # UDP: nothing is sent
-            address: str = probe.getsockname()[0]
-            return address
-    except OSError:
-        return "127.0.0.1"
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class _System:
                 if loss is not None:
                     self._start_again(loss)
                 else:
-                    self._launch.start_lost_ranks()
+                    self._launch.replace_lost_ranks()
             code = None if self.stop_signals else self._front_ends.watch()
             if code is not None:
                 raise _Ended(code)

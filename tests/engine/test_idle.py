@@ -23,8 +23,8 @@ from moe_serve.engine.protocol.messages import (
     encode,
 )
 from moe_serve.engine.step.exchange import make_exchange
-from moe_serve.launcher.groups import gather_bytes
 from moe_serve.launcher.rank_env import free_port
+from moe_serve.launcher.rendezvous import gather_bytes
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from tests.engine.offline import tiny_model

@@ -16,8 +16,7 @@ from moe_serve.errors import ConfigError, MoeServeError, RequestError
 from moe_serve.launcher import background, restarts
 from moe_serve.launcher.llm import LLM, Output, with_overrides
 from moe_serve.launcher.local import Death
-from moe_serve.launcher.newcomers import Newcomers
-from moe_serve.launcher.restarts import Restarts
+from moe_serve.launcher.restarts import Replacements, Restarts
 from moe_serve.server.requests.open_request import UnavailableError
 from tests.conftest import _descendants
 from tests.launcher.running import eventually, gone
@@ -313,33 +312,33 @@ class Processes:
     def finish(self, rank: int) -> None:
         self.was_seen = self.seen.wait(1.0)
 
-    def start_anew(self, rank: int) -> None:
+    def replace(self, rank: int) -> None:
         self.started.append((rank, threading.get_ident()))
 
 
-def lose(llm: LLM, processes: Processes, max_restarts: int) -> None:
+def lose(llm: LLM, monkeypatch: pytest.MonkeyPatch, processes: Processes, max_restarts: int) -> None:
     """Tells the LLM that rank 1 was lost, the way its watch does."""
     config = load_config(overrides=[f"launcher.max_restarts={max_restarts}"])
+    monkeypatch.setattr(llm._ranks, "_replacements", Replacements(config, Restarts(config.launcher)))
 
     async def tell() -> None:
         asyncio.get_running_loop().call_later(0.01, processes.seen.set)
-        await llm._ranks._start_anew(Death(1, 7, -9, ()), processes, Restarts(config.launcher))
+        await llm._ranks._replace(Death(1, 7, -9, ()), processes)
 
     llm._ranks.call(tell())
 
 
 def test_streams_go_on_while_what_is_left_of_a_lost_rank_ends(llm, monkeypatch):
-    monkeypatch.setattr(llm._ranks, "_newcomers", Newcomers(load_config()))
     processes = Processes()
-    lose(llm, processes, max_restarts=2)
+    lose(llm, monkeypatch, processes, max_restarts=2)
     assert processes.was_seen
     # The kernel takes the thread that starts it for its parent, and this one stays.
     assert processes.started == [(1, llm._ranks._thread.ident)]
 
 
-def test_a_rank_that_is_lost_too_often_is_left_out_with_the_line_of_the_launcher(llm, caplog):
+def test_a_rank_that_is_lost_too_often_is_left_out_with_the_line_of_the_launcher(llm, monkeypatch, caplog):
     processes = Processes()
-    lose(llm, processes, max_restarts=0)
+    lose(llm, monkeypatch, processes, max_restarts=0)
     assert not processes.started
     assert "rank 1 is not started again: it was lost too often; the others serve on" in caplog.text
 

@@ -1,7 +1,11 @@
-"""How often lost ranks are started again."""
+"""How often lost ranks are restarted, which are replaced alone, and when all are restarted instead."""
 
-from moe_serve.config import LauncherConfig
-from moe_serve.launcher.restarts import Restarts
+from moe_serve.config import LauncherConfig, load_config
+from moe_serve.engine.protocol.messages import Members
+from moe_serve.launcher.local import Death
+from moe_serve.launcher.restarts import Replacements, Restarts
+
+CONFIG = load_config(overrides=["parallel.num_ranks=3", "server.attach_deadline_s=10", "launcher.max_restarts=2"])
 
 
 def test_restarts_count_within_the_window_and_the_report_says_what_was_lost():
@@ -34,3 +38,86 @@ def test_without_restarts_the_first_loss_is_the_end():
     restarts = Restarts(LauncherConfig(max_restarts=0))
     assert not restarts.note_loss("rank 0 died")
     assert restarts.report() == ["launcher.max_restarts is 0: the ranks are not started again"]
+
+
+def killed(rank: int) -> Death:
+    return Death(rank, 100 + rank, -9, ())
+
+
+def group(epoch: int, *members: int, waits: bool = False) -> Members:
+    return Members(members[0], 7, epoch, list(members), "rank 1 died", waits=waits)
+
+
+def test_a_rank_is_replaced_once_it_has_ended_and_the_others_go_on():
+    for events in ((0, 1), (1, 0)):
+        replacements = Replacements(CONFIG, Restarts(CONFIG.launcher))
+        assert replacements.due(0.0) == []
+        for event in events:
+            replacements.ended(killed(1), 0.0) if event else replacements.regrouped(group(1, 0, 2))
+        assert replacements.due(0.0) == [killed(1)]
+        assert replacements.due(0.0) == []
+
+
+def test_a_rank_that_is_only_late_is_not_replaced():
+    replacements = Replacements(CONFIG, Restarts(CONFIG.launcher))
+    replacements.regrouped(group(1, 0, 2))
+    assert replacements.due(0.0) == []
+    replacements.regrouped(group(2, 0, 1, 2))
+    replacements.ended(killed(1), 0.0)
+    assert replacements.due(0.0) == [], "the others do not know yet"
+    replacements.regrouped(group(1, 0, 2))
+    assert replacements.due(0.0) == [], "old news"
+    replacements.regrouped(group(3, 0, 2, waits=True))
+    assert replacements.others_wait
+    assert replacements.due(0.0) == [killed(1)]
+
+
+def test_a_rank_is_back_once_it_takes_part_and_may_be_lost_again():
+    replacements = Replacements(CONFIG, Restarts(CONFIG.launcher))
+    for epoch in (1, 3):
+        replacements.ended(killed(1), 0.0)
+        replacements.regrouped(group(epoch, 0, 2, waits=True))
+        assert len(replacements.due(0.0)) == 1
+        replacements.started(1, now_s=100.0 * epoch)
+        replacements.regrouped(group(epoch + 1, 0, 1, 2))
+        assert not replacements.others_wait
+        assert replacements.failed(now_s=1000.0) is None
+
+
+def test_all_are_started_again_where_the_others_wait_for_a_new_process_that_ends_or_is_late():
+    replacements = Replacements(CONFIG, Restarts(CONFIG.launcher))
+    replacements.regrouped(group(1, 0, 2, waits=True))
+    replacements.started(1, now_s=5.0)
+    assert replacements.failed(now_s=15.0) is None
+    assert "within server.attach_deadline_s = 10 s" in replacements.failed(now_s=15.1)
+    replacements.ended(killed(1), now_s=6.0)
+    assert "was killed by SIGKILL before it took part again" in replacements.failed(now_s=6.0)
+
+
+def test_a_new_process_that_ends_is_tried_again_after_ever_longer_pauses_where_the_others_serve():
+    replacements = Replacements(CONFIG, Restarts(CONFIG.launcher))
+    replacements.regrouped(group(1, 0, 2))
+    now_s = 0.0
+    assert replacements.ended(killed(1), now_s) is None
+    for pause_s in (0, 5, 10, 20, 40, 60, 60):
+        assert replacements.due(now_s + pause_s - 0.1) == [] or not pause_s
+        now_s += pause_s
+        if pause_s:
+            assert replacements.due(now_s) == [killed(1)]
+        replacements.started(1, now_s)
+        said = replacements.ended(killed(1), now_s)
+        assert "before it took part again; the next start is due in" in said
+        assert replacements.failed(now_s) is None
+    replacements.regrouped(group(2, 0, 1, 2))
+    replacements.regrouped(group(3, 0, 2))
+    assert replacements.ended(killed(1), now_s) is None
+    assert replacements.due(now_s) == [killed(1)], "it served meanwhile"
+
+
+def test_a_new_process_that_is_late_is_named_for_those_who_serve_on():
+    replacements = Replacements(CONFIG, Restarts(CONFIG.launcher))
+    replacements.regrouped(group(1, 0, 2))
+    replacements.started(1, now_s=5.0)
+    assert replacements.late(now_s=15.0) == {}
+    assert replacements.late(now_s=15.1).keys() == {1}
+    assert replacements.failed(now_s=15.1) is None

@@ -1,17 +1,20 @@
-"""What a rank imports at its start, and what it says when its launch is lost."""
+"""What a rank imports at its start, what it leaves for its replacement, and what it says when its launch is lost."""
 
 import gc
+import os
 
 import pytest
 import torch.distributed as dist
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.peer_calls import barrier
+from moe_serve.dispatch.shm.shared_files import FileMark, SharedFiles
 from moe_serve.engine.protocol.messages import Fatal, Message
-from moe_serve.errors import LostConnectionError
+from moe_serve.errors import ConfigError, LaunchError, LostConnectionError, PeerError
 from moe_serve.launcher import serve
+from moe_serve.launcher.facts import Fact
 from moe_serve.launcher.rank_env import RankEnv
-from moe_serve.launcher.rank_start import import_engine
+from moe_serve.launcher.rank_start import Handover, check_like, find_handover, import_engine, leave_handover
 from moe_serve.launcher.serve import loss_message, run_worker
 
 GLOO = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:37298. Look at the remote worker."
@@ -80,3 +83,67 @@ def test_what_was_imported_is_not_looked_through_again_and_later_garbage_is() ->
         assert len(gc.get_objects()) < 1000
     finally:
         gc.unfreeze()
+
+
+@pytest.fixture
+def files():
+    """The files of a launch of three ranks."""
+    made = tuple(os.memfd_create("files of a launch") for _ in range(4))
+    yield made
+    for each in made:
+        os.close(each)
+
+
+def env(rank: int, launch_id: int = 7, files: tuple[int, ...] = ()) -> RankEnv:
+    return RankEnv(rank, 3, rank, 3, "", 0, launch_id, "the launcher", launch_files=files, num_before=1)
+
+
+def handover(launch_id: int = 7, pid: int | None = None, **files: FileMark) -> Handover:
+    return Handover(launch_id, pid or os.getpid(), files, "kernels", [Fact("cache.block_size", "16")])
+
+
+def test_a_new_process_finds_what_a_living_rank_of_its_launch_has_left(files: tuple[int, ...]):
+    with pytest.raises(LaunchError, match="no other rank of its launch serves"):
+        find_handover(env(1, files=files))
+    leave_handover(env(0, files=files), handover(pid=2**22 + 1))
+    leave_handover(env(1, files=files), handover())
+    with pytest.raises(LaunchError, match="no other rank"):  # one has ended, the other was its own
+        find_handover(env(1, files=files))
+    left = handover(pages=FileMark(3, 4, 5))
+    leave_handover(env(2, files=files), handover(pages=FileMark(3, 4, 5), longer_than_the_next=FileMark(6, 7, 8)))
+    leave_handover(env(2, files=files), left)
+    assert find_handover(env(1, files=files)) == left
+    with pytest.raises(LaunchError, match="no other rank"):
+        find_handover(env(1, launch_id=8, files=files))
+    os.ftruncate(files[3], 1)
+    with pytest.raises(LaunchError, match="no other rank"):
+        find_handover(env(1, files=files))
+
+
+def test_a_new_process_with_another_setting_is_refused_by_name():
+    check_like(handover(), [Fact("cache.block_size", "16")], env(1))
+    with pytest.raises(ConfigError, match=r"cache\.block_size: 16 on ranks 0, 2; 32 on rank 1"):
+        check_like(handover(), [Fact("cache.block_size", "32")], env(1))
+
+
+def test_shared_files_are_opened_again_and_another_file_is_not():
+    made = SharedFiles()
+    descriptor = os.memfd_create("first")
+    os.write(descriptor, b"bytes")
+    made.keep("first", descriptor)
+    os.close(descriptor)
+    marks = made.marks()
+    newcomer = SharedFiles(os.getpid(), marks, "kernels")
+    assert newcomer.is_newcomer
+    assert not made.is_newcomer
+    opened = newcomer.open("first", os.O_RDWR)
+    assert os.pread(opened, 9, 0) == b"bytes"
+    os.close(opened)
+    assert newcomer.marks()["first"][1:] == marks["first"][1:], "and handed on"
+    wrong = marks["first"]._replace(inode=marks["first"].inode + 1)
+    with pytest.raises(PeerError, match="it is another file now"):
+        SharedFiles(os.getpid(), {"first": wrong}).open("first", os.O_RDWR)
+    with pytest.raises(PeerError, match="cannot be opened"):
+        SharedFiles(2**22 + 1, marks).open("first", os.O_RDWR)
+    for files in (made, newcomer):
+        os.close(files.marks()["first"].descriptor)

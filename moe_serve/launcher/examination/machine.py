@@ -18,9 +18,9 @@ from moe_serve.engine.model.model_plan import choose_numerics, compute_dtype
 from moe_serve.errors import MoeServeError
 from moe_serve.kernels.cpu.digest import kernel_digest
 from moe_serve.launcher.facts import Fact, facts_of
-from moe_serve.launcher.groups import device_of
 from moe_serve.launcher.preflight import look_for_files
 from moe_serve.launcher.rank_env import RankEnv, address_of, interface_towards
+from moe_serve.launcher.rendezvous import device_of
 
 _PACKAGES = ("torch", "numpy", "pyzmq", "msgspec", "tokenizers", "triton", "mpi4py")
 _MATTERS = re.compile(

@@ -18,8 +18,8 @@ from moe_serve.errors import LaunchError
 from moe_serve.launcher.examination.machine import RankReport, look
 from moe_serve.launcher.examination.pairs import SECRET_BYTES, Door, Listener, Pair, measure_all
 from moe_serve.launcher.facts import by_value, first_difference
-from moe_serve.launcher.meeting import gather, leave, open_store
 from moe_serve.launcher.rank_env import RankEnv
+from moe_serve.launcher.rendezvous import gather, leave, open_store
 
 T = TypeVar("T", bound=msgspec.Struct)
 _MIN_FILES = 4096

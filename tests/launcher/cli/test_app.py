@@ -11,12 +11,12 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from moe_serve.config import load_config
+from moe_serve.config.unsupported import refusal, refuse_unsupported
 from moe_serve.errors import ConfigError
 from moe_serve.launcher import system
 from moe_serve.launcher.cli import app as cli
 from moe_serve.launcher.cli.app import add_balancer_commands
 from moe_serve.launcher.cli.options import DEMO_SETTINGS, ModelOptions, ServeOptions
-from moe_serve.launcher.unsupported import refusal, refuse_unsupported
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

@@ -13,8 +13,8 @@ from torch.distributed import HashStore
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.errors import ConfigError, LaunchError, ModelError, MoeServeError
 from moe_serve.launcher.facts import Fact
-from moe_serve.launcher.meeting import agree_on_launch, check_facts, gather, leave, open_store
 from moe_serve.launcher.rank_env import RankEnv, free_port
+from moe_serve.launcher.rendezvous import agree_on_launch, check_facts, count_nodes, gather, leave, open_store
 from tests.launcher.running import Running
 from tests.ranks import run_ranks
 
@@ -149,3 +149,11 @@ def test_the_facts_of_a_rank_need_no_torch() -> None:
         "facts_of(load_config(), 'cpu'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=os.environ)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "num_nodes"),
+    [("a", 1), ("aaaa", 1), ("aabb", 2), ("abcd", 4), ("abab", 4), ("aaab", 4), ("aabbb", 5)],
+)
+def test_nodes_are_equal_runs_of_ranks_else_each_rank_is_one(hosts: str, num_nodes: int) -> None:
+    assert count_nodes([host.encode() for host in hosts]) == num_nodes

@@ -1,23 +1,33 @@
-"""Meets the other ranks through the store of the launch, before any process group exists.
+"""The rendezvous of ranks: they meet in the store of the launch, compare what they are, and join process groups.
 
-Groups of ranks with different settings would wait for each other without end. Here every rank writes what it is, reads
-what the others are, and compares; a rank that does not come is named.
+Groups of ranks with different settings would wait for each other without end. So before any group exists, every rank
+writes what it is, reads what the others are, and compares; a rank that does not come is named. torchelastic's own
+rendezvous joins agents, not ranks, and only under torchrun.
+
+`rank` is a process of the launch, `dp_rank` says whose requests it owns, `ep_rank` whose experts: today one number.
 """
 
 import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
+import torch
+import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from moe_serve.dispatch.peer_calls import reason_of
+from moe_serve.config import ServeConfig
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.peer_calls import all_gather, reason_of
+from moe_serve.dispatch.shm.memory import host_mark
+from moe_serve.dispatch.shm.shared_files import SharedFiles
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.facts import Fact, first_difference
 from moe_serve.launcher.local import new_launch_id
-from moe_serve.launcher.rank_env import RankEnv
+from moe_serve.launcher.rank_env import RankEnv, interface_towards
 from moe_serve.log import get_logger
 from moe_serve.server.edge.ports import open_port
 
@@ -27,6 +37,7 @@ _FAILED = "failed"  # under this key a rank says that it will not come
 _MOST_SAID = 2000  # characters
 _WARN_S = 5.0  # a rank that is not there by then is named in the log, and again whenever the wait has doubled
 _LEAVE_S = 5.0  # how long rank 0 waits for the others to have read
+_ADDRESS_BYTES = 128
 
 
 def open_store(env: RankEnv, deadline_s: float) -> Store:
@@ -80,11 +91,6 @@ def agree_on_launch(store: Store, env: RankEnv, deadline_s: float) -> int:
         raise LaunchError(_lost_store(env, error)) from None
 
 
-def store_of_launch(store: Store, launch_id: int) -> Store:
-    """Returns the part of the store in which nothing of another launch lies."""
-    return PrefixStore(f"moe_serve/{launch_id}", store)
-
-
 def _lead(at: Store, env: RankEnv, deadline_s: float) -> int:
     launch_id, others = new_launch_id(), range(1, env.num_ranks)
     told = ""
@@ -122,31 +128,9 @@ def _text(at: Store, key: str) -> str:
     return at.get(key).decode() if at.check([key]) else ""
 
 
-def gather(store: Store, env: RankEnv, name: str, data: str, deadline_s: float) -> list[bytes]:
-    """Returns every rank's text as bytes, in rank order.
-
-    name: of this exchange; each is used once in a launch
-    Raises LaunchError naming the ranks that have not come in time.
-    """
-    at = PrefixStore(f"moe_serve/{name}", store)
-    try:
-        at.set(str(env.rank), data)
-        _wait_for_all(at, env, "joined", deadline_s)
-        gathered = [at.get(str(rank)) for rank in range(env.num_ranks)]
-        at.set(f"read {env.rank}", "")
-    except RuntimeError as error:
-        raise LaunchError(_lost_store(env, error)) from None
-    return gathered
-
-
-def leave(store: Store, env: RankEnv, name: str) -> None:
-    """Keeps rank 0, which may hold the store, until all have read what was written in an exchange, or some seconds."""
-    at = PrefixStore(f"moe_serve/{name}", store)
-    deadline_s = time.monotonic() + _LEAVE_S
-    while env.rank == 0 and time.monotonic() < deadline_s:
-        if at.check([f"read {rank}" for rank in range(env.num_ranks)]):
-            return
-        time.sleep(_POLL_S)
+def store_of_launch(store: Store, launch_id: int) -> Store:
+    """Returns the part of the store in which nothing of another launch lies."""
+    return PrefixStore(f"moe_serve/{launch_id}", store)
 
 
 def check_facts(store: Store, env: RankEnv, find: Callable[[], Sequence[Fact]], deadline_s: float) -> Sequence[Fact]:
@@ -175,6 +159,23 @@ def check_facts(store: Store, env: RankEnv, find: Callable[[], Sequence[Fact]], 
     return facts
 
 
+def gather(store: Store, env: RankEnv, name: str, data: str, deadline_s: float) -> list[bytes]:
+    """Returns every rank's text as bytes, in rank order.
+
+    name: of this exchange; each is used once in a launch
+    Raises LaunchError naming the ranks that have not come in time.
+    """
+    at = PrefixStore(f"moe_serve/{name}", store)
+    try:
+        at.set(str(env.rank), data)
+        _wait_for_all(at, env, "joined", deadline_s)
+        gathered = [at.get(str(rank)) for rank in range(env.num_ranks)]
+        at.set(f"read {env.rank}", "")
+    except RuntimeError as error:
+        raise LaunchError(_lost_store(env, error)) from None
+    return gathered
+
+
 def _wait_for_all(at: Store, env: RankEnv, what: str, deadline_s: float) -> None:
     wait = _Wait(env, what, deadline_s)
     missing = list(range(env.num_ranks))
@@ -182,6 +183,16 @@ def _wait_for_all(at: Store, env: RankEnv, what: str, deadline_s: float) -> None
         if at.check([_FAILED]):
             raise LaunchError(at.get(_FAILED).decode(errors="replace"))
         wait.for_ranks(missing)
+
+
+def leave(store: Store, env: RankEnv, name: str) -> None:
+    """Keeps rank 0, which may hold the store, until all have read what was written in an exchange, or some seconds."""
+    at = PrefixStore(f"moe_serve/{name}", store)
+    deadline_s = time.monotonic() + _LEAVE_S
+    while env.rank == 0 and time.monotonic() < deadline_s:
+        if at.check([f"read {rank}" for rank in range(env.num_ranks)]):
+            return
+        time.sleep(_POLL_S)
 
 
 class _Wait:
@@ -217,3 +228,99 @@ def _lost_store(env: RankEnv, error: Exception) -> str:
         f"rank {env.rank} lost the store of the launch at {env.store} while the ranks joined "
         f"({reason_of(error)}); look at the last lines of rank 0"
     )
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one rank.
+
+    ep:       carries token rows (gloo on CPU, NCCL on GPU); a collective that takes longer than the step deadline fails
+    control:  gloo, for the exchange before each step and for small host tensors
+    patient:  gloo, with the longer deadline of the start, since ranks differ in how long they read weights
+    one_host: whether all ranks share one machine and its shared memory
+    """
+
+    ep: EpGroup
+    control: dist.ProcessGroup
+    patient: dist.ProcessGroup
+    one_host: bool
+
+
+def join_groups(env: RankEnv, config: ServeConfig, device: torch.device, store: Store) -> Groups:
+    """Returns this rank's groups; blocks until all ranks have joined.
+
+    Raises LaunchError when they do not join within server.attach_deadline_s.
+    """
+    choose_interface(env)
+    start_timeout = timedelta(seconds=config.server.attach_deadline_s)
+    try:
+        dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.num_ranks, timeout=start_timeout)
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {env.rank} of {env.num_ranks} could not join the others at {env.store} "
+            f"within {config.server.attach_deadline_s:g} s ({reason_of(error)}); "
+            "check that all ranks were started and can reach that address"
+        ) from None
+    step_timeout = timedelta(seconds=config.engine.step_deadline_s)
+    control = dist.new_group(backend="gloo", timeout=step_timeout)
+    rows = control if device.type == "cpu" else dist.new_group(backend="nccl", timeout=step_timeout)
+    patient = dist.group.WORLD
+    assert patient is not None
+    hosts = gather_bytes(host_mark().encode(), patient)
+    process_group = rows if env.num_ranks > 1 else None
+    files = None if env.num_before is None else SharedFiles()
+    return Groups(
+        ep=EpGroup(env.rank, env.num_ranks, device, process_group, count_nodes(hosts), files),
+        control=control,
+        patient=patient,
+        one_host=len(set(hosts)) == 1,
+    )
+
+
+def choose_interface(env: RankEnv) -> None:
+    """Makes gloo and NCCL listen at one interface, unless the user has chosen: the loopback one on a single host."""
+    alone = env.num_local_ranks == env.num_ranks
+    interface = interface_towards("127.0.0.1" if alone else env.master_addr)
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def count_nodes(hosts: Sequence[bytes]) -> int:
+    """Returns how many nodes the ranks are on: equal ones, numbered one after the other.
+
+    Where hosts hold unequal numbers of ranks, or ranks alternate between them, each rank counts as a node of its own.
+    hosts: of each rank, equal bytes for ranks of one host
+    """
+    num_nodes = len(set(hosts))
+    per_node = len(hosts) // num_nodes
+    regular = len(hosts) % num_nodes == 0 and all(host == hosts[r - r % per_node] for r, host in enumerate(hosts))
+    return num_nodes if regular else len(hosts)
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup) -> Sequence[bytes]:
+    """Returns every rank's data, in rank order; at most 128 bytes each. No object collectives: those pickle."""
+    assert len(data) <= _ADDRESS_BYTES
+    mine = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    all_gather(rows, mine, group)
+    return [bytes(row.tolist()).rstrip(b"\0") for row in rows]
+
+
+def device_of(env: RankEnv, config: ServeConfig) -> torch.device:
+    """Returns the device of this rank. Raises LaunchError where it is missing."""
+    kind = config.parallel.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError("parallel.device is cuda but torch sees no GPU here; set parallel.device: cpu")
+    if env.local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"local rank {env.local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start at most that "
+            "many ranks here"
+        )
+    torch.cuda.set_device(env.local_rank)
+    return torch.device("cuda", env.local_rank)
