@@ -13,11 +13,12 @@ A connection is always in one phase, and each phase but `answer` has a deadline 
 import asyncio
 import contextlib
 import logging
+import os
 import select
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import h11
 import msgspec
@@ -27,48 +28,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from moe_serve.config import ServerConfig
-from moe_serve.server.edge.batch_reader import BatchReader
-from moe_serve.server.edge.bounded_parser import BoundedParser
 from moe_serve.server.edge.errors import error_body
 from moe_serve.server.edge.gate import GENERATING, EarlyRefusal
-
-
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """What a client gets: seconds for each phase, bytes for headers."""
-
-    header_deadline_s: float
-    body_deadline_s: float
-    idle_deadline_s: float
-    send_deadline_s: float
-    max_header_bytes: int
-
-    @classmethod
-    def of(cls, server: ServerConfig) -> Self:
-        """Returns the limits of a configuration."""
-        return cls(
-            header_deadline_s=server.header_deadline_s,
-            body_deadline_s=server.body_deadline_s,
-            idle_deadline_s=server.idle_deadline_s,
-            send_deadline_s=server.send_deadline_s,
-            max_header_bytes=int(server.max_header_kib * 2**10),
-        )
-
-
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 1.0
-
-
-def abort_when_reset(transport: asyncio.Transport, wait_s: float = _FIRST_LOOK_S) -> None:
-    """Looks again and again whether a half-closed client has reset its connection: asyncio no longer does."""
-    if transport.is_closing():
-        return
-    poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), 0)
-    if any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
-        transport.abort()
-    else:
-        asyncio.get_running_loop().call_later(wait_s, abort_when_reset, transport, min(2 * wait_s, _LAST_LOOK_S))
-
+from moe_serve.server.edge.http_parser import BoundedParser
 
 CONNECTION = "moe_serve.connection"  # among a scope's extensions: the Connection that a request came by
 Phase = Literal["headers", "body", "answer", "idle", "linger"]
@@ -78,6 +40,11 @@ _PIECE_BYTES = 4096  # given to the parser at a time, so that its bound on heade
 _MIN_PROGRESS_BYTES = 1 << 14  # that a client must take of an answer within send_deadline_s
 SEND_BUFFER_BYTES = 1 << 17  # in the kernel: a stream that nobody reads must be noticed before megabytes are in it
 _BETWEEN_REQUESTS = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 1.0
+# Of batches: the time between two, how long they go on after the last refusal, what a turn of the event loop reads.
+_PERIOD_S, _LASTS_S = 0.01, 1.0
+_TURN_CONNECTIONS, _TURN_S = 64, 0.002
+_READ_BYTES = 1 << 16
 
 log = logging.getLogger("moe_serve.server.uvicorn")
 log.setLevel(logging.ERROR)  # warnings there are about what clients send: anybody could fill the disk with them
@@ -95,19 +62,20 @@ class Connection(H11Protocol):
         self,
         config: Config,
         state: ServerState,
-        limits: ConnectionLimits,
+        server: ServerConfig,
         early: EarlyRefusal,
-        batches: BatchReader,
+        batches: "BatchReader",
         on_lost: Callable[["Connection"], None],
     ):
         super().__init__(config, state, {})
         self._early = early
         self._batches = batches
-        self.conn: BoundedParser = BoundedParser(limits.max_header_bytes)
+        self._server = server
+        self.conn: BoundedParser = self._new_parser()
         self.logger = log
-        self.timeout_keep_alive = limits.idle_deadline_s  # type: ignore[assignment]  # call_later takes fractions
+        self.timeout_keep_alive = server.idle_deadline_s  # type: ignore[assignment]  # call_later takes fractions
+        self.descriptor = -1  # of its socket
         self.opening: asyncio.Task[None] | None = None  # until the connection is made, such as a TLS handshake
-        self._limits = limits
         self._on_lost = on_lost
         self._since_s = time.monotonic()  # when the phase began
         self._has_begun = True  # bytes of a request are here, or the connection is new
@@ -115,6 +83,9 @@ class Connection(H11Protocol):
         self._is_last = False  # no request after this one or the next: the server is ending
         self._unsent = 0  # bytes that waited for the client when it last made progress
         self._unsent_since_s = 0.0
+
+    def _new_parser(self) -> BoundedParser:
+        return BoundedParser(int(self._server.max_header_kib * 2**10))
 
     # --- phases ---------------------------------------------------------------------------------------------------
 
@@ -145,16 +116,16 @@ class Connection(H11Protocol):
             self.transport.abort()
             return
         waited_s, phase = now_s - self._since_s, self.phase
-        if phase == "headers" and waited_s > self._limits.header_deadline_s:
+        if phase == "headers" and waited_s > self._server.header_deadline_s:
             if self.conn.has_bytes:
-                self._refuse(408, f"the header did not arrive within {self._limits.header_deadline_s:g} s; send again")
+                self._refuse(408, f"the header did not arrive within {self._server.header_deadline_s:g} s; send again")
             else:
                 self.transport.close()
-        elif phase == "body" and waited_s > self._limits.body_deadline_s:
-            self._refuse(408, f"the body did not arrive within {self._limits.body_deadline_s:g} s; send it again")
+        elif phase == "body" and waited_s > self._server.body_deadline_s:
+            self._refuse(408, f"the body did not arrive within {self._server.body_deadline_s:g} s; send it again")
         elif phase == "linger" and waited_s > _LINGER_S:
             self.transport.abort()
-        elif phase == "idle" and waited_s > self._limits.idle_deadline_s:
+        elif phase == "idle" and waited_s > self._server.idle_deadline_s:
             self.timeout_keep_alive_handler()  # uvicorn's own timer is not set after an early refusal
 
     def end_after_answer(self) -> None:
@@ -206,12 +177,13 @@ class Connection(H11Protocol):
             self._unsent = 0
         elif not self._unsent or size <= self._unsent - _MIN_PROGRESS_BYTES:
             self._unsent, self._unsent_since_s = size, now_s
-        return self._unsent > 0 and now_s - self._unsent_since_s > self._limits.send_deadline_s
+        return self._unsent > 0 and now_s - self._unsent_since_s > self._server.send_deadline_s
 
     # --- asyncio and uvicorn call these ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.descriptor = transport.get_extra_info("socket").fileno()
         self._since_s = time.monotonic()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -258,7 +230,7 @@ class Connection(H11Protocol):
         if len(data) < num_missing:
             self.conn.skip(len(data))
             return b""
-        self.conn = BoundedParser(self._limits.max_header_bytes)
+        self.conn = self._new_parser()
         self._has_begun, self._since_s = False, time.monotonic()
         return data[num_missing:]
 
@@ -356,3 +328,133 @@ class Connection(H11Protocol):
             self.transport.abort()
         else:
             super().shutdown()
+
+
+def abort_when_reset(transport: asyncio.Transport, wait_s: float = _FIRST_LOOK_S) -> None:
+    """Looks again and again whether a half-closed client has reset its connection: asyncio no longer does."""
+    if transport.is_closing():
+        return
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)
+    if any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+        transport.abort()
+    else:
+        asyncio.get_running_loop().call_later(wait_s, abort_when_reset, transport, min(2 * wait_s, _LAST_LOOK_S))
+
+
+class BatchReader:
+    """Reads connections in batches while calls that generate are refused. One for each front end.
+
+    An event loop wakes up for every request that arrives. At ten times the load that can be served these are thousands
+    of wakeups a second, and each takes a core from a rank in the middle of its step. So a connection whose call was
+    refused leaves the loop: what its client sends next is read with all that others have sent, a hundred times a
+    second. The same goes for connections that are answered meanwhile, which would otherwise always be the first to get
+    a free place.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._connections: dict[int, Connection] = {}  # by descriptor
+        self._ready: deque[int] = deque()  # descriptors of the batch that is being read; some may be closed by now
+        self._until_s = 0.0
+        self._next: asyncio.Handle | None = None  # batch; None where there is no connection
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether calls have been refused lately."""
+        return time.monotonic() < self._until_s
+
+    def count_refusal(self) -> None:
+        """Notes that a call was refused: connections are read in batches from now on, for a while."""
+        self._until_s = time.monotonic() + _LASTS_S
+
+    async def next_one(self) -> None:
+        """Waits as long as a batch does while calls are refused: newcomers come in batches too, and others first."""
+        if self.is_active:
+            await asyncio.sleep(_PERIOD_S)
+
+    def add(self, connection: Connection) -> None:
+        """Takes a connection out of the event loop, unless it has TLS, whose bytes only the loop can read."""
+        number = connection.descriptor
+        if number in self._connections or connection.scheme == "https" or connection.transport.is_closing():
+            return
+        connection.transport.pause_reading()
+        self._connections[number] = connection
+        self._epoll.register(number, select.EPOLLIN)
+        if self._next is None:
+            self._next = asyncio.get_running_loop().call_later(_PERIOD_S, self._read)
+
+    def release(self, connection: Connection) -> None:
+        """Gives a connection back to the event loop; nothing where it is not here."""
+        if self.remove(connection):
+            connection.transport.resume_reading()
+
+    def remove(self, connection: Connection) -> bool:
+        """Forgets a connection, whose descriptor is still open; returns whether it was here."""
+        if self._connections.pop(connection.descriptor, None) is None:
+            return False
+        self._epoll.unregister(connection.descriptor)
+        return True
+
+    def has_bytes_of(self, connection: Connection) -> bool:
+        """Returns whether something of a connection waits for the next batch."""
+        if connection.descriptor not in self._connections:
+            return False
+        poll = select.poll()
+        poll.register(connection.descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Forgets all connections."""
+        if self._next is not None:
+            self._next.cancel()
+        self._connections.clear()
+        self._ready.clear()
+        self._epoll.close()
+
+    def _read(self) -> None:
+        is_left = True
+        try:
+            is_left = self._read_turn()
+        finally:  # a mistake with one connection must not keep the others waiting for ever
+            loop = asyncio.get_running_loop()
+            if not self._connections:
+                self._next = None
+            else:
+                self._next = loop.call_soon(self._read) if is_left else loop.call_later(_PERIOD_S, self._read)
+
+    def _read_turn(self) -> bool:
+        """Reads a few connections of the batch; returns whether some are left."""
+        ends_s = time.monotonic() + _TURN_S
+        if not self._ready:
+            self._ready.extend(number for number, _ in self._epoll.poll(0))
+        for _ in range(min(len(self._ready), _TURN_CONNECTIONS)):
+            self._read_one(self._ready.popleft())
+            if time.monotonic() >= ends_s:
+                break
+        if not self.is_active:
+            for connection in list(self._connections.values())[:_TURN_CONNECTIONS]:
+                self.release(connection)
+        return bool(self._ready)
+
+    def _read_one(self, number: int) -> None:
+        connection = self._connections.get(number)
+        if connection is None or connection.transport.is_closing():
+            return
+        try:
+            data = os.read(number, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.release(connection)  # the event loop finds its end
+            return
+        try:
+            connection.data_received(data)
+        except Exception:
+            connection.transport.abort()  # as the event loop would
+            raise

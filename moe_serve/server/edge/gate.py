@@ -23,6 +23,7 @@ from moe_serve.log import call_id
 from moe_serve.server.edge.client_limits import Client, ClientTable, Permit
 from moe_serve.server.edge.errors import error_of, error_response, json_bytes, retry_after
 from moe_serve.server.edge.guard import Access
+from moe_serve.server.edge.http_parser import PLAIN_HEADER_BYTES, plain_headers
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.admission import DEGRADED_HEADER
 
@@ -135,10 +136,6 @@ class AdmissionGate:
 
 _PATHS = {f"POST {path} HTTP/1.1".encode(): path for path in GENERATING}
 _LONGEST = 64  # of the first lines that are read
-_FIELD = re.compile(rb"([A-Za-z0-9-]+):[ \t]*([!-~](?:[ -~]*[!-~])?)[ \t]*")
-_MOST_HEADER_BYTES = 4096
-# They ask for something, or answers depend on them.
-_UNUSUAL = frozenset({"transfer-encoding", "expect", "upgrade", "origin", "trailer", "connection"})
 _MOST_KNOWN = 4096  # headers
 _HEAD = b"HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
 
@@ -182,7 +179,7 @@ class EarlyRefusal:
 
         Clients send the same header again and again: what it says is remembered.
         """
-        end = data.find(b"\r\n\r\n", 0, _MOST_HEADER_BYTES)
+        end = data.find(b"\r\n\r\n", 0, PLAIN_HEADER_BYTES)
         if end < 0:
             return None
         host = address[0] if address is not None else ""
@@ -215,25 +212,6 @@ class EarlyRefusal:
             return None if refusal is None else _response(refusal, (*default_headers, *permit.headers(now_s)))
         finally:
             permit.leave(now_s)
-
-
-def plain_headers(data: bytes) -> dict[str, str] | None:
-    """Returns the header fields of a request, by lower-case name; None unless it is whole, plain and alone in data."""
-    head, end, body = data.partition(b"\r\n\r\n")
-    if not end or len(head) > _MOST_HEADER_BYTES:
-        return None
-    fields: dict[str, str] = {}
-    for line in head.split(b"\r\n")[1:]:
-        field = _FIELD.fullmatch(line)
-        if field is None:
-            return None
-        name = field[1].decode().lower()
-        if name in _UNUSUAL and (name, field[2].lower()) != ("connection", b"keep-alive"):
-            return None
-        if name in fields:
-            return None
-        fields[name] = field[2].decode()
-    return fields if "host" in fields and fields.get("content-length") == str(len(body)) else None
 
 
 def _response(error: QueueFullError, headers: Iterable[Header]) -> bytes:

@@ -2,7 +2,7 @@
 
 It accepts connections itself (`Listener`): asyncio's servers accept up to a whole backlog in one turn, do not count
 connections before their handshake, and write a traceback to the log for each one beyond the limit of descriptors.
-Told to end, uvicorn cancels the tasks of late answers, and `asyncio.run` what a second signal left: `EndingApp` ends
+Told to end, uvicorn cancels the tasks of late answers, and `asyncio.run` what a second signal left: `ending` ends
 these with an answer.
 """
 
@@ -23,8 +23,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.log import get_logger
-from moe_serve.server.edge.batch_reader import BatchReader
-from moe_serve.server.edge.connection import CONNECTION, SEND_BUFFER_BYTES, Connection, ConnectionLimits
+from moe_serve.server.edge.connection import CONNECTION, SEND_BUFFER_BYTES, BatchReader, Connection
 from moe_serve.server.edge.errors import error_body
 from moe_serve.server.edge.gate import EarlyRefusal
 from moe_serve.server.edge.ports import make_tls
@@ -46,7 +45,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: FastAPI, bridge: Bridge, handle_signals: bool):
         super().__init__(
             uvicorn.Config(
-                EndingApp(app, lambda: self.should_exit),
+                ending(app, lambda: self.should_exit),
                 http=Connection,
                 ws="none",
                 lifespan="on",
@@ -63,7 +62,7 @@ class HttpServer(uvicorn.Server):
         self._handle_signals = handle_signals
         server = bridge.config.server
         self._tls = make_tls(server)
-        self._limits = ConnectionLimits.of(server)
+        self._server = server
         allowed = connections_allowed(server.max_connections)
         per_client = server.max_connections_per_client or -(-allowed // 2)
         self.table = ConnectionTable(allowed, min(per_client, allowed))
@@ -76,7 +75,7 @@ class HttpServer(uvicorn.Server):
         self.servers = []
         for listening in sockets or ():
             listener = Listener(
-                listening, self._connection, self.table, self._batches, self._tls, self._limits.header_deadline_s
+                listening, self._connection, self.table, self._batches, self._tls, self._server.header_deadline_s
             )
             self._work.append(asyncio.create_task(listener.run()))
         self._work.append(asyncio.create_task(self._sweep()))
@@ -98,17 +97,15 @@ class HttpServer(uvicorn.Server):
 
     def _connection(self) -> Connection:
         connection = Connection(
-            self.config, self.server_state, self._limits, self._early, self._batches, self.table.remove
+            self.config, self.server_state, self._server, self._early, self._batches, self.table.remove
         )
         if self._draining is not None:
             connection.end_after_answer()
         return connection
 
     async def _sweep(self) -> None:
-        limits = self._limits
-        shortest_s = min(
-            limits.header_deadline_s, limits.body_deadline_s, limits.idle_deadline_s, limits.send_deadline_s
-        )
+        own = self._server
+        shortest_s = min(own.header_deadline_s, own.body_deadline_s, own.idle_deadline_s, own.send_deadline_s)
         while True:
             await asyncio.sleep(min(_SWEEP_S, shortest_s / 4))
             self.table.sweep()
@@ -126,9 +123,8 @@ class HttpServer(uvicorn.Server):
                 connection.end_after_answer()
 
     async def _drain(self) -> None:
-        deadline_s = self._bridge.config.server.drain_deadline_s
-        num_open = len(self._bridge.book)
-        log.info("draining: %d open requests have %g s to end", num_open, deadline_s)
+        deadline_s = self._server.drain_deadline_s
+        log.info("draining: %d open requests have %g s to end", len(self._bridge.book), deadline_s)
         num_left = await self._bridge.finish(deadline_s)
         if num_left:
             log.warning("%d requests were still open after server.drain_deadline_s = %g s", num_left, deadline_s)
@@ -353,23 +349,20 @@ class ConnectionTable:
         return True
 
 
-class EndingApp:
-    """An ASGI application around another one."""
+def ending(app: ASGIApp, is_ending: Callable[[], bool]) -> ASGIApp:
+    """Returns an application whose calls, cancelled at the end of the server, get 503, or have their stream cut off."""
 
-    def __init__(self, app: ASGIApp, is_ending: Callable[[], bool]):
-        self._app = app
-        self._is_ending = is_ending
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a call on. One that is cancelled at the end of the server gets 503, or its stream is cut off."""
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
         except asyncio.CancelledError:
-            if not self._is_ending():
+            if not is_ending():
                 raise
             connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
             if connection is not None:  # or its answer is complete, or this is the lifespan of the server
                 connection.end_now()
+
+    return call
 
 
 _RESERVE = 128  # for everything that is not a client: ranks, logs, files, the event loop

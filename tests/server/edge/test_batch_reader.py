@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from moe_serve.server.edge import batch_reader
-from moe_serve.server.edge.batch_reader import BatchReader
+from moe_serve.server.edge import connection as connection_module
+from moe_serve.server.edge.connection import BatchReader
 from tests.server.edge.test_early_refusal import FULL, fill, whole
 from tests.server.raw_client import RawClient
 from tests.server.served import Served, in_event_loop, serving, until
@@ -18,7 +18,7 @@ from tests.server.served import Served, in_event_loop, serving, until
 @pytest.fixture(autouse=True)
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches go on for as long as a test may take."""
-    monkeypatch.setattr(batch_reader, "_LASTS_S", 60.0)
+    monkeypatch.setattr(connection_module, "_LASTS_S", 60.0)
 
 
 @asynccontextmanager
@@ -92,7 +92,7 @@ async def test_a_client_that_leaves_is_forgotten():
 
 @in_event_loop
 async def test_connections_go_back_into_the_event_loop_when_nothing_was_refused_lately(monkeypatch):
-    monkeypatch.setattr(batch_reader, "_LASTS_S", 0.1)
+    monkeypatch.setattr(connection_module, "_LASTS_S", 0.1)
     async with full() as (served, _):
         clients = [await refused(served) for _ in range(3)]
         await until(lambda: len(served.server._batches) == 0)
@@ -123,7 +123,7 @@ async def test_a_draining_server_tells_clients_in_a_batch_that_this_was_their_la
 
 @in_event_loop
 async def test_a_client_whose_request_waits_for_the_next_batch_does_not_yield_to_a_newcomer(monkeypatch):
-    monkeypatch.setattr(batch_reader, "_PERIOD_S", 60.0)
+    monkeypatch.setattr(connection_module, "_PERIOD_S", 60.0)
     async with full() as (served, _):
         client = await refused(served)
         (connection,) = (each for each in served.server.table if each.phase == "idle")
@@ -153,7 +153,7 @@ async def test_newcomers_come_in_batches_while_calls_are_refused(monkeypatch):
 @in_event_loop
 async def test_newcomers_wait_for_a_batch_only_while_calls_are_refused(monkeypatch):
     batches = BatchReader()
-    monkeypatch.setattr(batch_reader, "_PERIOD_S", 60.0)
+    monkeypatch.setattr(connection_module, "_PERIOD_S", 60.0)
     await batches.next_one()
     batches.count_refusal()
     with pytest.raises(TimeoutError):
@@ -164,9 +164,6 @@ async def test_newcomers_wait_for_a_batch_only_while_calls_are_refused(monkeypat
 
 class _Paused(asyncio.Transport):
     """The transport of a socket that the event loop does not read."""
-
-    def __init__(self, own: socket.socket):
-        super().__init__({"socket": own})
 
     def pause_reading(self) -> None: ...
 
@@ -182,7 +179,8 @@ class _Connection:
     def __init__(self, order: list["_Connection"]):
         self._own, self._peer = socket.socketpair()
         self._order = order
-        self.transport = _Paused(self._own)
+        self.transport = _Paused()
+        self.descriptor = self._own.fileno()
         self._peer.send(b"x")
 
     def data_received(self, data: bytes) -> None:
@@ -216,8 +214,8 @@ async def test_a_mistake_with_one_connection_ends_it_alone(monkeypatch):
 
 @pytest.mark.parametrize("turn_s", [0.0, 1.0])
 def test_a_turn_reads_a_few_connections_and_others_have_theirs_in_between(monkeypatch, turn_s: float):
-    monkeypatch.setattr(batch_reader, "_TURN_S", turn_s)
-    monkeypatch.setattr(batch_reader, "_TURN_CONNECTIONS", 4)
+    monkeypatch.setattr(connection_module, "_TURN_S", turn_s)
+    monkeypatch.setattr(connection_module, "_TURN_CONNECTIONS", 4)
 
     @in_event_loop
     async def check():

@@ -11,9 +11,8 @@ import socket
 import pytest
 
 from moe_serve.server.edge import connection
-from moe_serve.server.edge.batch_reader import BatchReader
-from moe_serve.server.edge.bounded_parser import BoundedParser
 from moe_serve.server.edge.http import ConnectionTable, Listener, soft_limit
+from moe_serve.server.edge.http_parser import BoundedParser
 from moe_serve.server.edge.ports import open_port
 from tests.server.raw_client import RawClient, header
 from tests.server.served import Served, in_event_loop, serving, until
@@ -201,12 +200,14 @@ async def test_a_client_that_resets_its_connection_while_it_is_refused_is_no_err
         def resume_reading(self) -> None: ...
 
     async with serving(1) as served:
-        connection, transport = served.server._connection(), Reset()
+        own = socket.socket()
+        connection, transport = served.server._connection(), Reset({"socket": own})
         connection.connection_made(transport)
         try:
             connection.data_received(b"\x16\x03\x01 is not HTTP\r\n\r\n")
         finally:
             connection.connection_lost(OSError())
+            own.close()
         assert transport.aborted
 
 
@@ -290,7 +291,7 @@ async def test_what_comes_of_a_body_after_its_answer_is_not_parsed_and_the_next_
 async def test_a_client_that_comes_as_the_server_stops_is_not_kept_waiting():
     with open_port("127.0.0.1", 0) as listening:
         listener = Listener(
-            listening, lambda: pytest.fail("it is taken"), ConnectionTable(8, 8), BatchReader(), None, 1.0
+            listening, lambda: pytest.fail("it is taken"), ConnectionTable(8, 8), connection.BatchReader(), None, 1.0
         )
         running = asyncio.create_task(listener.run())
         await asyncio.sleep(0.01)

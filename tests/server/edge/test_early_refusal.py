@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.server.edge.bounded_parser import BoundedParser
 from moe_serve.server.edge.client_limits import ClientTable, Ledger, shared_memory
-from moe_serve.server.edge.gate import plain_headers
+from moe_serve.server.edge.http_parser import BoundedParser, plain_headers
 from moe_serve.server.edge.keys import API_KEY_VARIABLE
 from tests.server.edge.test_client_limits import hold_the_lock
 from tests.server.edge.test_hostile_bytes import mutated

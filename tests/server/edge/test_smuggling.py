@@ -13,7 +13,7 @@ import h11
 import pytest
 
 from moe_serve.server.edge import connection
-from moe_serve.server.edge.bounded_parser import BoundedParser
+from moe_serve.server.edge.http_parser import BoundedParser
 from tests.server.raw_client import RawClient
 from tests.server.served import Served, in_event_loop, serving, until
 

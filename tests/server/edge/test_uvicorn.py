@@ -68,7 +68,7 @@ def test_h11_reads_all_lines_through_the_buffer_that_we_replace():
     parser = h11.Connection(h11.SERVER)
     buffer = parser._receive_buffer
     found = [name for name in BUFFER if not hasattr(buffer, name)]
-    assert not found, f"h11 {h11.__version__} has no ReceiveBuffer.{found}: adapt bounded_parser.py, or lower the bound"
+    assert not found, f"h11 {h11.__version__} has no ReceiveBuffer.{found}: adapt http_parser.py, or lower the bound"
     called: list[str] = []
 
     class Seen(type(buffer)):  # type: ignore[misc]
