@@ -1,8 +1,18 @@
 """The recorded load of experts, and the load of slots and ranks that follows from it.
 
-A LoadRecord covers one window of steps. It counts real tokens only, never padding, dummy or warm-up rows.
-Balancedness is mean / max of the load of ranks, per layer: 1 is perfect, and 1 / balancedness is how much longer the
-most loaded rank works than the average one.
+    window        consecutive steps of an engine, covered by one LoadRecord
+    load          (token, expert) pairs: a token that is routed to k experts counts k times. Real tokens only, never
+                  padding, dummy or warm-up rows
+    share         part of its expert's tokens that a slot serves; without shares, replicas share evenly
+    balancedness  mean / max of the load of ranks, per layer: 1 is perfect, and 1 / balancedness is how much longer the
+                  most loaded rank works than the average one
+
+The first layer of the example in `placement.py`, with 40, 80, 20 and 20 tokens for its experts:
+
+    tokens[0]         40  80  20  20                  of experts 0 .. 3
+    slot_load[0]      40  40 | 20  20 | 40   0        expert 1 is split over slots 1 and 4
+    rank_load[0]        80   |   40   |   40
+    balancedness[0]   mean 53.3 / max 80 = 0.667
 
 Shape words: L = MoE layers, E = logical experts, R = ranks, P = slots.
 """

@@ -1,8 +1,23 @@
-"""Which expert each slot holds, for every MoE layer.
+"""Which expert each slot holds, for every MoE layer. Nothing here knows of loads, weights or networks.
 
-A slot holds one expert's weights on one rank: slot s is on rank s // slots_per_rank, and there are always
-num_ranks x slots_per_rank of them. -1 is an empty slot, so uneven experts and excluded ranks need no special shape.
-Replicas of an expert are numbered by ascending slot. Nothing here knows of loads, weights or networks.
+    layer            a MoE layer, one row of every table; moe_layer_ids says which layer of the model it is
+    logical expert   an expert of the checkpoint, 0 .. E-1 in every layer
+    slot             place for one expert's weights on one rank: slot s is on rank s // slots_per_rank. There are always
+                     num_ranks x slots_per_rank of them, and -1 is an empty one, so uneven experts and excluded ranks
+                     need no special shape
+    physical expert  what a slot holds; its id is the slot's number
+    replica          one of an expert's slots, numbered by ascending slot
+    redundant        slots beyond one for each expert, which hold further replicas
+
+Two layers of 4 experts on 3 ranks with 2 slots each, 2 of the 6 redundant:
+
+    slot                      0  1   2  3   4  5
+    rank                      0  0   1  1   2  2
+    physical_to_logical[0]    0  1   2  3   1 -1      expert 1 has replicas in slots 1 and 4, slot 5 is empty
+    physical_to_logical[1]    0  1   2  3   0  2      experts 0 and 2 have two replicas each
+
+    replica_count             [[1, 2, 1, 1], [2, 1, 2, 1]]
+    logical_to_physical       [[[0, -1], [1, 4], [2, -1], [3, -1]], [[0, 4], [1, -1], [2, 5], [3, -1]]]
 
 Shape words: L = num_layers (MoE layers only), E = num_logical, P = num_slots.
 """

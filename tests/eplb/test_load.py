@@ -4,13 +4,15 @@ import pytest
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError
+from tests.eplb.test_placement import EXAMPLE
 
 
-def test_balancedness_by_hand():
-    placement = Placement(np.array([[0, 1, 0, 2]]), 3, 2)
-    load = rank_load(np.array([[40, 10, 30]]), placement)
-    assert load.tolist() == [[30.0, 50.0]]
-    assert balancedness(load).tolist() == [0.8]
+def test_loads_of_the_example_that_opens_the_module():
+    tokens = np.array([[40, 80, 20, 20], [1, 1, 1, 1]])
+    assert slot_load(tokens, EXAMPLE)[0].tolist() == [40, 40, 20, 20, 40, 0]
+    load = rank_load(tokens, EXAMPLE)
+    assert load[0].tolist() == [80, 40, 40]
+    assert balancedness(load)[0] == pytest.approx(0.667, abs=5e-4)
 
 
 def test_uneven_shares_move_load_between_the_copies_of_an_expert():

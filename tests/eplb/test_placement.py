@@ -6,14 +6,16 @@ from hypothesis import strategies as st
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
 
+EXAMPLE = Placement(np.array([[0, 1, 2, 3, 1, -1], [0, 1, 2, 3, 0, 2]]), num_logical=4, num_ranks=3)
 
-def test_tables_of_a_small_placement_by_hand():
-    placement = Placement(np.array([[0, 1, 1, 2, 0, -1]]), num_logical=3, num_ranks=3)
-    assert placement.slots_per_rank == 2
-    assert placement.replica_count.tolist() == [[2, 2, 1]]
-    assert placement.logical_to_physical.tolist() == [[[0, 4], [1, 2], [3, -1]]]
-    assert placement.moe_layer_ids == (0,)
-    assert placement.num_duplicates.tolist() == [0]
+
+def test_tables_of_the_example_that_opens_the_module():
+    assert EXAMPLE.slots_per_rank == 2
+    assert EXAMPLE.replica_count.tolist() == [[1, 2, 1, 1], [2, 1, 2, 1]]
+    first, second = [[0, -1], [1, 4], [2, -1], [3, -1]], [[0, 4], [1, -1], [2, 5], [3, -1]]
+    assert EXAMPLE.logical_to_physical.tolist() == [first, second]
+    assert EXAMPLE.moe_layer_ids == (0, 1)
+    assert EXAMPLE.num_duplicates.tolist() == [0, 0]
 
 
 def test_a_placement_keeps_its_own_read_only_copy():

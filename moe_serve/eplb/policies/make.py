@@ -43,8 +43,8 @@ def plan(
     Raises PlacementError naming the argument and the fix, ConfigError for an unknown policy or option.
     """
     request = PlanRequest(
-        np.asarray(tokens), topology, num_slots, current, num_groups, off_home, max_moves,
-        time_budget_s=time_budget_s, seed=seed, **more,
+        np.asarray(tokens), topology, num_slots, current, num_groups=num_groups, off_home=off_home,
+        max_moves=max_moves, time_budget_s=time_budget_s, seed=seed, **more,
     )  # fmt: skip
     return make_policy(policy, **(options or {})).plan(request)
 

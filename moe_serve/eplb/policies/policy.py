@@ -5,7 +5,7 @@ request. Effort is counted in iterations; `time_budget_s` is only a stop, and a 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,35 +34,59 @@ class RankCost:
     off_node_token_s: float = 0.0
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlanRules:
+    """What stays the same for every load and placement of one system.
+
+    num_groups:     expert groups of the model's router; None = none. A group has one home node where groups can be
+                    spread evenly over nodes; otherwise single experts have homes
+    off_home:       0 .. 1, share of the load that may be served outside its expert's home node: 0 = hard hierarchy,
+                    1 = no hierarchy
+    max_moves:      slots per layer whose rank may have to receive an expert; None = no limit. Needs a placement in use
+    max_total_moves: the same for all layers together; the moves go to the layers where they gain most. Likewise
+    max_rank_moves: experts that any one rank may have to receive in a layer; None = no limit. Likewise
+    min_gain:       a move of `incremental` lowers the smooth maximum of its layer by at least this share of the mean
+                    rank load; None = the policy's own
+    time_budget_s:  stop after this long and mark the plan truncated; None = no stop
+    objective:      one of OBJECTIVES, or weights of several, e.g. {"tokens": 1.0, "activated": 0.3}. off_node is
+                    lowered by greedy and refined without a hierarchy (off_home = 1)
+    cost:           prices for step_time
+    planned_split:  "even" or "exact": how the per-batch split will share an expert's tokens over its replicas
+    min_replicas:   ranks that every expert is on, at least: with 2, any one rank can be lost. Under a hierarchy
+                    (off_home < 1) all of them are on the home node
+    seed:           breaks ties and drives searches
+    """
+
+    num_groups: int | None = None
+    off_home: float = 1.0
+    max_moves: int | None = None
+    max_total_moves: int | None = None
+    max_rank_moves: int | None = None
+    min_gain: float | None = None
+    time_budget_s: float | None = None
+    objective: str | Mapping[str, float] = "tokens"
+    cost: RankCost | None = None
+    planned_split: str = "even"
+    min_replicas: int = 1
+    seed: int = 0
+
+    def request(self, tokens: NDArray[np.number], topology: Topology, num_slots: int, **more: Any) -> "PlanRequest":
+        """Returns the request for one load. more: fields of PlanRequest beside these rules"""
+        return PlanRequest(tokens, topology, num_slots, **vars(self), **more)
+
+
 @dataclass(frozen=True, eq=False)
-class PlanRequest:
-    """One question to a policy. Checked when built.
+class PlanRequest(PlanRules):
+    """One question to a policy: a load, where it is served, and rules. Checked when built.
 
     tokens:         [L, E] whole numbers up to 2^53, or finite float64 (a forecast); load to plan for
     topology:       ranks and nodes
     num_slots:      P, a multiple of the ranks, at least E on the ranks that take part
     current:        placement in use; None = none yet
-    num_groups:     expert groups of the model's router; None = none. A group has one home node where groups can be
-                    spread evenly over nodes; otherwise single experts have homes
-    off_home:       0 .. 1, share of the load that may be served outside its expert's home node: 0 = hard hierarchy,
-                    1 = no hierarchy
-    max_moves:      slots per layer whose rank may have to receive an expert; None = no limit. Needs `current`
-    max_total_moves: the same for all layers together; the moves go to the layers where they gain most. Needs `current`
-    max_rank_moves: experts that any one rank may have to receive in a layer; None = no limit. Needs `current`
-    min_gain:       a move of `incremental` lowers the smooth maximum of its layer by at least this share of the mean
-                    rank load; None = the policy's own
-    min_replicas:   ranks that every expert is on, at least: with 2, any one rank can be lost. Under a hierarchy
-                    (off_home < 1) all of them are on the home node
-    time_budget_s:  stop after this long and mark the plan truncated; None = no stop
-    seed:           breaks ties and drives searches
-    objective:      one of OBJECTIVES, or weights of several, e.g. {"tokens": 1.0, "activated": 0.3}. off_node is
-                    lowered by greedy and refined without a hierarchy (off_home = 1)
     by_source:      [L, R, E] tokens by the rank they come from, for off_node, step_time; None = everywhere alike
     activations:    [L, E] float64, 0 .. 1, share of batches with a token for the expert; None = 1 where there is load
-    cost:           prices for step_time
     excluded_ranks: ranks that get no expert at all
     uneven_shares:  also plan uneven shares of an expert's tokens over its slots (Plan.shares)
-    planned_split:  "even" or "exact": how the per-batch split will share an expert's tokens over its replicas
     series:         [W, L, E] tokens of the windows that `tokens` sums up, oldest first, for policy series; None = one
     series_weights: [W] how much each of them counts, not all 0; None = all alike
     moe_layer_ids:  model layer of each row; () = as in current, or 0 .. L-1
@@ -72,25 +96,13 @@ class PlanRequest:
     topology: Topology
     num_slots: int
     current: Placement | None = None
-    num_groups: int | None = None
-    off_home: float = 1.0
-    max_moves: int | None = None
-    max_total_moves: int | None = None
-    max_rank_moves: int | None = None
-    min_gain: float | None = None
-    time_budget_s: float | None = None
-    seed: int = 0
-    objective: str | Mapping[str, float] = "tokens"
     by_source: NDArray[np.number] | None = None
     activations: Floats | None = None
-    cost: RankCost | None = None
     excluded_ranks: tuple[int, ...] = ()
     uneven_shares: bool = False
-    planned_split: str = "even"
-    min_replicas: int = 1
     series: NDArray[np.number] | None = None
     series_weights: tuple[float, ...] | None = None
-    moe_layer_ids: tuple[int, ...] = field(default=())
+    moe_layer_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         tokens = _checked_load(self.tokens, "tokens", 2)
@@ -216,28 +228,6 @@ class PlanRequest:
     def live_ranks(self) -> NDArray[np.int64]:
         """Ids of the ranks that take part, ascending."""
         return np.setdiff1d(np.arange(self.topology.num_ranks), np.array(self.excluded_ranks, dtype=np.int64))
-
-
-@dataclass(frozen=True)
-class PlanRules:
-    """The fields of PlanRequest that stay the same for every load and placement of one system."""
-
-    num_groups: int | None = None
-    off_home: float = 1.0
-    max_moves: int | None = None
-    max_total_moves: int | None = None
-    max_rank_moves: int | None = None
-    min_gain: float | None = None
-    time_budget_s: float | None = None
-    objective: str | Mapping[str, float] = "tokens"
-    cost: RankCost | None = None
-    planned_split: str = "even"
-    min_replicas: int = 1
-    seed: int = 0
-
-    def request(self, tokens: NDArray[np.number], topology: Topology, num_slots: int, **more: Any) -> PlanRequest:
-        """Returns the request for one load. more: fields of PlanRequest that these rules do not set."""
-        return PlanRequest(tokens, topology, num_slots, **vars(self), **more)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 from rich.table import Table
 
@@ -15,8 +16,6 @@ from moe_serve.errors import ConfigError
 
 FORMAT = "moe_serve.replay_report"
 NUMBERS = ("served_mean", "served_min", "moves", "stall_s", "step_s", "tokens_per_s")
-_NEVER_MISSING = ("served_mean", "served_min", "moves")
-_LARGEST = 1e18
 _SAME = 5e-5  # balancedness is shown with four digits
 _BALANCE = ("served_mean", "served_min")
 _WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -208,68 +207,53 @@ def against_page(report: ReplayReport, earlier: EarlierReport) -> dict[str, Any]
 
 def read_report(path: Path) -> EarlierReport:
     """Returns what `moe-serve replay --json` wrote. Raises ConfigError for anything else; the error names the key."""
+
+    def part(content: object, kind: type[Part], key: str) -> Part:
+        try:
+            return msgspec.convert(content, kind)
+        except msgspec.ValidationError as problem:
+            raise wrong(f"has a wrong {key} ({problem})") from None
+
+    def wrong(what: str) -> ConfigError:
+        return ConfigError(f"--against {path} {what}; give what moe-serve replay --json wrote")
+
     try:
         content = read_json(path, ConfigError, "what moe-serve replay --json wrote")
     except OSError as problem:
-        raise _wrong(path, f"cannot be read ({problem.strerror})") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else None
-        raise _wrong(path, f"has format {found!r}, expected {FORMAT!r}")
-    try:
-        return _report(path.name, content)
-    except _Broken as problem:
-        raise _wrong(path, f"has a wrong {problem}") from None
-
-
-class _Broken(Exception):
-    """The message is the key."""
-
-
-def _report(name: str, content: dict[str, Any]) -> EarlierReport:
-    conditions, policies, windows = (content.get(key) for key in ("conditions", "policies", "windows"))
-    if not isinstance(conditions, dict) or not all(isinstance(words, str) for words in conditions.values()):
-        raise _Broken("conditions")
-    if not isinstance(policies, list) or not all(isinstance(row, dict) for row in policies):
-        raise _Broken("policies")
-    if not isinstance(windows, dict) or not isinstance(windows.get("policies"), dict):
-        raise _Broken("windows")
-    rows = {}
-    for row in policies:
-        if not isinstance(row.get("policy"), str):
-            raise _Broken("policies: policy")
-        rows[row["policy"]] = {key: _number(row.get(key), key) for key in NUMBERS}
-        if any(rows[row["policy"]][key] is None for key in _NEVER_MISSING):
-            raise _Broken(f"policies: {row['policy']}: one of {', '.join(_NEVER_MISSING)} is missing")
-    first_steps = [int(value) for value in _numbers(windows.get("first_step"), "windows: first_step")]
+        raise wrong(f"cannot be read ({problem.strerror})") from None
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise wrong(f"has format {found!r}, expected {FORMAT!r}")
+    conditions = part(content.get("conditions"), dict[str, str], "conditions")
+    rows = {row.policy: row for row in part(content.get("policies"), list[_Row], "policies")}
+    windows = part(content.get("windows"), _Windows, "windows")
     served = {}
-    for policy in rows:
-        series = windows["policies"].get(policy)
-        key = f"windows: {policy}: served_mean"
-        served[policy] = _numbers(series.get("served_mean") if isinstance(series, dict) else None, key)
-        if len(served[policy]) != len(first_steps):
-            raise _Broken(key)
-    return EarlierReport(name, conditions, rows, first_steps, served)
+    for name in rows:
+        key = f"windows: {name}: served_mean"
+        series = windows.policies.get(name)
+        served[name] = part(series.get("served_mean") if isinstance(series, dict) else None, list[_Number], key)
+        if len(served[name]) != len(windows.first_step):
+            raise wrong(f"has a wrong {key} ({len(served[name])} windows, expected {len(windows.first_step)})")
+    numbers = {name: {key: getattr(row, key) for key in NUMBERS} for name, row in rows.items()}
+    return EarlierReport(path.name, conditions, numbers, windows.first_step, served)
 
 
-def _numbers(values: object, key: str) -> list[float]:
-    if not isinstance(values, list):
-        raise _Broken(key)
-    out = []
-    for value in values:
-        number = _number(value, key)
-        if number is None:
-            raise _Broken(key)
-        out.append(number)
-    return out
+Part = TypeVar("Part")
+_Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 
 
-def _number(value: object, key: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:  # NaN, too
-        raise _Broken(key)
-    return float(value)
+class _Row(msgspec.Struct):
+    """What a comparison needs of a policy's row; the names are those of NUMBERS."""
+
+    policy: str
+    served_mean: _Number
+    served_min: _Number
+    moves: _Number
+    stall_s: _Number | None = None
+    step_s: _Number | None = None
+    tokens_per_s: _Number | None = None
 
 
-def _wrong(path: Path, what: str) -> ConfigError:
-    return ConfigError(f"--against {path} {what}; give what moe-serve replay --json wrote")
+class _Windows(msgspec.Struct):
+    first_step: list[int]
+    policies: dict[str, Any]
