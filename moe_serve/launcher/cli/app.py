@@ -132,7 +132,7 @@ def check(options: ModelOptions) -> None:
     """Explain a configuration without starting it: memory, experts, buffers, backends, what is missing here."""
     config = options.effective_config()
     # Loads torch, which an error in the settings should not wait for.
-    from moe_serve.launcher.examination.show import print_check
+    from moe_serve.launcher.examination.check import print_check
 
     raise typer.Exit(print_check(config))
 
@@ -167,8 +167,7 @@ def doctor(options: DoctorOptions) -> None:
     is_alone = env.num_ranks == 1 and config.parallel.num_ranks > 1
     if not is_alone:
         check_num_ranks(env, config.parallel.num_ranks)
-    from moe_serve.launcher.examination.ranks import run_doctor
-    from moe_serve.launcher.examination.show import print_diagnosis, to_json
+    from moe_serve.launcher.examination.doctor import print_diagnosis, run_doctor, to_json
 
     diagnosis = run_doctor(env, config, options.deadline_s)
     if env.rank == 0 and options.json_output:

@@ -1,4 +1,4 @@
-"""Measures every pair of ranks over TCP: is the other reachable, how far, how fast, and what is its time.
+"""Measures every pair of ranks over TCP: reachability, latency, bandwidth, difference of clocks.
 
 Each rank listens on the interface that gloo will use. A caller shows a secret that ranks have exchanged through the
 store, and all that a listener reads is bounded.
@@ -24,7 +24,7 @@ _PING, _BULK, _TIME = b"p", b"b", b"t"
 
 
 class Door(msgspec.Struct, frozen=True):
-    """Where a rank listens."""
+    """The address at which a rank listens."""
 
     rank: int
     address: str
@@ -32,10 +32,10 @@ class Door(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """What one rank has measured to another. error: why nothing was measured, else ""
+    """The measurements of one rank to another. error: why there are none, else ""
 
-    latency_us: of one message and its answer, half of the median;  mbytes_per_s: sent;  clock_s: the other's time minus
-    the own one
+    latency_us: half of the median time of a message and its answer;  mbytes_per_s: sent;  clock_s: the other's time
+    minus the own one
     """
 
     source: int
@@ -96,7 +96,7 @@ class Listener:
 
 
 def measure(rank: int, door: Door, secret: bytes) -> Pair:
-    """Returns what this rank measures to another one."""
+    """Measures one pair: from this rank to another."""
     try:
         with socket.create_connection((door.address, door.port), timeout=_TIMEOUT_S) as peer:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -132,7 +132,7 @@ def partners(rank: int, num_ranks: int) -> Iterator[int]:
 
 
 def measure_all(rank: int, doors: Sequence[Door], secret: bytes) -> list[Pair]:
-    """Returns what this rank measures to all others, one after the other. doors: by rank"""
+    """Measures all pairs of this rank, one after the other. doors: by rank"""
     return [measure(rank, doors[other], secret) for other in partners(rank, len(doors))]
 
 

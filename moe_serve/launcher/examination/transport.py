@@ -1,4 +1,4 @@
-"""What `moe-serve check` says of the transport: which one, why, how large its buffers are. Nothing is allocated.
+"""Describes the transport for `moe-serve check`: which one, why, how large its buffers are. Nothing is allocated.
 
 It asks the functions that the ranks themselves ask (dispatch/choose.py, dispatch/*/sizes.py), about this machine: what
 only all ranks together can find out is said as a condition.
@@ -32,14 +32,14 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.engine.recovery.full_placement import has_slots_without, meaning_of_a_loss
 from moe_serve.eplb.placement import Placement
 
-_SHARED = "/dev/shm"
+SHARED = "/dev/shm"
 _WITH_BUFFERS = ("shm", "nvshmem", "cuda_ipc", "by_batch")
 _UNKNOWN = "low_latency (NVSHMEM) or collective (NCCL)"  # without a GPU to ask, auto may be either
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the rules ask of the machine that `check` runs on.
+    """The facts of the machine that `check` runs on, as far as the rules ask for them.
 
     free_bytes: of shared memory, or of a GPU once the weights are there;  processor: its kind
     gpu, num_gpus: facts of a GPU here, and how many there are; None: there is none to ask
@@ -73,14 +73,22 @@ class TransportReport:
 def look_here(device: str, weight_bytes: int) -> Machine:
     """Returns the facts of this machine. weight_bytes: what a rank has loaded before its transport is made"""
     if device == "cpu":
-        stat = os.statvfs(_SHARED)
-        return Machine(stat.f_bavail * stat.f_frsize, platform.machine())
+        return Machine(free_bytes(SHARED), platform.machine())
     if not torch.cuda.is_available():
         return Machine(0, platform.machine())
-    free_bytes = max(0, torch.cuda.mem_get_info()[0] - weight_bytes)
+    free = max(0, torch.cuda.mem_get_info()[0] - weight_bytes)
     capability = torch.cuda.get_device_capability()
-    facts = GpuFacts(0, capability, free_bytes, nvshmem_lacks(), not unlinked_pairs(), bool(rdma_devices()))
-    return Machine(free_bytes, platform.machine(), facts, torch.cuda.device_count())
+    facts = GpuFacts(0, capability, free, nvshmem_lacks(), not unlinked_pairs(), bool(rdma_devices()))
+    return Machine(free, platform.machine(), facts, torch.cuda.device_count())
+
+
+def free_bytes(folder: str) -> int:
+    """Returns the bytes that this process can still write to a folder's file system; 0 where there is no folder."""
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
 
 
 def describe_transport(
@@ -202,7 +210,7 @@ def _too_small(sizes: BufferSizes, device: str, machine: Machine, fit: int) -> s
     fix = f"lower dispatch.max_tokens_per_rank to {fit}"
     if device == "cpu":
         return (
-            f"low-latency buffers take up to {sizes.total * sizes.num_ranks / 2**30:.2f} GiB of {_SHARED} for "
+            f"low-latency buffers take up to {sizes.total * sizes.num_ranks / 2**30:.2f} GiB of {SHARED} for "
             f"{sizes.num_ranks} ranks and {free} are free; {fix}, or give the container more shared memory "
             "(docker run --shm-size)"
         )

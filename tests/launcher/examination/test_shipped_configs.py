@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_serve.config import load_config
-from moe_serve.launcher.examination.configuration import examine
+from moe_serve.launcher.examination.check import examine
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GPU_BYTES = 80e9 * 0.97  # the driver and the libraries take the rest

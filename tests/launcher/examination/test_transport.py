@@ -9,7 +9,7 @@ from moe_serve.config import load_config
 from moe_serve.dispatch.base import BufferLimits
 from moe_serve.dispatch.gpu.facts import GpuFacts
 from moe_serve.errors import ConfigError
-from moe_serve.launcher.examination.configuration import examine
+from moe_serve.launcher.examination.check import examine
 from moe_serve.launcher.examination.transport import Machine, TransportReport, describe_transport, look_here
 
 LIMITS = BufferLimits(max_tokens_per_rank=1024, hidden=7168, topk=8, slots_per_rank=36)

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from moe_serve.attention_dp.kv_cache import bytes_per_block
 from moe_serve.config import ServeConfig, model_dir
@@ -21,7 +23,6 @@ from moe_serve.dispatch.buffer_sizes import BufferSizes
 from moe_serve.engine.model.model_plan import ModelPlan, choose_numerics, compute_dtype
 from moe_serve.engine.output.row_logprobs import rows_at_once
 from moe_serve.errors import LaunchError, MoeServeError, PortError
-from moe_serve.launcher.examination.machine import available_bytes
 from moe_serve.launcher.examination.transport import TransportReport, describe_loss, describe_transport, look_here
 from moe_serve.launcher.preflight import look_for_files
 from moe_serve.models.attention_spec import GqaSpec
@@ -32,6 +33,7 @@ from moe_serve.models.spec import ModelSpec
 from moe_serve.models.working_memory import StepSizes, working_memory
 from moe_serve.server.edge.ports import open_port
 
+_FILE_WIDTH = 400  # a file has no width, and wrapped cells are hard to search
 _BALANCING = {
     "off": "experts stay where they start, and their load is not recorded",
     "static": "experts stay where they start; their load is recorded and shown; dynamic: they move",
@@ -85,6 +87,33 @@ class Report:
         except MoeServeError as error:
             if str(error) not in self.problems:
                 self.problems.append(str(error))
+
+
+def print_check(config: ServeConfig) -> int:
+    """Examines a configuration and prints the report; returns the exit code: 0, or 1 when it cannot run here."""
+    report = examine(config)
+    console = make_console()
+    for problem in report.problems:
+        console.print(f"cannot run: {problem}", style="red", soft_wrap=True)
+    if not report.problems:
+        console.print("this configuration can run here", style="green")
+    for title, rows in _tables(report):
+        table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
+        for row in rows:
+            table.add_row(*row)
+        console.print()
+        console.print(table)
+    return 1 if report.problems else 0
+
+
+def _tables(report: Report) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """Yields the title and the rows of each table."""
+    yield "model", [(line.name, line.value, line.why) for line in report.model]
+    if report.memory:
+        rows = [(memory.name, bytes_in_words(memory.num_bytes), memory.why) for memory in report.memory]
+        yield "memory of one rank", [*rows, ("together", bytes_in_words(report.memory_bytes), "")]
+    yield "choices", [(line.name, line.value, line.why) for line in report.choices]
+    yield "this machine", [(line.name, line.value, line.why) for line in report.machine]
 
 
 def examine(config: ServeConfig) -> Report:
@@ -361,3 +390,28 @@ def bytes_in_words(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return f"{number} B"
+
+
+def available_bytes() -> int:
+    """Returns the bytes of memory that this process can still take: of the machine, or of its control group."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text(encoding="ascii"))
+            available = min(available, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass
+    return available
+
+
+def make_console() -> Console:
+    """Returns a console for stdout, without markup or emoji: paths and messages may hold brackets and colons."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    return console

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from moe_serve.config import load_config, model_dir
-from moe_serve.launcher.examination import configuration
-from moe_serve.launcher.examination.configuration import Report, examine
-from moe_serve.launcher.examination.show import print_check
+from moe_serve.launcher.examination import check
+from moe_serve.launcher.examination.check import Report, examine, print_check
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.layers import RopeTable
 from tests.engine.offline import tiny_model
@@ -193,7 +192,7 @@ def test_printing_begins_with_the_verdict_and_the_exit_code_says_it_too(capsys):
 
 
 def test_printed_text_keeps_its_brackets(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(configuration, "find_spec", lambda module: None)
+    monkeypatch.setattr(check, "find_spec", lambda module: None)
     folder = tmp_path / "[red]model"
     folder.symlink_to(model_dir(load_config().model))
     settings = ["server.port=0", "server.worker_port=0", "parallel.device=cpu", f"model.path={folder}"]

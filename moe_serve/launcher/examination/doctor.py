@@ -1,25 +1,40 @@
-"""`moe-serve doctor` on one rank: look, exchange through the store, measure every pair, exchange again, judge.
+"""`moe-serve doctor` on one rank: look, exchange through the store, measure every pair, exchange again, judge, print.
 
-The judgement says what keeps the ranks from serving, what is suspicious, and the line that fixes it.
+The judgement names the ranks of each fault and the line that fixes it: what keeps the ranks from serving, and what is
+suspicious.
 """
 
 import ipaddress
 import os
+import platform
+import re
+import resource
 import secrets
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
 from statistics import median
 from typing import Literal, TypeVar
 
 import msgspec
+import torch
+import zmq
+from rich.table import Table
 from torch.distributed import Store
 
 from moe_serve.config import ServeConfig
-from moe_serve.errors import LaunchError
-from moe_serve.launcher.examination.machine import RankReport, look
+from moe_serve.dispatch.shm.memory import host_mark
+from moe_serve.engine.model.model_plan import choose_numerics, compute_dtype
+from moe_serve.errors import LaunchError, MoeServeError
+from moe_serve.kernels.cpu.digest import kernel_digest
+from moe_serve.launcher.examination.check import available_bytes, bytes_in_words, make_console
 from moe_serve.launcher.examination.pairs import SECRET_BYTES, Door, Listener, Pair, measure_all
-from moe_serve.launcher.facts import by_value, first_difference
-from moe_serve.launcher.rank_env import RankEnv
-from moe_serve.launcher.rendezvous import gather, leave, open_store
+from moe_serve.launcher.examination.transport import SHARED, free_bytes
+from moe_serve.launcher.facts import Fact, by_value, facts_of, first_difference
+from moe_serve.launcher.preflight import look_for_files
+from moe_serve.launcher.rank_env import RankEnv, address_of, interface_towards
+from moe_serve.launcher.rendezvous import device_of, gather, leave, open_store
 
 T = TypeVar("T", bound=msgspec.Struct)
 _MIN_FILES = 4096
@@ -29,6 +44,47 @@ _CLOCK_S = 1.0
 _SLOW = 4.0  # times the median of its kind
 _NOTICED_US = 1000.0  # a slower link is suspicious only where a message takes longer than this
 _OWN_OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCHELASTIC_ERROR_FILE")
+_PACKAGES = ("torch", "numpy", "pyzmq", "msgspec", "tokenizers", "triton", "mpi4py")
+_MATTERS = re.compile(
+    r"(NCCL|GLOO|TP|OMP|MKL|KMP|CUDA|NVSHMEM|UCX|FI|TORCH|MOE_SERVE|MALLOC)_|PYTHONPATH$|LD_|https?_proxy$|no_proxy$",
+    re.IGNORECASE,
+)
+_SECRET = "MOE_SERVE_TOKEN"
+_LISTENS = "0A"  # the state of /proc/net/tcp
+_MOST_PAIRS = 64  # rows; of more pairs, the slowest are shown
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """One rank's findings about its process and its machine; `judge` compares those of all ranks.
+
+    host_mark: equal for ranks that share a kernel and /dev/shm;  address, interface: towards the other ranks
+    master:    what MASTER_ADDR resolves to here
+    files, files_hard: limit of open files;  memlock: bytes that may be locked, -1 = any number
+    store:     addresses on which this host listens at the port of the launch's store, on rank 0
+    kernels:   what computes, and on CPUs a hash of its bits
+    problems:  that this rank has alone
+    """
+
+    rank: int
+    host: str
+    host_mark: str
+    num_local_ranks: int
+    address: str
+    interface: str
+    master: str
+    device: str
+    packages: dict[str, str]
+    environ: dict[str, str]
+    cores: int
+    memory_bytes: int
+    shm_bytes: int
+    files: int
+    files_hard: int
+    memlock: int
+    store: list[str]
+    facts: list[Fact]
+    kernels: str
+    problems: list[str]
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -40,7 +96,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """What the doctor knows at the end; the same on all ranks."""
+    """The findings about all ranks and pairs; the same on all ranks."""
 
     ranks: list[RankReport]
     pairs: list[Pair]
@@ -106,8 +162,101 @@ def _exchange(store: Store, env: RankEnv, name: str, own: T, kind: type[T], dead
         ) from None
 
 
+def look(env: RankEnv, config: ServeConfig) -> RankReport:
+    """Returns the findings of this rank about its process and its machine."""
+    problems, facts, device, kernels = [], [], "unknown", "unknown"
+    try:
+        device = device_of(env, config).type
+        kernels = _kernels(config, device)
+        look_for_files(config)
+        facts = facts_of(config, device)
+    except MoeServeError as error:
+        problems.append(str(error))
+    interface, address = _towards_the_others(env)
+    files, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return RankReport(
+        rank=env.rank,
+        host=socket.gethostname(),
+        host_mark=host_mark(),
+        num_local_ranks=env.num_local_ranks,
+        address=address,
+        interface=interface,
+        master=_resolve(env.master_addr),
+        device=device,
+        packages=_versions(),
+        environ={name: _value_of(name) for name in sorted(os.environ) if _MATTERS.match(name)},
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=available_bytes(),
+        shm_bytes=free_bytes(SHARED),
+        files=files,
+        files_hard=files_hard,
+        memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        store=listening_addresses(env.master_port) if env.rank == 0 and env.num_ranks > 1 else [],
+        facts=facts,
+        kernels=kernels,
+        problems=problems,
+    )
+
+
+def _kernels(config: ServeConfig, device: str) -> str:
+    """Returns what computes; on a CPU, it is built here as it would be by the ranks."""
+    choice = choose_numerics(config, torch.device(device), compute_dtype(config, torch.device(device)))
+    return f"{choice.kernels}, bits {kernel_digest()}" if choice.library is not None else choice.kernels
+
+
+def _towards_the_others(env: RankEnv) -> tuple[str, str]:
+    """Returns the interface that gloo will use, and its address; "" where it has none."""
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    interface = chosen or interface_towards(env.master_addr) or ""
+    return interface, (address_of(interface) or "") if interface else ""
+
+
+def _resolve(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return ""
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "kernel": platform.release()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found["zmq curve"] = "yes" if zmq.has("curve") else "no"
+    return found
+
+
+def _value_of(name: str) -> str:
+    return "set" if name == _SECRET else os.environ[name][:200]
+
+
+def listening_addresses(port: int) -> list[str]:
+    """Returns the addresses of this network namespace on which some process listens at a TCP port."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            _, local, _, state = line.split()[:4]
+            address, _, hex_port = local.partition(":")
+            if state == _LISTENS and int(hex_port, 16) == port:
+                found.append(_address(address))
+    return sorted(set(found))
+
+
+def _address(digits: str) -> str:
+    """Returns an address that /proc/net/tcp writes in hexadecimal words of the machine's byte order."""
+    words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
+    return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, b"".join(words))
+
+
 def judge(config: ServeConfig, reports: Sequence[RankReport], pairs: Sequence[Pair]) -> list[Finding]:
-    """Returns what is wrong, problems first. reports: by rank;  pairs: in both directions"""
+    """Returns the faults that were found, problems first. reports: by rank;  pairs: in both directions"""
     found = [
         *_of_ranks(reports),
         *_of_agreement(reports),
@@ -254,3 +403,78 @@ def _ranks(ranks: Iterable[int]) -> str:
     numbers = list(ranks)
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}{more}"
+
+
+def to_json(diagnosis: Diagnosis) -> str:
+    """Returns the diagnosis as one JSON object: ok, findings, ranks, pairs."""
+    data = {"ok": diagnosis.can_serve} | msgspec.to_builtins(diagnosis)
+    return msgspec.json.format(msgspec.json.encode(data), indent=1).decode()
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Prints each fault with its fix, then tables of ranks and pairs."""
+    console = make_console()
+    for finding in diagnosis.findings:
+        style = "red" if finding.level == "problem" else "yellow"
+        console.print(f"{finding.level}: {finding.text}", style=style, soft_wrap=True)
+        console.print(f"    fix: {finding.fix}", soft_wrap=True)
+    if diagnosis.can_serve:
+        console.print("these ranks can serve together", style="green")
+    for title, head, rows in _tables(diagnosis):
+        console.print()
+        console.print(title, style="italic")
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for name in head:
+            table.add_column(name)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def _tables(diagnosis: Diagnosis) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]]]]:
+    head = ("rank", "host", "interface", "device", "cores", "memory", "/dev/shm", "files", "memlock")
+    rows: list[Sequence[str]] = [
+        (
+            str(each.rank),
+            each.host,
+            f"{each.interface} {each.address}",
+            each.device,
+            str(each.cores),
+            bytes_in_words(each.memory_bytes),
+            bytes_in_words(each.shm_bytes),
+            str(each.files),
+            "any" if each.memlock < 0 else bytes_in_words(each.memlock),
+        )
+        for each in diagnosis.ranks
+    ]
+    yield "ranks", head, rows
+    first = diagnosis.ranks[0]
+    versions = [*first.packages.items(), ("kernels", first.kernels)]
+    yield "versions (rank 0)", ("package", "version"), [list(item) for item in versions]
+    yield "environment (rank 0)", ("variable", "value"), [list(item) for item in first.environ.items()]
+    if diagnosis.pairs:
+        yield _pairs_title(diagnosis.pairs), ("from", "to", "latency", "bandwidth", "clock"), _pair_rows(diagnosis)
+
+
+def _pairs_title(pairs: Sequence[Pair]) -> str:
+    good = [pair for pair in pairs if not pair.error]
+    if not good:
+        return f"{len(pairs)} pairs"
+    latency, speed = median(pair.latency_us for pair in good), median(pair.mbytes_per_s for pair in good)
+    return f"{len(pairs)} pairs over TCP: median {latency:.0f} µs, {speed:.0f} MB/s"
+
+
+def _pair_rows(diagnosis: Diagnosis) -> list[Sequence[str]]:
+    slowest_first = sorted(diagnosis.pairs, key=lambda pair: (not pair.error, -pair.latency_us))
+    return [
+        (str(pair.source), str(pair.target), pair.error, "", "")
+        if pair.error
+        else (
+            str(pair.source),
+            str(pair.target),
+            f"{pair.latency_us:.0f} µs",
+            f"{pair.mbytes_per_s:.0f} MB/s",
+            f"{pair.clock_s * 1e3:+.1f} ms",
+        )
+        for pair in slowest_first[:_MOST_PAIRS]
+    ]
