@@ -173,12 +173,12 @@ class Switch:
         self._layers = [layer.moe for layer in engine.served.decoder.stack.layers if layer.moe is not None]
         self._with = self._layers[0]._parallel
         self._parallel = {True: self._with, False: replace(self._with, clock=self._still)}
+        if (fused := self._parallel[False].fused) is not None:
+            fused._words[15:17] = 0, 0  # its parts: C sees no change
         self._clocks = {True: engine.served.clock, False: self._still}
         self._times = {True: engine.times, False: NoTimes()}
         self._run = engine.served.decoder.run
         self._recordings: dict[bool, Any] = {True: None, False: None}
-        self._travel = getattr(engine.served.all_to_all, "_travel", None)
-        self._words = None if self._travel is None else self._travel._words[14:17].copy()
         self._is_on = True
 
     def turn(self, on: bool) -> None:
@@ -192,8 +192,6 @@ class Switch:
         self._engine.times = self._times[on]
         for layer in self._layers:
             layer._parallel = self._parallel[on]
-        if self._travel is not None:
-            self._travel._words[14:17] = self._words if on else (self._still.address, 0, 0)
         if not on and run._recording is None:
             one_part = property(lambda recorder: 0, lambda recorder, part: None)
             with patch.object(Recorder, "part", one_part, create=True):

@@ -10,6 +10,7 @@ other, on both ranks at once; the slower rank counts, and of all repeats the bes
 import argparse
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,6 @@ from benchmarks.conditions import RESULTS, add_isa, conditions, save, table
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.step.plan import RankState, StepSettings, plan_step
-from moe_serve.ep.break_even import break_even_tokens
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
@@ -177,6 +177,17 @@ def break_even(times: Times, link: str) -> dict[str, Any]:
         needed = [break_even_tokens(-won_s(HERE, t), TOKEN_BYTES, LINKS[link]) for t in sizes]
         cells["predicted T"] = crossing(sizes, [t / n - 1 for t, n in zip(sizes, needed, strict=True)])
     return cells
+
+
+def break_even_tokens(round_s: float, bytes_per_token: float, bytes_per_s: float) -> int:
+    """Returns from how many tokens of a rank two half-batches are faster than one batch.
+
+    round_s:         what a cut costs: time of a layer in two rounds minus in one, both without a link to wait for
+    bytes_per_token: what a token sends in dispatch and combine together
+    bytes_per_s:     of the link that a rank sends on
+    Half of both transfers is saved, so it is where (tokens x bytes_per_token / bytes_per_s) / 2 = round_s.
+    """
+    return max(2, math.ceil(2 * round_s * bytes_per_s / bytes_per_token))
 
 
 def crossing(sizes: Sequence[int], gain: Sequence[float]) -> int | str:

@@ -70,7 +70,7 @@ class DispatchConfig(Section):
     wire_dtype: Literal["auto", "float32", "bf16", "fp8"] = "auto"  # auto: the compute dtype
     # A step in which some rank has at least this many rows runs its MoE layers in two or more rounds: the experts of
     # one round compute while rows of others travel. None: never, which is best over shared memory of one host, where
-    # the rank's own core copies the rows (benchmarks/results/overlap.md). For a network, ep/break_even.py computes it.
+    # the rank's own core copies the rows (benchmarks/results/overlap.md). For a network: docs/communication.md.
     overlap_from_tokens: PositiveInt | None = None
     # Layout of the rows that experts receive. packed: without gaps; masked: a slab of fixed size for each slot
     # (low_latency; its only layout on GPUs). auto: packed on CPUs, the transport's own on GPUs

@@ -11,7 +11,7 @@ and several calls may be in flight; all ranks make the same calls in the same or
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -19,10 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_serve.dispatch.capabilities import Capabilities, Combine, Rows, Wanted
-from moe_serve.dispatch.shm.membership import Membership
-from moe_serve.dispatch.shm.shared_files import SharedFiles
-from moe_serve.kernels.cpu.experts import PackedExperts
-from moe_serve.kernels.part_clock import PartClock
+from moe_serve.dispatch.membership import Membership
+from moe_serve.dispatch.shared_files import SharedFiles
 
 T = TypeVar("T")
 H = TypeVar("H")
@@ -146,7 +144,6 @@ class TransportRequest:
     compiled:   let shared memory move rows by a C helper where a compiler is found; the bits are the same
     cpu_kernels: one rank packs and adds rows by the compiled CPU kernels; the bits are the same
     threads:    of this rank's CPU kernels
-    clock:      is told which part of a step runs, where one call is several parts
     """
 
     backend: str
@@ -159,7 +156,6 @@ class TransportRequest:
     compiled: bool = True
     cpu_kernels: bool = False
     threads: int = 1
-    clock: PartClock = field(default_factory=PartClock)
 
     def wanted(self, group: EpGroup) -> Wanted:
         """Returns what is asked of the transport, to be held against capabilities."""
@@ -173,14 +169,12 @@ class AllToAll(ABC, Generic[H]):
     note:         what the operator should know of how it works here, one line; empty: nothing
     membership:   who takes part, where the others can go on without a lost rank; None: a lost rank ends the epoch
     step_sizes:   one number of tokens for each path that a step may take, to warm all of them up
-    is_local:     whether every row stays on this rank as it is, so that a caller may pack and add rows itself
     """
 
     capabilities: Capabilities
     note: str = ""
     membership: Membership | None = None
     step_sizes: Sequence[int] = (0,)
-    is_local: bool = False
 
     @abstractmethod
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
@@ -215,14 +209,6 @@ class AllToAll(ABC, Generic[H]):
         weights:    [T, K] float32; the weight of a -1 entry is never read
         returns:    [T, H] dtype of expert_out; a row without any expert is zero
         """
-
-    def travel(self, x: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts, out: Tensor) -> bool:
-        """Dispatches, runs compiled experts and combines in one call, where the transport can; returns whether it did.
-
-        For layers of one round, where no other call is in flight. Bits are those of `dispatch` and `combine`.
-        x, out: [T, H] float32;  slots, weights: [T, K];  experts: of this rank's slots
-        """
-        return False
 
     @property
     def live_handles(self) -> int:

@@ -1,6 +1,6 @@
 """The sizes of static buffers, and the search for how many tokens fit: arithmetic, before anything is allocated.
 
-`shm/sizes.py` and `gpu/sizes.py` compute the sizes. They follow from physical experts: redundant ones take slots, and
+`shm/region.py` and `gpu/region.py` compute the sizes. They follow from physical experts: redundant ones take slots, and
 slots take memory.
 """
 

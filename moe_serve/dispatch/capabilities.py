@@ -25,6 +25,8 @@ class Capabilities:
     min_ranks, max_ranks: how many ranks it joins; None: any number
     survives_lost_rank: whether the other ranks can go on when one is lost
     live_handles: how many handles may exist between a dispatch and the receipt of its combine
+    keeps_rows: whether every row stays on its rank as it is, so that the caller may pack and add rows itself
+    fuses: whether compiled code of the caller may carry rows itself, over the buffers of the transport
     """
 
     backend: str
@@ -37,6 +39,8 @@ class Capabilities:
     max_ranks: int | None = None
     survives_lost_rank: bool = False
     live_handles: int = 3
+    keeps_rows: bool = False
+    fuses: bool = False
 
 
 PACKED, MASKED = frozenset({"packed"}), frozenset({"masked"})

@@ -12,9 +12,9 @@ from moe_serve.dispatch.base import EpGroup, TransportRequest
 from moe_serve.dispatch.by_batch import small_limits
 from moe_serve.dispatch.capabilities import TRANSPORTS, Wanted, problems
 from moe_serve.dispatch.gpu.facts import GpuFacts, gather_facts, nvshmem_problem, wire_problem
-from moe_serve.dispatch.gpu.sizes import gpu_buffer_sizes, most_gpu_tokens
+from moe_serve.dispatch.gpu.region import gpu_buffer_sizes, most_gpu_tokens
 from moe_serve.dispatch.shm.memory import STORE_ORDER, compare_hosts
-from moe_serve.dispatch.shm.sizes import buffer_sizes, most_tokens
+from moe_serve.dispatch.shm.region import buffer_sizes, most_tokens
 from moe_serve.dispatch.wire import make_wire
 
 MOST_GPU_SHARE = 4  # buffers that nobody asked for take at most one in so many bytes of what is free

@@ -1,7 +1,7 @@
 """The transport without a network: one rank, or several virtual ranks (threads) of one process.
 
-The plainest one, and the reference of the others. Virtual ranks exchange encoded rows through mailboxes; a rank slices
-out its pieces, in the order that the layout defines.
+LocalAllToAll is the plainest one, and the reference of the others: virtual ranks exchange encoded rows through
+mailboxes, and a rank slices out its pieces, in the order that the layout defines. OneRank is the compiled form for one.
 """
 
 import threading
@@ -17,6 +17,8 @@ from moe_serve.dispatch.layout import count_slots, send_order, sent_index
 from moe_serve.dispatch.rank_sum import add_rank_sums
 from moe_serve.dispatch.wire import Wire
 from moe_serve.errors import PeerError
+from moe_serve.kernels.cpu.rows import pack_rows
+from moe_serve.kernels.cpu.rows import weighted_sum as compiled_sum
 from moe_serve.kernels.rows import weighted_sum
 
 V = TypeVar("V")
@@ -172,3 +174,40 @@ class LocalAllToAll(AllToAll[LocalHandle]):
         values = self._fabric.collect(self._rank, sequence)
         assert all(isinstance(value, kind) for value in values), "virtual ranks make different calls"
         return values  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class OneRankHandle:
+    index: Tensor  # [T, K] which packed row each entry became, -1 = none
+    hidden: int
+
+
+class OneRank(AllToAll[OneRankHandle]):
+    """AllToAll over one rank by the compiled CPU kernels, which sort float32 rows by slot and add them up at the end.
+
+    The same rows, in the same order and with the same bits, as LocalAllToAll.
+    """
+
+    def __init__(self, num_slots: int, wire: Wire):
+        self._num_slots = num_slots
+        self._wire = wire
+        keeps_rows = wire.dispatch.is_identity and wire.combine.is_identity
+        self.capabilities = replace(TRANSPORTS["local"], keeps_rows=keeps_rows)
+
+    def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
+        return Ready(counts[None])
+
+    def dispatch(
+        self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
+    ) -> Pending[Dispatched[OneRankHandle]]:
+        rows, counts, index = pack_rows(hidden, physical_ids, self._num_slots)
+        codec = self._wire.dispatch
+        if not codec.is_identity:
+            rows = codec.decode(codec.encode(rows), hidden.shape[1])
+        return Ready(Dispatched(PackedRows(rows, counts), OneRankHandle(index, hidden.shape[1])))
+
+    def combine(self, expert_out: Tensor, weights: Tensor, handle: OneRankHandle) -> Pending[Tensor]:
+        codec = self._wire.combine
+        if not codec.is_identity:
+            expert_out = codec.decode(codec.encode(expert_out), handle.hidden)
+        return Ready(compiled_sum(expert_out, handle.index, weights))

@@ -25,7 +25,7 @@ def make_all_to_all(group: EpGroup, request: TransportRequest) -> AnyAllToAll:
         raise ConfigError(". ".join(refused))
     match transport:
         case "local" if request.cpu_kernels and request.combine == "ordered":
-            from moe_serve.dispatch.one_rank import OneRank
+            from moe_serve.dispatch.local import OneRank
 
             return OneRank(slots_per_rank, wire)
         case "local":
@@ -37,7 +37,7 @@ def make_all_to_all(group: EpGroup, request: TransportRequest) -> AnyAllToAll:
 
             return CollectiveAllToAll(group, slots_per_rank, wire, request.combine)
         case "shm":
-            from moe_serve.dispatch.shm.sizes import buffer_sizes
+            from moe_serve.dispatch.shm.region import buffer_sizes
             from moe_serve.dispatch.shm.transport import make_shm
 
             log.info("%s", buffer_sizes(group.num_ranks, request.limits, wire).line)

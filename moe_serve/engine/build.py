@@ -44,7 +44,6 @@ from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
 from moe_serve.eplb.files.trace_jsonl import TraceMeta
 from moe_serve.errors import ConfigError
-from moe_serve.kernels.part_clock import PartClock
 from moe_serve.log import get_logger
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.moe_decoder import build_decoder, kv_layouts
@@ -281,7 +280,6 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
         compiled=dispatch.compiled,
         cpu_kernels=plan.numerics.compiled,
         threads=num_threads,
-        clock=PartClock(),
     )
     all_to_all = make_all_to_all(group, request)
     check_bits(all_to_all, config)
@@ -302,5 +300,4 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
         max_tokens_per_rank=plan.max_tokens_per_rank,
         numerics=plan.numerics,
         passes=passes,
-        clock=request.clock,
     )

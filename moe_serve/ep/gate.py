@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.ep.routing import RouterSpec, Routing
-from moe_serve.kernels.cpu.gate import gate as compiled_gate
 from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.cpu.recorder import Recorder
 from moe_serve.kernels.forms import GateShape
@@ -60,16 +59,9 @@ class CompiledGate:
     def __init__(self, spec: RouterSpec, weight: Tensor, bias: Tensor | None = None, logit_bias: Tensor | None = None):
         """weight: [E, H] float32 or bfloat16;  biases: as in Gate"""
         _check_biases(spec, bias, logit_bias)
-        self._num_logical = spec.num_logical
         self._shape = _gate_shape(spec)
         self._logits = PackedLinear(weight, logit_bias)
         self._bias = None if bias is None else bias.float()
-
-    def __call__(self, x: Tensor) -> Routing:
-        """x: [T, H] float32 -> Routing of T tokens; T may be 0"""
-        load = torch.zeros(self._num_logical, dtype=torch.int64)
-        ids, weights = compiled_gate(self._logits(x), self._bias, self._shape, load)
-        return Routing(ids, weights, load)
 
     def record(self, recorder: Recorder, x: Tensor, load: Tensor) -> tuple[Tensor, Tensor]:
         """Records the router: ids and weights [T, topk] of rows x [T, H]. load: [E] int64, choices are added to it"""

@@ -1,12 +1,26 @@
 """One MoE layer of one rank: gate, count, choose replicas, dispatch, experts, combine.
 
-Here the placement of experts meets the transport that carries rows. A batch larger than the transport's capacity runs
-in rounds, the same number on every rank; a rank without tokens runs them with none. `rounds.py` says in which order
-rounds advance.
+Here the placement of experts meets the transport that carries rows. The gate sees all rows of a step at once, by torch
+(`__call__`) or as compiled kernels that are recorded once (`record`). Rows then go to their experts and back in one of
+three forms, chosen once for all layers of a rank (`ExpertParallel.form`). The general one are rounds: a batch larger
+than the transport's capacity is cut into the same number of rounds on every rank; a rank without tokens runs them with
+none.
+
+    experts compute   [experts 0] [experts 1] [experts 2] . . .
+    on the wire       [rows 0][rows 1][results 0] [rows 2][results 1]  [results 2]
+
+A round is a generator (`MoeLayer._round`). It advances six times: it sends counts, dispatches, receives rows, runs its
+experts, sends results, receives results. An order is a list of round numbers; each entry advances that round once. It
+depends on the step plan alone, so all ranks make the same calls in the same order. Results have the same bits in every
+order wherever an expert's result for a row does not depend on the rows beside it, since rounds are never added up.
+
+Shape words: T = rows, H = hidden, K = topk, E = num_logical.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,16 +28,21 @@ from torch import Tensor
 from moe_serve.dispatch.base import AnyAllToAll
 from moe_serve.ep.expert_ffn import expert_ffn
 from moe_serve.ep.expert_store import ExpertStore
+from moe_serve.ep.fused import FusedMoe, make_fused
 from moe_serve.ep.gate import CompiledGate, Gate
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
-from moe_serve.ep.rounds import SHARED, Round, advance, in_turn, overlapped
 from moe_serve.ep.routing import RouterSpec, Routing
 from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, GATE, MLP, PartClock
 from moe_serve.kernels.rows import multiply_rows
+
+Form = Literal["rounds", "local", "fused"]
+Round = Generator[None, None, Tensor]
+SHARED = -1  # in an order: now the shared expert computes
+ADVANCES = 6
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,25 @@ class ExpertParallel:
     passes: PassRecorder | None = None
     clock: PartClock = field(default_factory=PartClock)
 
+    @cached_property
+    def form(self) -> Form:
+        """How rows go to their experts and back.
+
+        "rounds": replicas, dispatch, experts and combine one after the other: serves every layer
+        "local":  compiled kernels pack, compute and add rows that all stay on this rank
+        "fused":  a step of one round does dispatch, experts and combine in one call into C, other steps run in rounds
+        The last two need the compiled kernels, no replicas to choose, and nobody who records passes.
+        """
+        can = self.all_to_all.capabilities
+        if not self.numerics.compiled or self.replica_map.has_replicas or self.passes is not None:
+            return "rounds"
+        return "local" if can.keeps_rows else "fused" if can.fuses else "rounds"
+
+    @cached_property
+    def fused(self) -> FusedMoe | None:
+        """The call of form "fused"; None in other forms."""
+        return make_fused(self.all_to_all, self.clock) if self.form == "fused" else None
+
 
 @dataclass(frozen=True)
 class MoeWeights:
@@ -64,16 +102,26 @@ class MoeWeights:
     logit_bias: Tensor | None = None
 
 
-def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int, bool], Tensor], x: Tensor) -> Tensor:
-    """Records a call of a MoE layer between kernels. x: [T, H] -> [T, H]"""
-    out = recorder.buffer("moe_out", x.shape[1])
+class Gated(NamedTuple):
+    """Rows that the gate has seen.
 
-    def call(step: RecordedRun) -> None:
-        num_rows = step.rows.num_rows
-        out[:num_rows] = layer(x[:num_rows], num_rows, step.num_chunks, step.overlap)
+    x:       [T, H]
+    ids:     [T, K] int64, -1 = none: logical experts; slots where no expert has replicas
+    weights: [T, K] float32
+    load:    [E] int64, how many ids name each expert; None: not counted yet, or nobody needs it
+    """
 
-    recorder.call_python(call)
-    return out
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    load: Tensor | None
+
+    def cut(self, num_rounds: int) -> "list[Gated]":
+        """Returns the rows of each round, spread evenly."""
+        if num_rounds == 1:
+            return [self]
+        parts = zip(*(rows.tensor_split(num_rounds) for rows in self[:3]), strict=True)
+        return [Gated(x, ids, weights, None) for x, ids, weights in parts]
 
 
 class MoeLayer:
@@ -84,8 +132,11 @@ class MoeLayer:
         self._parallel = parallel
         self._layer_row = layer_row
         router, logit_bias = (parallel.router, weights.gate, weights.correction_bias), weights.logit_bias
-        self._compiled_gate = CompiledGate(*router, logit_bias) if parallel.numerics.compiled else None
-        self._gate: Callable[[Tensor], Routing] = self._compiled_gate or Gate(*router, parallel.numerics, logit_bias)
+        self._gate: Gate | CompiledGate
+        if parallel.numerics.compiled:
+            self._gate = CompiledGate(*router, logit_bias)
+        else:
+            self._gate = Gate(*router, parallel.numerics, logit_bias)
         self._replicas = parallel.replica_map.layer(layer_row)
         self._shared = weights.shared
         self.experts = weights.experts
@@ -93,22 +144,22 @@ class MoeLayer:
     def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False) -> Tensor:
         """Returns the layer's output for the real rows; rows beyond them hold zeros plus the shared expert.
 
+        Without the compiled kernels; with them the layer is recorded.
         x: [T_pad, H] compute dtype;  num_tokens: real rows, the first ones
         num_chunks: rounds, over which the rows are spread evenly;  overlap: experts of a round compute while rows of
-        others travel; both equal on all ranks
+        others are on their way; both equal on all ranks
         """
-        parallel = self._parallel
-        capacity = parallel.max_tokens_per_rank
-        assert num_chunks >= 1, "every rank runs at least one round"
-        assert num_tokens <= num_chunks * capacity, f"{num_tokens} tokens in {num_chunks} rounds of {capacity}"
-        rounds = [self._round(rows) for rows in x[:num_tokens].tensor_split(num_chunks)]
-        parts, shared = [], None
-        for number in self._order(num_chunks, overlap):
-            if number == SHARED:
-                parallel.clock.turn(MLP)
-                shared = None if self._shared is None else self._shared(x)
-            elif (result := advance(rounds[number])) is not None:
-                parts.append(result)
+        parallel, gate = self._parallel, self._gate
+        assert isinstance(gate, Gate), "a layer of compiled kernels is recorded, not called"
+        parallel.clock.turn(GATE)
+        rows = x[:num_tokens]
+        routing = gate(rows)
+        weights, load = routing.topk_weights, self._count(routing)
+        if parallel.router.scales_input:
+            rows, weights = multiply_rows(rows, weights), torch.ones_like(weights)
+        replicas = self._replicas
+        ids = routing.topk_ids if replicas.needs_counts else replicas.only_slots(routing.topk_ids)
+        parts, shared = self._run_rounds(Gated(rows, ids, weights, load), num_chunks, overlap, x)
         if num_tokens < x.shape[0]:
             parts.append(x.new_zeros(x.shape[0] - num_tokens, x.shape[1]))
         routed = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -117,108 +168,81 @@ class MoeLayer:
     def record(self, recorder: Recorder, x: Tensor) -> Tensor:
         """Records the layer for rows x, [T, H] -> [T, H], without the shared expert.
 
-        Where every row stays on this rank the layer is kernels. Where rows travel, the gate is kernels, and so are the
-        slots where no expert has replicas. While clients may record passes, the layer is called between kernels.
+        Gate, counts, and slots where no expert has replicas, are kernels; in form "local" all of the layer is. In other
+        forms Python is called between kernels.
         """
-        parallel, gate = self._parallel, self._compiled_gate
-        if gate is None or parallel.passes is not None:
-            return record_call(recorder, self, x)
+        parallel, gate, replicas = self._parallel, self._gate, self._replicas
+        assert isinstance(gate, CompiledGate), "without compiled kernels a layer is called, not recorded"
         ids, weights = gate.record(recorder, x, self._load_row())
         if parallel.router.scales_input:
             x = recorder.multiply_rows(x, weights, recorder.buffer("scaled_rows", x.shape[1]))
             weights = torch.ones(recorder.capacity, 1)
-        counts = None
-        if self._replicas.needs_counts:
-            counts = recorder.count(ids, parallel.router.num_logical)
+        load = None
+        if replicas.needs_counts:
+            load = recorder.count(ids, parallel.router.num_logical)
         else:
-            ids = recorder.look_up(self._replicas.first_slot, ids)
-            if parallel.all_to_all.is_local:
-                return recorder.experts(x, ids, weights, self.experts.packed)
-        out = recorder.buffer("moe_out", x.shape[1])
+            ids = recorder.look_up(replicas.first_slot, ids)
+        if parallel.form == "local":
+            return recorder.experts(x, ids, weights, self.experts.packed)
+        fused, out = parallel.fused, recorder.buffer("moe_out", x.shape[1])
 
         def call(step: RecordedRun) -> None:
-            rows = [rows[: step.rows.num_rows] for rows in (x, ids, weights, out)]
-            self._run_rounds(rows, counts if step.rows.num_rows else None, step)
+            num_rows = step.rows.num_rows
+            x_now, ids_now, weights_now, out_now = (rows[:num_rows] for rows in (x, ids, weights, out))
+            if fused is not None and step.num_chunks == 1:
+                parallel.clock.turn(DISPATCH)
+                fused(x_now, ids_now, weights_now, self.experts.packed, out_now)
+            else:  # kernels count no load where there are no rows
+                gated = Gated(x_now, ids_now, weights_now, load if num_rows else None)
+                torch.cat(self._run_rounds(gated, step.num_chunks, step.overlap, x_now)[0], out=out_now)
 
         recorder.call_python(call)
         return out
 
-    def _run_rounds(self, rows: list[Tensor], counts: Tensor | None, step: RecordedRun) -> None:
-        """Runs rows that the gate has seen.
+    def _run_rounds(
+        self, gated: Gated, num_chunks: int, overlap: bool, x: Tensor
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Returns the sums of each round's rows, and of the shared expert for rows x while others are on their way."""
+        parallel, num_tokens = self._parallel, len(gated.x)
+        assert num_chunks >= 1, "every rank runs at least one round"
+        capacity = parallel.max_tokens_per_rank
+        assert num_tokens <= num_chunks * capacity, f"{num_tokens} tokens in {num_chunks} rounds of {capacity}"
+        rounds = [self._round(rows) for rows in gated.cut(num_chunks)]
+        order = overlapped(num_chunks, parallel.all_to_all.live_handles) if overlap else in_turn(num_chunks)
+        parts, shared = [], None
+        for number in order:
+            if number == SHARED:
+                if self._shared is not None:
+                    parallel.clock.turn(MLP)
+                    shared = self._shared(x)
+            elif (result := advance(rounds[number])) is not None:
+                parts.append(result)
+        return parts, shared
 
-        rows:   [T, H]; logical ids or slots [T, topk], as `needs_counts` says; weights [T, topk]; where sums go [T, H]
-        counts: [E] of all ids, or None
-        """
-        self._parallel.clock.turn(DISPATCH)
-        if step.num_chunks == 1:
-            x, ids, weights, out = rows
-            all_to_all, replicas = self._parallel.all_to_all, self._replicas
-            if not replicas.needs_counts and all_to_all.travel(x, ids, weights, self.experts.packed, out):
-                return
-            parts = [(self._routed_round(x, ids, weights, counts), out)]
-        else:
-            cut = zip(*[each.tensor_split(step.num_chunks) for each in rows], strict=True)
-            parts = [(self._routed_round(x, ids, weights, None), out) for x, ids, weights, out in cut]
-        for number in self._order(step.num_chunks, step.overlap):
-            if number != SHARED and (result := advance(parts[number][0])) is not None:
-                parts[number][1].copy_(result)
-
-    def _order(self, num_chunks: int, overlap: bool) -> tuple[int, ...]:
-        """Returns the order in which rounds advance."""
-        return overlapped(num_chunks, self._parallel.all_to_all.live_handles) if overlap else in_turn(num_chunks)
-
-    def _load_row(self) -> Tensor:
-        """Returns where the gate's kernel counts the load, [E] int64."""
-        if self._parallel.recorder is None:
-            return torch.zeros(self._parallel.router.num_logical, dtype=torch.int64)
-        return self._parallel.recorder.row(self._layer_row)
-
-    def _round(self, x: Tensor) -> Round:
-        """Runs rows [T, H] from the gate to their sums [T, H]. At each yield another round may advance."""
-        all_to_all, replicas = self._parallel.all_to_all, self._replicas
-        clock = self._parallel.clock
-        clock.turn(GATE)
-        routing = self._gate(x)
-        weights = routing.topk_weights
-        if self._parallel.router.scales_input:
-            x, weights = multiply_rows(x, weights), torch.ones_like(weights)
-        load = self._count(routing)
+    def _round(self, gated: Gated) -> Round:
+        """Runs rows up to their sums, [T, H]. At each yield another round may advance."""
+        parallel, replicas = self._parallel, self._replicas
+        all_to_all, clock = parallel.all_to_all, parallel.clock
+        x, slots, weights, load = gated
+        slot_counts = None
         clock.turn(DISPATCH)
-        pending_counts = all_to_all.exchange_counts(load) if load is not None and replicas.needs_counts else None
-        yield
-        clock.turn(DISPATCH)
-        if pending_counts is None:
-            slots, slot_counts = replicas.only_slots(routing.topk_ids), None
-        else:
-            slots, slot_counts = replicas.split(routing.topk_ids, pending_counts.wait(), self._parallel.rank)
-        if (passes := self._parallel.passes) is not None and passes.is_on:
-            passes.add(self._layer_row, slots)
-        return (yield from self._travel(x, slots, slot_counts, weights))
-
-    def _routed_round(self, x: Tensor, ids: Tensor, weights: Tensor, counts: Tensor | None) -> Round:
-        """Runs rows as `_round`, after the gate, which has recorded the load. ids, counts: as in _run_rounds"""
-        all_to_all, replicas = self._parallel.all_to_all, self._replicas
-        if not replicas.needs_counts:
+        if replicas.needs_counts:
+            pending_counts = all_to_all.exchange_counts(replicas.count(slots) if load is None else load)
             yield
-            return (yield from self._travel(x, ids, None, weights))
-        self._parallel.clock.turn(DISPATCH)
-        pending_counts = all_to_all.exchange_counts(replicas.count(ids) if counts is None else counts)
-        yield
-        self._parallel.clock.turn(DISPATCH)
-        slots, slot_counts = replicas.split(ids, pending_counts.wait(), self._parallel.rank)
-        return (yield from self._travel(x, slots, slot_counts, weights))
-
-    def _travel(self, x: Tensor, slots: Tensor, slot_counts: Tensor | None, weights: Tensor) -> Round:
-        """Sends rows to their slots, and adds up what comes back."""
-        all_to_all, clock = self._parallel.all_to_all, self._parallel.clock
-        clock.turn(DISPATCH)
+            clock.turn(DISPATCH)
+            slots, slot_counts = replicas.split(slots, pending_counts.wait(), parallel.rank)
+        else:
+            yield
+            clock.turn(DISPATCH)
+        if parallel.passes is not None and parallel.passes.is_on:
+            parallel.passes.add(self._layer_row, slots)
         pending_rows = all_to_all.dispatch(x, slots, slot_counts, weights)
         yield
         clock.turn(DISPATCH)
         arrived = pending_rows.wait()
         yield
         clock.turn(EXPERTS)
-        results = expert_ffn(arrived.rows, self.experts, self._parallel.numerics, arrived.out)
+        results = expert_ffn(arrived.rows, self.experts, parallel.numerics, arrived.out)
         yield
         clock.turn(COMBINE)
         pending_results = all_to_all.combine(results, weights, arrived.handle)
@@ -238,3 +262,57 @@ class MoeLayer:
         else:
             recorder.add_counts(self._layer_row, load)
         return load
+
+    def _load_row(self) -> Tensor:
+        """Returns where the gate's kernel counts the load, [E] int64."""
+        if self._parallel.recorder is None:
+            return torch.zeros(self._parallel.router.num_logical, dtype=torch.int64)
+        return self._parallel.recorder.row(self._layer_row)
+
+
+def advance(round: Round) -> Tensor | None:
+    """Runs a round up to its next yield. Returns its result at the end, else None."""
+    try:
+        next(round)
+    except StopIteration as end:
+        result: Tensor = end.value
+        return result
+    return None
+
+
+@cache
+def in_turn(num_rounds: int) -> tuple[int, ...]:
+    """Returns the order of rounds that do not overlap; the shared expert computes while the first rows are sent."""
+    order = [number for number in range(num_rounds) for _ in range(ADVANCES)]
+    return (*order[:2], SHARED, *order[2:])
+
+
+@cache
+def overlapped(num_rounds: int, live_handles: int) -> tuple[int, ...]:
+    """Returns the order in which, under the experts of a round, the rows of the next one and the results of the last
+    one are on their way.
+
+    At any time at most two calls that carry rows are in flight, received in the order of their sends, and the counts of
+    one round ahead of them. A handle lives from dispatch to the receipt of its combine, so three handles are alive.
+    With live_handles = 2 the results of the last round are received before the next one dispatches.
+    The shared expert computes under the last combine, where no experts are left to hide it, and where no rank waits for
+    what comes after it.
+    """
+    first = range(min(2, num_rounds))
+    order = [*first, *first]  # counts, then rows
+    if num_rounds > 2:
+        order.append(2)  # counts are sent one round ahead
+    for number in range(num_rounds):
+        last = [number - 1] if number else []
+        order.append(number)  # receives rows
+        if 0 < number < num_rounds - 1:
+            if live_handles < 3:
+                order += last
+                last = []
+            order.append(number + 1)  # dispatches
+            if number + 2 < num_rounds:
+                order.append(number + 2)  # sends counts
+        order.append(number)  # experts
+        order += last  # receives the results of the last round
+        order.append(number)  # sends results
+    return (*order, SHARED, num_rounds - 1)

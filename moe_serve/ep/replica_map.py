@@ -57,6 +57,11 @@ class ReplicaMap:
         return self._placement.version
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether an expert may have several slots, so that batches have to be split; a fact of the shape."""
+        return self._split is not None
+
+    @property
     def split_outcomes(self) -> Tensor | None:
         """Returns how many batches the exact split has proven at once, proven after repair, and not proven: [3] int64.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from moe_serve.config import ServeConfig
-from moe_serve.dispatch.shm.shared_files import FileMark
+from moe_serve.dispatch.shared_files import FileMark
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Refused
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
@@ -105,7 +105,7 @@ class RankStart:
     def _join_serving_ranks(self) -> "Engine":
         """Returns the engine of a replacement rank; its `run` joins the others."""
         from moe_serve.dispatch.base import EpGroup
-        from moe_serve.dispatch.shm.shared_files import SharedFiles
+        from moe_serve.dispatch.shared_files import SharedFiles
         from moe_serve.engine.step.exchange import open_exchange
         from moe_serve.launcher.rendezvous import device_of
 

@@ -22,8 +22,8 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import all_gather, reason_of
+from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.dispatch.shm.memory import host_mark
-from moe_serve.dispatch.shm.shared_files import SharedFiles
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.facts import Fact, first_difference
 from moe_serve.launcher.local import new_launch_id

@@ -6,7 +6,7 @@ time an overlap hides without measuring any.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -81,7 +81,8 @@ class DelayedAllToAll(AllToAll[DelayedHandle]):
         self._inner = inner
         self._clock = clock or RealClock()
         self._link = _Link(bytes_per_s, latency_s, self._clock)
-        self.capabilities, self.note = inner.capabilities, inner.note
+        self.note = inner.note
+        self.capabilities = replace(inner.capabilities, keeps_rows=False, fuses=False)  # rows go over the link
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         return self._delay(self._inner.exchange_counts(counts), counts.numel() * counts.element_size())

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.dispatch.shm.shared_files import FileMark, SharedFiles
+from moe_serve.dispatch.shared_files import FileMark, SharedFiles
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.protocol.messages import Submit

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.shm.memory import Mappings, ShmMemory, map_anonymous
+from moe_serve.dispatch.shm.memory import Mappings, ShmMemory
 from moe_serve.ep.expert_carrier_shm import ShmCarrier, region_bytes
 from moe_serve.ep.expert_form import ExpertForm, SlotForm
 from moe_serve.ep.expert_store import ExpertStore
@@ -15,6 +15,7 @@ from moe_serve.ep.expert_transfer import ExpertCarrier, NoCarrier
 from moe_serve.ep.weight_mover import MoveSettings, WeightMover
 from moe_serve.eplb.migration.moves import MigrationRound
 from moe_serve.eplb.placement import Placement
+from tests.dispatch.shm.regions import map_anonymous
 
 BUSY_S = 1e-9  # a step so short that every turn carries one piece
 Forms = tuple[ExpertForm, torch.dtype, bool, bool]  # the last two: packed for the compiled CPU kernels, with biases

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.shm.memory import ShmMemory, map_anonymous
+from moe_serve.dispatch.shm.memory import ShmMemory
 from moe_serve.ep.expert_carrier_shm import ShmCarrier, region_bytes
 from moe_serve.ep.expert_transfer import IncomingExpert, OutgoingExpert, Transfers
+from tests.dispatch.shm.regions import map_anonymous
 
 PIECE, NUM_PIECES = 8, 3
 

@@ -25,9 +25,8 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.ep import moe_layer
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
+from moe_serve.ep.moe_layer import ADVANCES, SHARED, ExpertParallel, MoeLayer, MoeWeights, in_turn, overlapped
 from moe_serve.ep.replica_map import ReplicaMap
-from moe_serve.ep.rounds import ADVANCES, SHARED, advance, in_turn, overlapped
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST
@@ -73,23 +72,9 @@ def experts_that(run: Callable[[Tensor], Tensor]) -> Iterator[None]:
         moe_layer.expert_ffn = expert_ffn
 
 
-def run_rounds(
-    layer: MoeLayer, parts: list[Tensor], order: tuple[int, ...], shared: Callable[[], None] = lambda: None
-) -> list[Tensor]:
-    """Returns the results of a layer's rounds over these rows, in this order."""
-    rounds = [layer._round(part) for part in parts]
-    results = []
-    for number in order:
-        if number == SHARED:
-            shared()
-        elif (result := advance(rounds[number])) is not None:
-            results.append(result)
-    return results
-
-
 def total_s(
     overlap: bool, num_rounds: int, transfer_s: float, compute_s: float, shared_s: float = 0.0
-) -> tuple[float, list[Tensor]]:
+) -> tuple[float, Tensor]:
     """Returns the counted time of equal rounds, and their results. transfer_s: rows, or results, of one round"""
     clock = CountedClock()
     inner = LocalAllToAll(ONE.slots_per_rank, make_wire("auto", ONE.dtype))
@@ -99,9 +84,13 @@ def total_s(
         clock.spend(compute_s)
         return x * 2
 
-    order = overlapped(num_rounds, 3) if overlap else in_turn(num_rounds)
+    def shared(x: Tensor) -> Tensor:
+        clock.spend(shared_s)
+        return x
+
+    rows = ONE.inputs(0)[0].repeat(num_rounds, 1)
     with experts_that(experts):
-        results = run_rounds(a_layer(delayed), [ONE.inputs(0)[0]] * num_rounds, order, lambda: clock.spend(shared_s))
+        results = a_layer(delayed, shared)(rows, len(rows), num_rounds, overlap)
     return clock.now_s(), results
 
 
@@ -123,7 +112,7 @@ def test_two_half_batches_hide_what_can_be_hidden(transfer_s: float, compute_s: 
     # Nothing can hide the first half's dispatch and the last one's combine, nor the longer of what is left.
     floor_s = 2 * transfer_s + max(2 * compute_s, transfer_s + compute_s, 2 * transfer_s)
     assert overlapped_s == pytest.approx(floor_s)
-    assert all(torch.equal(a, b) for a, b in zip(plain, results, strict=True))
+    assert torch.equal(plain, results)
 
 
 @pytest.mark.parametrize("num_rounds", [1, 2, 3, 6, 9])
@@ -201,19 +190,20 @@ class Watched(AllToAll[int]):
         return Deferred(received)
 
 
-def watch(sizes: list[int], live_handles: int = 3, with_counts: bool = False, overlap: bool = True) -> list[str]:
-    """Returns the calls of a layer whose rounds have these sizes."""
+def watch(
+    num_rows: int, num_rounds: int, live_handles: int = 3, with_counts: bool = False, overlap: bool = True
+) -> list[str]:
+    """Returns the calls of a layer whose rounds share these rows."""
     transport = Watched(live_handles)
 
     def experts(x: Tensor) -> Tensor:
         transport.events.append("experts")
         return x + 100
 
-    parts = [torch.full((size, ONE.hidden), float(number)) for number, size in enumerate(sizes)]
-    order = overlapped(len(sizes), live_handles) if overlap else in_turn(len(sizes))
+    rows = torch.arange(float(num_rows))[:, None].repeat(1, ONE.hidden)
     with experts_that(experts):
-        results = run_rounds(a_layer(transport, num_redundant=with_counts), parts, order)
-    assert all(torch.equal(result, part + 100) for result, part in zip(results, parts, strict=True))
+        results = a_layer(transport, num_redundant=with_counts)(rows, num_rows, num_rounds, overlap)
+    assert torch.equal(results, rows + 100)
     return transport.events
 
 
@@ -221,16 +211,16 @@ def watch(sizes: list[int], live_handles: int = 3, with_counts: bool = False, ov
 @pytest.mark.parametrize("live_handles", [2, 3])
 @pytest.mark.parametrize("num_rounds", [1, 2, 3, 4, 7])
 def test_calls_are_the_same_whatever_the_sizes(num_rounds: int, live_handles: int, with_counts: bool) -> None:
-    full = watch([5] * num_rounds, live_handles, with_counts)
-    assert full == watch([0] * num_rounds, live_handles, with_counts)
-    assert full == watch([*[3] * (num_rounds - 1), 0], live_handles, with_counts)
+    full = watch(5 * num_rounds, num_rounds, live_handles, with_counts)
+    assert full == watch(0, num_rounds, live_handles, with_counts)
+    assert full == watch(num_rounds - 1, num_rounds, live_handles, with_counts), "the last round has no rows"
     assert full.count("experts") == num_rounds
     if with_counts:
-        assert [e for e in full if "counts" not in e] == watch([1] * num_rounds, live_handles)
+        assert [e for e in full if "counts" not in e] == watch(num_rounds, num_rounds, live_handles)
 
 
 def test_while_experts_run_the_next_rows_and_the_last_results_travel() -> None:
-    events = watch([1] * 4)
+    events = watch(4, 4)
     for number in (1, 2):
         in_flight: set[str] = set()
         for event in events[: [i for i, e in enumerate(events) if e == "experts"][number]]:
@@ -240,7 +230,7 @@ def test_while_experts_run_the_next_rows_and_the_last_results_travel() -> None:
 
 
 def test_counts_of_a_round_are_sent_before_the_experts_of_the_round_before_the_last() -> None:
-    events = watch([1] * 5, with_counts=True)
+    events = watch(5, 5, with_counts=True)
     experts = [i for i, e in enumerate(events) if e == "experts"]
     for number in range(2, 5):
         assert events.index(f"counts {number} sent") < experts[number - 2]
@@ -248,7 +238,7 @@ def test_counts_of_a_round_are_sent_before_the_experts_of_the_round_before_the_l
 
 
 def test_in_turn_nothing_is_sent_before_the_last_thing_is_received() -> None:
-    events = watch([1, 1], with_counts=True, overlap=False)
+    events = watch(2, 2, with_counts=True, overlap=False)
     calls = [event for event in events if event != "experts"]
     assert all(a.replace("sent", "received") == b for a, b in zip(calls[::2], calls[1::2], strict=True))
 
@@ -279,10 +269,8 @@ def check_overlap(rank: int, group: EpGroup, backend: str) -> None:
     hidden = one.inputs(rank)[0]
     with experts_that(lambda x: x * 3):
         for num_rounds in (1, 2, 3, 5):
-            parts = list(hidden.tensor_split(num_rounds))
-            overlapping = run_rounds(layer, parts, overlapped(num_rounds, 3))
-            plain = run_rounds(layer, parts, in_turn(num_rounds))
-            assert all(torch.equal(a, b) for a, b in zip(plain, overlapping, strict=True))
+            overlapping, plain = (layer(hidden, len(hidden), num_rounds, overlap) for overlap in (True, False))
+            assert torch.equal(plain, overlapping)
 
 
 @pytest.mark.parametrize("backend", ["collective", "shm"])

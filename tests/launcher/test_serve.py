@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.peer_calls import barrier
-from moe_serve.dispatch.shm.shared_files import FileMark, SharedFiles
+from moe_serve.dispatch.shared_files import FileMark, SharedFiles
 from moe_serve.engine.protocol.messages import Fatal, Message
 from moe_serve.errors import ConfigError, LaunchError, LostConnectionError, PeerError
 from moe_serve.launcher import serve

@@ -1,12 +1,26 @@
 """A plain MoE layer for one rank that routes and runs every token on its own, to test the decoder without ep/."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.ep.moe_layer import ExpertParallel, MoeWeights, record_call
+from moe_serve.ep.moe_layer import ExpertParallel, MoeWeights
 from moe_serve.kernels.activation import clamped_swiglu_reference
-from moe_serve.kernels.cpu.recorder import Recorder
+from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
+
+
+def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int, bool], Tensor], x: Tensor) -> Tensor:
+    """Records a call of a MoE layer between kernels. x: [T, H] -> [T, H]"""
+    out = recorder.buffer("moe_out", x.shape[1])
+
+    def call(step: RecordedRun) -> None:
+        num_rows = step.rows.num_rows
+        out[:num_rows] = layer(x[:num_rows], num_rows, step.num_chunks, step.overlap)
+
+    recorder.call_python(call)
+    return out
 
 
 class ReferenceMoe:

@@ -9,7 +9,7 @@ import torch
 
 from moe_serve.attention_dp.batch import BatchBuilder, ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.ep.moe_layer import MoeLayer, record_call
+from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.cpu.recorder import Recorder
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.families.registry import read_spec
@@ -18,7 +18,7 @@ from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import dummy_weights
 from tests.attention_dp.steps import tables_of
 from tests.models.families import oracle_logits
-from tests.models.reference_moe import ReferenceMoe
+from tests.models.reference_moe import ReferenceMoe, record_call
 from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, decoder_with, load_decoder, one_rank
 from tests.tolerance import BFLOAT16_LOGITS, LOGITS, relative_error
 

@@ -1,4 +1,4 @@
-"""How one rank's region of symmetric memory is divided for low-latency dispatch and combine.
+"""How one rank's region of symmetric memory is divided for low-latency dispatch and combine, and how large it is.
 
 Every rank has a region of the same shape; peers write into it, its owner reads. One queue serves one handle in flight.
 A queue, in order (offsets in bytes):
@@ -18,8 +18,12 @@ A row's header is int32: the token's number on the source rank, then its K physi
 destinations, and a slot finds in it which of the K results it computes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+
+from moe_serve.dispatch.base import BufferLimits
+from moe_serve.dispatch.buffer_sizes import BufferSizes, largest_that_fits
 from moe_serve.kernels.forms import num_groups
 
 ALIGNMENT = 128  # bytes: what a cache line and every vector access like
@@ -106,6 +110,48 @@ class Region:
     def region_bytes(self) -> int:
         """Symmetric memory that every rank must provide."""
         return self.num_queues * self.queue_bytes
+
+
+def gpu_region(num_ranks: int, limits: BufferLimits, dtype: torch.dtype, wire_dtype: str, stages: bool) -> Region:
+    """Returns how the regions of the GPU transport are divided.
+
+    wire_dtype: "fp8", or the compute dtype under any name: facts.wire_problem refuses what else there is
+    stages:     whether rows are sent from memory, as NVSHMEM does
+    """
+    value_bytes, result_value_bytes = (1, 2) if wire_dtype == "fp8" else (dtype.itemsize, dtype.itemsize)
+    return Region(
+        num_ranks, limits.slots_per_rank, limits.max_tokens_per_rank, limits.hidden, limits.topk, value_bytes,
+        result_value_bytes, stages,
+    )  # fmt: skip
+
+
+def gpu_buffer_sizes(
+    num_ranks: int, limits: BufferLimits, dtype: torch.dtype, wire_dtype: str, stages: bool
+) -> BufferSizes:
+    """Returns what the GPU transport takes: regions, and the slabs that rows are unpacked to."""
+    region = gpu_region(num_ranks, limits, dtype, wire_dtype, stages)
+    rows = region.num_queues * region.slots_per_rank * region.capacity
+    staged = region.num_queues * region.max_tokens * region.row_bytes + rows * region.result_row_bytes
+    slabs = rows * (limits.hidden * dtype.itemsize + 8)  # 8: where each row came from
+    parts = {
+        "rows": rows * region.row_bytes,
+        "results": region.num_queues * region.max_tokens * region.topk * region.result_row_bytes,
+        "send staging": staged if stages else 0,
+        "slabs": slabs,
+    }
+    return BufferSizes(parts, region.region_bytes + slabs, num_ranks, limits.max_tokens_per_rank)
+
+
+def most_gpu_tokens(
+    num_ranks: int, limits: BufferLimits, dtype: torch.dtype, wire_dtype: str, stages: bool, free_bytes: int
+) -> int:
+    """Returns the largest max_tokens_per_rank whose buffers fit into the free memory of one GPU; 0 if none."""
+
+    def fits(tokens: int) -> bool:
+        some = replace(limits, max_tokens_per_rank=tokens)
+        return gpu_buffer_sizes(num_ranks, some, dtype, wire_dtype, stages).total <= free_bytes
+
+    return largest_that_fits(fits)
 
 
 def _up(size: int, multiple: int) -> int:

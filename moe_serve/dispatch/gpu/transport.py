@@ -39,8 +39,7 @@ from moe_serve.dispatch.by_batch import ByBatchAllToAll, small_limits
 from moe_serve.dispatch.capabilities import TRANSPORTS
 from moe_serve.dispatch.collective import CollectiveAllToAll
 from moe_serve.dispatch.gpu.facts import GpuFacts, gather_facts, ipc_problem, nvshmem_problem, wire_problem
-from moe_serve.dispatch.gpu.region import Region
-from moe_serve.dispatch.gpu.sizes import gpu_buffer_sizes, gpu_region, most_gpu_tokens
+from moe_serve.dispatch.gpu.region import Region, gpu_buffer_sizes, gpu_region, most_gpu_tokens
 from moe_serve.dispatch.gpu.symmetric import Sent, SymmetricRegions, refuse_capture
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError

@@ -2,7 +2,6 @@
 
 A segment loses its name as soon as all ranks have mapped it, so nothing is left behind when they end; a rank that is
 started anew gets it from a living one (shared_files.py). It is sparse: pages that are never written take no memory.
-Processes that are forked from one parent can share regions without names.
 """
 
 import hashlib
@@ -18,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_serve.dispatch.membership import Decisions
 from moe_serve.dispatch.peer_calls import all_gather, barrier
-from moe_serve.dispatch.shm.decisions import Decisions
-from moe_serve.dispatch.shm.shared_files import SharedFiles
+from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from moe_serve.process_facts import runs
 
-_HEAD_BYTES = 4096  # a page in front of the region: the owner's process id
+HEAD_BYTES = 4096  # a page in front of the region: the owner's process id
 _FOLDER = "/dev/shm"
 STORE_ORDER = ("x86_64", "AMD64")  # machines that make stores visible in program order
 
@@ -55,7 +54,7 @@ class ShmMemory:
     """The regions of all ranks as one rank sees them. The mappings live as long as any tensor that views them."""
 
     def __init__(self, rank: int, shared: Mappings, watch_processes: bool = True):
-        """shared: made by `map_anonymous`, or by name in `share_regions`; called once in each rank.
+        """shared: as `share_regions` maps them; called once in each rank.
 
         watch_processes: ranks are processes that see each other's ids
         """
@@ -65,7 +64,7 @@ class ShmMemory:
         self.decisions = shared.decisions
         mappings = shared.segments
         self.watches_processes = watch_processes
-        self._regions = [torch.frombuffer(mapping, dtype=torch.uint8)[_HEAD_BYTES:] for mapping in mappings]
+        self._regions = [torch.frombuffer(mapping, dtype=torch.uint8)[HEAD_BYTES:] for mapping in mappings]
         self._pids = [np.frombuffer(mapping, dtype=np.int64, count=1) for mapping in mappings]
         if watch_processes:
             self._pids[rank][0] = os.getpid()
@@ -80,11 +79,6 @@ class ShmMemory:
         return not self.watches_processes or pid == 0 or runs(pid)  # 0: it has not started yet
 
 
-def map_anonymous(num_ranks: int, num_bytes: int) -> Mappings:
-    """Returns zeroed mappings without a name, which processes forked from here share."""
-    return Mappings([mmap.mmap(-1, _HEAD_BYTES + num_bytes) for _ in range(num_ranks)], Decisions.anonymous())
-
-
 def share_regions(
     group: dist.ProcessGroup, num_bytes: int, use: SegmentUse = SegmentUse(), files: SharedFiles | None = None
 ) -> ShmMemory:
@@ -96,7 +90,7 @@ def share_regions(
     """
     check_machine(platform.machine())
     rank, num_ranks = group.rank(), group.size()
-    size = _HEAD_BYTES + num_bytes
+    size = HEAD_BYTES + num_bytes
     hosts, free_bytes, secret = compare_hosts(group)
     _check_one_host(hosts, rank)
     _check_free(size, num_ranks, free_bytes, use)
@@ -131,7 +125,7 @@ def open_regions(files: SharedFiles, rank: int, num_ranks: int, num_bytes: int, 
 
     The others must have masked it. Raises PeerError where the rank that hands the files on has ended, or shares less.
     """
-    size = _HEAD_BYTES + num_bytes
+    size = HEAD_BYTES + num_bytes
     *names, log = _names(use, num_ranks)
     opened = [files.open(name, os.O_RDWR) for name in names]
     try:

@@ -18,17 +18,22 @@ A slice holds two buffers for every kind of call, used in turn:
     starts   [S] int64                                where in this source's send buffer the results of each slot begin
 
 The send buffer has two buffers of [R * T_max * K, result_row_bytes] encoded results. A canary behind each part changes
-when somebody writes too far.
+when somebody writes too far. Regions are sparse, so their sizes are the most that they can ever take; what is never
+written takes nothing.
 
 Shape words: R ranks, S slots of one rank, T_max most tokens of a dispatch, K topk.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from moe_serve.dispatch.base import BufferLimits
+from moe_serve.dispatch.buffer_sizes import BufferSizes, largest_that_fits
+from moe_serve.dispatch.wire import Wire
 
 LINE_BYTES = 64
 NUM_FLAGS = 16  # words: two cache lines, since processors fetch lines in pairs
@@ -36,6 +41,7 @@ COUNTS, ROWS, RESULTS = 0, 2, 4  # + buffer: the call whose data it holds
 COUNTS_READ, ROWS_READ, RESULTS_READ = 6, 7, 8  # the last call whose data this source has read
 OWNER_WORDS = 512  # the owner's page: a process may read it while waiting
 CANARY = 0x5AFE_C0DE_0F_CA11
+MIN_COUNTS = 4096  # numbers that one exchange of counts can carry at least: 32 KiB
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -110,16 +116,12 @@ class ReceiveSlice:
         self.weights: list[Float32Array] = [part.numpy().view(np.float32) for part in parts["weights"]]
         self.rows = [part.view(-1, shape.row_bytes) for part in parts["rows"]]
         self.starts: list[Int64Array] = [part.numpy().view(np.int64) for part in parts["starts"]]
-        self._canaries = canaries
+        self.canaries = canaries
 
     def set_canaries(self) -> None:
         """Called once by the source of this slice, before its first call."""
-        for canary in self._canaries:
+        for canary in self.canaries:
             canary[:] = CANARY
-
-    def overrun(self) -> bool:
-        """Returns whether somebody wrote past the end of a part."""
-        return any((canary != CANARY).any() for canary in self._canaries)
 
 
 class SendBuffer:
@@ -127,22 +129,54 @@ class SendBuffer:
 
     def __init__(self, region: Tensor, shape: RegionShape):
         self.rows: list[Tensor] = []
-        self._canaries: list[Int64Array] = []
+        self.canaries: list[Int64Array] = []
         start = 8 * OWNER_WORDS
         for _ in range(2):
             self.rows.append(region[start : start + shape.results_bytes].view(-1, shape.result_row_bytes))
             start += _lines(shape.results_bytes)
-            self._canaries.append(region[start : start + LINE_BYTES].numpy().view(np.int64))
+            self.canaries.append(region[start : start + LINE_BYTES].numpy().view(np.int64))
             start += LINE_BYTES
 
     def set_canaries(self) -> None:
         """Called once by the owner, before its first call."""
-        for canary in self._canaries:
+        for canary in self.canaries:
             canary[:] = CANARY
 
-    def overrun(self) -> bool:
-        """Returns whether the owner wrote past the end of a buffer."""
-        return any((canary != CANARY).any() for canary in self._canaries)
+
+def region_shape(num_ranks: int, limits: BufferLimits, wire: Wire) -> RegionShape:
+    """Returns how the regions of the shared-memory transport are divided."""
+    return RegionShape(
+        num_ranks=num_ranks,
+        slots_per_rank=limits.slots_per_rank,
+        topk=limits.topk,
+        max_tokens=limits.max_tokens_per_rank,
+        row_bytes=wire.dispatch.row_bytes(limits.hidden),
+        result_row_bytes=wire.combine.row_bytes(limits.hidden),
+        max_counts=max(MIN_COUNTS, num_ranks * limits.slots_per_rank),
+    )
+
+
+def buffer_sizes(num_ranks: int, limits: BufferLimits, wire: Wire) -> BufferSizes:
+    """Returns the size of the regions, by what is in them."""
+    shape = region_shape(num_ranks, limits, wire)
+    slices = {name: 2 * num_ranks * size for name, size in shape.part_bytes.items()}
+    parts = {
+        "rows": slices.pop("rows"),
+        "results": 2 * shape.results_bytes,
+        "counts": slices.pop("counts"),
+        "indices": sum(slices.values()),
+    }
+    return BufferSizes(parts, shape.num_bytes, num_ranks, limits.max_tokens_per_rank)
+
+
+def most_tokens(num_ranks: int, limits: BufferLimits, wire: Wire, free_bytes: int) -> int:
+    """Returns the largest max_tokens_per_rank whose regions, of all ranks together, fit into free_bytes; 0 if none."""
+
+    def fits(tokens: int) -> bool:
+        shape = region_shape(num_ranks, replace(limits, max_tokens_per_rank=tokens), wire)
+        return num_ranks * shape.num_bytes <= free_bytes
+
+    return largest_that_fits(fits)
 
 
 def owner_words(region: Tensor) -> Int64Array:

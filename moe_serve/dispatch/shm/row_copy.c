@@ -249,4 +249,4 @@ void add_results(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 n
         add_rows(facts, rows, scale, num, out + token * row_bytes);
     }
 }
-#include "travel.h" /* over the functions above */
+#include "fused.h" /* over the functions above */

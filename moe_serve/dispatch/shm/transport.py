@@ -18,6 +18,8 @@ for an earlier event in the one order of calls that all ranks share. A peer that
 docs/communication.md explains this at length.
 """
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,11 +38,10 @@ from moe_serve.dispatch.base import (
 )
 from moe_serve.dispatch.buffer_sizes import check_capacity
 from moe_serve.dispatch.capabilities import TRANSPORTS
+from moe_serve.dispatch.membership import Membership
 from moe_serve.dispatch.peer_calls import barrier
-from moe_serve.dispatch.shm.channel import Channel, Peers, check_epoch
+from moe_serve.dispatch.shm.channel import Channel, FlagWait, Peers, check_epoch
 from moe_serve.dispatch.shm.counts import CountsExchange, NativeCounts, PlainCounts
-from moe_serve.dispatch.shm.flag_wait import FlagWait
-from moe_serve.dispatch.shm.membership import Membership
 from moe_serve.dispatch.shm.memory import SegmentUse, ShmMemory, open_regions, share_regions
 from moe_serve.dispatch.shm.region import (
     COUNTS,
@@ -52,17 +53,21 @@ from moe_serve.dispatch.shm.region import (
     ReceiveSlice,
     SendBuffer,
     all_flags,
+    most_tokens,
+    owner_words,
+    region_shape,
 )
-from moe_serve.dispatch.shm.result_buffers import ResultBuffers
 from moe_serve.dispatch.shm.row_copy import Placed, RowBuffers, RowCopier, StagingBuffer, StagingBuffers
-from moe_serve.dispatch.shm.row_copy_native import native_row_copier
+from moe_serve.dispatch.shm.row_copy_native import NativeRowCopier, native_row_copier
 from moe_serve.dispatch.shm.row_copy_plain import PlainRowCopier
 from moe_serve.dispatch.shm.shared_cores import SharedCores, are_shared
-from moe_serve.dispatch.shm.sizes import most_tokens, region_shape
-from moe_serve.dispatch.shm.travel import NativeTravel
 from moe_serve.dispatch.wire import Codec, make_wire
 from moe_serve.errors import CapacityError, PeerError
-from moe_serve.kernels.cpu.experts import PackedExperts
+
+LEAST_BYTES = 1 << 16  # below it, a copy costs less than keeping track of who writes where
+_LONGEST_QUEUE = 8  # handles that nobody combines are dropped once the queue is longer
+HandleRef = Callable[[], object | None]  # the handle, as long as somebody holds it
+_NOBODY: HandleRef = lambda: None  # noqa: E731
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,18 +100,21 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         self._rank_sum = request.combine == "rank_sum"
         self._slab_rows = self._num_ranks * limits.max_tokens_per_rank if request.rows == "masked" else 0
         self._received = [ReceiveSlice(memory.region(self._rank), self._shape, r) for r in range(self._num_ranks)]
-        self.membership = Membership(memory, request.deadline_s)
+        pages = [owner_words(memory.region(rank)) for rank in range(self._num_ranks)]
+        lives = memory.lives if memory.watches_processes else None
+        self.membership = Membership(self._rank, pages, memory.decisions, lives, request.deadline_s)
         shares = request.cpu_kernels and are_shared(self._num_ranks, request.threads) and memory.watches_processes
-        self._cores = SharedCores(self._rank, self.membership.pages) if shares else None
+        self._cores = SharedCores(self._rank, pages) if shares else None
+        self.membership.lend_core = None if self._cores is None else self._cores.lent
         self._peers = self._make_peers(request.deadline_s)
-        self.membership.peers = self._peers
+        self.membership.on_epoch(self._peers.begin_epoch)
         self._counts = Channel(self._peers, "counts", COUNTS, COUNTS_READ)
         self._rows = Channel(self._peers, "dispatch", ROWS, ROWS_READ)
         self._results = Channel(self._peers, "combine", RESULTS, RESULTS_READ)
 
         send_buffers = [SendBuffer(memory.region(rank), self._shape) for rank in range(self._num_ranks)]
         send_buffers[self._rank].set_canaries()
-        buffers = RowBuffers(
+        self._buffers = buffers = RowBuffers(
             self._rank, self._shape, self._hidden, self._dtype, self._wire, self._peers.slices, self._received,
             send_buffers, self._slab_rows, self._rank_sum,
         )  # fmt: skip
@@ -116,17 +124,20 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         self._exchange: CountsExchange = NativeCounts(*counts, native.library) if native else PlainCounts(*counts)
         self._staging = StagingBuffers(buffers)
         self.note = f"rows are moved by a C helper ({how})" if native else f"rows are moved by numpy: {how}"
-        self.capabilities = replace(TRANSPORTS["shm"], bitwise=not self._rank_sum)
         self._result_buffers: ResultBuffers | None = None
-        self._travel: NativeTravel | None = None
-        one_call = request.cpu_kernels and self._wire.dispatch.is_identity and self._wire.combine.is_identity
-        if native and one_call and request.dtype == torch.float32 and not (self._slab_rows or self._rank_sum):
-            staging = self._staging.rows(StagingBuffer(0))
-            self._travel = NativeTravel(
-                buffers, native, self._peers, (self._rows, self._results), staging, request.clock
-            )
-        if self._wire.combine.is_identity and self._copier.writes_in_place and not (self._slab_rows or self._rank_sum):
+        adds_rows = self._wire.combine.is_identity and not (self._slab_rows or self._rank_sum)
+        if adds_rows and self._copier.writes_in_place:
             self._result_buffers = ResultBuffers(send_buffers[self._rank], self._results, self._dtype)
+        fuses = bool(native) and adds_rows and self._wire.dispatch.is_identity and self._dtype == torch.float32
+        self.capabilities = replace(TRANSPORTS["shm"], bitwise=not self._rank_sum, fuses=fuses)
+
+    def compiled_rows(self) -> "CompiledRows":
+        """Returns what compiled code needs to carry rows itself, where `capabilities.fuses`."""
+        assert isinstance(self._copier, NativeRowCopier), "only the C helper carries rows for others"
+        staging = self._staging.rows(StagingBuffer(0))
+        return CompiledRows(
+            self._buffers, self._copier, self._peers, self._rows, self._results, staging, self.membership, self._check
+        )
 
     def _make_peers(self, deadline_s: float) -> Peers:
         memory, shape = self._memory, self._shape
@@ -165,7 +176,6 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
     ) -> Pending[Dispatched[ShmHandle]]:
         self._check(hidden, physical_ids)
-        self._check_members(physical_ids)
         if self._rank_sum and weights is None:
             raise TypeError("with combine rank_sum, dispatch needs the weights")
         own = _encode(self._wire.dispatch, hidden)
@@ -183,16 +193,6 @@ class ShmAllToAll(AllToAll[ShmHandle]):
             return self._dispatched(ShmHandle(placed, staging, epoch))
 
         return Deferred(receive)
-
-    def travel(self, x: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts, out: Tensor) -> bool:
-        if self._travel is None:
-            return False
-        self._check(x, slots)
-        self._check_members(slots)
-        self._travel(x, slots, weights, experts, out)
-        self.membership.check_epoch_stands("combine receive", self._results.num_sent)
-        self._results.acknowledge(self._results.num_sent)
-        return True
 
     def _dispatched(self, handle: ShmHandle) -> Dispatched[ShmHandle]:
         x, rows_per_slot = handle.placed.x, handle.placed.rows_per_slot
@@ -227,6 +227,7 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         return Deferred(receive)
 
     def _check(self, hidden: Tensor, physical_ids: Tensor) -> None:
+        """Raises CapacityError for more than the buffers hold, PeerError for tokens to experts of a masked rank."""
         shape = self._shape
         # The C helper gets addresses only, so dtypes and shapes are checked here.
         assert (hidden.dtype, physical_ids.dtype) == (self._dtype, torch.int64), "rows or ids of another dtype"
@@ -237,9 +238,6 @@ class ShmAllToAll(AllToAll[ShmHandle]):
                 f"rows of {hidden.shape[1]} channels to {physical_ids.shape[1]} experts, buffers are made for "
                 f"{self._hidden} channels and {shape.topk} experts; build the transport for this model"
             )
-
-    def _check_members(self, physical_ids: Tensor) -> None:
-        """Raises PeerError for tokens to experts of a masked rank."""
         if len(self._peers.others) + 1 == self._num_ranks:
             return
         named = physical_ids.div(self._shape.slots_per_rank, rounding_mode="floor")
@@ -251,6 +249,88 @@ class ShmAllToAll(AllToAll[ShmHandle]):
                 "dispatch send",
                 self._peers.epoch,
             )
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledRows:
+    """What compiled code needs to carry rows itself: the calls of a dispatch and its combine without this class.
+
+    Rows and results are float32 on the wire too, packed, and added in order.
+
+    copier:        the C helper, and what it knows of the buffers
+    rows, results: whose calls are numbered, announced and waited for
+    staging:       [most_rows, H] where rows arrive
+    check:         raises for rows [T, H] and ids [T, K] that `dispatch` would refuse
+    """
+
+    buffers: RowBuffers
+    copier: NativeRowCopier
+    peers: Peers
+    rows: Channel
+    results: Channel
+    staging: Tensor
+    membership: Membership
+    check: Callable[[Tensor, Tensor], None]
+
+
+class ResultBuffers:
+    """Lets experts write results straight into the send buffer, so that `combine` need not copy them.
+
+    Each of the two buffers of this rank's send buffer is reserved for one handle.
+
+    A combine uses the buffer of its number, so a reservation is a guess that handles are combined in the order of their
+    dispatches. Where the guess is wrong, results are copied; results that another combine has overwritten are refused.
+    A handle that nobody holds any more has no claim.
+    """
+
+    def __init__(self, send_buffer: SendBuffer, combines: Channel, dtype: torch.dtype):
+        """combines: the channel that counts them;  dtype: of results"""
+        self._rows = [rows.view(dtype) for rows in send_buffer.rows]
+        self._row_bytes = send_buffer.rows[0].shape[1]
+        self._addresses = [rows.data_ptr() for rows in send_buffer.rows]
+        self._combines = combines
+        self._holders: list[HandleRef] = [_NOBODY, _NOBODY]
+        self._queue: list[HandleRef] = []  # received and not combined yet, in order
+        self._epoch = -1
+
+    def reserve(self, handle: object, num_rows: int, epoch: int) -> Tensor | None:
+        """Returns [num_rows, H] of the send buffer for the results of a handle; None: too few rows, or not free yet."""
+        if epoch != self._epoch:
+            self._holders, self._queue, self._epoch = [_NOBODY, _NOBODY], [], epoch
+        elif len(self._queue) > _LONGEST_QUEUE:
+            self._queue = [other for other in self._queue if other() is not None]
+        self._queue.append(weakref.ref(handle))
+        if num_rows * self._row_bytes < LEAST_BYTES:
+            return None
+        self._queue = [other for other in self._queue if other() is not None]
+        call = self._combines.num_sent + len(self._queue)
+        buffer = call % 2
+        if self._holders[buffer]() is not None or not self._combines.was_read(call - 2):
+            return None
+        self._holders[buffer] = weakref.ref(handle)
+        return self._rows[buffer][:num_rows]
+
+    def release(self, handle: object, results: Tensor, buffer: int) -> Tensor:
+        """Ends the reservation of a handle whose combine uses a buffer; returns the results, to be sent from there.
+
+        Results that lie in the other buffer are copied, since it may be reserved again before peers have read them.
+        Raises RuntimeError when another combine has overwritten the results.
+        """
+        address = results.data_ptr()
+        if address in self._addresses and results.shape[0]:
+            other = self._addresses.index(address)
+            if self._holders[other]() is not handle:
+                raise RuntimeError(
+                    "results lie in a send buffer that was given to another dispatch; combine handles in the order "
+                    "of their dispatches, or write results elsewhere"
+                )
+            if other != buffer:
+                results = results.clone()
+        if self._holders[1 - buffer]() is handle:
+            self._holders[1 - buffer] = _NOBODY
+        self._holders[buffer] = _NOBODY
+        self._queue = [other for other in self._queue if other() is not handle]
+        return results
 
 
 def _encode(codec: Codec, rows: Tensor) -> Tensor:

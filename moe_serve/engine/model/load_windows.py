@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_serve.dispatch.shm.membership import Membership
+from moe_serve.dispatch.membership import Membership
 from moe_serve.engine.step.plan import StepPlan
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.eplb.files.rolling_trace import RollingTrace

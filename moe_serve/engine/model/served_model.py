@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.dispatch.base import AnyAllToAll
-from moe_serve.dispatch.shm.membership import Membership
+from moe_serve.dispatch.membership import Membership
 from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.ep.load_recorder import LoadRecorder

@@ -2,7 +2,7 @@
 
     a wait ends in PeerError      in the exchange, the counts, a dispatch or combine, or the reduction of a load record
     regroup                       the counts of the step are dropped; the remaining ranks agree on who takes part
-                                  (dispatch/shm/membership.py says how, and why the group neither splits nor hangs)
+                                  (dispatch/membership.py says how, and why the group neither splits nor hangs)
     activate                      the placement without the masked ranks: same tables, other entries
     exchange                      the first of the group; its plan has the highest step of all, and ends the load record
     take_placement                where ranks know different placements, one that knows the newest tells all
@@ -33,7 +33,7 @@ from typing import NoReturn
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.capabilities import survivors
-from moe_serve.dispatch.shm.membership import Membership
+from moe_serve.dispatch.membership import Membership
 from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.protocol.mailbox import Mailbox
 from moe_serve.engine.protocol.messages import Members

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moe_serve.dispatch.membership import Membership
 from moe_serve.dispatch.peer_calls import barrier, broadcast, reason_of
+from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.dispatch.shm.channel import EPOCH_SHIFT
-from moe_serve.dispatch.shm.membership import Membership
-from moe_serve.dispatch.shm.shared_files import SharedFiles
 from moe_serve.engine.step.plan import ROW_LENGTH, Int64Array, RankState
 from moe_serve.errors import ConfigError, PeerError
 from moe_serve.process_facts import runs
@@ -149,9 +149,9 @@ class ShmExchange(Exchange):
         buffers = self._buffers[:, self._sequence % 2]
         buffers[self._rank, 1 : 1 + ROW_LENGTH] = state
         buffers[self._rank, 0] = flag
-        cores = None if membership is None else membership.peers.cores
-        with nullcontext() if cores is None else cores.lent():
-            self._wait(buffers[:, 0], flag, step, 1 if cores else self._spins)
+        lend_core = None if membership is None else membership.lend_core
+        with nullcontext() if lend_core is None else lend_core():
+            self._wait(buffers[:, 0], flag, step, 1 if lend_core else self._spins)
         self._missing = ()
         states = list(map(RankState._make, buffers[:, 1 : 1 + ROW_LENGTH].tolist()))
         for rank in self._masked:

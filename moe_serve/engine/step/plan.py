@@ -5,6 +5,7 @@ about a collective: each rank contributes one `RankState` row, and the pure func
 into the same `StepPlan` on every rank. Numpy only.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -12,7 +13,6 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.ep.break_even import num_rounds
 from moe_serve.errors import PeerError
 
 Int64Array = NDArray[np.int64]
@@ -318,3 +318,14 @@ def _hold_prefill(states: Sequence[RankState], settings: StepSettings) -> bool:
     """Returns whether prefills wait, where some rank decodes: some ranks have none, and none has waited too long."""
     lonely = not all(state.prefill_tokens for state in states)
     return lonely and all(state.held_steps < settings.prefill_hold_steps for state in states)
+
+
+def num_rounds(num_tokens: int, from_tokens: int) -> int:
+    """Returns the best number of overlapped rounds for a batch where two begin to pay at from_tokens; 1 below.
+
+    One batch takes dispatch + experts + combine. In n equal rounds all but the first dispatch and the last combine hide
+    under experts, so n rounds save (1 - 1/n) of both transfers, and each further round costs its calls and one more
+    read of the expert weights. The n-th round saves 1/(n-1) - 1/n of both transfers. Two save a half, which is worth
+    one round at from_tokens; so the n-th pays where num_tokens / (n (n - 1)) >= from_tokens / 2.
+    """
+    return (1 + math.isqrt(1 + 8 * num_tokens // from_tokens)) // 2

@@ -25,9 +25,9 @@ from moe_serve.dispatch.gpu.facts import (
     unlinked_pairs,
     wire_problem,
 )
-from moe_serve.dispatch.gpu.sizes import gpu_buffer_sizes, most_gpu_tokens
+from moe_serve.dispatch.gpu.region import gpu_buffer_sizes, most_gpu_tokens
+from moe_serve.dispatch.shm.region import buffer_sizes, most_tokens
 from moe_serve.dispatch.shm.row_copy_native import load_library
-from moe_serve.dispatch.shm.sizes import buffer_sizes, most_tokens
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.engine.recovery.full_placement import has_slots_without, meaning_of_a_loss
 from moe_serve.eplb.placement import Placement

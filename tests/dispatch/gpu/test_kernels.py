@@ -214,7 +214,7 @@ def test_region_parts_do_not_overlap_and_are_aligned() -> None:
 def check_contract(device: str, dtype_name: str) -> None:
     from moe_serve.dispatch.base import BufferLimits, EpGroup
     from moe_serve.dispatch.gpu.launch_triton import SlabRanks
-    from moe_serve.dispatch.gpu.sizes import gpu_region
+    from moe_serve.dispatch.gpu.region import gpu_region
     from moe_serve.dispatch.gpu.symmetric import virtual_regions
     from moe_serve.dispatch.gpu.transport import GpuSlabAllToAll
     from moe_serve.dispatch.local import LocalAllToAll
@@ -259,12 +259,12 @@ def one_round(transport, hidden, ids, weights):
 def check_overlap(device: str) -> None:
     from moe_serve.dispatch.base import BufferLimits, EpGroup
     from moe_serve.dispatch.gpu.launch_triton import SlabRanks
-    from moe_serve.dispatch.gpu.sizes import gpu_region
+    from moe_serve.dispatch.gpu.region import gpu_region
     from moe_serve.dispatch.gpu.symmetric import virtual_regions
     from moe_serve.dispatch.gpu.transport import GpuSlabAllToAll
     from moe_serve.dispatch.local import LocalAllToAll
     from moe_serve.dispatch.wire import make_wire
-    from moe_serve.ep.rounds import SHARED, advance, in_turn, overlapped
+    from moe_serve.ep.moe_layer import SHARED, advance, in_turn, overlapped
 
     region = gpu_region(1, BufferLimits(2, 136, 2, 3), torch.float32, "auto", stages=True)
     ranks = SlabRanks(virtual_regions(region, torch.device(device)), torch.float32, max_spins=4)

@@ -12,7 +12,7 @@ import torch
 from moe_serve.dispatch.base import BufferLimits, EpGroup
 from moe_serve.dispatch.gpu import nvshmem
 from moe_serve.dispatch.gpu.nvshmem import OWN_HEAP_BYTES, exchange_unique_id, nvshmem_regions, start_nvshmem
-from moe_serve.dispatch.gpu.sizes import gpu_region
+from moe_serve.dispatch.gpu.region import gpu_region
 from moe_serve.errors import ConfigError
 from tests.ranks import run_ranks
 

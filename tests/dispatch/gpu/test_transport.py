@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows
-from moe_serve.dispatch.gpu.sizes import gpu_region
+from moe_serve.dispatch.gpu.region import gpu_region
 from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
 from moe_serve.dispatch.gpu.transport import GpuSlabAllToAll
 from moe_serve.ep import moe_layer

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import BufferLimits, PackedRows, TransportRequest
-from moe_serve.dispatch.shm.memory import Mappings, ShmMemory, map_anonymous
-from moe_serve.dispatch.shm.sizes import region_shape
+from moe_serve.dispatch.shm.memory import Mappings, ShmMemory
+from moe_serve.dispatch.shm.region import region_shape
 from moe_serve.dispatch.shm.transport import ShmAllToAll
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import PeerError
 from moe_serve.kernels.rows import weighted_sum_reference
+from tests.dispatch.shm.regions import is_overrun, map_anonymous
 
 HIDDEN, TOPK, SLOTS, NUM_TOKENS = 32, 4, 3, 6
 PHASES = ("dispatch send", "dispatch receive", "combine send", "combine receive")
@@ -201,7 +202,7 @@ def body(
         rejoined_s = time.monotonic() - started_s
     return Report(
         error.rank, error.phase, error.step, reported_s - ended_s, recovered_s - ended_s, tuple(members), rejoined_s,
-        sum(each.overrun() for each in transport._received),
+        sum(is_overrun(each) for each in transport._received),
     )  # fmt: skip
 
 

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import Dispatched, Pending
-from moe_serve.dispatch.shm import result_buffers
-from moe_serve.dispatch.shm.memory import ShmMemory, map_anonymous
-from moe_serve.dispatch.shm.region import ROWS
-from moe_serve.dispatch.shm.sizes import region_shape
+from moe_serve.dispatch.shm import transport as shm_transport
+from moe_serve.dispatch.shm.memory import ShmMemory
+from moe_serve.dispatch.shm.region import ROWS, region_shape
 from moe_serve.dispatch.shm.transport import ShmAllToAll, ShmHandle
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import PeerError
 from tests.dispatch.contract import Scenario, slots_of_rows
+from tests.dispatch.shm.regions import map_anonymous
 
 
 @pytest.fixture(autouse=True)
 def small_results_get_a_buffer_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_buffers, "LEAST_BYTES", 0)
+    monkeypatch.setattr(shm_transport, "LEAST_BYTES", 0)
 
 
 ONE = Scenario((20, 30), topk=4, slots_per_rank=4, hidden=64)

@@ -13,15 +13,16 @@ import torch.distributed as dist
 
 from moe_serve.dispatch.base import BufferLimits, EpGroup, MaskedRows, PackedRows
 from moe_serve.dispatch.make import make_all_to_all
-from moe_serve.dispatch.shm import result_buffers
-from moe_serve.dispatch.shm.memory import Mappings, ShmMemory, check_machine, map_anonymous
-from moe_serve.dispatch.shm.sizes import region_shape
+from moe_serve.dispatch.shm import transport as shm_transport
+from moe_serve.dispatch.shm.memory import Mappings, ShmMemory, check_machine
+from moe_serve.dispatch.shm.region import region_shape
 from moe_serve.dispatch.shm.transport import ShmAllToAll, make_shm
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from moe_serve.kernels.rows import weighted_sum_reference
 from tests.dispatch.contract import Scenario, check_scenario, slots_of_rows
 from tests.dispatch.shm import faults
+from tests.dispatch.shm.regions import is_overrun, map_anonymous
 from tests.ranks import run_ranks, run_virtual_ranks
 
 ONE = Scenario((9, 0, 12), topk=5, slots_per_rank=3, hidden=200, gate="skewed")
@@ -125,12 +126,12 @@ def check_canaries(rank: int, group: EpGroup) -> None:
         check_scenario(rank, lambda _: transport, full)
         transport.exchange_counts(torch.ones(transport._shape.max_counts, dtype=torch.int64)).wait()
     dist.barrier()
-    assert not any(each.overrun() for each in transport._received)
+    assert not any(is_overrun(each) for each in transport._received)
     send_buffer = transport._copier._buffers.send_buffers[rank]
-    assert not send_buffer.overrun()
+    assert not is_overrun(send_buffer)
     for part, rows in ((transport._received[rank], transport._received[rank].rows), (send_buffer, send_buffer.rows)):
         rows[0].view(-1)[-1:].as_strided((64,), (1,))[1:] = 1  # one byte too far, and more
-        assert part.overrun(), "the check can fail"
+        assert is_overrun(part), "the check can fail"
 
 
 def test_full_buffers_are_not_overrun() -> None:
@@ -202,7 +203,7 @@ def check_rounds(rank: int, mappings: Mappings, num_rounds: int) -> bool:
         assert arrived.rows.x[:, -1].tolist() == [float(number * num_ranks + s) for s in sources], f"round {number}"
         combined = transport.combine(arrived.rows.x + 1, weights, arrived.handle).wait()
         assert combined[0, 0] == hidden[0, 0] + 1, f"round {number}"
-    return not any(each.overrun() for each in transport._received)
+    return not any(is_overrun(each) for each in transport._received)
 
 
 @pytest.mark.parametrize("num_rounds", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -226,7 +227,7 @@ def test_tokens_for_a_masked_rank_are_refused_and_the_next_step_is_good() -> Non
     faults.run_forked(3, check_masked, faults.regions(3))
 
 
-@mock.patch.object(result_buffers, "LEAST_BYTES", 0)
+@mock.patch.object(shm_transport, "LEAST_BYTES", 0)
 def check_in_place(rank: int, group: EpGroup) -> list[bool]:
     """Results may be written into the send_buffer; then they are not copied, and return with the same bits."""
     transport = make(group)
@@ -250,7 +251,7 @@ def test_results_written_in_place_return_with_the_same_bits() -> None:
     assert run_ranks(3, check_in_place) == [[shutil.which("cc") is not None] * 6] * 3
 
 
-@mock.patch.object(result_buffers, "LEAST_BYTES", 0)
+@mock.patch.object(shm_transport, "LEAST_BYTES", 0)
 def check_order_of_reservations(rank: int, group: EpGroup) -> None:
     one = Scenario((9, 4), topk=5, slots_per_rank=3, hidden=200)
     transport = make(group, one)

@@ -1,15 +1,24 @@
-"""Whatever ranks suspect, and however slow they are: one group goes on, and all in it know the same of it."""
+"""Whatever ranks suspect, and however slow they are: one group goes on, and all in it know the same of it.
 
+A long step shows signs of life, a stopped process does not; the listener counts no time in which it stood.
+"""
+
+import gc
 import os
 import random
+import signal
+import threading
 import time
 
+import numpy as np
 import pytest
 
-from moe_serve.dispatch.shm.decisions import Decisions
+from moe_serve.dispatch.membership import BEAT_S, Decisions, Heartbeat
 from moe_serve.dispatch.shm.memory import Mappings
+from moe_serve.dispatch.shm.region import OWNER_WORDS
 from moe_serve.errors import PeerError
 from tests.dispatch.shm import faults
+from tests.dispatch.shm.regions import no_decisions
 
 ROUNDS = 60
 
@@ -19,13 +28,13 @@ def decide_all(rank: int, decisions: Decisions, num_questions: int) -> list[int]
 
 
 def test_all_processes_read_the_same_answers() -> None:
-    answers = faults.run_forked(4, decide_all, Decisions.anonymous(), 500)
+    answers = faults.run_forked(4, decide_all, no_decisions(), 500)
     assert answers[0] == answers[1] == answers[2] == answers[3]
     assert all(answer // 10 == question for question, answer in enumerate(answers[0]))
 
 
 def test_what_is_decided_stays() -> None:
-    decisions = Decisions.anonymous()
+    decisions = no_decisions()
     assert decisions.answer(7) is None
     assert decisions.decide(7, 1) == 1
     assert decisions.decide(7, 2) == 1
@@ -97,3 +106,76 @@ def come_late_to_two_epochs(rank: int, mappings: Mappings) -> list[int]:
 def test_a_rank_that_leaves_an_epoch_late_finds_the_next_one() -> None:
     found = faults.run_forked(4, come_late_to_two_epochs, faults.regions(4), dies=(3,))
     assert list(found.values()) == [[0, 1, 2]] * 3
+
+
+def two() -> tuple[Heartbeat, Heartbeat]:
+    pages = [np.zeros(OWNER_WORDS, dtype=np.int64) for _ in range(2)]
+    return Heartbeat(0, pages), Heartbeat(1, pages)
+
+
+def test_silence_is_counted_in_beats_of_the_listener_from_the_first_sign_on() -> None:
+    listener, other = two()
+    for _ in range(5):
+        listener.beat()
+    assert listener.silent_s(1) == 0, "not started yet"
+    other.beat()
+    listener.beat()
+    for _ in range(7):
+        listener.beat()
+    assert listener.silent_s(1) == 7 * BEAT_S
+    assert listener.silent_s(0) == 0
+    other.beat()
+    listener.beat()
+    assert listener.silent_s(1) == 0
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    listener, other = two()
+    before = threading.active_count()
+    listener.start()
+    listener.start()
+    assert threading.active_count() == before + 1
+    del listener
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    other.beat()
+
+
+def stop_or_take_long(rank: int, mappings: Mappings, stops: bool) -> tuple[str, list[int]]:
+    """Rank 1 stops for longer than the others wait for a sign of life, or only computes for as long."""
+    transport = faults.make_transport(rank, mappings, deadline_s=60)
+    membership = transport.membership
+    membership.begin_heartbeat()
+    membership.suspect_after_s = 1.0
+    faults.run_step(transport, rank, 0, [0, 1, 2])
+    time.sleep(3 * BEAT_S)  # all have given a sign
+    if rank == 1 and stops:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank == 1:
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            pass
+    try:
+        faults.run_step(transport, rank, 1, [0, 1, 2])
+    except PeerError as error:
+        members = membership.regroup()
+        if rank == 0:
+            os.kill(int(transport._memory._pids[1][0]), signal.SIGKILL)
+        return f"{error.rank} {error}", members
+    return "", membership.members
+
+
+def test_a_stopped_rank_is_suspected_long_before_the_deadline() -> None:
+    found = faults.run_forked(3, stop_or_take_long, faults.regions(3), True, dies=(1,))
+    for rank in (0, 2):
+        message, members = found[rank]
+        assert members == [0, 2]
+        assert message.startswith("1 rank 1 gave no sign of life for 1 s") or "it misses rank 1" in message
+
+
+def test_a_long_step_is_waited_for() -> None:
+    found = faults.run_forked(3, stop_or_take_long, faults.regions(3), False)
+    assert list(found.values()) == [("", [0, 1, 2])] * 3

@@ -1,10 +1,13 @@
+"""From how many tokens on overlapped rounds pay, and how many."""
+
 import json
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.ep.break_even import break_even_tokens, num_rounds
+from benchmarks.overlap import break_even_tokens
+from moe_serve.engine.step.plan import num_rounds
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "overlap.json"
 

@@ -9,10 +9,18 @@ from torch import Tensor
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import barrier
 from moe_serve.dispatch.shm.transport import make_shm
+from moe_serve.ep.fused import make_fused
+from moe_serve.ep.moe_layer import ExpertParallel
+from moe_serve.ep.pass_recorder import PassRecorder
+from moe_serve.ep.replica_map import ReplicaMap
+from moe_serve.ep.routing import RouterSpec
+from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
+from moe_serve.kernels.numerics import COMPILED, FAST
+from moe_serve.kernels.part_clock import PartClock
 from tests.dispatch.contract import Scenario
 from tests.ranks import run_ranks
 
@@ -35,6 +43,7 @@ def draw_experts(rank: int, slots: int, hidden: int) -> PackedExperts:
 
 def run_both(rank: int, group: EpGroup, scenario: Scenario) -> None:
     transport = make_shm(group, scenario.request("shm", cpu_kernels=True))
+    fused = make_fused(transport, PartClock())
     hidden, ids, weights = scenario.inputs(rank)
     experts = draw_experts(rank, scenario.slots_per_rank, scenario.hidden)
 
@@ -45,7 +54,7 @@ def run_both(rank: int, group: EpGroup, scenario: Scenario) -> None:
 
     def in_one_call() -> Tensor:
         out = torch.full_like(hidden, float("nan"))
-        assert transport.travel(hidden, ids, weights, experts, out)
+        fused(hidden, ids, weights, experts, out)
         return out
 
     expected = in_steps()
@@ -55,7 +64,7 @@ def run_both(rank: int, group: EpGroup, scenario: Scenario) -> None:
         assert torch.equal(make(), expected), f"call {number}"
     if scenario.tokens[rank]:
         with pytest.raises(IndexError, match="slots"):
-            transport.travel(hidden, torch.full_like(ids, scenario.num_slots), weights, experts, hidden)
+            fused(hidden, torch.full_like(ids, scenario.num_slots), weights, experts, hidden)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
@@ -73,9 +82,11 @@ def run_with_shared_cores(rank: int, group: EpGroup, scenario: Scenario) -> None
         transport = make_shm(group, scenario.request("shm", cpu_kernels=True))
     hidden, ids, weights = scenario.inputs(rank)
     experts = draw_experts(rank, scenario.slots_per_rank, scenario.hidden)
+    fused = make_fused(transport, PartClock())
+    barrier(group.process_group)
     if rank == 1:
-        time.sleep(0.01)
-    assert transport.travel(hidden, ids, weights, experts, hidden)
+        time.sleep(0.05)
+    fused(hidden, ids, weights, experts, hidden)
     assert rank != 0 or 0.001 < transport.waited_s[1] < 10
     transport.close()
     library.set_threads(1)
@@ -93,7 +104,7 @@ def misses_a_rank(rank: int, group: EpGroup) -> None:
     hidden, ids, weights = scenario.inputs(rank)
     if rank == 0:
         with pytest.raises(PeerError, match="rank 1 did not arrive in dispatch receive 1 within"):
-            transport.travel(hidden, ids, weights, draw_experts(rank, 2, 16), hidden)
+            make_fused(transport, PartClock())(hidden, ids, weights, draw_experts(rank, 2, 16), hidden)
     barrier(group.process_group)
     transport.close()
 
@@ -102,19 +113,33 @@ def test_a_rank_that_lends_its_core_still_finds_that_another_one_is_missing() ->
     run_ranks(2, misses_a_rank)
 
 
-def refuses(rank: int, group: EpGroup) -> list[bool]:
+def forms_of(rank: int, group: EpGroup) -> list[str]:
+    """Returns the form of a rank's layers over shared memory, for each case of `FORMS`."""
     scenario = Scenario((2, 2), 2, 2, 16)
-    hidden, ids, weights = scenario.inputs(rank)
-    experts = draw_experts(rank, 2, 16)
-    requests = [
-        scenario.request("shm"),
-        scenario.request("shm", cpu_kernels=True, compiled=False),
-        scenario.request("shm", cpu_kernels=True, combine="rank_sum"),
-        scenario.request("shm", cpu_kernels=True, wire_dtype="bf16"),
-        scenario.request("shm", cpu_kernels=True, rows="masked"),
-    ]
-    return [make_shm(group, request).travel(hidden, ids, weights, experts, hidden) for request in requests]
+    spec, forms = RouterSpec(num_logical=4, topk=2), []
+    for options, num_redundant, passes, _ in FORMS:
+        request = scenario.request("shm", **{"cpu_kernels": True, **options})
+        replicas = ReplicaMap(Placement.trivial(1, 4, 2, num_redundant))
+        numerics = COMPILED if request.cpu_kernels else FAST
+        transport = make_shm(group, request)
+        parallel = ExpertParallel(rank, spec, transport, replicas, None, 64, numerics, passes)
+        assert (parallel.fused is not None) == (parallel.form == "fused")
+        forms.append(parallel.form)
+        transport.close()
+    return forms
 
 
-def test_other_forms_of_rows_and_sums_take_the_way_in_steps() -> None:
-    assert run_ranks(2, refuses) == [[False] * 5] * 2
+FORMS: list[tuple[dict[str, Any], int, PassRecorder | None, str]] = [
+    ({}, 0, None, "fused"),
+    ({}, 2, None, "rounds"),
+    ({}, 0, PassRecorder(1, 4, per_token=False), "rounds"),
+    ({"cpu_kernels": False}, 0, None, "rounds"),
+    ({"compiled": False}, 0, None, "rounds"),
+    ({"combine": "rank_sum"}, 0, None, "rounds"),
+    ({"wire_dtype": "bf16"}, 0, None, "rounds"),
+    ({"rows": "masked"}, 0, None, "rounds"),
+]
+
+
+def test_replicas_recorded_passes_and_other_forms_of_rows_and_sums_take_the_way_in_rounds() -> None:
+    assert run_ranks(2, forms_of) == [[form for *_, form in FORMS]] * 2

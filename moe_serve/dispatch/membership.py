@@ -17,57 +17,82 @@ Not hanging: each wait is for ranks that are not masked, and those are masked in
 decided waits for nobody. A masked rank finds that in `decisions` whenever it comes.
 """
 
+import os
+import struct
+import threading
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import numpy.typing as npt
 
 from moe_serve.dispatch.capabilities import TRANSPORTS
-from moe_serve.dispatch.shm.channel import Peers
-from moe_serve.dispatch.shm.heartbeat import Heartbeat
-from moe_serve.dispatch.shm.memory import ShmMemory
-from moe_serve.dispatch.shm.region import Int64Array, owner_words
 from moe_serve.errors import PeerError
 
-_PROPOSED, _MASK, _WAITING_NS, _WANTS_REJOIN = range(4)
+Int64Array = npt.NDArray[np.int64]
+BEAT_S = 0.25
+_PROPOSED, _MASK, _WAITING_NS, _WANTS_REJOIN = range(4)  # words of a page
+_BEAT = 8  # the word that counts beats, on a cache line of its own: a beat disturbs no flag
 _WAITING_NOW_S = 0.03  # a rank that was seen waiting so recently is held up by another one
 _PAUSE_S = 0.5  # a waiting process checks every few milliseconds; after such a gap it was suspended
 _POLL_S = 0.0002
-_SILENT_S = 1.0  # several heartbeats: a rank that is silent for so long does not rejoin now
+_SILENT_S = 1.0  # several beats: a rank that is silent for so long does not rejoin now
 
 
 class Membership:
-    """The group as one rank sees it."""
+    """The group as one rank sees it.
 
-    def __init__(self, memory: ShmMemory, deadline_s: float):
+    epoch:     counts the groups; the same on all ranks that take part
+    others:    the ranks that take part beside this one, ascending
+    is_masked: the others go on without this rank, until it rejoins
+    suspect_after_s: seconds without a sign of life after which a rank is suspected; None: only the deadlines count
+    lend_core: entered while this rank waits, where ranks have more threads than cores; None: they have not
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        pages: Sequence[Int64Array],
+        decisions: "Decisions",
+        lives: Callable[[int], bool] | None,
+        deadline_s: float,
+    ):
+        """pages: of all ranks;  lives: whether the process of a rank lives; None: ranks are threads of one process"""
         max_ranks = TRANSPORTS["shm"].max_ranks
-        assert max_ranks is None or memory.num_ranks <= max_ranks, f"more than {max_ranks} ranks on one host"
-        self._memory = memory
-        self._rank = memory.rank
-        self._deadline_s = deadline_s
-        self.pages: list[Int64Array] = [owner_words(memory.region(rank)) for rank in range(memory.num_ranks)]
-        self._own = self.pages[self._rank]
-        self._suspects: set[int] = set()
-        self._heartbeat = Heartbeat(self._rank, self.pages)
-        self._waiting: tuple[list[int], str, int] = ([], "", 0)
+        assert max_ranks is None or len(pages) <= max_ranks, f"more than {max_ranks} ranks on one host"
+        self.epoch = 0
+        self.others = [other for other in range(len(pages)) if other != rank]
+        self.is_masked = False
         self.suspect_after_s: float | None = None
-        """Seconds without a sign of life after which a rank is suspected; None: only the deadlines count."""
+        self.lend_core: Callable[[], AbstractContextManager[None]] | None = None
+        self._rank = rank
+        self._pages = pages
+        self._own = pages[rank]
+        self._decisions = decisions
+        self._watches_processes = lives is not None
+        self._lives = lives or (lambda rank: True)
+        self._deadline_s = deadline_s
+        self._begin_epoch: Callable[[int, list[int]], None] = lambda epoch, others: None
+        self._suspects: set[int] = set()
+        self._heartbeat = Heartbeat(rank, pages)
+        self._waiting: tuple[list[int], str, int] = ([], "", 0)
         self._checked_s = self._paused_s = 0.0
-        self.is_masked = False  # the others go on without this rank, until it rejoins
-        self.peers: Peers
 
-    @property
-    def epoch(self) -> int:
-        """Counts the groups; the same on all ranks that take part."""
-        return self.peers.epoch
+    def on_epoch(self, begin: Callable[[int, list[int]], None]) -> None:
+        """Calls this with each new epoch and the other ranks, also where this rank finds itself masked."""
+        self._begin_epoch = begin
 
     @property
     def members(self) -> list[int]:
         """The ranks that take part, this one included, ascending."""
-        return sorted([self._rank, *self.peers.others])
+        return sorted([self._rank, *self.others])
 
     @property
     def masked(self) -> list[int]:
         """The ranks that do not take part, ascending."""
-        return [rank for rank in range(self._memory.num_ranks) if rank != self._rank and rank not in self.peers.others]
+        return [rank for rank in range(len(self._pages)) if rank != self._rank and rank not in self.others]
 
     @property
     def suspects(self) -> frozenset[int]:
@@ -77,7 +102,7 @@ class Membership:
     @property
     def is_void(self) -> bool:
         """Whether this epoch is over, for this rank or for another one: all must regroup."""
-        return bool(self._suspects) or any(self._proposal(rank)[0] > self.epoch for rank in self.peers.others)
+        return bool(self._suspects) or any(self._proposal(rank)[0] > self.epoch for rank in self.others)
 
     def check(
         self, missing: list[int], phase: str, sequence: int, waited_s: float, deadline_s: float | None = None
@@ -90,7 +115,7 @@ class Membership:
         self._waiting = (missing, phase, sequence)
         self._own[_WAITING_NS] = time.monotonic_ns()
         self.check_epoch_stands(phase, sequence)
-        dead = [rank for rank in missing if not self._memory.lives(rank)]
+        dead = [rank for rank in missing if not self._lives(rank)]
         if dead:
             self._suspects.update(dead)
             raise PeerError(f"rank {dead[0]} died before {phase} {sequence}", dead[0], phase, sequence)
@@ -122,7 +147,7 @@ class Membership:
 
     def begin_heartbeat(self) -> None:
         """Gives signs of life from now on, from a thread, where ranks are processes."""
-        if self._memory.watches_processes:
+        if self._watches_processes:
             self._heartbeat.start()
 
     def describe_wait(self) -> str:
@@ -137,9 +162,9 @@ class Membership:
 
     def check_epoch_stands(self, phase: str, sequence: int) -> None:
         """Raises PeerError when another rank has begun to leave this epoch, so that data just read may be newer."""
-        for rank in self.peers.others:
+        for rank in self.others:
             proposed, masked = self._proposal(rank)
-            if proposed > self.peers.epoch:
+            if proposed > self.epoch:
                 raise self._voided(rank, masked, phase, sequence)
 
     def regroup(self, suspects: Iterable[int] = (), joining: Iterable[int] = ()) -> list[int]:
@@ -149,8 +174,8 @@ class Membership:
         joining:  masked ranks that wait to rejoin, the same on all ranks
         Raises PeerError, naming this rank, when the others have masked it.
         """
-        all_ranks = set(range(self._memory.num_ranks))
-        members = {self._rank, *self.peers.others, *joining} - ({*suspects, *self._suspects} - {self._rank})
+        all_ranks = set(range(len(self._pages)))
+        members = {self._rank, *self.others, *joining} - ({*suspects, *self._suspects} - {self._rank})
         return self._agree(self.epoch + 1, _mask(all_ranks - members))
 
     def begin_masked(self) -> None:
@@ -158,13 +183,13 @@ class Membership:
 
         Raises PeerError where the others have not masked it.
         """
-        epoch, masked = self._memory.decisions.newest() or (0, 0)
+        epoch, masked = self._decisions.newest() or (0, 0)
         if not masked >> self._rank & 1:
             text = f"rank {self._rank} is started anew, but the others have not masked the one before"
             raise PeerError(text, self._rank, "start", epoch)
         self._own[_WANTS_REJOIN] = 0
         self._propose(epoch, masked)
-        self.peers.epoch, self.is_masked = epoch, True
+        self._begin(epoch, self.others, is_masked=True)
 
     def ask_to_rejoin(self, is_new: bool = False) -> None:
         """Shows the others that this rank, which was masked, wants to rejoin. is_new: as a new process
@@ -178,7 +203,7 @@ class Membership:
 
         Raises PeerError when no other rank lives.
         """
-        others = [rank for rank in range(self._memory.num_ranks) if rank != self._rank and self._memory.lives(rank)]
+        others = [rank for rank in range(len(self._pages)) if rank != self._rank and self._lives(rank)]
         if not others:
             raise PeerError(
                 f"rank {self._rank} was masked and no other rank lives; start the ranks again",
@@ -199,21 +224,21 @@ class Membership:
 
     def waiting_to_rejoin(self) -> list[int]:
         """Returns the masked ranks that want to rejoin."""
-        asking = [rank for rank in self.masked if self.pages[rank][_WANTS_REJOIN] and self._memory.lives(rank)]
+        asking = [rank for rank in self.masked if self._pages[rank][_WANTS_REJOIN] and self._lives(rank)]
         # A new process in the place of one that died while it asked is not there yet.
         return [rank for rank in asking if self._heartbeat.silent_s(rank) < _SILENT_S]
 
     def is_new(self, rank: int) -> bool:
         """Returns whether a rank that waits to rejoin is a new process, in the place of one that died."""
-        return int(self.pages[rank][_WANTS_REJOIN]) == 2
+        return int(self._pages[rank][_WANTS_REJOIN]) == 2
 
     def _agree(self, epoch: int, masked: int) -> list[int]:
-        decisions = self._memory.decisions
+        decisions = self._decisions
         self._propose(epoch, masked)
         deadline_s = time.monotonic() + 2 * self._deadline_s  # a rank sees that the step is void only once it waits
         while decisions.answer(epoch) is None:
             waiting_for = []
-            for rank in range(self._memory.num_ranks):
+            for rank in range(len(self._pages)):
                 proposed, theirs = self._proposal(rank)
                 if rank == self._rank or masked >> rank & 1 or proposed > epoch:
                     continue
@@ -229,7 +254,7 @@ class Membership:
             if not waiting_for:
                 break
             late = time.monotonic() > deadline_s
-            gone = [rank for rank in waiting_for if late or self._is_silent(rank) or not self._memory.lives(rank)]
+            gone = [rank for rank in waiting_for if late or self._is_silent(rank) or not self._lives(rank)]
             if gone:
                 masked |= _mask(gone)
                 self._propose(epoch, masked)
@@ -239,12 +264,15 @@ class Membership:
             decided = decisions.decide(epoch, masked)
         self._suspects.clear()
         if decided >> self._rank & 1:
-            self.peers.epoch, self.is_masked = epoch, True
+            self._begin(epoch, self.others, is_masked=True)
             raise self._masked_by("by the others", "regroup", epoch)
-        self.is_masked = False
-        members = [rank for rank in range(self._memory.num_ranks) if not decided >> rank & 1]
-        self.peers.begin_epoch(epoch, [rank for rank in members if rank != self._rank])
+        members = [rank for rank in range(len(self._pages)) if not decided >> rank & 1]
+        self._begin(epoch, [rank for rank in members if rank != self._rank], is_masked=False)
         return members
+
+    def _begin(self, epoch: int, others: list[int], is_masked: bool) -> None:
+        self.epoch, self.others, self.is_masked = epoch, others, is_masked
+        self._begin_epoch(epoch, others)
 
     def _propose(self, epoch: int, masked: int) -> None:
         self._own[_MASK] = masked
@@ -252,7 +280,7 @@ class Membership:
 
     def _proposal(self, rank: int) -> tuple[int, int]:
         """Returns a rank's proposed epoch, and the ranks that it masks in it."""
-        page = self.pages[rank]
+        page = self._pages[rank]
         while True:
             proposed, masked = int(page[_PROPOSED]), int(page[_MASK])
             if proposed == page[_PROPOSED]:
@@ -264,7 +292,7 @@ class Membership:
     def _is_waiting(self, rank: int) -> bool:
         # A rank that hangs shows no sign for a whole deadline; on a busy machine a healthy one may pause briefly.
         recent_s = max(_WAITING_NOW_S, self._deadline_s / 4)
-        return (time.monotonic_ns() - int(self.pages[rank][_WAITING_NS])) * 1e-9 < recent_s
+        return (time.monotonic_ns() - int(self._pages[rank][_WAITING_NS])) * 1e-9 < recent_s
 
     def _own_pause_s(self, waited_s: float) -> float:
         """Returns for how long of this wait this process was suspended; no peer is late for that."""
@@ -279,7 +307,7 @@ class Membership:
     def _voided(self, by: int, masked: int, phase: str, sequence: int) -> PeerError:
         if masked >> self._rank & 1:
             return self._masked_by(f"by rank {by}", phase, sequence)
-        new = [rank for rank in self.peers.others if masked >> rank & 1]
+        new = [rank for rank in self.others if masked >> rank & 1]
         whom = f"it misses rank {new[0]}" if new else "it goes on with another group"
         return PeerError(
             f"rank {by} voided the step in {phase} {sequence}: {whom}", new[0] if new else -1, phase, sequence
@@ -288,6 +316,96 @@ class Membership:
     def _masked_by(self, whose: str, phase: str, sequence: int) -> PeerError:
         text = f"rank {self._rank} came too late and was masked {whose}; it must rejoin, or be started again"
         return PeerError(text, self._rank, phase, sequence)
+
+
+class Decisions:
+    """Answers to numbered questions that the processes of one host decide once and for all.
+
+    Any of them may die or stop at any instruction, and nobody waits for anybody. All append to one file without a name.
+    The kernel puts appended records behind each other, whole, also when several processes append at once; so the first
+    record of a question is the same for whoever looks, and it is the answer. Plain loads and stores of shared memory
+    cannot give that: of two ranks that give each other up at one moment, both would go on.
+    """
+
+    _RECORD = struct.Struct("<qq")  # question, proposed answer
+    _NO_QUESTION = -1
+
+    def __init__(self, descriptor: int):
+        """descriptor: of a file that was opened for reading and appending; closed with this object"""
+        self._descriptor = descriptor
+        self._answers: dict[int, int] = {}
+        self._read_bytes = 0
+        self.decide(self._NO_QUESTION, 0)  # takes a page now: there may be none when it is needed
+
+    def answer(self, question: int) -> int | None:
+        """Returns what was decided; None: nothing yet."""
+        data = os.pread(self._descriptor, 1 << 20, self._read_bytes)
+        whole = len(data) - len(data) % self._RECORD.size
+        for number, value in self._RECORD.iter_unpack(data[:whole]):
+            self._answers.setdefault(number, value)
+        self._read_bytes += whole
+        return self._answers.get(question)
+
+    def newest(self) -> tuple[int, int] | None:
+        """Returns the highest question that is decided, and its answer; None: none is."""
+        self.answer(self._NO_QUESTION)  # reads what was appended
+        question = max(self._answers)
+        return None if question == self._NO_QUESTION else (question, self._answers[question])
+
+    def decide(self, question: int, proposal: int) -> int:
+        """Returns the answer, which is this proposal if nothing was decided before."""
+        os.write(self._descriptor, self._RECORD.pack(question, proposal))
+        answer = self.answer(question)
+        assert answer is not None, "what was appended can be read"
+        return answer
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+class Heartbeat:
+    """The signs of life of one rank, and what it sees of those of the others.
+
+    Each rank counts up in its own page, from a thread: while the rank computes, reads or waits, its thread counts on.
+    Only a process that is stopped, or whose machine hangs, does not. Silence is counted in beats of the rank that
+    listens, so time in which that rank itself was stopped counts for nobody.
+    """
+
+    def __init__(self, rank: int, pages: Sequence[Int64Array]):
+        """pages: of all ranks"""
+        self._rank = rank
+        self._beats = [page[_BEAT : _BEAT + 1] for page in pages]
+        self._seen = [0] * len(pages)
+        self._silent = [0] * len(pages)
+        self._started = False
+
+    def start(self) -> None:
+        """Starts the thread, once. It ends when nobody refers to this object any more."""
+        if not self._started:
+            self._started = True
+            threading.Thread(target=_beat, args=(weakref.ref(self),), name="heartbeat", daemon=True).start()
+
+    def silent_s(self, rank: int) -> float:
+        """Returns for how long a rank has given no sign of life; 0 before its first one."""
+        return self._silent[rank] * BEAT_S
+
+    def beat(self) -> None:
+        """Gives a sign of life, and looks for those of the others."""
+        self._beats[self._rank][0] += 1
+        for rank, beats in enumerate(self._beats):
+            count = int(beats[0])
+            self._silent[rank] = self._silent[rank] + 1 if count == self._seen[rank] and count else 0
+            self._seen[rank] = count
+
+
+def _beat(reference: "weakref.ref[Heartbeat]") -> None:
+    while True:
+        heartbeat = reference()
+        if heartbeat is None:
+            return
+        heartbeat.beat()
+        del heartbeat
+        time.sleep(BEAT_S)
 
 
 def _mask(ranks: Iterable[int]) -> int:

@@ -1,19 +1,19 @@
-/* Rows to their slots, through the experts and back, in one call. It looks at flags for a short while; where a peer is
-   late it returns which wait it is at, Python waits (flag_wait.py), and the call is made again, from there on. Ranks that
+/* Rows to their slots, through a function of the caller and back, in one call. It looks at flags for a short while; where a peer is
+   late it returns which wait it is at, Python waits (channel.py), and the call is made again, from there on. Ranks that
    share cores give theirs away first: their workers compute on a core whose rank waits (kernels/cpu/cores.h). */
 
 #pragma once
 #include "row_copy.h"
 #include "shared_cores.h"
 
-enum { SEND_ROWS, PLACE_ROWS, EXPERTS, ADD_RESULTS, HOME }; /* stages, as in travel.py; each begins with a wait */
+enum { SEND_ROWS, PLACE_ROWS, EXPERTS, ADD_RESULTS, HOME }; /* stages, as in ep/fused.py; each begins with a wait */
 enum { DATA_ROWS, DATA_RESULTS, READ_ROWS, READ_RESULTS, FLAG_WORDS };
 
 typedef i64 (*ExpertFfn)(i64 experts, i64 x, i64 x_row, i64 rows_per_slot, i64 slab_rows, i64 middle, i64 y, i64 y_row);
 
 typedef i64 (*TurnPart)(i64 clock, i64 part);
 
-typedef struct { /* as travel.py fills it */
+typedef struct { /* as ep/fused.py fills it */
     const i64 *facts;
     i64 *block; /* of Exchange */
     uint8_t *staging;
@@ -27,15 +27,15 @@ typedef struct { /* as travel.py fills it */
     TurnPart turn_part; /* kernels/cpu/part_clock.c: a part has the waits that it begins with */
     i64 clock, experts_part, combine_part;
     i64 here[]; /* for each rank, addresses of its flags here, then of this rank's flags there: of each buffer */
-} Travel;
+} Fused;
 
-static i64 *flag_of(const Travel *t, i64 there, i64 rank, i64 word, i64 buffer)
+static i64 *flag_of(const Fused *t, i64 there, i64 rank, i64 word, i64 buffer)
 {
     i64 ranks = t->facts[NUM_RANKS];
     return (i64 *)t->here[((there * 2 + buffer) * ranks + rank) * FLAG_WORDS + word];
 }
 
-static int all_flags_are(const Travel *t, i64 word, i64 buffer, i64 wanted, int or_more)
+static int all_flags_are(const Fused *t, i64 word, i64 buffer, i64 wanted, int or_more)
 {
     for (i64 rank = 0, looks = 0; rank < t->facts[NUM_RANKS]; rank++) {
         const i64 *flag = flag_of(t, 0, rank, word, buffer);
@@ -51,7 +51,7 @@ static int all_flags_are(const Travel *t, i64 word, i64 buffer, i64 wanted, int 
 }
 
 /* A rank that waited has its core back at once: workers see it before they begin the next piece. */
-static void raise_flags(const Travel *t, i64 word, i64 buffer, i64 flag)
+static void raise_flags(const Fused *t, i64 word, i64 buffer, i64 flag)
 {
     for (i64 rank = 0; rank < t->facts[NUM_RANKS]; rank++)
         if (TAKES_PART(t->others, rank)) {
@@ -61,7 +61,7 @@ static void raise_flags(const Travel *t, i64 word, i64 buffer, i64 flag)
         }
 }
 
-static int wait_at(Travel *t, i64 stage, i64 buffer)
+static int wait_at(Fused *t, i64 stage, i64 buffer)
 {
     t->stage = stage;
     switch (stage) {
@@ -74,7 +74,7 @@ static int wait_at(Travel *t, i64 stage, i64 buffer)
 
 /* Returns HOME when out [T, H] holds the sums, else the stage to wait for; -1 where an id names no slot. The caller
    acknowledges the results, once it has seen that its epoch stands. experts, middle: as in kernels/cpu/experts.c */
-i64 travel(Travel *t, const uint8_t *x, const i64 *ids, const float *weights, i64 num_tokens, i64 topk, i64 experts,
+i64 fused(Fused *t, const uint8_t *x, const i64 *ids, const float *weights, i64 num_tokens, i64 topk, i64 experts,
            i64 middle, uint8_t *out)
 {
     const i64 *facts = t->facts;

@@ -1,56 +1,47 @@
-"""Rows to their slots, through the compiled experts and back, in one call of the C helper.
+"""Dispatch, experts and combine of a layer as one call into C, over the buffers of the shared-memory transport.
 
 For a layer that runs in one round; the same rows, flags and bits as dispatch, experts and combine one after the other,
 so ranks may mix both. Where a peer is late, Python waits for it: deadlines, voids and waiting times are those of
-flag_wait.py and membership.py.
+dispatch/shm/channel.py and dispatch/membership.py. dispatch/shm/fused.h is the C side.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.shm.channel import Channel, Peers
+from moe_serve.dispatch.base import AnyAllToAll
 from moe_serve.dispatch.shm.counts import LOOKS_PER_SPIN, address
 from moe_serve.dispatch.shm.region import RESULTS, RESULTS_READ, ROWS, ROWS_READ, ReceiveSlice
-from moe_serve.dispatch.shm.row_copy import RowBuffers, refuse_id
-from moe_serve.dispatch.shm.row_copy_native import NativeRowCopier
+from moe_serve.dispatch.shm.row_copy import refuse_id
+from moe_serve.dispatch.shm.transport import CompiledRows, ShmAllToAll
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.part_clock import COMBINE, EXPERTS, PartClock
 
-_HOME = 4  # behind the stages, as in travel.h; each begins with a wait
-_CHANGING = slice(5, 11)  # words of a layer, as in travel.h
+_HOME = 4  # behind the stages, as in fused.h; each begins with a wait
+_CHANGING = slice(5, 11)  # words of a call, as in fused.h
 
 
-class NativeTravel:
-    """One call for a layer. Rows are float32 on the wire too, packed, and combined in order."""
+class FusedMoe:
+    """One call for a layer, and what all layers of a rank share for it."""
 
-    def __init__(
-        self,
-        buffers: RowBuffers,
-        copier: NativeRowCopier,
-        peers: Peers,
-        channels: tuple[Channel, Channel],
-        staging: Tensor,
-        clock: PartClock,
-    ):
-        """channels: of rows and of results;  staging: [most_rows, H];  clock: is told which part runs"""
-        self._buffers, self._peers, self._staging = buffers, peers, staging
-        self._rows, self._results = channels
-        self._call, self._facts = copier.library.travel, copier.facts
+    def __init__(self, carried: CompiledRows, clock: PartClock):
+        """clock: is told which part runs"""
+        self._carried = carried
+        self._clock = clock  # whose words C turns
+        self._call = carried.copier.library.fused
+        peers, buffers = carried.peers, carried.buffers
         shape = buffers.shape
         entries = shape.max_tokens * (shape.num_ranks + shape.topk)
         bookkeeping = shape.slots_per_rank * (1 + 3 * shape.num_ranks) + 2 * shape.num_ranks + entries
         self._block = torch.empty(bookkeeping + 1, dtype=torch.int64)
-        expert_ffn = cpu_library().address("expert_ffn")
-        addresses = [address(self._facts), self._block.data_ptr(), staging.data_ptr(), expert_ffn]
-        cores = peers.cores
         self._waited_ns = np.zeros(shape.num_ranks, dtype=np.int64)
-        looks = LOOKS_PER_SPIN * peers.wait.spins
-        words = [*addresses, looks, 0, 0, 0, 0, 0, 0, cores.table_at if cores else 0, address(self._waited_ns)]
-        words += [cpu_library().address("turn_part"), clock.address, EXPERTS, COMBINE]
-        self._clock = clock  # whose words C turns
+        library = cpu_library()
+        words = [address(carried.copier.facts), self._block.data_ptr(), carried.staging.data_ptr()]
+        words += [library.address("expert_ffn"), LOOKS_PER_SPIN * peers.wait.spins, 0, 0, 0, 0, 0, 0]
+        words += [peers.cores.table_at if peers.cores else 0, address(self._waited_ns)]
+        words += [library.address("turn_part"), clock.address, EXPERTS, COMBINE]
         for slices in (buffers.received, buffers.to_peers):
             for buffer in (0, 1):
                 for each in slices:
@@ -59,18 +50,25 @@ class NativeTravel:
         self._middle = torch.empty(0, 0)
 
     def __call__(self, x: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts, out: Tensor) -> None:
-        """Writes the weighted sums of x's experts to out, [T, H]. slots, weights: [T, K], without gaps"""
+        """Writes the weighted sums of x's experts to out.
+
+        x, out: [T, H] float32;  slots: [T, K] int64;  weights: [T, K] float32; all without gaps
+        experts: of this rank's slots
+        Raises what `dispatch` and `combine` raise.
+        """
+        carried, words = self._carried, self._words
+        rows, results = carried.rows, carried.results
+        carried.check(x, slots)
         for each in (x, slots, weights, out):
             assert each.is_contiguous(), "rows without gaps"
         if self._middle.shape[1] != padded(experts.width):  # pages that are never written take no memory
-            self._middle = torch.empty(self._buffers.most_rows, padded(experts.width))
-        rows, results, words = self._rows, self._results, self._words
+            self._middle = torch.empty(carried.buffers.most_rows, padded(experts.width))
         row_call, result_call = rows.take_number(), results.take_number()
         words[_CHANGING] = (
             rows.flag(row_call), results.flag(result_call),
             rows.flag(row_call - 2) if row_call > 2 else 0,
             results.flag(result_call - 2) if result_call > 2 else 0,
-            self._peers.mask, 0,
+            carried.peers.mask, 0,
         )  # fmt: skip
         self._waited_ns.fill(0)
         at, topk = address(words), slots.shape[1]
@@ -86,13 +84,22 @@ class NativeTravel:
                 case 3:  # their results are not here yet
                     results.wait(result_call)
                 case _:
-                    raise refuse_id(slots, self._buffers.shape.num_ranks * self._buffers.shape.slots_per_rank)
+                    shape = carried.buffers.shape
+                    raise refuse_id(slots, shape.num_ranks * shape.slots_per_rank)
         rows.was_acknowledged(row_call)
-        if self._peers.cores is not None:
-            self._peers.wait.add(self._waited_ns)
+        if carried.peers.cores is not None:
+            carried.peers.wait.add(self._waited_ns)
+        carried.membership.check_epoch_stands("combine receive", result_call)
+        results.acknowledge(result_call)
+
+
+def make_fused(all_to_all: AnyAllToAll, clock: PartClock) -> FusedMoe:
+    """Returns the call over a transport whose `capabilities.fuses`. clock: is told which part runs"""
+    assert isinstance(all_to_all, ShmAllToAll), f"{type(all_to_all).__name__} has no rows in shared memory"
+    return FusedMoe(all_to_all.compiled_rows(), clock)
 
 
 def _flags(each: ReceiveSlice, buffer: int) -> list[int]:
-    """Returns the addresses of a slice's flags, in the order of travel.h."""
+    """Returns the addresses of a slice's flags, in the order of fused.h."""
     columns = ROWS + buffer, RESULTS + buffer, ROWS_READ, RESULTS_READ
     return [address(each.flags[column:]) for column in columns]

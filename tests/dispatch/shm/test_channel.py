@@ -1,7 +1,9 @@
+"""A rank that waits for flags lends its core meanwhile."""
+
 import numpy as np
 import pytest
 
-from moe_serve.dispatch.shm.flag_wait import FlagWait
+from moe_serve.dispatch.shm.channel import FlagWait
 from moe_serve.dispatch.shm.region import OWNER_WORDS
 from moe_serve.dispatch.shm.shared_cores import WAITS, SharedCores
 from moe_serve.errors import PeerError
