@@ -21,7 +21,7 @@ POLICIES = ("incremental", "refined", "greedy")
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What a user asks for.
+    """The settings of a user.
 
     policy:         one of POLICIES
     start:          placement file that planning starts from, or None

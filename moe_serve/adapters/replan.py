@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Cluster:
-    """What an engine says of its ranks and of its model's router.
+    """An engine's ranks and its model's router, as the engine describes them.
 
     num_groups:   expert groups of the router, 0 or None = none
     hierarchical: experts of a group stay on one node, as the engine's own hierarchical planner keeps them

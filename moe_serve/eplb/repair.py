@@ -1,4 +1,4 @@
-"""Puts slots back under experts after ranks were lost: a second one for the next loss, a first one for a lost expert.
+"""Gives experts slots again after ranks were lost: a lost expert its first, any other a second against the next loss.
 
 It also fills the slots that a plan leaves empty. All functions are pure, deterministic, and never change the slots of a
 lost rank. Ranks are lost where no slot of any layer holds an expert, unless the caller names them.
@@ -121,7 +121,7 @@ def _counts(table: Ints) -> tuple[dict[int, int], dict[int, int]]:
 
 
 class _Holders:
-    """Which live rank holds which experts of one layer, each once; a repeated slot counts as an empty one."""
+    """The experts that each live rank holds in one layer, each once; a repeated slot counts as an empty one."""
 
     def __init__(self, table: Ints, live: Sequence[int], num_wanted: int):
         """table: [R, K];  num_wanted: ranks that every expert should be on"""

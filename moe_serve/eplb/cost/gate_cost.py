@@ -1,4 +1,4 @@
-"""What the rebalancer's gate asks about times, and what it tells so that they can be learned.
+"""The times that the rebalancer's gate asks for, and the measurements from which they are learned.
 
 `model.PredictedCost` answers from profiles of a model and its hardware, `measured.MeasuredCost` from what the running
 system has measured. Shape words: L = MoE layers, E = experts.

@@ -33,7 +33,7 @@ OUTLIER = 2.0  # errors above so many times the usual one count less, in inverse
 LEAST_ERROR = 0.01  # of a step: no window tells its time more exactly; of few windows not even that
 NUM_REFITS = 2  # after each window, with the weights that follow from the errors of the fit before
 MOE_SHARE = 0.5  # assumed share of token_s that the busiest rank's experts take, before the skew has varied
-NUM_ROUNDS = 15  # of which the price of a moved expert is the median
+NUM_ROUNDS = 15  # rounds whose median is the price of a moved expert
 
 
 @dataclass(frozen=True)

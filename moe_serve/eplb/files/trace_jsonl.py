@@ -42,7 +42,7 @@ _HEAD_BYTES = 1 << 20  # of a file, in which its first two lines end
 
 @dataclass(frozen=True)
 class TraceMeta:
-    """What a trace file says about all its records."""
+    """The facts that a trace file states once for all its records."""
 
     num_logical: int
     moe_layer_ids: tuple[int, ...]

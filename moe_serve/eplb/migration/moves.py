@@ -79,7 +79,7 @@ def apply_round(placement: Placement, migration_round: MigrationRound) -> Placem
 
 @dataclass(frozen=True)
 class RoundLimits:
-    """What one round of a migration may move, all layers together. Raises PlacementError unless all are at least 1.
+    """The limits of one round of a migration, over all layers. Raises PlacementError unless all are at least 1.
 
     per_rank: experts into one rank, and out of it; each takes a staging slot
     per_pair: experts from one rank to another; None = as many as per_rank allows

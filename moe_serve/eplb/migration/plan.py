@@ -293,7 +293,7 @@ class _Schedule:
 
 
 class _Links:
-    """How much room ranks, pairs of ranks and nodes have left in each round."""
+    """The capacity that ranks, pairs of ranks and nodes have left in each round."""
 
     def __init__(self, topology: Topology, limits: RoundLimits) -> None:
         self._limits = limits

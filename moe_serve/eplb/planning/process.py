@@ -27,8 +27,8 @@ _IMPORT_PATH = str(Path(__file__).parents[3])  # where the process finds this pa
 _PIPE_BYTES = 1 << 20  # asked of the kernel, so that few polls carry a request
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # between a failure and the start of the next process
 _END_S = 2.0  # between the end of a process's output and its own
-# For killed processes to be gone, which takes milliseconds. A leader that hands over closes its planner between two
-# steps, so one that hangs in the kernel is not waited for.
+# Killed processes are gone within milliseconds. A leader that hands over closes its planner between two steps, so it
+# does not wait for one that hangs in the kernel.
 _KILL_S = 0.1
 
 

@@ -1,4 +1,4 @@
-"""Plans made anew: the greedy policy, and what any such plan becomes where a placement is in use.
+"""Plans made anew: the greedy policy, and how any such plan is fitted to the placement in use.
 
 Ranks, and often nodes, can be exchanged without a change of any rank's load. So the new placement is dealt out to ranks
 such that they receive few experts, and a layer that is no better than the one in use keeps that.

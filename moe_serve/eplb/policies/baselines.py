@@ -1,4 +1,4 @@
-"""What balancers are compared with: the placement in use, kept, and DeepSeek's EPLB.
+"""The policies that balancers are compared with: the placement in use, kept, and DeepSeek's EPLB.
 
 DeepSeek's EPLB gives the same output as the original on inputs without ties, all layers at once.
 

@@ -109,7 +109,7 @@ class HomeRule:
 
 @dataclass(frozen=True, eq=False)
 class LegalStart:
-    """What edits begin with.
+    """The start of edits.
 
     table:   [L, R, K];  rule: None without a hierarchy
     foreign: [L] whether experts were missing at home, or any off home under a hard hierarchy, which no drift brings

@@ -56,7 +56,7 @@ _Pair = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class PairRules:
-    """What a search of some layers has to keep to, and what it aims at.
+    """The limits and the aim of a search of some layers.
 
     room:      [L] moves that a layer may make beside those its legal start has made
     steepness: of the smooth maximum, per top load: that of the heaviest rank of a fresh plan
@@ -90,7 +90,7 @@ class PairLayer:
 
 @dataclass(frozen=True)
 class Effort:
-    """How to search.
+    """The effort of a search.
 
     max_broken:       ranks that may be broken at a time
     price:            of a broken rank, in peaks

@@ -22,7 +22,7 @@ OBJECTIVES = ("tokens", "activated", "off_node", "step_time")
 
 @dataclass(frozen=True)
 class RankCost:
-    """What the `step_time` objective charges a rank of one MoE layer, in seconds.
+    """The prices of the `step_time` objective for a rank of one MoE layer, in seconds.
 
     token_s:          per token
     activated_s:      per expert with at least one token, whose weights are streamed once
@@ -36,7 +36,7 @@ class RankCost:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlanRules:
-    """What stays the same for every load and placement of one system.
+    """The rules of one system's plans, the same for every load and placement.
 
     num_groups:     expert groups of the model's router; None = none. A group has one home node where groups can be
                     spread evenly over nodes; otherwise single experts have homes

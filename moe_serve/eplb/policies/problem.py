@@ -25,7 +25,7 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What the packers see of a request.
+    """A request as the packers see it.
 
     weight:   [L, E] load that the objective balances; in tokens for the objective "tokens"
     fixed:    [L, E] cost of each replica beside its share of weight, or None

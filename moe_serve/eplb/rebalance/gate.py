@@ -1,4 +1,4 @@
-"""Decides whether a move is worth its cost, learns what moves turned out to be worth, and bounds what may be lost.
+"""Decides whether a move is worth its cost, learns from the measured gains of moves, and bounds the loss.
 
 Every move is compared with doing nothing, that is with the baseline: the placement in use at the start, or the last one
 that was not the gate's choice. The load of a closed window is known, so its time on the baseline and on the placement
@@ -40,9 +40,10 @@ LEAST_SURPRISE = 0.01
 KEEP = 0.5  # of what earlier moves of a layer have earned, when one is judged: one noisy window is no failure
 SPENDABLE = 0.75  # share of the regret bound that known costs may spend; the rest covers what cannot be foreseen
 ERRORS_KEPT = 0.7  # share of what is known about prediction errors that stays with each window
-SHIFT = 2.0  # a load that is so many times further away than usual has shifted
-LEARNED = 1.5  # such an error is learned as so many usual ones: rare shifts teach little, constant ones are usual soon
-LEAST_ERRORS = 2  # windows that must have been predicted before anything is usual
+SHIFT = 2.0  # a load that is this many times further from its prediction than usual has shifted
+# A shift is learned as this many usual errors: a rare one teaches little, while constant ones soon become usual.
+LEARNED = 1.5
+LEAST_ERRORS = 2  # windows to be predicted before an error can be called usual
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ class _Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a move turned out to gain.
+    """The measured gain of a move.
 
     promised_s, realised_s: seconds per window, of the layers that moved
     num_windows: on which it was measured
@@ -109,7 +110,7 @@ class Verdict:
 
     @property
     def totals_s(self) -> tuple[float, float]:
-        """What was promised, and what was gained, over the windows in which it was measured."""
+        """The promised and the measured gain over all windows of the measurement, in seconds."""
         return self.promised_s * self.num_windows, self.realised_s * self.num_windows
 
     def __str__(self) -> str:
@@ -222,7 +223,7 @@ class Gate:
 
     @property
     def capital_s(self) -> float:
-        """What may still be lost, in seconds weighted by gain_margin. Negative: the regret bound is used up."""
+        """Seconds that may still be lost, weighted by gain_margin; negative once the regret bound is used up."""
         per_window = self._elapsed_s / max(self._now, 1)
         return SPENDABLE * self._regret * max(self._elapsed_s, self._horizon * per_window) - self._lost_s
 

@@ -54,7 +54,7 @@ from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 
 Floats = NDArray[np.float64]
-# Where prices are learned from windows, one without a move is waited for after so many with moves.
+# Where prices are learned from windows, the next plan waits for a window without a move after this many with moves.
 MOST_WITHOUT_WHOLE = 4
 MAX_DECISIONS = 10_000  # that are remembered
 State = Literal["watching", "planning", "moving", "off"]
@@ -196,7 +196,7 @@ class Rebalancer:
         return self._start(event.step, target, rows, gains, costs)
 
     def _keep(self, step: int, target: Placement, gains: Floats, costs: Floats) -> None:
-        """Stays, and says why, since the gate has chosen no layer of `target`. gains, costs: as for `_start`"""
+        """Keeps the placement and notes why: the gate chose no layer of `target`. gains, costs: as for `_start`"""
         worth = gains * self._gate.reach
         pays = bool((worth[costs > 0] >= self._settings.gain_margin * costs[costs > 0]).any())
         reason = "worth it, but the regret bound does not cover the risk" if pays else "no layer is worth its move"
@@ -346,7 +346,7 @@ def make_rebalancer(placement: Placement, settings: BalancerSettings, facts: Sys
 
 
 class WindowWatch:
-    """Tells of each closed window what it measures, and when the next plan is due, by the steps of plans and moves."""
+    """Decides what each closed window measures and when the next plan is due, from the steps of plans and moves."""
 
     def __init__(self, placement: Placement, cooldown_windows: int, learns: bool) -> None:
         """cooldown_windows: see RebalanceSettings;  learns: prices are learned from whole windows"""
@@ -535,7 +535,7 @@ class _RunningMigration:
 
 
 class Journal:
-    """The decisions of one rebalancer, oldest first; of very many the newest.
+    """The decisions of one rebalancer, oldest first; the newest MAX_DECISIONS are kept.
 
     alarm: why the rebalancer is switched off; "" = it is not
     """

@@ -14,7 +14,7 @@ from moe_serve.errors import ConfigError, TraceError
 
 @dataclass(frozen=True)
 class RebalanceSettings:
-    """How eager a rebalancer is. Windows are counted in closed windows, everything else carries its unit.
+    """Settings that make a rebalancer eager or slow. Windows are closed windows, everything else carries its unit.
 
     warmup_windows:      windows that are only watched before the first plan
     history_windows:     windows that a plan is made from and scored on

@@ -36,7 +36,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Serving:
-    """How the ranks serve.
+    """The conditions under which ranks serve.
 
     phase:       of windows that do not say it ("mixed")
     context:     decode: tokens in the cache per request; prefill: length of a prompt

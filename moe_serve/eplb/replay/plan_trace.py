@@ -44,7 +44,7 @@ class MadePlan:
 
 @dataclass(frozen=True, eq=False)
 class TracePlanSettings:
-    """How to plan one placement from a trace.
+    """The settings of a plan from a trace.
 
     topology, num_slots: the cluster; num_slots is a multiple of its ranks
     current: placement in use; None = none yet

@@ -91,7 +91,7 @@ class _Ticks:
 
 @dataclass
 class _Frame:
-    """What all policies share. windows: (first step, steps, tokens) of the scored ones."""
+    """The windows and the load that all policies share. windows: (first step, steps, tokens) of the scored ones."""
 
     load: np.ndarray
     windows: list[tuple[int, int, float]] = field(default_factory=list)

@@ -45,7 +45,7 @@ LIVE = "live"  # the name of the policy of a server
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """What serves the next window, and what happened since the last one.
+    """The placement that serves the next window, and the events since the last one.
 
     fit, bound: [L] of the newest plan; None = no plan yet
     moved:      experts received; None = none
@@ -358,7 +358,7 @@ class LiveRun(GatedRun):
             self._part(action.step, f"the server did not do this, but has {name or 'no events'} next")
 
     def _part(self, step: int, why: str) -> None:
-        """Leaves the recorded plans and rounds from here on, and takes up itself what is open."""
+        """Stops following the recorded plans and rounds, and carries out itself what is still open."""
         if self._parted is not None:
             return
         self._parted = Decision(step, "replay", f"{why}; from here on plans and rounds are not those of the trace")

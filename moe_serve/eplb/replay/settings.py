@@ -1,4 +1,4 @@
-"""How a trace is replayed."""
+"""The settings of a replay, and what a server's trace adds to them."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
@@ -92,7 +92,7 @@ class ServerReplay:
 
 @dataclass(frozen=True, eq=False)
 class ReplaySettings:
-    """How to replay.
+    """The settings of a replay.
 
     topology, num_slots: the cluster; num_slots is a multiple of its ranks
     start:      placement before the first window; None: `starting_placement`

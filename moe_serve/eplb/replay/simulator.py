@@ -73,7 +73,7 @@ class Sweep:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What to simulate.
+    """A simulation: a model on a machine under a load, and the sizes to try.
 
     sweep:           sizes, slots and windows to combine
     ranks_per_node:  None = as the hardware profile says

@@ -26,7 +26,7 @@ MAX_SKEW = 20  # weights stay finite, and the heaviest expert has all of the loa
 
 @dataclass(frozen=True)
 class SyntheticLoad:
-    """What to draw. Checked when built; raises ConfigError.
+    """A load to draw. Checked when built; raises ConfigError.
 
     family:      uniform    all experts alike
                  zipf       popularity ~ 1 / place^skew, places shuffled per layer; steady

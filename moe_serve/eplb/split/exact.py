@@ -237,7 +237,7 @@ def _level(graph: ReplicaGraph, load: list[int], given: list[int]) -> tuple[int,
 
 
 def _send_short(graph: ReplicaGraph, reaches: tuple[int, ...], tokens: Int64s, replica_tokens: Int64s) -> Int64s:
-    """Returns who sends how much to which replica, [R, C] int64, over the shortest routes at these totals.
+    """Returns how much each rank sends to each replica, [R, C] int64, over the shortest routes at these totals.
 
     Everything is prefix sums over (source rank, replica): sources and replicas of an expert are laid side by side as
     intervals of its tokens, and their overlap is what one sends to the other. So every rank derives the same table from

@@ -22,7 +22,7 @@ from moe_serve.errors import PlacementError
 
 @dataclass(frozen=True, eq=False)
 class TurnTables:
-    """Who takes turns with whom in one layer; see `turn_tables`.
+    """The slots of one layer that take turns; see `turn_tables`.
 
     size:   [K, P] int64, slots that the expert of a slot has within that slot's group
     turn:   [K, P] int64, which of them the slot is, less the rotation

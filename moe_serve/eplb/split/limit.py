@@ -1,4 +1,4 @@
-"""Says where no split of tokens over replicas can make ranks even, and what would.
+"""Finds layers in which no split of tokens over replicas can make ranks even, and says what would.
 
 An expert whose replicas are all on one rank is served there by every split. So the largest load of such experts on one
 rank is a lower bound of the largest rank load, and it is reached where little else is on that rank.
@@ -21,7 +21,7 @@ NOTHING = 0.005  # balancedness; a split that could gain less than this does not
 
 @dataclass(frozen=True, eq=False)
 class SplitLimit:
-    """What no split of these tokens on this placement can exceed.
+    """The bounds of every split of these tokens on this placement.
 
     even:    [L] float64, balancedness where replicas share evenly
     most:    [L] float64, bound of the balancedness of every split, at most 1

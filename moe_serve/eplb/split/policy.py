@@ -1,4 +1,4 @@
-"""What every split of a batch has in common: counts in, rows of every slot out.
+"""The contract of every split of a batch: counts in, rows of every slot out.
 
 Whole numbers in, whole numbers out: every rank that knows the same counts derives the same table. Serving, replay and
 simulation use the same policies; ep/device_split.py has their twins on accelerators.
