@@ -63,7 +63,7 @@ TORCH_FREE = [
       for path in sorted((PACKAGE / room).rglob("*.py"))),
     *(f"moe_serve.attention_dp.{name}"
       for name in (
-          "request", "sampling_params", "scheduler", "request_blocks", "block_pool", "prefix_cache", "request_router",
+          "request", "sampling_params", "scheduler", "request_blocks", "prefix_cache", "request_router",
       )),
 ]  # fmt: skip
 

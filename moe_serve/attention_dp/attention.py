@@ -55,7 +55,7 @@ def attention_reference(
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the layers of one model attend alike.
+    """The shape of attention that all layers of a model share.
 
     group:     query heads per key/value head;  scale: factor on the scores
     long_from: chunks of at least this many rows are left to the caller, where torch attends; None: none are

@@ -1,4 +1,4 @@
-"""Which cached rows each query of a step reads. Computed once per step and used by all layers of one layout and window.
+"""Plans which cached rows each query of a step reads: once per step, for all layers of one layout and window.
 
 Shape words: n = sequences, K = num_keys, C = query rows of one chunk.
 """
@@ -56,7 +56,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What to attend in one step. `decodes` and `chunks` cover the first num_rows rows, `long_chunks` the next ones."""
+    """The attention of one step. `decodes` and `chunks` cover the first num_rows rows, `long_chunks` the next ones."""
 
     decodes: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
@@ -66,7 +66,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class Visible:
-    """What a query sees beside the causal mask.
+    """The keys that a query sees beside the causal mask.
 
     window:    the last keys up to its own; None: all of them
     has_sinks: every query head has a score beside those of the keys

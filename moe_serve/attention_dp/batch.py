@@ -204,7 +204,7 @@ class _Sizes(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    """What a batch's tensors are made of; shapes as there."""
+    """The arrays from which a batch's tensors are made; shapes as there."""
 
     input_ids: NDArray[np.int64]
     positions: NDArray[np.int64]

@@ -1,6 +1,6 @@
 """The block table of one rank: a row of cache blocks for each running request, kept from step to step.
 
-A row grows when its request gets blocks, so a step reads the table and builds no lists. Torch-free.
+A row grows when its request gets blocks, so a step reads the table and builds no lists.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What the output of a request must match, all of it or what follows its reasoning. Torch-free."""
+"""The form that the output of a request must have, from its first token or behind its reasoning."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ MAX_CHARS = 1 << 18  # of a constraint's text
 
 @dataclass(frozen=True)
 class FormStart:
-    """Where in an output its form begins: behind the model's reasoning.
+    """The place in an output where its form begins: behind the model's reasoning.
 
     after:   token ids of the sequences that end the reasoning, each somewhere behind the one before it; the form begins
              behind the last one
@@ -44,8 +44,8 @@ class Constraint:
           choice          a JSON list of strings, one of which is the output
           grammar         a context-free grammar: EBNF as of llama.cpp (`root ::= ...`), or Lark (`start: ...`)
           structural_tag  free text in which triggers begin parts of a schema, as JSON of SGLang
-    is_compiled: `text` is what a front end has made of such a one, for ranks only
-    path: where its client has written it, such as response_format.json_schema.schema, for errors; "": the kind says so
+    is_compiled: `text` is the grammar that a front end has compiled, for ranks only
+    path: field of the client's request, such as response_format.json_schema.schema, for errors; "": the kind names it
     """
 
     kind: str
@@ -56,11 +56,11 @@ class Constraint:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return self.path or self.kind
 
     def validate(self) -> None:
-        """Raises RequestError for what cannot be a constraint. Whether its text is sound, a compiler says."""
+        """Raises RequestError for a value that cannot be a constraint. The compiler checks its text."""
         if self.kind not in KINDS:
             raise RequestError(f"constraint.kind is {self.kind!r}, expected one of {', '.join(KINDS)}", "constraint")
         if not isinstance(self.text, str) or not self.text:

@@ -16,7 +16,7 @@ from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 
 @dataclass(frozen=True)
 class KvLayout:
-    """What one layer caches for one token.
+    """The values that one layer caches for one token.
 
     gqa: a key and a value for each of `num_heads` heads of `width`; a row is [2 * num_heads, width], keys first
     mla: one normed latent of `value_width` and one rotated key, together `width` wide; a row is [1, width]

@@ -1,4 +1,4 @@
-"""Which cache block holds which tokens, so that equal beginnings of prompts are computed once.
+"""Finds cache blocks by the tokens that they hold, so that equal beginnings of prompts are computed once.
 
 A block's *key* is a link of a blake2b chain over (model key, salt, all tokens up to the block's end): equal keys mean
 equal tokens from the first one on. Keys depend on nothing else, so a front end computes the same keys as a rank.

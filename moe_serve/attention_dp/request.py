@@ -2,7 +2,7 @@
 
 What a rank computes for a request is a pure function of (prompt ids, output ids so far, parameters, seed). So
 preemption, crash recovery and hand-over between engines are one operation: submit again, with the output so far.
-Torch-free: the HTTP front end and `LLM` build these types too.
+The HTTP front end and `LLM` build these types too.
 """
 
 from dataclasses import dataclass, field

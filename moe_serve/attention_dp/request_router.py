@@ -4,8 +4,8 @@ A rank's *load* is counted in tokens: prompt tokens still to compute, plus token
 request when it sends it; what a rank reports beyond that belongs to other front ends. A session stays with its rank,
 and a prompt goes where its beginning was sent before, until the load of that rank is `load_gap` tokens above the
 smallest one, or the caller leaves it out, as one that would not run the request at once. Several outputs of one prompt
-go to one rank, which computes it once, until it would be less work to compute it on another one, too. Torch-free: the
-front end runs it.
+go to one rank, which computes it once, until it would be less work to compute it on another one, too. The front end
+runs it.
 """
 
 from collections import OrderedDict

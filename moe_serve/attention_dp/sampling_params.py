@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen and when to stop. Names and defaults follow SGLang. Torch-free."""
+"""The sampling parameters of a request and their checks. Names and defaults follow SGLang."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -26,12 +26,12 @@ _PENALTIES = {  # the least and the largest: OpenAI's; no logit overflows by a r
 
 
 class DefaultLength(int):
-    """The max_new_tokens of a caller in Python who named none. It never leaves the caller: see `plain`."""
+    """The max_new_tokens of a caller in Python who has named none. `plain` turns it into a plain number."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Names and defaults follow SGLang."""
+    """Parameters that choose tokens and end the output. Names and defaults follow SGLang."""
 
     max_new_tokens: int = DefaultLength(128)  # 0 = compute the prompt only, so that its prefix is cached
     min_new_tokens: int = 0  # no end-of-sequence, stop token or stop string before this many tokens
@@ -65,12 +65,12 @@ class SamplingParams:
 
     @property
     def names_length(self) -> bool:
-        """Whether max_new_tokens was asked for, so that it is never changed to fit."""
+        """Whether the caller has named max_new_tokens, which is then never changed to fit."""
         return not isinstance(self.max_new_tokens, DefaultLength)
 
     @property
     def num_samples(self) -> int:
-        """Outputs that are generated."""
+        """Number of outputs that are generated."""
         return self.best_of or self.n
 
     @property

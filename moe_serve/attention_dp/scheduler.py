@@ -4,17 +4,16 @@ One step is propose() -> (the ranks agree) -> commit() -> (the model runs) -> co
 Running requests are always older than waiting ones: admission is strictly first come, first served, and a preempted
 request (the youngest, when blocks run out) returns to the front of the queue. So no request starves: the oldest one can
 take a block from any other, and add() refuses a request that would not fit alone.
-Prefills run side by side, all their blocks reserved: `prefill_shares` says how they share a step.
+Prefills run side by side, all their blocks reserved: `share_budget` says how they share a step.
 Nothing is rolled back: the blocks of a proposal that did not run stay with its requests, for the next proposal.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from moe_serve.attention_dp.prefill_shares import share_budget
 from moe_serve.attention_dp.request import Request, check_length
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.errors import ConfigError, RequestError
@@ -34,7 +33,7 @@ _chunk: Callable[[tuple[Request, int, int, bool]], ScheduledChunk] = partial(tup
 
 
 class Proposal(NamedTuple):
-    """What a rank would run in the next step. Decodes: the one token sampled last; prefills: everything else."""
+    """The chunks that a rank would run in the next step. Decodes: the one token sampled last; prefills: all others."""
 
     decodes: tuple[ScheduledChunk, ...] = ()
     prefills: tuple[ScheduledChunk, ...] = ()
@@ -287,3 +286,36 @@ class Scheduler:
         self._waiting[request.request_id] = request
         self._waiting.move_to_end(request.request_id, last=False)
         return request.request_id
+
+
+def share_budget(num_left: Sequence[int], block_keys: Sequence[bytes | None], budget: int) -> list[int]:
+    """Returns how many tokens each prefill computes in a step; together the whole budget, where so many are left.
+
+    The oldest prefill is sure of half of the budget; the rest goes to the others, those with the fewest tokens left
+    first. So a prompt of n tokens has its first token after at most ceil(w / r) steps, from the one that admits it: w
+    is n plus the tokens of prompts with fewer left than it has, r half of the smallest budget of these steps. The
+    number and length of longer prompts do not matter. And the oldest of all takes at most twice the steps that it
+    would take alone. Prompts that begin alike do not compute the same block side by side: one does, the others wait
+    for its step and take the block over, which saves them more than they wait.
+
+    num_left:   tokens that each prefill has left, at least 1, oldest first
+    block_keys: prefix-cache key of the block that it computes next; None: nobody waits for it
+    budget:     tokens, at least 1 where there is a prefill
+    """
+    if not num_left:
+        return []
+    shares = [0] * len(num_left)
+    shares[0] = min(num_left[0], (budget + 1) // 2)
+    budget -= shares[0]
+    computed = {block_keys[0]}
+    for index in sorted(range(1, len(num_left)), key=num_left.__getitem__):  # of equals the older one first
+        if budget == 0:
+            break
+        key = block_keys[index]
+        if key is not None and key in computed:
+            continue
+        computed.add(key)
+        shares[index] = min(num_left[index], budget)
+        budget -= shares[index]
+    shares[0] += min(num_left[0] - shares[0], budget)
+    return shares

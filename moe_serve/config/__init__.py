@@ -1,7 +1,7 @@
 """The configuration of a serving system: one YAML file, plus overrides from the command line.
 
 Unknown keys are refused, with the nearest known one. Nothing edits a configuration later: computed
-values (`auto` choices, sizes read from the model) are new objects. Torch-free: the front end reads it.
+values (`auto` choices, sizes read from the model) are new objects.
 """
 
 from moe_serve.config.reading import load_config

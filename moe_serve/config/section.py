@@ -1,4 +1,4 @@
-"""What every section of the configuration is: frozen, and without unknown keys."""
+"""The base of every section of the configuration: frozen, and without unknown keys."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -20,7 +20,7 @@ from moe_serve.config.server_section import ServerConfig
 from moe_serve.dispatch.capabilities import Backend, Combine, Rows, Wanted, refusals
 from moe_serve.eplb.policies.names import ServedPolicy
 
-DEMO_MODEL = "demo"  # the name of the model inside the package
+DEMO_MODEL = "demo"  # name of the model inside the package
 
 
 class ModelConfig(Section):
@@ -60,7 +60,7 @@ class ParallelConfig(Section):
 
 
 class DispatchConfig(Section):
-    """How token rows travel between ranks."""
+    """The way of token rows between ranks."""
 
     # auto: local on one rank, shared memory on one CPU host; on GPUs NVSHMEM for small steps where it reaches all
     # ranks; else collective (NCCL, gloo). low_latency: shared memory on CPUs, NVSHMEM on GPUs. cuda_ipc: its kernels
@@ -191,7 +191,7 @@ class EngineConfig(Section):
 
 
 class LauncherConfig(Section):
-    """What `moe-serve serve` and `LLM` do when the ranks are lost."""
+    """Restarts of lost ranks by `moe-serve serve` and `LLM`."""
 
     max_restarts: NonNegativeInt = 3  # a lost rank, or all, are started again so often within the window; 0: never
     restart_window_s: PositiveFloat = 600.0  # a restart that is longer ago does not count

@@ -8,7 +8,7 @@ from moe_serve.config.section import Section
 
 
 class DegradeStep(Section):
-    """What is given up while more than the share `above` of what may wait does, of requests or of tokens."""
+    """Reduces calls once their share of the queue exceeds `above`; a share of its tokens works the same way."""
 
     above: float = Field(ge=0, lt=1)
     max_new_tokens: PositiveInt | None = None  # of requests that name no length
@@ -67,13 +67,13 @@ class ServerConfig(Section):
     allowed_hosts: tuple[str, ...] = ()
     # Sites whose pages may use this server from a browser, such as https://a.example
     cors_origins: tuple[str, ...] = ()
-    # At a bound on connections, one that waits for a request yields to a newcomer; where all are busy, it gets a 503.
+    # At a bound on connections, one that waits for a request yields to a new one; where all are busy, that gets a 503.
     # The limit of descriptors is raised to fit at start, and lowers the bound where it cannot be.
     max_connections: PositiveInt = 4096
     max_connections_per_client: PositiveInt | None = None  # of one address; None: half of max_connections
     max_header_kib: PositiveFloat = 16.0
-    # A client has so long to send the header of a request (and to shake hands), and its body; a connection without a
-    # request stays open so long.
+    # Time for a client to send the header of a request (and to shake hands), and its body; and for which a connection
+    # without a request stays open.
     header_deadline_s: PositiveFloat = 10.0
     body_deadline_s: PositiveFloat = 60.0
     idle_deadline_s: PositiveFloat = 75.0
@@ -96,7 +96,7 @@ class ServerConfig(Section):
     queue_deadline_s: PositiveFloat | None = None
     # Prompt and longest output of the requests that wait for a rank; beyond it: HTTP 429, before the body is read.
     max_waiting_tokens: PositiveInt = 1_000_000
-    # What the server gives up while its queue grows, the first steps first, each named in the header
+    # Reductions while the queue grows, the first steps first, each named in the header
     # x-moe-serve-degraded of the answers that it changes; such as
     # [{above: 0.5, max_new_tokens: 64}, {above: 0.8, min_priority: 0, max_samples: 1}]
     degrade: tuple[DegradeStep, ...] = ()
@@ -112,7 +112,7 @@ class ServerConfig(Section):
     metrics_compat: Literal["sglang", "vllm"] | None = None  # /metrics has these names too, where they mean the same
     # Where POST /stop_profile writes its traces of steps, their parts, and requests; None: profiles are refused
     profile_dir: str | None = None
-    # What becomes of the text of chats: names of parsers as in SGLang and vLLM. reasoning_parser: deepseek-r1,
+    # Parsers of the text of chats, by their names in SGLang and vLLM. reasoning_parser: deepseek-r1,
     # deepseek-v3, qwen3, qwen3-thinking, glm45, minimax-m2, kimi_k2 or gpt-oss; tool_call_parser: hermes, qwen25,
     # qwen3_coder, deepseekv3, deepseekv31, glm45, minimax-m2, kimi_k2, mistral or gpt-oss. None: all text is content.
     reasoning_parser: str | None = None

@@ -1,4 +1,4 @@
-"""Puts one rank's engine together from the configuration.
+"""Puts one rank's engine together from the configuration: wires all floors of the engine.
 
 `build_served_model` is the only function that knows attention, experts and balancing together.
 """
@@ -110,7 +110,7 @@ def build_engine(
 
 
 def _step_watchdog(rank: int, deadline_s: float, exchange: Exchange, served: ServedModel) -> Watchdog:
-    """Returns what warns of a long step and writes the stacks before the peers give up; the caller starts it."""
+    """Returns a watchdog that warns of a long step and writes the stacks before peers give up; the caller starts it."""
     membership = served.membership
 
     def detail() -> str:
@@ -217,7 +217,7 @@ def _model_facts(plan: ModelPlan, all_to_all: AnyAllToAll) -> dict[str, Any]:
 
 
 def use_threads(config: ServeConfig, choice: NumericsChoice) -> int:
-    """Returns the CPU threads of this rank, and gives them to what computes: the compiled kernels or torch."""
+    """Returns the CPU threads of this rank, and gives them to the compiled kernels or to torch."""
     num_threads = config.parallel.threads_per_rank or torch.get_num_threads()
     if choice.library is not None:
         choice.library.set_threads(num_threads)
@@ -266,7 +266,7 @@ def _weights(config: ServeConfig, share: WeightShare, progress: Progress) -> Loa
 
 
 def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_threads: int) -> ExpertParallel:
-    """Returns what the MoE layers share. Collective: transports map each other's memory."""
+    """Returns the parts that all MoE layers share. Collective: transports map each other's memory."""
     spec, placement, dispatch = plan.spec, plan.placement, config.dispatch
     topology = Topology(group.num_nodes, group.num_ranks // group.num_nodes)
     request = TransportRequest(

@@ -56,8 +56,8 @@ _MASKED_POLL_S = 0.002  # how often a masked rank checks whether the others regr
 class Engine:
     """One rank's step loop over its requests and its model. All collaborators are passed in.
 
-    lost_front_end: whether this rank asked for the end because it heard no front end
-    refusal: why the front end did not take this rank, which asked for the end then
+    lost_front_end: this rank has asked for the end, because it heard no front end
+    refusal:        the reason for which the front end refused this rank, which has then asked for the end
     """
 
     rank: int
@@ -94,7 +94,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a reason for steps: requests, or experts that are to move."""
+        """Whether steps must go on: for requests, for experts that are to move, or while a lost rank is waited for."""
         return self.scheduler.has_work or self.balancing.has_work or self.recovery.waits
 
     def request_stop(self) -> None:
@@ -161,7 +161,7 @@ class Engine:
         return plan
 
     def close(self) -> None:
-        """Ends what this rank has started beside its steps. All ranks call it, after `run`."""
+        """Ends the threads and connections of this rank. All ranks call it, after `run`."""
         self.balancing.close()
         self.records.close()
         self.served.all_to_all.close()

@@ -1,6 +1,6 @@
-"""A rank's part of a profile: when each step, and each part of it, began and ended, until a bound is reached.
+"""Records the begin and end of each step of a rank, and of each part of a step, until a bound is reached.
 
-All times are of the host's monotonic clock, in ns. What is recorded says nothing of what requests hold.
+All times are of the host's monotonic clock, in ns. A profile holds nothing of the content of requests.
 """
 
 import time
@@ -14,7 +14,7 @@ from moe_serve.process_facts import boot_id
 
 
 class Profiler:
-    """Records while a profile runs; what was recorded stays until the front end has asked for it, or a new one begins.
+    """Records while a profile runs, and keeps the profile until the front end has asked for it or a new one begins.
 
     rank, launch_id: of the answers
     """
@@ -30,7 +30,7 @@ class Profiler:
         self._has_any = False
 
     def command(self, command: Profile) -> Answer:
-        """Starts a profile, or ends it and answers with what was recorded; refused where that fits no profile."""
+        """Starts a profile, or ends it and answers with its records. Refuses a second start, and an end without one."""
         if command.command == "start":
             if self.is_on and time.monotonic() < self._until_s:
                 return self._answer(command, False, "a profile is being recorded already; POST /stop_profile ends it")

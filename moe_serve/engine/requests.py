@@ -61,7 +61,7 @@ class OpenRequests:
         return None
 
     def begin(self, prefills: Sequence[ScheduledChunk]) -> None:
-        """Notes how long requests have waited that now get their first chunk."""
+        """Notes the waiting times of requests that now get their first chunk."""
         for chunk in prefills:
             request = chunk.request
             if request.arrived_s:
@@ -70,7 +70,7 @@ class OpenRequests:
 
     @property
     def awaits_grammar(self) -> bool:
-        """Whether a request is open whose grammar is being compiled."""
+        """Whether the grammar of an open request is being compiled."""
         return self.grammars.has_work
 
     def schedule_compiled(self) -> list[TokenEvent]:
@@ -146,9 +146,9 @@ class OpenRequests:
         )
 
     def fail(self, request: Request, none_left: bool = False) -> TokenEvent:
-        """Ends a request for which no token can be chosen; returns the event that says so. Other requests go on.
+        """Ends a request for which no token can be chosen, and returns the event that says so. Other requests go on.
 
-        none_left: its own parameters leave none; otherwise its logits are not finite
+        none_left: its own parameters leave no token; otherwise its logits are not finite
         """
         self._scheduler.discard(request.request_id)
         del self._open[request.request_id]
@@ -208,7 +208,7 @@ def _refusal(request: Request, error: RequestError) -> TokenEvent:
 
 @dataclass(frozen=True)
 class StepEvents:
-    """Ends the chunks of a step. project: the logits of more rows of the step that ran last;  clock: of its parts"""
+    """Completes the chunks of a step. project: returns logits of more rows of the last step;  clock: of its parts"""
 
     scheduler: Scheduler
     requests: OpenRequests

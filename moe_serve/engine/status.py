@@ -48,8 +48,8 @@ class StepTimes:
 
     Parts are added up where one phase follows another, not in each step: a step of a small model takes 0.3 ms.
 
-    clock:     of the parts; its turns during a step are the caller's
-    has_parts: False: nothing is said of parts
+    clock:     measures the parts; the caller switches it during a step
+    has_parts: False: parts are not reported
     """
 
     def __init__(self, clock: PartClock, has_parts: bool):
@@ -74,7 +74,7 @@ class StepTimes:
         return began_ns
 
     def end(self, phase: str) -> int:
-        """Ends a step and counts it, unless nobody had rows; returns when, in ns. phase: of its plan"""
+        """Ends a step and counts it in the phase of its plan. Returns when, in ns."""
         ended_ns = self._clock.turn(BETWEEN)
         self._is_in_step = False
         if phase != self._phase:

@@ -1,7 +1,7 @@
-"""Watches the phases of one rank from a thread of its own: says which one lasts long, and writes where all threads are.
+"""Watches the phases of one rank from a separate thread: warns of a long phase, and writes the stacks of all threads.
 
-Each rank watches itself. When a collective hangs, every rank of the launch warns with its own phase and step, and then
-writes its own stack, so that the logs together show who waits for whom. Torch-free.
+Each rank watches itself. When a collective hangs, every rank of the launch logs its own phase and step, and then its
+own stacks, so that the logs together show who waits for whom.
 """
 
 import faulthandler
@@ -21,8 +21,12 @@ _TICK_S = 0.25
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """Seconds of one phase. warn_s: until the first warning, repeated at 4, 16, .. times of it;  stack_s: until the
-    stacks are written;  give_up_s: until `Watchdog.give_up` is called; None: never"""
+    """Limits of one phase, in seconds.
+
+    warn_s:    until the first warning, which is repeated at 4, 16, … times of it
+    stack_s:   until the stacks are written
+    give_up_s: until `Watchdog.give_up` is called; None: never
+    """
 
     warn_s: float
     stack_s: float
@@ -30,11 +34,11 @@ class WatchLimits:
 
 
 class Watchdog:
-    """Knows in which phase its rank is and since when. Ends when nobody refers to it any more.
+    """Knows the phase of its rank and when it began. Ends when nothing refers to it any more.
 
-    who:     for the log, such as "rank 3"
-    detail:  returns what else is known of a phase that lasts long; "" for nothing
-    give_up: called from the watching thread; it ends the process
+    who:     name for the log, such as "rank 3"
+    detail:  returns more about a long phase; "" where nothing is known
+    give_up: ends the process; called from the watching thread
     """
 
     def __init__(
@@ -75,8 +79,7 @@ class Watchdog:
         return "" if now is None else now[0]
 
     def tick(self) -> None:
-        """Looks at the phase; called every quarter of a second. Ticks are counted, not time: a process that was stopped
-        has not been slow."""
+        """Checks the phase, every quarter of a second. Counts ticks, since a process that was stopped was not slow."""
         phase = self._phase
         if phase is None or phase is not self._watched:
             self._watched = phase

@@ -1,1 +1,1 @@
-"""Links between the processes of one system: addresses, the secret they share, and bounded sockets. Torch-free."""
+"""Links between the processes of one system: addresses, the secret they share, and bounded sockets."""

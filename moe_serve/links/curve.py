@@ -1,7 +1,7 @@
 """Encryption and authentication of TCP links: CURVE keys that both sides derive from the token of the system.
 
-A stranger does not know the server's public key, so the first message of its handshake is refused: nothing of ours is
-decoded. Keys of a connection are drawn anew each time, so recorded bytes are of no use later.
+An unauthenticated peer does not know the server's public key, so the first message of its handshake is refused, and no
+message of ours is decoded. Each connection draws new keys, so recorded bytes are of no use later.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""A folder that only its owner enters: for the sockets of one system, and whatever else its processes share.
+"""A folder that only its owner can enter, for the sockets of one system and all else that its processes share.
 
-Its launcher holds a lock on it. A launcher that is killed leaves its folder behind, which the next one removes: it
-takes the lock, so that a folder goes only once nobody holds it.
+Its launcher holds a lock on it. The folder of a launcher that was killed is removed by the next launcher, which takes
+the lock first, so that no folder in use is removed.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def check_folder(path: Path) -> None:
 
 
 def not_writable(folder: Path, code: int | None) -> FolderError:
-    """Returns what to say where a folder of sockets, or the one around it, takes no more. code: an errno"""
+    """Returns the error for a folder of sockets that cannot be written to. code: an errno"""
     return FolderError(
         f"the folder {folder} cannot be written to ({os.strerror(code or 0)}); make room there, or start again with "
         "TMPDIR set to another folder"

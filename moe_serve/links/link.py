@@ -1,4 +1,4 @@
-"""How the front end and the ranks of one system find and trust each other.
+"""The way in which the front end and the ranks of one system find and trust each other.
 
 On one host, started by `moe-serve serve` or `LLM`: ipc sockets in a folder that only its owner enters. Otherwise TCP,
 where every socket asks for the token.
@@ -18,10 +18,11 @@ SOCKETS = "MOE_SERVE_SOCKETS"  # the environment variable that names the folder
 
 @dataclass(frozen=True)
 class Link:
-    """One of two ways. folder: of the ipc sockets; None: TCP, with the token and the front end's host and port
+    """Sockets in a folder, or TCP.
 
+    folder: of the ipc sockets; None: TCP, with the token and the front end's host and port
     port:   0 = any free one, for the front end
-    worker: which of several front ends this one is
+    worker: number of this front end, of several
     """
 
     folder: Path | None = None

@@ -1,8 +1,7 @@
-"""Shuts out newcomers from listening sockets that libraries keep open: gloo, the store, MPI. Linux only.
+"""Refuses new connections to listening sockets that libraries keep open: gloo, the store, MPI. Linux only.
 
-Their protocols trust whoever connects. All their connections are made while the ranks join, so nobody has a reason to
-connect later: a filter in the kernel drops what arrives for the listening socket. Connections that exist are not
-touched.
+Their protocols trust every peer. All their connections are made while the ranks join, and no peer has a reason to
+connect later, so a filter in the kernel drops what arrives for the listening socket. Existing connections stay.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ _RETURN_0 = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: keep 0 by
 
 
 def shut_out_newcomers(spared_ports: Collection[int] = ()) -> None:
-    """Makes the kernel drop whatever asks for a new connection to a TCP port of this process, but for these."""
+    """Makes the kernel drop requests for new connections to all TCP ports of this process but these."""
     if sys.platform != "linux":
         return
     code = ctypes.create_string_buffer(_RETURN_0)

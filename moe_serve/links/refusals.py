@@ -1,4 +1,4 @@
-"""How many connections to a socket were refused, since they did not show the token of the system."""
+"""Counts the connections to a socket that were refused because they did not show the token of the system."""
 
 import time
 
@@ -12,7 +12,7 @@ _TOLD_EVERY_S = 60.0
 
 
 class Refusals:
-    """Counts refused connections to a socket, and says once a minute that there were some.
+    """Counts refused connections to a socket, and logs them once a minute.
 
     Made beside the socket, before it is shared; `look` belongs to one thread, and is called often.
     """

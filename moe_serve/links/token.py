@@ -67,7 +67,7 @@ def _default_folder() -> Path:
 
 
 def _of_file(path: Path) -> str:
-    """Returns the token in a file; makes the file where there is none. Whoever starts first makes it."""
+    """Returns the token in a file. The process that starts first makes the file."""
     with contextlib.suppress(FileExistsError):
         _make(path)
     try:

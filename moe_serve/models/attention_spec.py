@@ -1,4 +1,4 @@
-"""What the attention of a model is, and how many parameters it has in a layer. Torch-free."""
+"""What the attention of a model is, and how many parameters it has in a layer."""
 
 from dataclasses import dataclass
 from typing import Literal

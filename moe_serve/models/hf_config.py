@@ -1,4 +1,4 @@
-"""Typed access to a config.json: every mistake in one raises a ModelError. Torch-free."""
+"""Typed access to a config.json: every mistake in one raises a ModelError."""
 
 import math
 from collections.abc import Mapping

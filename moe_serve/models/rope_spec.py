@@ -1,4 +1,4 @@
-"""The rotary embedding of queries and keys, read from a config.json. Torch-free.
+"""The rotary embedding of queries and keys, read from a config.json.
 
 Rotary embedding: arXiv:2104.09864. YaRN: arXiv:2309.00071; DeepSeek's mscale_all_dim also scales the softmax.
 """

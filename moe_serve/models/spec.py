@@ -1,4 +1,4 @@
-"""What a model is: one frozen value, read from a Hugging Face `config.json` by `families/`. Torch-free.
+"""What a model is: one frozen value, read from a Hugging Face `config.json` by `families/`.
 
 One decoder serves all families and takes its form from here: a new family is a file in `families/`.
 

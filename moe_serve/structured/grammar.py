@@ -1,4 +1,4 @@
-"""From a constraint to a grammar, and from a grammar to the tokens that may come next. By llguidance; torch-free.
+"""Turns a constraint into a grammar, and a grammar into the tokens that may come next, by llguidance.
 
 What may come next is a pure function of grammar, vocabulary and tokens so far. All limits below count operations, not
 seconds, so that a request fails on every machine or on none.
@@ -31,7 +31,7 @@ _DELETE = "\x7f"  # which Lark's lexer takes escaped only
 
 @dataclass(frozen=True)
 class _Limits:
-    """What llguidance may do for one form, and for one mask of it, in its own words.
+    """Limits of llguidance for one form, and for one mask of it, by its own names.
 
     max_items_in_row, step_max_items: of rules that apply at one place, and in one mask. They bound no time where rules
                       are ambiguous: `s: s s | s s s | "a"` takes 12 ms with 5,000, and 200 ms with 50,000
@@ -176,7 +176,7 @@ def _tags_to_lark(text: str, field: str) -> str:
 
 
 class Matcher:
-    """Which tokens may come next, while an output grows."""
+    """The tokens that may come next in a growing output."""
 
     def __init__(self, inner: Any, vocabulary: Vocabulary, name: str, limits: _Limits):
         self._inner = inner
@@ -214,7 +214,7 @@ class Matcher:
 
     @property
     def must_end(self) -> bool:
-        """Whether nothing can follow but the end."""
+        """Whether only the end can follow."""
         return bool(self._inner.is_stopped()) and not self._inner.is_error()
 
     def mask(self) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Finds and changes the schemas within a JSON schema, and nothing that only looks like one. Torch-free."""
+"""Finds and changes the schemas within a JSON schema, and leaves alone what only looks like one."""
 
 import json
 from collections.abc import Callable, Iterator

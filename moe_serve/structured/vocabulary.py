@@ -1,4 +1,4 @@
-"""The vocabulary of a model as grammars see it: the bytes of each token. Loads llguidance when used; torch-free."""
+"""The vocabulary of a model as grammars see it: the bytes of each token. Loads llguidance when used."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ class Vocabulary:
 
 
 class _Words:
-    """What llguidance's Python tokenizer asks of its vocabulary."""
+    """The vocabulary in the form that llguidance's Python tokenizer takes."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -3,9 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.attention_dp.prefill_shares import share_budget
 from moe_serve.attention_dp.request import Request
-from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
+from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler, share_budget
 from tests.attention_dp.steps import make_request, make_scheduler, next_token
 
 MAX_RUNNING, MAX_BATCH_TOKENS = 6, 24
@@ -69,7 +68,7 @@ arrivals = st.lists(st.lists(st.one_of(st.integers(1, 12), st.integers(60, 400))
 def test_the_first_token_comes_within_the_stated_steps(
     arrivals: list[list[int]], max_new_tokens: int, prefix_cache: bool
 ) -> None:
-    """The bound of `prefill_shares`, for each request from the step that admits it."""
+    """The bound of `share_budget`, for each request from the step that admits it."""
     num_blocks = 110 * MAX_RUNNING  # blocks of 4 tokens for all that run, so that none is preempted
     scheduler = make_scheduler(num_blocks, MAX_RUNNING, MAX_BATCH_TOKENS, 500, prefix_cache)
     work: dict[str, int] = {}  # tokens that may be computed before the first token of each prefill, its own included

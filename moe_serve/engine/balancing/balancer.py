@@ -166,7 +166,7 @@ class Balancer:
         self._reports = reports
         self._on_event = on_event
         self._now = now
-        self._round: StartRound | None = None  # to be told, or being carried out
+        self._round: StartRound | None = None  # to be broadcast, or being carried out
         self._is_told = False
         self._asked: int | None = None  # request that the planner works on
         self._waited_s = 0.0  # in this state, with this round
@@ -177,17 +177,17 @@ class Balancer:
 
     @property
     def placement(self) -> Placement:
-        """Where experts are, as far as rounds are active."""
+        """The placement in use; a round counts once it is active."""
         return self.rebalancer.placement
 
     @property
     def alarm(self) -> str:
-        """Why the balancer has switched itself off; "" = it has not."""
+        """The reason for which the balancer has switched itself off; "" = it has not."""
         return self.rebalancer.journal.alarm
 
     @property
     def has_work(self) -> bool:
-        """Whether turns must follow each other: a round waits to be told, or the planner's request to be sent."""
+        """Whether steps must go on: a round is to be broadcast, or the rest of a request to be sent to the planner."""
         return self.next_round() is not None or self.planner.has_more_to_send
 
     def window_closed(self, record: LoadRecord, step: int) -> None:
@@ -220,7 +220,7 @@ class Balancer:
                 self.cancelled(step, "the ranks were never told of it")
 
     def next_round(self) -> StartRound | None:
-        """Returns the round to tell all ranks; the same one until `round_sent`."""
+        """Returns the round that the leader is to broadcast; the same one until `round_sent`."""
         return None if self._is_told else self._round
 
     def round_sent(self, version: int) -> None:

@@ -1,11 +1,11 @@
-"""Where experts live while the engine serves: what every rank does about it between steps.
+"""Moves experts while the engine serves: each rank's part, between steps.
 
     leader      its balancer decides on a round (balancer.py), so it has a message              RankState.has_message
     all ranks   hear it in the next step, before the forward                           MovePlan.message_from
     all ranks   carry their part of it after each step, a little at a time             ep/weight_mover.py
     all ranks   show that their experts are staged and checked                         RankState.staged
     all ranks   serve with the round from the same step on                             MovePlan.activate
-    or          end it without effect, because one of them gives it up                 RankState.fault, MovePlan.cancel
+    or          end it without effect, because one of them cancels it                 RankState.fault, MovePlan.cancel
 
 The leader is the lowest rank that takes part. Only the step plan decides what happens in a step, so that all ranks do
 the same. A plan that is voided afterwards keeps its activation. A new group ends the running round, and its leader
@@ -49,7 +49,7 @@ _STATIC = "eplb.mode is static, so experts stay where they are; start the server
 
 @dataclass(frozen=True)
 class _Running:
-    """The round that all ranks carry. started_s: when this rank heard of it"""
+    """The round that all ranks carry. started_s: time at which this rank heard of it"""
 
     version: int
     round: MigrationRound
@@ -96,7 +96,7 @@ class Balancing:
         self._even_phases = -1  # as the trace knows them; -1: it knows nothing yet
         self._lead(0)
 
-    # --- what this rank says before a step ----------------------------------------------------------------------------
+    # --- this rank's state before a step ------------------------------------------------------------------------------
 
     @property
     def leads(self) -> bool:
@@ -108,7 +108,7 @@ class Balancing:
         return self._running is not None or bool(self._ask(lambda balancer: balancer.has_work))
 
     def announce(self) -> int:
-        """Returns 1 where this rank has a round to tell in the coming step, and keeps that round for it.
+        """Returns 1 where this rank will broadcast a round in the coming step, and keeps that round for it.
 
         Nothing is announced to a new group: the leader first has to hear who is left (`begin_step`).
         """
@@ -123,7 +123,7 @@ class Balancing:
 
     @property
     def fault(self) -> tuple[int, int]:
-        """Why this rank gives up the running round, and the row of the layer, as in RankState."""
+        """The fault for which this rank cancels the running round, and the row of the layer, as in RankState."""
         fault = None if self.mover is None else self.mover.fault
         return (0, 0) if fault is None else (_FAULT_NUMBERS[fault.reason], fault.layer_row)
 

@@ -41,7 +41,7 @@ _START_FIRST = "nothing is recorded: start a recording first (POST /start_expert
 
 @dataclass(frozen=True)
 class _Agreed:
-    """A command that the plan lists. until: the step before which the record ends that it is carried out with"""
+    """A command in the plan. until: the first step after the record with which it is carried out"""
 
     command: str
     until: int
@@ -51,7 +51,7 @@ class _Agreed:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a rank shows in its row: see RankState. command: 0 = none"""
+    """The recorder's part of a rank's row: see RankState. command: 0 = none"""
 
     command: int
     time_us: int
@@ -101,7 +101,7 @@ class RecordControl:
 
     @property
     def has_work(self) -> bool:
-        """Whether the next exchange should not wait for other work."""
+        """Whether the next exchange should come at once, without other work."""
         if self._dump is not None:
             return self._dump.call is not None and self._dump.dump.done.done()  # the others' rows end it
         return bool(self._waiting)
@@ -120,14 +120,14 @@ class RecordControl:
             self._waiting.append(call)
 
     def forget(self) -> None:
-        """Drops the commands of a masked rank, of which the front end has told its clients, and its recording."""
+        """Drops the commands of a masked rank, whose clients the front end has answered, and its recording."""
         self._waiting.clear()
         self._dump = None
         if self._recorder is not None:
             self._recorder.forget()
 
     def close(self) -> None:
-        """Lets a dump that is being written come to its end."""
+        """Waits for a dump that is being written."""
         if self._dump is not None and wait([self._dump.dump.done], _CLOSE_S).done:
             self._note_own_file()
             self._end_dump(())

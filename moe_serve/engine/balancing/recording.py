@@ -1,4 +1,4 @@
-"""What a rank keeps of a client's recording, and the files that SGLang's recorder would write of it.
+"""Keeps a rank's part of a client's recording, and writes the files that SGLang's recorder would write.
 
 stat:      one file, {"rank", "logical_count": [windows, model layers, E], …}, summed over ranks.
 per_pass:  one file of each rank, {"records": [{"forward_pass_id", "rank", "gatherer_key", "global_physical_count":
@@ -90,7 +90,7 @@ class Recording:
 
     @property
     def text(self) -> str:
-        """What it holds, in words."""
+        """Its content, in words."""
         what = f"{len(self.passes)} passes" if self.passes else f"{len(self.windows)} windows"
         why = f"; it ended before step {self.until}: {self.why_ended}" if self.why_ended else ""
         return f"{what}, {self.num_bytes / 2**20:.1f} MiB{why}"
@@ -116,7 +116,7 @@ class ModelRows:
 
 
 class DumpRecorder:
-    """Keeps what a rank has to dump. All ranks start, stop and dump between the same two steps."""
+    """The recording of one rank. All ranks start, stop and dump between the same two steps."""
 
     def __init__(self, rank: int, config: EplbConfig, rows: ModelRows, passes: PassRecorder | None):
         """passes: None in mode stat, in which each rank keeps the windows of all, so that any of them can write"""

@@ -1,4 +1,4 @@
-"""Whether the exact split pays on this machine: tried while serving, phase by phase, from measured step times.
+"""Decides whether the exact split pays on this machine: a trial while serving, phase by phase, by measured step times.
 
 The exact split shortens the work of the most loaded rank and takes time of its own. Which of the two is larger depends
 on machine, model, batches and placement. So a trial splits short blocks of steps exactly and evenly, in turn, and
@@ -20,7 +20,7 @@ from moe_serve.log import get_logger
 
 log = get_logger(__name__)
 
-BLOCK_STEPS = 8  # split alike, before the other split has its turn
+BLOCK_STEPS = 8  # in a row with the same split
 JUDGED_AT = (16, 32, 64, 128)  # pairs of blocks: a trial ends with the first clear result, or with the last number
 CONFIDENCE = 0.99  # of the interval of one judgement
 WARM_UP_STEPS = 64  # of a phase, before a trial and after a change of the placement
@@ -34,7 +34,7 @@ _KNOWN_FROM = 8  # times of a size that make its usual time
 
 @dataclass(frozen=True)
 class Gain:
-    """What the exact split saves of a step's time, as shares of the step with the even split; negative = it costs.
+    """The time that the exact split saves, as shares of a step with the even split; negative = it costs time.
 
     low, high: an interval that holds the true median with CONFIDENCE
     """
@@ -72,7 +72,7 @@ class SplitChoice:
         self.even_phases = 0
 
     def observe(self, plan: StepPlan, step_s: float) -> None:
-        """Learns how long a step took, from its exchange to its tokens, and chooses for the next ones."""
+        """Takes the time of a step, from its exchange to its tokens, and chooses the split of the next ones."""
         phase = self._phases.get(plan.phase)
         if phase is not None:
             does_more = plan.moves != _NO_MOVES or plan.close_window or plan.regrouped
@@ -80,7 +80,7 @@ class SplitChoice:
             self._note_wishes()
 
     def placement_changed(self) -> None:
-        """Measures anew, after some steps: what was measured held for other replicas."""
+        """Measures anew, after some steps: earlier times belong to other replicas."""
         for phase in self._phases.values():
             phase.begin_anew()
         self._note_wishes()
@@ -159,7 +159,7 @@ class _PhaseTrials:
         return self.evenly if self._pair is None else self._pair.wants_even
 
     def observe(self, max_tokens: int, evenly: bool, step_s: float | None) -> None:
-        """Learns of a step. step_s: None where it did more than a step does"""
+        """Takes a step. step_s: None where it did more than a usual step"""
         self.num_steps += 1
         self.num_tried += evenly != self.evenly
         if step_s is not None:

@@ -25,9 +25,9 @@ _BYTES = 256  # of a rank's facts
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What decides whether ranks fit together, as texts.
+    """The facts in which all ranks must agree, as texts.
 
-    kernels: what computes;  bits: a hash of what it computes, empty for torch;  weights: the form of expert slots
+    kernels: the kind of kernels;  bits: a hash of their results, empty for torch;  weights: the form of expert slots
     """
 
     kernels: str
@@ -77,7 +77,7 @@ def _refuse(message: str | None) -> None:
 
 
 def disagreement(facts: Sequence[RankFacts]) -> str | None:
-    """Returns what differs between which ranks and what to do; None where all agree.
+    """Returns a message that names what differs, on which ranks, and the fix; None where all agree.
 
     facts: by rank. AVX-512 and AVX2 may meet: their kernels have the same bits.
     """

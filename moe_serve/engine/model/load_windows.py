@@ -1,4 +1,4 @@
-"""Load records of one rank: when each begins and ends, what its steps did, and when it is final.
+"""The load records of one rank: their begin and end, their steps, the moment they are final, and their trace file.
 
 A call of all ranks closes a record. The next exchange makes it final: a rank that completes the exchange knows that all
 ranks have completed the call. If a rank is lost before that, all remaining ranks drop the record and its counts go into

@@ -1,4 +1,4 @@
-"""What the configuration and the model decide before any weight is read: dtypes, placement, sizes of the cache."""
+"""Decides how a rank serves a model, before any weight is read: kernels, numerics, dtypes, placement, cache sizes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,10 @@ from moe_serve.models.weight_share import StoredWeights, WeightShare
 
 @dataclass(frozen=True)
 class NumericsChoice:
-    """What computes on a rank.
+    """The kernels and the class of numerics of a rank (docs/numerics.md).
 
     numerics: for the forward;  library: the compiled CPU kernels, None where torch or Triton computes
-    kernels:  what computes, in words;  why: and why nothing else does
+    kernels:  the kernels, in words;  why: the reason for this choice
     """
 
     numerics: Numerics
@@ -46,7 +46,7 @@ class ModelPlan:
     """The sizes and forms in which one rank serves a model.
 
     dtype:               of activations and of the KV cache
-    choice:              what computes, and why
+    choice:              kernels and numerics
     stored:              the dtypes in which weights are kept for the compiled CPU kernels; None: all in dtype
     max_model_len:       prompt and output tokens of one request
     num_blocks:          of this rank's KV cache
@@ -157,7 +157,7 @@ def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, m
 
 
 def _check_device(spec: ModelSpec, device: torch.device) -> None:
-    """Raises ConfigError where the model needs what is built for CPUs only."""
+    """Raises ConfigError where the model needs a feature that is built for CPUs only."""
     attention, needs = spec.attention, []
     if isinstance(attention, GqaSpec):
         needs += ["sliding windows"] if attention.window is not None else []
@@ -185,7 +185,7 @@ def _max_model_len(config: ServeConfig, spec: ModelSpec) -> int:
 
 
 def choose_numerics(config: ServeConfig, device: torch.device, dtype: torch.dtype) -> NumericsChoice:
-    """Returns what computes on this device in this compute dtype. Builds the compiled kernels where they are chosen.
+    """Returns the kernels for this device and compute dtype. Builds the compiled kernels where they are chosen.
 
     Raises ConfigError for more than one thread per rank in batch_invariant where torch computes on CPU.
     """

@@ -1,6 +1,6 @@
-"""Everything of one rank that computes: decoder, experts, transport, KV cache and load recorder.
+"""The computing part of one rank: decoder, experts, transport, KV cache and load recorder.
 
-The engine above sees requests and steps, the folders below see tensors. `engine/build.py` puts it together.
+The engine above knows requests and steps, the folders below know tensors. `engine/build.py` puts it together.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,10 @@ from moe_serve.models.weights import ExpertReloader, ExpertToRead
 class ServedModel:
     """A model that is ready to run steps on one rank.
 
-    recorder: None: no load is recorded;  trace: the file that records and events go to, or None
-    passes:   None: clients cannot record passes
-    clock:    is told which part of the step runs
+    recorder: counts the load; None: no load is recorded
+    trace:    the file for load records and events, or None
+    passes:   records single passes for clients; None: they cannot ask for that
+    clock:    measures the parts of a step
     info:     facts for /server_info
     """
 
@@ -55,7 +56,7 @@ class ServedModel:
 
     @property
     def placement(self) -> Placement:
-        """Where experts are now."""
+        """The placement in use."""
         return self.windows.placement
 
     @property

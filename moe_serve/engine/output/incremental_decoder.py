@@ -1,4 +1,4 @@
-"""Turns the tokens of one request into text as they arrive. Torch-free.
+"""Turns the tokens of one request into text as they arrive.
 
 Text that ends in U+FFFD waits: its last bytes may be the beginning of a character. More than the last character may be
 affected: with byte fallback (Llama, Mixtral) a whole run of byte tokens decodes to one U+FFFD per byte until the run is
@@ -18,7 +18,7 @@ _LOOK_BACK = 32  # the last tokens of the prompt, among which those with text ar
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that decoding needs."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 

@@ -1,4 +1,4 @@
-"""Log probabilities of one request's tokens, on their way from its rank to its reader. Torch-free.
+"""Log probabilities of one request's tokens, on their way from its rank to its reader.
 
 They are those of the model: a softmax over the float32 logits, before penalties, masks, temperature and filters change
 them (what vLLM calls raw_logprobs, its default). So they say what the model thinks of a text, whatever the sampling
@@ -10,8 +10,8 @@ tokens), each None or how many of the likeliest tokens come beside the token its
 
 A rank sends `LogprobBlock`s in its TokenEvents. The front end collects them in two `TokenLogprobs`:
 `OpenRequest.output_logprobs`, whose entry i is about output token i, and `OpenRequest.prompt_logprobs`, whose entry i
-is about prompt token `prompt_logprobs_start + 1 + i`: nothing is known about the first one. Either is None where nobody
-asked for it.
+is about prompt token `prompt_logprobs_start + 1 + i`: nothing is known about the first one. Either is None where
+the request does not ask for it.
 """
 
 import math
@@ -25,7 +25,7 @@ MAX_ENTRIES = 2**20  # numbers that one call may bring: 12 MB here, and about 30
 
 
 class Logprob(NamedTuple):
-    """Of one token at one place. rank: 1 for the likeliest; None: not known (it was asked for by its id)"""
+    """Log probability of one token at one place. rank: 1 for the likeliest; None: not known (asked for by its id)"""
 
     token_id: int
     logprob: float

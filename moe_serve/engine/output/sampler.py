@@ -97,7 +97,7 @@ def changes_logits(request: Request) -> bool:
 
 
 class RequestChanges:
-    """The changes of one request, while its output grows."""
+    """The logit changes of one request with a growing output."""
 
     def __init__(self, request: Request, eos_token_ids: Sequence[int], vocab: int):
         """vocab: tokens of the logits; ids beyond it cannot be drawn, and change nothing"""
@@ -177,7 +177,7 @@ class _Form:
 
 
 class _Start:
-    """Where in an output the form begins, while the output grows."""
+    """Finds the beginning of the form in a growing output."""
 
     def __init__(self, start: FormStart | None, output_ids: Sequence[int]):
         self._left = [] if start is None else list(start.after)  # sequences that have not come

@@ -1,4 +1,4 @@
-"""Finds where a request ends, and releases its text up to there. Used by the HTTP server and by `LLM`. Torch-free.
+"""Finds where a request ends, and releases its text up to there. The HTTP server and `LLM` use it.
 
 All ending rules are here: end-of-sequence, stop ids, stop strings and expressions, length. Tokens are processed one by
 one, so the result does not depend on how a stream was cut into messages. Text that may still grow into a stop string is
@@ -18,7 +18,7 @@ Found = tuple[int, int, str]  # start and end of a match in the text that is hel
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Why a request ended. matched: the stop id, stop string or stop_regex; of "abort": why it was cut short"""
+    """The reason for the end of a request. matched: the stop id, stop string or stop_regex; of "abort": its cause"""
 
     kind: Literal["stop", "length", "abort"]
     matched: int | str | None = None

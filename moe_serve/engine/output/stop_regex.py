@@ -2,7 +2,7 @@
 
 Python's `re` backtracks, which takes exponential time for some expressions. Here an expression becomes its position
 automaton (Glushkov, "The abstract theory of automata", 1961): sets of positions are integers, and one more character
-costs at most MAX_POSITIONS operations on them. So there are no anchors, references or lookarounds. Torch-free.
+costs at most MAX_POSITIONS operations on them. So there are no anchors, references or lookarounds.
 """
 
 import functools
@@ -27,7 +27,7 @@ _STEPS_KEPT = 256  # of an automaton: (positions, character) -> positions
 
 @dataclass(frozen=True)
 class Leaf:
-    """One character. accepts: matches a text that begins with it"""
+    """One character. accepts: a pattern that matches this character at the beginning of a text"""
 
     accepts: re.Pattern[str]
 

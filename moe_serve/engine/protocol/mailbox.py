@@ -57,7 +57,7 @@ _TURN_MESSAGES = 256
 _TURN_S = 0.005
 LIVENESS_TIMEOUT_S = 3.0  # a front end that is alive says so every ALIVE_PERIOD_S
 Decoded = TypeVar("Decoded")
-_WAKE_BYTES = 1024  # a larger message ends the connection of who sent it
+_WAKE_BYTES = 1024  # a larger message ends the connection of its sender
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class ZmqMailbox:
     def start_pulse(self, pulse: Callable[[], Pulse]) -> None:
         """Sends what pulse returns every ALIVE_PERIOD_S, from a thread and on sockets of its own.
 
-        Raises LaunchError where they cannot be opened: in the thread nobody would hear of it.
+        Raises LaunchError where they cannot be opened, since an error in the thread would go unnoticed.
         """
         try:
             sockets = [self._sockets.connected(zmq.DEALER, address, linger_ms=0) for address in self._addresses]
@@ -288,7 +288,7 @@ class _FrontEndLink:
             self.socket.send(data, zmq.NOBLOCK)
 
     def take_events(self) -> tuple[bool, bool]:
-        """Takes what ZeroMQ tells of the connection. Returns whether it was cut, and whether it was made again."""
+        """Reads ZeroMQ's events of the connection. Returns whether it was cut, and whether it was made again."""
         was_cut, before = False, self._num_connections
         with contextlib.suppress(zmq.Again):
             while True:
@@ -302,11 +302,11 @@ class _FrontEndLink:
         return was_cut, is_new
 
     def hello_again(self) -> list[Message]:
-        """Returns what to say to a front end that may not know this rank any more."""
+        """Returns the messages for a front end that may not know this rank any more."""
         return self._greeting.again(max(0, self._num_connections - 1), time.monotonic())
 
     def hello_if_unheard(self) -> list[Message]:
-        """Returns what to say to a front end that is silent; nothing to one that is heard."""
+        """Returns the messages for a front end that is not heard; none for one that is."""
         return self.hello_again() if self._greeting.is_due(time.monotonic(), self.heard_s) else []
 
 
@@ -316,7 +316,7 @@ def _routing_id() -> bytes:
 
 
 class Greeting:
-    """Remembers what this rank has told, so that it can be told again."""
+    """Remembers the messages that a front end must know, so that they can be sent again."""
 
     def __init__(self, timeout_s: float = LIVENESS_TIMEOUT_S):
         self._timeout_s = timeout_s
@@ -344,11 +344,11 @@ class Greeting:
                 self._placement = msgspec.structs.replace(message, window=None, decisions=[])
 
     def is_due(self, now_s: float, heard_s: float) -> bool:
-        """Returns whether this rank should say hello because it hears nothing; only one that is ready listens."""
+        """Returns whether this rank should say hello again, because it is ready and hears nothing."""
         return self._ready is not None and now_s - max(heard_s, self._said_s) > self._timeout_s
 
     def again(self, num_reconnects: int, now_s: float) -> list[Message]:
-        """Returns what to say now; nothing before the first hello."""
+        """Returns the messages to send again; none before the first hello."""
         if self._hello is None:
             return []
         self._said_s = now_s

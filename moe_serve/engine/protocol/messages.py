@@ -78,14 +78,14 @@ class Refused(Message, tag="refused", frozen=True):
 
 
 class ForFrontEnds(Message, tag="for_front_ends", frozen=True):
-    """What one of several front ends tells the others: a rank passes it on to all of them.
+    """A message of one of several front ends to the others; a rank passes it on to all of them.
 
     front_end: the sender
-    call_id:   when it asked, in ns of the host's clock; each of the others answers with the same and `what` DONE
+    call_id:   time of the call, in ns of the host's clock; each of the others answers with the same and `what` DONE
     what:      see server/ranks/calls.py
-    rid:       of the requests that are meant; None: all
-    lasts:     a front end that starts later is told, too
-    told:      the front ends that the rank which passes it on is connected to
+    rid:       client id of the requests that are meant; None: all requests
+    lasts:     a front end that starts later receives it, too
+    told:      the front ends to which the forwarding rank is connected
     """
 
     front_end: int
@@ -143,7 +143,7 @@ class Profile(Message, tag="profile", frozen=True):
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
-    """Limits of a request. The engine measures them, the front end checks requests against them."""
+    """Limits of a request. The engine measures them; the front end checks requests against them."""
 
     model_name: str
     vocab_size: int
@@ -335,7 +335,7 @@ class WindowReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DecisionReport(msgspec.Struct, frozen=True, array_like=True):
-    """What the balancer decided, and why. at_s: seconds since the epoch (wall clock);  kind: see rebalance/events.py"""
+    """A decision of the balancer. at_s: seconds since the epoch (wall clock);  kind: see rebalance/events.py"""
 
     at_s: float
     step: int
@@ -348,10 +348,10 @@ class DecisionReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BalanceReport(Message, tag="balance", frozen=True):
-    """Where experts are and what the balancer does: sent by the lowest rank that takes part, at every change.
+    """The placement and the state of the balancer; the lowest rank that takes part sends it at every change.
 
     state:     "watching", "planning", "moving", or "off"
-    alarm:     why the balancer has switched itself off; "" = it has not
+    alarm:     reason for which the balancer has switched itself off; "" = it has not
     window:    the newest closed window, in the report that follows its end only
     decisions: those since the last report, oldest first
     totals:    running totals by name: see engine/balancing/balancer.py

@@ -1,4 +1,4 @@
-"""Where experts are on all ranks, masked ones included: what a rank knows, tells, and compares with its own slots.
+"""The placement of experts on all ranks, masked ones included, as a rank knows it, broadcasts it and compares it.
 
 A masked rank keeps the slots that it had when it was masked, and the others go on moving experts without it. So the
 full placement has the slots of live ranks as they serve, and those of a masked rank as it holds them.
@@ -28,12 +28,12 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode(full: Placement) -> bytes:
-    """Returns what a rank tells the others."""
+    """Returns a placement as bytes for a broadcast."""
     return msgspec.msgpack.encode(_Message(_FORM, full.version, full.physical_to_logical.astype("<i4").tobytes()))
 
 
 def decode(data: bytes, like: Placement) -> Placement:
-    """Returns the placement that a rank was told. like: one of the same shape. Raises PeerError for anything else."""
+    """Returns the placement in a broadcast. like: one of the same shape. Raises PeerError for anything else."""
     try:
         message = msgspec.msgpack.decode(data, type=_Message)
         if message.form != _FORM:
@@ -78,7 +78,7 @@ def spareable_ranks(placement: Placement) -> list[int]:
 
 
 def meaning_of_a_loss(placement: Placement, restarts: bool = False) -> tuple[str, str]:
-    """Returns what the loss of one rank means for serving, and why. restarts: our own launcher starts it anew"""
+    """Returns what the loss of one rank means for serving, and why. restarts: our own launcher restarts it"""
     if not has_slots_without(placement, 1):
         return "the others wait until it is started again" if restarts else "ends serving", _slots_without(placement, 1)
     goes_on = "the others serve on without any"
@@ -92,7 +92,7 @@ def meaning_of_a_loss(placement: Placement, restarts: bool = False) -> tuple[str
 
 
 def too_few_slots(full: Placement, masked: Sequence[int]) -> str:
-    """Returns why serving ends without these ranks."""
+    """Returns the reason why serving ends without these ranks."""
     ranks = " and ".join(f"rank {rank}" for rank in masked) + (" together" if len(masked) > 1 else "")
     return f"{ranks} cannot be spared: {_slots_without(full, len(masked))}; start the ranks again"
 
@@ -108,7 +108,7 @@ def _slots_without(placement: Placement, num_lost: int) -> str:
 
 
 def what_is_lost(full: Placement, masked: Sequence[int], lost: Sequence[tuple[int, int]]) -> str:
-    """Returns who is lost, and with them the only slots of which experts. lost: (row, expert), ascending"""
+    """Returns a message that names the lost ranks and experts. lost: (row, expert) without other slots, ascending"""
     row = lost[0][0]
     experts = [str(expert) for lost_row, expert in lost if lost_row == row]
     named = ", ".join(experts[:_NAMED_EXPERTS]) + (", …" if len(experts) > _NAMED_EXPERTS else "")

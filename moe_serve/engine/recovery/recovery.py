@@ -1,4 +1,4 @@
-"""Which ranks take part in a step, what happens when one is lost, and how a late one rejoins.
+"""Goes on without a lost rank, or ends the launch, and lets a late rank rejoin.
 
     a wait ends in PeerError      in the exchange, the counts, a dispatch or combine, or the reduction of a load record
     regroup                       the counts of the step are dropped; the remaining ranks agree on who takes part
@@ -104,17 +104,17 @@ class Recovery:
         self.served.windows.begin_step(plan)
 
     def activate_round(self, migration_round: MigrationRound) -> None:
-        """Serves with the experts where a round has brought them. They are in their slots, on all ranks."""
+        """Serves with the placement after a round, whose experts are in their slots on all ranks."""
         self.served.activate(apply_round(self.served.placement, migration_round))
 
     def placement_bytes(self) -> bytes:
-        """Returns what this rank knows about where experts are."""
+        """Returns the placement that this rank knows, as bytes for a broadcast."""
         return full_placement.encode(self.served.placement)
 
     def take_placement(self, data: bytes) -> None:
-        """Serves with the placement that a rank has told all, after reading what own slots do not hold of it.
+        """Serves with a placement that was broadcast, after reading the experts that its own slots lack.
 
-        Called on all ranks, where the plan names who tells (MovePlan.placement_from).
+        Called on all ranks, where the plan names a broadcast root (MovePlan.placement_from).
         Raises PeerError when it does not fit, ModelError when an expert cannot be read.
         """
         raise AssertionError("no rank is behind where none can be masked")
@@ -145,9 +145,9 @@ class MaskingRecovery(Recovery):
         suspect_after_s: float,
         replacement_deadline_s: float | None = None,
     ):
-        """suspect_after_s: without a sign of life, a rank is masked, where the others can go on without it
-
-        replacement_deadline_s: how long they wait for it where they cannot; None: nobody starts it anew
+        """
+        suspect_after_s:        time without a sign of life after which a rank is masked, where it can be spared
+        replacement_deadline_s: time for which they wait for its replacement where they cannot; None: it is not replaced
         """
         super().__init__(served, why_end=None)
         self._own = own
@@ -310,7 +310,7 @@ class MaskingRecovery(Recovery):
         raise PeerError(full_placement.too_few_slots(self._full, masked), newest, "regroup", self._membership.epoch)
 
     def _suspect_where_spareable(self) -> None:
-        """Lets silence count for no loss that the others cannot bear: there, a late rank is waited for."""
+        """Suspects late ranks only where the others can go on without one; otherwise they wait for it."""
         is_spareable = full_placement.has_slots_without(self._full, len(self._membership.masked) + 1)
         self._membership.suspect_after_s = self._suspect_after_s if is_spareable else None
 
@@ -324,9 +324,9 @@ class MaskingRecovery(Recovery):
 
 
 def make_recovery(config: ServeConfig, own: Rank, served: ServedModel, restarts: bool = False) -> Recovery:
-    """Returns what this rank does about a lost one, as the setting, the transport and the exchange allow.
+    """Returns the recovery that the setting, the transport and the exchange allow.
 
-    restarts: a launcher starts a rank whose process died anew
+    restarts: a launcher restarts a rank whose process has died
     """
     membership = served.membership
     if served.placement.num_ranks == 1:

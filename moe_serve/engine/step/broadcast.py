@@ -1,7 +1,7 @@
-"""One rank tells all ranks something inside a step: bytes, over the transport's exchange of counts.
+"""Broadcasts bytes of one rank to all inside a step, over the transport's exchange of counts.
 
-That exchange carries int64 numbers, and works without masked ranks. It is exact and small; the step plan says who
-speaks, so all ranks make the same calls. A checksum guards what arrives.
+That exchange carries int64 numbers exactly, and works without masked ranks. The step plan names the root, so all ranks
+make the same calls. A checksum protects the bytes.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ MAX_BYTES = 64 * 2**20
 
 
 def broadcast(all_to_all: AnyAllToAll, source: int, data: bytes | None, device: torch.device) -> bytes:
-    """Returns what rank `source` says; a collective call.
+    """Returns the bytes of rank `source`; a collective call.
 
-    data: on the source what it says, at most MAX_BYTES; None on the others
-    Raises PeerError when a peer is missing, or what arrived is not what was sent.
+    data: on the source its bytes, at most MAX_BYTES; None on the others
+    Raises PeerError when a peer is missing, or the bytes arrived damaged.
     """
     head = torch.zeros(3, dtype=torch.int64, device=device)
     if data is not None:

@@ -57,7 +57,7 @@ class Exchange(Protocol):
         return []
 
     def missing(self) -> Sequence[int]:
-        """Returns the ranks that this one waits for; empty where it does not wait, or this exchange cannot tell."""
+        """Returns the ranks for which this one waits; empty where it does not wait, or this exchange cannot tell."""
         return ()
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ def make_exchange(
 ) -> Exchange:
     """Returns the exchange of a kind: "gloo", "shm", or "auto" (shm where all ranks share an x86-64 host).
 
-    One rank exchanges nothing, whatever the kind. files: keep the page for ranks that are started anew
+    One rank exchanges nothing, whatever the kind. files: keep the page for replacement ranks
     """
     if kind == "auto":
         kind = "shm" if one_host and platform.machine() in ("x86_64", "AMD64") else "gloo"
@@ -242,7 +242,7 @@ def make_exchange(
 
 
 def open_exchange(files: SharedFiles, rank: int, num_ranks: int, deadline_s: float) -> ShmExchange:
-    """Returns the exchange of a rank that is started anew, beside others that serve. Raises PeerError."""
+    """Returns the exchange of a replacement rank, beside others that serve. Raises PeerError."""
     descriptor = files.open(_FILE, os.O_RDWR)
     try:
         page = mmap.mmap(descriptor, page_bytes(num_ranks))

@@ -39,11 +39,11 @@ class RankState(NamedTuple):
     has_message:                   1 if it has a message for all ranks, such as the next round of a migration
     needs_placement:               1 if it has rejoined, and must be told where experts are
     staged:                        version of the round whose experts it has staged and checked; 0 = none
-    fault, fault_layer:            why it gives up the running round, as 1 + index into MOVE_FAULTS, 0 = it does not;
+    fault, fault_layer:            why it cancels the running round, as 1 + index into MOVE_FAULTS, 0 = it does not;
                                    and the row of the layer where
-    record_command:                what the client of the load recorder asks for, as 1 + index into RECORD_COMMANDS
-    record_time_us:                when it was asked to, wall clock; names the files of a dump
-    recorder:                      what it has of a recording: a set of HOLDS_RECORDING, WRITES_DUMP and DUMP_FAILED
+    record_command:                the command of a client to the load recorder, as 1 + index into RECORD_COMMANDS
+    record_time_us:                time of that command, wall clock; names the files of a dump
+    recorder:                      its part of a recording: a set of HOLDS_RECORDING, WRITES_DUMP and DUMP_FAILED
     even_phases:                   phases in which the exact split does not pay, as bits in the order of PHASES
     """
 
@@ -99,7 +99,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class MoveCancelled:
-    """Why the running round ends without effect. layer: row of the placement"""
+    """The reason why the running round ends without effect. layer: row of the placement"""
 
     rank: int
     reason: str
@@ -108,7 +108,7 @@ class MoveCancelled:
 
 @dataclass(frozen=True)
 class MovePlan:
-    """What happens to experts in a step.
+    """The moves of experts in a step.
 
     activate:       version of the round that all ranks have staged: its experts serve from this step on; 0 = none
     cancel:         the running round ends without effect
@@ -127,7 +127,7 @@ NO_MOVES = MovePlan()
 
 @dataclass(frozen=True)
 class RecorderStates:
-    """What the ranks have of the recording that clients control.
+    """The ranks' parts of the recording that clients control.
 
     time_us: when the command of this step was asked for, wall clock
     holders: ranks that hold a recording; one that was masked has dropped its own
@@ -156,7 +156,7 @@ NO_RECORDING = RecorderStates()
 
 
 class StepPlan(NamedTuple):
-    """What every rank does in this step.
+    """The work of every rank in this step.
 
     phase:        "idle" (no rows anywhere), "decode", "prefill" or "mixed"
     max_tokens:   rows of the rank with the most
@@ -199,12 +199,12 @@ class StepPlan(NamedTuple):
 def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequence[int] = ()) -> StepPlan:
     """Returns the plan of one step from the states of all ranks that take part, in rank order.
 
-    ranks: whose states they are; none: 0, 1, 2, …
+    ranks: the ranks of these states; none: 0, 1, 2, …
     Raises PeerError where the ranks are not in the same launch, group, step or placement: a rank that is out of step
     must not run another collective. In the first step of a group they go on with the highest step: a rank that finished
     a step that was voided for others keeps it, and its number is not used again. The same holds for a round that some
-    ranks have activated in such a step, and the others have staged. Where they know other placements for any other
-    reason, one of those that know the newest tells all.
+    ranks have activated in such a step, and the others have staged. Where placements differ for any other reason, one
+    of the ranks that know the newest broadcasts it.
     """
     ranks = ranks or range(len(states))
     regrouped = all(state.regrouped for state in states)

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face `config.json` into a ModelSpec, by the reader of its family. Torch-free.
+"""Reads a Hugging Face `config.json` into a ModelSpec, by the reader of its family.
 
 Every file beside this one may hold READERS: model_type -> reader, and DEFAULTS: model_type -> what transformers takes
 where config.json does not have a key; readers say what null means. A feature that would change the numbers and is not

@@ -55,7 +55,7 @@ def test_the_decisions_are_a_table_for_people(tmp_path: Path) -> None:
         engine.window(load)
     code, out, err = call("replay", tmp_path / "load.jsonl", "--like-server", write_server(tmp_path), "--no-curve")
     assert code == 0, err
-    said = engine.balancer._rebalancer.decisions
+    said = engine.balancer.rebalancer.decisions
     assert len(said) > NUM_SHOWN
     title = f"decisions of live; {len(said) - NUM_SHOWN} earlier ones are in --json"
     table = out[out.index(title) :]
