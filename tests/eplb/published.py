@@ -54,7 +54,6 @@ def rate(figure: dict[str, Any]) -> float:
     return float(per_rank * figure.get("served", 1) * (1 if figure.get("per") == "GPU" else 8))
 
 
-@cache
 def overlap_gain(tokens_per_rank: int) -> float:
     """Returns what `moe-serve simulate` gains by two-batch overlap at the conditions of sglang-decode."""
     two, one = (
