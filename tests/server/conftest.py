@@ -1,4 +1,4 @@
-"""Waits of the front end that no test is about, made short."""
+"""Waits of the front end that no test is about, made short; a deadline that a busy machine may miss, made long."""
 
 import asyncio
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import uvicorn.server
 
 from moe_serve.server.ranks import bridge, router_socket
+from moe_serve.server.workers import chat_template
 
 
 class _QuickTurns:
@@ -25,3 +26,4 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bridge, "ALIVE_PERIOD_S", 0.1)  # between two looks for ranks that are silent or late
     monkeypatch.setattr(router_socket, "ALIVE_PERIOD_S", 0.2)
     monkeypatch.setattr(bridge, "_GOODBYE_S", 0.3)  # ranks that a test has killed do not say it
+    monkeypatch.setattr(chat_template, "_DEADLINE_S", 45.0)  # of a chat's text, with the start of its process

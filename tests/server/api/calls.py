@@ -32,6 +32,13 @@ async def post(served: Served, path: str, **fields: Any):
     return await served.client.post(path, json=fields)
 
 
+async def answer(served: Served, path: str, **fields: Any) -> dict[str, Any]:
+    """The answer of a call that succeeds."""
+    response = await post(served, path, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
 async def stream(served: Served, path: str, **fields: Any) -> list[dict[str, Any]]:
     """The events of a streamed call, without the last one, which is checked."""
     found = []

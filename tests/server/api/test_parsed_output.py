@@ -19,7 +19,7 @@ from moe_serve.server.api.tools.harmony import analysis_tokens
 from moe_serve.server.api.tools.json_calls import HermesParser
 from moe_serve.server.api.tools.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, known_name
 from moe_serve.server.api.tools.think import ThinkParser, ThinkTags, up_to
-from tests.server.api.calls import CHAT, COMPLETIONS, HI, TEXT, post, says, stream, with_template
+from tests.server.api.calls import CHAT, COMPLETIONS, HI, TEXT, answer, post, says, stream, with_template
 from tests.server.served import in_event_loop, serving
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -136,8 +136,8 @@ async def test_a_form_is_content_where_outputs_begin_inside_the_reasoning(tmp_pa
     template = with_template(tmp_path, "{{ messages[0].content }}<think>")
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 12}}}
     async with serving(1, template, "server.reasoning_parser=deepseek-r1", reply=says("12")) as served:
-        free = (await post(served, CHAT, messages=HI, max_tokens=50)).json()
-        held = (await post(served, CHAT, messages=HI, max_tokens=50, response_format=form)).json()
+        free = await answer(served, CHAT, messages=HI, max_tokens=50)
+        held = await answer(served, CHAT, messages=HI, max_tokens=50, response_format=form)
         events = await stream(served, CHAT, messages=HI, max_tokens=50, response_format=form)
         text = {"format": {"type": "json_schema", **form["json_schema"]}}
         response = (await post(served, "/v1/responses", input="hi", text=text)).json()
@@ -164,7 +164,7 @@ def test_an_output_that_continues_a_message_is_what_the_message_was_in(
         template = with_template(tmp_path, "{{ messages[-1].content }}")
         fields = {"messages": [*HI, {"role": "assistant", "content": said}], "continue_final_message": True}
         async with serving(1, template, f"server.reasoning_parser={parser}", reply=says(output)) as served:
-            message = (await post(served, CHAT, max_tokens=50, **fields)).json()["choices"][0]["message"]
+            message = (await answer(served, CHAT, max_tokens=50, **fields))["choices"][0]["message"]
             events = await stream(served, CHAT, max_tokens=50, **fields)
         assert (message.get("reasoning", ""), message["content"]) == (reasoning, content)
         streamed = merged([event["choices"][0]["delta"] for event in events])
