@@ -10,9 +10,6 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.launcher.running import Running
-
-ONE_RANK = ("--ep-size", "1", "--port", "0", "--set", "server.worker_port=0")
 SAID = [{"role": "user", "content": "def read(self, size=-1):"}]
 LENGTH = 12
 ENOUGH = 700  # tokens for the longest form of Person that there is
@@ -25,9 +22,9 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def address():
-    with Running("moe_serve", ["serve", *ONE_RANK]) as system, system.client(timeout_s=120) as client:
-        yield str(client.base_url)
+def address(demo):
+    with demo.client(timeout_s=120) as client:
+        return str(client.base_url)
 
 
 @pytest.fixture(scope="module")

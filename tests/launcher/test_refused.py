@@ -11,8 +11,12 @@ from tests.ranks import run_ranks
 from tests.server.served import fake_config, in_event_loop
 
 
-def start_rank(rank: int, group: EpGroup, port: int) -> tuple[int, list[str]]:
-    """Runs the worker's own command in a fork of a process that has torch; returns its exit code and output."""
+def run_worker_in_fork(place: dict[str, str], settings: list[str], import_s: float = 0.0) -> tuple[int, list[str]]:
+    """Runs the worker's own command in a fork of a process that has torch; returns its exit code and output.
+
+    place:    of the rank, as launchers set it in the environment
+    import_s: how much longer the import of torch shall take
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -21,13 +25,12 @@ def start_rank(rank: int, group: EpGroup, port: int) -> tuple[int, list[str]]:
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
         import torch
 
-        torch.set_num_threads = lambda _: time.sleep(0.5)  # as the import takes long elsewhere: the answer comes then
-        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MOE_SERVE_LAUNCH_ID": "7"}
-        os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        torch.set_num_threads = lambda _: time.sleep(import_s)
+        os.environ.update(place)
         try:
             from moe_serve.launcher.serve import serve
 
-            serve(None, ["parallel.num_ranks=2", f"server.worker_port={port}", "engine.cpu_kernels=torch"])
+            serve(None, settings)
         finally:
             os._exit(99)
     os.close(writing)
@@ -36,12 +39,23 @@ def start_rank(rank: int, group: EpGroup, port: int) -> tuple[int, list[str]]:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), lines
 
 
+def place_of(rank: int, port: int) -> dict[str, str]:
+    """Returns what a launcher says to one of two ranks. port: of rank 0's store"""
+    named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in named.items()}}
+
+
+def start_refused(rank: int, group: EpGroup, port: int) -> tuple[int, list[str]]:
+    settings = ["parallel.num_ranks=2", f"server.worker_port={port}", "engine.cpu_kernels=torch"]
+    return run_worker_in_fork(place_of(0, 1) | {"MOE_SERVE_LAUNCH_ID": "7"}, settings, import_s=0.5)
+
+
 @in_event_loop
 async def test_a_refused_rank_exits_with_1_and_the_reason_is_its_last_line():
     bridge = Bridge(fake_config(3), None)
     await bridge.start()
     try:
-        ((code, lines),) = await asyncio.to_thread(run_ranks, 1, start_rank, bridge.link.port)
+        ((code, lines),) = await asyncio.to_thread(run_ranks, 1, start_refused, bridge.link.port)
     finally:
         await bridge.close()
     assert code == 1, lines

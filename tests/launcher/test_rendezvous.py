@@ -15,10 +15,8 @@ from moe_serve.errors import ConfigError, LaunchError, ModelError, MoeServeError
 from moe_serve.launcher.facts import Fact
 from moe_serve.launcher.rank_env import RankEnv, free_port
 from moe_serve.launcher.rendezvous import agree_on_launch, check_facts, count_nodes, gather, leave, open_store
-from tests.launcher.running import Running
+from tests.launcher.test_refused import place_of, run_worker_in_fork
 from tests.ranks import run_ranks
-
-WORKER = "moe_serve.launcher.serve"
 
 
 def env_of(rank: int, num_ranks: int, port: int) -> RankEnv:
@@ -124,23 +122,20 @@ def test_what_is_no_list_of_facts_is_one_error() -> None:
     assert "cannot be read" in run_ranks(2, read_garbage, free_port())[0]
 
 
-def start_rank(rank: int, port: int, *overrides: str, token: str = "") -> Running:
-    environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    settings = ["parallel.num_ranks=2", "parallel.device=cpu", f"server.worker_port={port + 1}", *overrides]
-    arguments = [argument for setting in settings for argument in ("--set", setting)]
-    return Running(WORKER, arguments, **environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MOE_SERVE_TOKEN=token)
+def run_worker_that_differs(rank: int, group: EpGroup, port: int) -> tuple[int, list[str]]:
+    exchange, token = (("gloo", "a" * 32), ("shm", "b" * 32))[rank]
+    settings = [
+        "parallel.num_ranks=2", "parallel.device=cpu", "engine.cpu_kernels=torch", f"engine.exchange={exchange}",
+        f"server.worker_port={port + 1}",
+    ]  # fmt: skip
+    return run_worker_in_fork(place_of(rank, port) | {"MOE_SERVE_TOKEN": token}, settings)
 
 
 def test_processes_that_would_hang_in_different_exchanges_end_with_the_setting() -> None:
-    port = free_port()
-    with (
-        start_rank(0, port, "engine.exchange=gloo", token="a" * 32) as first,
-        start_rank(1, port, "engine.exchange=shm", token="b" * 32) as second,
-    ):
-        assert (first.wait(), second.wait()) == (2, 2)
-        for rank in (first, second):
-            assert "ranks differ in engine.exchange: gloo on rank 0; shm on rank 1" in rank.output
-            assert "they also differ in the token" in rank.output
+    for code, lines in run_ranks(2, run_worker_that_differs, free_port()):
+        assert code == 2, lines
+        assert "ranks differ in engine.exchange: gloo on rank 0; shm on rank 1" in "\n".join(lines)
+        assert "they also differ in the token" in "\n".join(lines)
 
 
 def test_the_facts_of_a_rank_need_no_torch() -> None:

@@ -25,7 +25,6 @@ from moe_serve.launcher.examination.doctor import (
 from moe_serve.launcher.examination.pairs import Door, Listener, Pair, measure, partners
 from moe_serve.launcher.facts import Fact
 from moe_serve.launcher.rank_env import RankEnv, free_port
-from tests.launcher.cli.test_app import moe_serve
 from tests.ranks import run_ranks
 
 SECRET = b"0123456789abcdef"
@@ -95,8 +94,8 @@ def test_a_rank_with_another_setting_is_a_problem() -> None:
 
 
 def test_alone_it_examines_this_machine() -> None:
-    result = moe_serve("doctor", "--json", "--set", "parallel.device=cpu")
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = CliRunner().invoke(cli.app, ["doctor", "--json", "--set", "parallel.device=cpu"])
+    assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert data["ok"]
     assert data["pairs"] == []
