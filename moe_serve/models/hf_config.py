@@ -10,9 +10,7 @@ from moe_serve.models.model_files import shown
 # A folder may come from a stranger: nothing is allocated or counted through before its sizes are within these.
 LARGEST_SIZE = 1 << 24  # of any one size; vocabularies and contexts of real models are below
 LONGEST_CONTEXT = 1 << 22  # tokens; the table of rotations takes up to 1 KB for each
-MOST_LAYERS = 4096
-_MOST_EXPERTS = 1 << 20  # over all layers; the largest models have about 25,000
-_MOST_PARAMETERS = 1 << 47
+_MOST_LAYERS = 4096
 
 
 class HfConfig:
@@ -40,6 +38,10 @@ class HfConfig:
         if default is None:
             raise self._missing(keys[0])
         return default
+
+    @property
+    def num_layers(self) -> int:
+        return self.size("num_hidden_layers", largest=_MOST_LAYERS)
 
     def _missing(self, key: str) -> ModelError:
         return ModelError(
@@ -89,41 +91,17 @@ class HfConfig:
         """Returns the error that a value is not what is expected."""
         return ModelError(f"{self.where}: {key} is {shown(value)}, expected {expected}")
 
+    def only(self, key: str, wanted: object) -> None:
+        """Raises ModelError for another value than the one that is supported; a missing one is that."""
+        if (value := self.get(key, wanted)) != wanted:
+            raise self.refuse(f"{key} {shown(value)} (only {shown(wanted)} is)")
+
     def refuse(self, feature: str) -> ModelError:
+        """Returns the error that a model of this family asks for a feature that is not implemented."""
         return ModelError(
             f"{self.where}: {feature} is not supported for {shown(self.get('model_type'))[1:-1]}; "
             "serve a model without it, or ask for it in an issue"
         )
-
-
-def check_total(where: str, num_layers: int, num_experts: int, parameters: int) -> None:
-    """Raises ModelError for sizes that are each possible, but not together.
-
-    num_experts: of one layer;  parameters: of the whole model
-    """
-    if num_layers * num_experts > _MOST_EXPERTS:
-        raise ModelError(
-            f"{where}: {num_layers} layers of {num_experts} experts are {num_layers * num_experts} experts, expected "
-            f"at most {_MOST_EXPERTS}; correct num_hidden_layers or the number of experts"
-        )
-    if parameters > _MOST_PARAMETERS:
-        raise ModelError(
-            f"{where}: its sizes make {parameters} parameters, expected at most {_MOST_PARAMETERS}; correct the sizes"
-        )
-
-
-def eos_token_ids(config: HfConfig, generation: HfConfig) -> tuple[int, ...]:
-    """Returns the ids that end a sequence: generation_config.json may name more than config.json."""
-    ids: list[int] = []
-    vocab_size = config.size("vocab_size")
-    for source in (config, generation):
-        value = source.get("eos_token_id", [])
-        for item in value if isinstance(value, list) else [value]:
-            if type(item) is not int or not 0 <= item < vocab_size:
-                raise source.wrong("eos_token_id", value, f"ids below vocab_size {vocab_size}")
-            if item not in ids:
-                ids.append(item)
-    return tuple(ids)
 
 
 def is_positive(value: float) -> bool:

@@ -3,6 +3,7 @@
 Shape words: T = rows of the batch (padded), H = hidden.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 from moe_serve.attention_dp.attention import AttentionShape
 from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.rope import pair_order
-from moe_serve.models.attention_spec import GqaSpec, QueryTemperature
 from moe_serve.models.operations import AnyLinear, Operations
-from moe_serve.models.rope_spec import RopeSpec, yarn_ramp
+from moe_serve.models.spec import GqaSpec, QueryTemperature, RopeSpec
 from moe_serve.models.weight_forms import WeightForms
 
 
@@ -55,10 +55,25 @@ def rope_frequencies(rope: RopeSpec) -> Tensor:
         return 1.0 / (torch.tensor(rope.divisors) * rope.theta**exponents)
     if rope.yarn is None:
         return kept / rope.linear_factor
-    low, high = yarn_ramp(rope)
+    low, high = _yarn_ramp(rope)
     divided_share = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     divided = 1.0 / (rope.yarn.factor * rope.theta**exponents)
     return divided * divided_share + kept * (1 - divided_share)
+
+
+def _yarn_ramp(rope: RopeSpec) -> tuple[float, float]:
+    """Returns the pair indices between which YaRN's ramp runs from kept to divided frequencies."""
+    yarn = rope.yarn
+    assert yarn is not None
+
+    def pair_with_rotations(rotations: float) -> float:
+        return rope.dim * math.log(yarn.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_with_rotations(yarn.beta_fast), pair_with_rotations(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    return low, high + 0.001 if low == high else high
 
 
 class GqaAttention:

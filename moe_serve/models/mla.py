@@ -21,9 +21,8 @@ from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.norm import LayerNorm
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rope import MlaWidths, pair_order
-from moe_serve.models.attention_spec import IndexerSpec, MlaSpec
 from moe_serve.models.operations import AnyHeads, AnyLinear, IndexRows, Operations
-from moe_serve.models.rope_spec import RopeSpec
+from moe_serve.models.spec import IndexerSpec, MlaSpec, RopeSpec
 from moe_serve.models.weight_forms import WeightForms
 
 INDEX_EPS = 1e-6  # of the norm of index keys; no configuration says it

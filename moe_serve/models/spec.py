@@ -10,8 +10,164 @@ from typing import Literal
 
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.kernels.forms import SILU, Activation, Fp8Block
-from moe_serve.models.attention_spec import GqaSpec, MlaSpec
-from moe_serve.models.rope_spec import RopeSpec
+
+
+@dataclass(frozen=True)
+class QueryTemperature:
+    """Queries of layers without rotation are multiplied by 1 + scale * ln(1 + floor((position + 1) / floor_scale))."""
+
+    floor_scale: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class GqaSpec:
+    """Grouped-query attention: query head h reads key/value head h // (num_heads / num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    # RMS norm over each query and key head, before the rotation or behind it; over all query heads and over all key
+    # heads, before it; or over each head of rotating layers, without weights
+    qk_norm: Literal["head", "rotated_head", "projection", "unit"] | None = None
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
+    qkv_bias: bool = False  # on the q, k and v projections
+    out_bias: bool = False
+    clip: float | None = None  # largest magnitude of queries, keys and values, behind the norm and before the rotation
+    scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    has_sinks: bool = False  # each query head has a learned score that takes its share beside those of the keys
+    window: int | None = None  # keys that a token sees in windowed layers, its own included
+    windowed_layer_ids: tuple[int, ...] = ()
+    chunk: int | None = None  # in chunked layers a token sees those from the last multiple of it on
+    chunked_layer_ids: tuple[int, ...] = ()
+    unrotated_layer_ids: tuple[int, ...] = ()
+    temperature: QueryTemperature | None = None
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.head_dim**-0.5) if self.scale is None else self.scale
+
+    @property
+    def norm_widths(self) -> tuple[int, int]:
+        """Returns how many weights the norms of queries and of keys have."""
+        if self.qk_norm in (None, "unit"):
+            return 0, 0
+        heads = (self.num_heads, self.num_kv_heads) if self.qk_norm == "projection" else (1, 1)
+        return heads[0] * self.head_dim, heads[1] * self.head_dim
+
+    def window_of(self, layer_id: int) -> int | None:
+        """Returns how many keys a token sees in a layer, its own included; None: all up to its own."""
+        return self.window if layer_id in self.windowed_layer_ids else None
+
+    def chunk_of(self, layer_id: int) -> int | None:
+        """Returns the size of the chunks that tokens of a layer see the last of; None: they see all."""
+        return self.chunk if layer_id in self.chunked_layer_ids else None
+
+    def num_parameters(self, hidden: int) -> int:
+        """Returns the parameters of one layer's attention."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        matrices = hidden * (2 * q + 2 * kv)
+        vectors = sum(self.norm_widths) + (q + 2 * kv if self.qkv_bias else 0)
+        vectors += (hidden if self.out_bias else 0) + (self.num_heads if self.has_sinks else 0)
+        return matrices + vectors
+
+
+@dataclass(frozen=True)
+class IndexerSpec:
+    """Chooses the `topk` tokens that each token attends (DeepSeek-V3.2). num_heads, width: of its queries"""
+
+    num_heads: int
+    width: int
+    topk: int
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): per token, one latent and one key."""
+
+    num_heads: int
+    q_lora_rank: int | None  # None: queries are projected directly
+    kv_lora_rank: int
+    nope_dim: int  # query/key width without rotation, per head
+    rope_dim: int  # rotated width, shared by all key heads
+    value_dim: int
+    bias: bool  # on the two down projections and the output projection
+    softmax_scale: float  # (nope_dim + rope_dim)^-0.5, times YaRN's mscale^2
+    indexer: IndexerSpec | None = None
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Width of one cached row."""
+        return self.kv_lora_rank + self.rope_dim
+
+    def num_parameters(self, hidden: int) -> int:
+        """Returns the parameters of one layer's attention."""
+        q, rank = self.num_heads * self.query_dim, self.q_lora_rank
+        first = q if rank is None else rank
+        total = hidden * (first + self.latent_dim) + (0 if rank is None else rank * (q + 1))
+        total += self.kv_lora_rank * (1 + self.num_heads * (self.nope_dim + self.value_dim))
+        total += self.num_heads * self.value_dim * hidden
+        if self.bias:
+            total += (0 if rank is None else rank) + self.latent_dim + hidden
+        if self.indexer is not None:
+            heads, width = self.indexer.num_heads, self.indexer.width
+            total += (rank or 0) * heads * width + hidden * (width + heads) + 2 * width
+        return total
+
+
+@dataclass(frozen=True)
+class YarnSpec:
+    """YaRN: low frequencies are divided by `factor`, high ones kept, with a ramp between two borders."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float  # rotations over the original length above which a frequency is kept
+    beta_slow: float  # and below which it is divided
+    truncate: bool  # round the ramp's borders to whole dimensions
+
+
+@dataclass(frozen=True)
+class LongRopeSpec:
+    """LongRoPE: each pair's frequency has a divisor, and cos and sin a factor, of their own for long contexts.
+
+    Its authors choose by the length of each sequence, and compute a cache anew where it outgrows the original length.
+    Here a server's longest context chooses, once for all its requests, so that requests share what is cached.
+    """
+
+    original_max_position: int
+    short_divisors: tuple[float, ...]
+    long_divisors: tuple[float, ...]
+    short_factor: float
+    long_factor: float
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """dim: rotated width of a head.  interleaved: pairs are (0,1), (2,3), ..; else (0, dim/2), (1, dim/2 + 1), .."""
+
+    dim: int
+    theta: float
+    interleaved: bool
+    linear_factor: float = 1.0  # positions are divided by it
+    yarn: YarnSpec | None = None
+    table_factor: float = 1.0  # on cos and sin
+    softmax_factor: float = 1.0  # on the softmax scale of MLA
+    long: LongRopeSpec | None = None
+    divisors: tuple[float, ...] = ()  # of each pair's frequency; empty: none
+
+    def in_context(self, max_model_len: int) -> "RopeSpec":
+        """Returns the rotations of a model whose requests have up to so many tokens."""
+        if self.long is None:
+            return self
+        is_long = max_model_len > self.long.original_max_position
+        divisors = self.long.long_divisors if is_long else self.long.short_divisors
+        return replace(
+            self, divisors=divisors, table_factor=self.long.long_factor if is_long else self.long.short_factor
+        )
 
 
 @dataclass(frozen=True)
@@ -49,19 +205,19 @@ class ModelSpec:
     num_layers: int
     max_position: int  # tokens, prompt + output
     norm_eps: float
-    eos_token_ids: tuple[int, ...]
     tie_embeddings: bool  # the projection to logits is the embedding
     attention: GqaSpec | MlaSpec
     rope: RopeSpec
     moe_layer_ids: tuple[int, ...]  # ascending; the other layers are dense
     router: RouterSpec
     moe_intermediate: int
-    shared_intermediate: int  # width of the shared experts together; 0 = none
     dense_intermediate: int  # of the layers outside moe_layer_ids
+    shared_intermediate: int = 0  # width of the shared experts together; 0 = none
     has_shared_gate: bool = False  # the shared expert's rows are multiplied by sigmoid(x W), one number each
     embedding_factor: float = 1.0  # on embeddings
     residual_factor: float = 1.0  # on what a sublayer adds to the residual
     logits_factor: float = 1.0  # on the rows that are projected to logits
+    eos_token_ids: tuple[int, ...] = ()
     expert_names: ExpertNames = ExpertNames()
     expert_bias: bool = False  # on gate, up and down of the routed experts
     activation: Activation = SILU  # of the routed experts

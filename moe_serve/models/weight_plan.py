@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_serve.kernels.forms import MXFP4_BLOCK
-from moe_serve.models.attention_spec import GqaSpec, MlaSpec
-from moe_serve.models.spec import ModelSpec
+from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -17,10 +17,9 @@ import torch
 
 from moe_serve.ep.expert_form import ExpertForm, SlotForm
 from moe_serve.kernels.forms import FP8_GROUP
-from moe_serve.models.attention_spec import GqaSpec
 from moe_serve.models.checkpoint import all_tensors
 from moe_serve.models.checkpoint_parts import CheckpointParts
-from moe_serve.models.spec import ModelSpec
+from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.weight_plan import DenseTensor, dense_tensors, expert_tensors
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from moe_serve.attention_dp.attention_plan import LARGEST_GATHER
 from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.linear import LARGEST_TILE
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.models.attention_spec import GqaSpec, IndexerSpec, MlaSpec
 from moe_serve.models.mla import expand_from
 from moe_serve.models.recorded_step import SMALLEST
-from moe_serve.models.spec import ModelSpec
+from moe_serve.models.spec import GqaSpec, IndexerSpec, MlaSpec, ModelSpec
 
 _INDEX = 8  # bytes of an int64
 

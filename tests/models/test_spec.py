@@ -12,10 +12,9 @@ import pytest
 
 from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import Fp8Block
-from moe_serve.models.attention_spec import GqaSpec, MlaSpec
 from moe_serve.models.families.registry import FAMILIES, read_spec
-from moe_serve.models.rope_spec import mscale_of
-from moe_serve.models.spec import ModelSpec
+from moe_serve.models.families.rope import mscale_of
+from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 from tests.models.families import MLA, QWEN, YARN
 from tests.models.published import (
     DOTS_LLM1,

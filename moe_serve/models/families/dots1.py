@@ -3,35 +3,25 @@
 from dataclasses import replace
 
 from moe_serve.models.families.common import (
-    common_fields,
     deepseek_v3_router,
-    dense_width,
     gqa,
+    model_of,
     moe_layers_behind_dense_ones,
     windowed_by_layer,
 )
 from moe_serve.models.hf_config import HfConfig
-from moe_serve.models.rope_spec import read_rope
 from moe_serve.models.spec import ModelSpec
 
 
-def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+def read(config: HfConfig) -> ModelSpec:
     bias = config.flag("attention_bias")
     attention = replace(gqa(config), qk_norm="head", qkv_bias=bias, out_bias=bias)
     first_windowed = config.size("max_window_layers", minimum=0)
     has_window = config.get("sliding_window") is not None
-    moe_layer_ids = moe_layers_behind_dense_ones(config)
+    attention = windowed_by_layer(attention, config, lambda layer: has_window and layer >= first_windowed)
     width = config.size("moe_intermediate_size")
-    return ModelSpec(
-        **common_fields(config, eos_token_ids),
-        attention=windowed_by_layer(attention, config, lambda layer: has_window and layer >= first_windowed),
-        rope=read_rope(config.values, attention.head_dim, False, config.where),
-        moe_layer_ids=moe_layer_ids,
-        router=deepseek_v3_router(config),
-        moe_intermediate=width,
-        shared_intermediate=config.size("n_shared_experts", default=0, minimum=0) * width,
-        dense_intermediate=dense_width(config, moe_layer_ids),
-    )
+    spec = model_of(config, attention, deepseek_v3_router(config), width, moe_layers_behind_dense_ones(config))
+    return replace(spec, shared_intermediate=width * config.size("n_shared_experts", default=0, minimum=0))
 
 
 DEFAULTS = {

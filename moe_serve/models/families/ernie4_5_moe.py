@@ -1,40 +1,35 @@
 """ERNIE-4.5-MoE: softmax scores with a correction bias, shared experts, MoE layers by turns with dense ones."""
 
+from dataclasses import replace
+
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import common_fields, dense_width, gqa
-from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
-from moe_serve.models.rope_spec import read_rope
+from moe_serve.models.families.common import gqa, model_of
+from moe_serve.models.families.rope import read_rope
+from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec
 
 
-def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+def read(config: HfConfig) -> ModelSpec:
     if config.flag("use_bias"):
         raise config.refuse("use_bias true (biases of every projection)")
     attention = gqa(config)
+    rope = read_rope(config.values, attention.head_dim, True, config.where)
     width = config.size("moe_intermediate_size")
-    moe_layer_ids = _moe_layers(config)
-    return ModelSpec(
-        **common_fields(config, eos_token_ids),
-        attention=attention,
-        rope=read_rope(config.values, attention.head_dim, True, config.where),
-        moe_layer_ids=moe_layer_ids,
-        router=RouterSpec(
-            num_logical=config.size("moe_num_experts", "num_experts"),
-            topk=config.size("moe_k", "num_experts_per_tok"),
-            scoring="softmax",
-            norm_topk=True,
-            norm_min=config.positive("moe_norm_min", 1e-12),
-            has_bias=True,
-        ),
-        moe_intermediate=width,
+    router = RouterSpec(
+        num_logical=config.size("moe_num_experts", "num_experts"),
+        topk=config.size("moe_k", "num_experts_per_tok"),
+        norm_min=config.positive("moe_norm_min", 1e-12),
+        has_bias=True,
+    )
+    return replace(
+        model_of(config, attention, router, width, _moe_layers(config), rope),
         shared_intermediate=width * config.size("moe_num_shared_experts", default=0, minimum=0),
-        dense_intermediate=dense_width(config, moe_layer_ids),
         expert_names=ExpertNames(router_bias="moe_statics.e_score_correction_bias", router_bias_is_row=True),
     )
 
 
 def _moe_layers(config: HfConfig) -> tuple[int, ...]:
-    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+    num_layers = config.num_layers
     first = config.size("moe_layer_start_index", default=1, minimum=0)
     last = config.size("moe_layer_end_index", default=-1, minimum=-1)
     step = config.size("moe_layer_interval", default=1)

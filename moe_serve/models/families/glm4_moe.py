@@ -2,36 +2,20 @@
 
 from dataclasses import replace
 
-from moe_serve.models.families.common import (
-    common_fields,
-    deepseek_v3_router,
-    dense_width,
-    gqa,
-    moe_layers_behind_dense_ones,
-)
+from moe_serve.models.families.common import deepseek_v3_router, gqa, model_of, moe_layers_behind_dense_ones
+from moe_serve.models.families.rope import read_rope
 from moe_serve.models.hf_config import HfConfig
-from moe_serve.models.rope_spec import read_rope
 from moe_serve.models.spec import ModelSpec
 
 
-def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
-    attention = replace(
-        gqa(config),
-        qk_norm="head" if config.flag("use_qk_norm") else None,
-        qkv_bias=config.flag("attention_bias"),
-    )
-    moe_layer_ids = moe_layers_behind_dense_ones(config)
+def read(config: HfConfig) -> ModelSpec:
+    attention = replace(gqa(config), qkv_bias=config.flag("attention_bias"))
+    if config.flag("use_qk_norm"):
+        attention = replace(attention, qk_norm="head")
+    rope = read_rope(config.values, attention.head_dim, False, config.where, partial_default=0.5)
     width = config.size("moe_intermediate_size")
-    return ModelSpec(
-        **common_fields(config, eos_token_ids),
-        attention=attention,
-        rope=read_rope(config.values, attention.head_dim, False, config.where, partial_default=0.5),
-        moe_layer_ids=moe_layer_ids,
-        router=deepseek_v3_router(config),
-        moe_intermediate=width,
-        shared_intermediate=config.size("n_shared_experts", default=1, minimum=0) * width,
-        dense_intermediate=dense_width(config, moe_layer_ids),
-    )
+    spec = model_of(config, attention, deepseek_v3_router(config), width, moe_layers_behind_dense_ones(config), rope)
+    return replace(spec, shared_intermediate=width * config.size("n_shared_experts", default=1, minimum=0))
 
 
 DEFAULTS = {

@@ -3,31 +3,20 @@
 from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import common_fields, gqa
-from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
-from moe_serve.models.rope_spec import read_rope
+from moe_serve.models.families.common import gqa, model_of
+from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec
 
 
-def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+def read(config: HfConfig) -> ModelSpec:
     bias, scale = config.flag("attention_bias"), config.positive("attention_multiplier", 1.0)
     attention = replace(gqa(config), qkv_bias=bias, out_bias=bias, scale=scale)
-    shared = 0
-    if config.get("model_type") == "granitemoeshared":
-        shared = config.size("shared_intermediate_size", default=0, minimum=0)
-    return ModelSpec(
-        **common_fields(config, eos_token_ids),
-        attention=attention,
-        rope=read_rope(config.values, attention.head_dim, False, config.where),
-        moe_layer_ids=tuple(range(config.size("num_hidden_layers", largest=MOST_LAYERS))),
-        router=RouterSpec(
-            num_logical=config.size("num_local_experts", default=8),
-            topk=config.size("num_experts_per_tok", default=2),
-            norm_topk=True,  # softmax over the chosen logits, as in gpt_oss.py
-        ),
-        moe_intermediate=config.size("intermediate_size"),
-        shared_intermediate=shared,
-        dense_intermediate=0,
+    is_shared = config.get("model_type") == "granitemoeshared"
+    # Softmax over the chosen logits, as in gpt_oss.py.
+    router = RouterSpec(config.size("num_local_experts", default=8), config.size("num_experts_per_tok", default=2))
+    return replace(
+        model_of(config, attention, router, config.size("intermediate_size")),
+        shared_intermediate=config.size("shared_intermediate_size", default=0, minimum=0) if is_shared else 0,
         embedding_factor=config.positive("embedding_multiplier", 1.0),
         residual_factor=config.positive("residual_multiplier", 1.0),
         logits_factor=1 / config.positive("logits_scaling", 1.0),

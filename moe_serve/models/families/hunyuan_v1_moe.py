@@ -5,33 +5,27 @@ from dataclasses import replace
 from typing import Any
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import common_fields, gqa
-from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
-from moe_serve.models.model_files import shown
-from moe_serve.models.rope_spec import read_rope
+from moe_serve.models.families.common import gqa, model_of
+from moe_serve.models.families.rope import read_rope
+from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec
 
 
-def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+def read(config: HfConfig) -> ModelSpec:
     config = HfConfig({key: _of_all_layers(value) for key, value in config.values.items()}, config.where)
     width, bias = config.size("intermediate_size"), config.flag("attention_bias")
-    for key, wanted in (
-        ("use_qk_norm", True), ("use_cla", False), ("moe_layer_num_skipped", 0), ("num_shared_expert", 1),
-        ("moe_intermediate_size", width),
-    ):  # fmt: skip
-        if config.get(key, wanted) != wanted:
-            raise config.refuse(f"{key} {shown(config.get(key))} (only {wanted!r} is)")
+    config.only("use_qk_norm", True)
+    config.only("use_cla", False)
+    config.only("moe_layer_num_skipped", 0)
+    config.only("num_shared_expert", 1)
+    config.only("moe_intermediate_size", width)
     names = ("query_layernorm", "key_layernorm")
     attention = replace(gqa(config), qk_norm="rotated_head", norm_names=names, qkv_bias=bias, out_bias=bias)
-    return ModelSpec(
-        **common_fields(config, eos_token_ids),
-        attention=attention,
-        rope=read_rope(_stretched(config, attention.head_dim), attention.head_dim, False, config.where),
-        moe_layer_ids=tuple(range(config.size("num_hidden_layers", largest=MOST_LAYERS))),
-        router=RouterSpec(config.size("num_experts"), config.size("moe_topk", "num_experts_per_tok")),
-        moe_intermediate=width,
+    rope = read_rope(_stretched(config, attention.head_dim), attention.head_dim, False, config.where)
+    router = RouterSpec(config.size("num_experts"), config.size("moe_topk", "num_experts_per_tok"))
+    return replace(
+        model_of(config, attention, router, width, rope=rope),
         shared_intermediate=width,
-        dense_intermediate=0,
         expert_names=ExpertNames(router="gate.wg", shared="mlp.shared_mlp"),
     )
 

@@ -3,25 +3,23 @@
 from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.attention_spec import QueryTemperature
-from moe_serve.models.families.common import common_fields, dense_width, gqa, layers_of_kind
-from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, MOST_LAYERS, HfConfig
-from moe_serve.models.rope_spec import read_rope
-from moe_serve.models.spec import ExpertNames, ModelSpec
+from moe_serve.models.families.common import dense_width, gqa, layers_of_kind, model_of
+from moe_serve.models.families.rope import read_rope
+from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, HfConfig
+from moe_serve.models.spec import ExpertNames, ModelSpec, QueryTemperature
 
 
-def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
-    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
+def read(config: HfConfig) -> ModelSpec:
     # Scout says ten million tokens; a server knows the rotations of as many as any other model's.
     longest = min(config.size("max_position_embeddings", largest=LARGEST_SIZE), LONGEST_CONTEXT)
     config = HfConfig({**config.values, "max_position_embeddings": longest}, config.where)
-    unrotated = _unrotated(config, num_layers)
+    unrotated = _unrotated(config)
     chunk = config.size("attention_chunk_size", default=longest)
-    has_bias = config.flag("attention_bias")
+    bias = config.flag("attention_bias")
     attention = replace(
         gqa(config),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
+        qkv_bias=bias,
+        out_bias=bias,
         qk_norm="unit" if config.flag("use_qk_norm", default=True) else None,
         unrotated_layer_ids=unrotated,
         chunk=chunk if chunk < longest else None,
@@ -33,24 +31,22 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     step = config.size("interleave_moe_layer_step", default=1)
     listed = config.get("moe_layers")
     moe_layer_ids = tuple(
-        sorted(config.sizes("moe_layers", below=num_layers))
+        sorted(config.sizes("moe_layers", below=config.num_layers))
         if listed is not None
-        else range(step - 1, num_layers, step)
+        else range(step - 1, config.num_layers, step)
     )
-    return ModelSpec(
-        **common_fields(config, eos_token_ids),
-        attention=attention,
-        rope=read_rope(config.values, attention.head_dim, True, config.where),
-        moe_layer_ids=moe_layer_ids,
-        router=RouterSpec(
-            num_logical=config.size("num_local_experts"),
-            topk=config.size("num_experts_per_tok", default=1),
-            scoring="sigmoid_of_chosen",
-            norm_topk=False,
-            scales_input=True,
-        ),
-        moe_intermediate=config.size("intermediate_size"),
-        shared_intermediate=config.size("intermediate_size"),
+    rope = read_rope(config.values, attention.head_dim, True, config.where)
+    router = RouterSpec(
+        num_logical=config.size("num_local_experts"),
+        topk=config.size("num_experts_per_tok", default=1),
+        scoring="sigmoid_of_chosen",
+        norm_topk=False,
+        scales_input=True,
+    )
+    width = config.size("intermediate_size")
+    return replace(
+        model_of(config, attention, router, width, moe_layer_ids, rope),
+        shared_intermediate=width,
         dense_intermediate=dense_width(config, moe_layer_ids, "intermediate_size_mlp"),
         expert_names=ExpertNames(
             "feed_forward", "feed_forward", "router", shared="feed_forward.shared_expert", form="transposed"
@@ -59,8 +55,8 @@ def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
     )
 
 
-def _unrotated(config: HfConfig, num_layers: int) -> tuple[int, ...]:
-    interval = config.size("no_rope_layer_interval", default=4)
+def _unrotated(config: HfConfig) -> tuple[int, ...]:
+    num_layers, interval = config.num_layers, config.size("no_rope_layer_interval", default=4)
     flags = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
         raise config.wrong("no_rope_layers", flags, f"a list of {num_layers} numbers, 1 for a layer that rotates")

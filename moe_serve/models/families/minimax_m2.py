@@ -3,44 +3,30 @@
 from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import common_fields, gqa
-from moe_serve.models.hf_config import MOST_LAYERS, HfConfig
-from moe_serve.models.model_files import shown
-from moe_serve.models.rope_spec import read_rope
-from moe_serve.models.spec import ExpertNames, ModelSpec
+from moe_serve.models.families.common import W1_W3_W2, gqa, model_of
+from moe_serve.models.families.rope import read_rope
+from moe_serve.models.hf_config import HfConfig
+from moe_serve.models.spec import ModelSpec
 
 
-def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+def read(config: HfConfig) -> ModelSpec:
     attention = replace(gqa(config), qk_norm="projection")
-    num_layers = config.size("num_hidden_layers", largest=MOST_LAYERS)
-    for key, wanted in (
-        ("scoring_func", "sigmoid"), ("use_qk_norm", True), ("qk_norm_type", "per_layer"), ("use_routing_bias", True),
-        ("shared_intermediate_size", 0), ("attn_type_list", [1] * num_layers),
-    ):  # fmt: skip
-        if config.get(key, wanted) != wanted:
-            raise config.refuse(f"{key} {shown(config.get(key))} (only {shown(wanted)} is)")
-    rotated = config.size("rotary_dim", default=attention.head_dim)
-    return ModelSpec(
-        **common_fields(config, eos_token_ids),
-        attention=attention,
-        rope=read_rope(
-            config.values, attention.head_dim, False, config.where, partial_default=rotated / attention.head_dim
-        ),
-        moe_layer_ids=tuple(range(num_layers)),
-        router=RouterSpec(
-            num_logical=config.size("num_local_experts", "num_experts"),
-            topk=config.size("num_experts_per_tok"),
-            scoring="sigmoid",
-            norm_topk=True,
-            has_bias=True,
-        ),
-        moe_intermediate=config.size("intermediate_size"),
-        shared_intermediate=0,
-        dense_intermediate=0,
-        expert_names=ExpertNames(
-            block="block_sparse_moe", router_bias="e_score_correction_bias", gate="w1", up="w3", down="w2"
-        ),
+    config.only("scoring_func", "sigmoid")
+    config.only("use_qk_norm", True)
+    config.only("qk_norm_type", "per_layer")
+    config.only("use_routing_bias", True)
+    config.only("shared_intermediate_size", 0)
+    config.only("attn_type_list", [1] * config.num_layers)
+    rotated = config.size("rotary_dim", default=attention.head_dim) / attention.head_dim
+    rope = read_rope(config.values, attention.head_dim, False, config.where, partial_default=rotated)
+    router = RouterSpec(
+        num_logical=config.size("num_local_experts", "num_experts"),
+        topk=config.size("num_experts_per_tok"),
+        scoring="sigmoid",
+        has_bias=True,
     )
+    spec = model_of(config, attention, router, config.size("intermediate_size"), rope=rope)
+    return replace(spec, expert_names=replace(W1_W3_W2, router_bias="e_score_correction_bias"))
 
 
 DEFAULTS = {

@@ -3,32 +3,25 @@
 from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import common_fields, dense_width, gqa, sparse_layers, windowed_by_layer
+from moe_serve.models.families.common import gqa, model_of, sparse_layers, windowed_by_layer
 from moe_serve.models.hf_config import HfConfig
-from moe_serve.models.rope_spec import read_rope
 from moe_serve.models.spec import ExpertNames, ModelSpec
 
 
-def read(config: HfConfig, eos_token_ids: tuple[int, ...]) -> ModelSpec:
+def read(config: HfConfig) -> ModelSpec:
     attention = replace(gqa(config), qkv_bias=config.flag("qkv_bias", default=True))
     if config.flag("use_sliding_window"):
         first_full = config.size("max_window_layers", minimum=0)
         attention = windowed_by_layer(attention, config, lambda layer: layer % 2 == 0 and layer < first_full)
-    moe_layer_ids = sparse_layers(config)
-    return ModelSpec(
-        **common_fields(config, eos_token_ids),
-        attention=attention,
-        rope=read_rope(config.values, attention.head_dim, False, config.where),
-        moe_layer_ids=moe_layer_ids,
-        router=RouterSpec(
-            num_logical=config.size("num_experts", "num_local_experts"),
-            topk=config.size("num_experts_per_tok"),
-            norm_topk=config.flag("norm_topk_prob"),
-        ),
-        moe_intermediate=config.size("moe_intermediate_size"),
+    router = RouterSpec(
+        num_logical=config.size("num_experts", "num_local_experts"),
+        topk=config.size("num_experts_per_tok"),
+        norm_topk=config.flag("norm_topk_prob"),
+    )
+    return replace(
+        model_of(config, attention, router, config.size("moe_intermediate_size"), sparse_layers(config)),
         shared_intermediate=config.size("shared_expert_intermediate_size"),
         has_shared_gate=True,
-        dense_intermediate=dense_width(config, moe_layer_ids),
         expert_names=ExpertNames(shared="mlp.shared_expert"),
     )
 

@@ -8,16 +8,21 @@ implemented is refused by name, never ignored.
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moe_serve.errors import ModelError
 from moe_serve.models import families
-from moe_serve.models.hf_config import HfConfig, check_total, eos_token_ids
+from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.model_files import read_json, shown
 from moe_serve.models.spec import ModelSpec
 
-Reader = Callable[[HfConfig, tuple[int, ...]], ModelSpec]
+Reader = Callable[[HfConfig], ModelSpec]
+
+# A folder may come from a stranger: sizes that are each possible may not be together.
+_MOST_EXPERTS = 1 << 20  # over all layers; the largest models have about 25,000
+_MOST_PARAMETERS = 1 << 47
 
 
 def read_spec(folder: str | Path) -> ModelSpec:
@@ -40,9 +45,8 @@ def read_spec(folder: str | Path) -> ModelSpec:
             f"{shown(values.get('architectures'))}) is not "
             f"supported; supported are {', '.join(sorted(FAMILIES))}"
         )
-    spec = family(config, eos_token_ids(config, HfConfig(extra, str(generation))))
-    parameters = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
-    check_total(str(path), spec.num_layers, spec.num_logical, parameters)
+    spec = replace(family(config), eos_token_ids=_eos_token_ids(config, HfConfig(extra, str(generation))))
+    _check_total(str(path), spec)
     return spec
 
 
@@ -62,6 +66,35 @@ def _with_defaults(values: Mapping[str, Any], generation: Mapping[str, Any]) -> 
     if "eos_token_id" in generation or not isinstance(size, int) or defaults.get("eos_token_id", size) >= size:
         defaults.pop("eos_token_id", None)
     return {**defaults, **{key: value for key, value in values.items() if key != "rope_theta" or value is not None}}
+
+
+def _check_total(where: str, spec: ModelSpec) -> None:
+    """Raises ModelError for sizes that are each possible, but not together."""
+    layers, experts = spec.num_layers, spec.num_logical
+    if layers * experts > _MOST_EXPERTS:
+        raise ModelError(
+            f"{where}: {layers} layers of {experts} experts are {layers * experts} experts, expected "
+            f"at most {_MOST_EXPERTS}; correct num_hidden_layers or the number of experts"
+        )
+    parameters = spec.dense_parameters + spec.num_moe_layers * experts * spec.expert_parameters
+    if parameters > _MOST_PARAMETERS:
+        raise ModelError(
+            f"{where}: its sizes make {parameters} parameters, expected at most {_MOST_PARAMETERS}; correct the sizes"
+        )
+
+
+def _eos_token_ids(config: HfConfig, generation: HfConfig) -> tuple[int, ...]:
+    """Returns the ids that end a sequence: generation_config.json may name more than config.json."""
+    ids: list[int] = []
+    vocab_size = config.size("vocab_size")
+    for source in (config, generation):
+        value = source.get("eos_token_id", [])
+        for item in value if isinstance(value, list) else [value]:
+            if type(item) is not int or not 0 <= item < vocab_size:
+                raise source.wrong("eos_token_id", value, f"ids below vocab_size {vocab_size}")
+            if item not in ids:
+                ids.append(item)
+    return tuple(ids)
 
 
 def _declared(what: str) -> Iterator[tuple[str, Any]]:

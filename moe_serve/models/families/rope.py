@@ -1,68 +1,17 @@
-"""The rotary embedding of queries and keys, read from a config.json.
+"""Reads the rotary embedding of queries and keys from a config.json.
 
 Rotary embedding: arXiv:2104.09864. YaRN: arXiv:2309.00071; DeepSeek's mscale_all_dim also scales the softmax.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from moe_serve.errors import ModelError
 from moe_serve.models.hf_config import is_positive
 from moe_serve.models.model_files import shown
-
-
-@dataclass(frozen=True)
-class YarnSpec:
-    """YaRN: low frequencies are divided by `factor`, high ones kept, with a ramp between two borders."""
-
-    factor: float
-    original_max_position: int
-    beta_fast: float  # rotations over the original length above which a frequency is kept
-    beta_slow: float  # and below which it is divided
-    truncate: bool  # round the ramp's borders to whole dimensions
-
-
-@dataclass(frozen=True)
-class LongRopeSpec:
-    """LongRoPE: each pair's frequency has a divisor, and cos and sin a factor, of their own for long contexts.
-
-    Its authors choose by the length of each sequence, and compute a cache anew where it outgrows the original length.
-    Here a server's longest context chooses, once for all its requests, so that requests share what is cached.
-    """
-
-    original_max_position: int
-    short_divisors: tuple[float, ...]
-    long_divisors: tuple[float, ...]
-    short_factor: float
-    long_factor: float
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """dim: rotated width of a head.  interleaved: pairs are (0,1), (2,3), ..; else (0, dim/2), (1, dim/2 + 1), .."""
-
-    dim: int
-    theta: float
-    interleaved: bool
-    linear_factor: float = 1.0  # positions are divided by it
-    yarn: YarnSpec | None = None
-    table_factor: float = 1.0  # on cos and sin
-    softmax_factor: float = 1.0  # on the softmax scale of MLA
-    long: LongRopeSpec | None = None
-    divisors: tuple[float, ...] = ()  # of each pair's frequency; empty: none
-
-    def in_context(self, max_model_len: int) -> "RopeSpec":
-        """Returns the rotations of a model whose requests have up to so many tokens."""
-        if self.long is None:
-            return self
-        is_long = max_model_len > self.long.original_max_position
-        divisors = self.long.long_divisors if is_long else self.long.short_divisors
-        return replace(
-            self, divisors=divisors, table_factor=self.long.long_factor if is_long else self.long.short_factor
-        )
-
+from moe_serve.models.spec import LongRopeSpec, RopeSpec, YarnSpec
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 
@@ -194,21 +143,6 @@ def _read_yarn(
 def mscale_of(factor: float, mscale: float) -> float:
     """Returns YaRN's attention temperature for a context stretched by `factor`."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def yarn_ramp(rope: RopeSpec) -> tuple[float, float]:
-    """Returns the pair indices between which YaRN's ramp runs from kept to divided frequencies."""
-    yarn = rope.yarn
-    assert yarn is not None
-
-    def pair_with_rotations(rotations: float) -> float:
-        return rope.dim * math.log(yarn.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = pair_with_rotations(yarn.beta_fast), pair_with_rotations(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.dim - 1)
-    return low, high + 0.001 if low == high else high
 
 
 def _number(values: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
