@@ -80,8 +80,8 @@ def test_the_page_on_models_names_every_family() -> None:
     for model_type, read in FAMILIES.items():
         readers.setdefault(f"{read.__module__.rpartition('.')[2]}.py", []).append(f"`{model_type}`")
     for reader, model_types in readers.items():
-        row = next((row for row in rows if f"| `{reader}` |" in row), None)
-        assert row is not None, f"docs/models.md has no row for models/families/{reader}"
-        assert [name for name in model_types if name not in row] == [], (
+        named = "".join(row for row in rows if f"| `{reader}` |" in row)
+        assert named, f"docs/models.md has no row for models/families/{reader}"
+        assert [name for name in model_types if name not in named] == [], (
             f"docs/models.md does not name these of {reader}"
         )

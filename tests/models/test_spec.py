@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -290,7 +291,7 @@ def test_a_longer_context_than_the_original_one_has_the_long_rotations_of_transf
     from moe_serve.models.layers import rope_frequencies
 
     spec = read_spec(folder(tmp_path, PHI_35_MOE))
-    theirs = PhimoeConfig(**PHI_35_MOE)
+    theirs = PhimoeConfig(**deepcopy(PHI_35_MOE))  # it changes what it is given
     assert (spec.default_context, spec.max_position) == (4096, 131072)
     for context in (1, 4096, 4097, 131072):
         rope = spec.in_context(context).rope
