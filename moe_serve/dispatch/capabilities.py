@@ -1,6 +1,6 @@
 """What each transport can do, as data: the one place where such a rule stands.
 
-The configuration, `auto` (choose.py), the factory (make.py), `moe-serve check`, the engine and the table in
+The configuration, `auto` and the factory (make.py), `moe-serve check`, the engine and the table in
 docs/communication.md read this. It imports nothing, so the configuration can, without torch.
 """
 
