@@ -16,7 +16,7 @@ The leader also reports the load to the front end. A mistake of the balancer end
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -226,10 +226,13 @@ class Balancing:
 
     def _hear_round(self, source: int) -> None:
         start = self._to_tell if source == self._rank else None
-        data = None if start is None else _RoundMessage.of(start.version, start.round).encode()
-        message = _RoundMessage.decode(broadcast(self._served.all_to_all, source, data, self._served.device))
-        self._running = _Running(message.version, message.round, time.monotonic())
-        self._active_mover.start(message.round, message.version)
+        data = None
+        if start is not None:
+            data = msgspec.msgpack.encode((start.version, [astuple(move) for move in start.round.moves]))
+        arrived = broadcast(self._served.all_to_all, source, data, self._served.device)
+        version, moves = msgspec.msgpack.decode(arrived, type=tuple[int, list[tuple[int, int, int, int, int]]])
+        self._running = _Running(version, MigrationRound(tuple(SlotMove(*move) for move in moves)), time.monotonic())
+        self._active_mover.start(self._running.round, version)
         if start is not None:
             self._ask(lambda balancer: balancer.round_sent(start.version))
 
@@ -344,31 +347,3 @@ def make_balancing(
 
 def _unwritten(name: str, step: int, **fields: Any) -> None:
     """Takes an event where no trace is written."""
-
-
-class _RoundMessage(msgspec.Struct, frozen=True, array_like=True):
-    """The next round, as all ranks are told.
-
-    version: of the placement once it is active;  moves: the fields of each SlotMove, in order
-    """
-
-    version: int
-    moves: list[tuple[int, int, int, int, int]]
-
-    @classmethod
-    def of(cls, version: int, migration_round: MigrationRound) -> "_RoundMessage":
-        """Returns the message of a round."""
-        moves = [(m.layer, m.src_rank, m.src_slot, m.dst_rank, m.dst_slot) for m in migration_round.moves]
-        return cls(version, moves)
-
-    @property
-    def round(self) -> MigrationRound:
-        return MigrationRound(tuple(SlotMove(*move) for move in self.moves))
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> "_RoundMessage":
-        """Returns the message in data. Raises msgspec.DecodeError for anything else."""
-        return msgspec.msgpack.decode(data, type=cls)

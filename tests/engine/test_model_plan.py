@@ -1,4 +1,7 @@
-"""Claims about which class of numerics runs where, and about the errors of settings that it excludes."""
+"""What is decided before weights are read: the class of numerics and the kernels, and the context of a model."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,10 +9,12 @@ import torch
 from moe_serve.config import load_config
 from moe_serve.engine.build import use_threads
 from moe_serve.engine.model import model_plan
-from moe_serve.engine.model.model_plan import NumericsChoice, choose_numerics
+from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, choose_numerics
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.library import CpuLibrary
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
+from moe_serve.models.families.registry import read_spec
+from tests.models.published import PHI_35_MOE
 
 
 class FakeCalls:
@@ -116,3 +121,15 @@ def test_threads_go_to_what_computes(threads: int) -> None:
         assert use_threads(config, NumericsChoice(Numerics(row_tile=4), None, "", "")) == 1 == torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("given", "context", "divisor"), [(None, 4096, 1.0), (4096, 4096, 1.0), (4097, 4097, 64.02)])
+def test_the_longest_context_chooses_the_rotations(
+    given: int | None, context: int, divisor: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PHI_35_MOE))
+    overrides = [f"model.path={tmp_path}", "model.load_format=dummy"]
+    config = load_config(overrides=[*overrides, *([f"model.max_model_len={given}"] if given else [])])
+    plan = ModelPlan.of(config, read_spec(tmp_path), torch.device("cpu"))
+    assert (plan.max_model_len, plan.spec.max_position) == (context, context)
+    assert plan.spec.rope.divisors[-1] == divisor
