@@ -168,7 +168,7 @@ class Engine:
         self.exchange.close()
 
     def _exchange(self, proposal: Proposal) -> StepPlan:
-        """Returns the plan that all ranks compute from what each of them proposes."""
+        """Returns the plan that all ranks compute from the proposals of all."""
         recovery, balancing = self.recovery, self.balancing
         fault, fault_layer = balancing.fault
         prefill_tokens = sum(chunk.length for chunk in proposal.prefills)

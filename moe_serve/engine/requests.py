@@ -96,7 +96,7 @@ class OpenRequests:
             self._counters.num_aborted += 1
 
     def flush_cache(self) -> tuple[bool, str]:
-        """Empties the prefix cache unless requests are open. Returns whether it did, and what it did or why not."""
+        """Empties the prefix cache unless requests are open. Returns whether it did, and the result or the reason."""
         if self._open:
             return False, f"{len(self._open)} requests are open; flush the cache when they have ended"
         return True, f"{self._scheduler.blocks.flush()} blocks"

@@ -1,4 +1,4 @@
-"""The leader's balancer in mode dynamic: it drives a `Rebalancer` with what the engine sees, and never waits.
+"""The leader's balancer in mode dynamic: it feeds a `Rebalancer` with the engine's events, and never waits.
 
     window_closed ──> Rebalancer ──> planner process ──> poll ──> Rebalancer ──> next_round, which all ranks are told
     activated, cancelled, group_changed, rebalance_now, set_placement ──> Rebalancer
@@ -44,12 +44,12 @@ from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
 
 OnEvent = Callable[..., None]  # (name, step, **fields), as `TraceWriter.event`
 GRACE_S = 10.0  # beyond the deadline of a plan or a round, before the balancer raises an alarm
-# A longer pause of the engine counts as much: what stops the ranks is no fault of a plan or a move.
+# A longer pause of the engine counts only as much: a stop of the ranks is no fault of a plan or a move.
 LONGEST_TURN_S = 1.0
 
 
 class BalanceReports:
-    """Makes the reports of one leader: one when something has changed, with what has changed.
+    """Makes the reports of one leader: one for each change, with the changes alone.
 
     mode:     eplb.mode;  wall_s: seconds since the epoch
     totals:   running totals by name
@@ -84,7 +84,7 @@ class BalanceReports:
     def make(
         self, step: int, state: str, placement: Placement, decisions: Sequence[Decision] = (), alarm: str = ""
     ) -> BalanceReport | None:
-        """Returns the report of what has changed since the last one; None: nothing. decisions: since then"""
+        """Returns a report of the changes since the last one; None: there are none. decisions: since then"""
         is_new = placement is not self._placement
         if not self.has_news and not is_new:
             return None
@@ -254,12 +254,12 @@ class Balancer:
         self._handle(GroupChanged(step, placement))
 
     def rebalance_now(self, step: int) -> str:
-        """Asks for a plan at once, and returns what happens now. Raises PlacementError when none can be made."""
+        """Asks for a plan at once. Returns the next action, in words. Raises PlacementError if none can be made."""
         self._handle(PlanNow(step))
         return "a plan of all layers is being made; experts move if that pays"
 
     def set_placement(self, step: int, table: list[list[int]]) -> str:
-        """Moves experts to these slots, whatever it costs, and returns what happens now.
+        """Moves experts to these slots at any cost. Returns the next action, in words.
 
         Raises PlacementError, saying why, when that cannot be done.
         """
@@ -267,7 +267,7 @@ class Balancer:
         return f"{self.rebalancer.decisions[-1].reason}; the placement in use is version {self.placement.version}"
 
     def report(self, step: int) -> BalanceReport | None:
-        """Returns what has changed since the last report; None: nothing."""
+        """Returns a report of the changes since the last one; None: there are none."""
         rebalancer = self.rebalancer
         decisions, self._num_reported = rebalancer.journal.since(self._num_reported)
         return self._reports.make(step, rebalancer.state, rebalancer.placement, decisions, self.alarm)
@@ -286,7 +286,7 @@ class Balancer:
                 self._handle(PlanFailed(step, answer.request_id, answer.reason))
 
     def _handle(self, event: Event) -> None:
-        """Hands an event to the rebalancer, writes it to the trace, and does what the rebalancer asks for."""
+        """Hands an event to the rebalancer, writes it to the trace, and carries out the rebalancer's actions."""
         actions = self.rebalancer.handle(event)
         self._reports.has_news = True
         if not isinstance(event, WindowClosed):

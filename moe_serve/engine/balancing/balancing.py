@@ -134,7 +134,7 @@ class Balancing:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Does what the plan says about experts, before the forward. Collective where the plan names a broadcast root.
+        """Carries out the plan's part about experts, before the forward. Collective where it names a broadcast root.
 
         Raises PeerError when a peer is missing.
         """
@@ -176,14 +176,14 @@ class Balancing:
         self._ask(lambda balancer: balancer.window_closed(record, record.first_step + record.num_steps))
 
     def close(self) -> None:
-        """Ends what the rank has started beside serving: the planner of a leader, and the ways that experts take."""
+        """Ends the planner of a leader, and the connections over which experts are carried."""
         if self.balancer is not None:
             self.balancer.close()
         if self.mover is not None:
             self.mover.close()
 
     def _lead(self, step: int) -> None:
-        """Begins or ends to lead, as the group says."""
+        """Begins or ends to lead, depending on the members of the group."""
         # While experts lack there is nothing to balance.
         self._is_lowest = leads = self._recovery.members[0] == self._rank and not self._recovery.waits
         if leads and self._reports is None and self._mode != "off":
@@ -196,7 +196,7 @@ class Balancing:
             self._reports = self.balancer = None
 
     def _ask(self, act: Callable[[Balancer], T]) -> T | None:
-        """Returns what the balancer answers; None where there is none. Its first error ends it, and raises an alarm."""
+        """Returns the balancer's answer; None without a balancer. Its first error ends it, and raises an alarm."""
         balancer = self.balancer
         if balancer is None:
             return None
@@ -212,7 +212,7 @@ class Balancing:
             return None
 
     def _report(self, step: int) -> BalanceReport | None:
-        """Returns what the leader tells the front end after a step; None: nothing is new."""
+        """Returns the leader's report to the front end after a step; None: nothing is new."""
         report = self._ask(lambda balancer: balancer.report(step))
         if self.balancer is None and self._reports is not None:  # mode static, or the balancer has failed
             state = "off" if self.alarm else "watching"
@@ -220,8 +220,8 @@ class Balancing:
         return report
 
     def _activates(self, version: int) -> bool:
-        """Returns whether this rank activates the round of a plan: some have done so in a step that was voided, and one
-        that has rejoined is told where experts are."""
+        """Returns whether this rank activates the round of a plan. Ranks that did so in a voided step do not repeat it,
+        and a rank that has rejoined gets the placement by broadcast."""
         return version > self._served.placement.version and not self._recovery.needs_placement
 
     def _hear_round(self, source: int) -> None:
@@ -237,7 +237,7 @@ class Balancing:
             self._ask(lambda balancer: balancer.round_sent(start.version))
 
     def _note_split(self, step: int) -> None:
-        """Writes to the trace in which phases batches are split evenly from this step on."""
+        """Writes to the trace the phases whose batches are split evenly from this step on."""
         self._even_phases = phases = self.split_choice.even_phases
         self._on_event(
             "split_changed", step, phases=[name for number, name in enumerate(PHASES) if phases >> number & 1]

@@ -133,7 +133,7 @@ class RecordControl:
             self._end_dump(())
 
     def to_show(self) -> Shown:
-        """Returns what this rank shows in its row."""
+        """Returns the recorder's part of this rank's row."""
         state = 0 if self._recorder is None or not self._recorder.holds_recording else HOLDS_RECORDING
         if self._dump is not None and not self._dump.dump.done.done():
             state |= WRITES_DUMP
@@ -148,7 +148,7 @@ class RecordControl:
         return Shown(0, 0, state)
 
     def end_step(self, plan: StepPlan) -> None:
-        """Keeps what the recorder needs of a step, before its load record is closed."""
+        """Records a step, before its load record is closed."""
         if self._recorder is None:
             return
         self._recorder.end_step(plan, self._windows.placement)
@@ -239,7 +239,7 @@ class RecordControl:
 
 
 def make_record_control(config: EplbConfig, responder: Responder, served: ServedModel) -> RecordControl:
-    """Returns what carries out the commands of clients to the recorder of expert load."""
+    """Returns the control that carries out clients' commands to the recorder of expert load."""
     if served.recorder is None:
         return RecordControl(responder, served.windows, None)
     rows = ModelRows(served.spec.num_layers, tuple(served.spec.moe_layer_ids))

@@ -134,7 +134,7 @@ class DumpRecorder:
         return self._recording is not None
 
     def forget(self) -> None:
-        """Drops the recording of a masked rank: the others go on or end without it, and hold what was recorded."""
+        """Drops the recording of a masked rank; the others keep theirs."""
         self._recording = None
         if self._passes is not None:
             self._passes.is_on = False
@@ -160,14 +160,14 @@ class DumpRecorder:
                 self._ended(recording)
 
     def start(self) -> str:
-        """Begins a recording; drops the one before. Returns what it does, in words."""
+        """Begins a recording and drops the one before. Returns its mode and folder, in words."""
         self._recording = Recording(self._max_bytes)
         if self._passes is not None:
             self._passes.is_on = True
         return f"mode {self._mode}, into {self._folder}"
 
     def stop(self, step: int) -> str:
-        """Ends the recording before a step. Returns what it holds, in words."""
+        """Ends the recording before a step. Returns its content, in words."""
         if self._recording is None:
             return "nothing was being recorded"
         self._recording.end(step)
@@ -223,7 +223,7 @@ def dump_folder(config: EplbConfig) -> Path:
 
 
 def stat_content(recording: Recording, rank: int, rows: ModelRows) -> dict[str, Any]:
-    """Returns what a stat dump holds."""
+    """Returns the content of a stat dump."""
     counts = [rows.expand(torch.tensor(record.tokens), 0) for record in recording.windows]
     empty = torch.zeros(0, rows.num_layers, 0, dtype=torch.int64)
     return {
@@ -234,7 +234,7 @@ def stat_content(recording: Recording, rank: int, rows: ModelRows) -> dict[str, 
 
 
 def passes_content(recording: Recording, rank: int, rows: ModelRows, last: Placement) -> dict[str, Any]:
-    """Returns what a rank's per_pass or per_token dump holds. last: the placement in use now"""
+    """Returns the content of a rank's per_pass or per_token dump. last: the placement in use now"""
     records = []
     for each in recording.passes:
         tokens = each.tokens

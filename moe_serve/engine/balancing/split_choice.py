@@ -26,7 +26,7 @@ CONFIDENCE = 0.99  # of the interval of one judgement
 WARM_UP_STEPS = 64  # of a phase, before a trial and after a change of the placement
 RETRY_STEPS = 100_000  # of a phase, from one trial to the next while the placement stays
 TRIAL_SHARE = 0.02  # of a phase's steps may run the split that is not in use, and beyond that
-TRIAL_ALLOWANCE = (BLOCK_STEPS + 2) * JUDGED_AT[-1]  # what a trial needs where no difference shows
+TRIAL_ALLOWANCE = (BLOCK_STEPS + 2) * JUDGED_AT[-1]  # steps of a trial where no difference shows
 _NO_MOVES = MovePlan()
 _KEPT_TIMES = 64  # of each size
 _KNOWN_FROM = 8  # times of a size that make its usual time
@@ -89,7 +89,7 @@ class SplitChoice:
         self.even_phases = sum(phase.wants_even << number for number, phase in enumerate(self._phases.values()))
 
     def describe(self) -> dict[str, Any]:
-        """Returns the split of each phase and what the exact one gains there, for /server_info and the status."""
+        """Returns the split of each phase and the gain of the exact one, for /server_info and the status."""
         return {
             "split": self._split,
             "phases": {

@@ -142,7 +142,7 @@ class LoadWindows:
                 listener(record)
 
     def void(self) -> None:
-        """Drops what was counted since the last finished step, and the records closed since `confirm`."""
+        """Drops the counts since the last finished step, and the records closed since `confirm`."""
         if self._recorder is None:
             return
         self._recorder.void_step()
@@ -189,11 +189,11 @@ class TraceWriter:
         self._next_step = record.first_step + record.num_steps
 
     def rejoin(self, step: int) -> None:
-        """Goes on at a step: this rank has not heard of the records before."""
+        """Goes on at a step, because this rank has missed the records before."""
         self._next_step = step
 
     def event(self, name: str, step: int, **fields: Any) -> None:
-        """Writes what happened at a step if this rank is the one that writes. fields: JSON values"""
+        """Writes an event of a step if this rank is the one that writes. fields: JSON values"""
         self._write(lambda: self._trace.event(name, step, **fields))
 
     def close(self) -> None:

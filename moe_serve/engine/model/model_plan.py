@@ -65,7 +65,7 @@ class ModelPlan:
 
     @classmethod
     def of(cls, config: ServeConfig, spec: ModelSpec, device: torch.device) -> Self:
-        """Returns the plan for a device. Raises PlacementError, ConfigError or CapacityError naming what cannot be."""
+        """Returns the plan for a device. Raises PlacementError, ConfigError or CapacityError that names the setting."""
         _check_device(spec, device)
         dtype = compute_dtype(config, device)
         choice = choose_numerics(config, device, dtype)
@@ -96,7 +96,7 @@ class ModelPlan:
         return self.share(0).slot_form
 
     def share(self, rank: int) -> WeightShare:
-        """Returns what a rank holds of the weights."""
+        """Returns a rank's share of the weights."""
         return WeightShare(self.spec, self.placement, rank, self.dtype, self.device, self.expert_form, self.stored)
 
 
@@ -108,12 +108,12 @@ def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
 
 
 def checkpoint_folder(config: ServeConfig) -> Path | None:
-    """Returns the folder that weights come from; None: they are drawn."""
+    """Returns the folder of the checkpoint; None: weights are drawn."""
     return None if config.model.load_format == "dummy" else model_dir(config.model)
 
 
 def expert_form(config: ServeConfig, spec: ModelSpec, device: torch.device, stored: StoredWeights | None) -> ExpertForm:
-    """Returns how experts are kept under this configuration. Raises ConfigError where the setting cannot be."""
+    """Returns the form of expert weights under this configuration. Raises ConfigError where it is not possible."""
     keeps_fp8 = has_e4m3(device) if stored is None else stored.keeps_fp8
     wanted = config.model.expert_weights
     compiled = stored is not None
@@ -121,7 +121,7 @@ def expert_form(config: ServeConfig, spec: ModelSpec, device: torch.device, stor
 
 
 def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:
-    """Returns where experts live at start: the trivial placement, or the one in eplb.init_expert_location."""
+    """Returns the placement at start: the trivial one, or that of eplb.init_expert_location."""
     num_ranks = config.parallel.num_ranks
     where = config.eplb.init_expert_location
     if where == "trivial":

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-_UNFINISHED = "\ufffd"  # what decoders write for bytes that are not a whole character (yet)
+_UNFINISHED = "\ufffd"  # decoders write it for bytes that are not a whole character (yet)
 _CUTS = range(4)  # a character has at most 4 bytes: cutting off 0 to 3 tokens finds one that begins at a character
 _MAX_WAITING = 8  # tokens that wait for the rest of a character, at most
 _NUM_CONTEXT = 8  # tokens of the prompt that are decoded in front of the first new token
@@ -29,7 +29,7 @@ class IncrementalDecoder:
     """Decodes a growing list of ids. Each new token decodes a few: mostly two, never more than 2 * _MAX_WAITING."""
 
     def __init__(self, tokenizer: Decoder, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()):
-        """prompt_ids: what the new tokens continue, since a decoder treats the first token of a text differently."""
+        """prompt_ids: the text before the new tokens, since a decoder treats the first token of a text differently."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         recent = [i for i in prompt_ids[-_LOOK_BACK:] if tokenizer.has_text(i, skip_special_tokens)]
@@ -53,12 +53,12 @@ class IncrementalDecoder:
             return self._release(self._window, text)
         if len(self._window) - self._num_context < _MAX_WAITING:
             return ""
-        # Broken bytes, or U+FFFD in the true text: hand out all but what can still become a character.
+        # Broken bytes, or U+FFFD in the true text: release all but the bytes that can still become a character.
         settled, _ = self._part(self._window)
         return self._release(settled, self._decode(settled))
 
     def flush(self) -> str:
-        """Returns what was waiting for more bytes; nothing comes after it."""
+        """Returns the text that was waiting for more bytes; nothing comes after it."""
         return self._release(self._window, self._decode(self._window))
 
     def _release(self, settled: list[int], text: str) -> str:

@@ -51,7 +51,7 @@ class TokenLogprobs:
         return len(self._ranks)
 
     def add(self, block: LogprobBlock) -> None:
-        """Adds what it does not have of a block, which begins at the end of its entries or before."""
+        """Adds the new entries of a block, which begins at the end of the known ones or before."""
         count, per_token, top = len(block.ranks) // 4, 1 + len(self.token_ids), self.num_top
         sizes = 4 * count, 4 * count * per_token, 4 * count * top, 4 * count * top
         assert tuple(map(len, (block.ranks, block.logprobs, block.top_ids, block.top))) == sizes, "not what was asked"

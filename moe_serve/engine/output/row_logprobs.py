@@ -1,4 +1,4 @@
-"""Computes the log probabilities that requests ask for, from the logits of a step. See logprobs.py for what they are.
+"""Computes the log probabilities that requests ask for, from the logits of a step. logprobs.py defines them.
 
 A row's numbers depend on its logits alone (kernels/logprobs.py), so batch, rank, chunks and preemption do not change a
 bit of them. Where nobody asks, nothing is computed. Rows of prompts are projected to logits a tile at a time, since a
@@ -110,7 +110,7 @@ class LogprobScorer:
 
 
 def _wanted(tokens: Sequence[int], ids: Sequence[Sequence[int]], counts: Sequence[int]) -> WantedLogprobs:
-    """Returns what is wanted of each row: its token, other ids, and so many of the likeliest tokens."""
+    """Returns the numbers that each row asks for: of its token, other ids, and so many of the likeliest tokens."""
     flat = [token_id for token, others in zip(tokens, ids, strict=True) for token_id in (token, *others)]
     starts = np.cumsum([0, *(1 + len(others) for others in ids)], dtype=np.int64)
     return WantedLogprobs(starts, np.array(flat, np.int64), np.array(counts, np.int64))

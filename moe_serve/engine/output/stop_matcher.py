@@ -13,7 +13,7 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.output.incremental_decoder import Decoder, IncrementalDecoder
 from moe_serve.engine.output.stop_regex import RegexFinder
 
-Found = tuple[int, int, str]  # start and end of a match in the text that is held back, and what it matches
+Found = tuple[int, int, str]  # start and end of a match in the text that is held back, and the stop string or regex
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class StopMatcher:
             self._end(FinishReason("length"))
 
     def _take(self, new: str, may_stop: bool) -> None:
-        """Adds text; ends the request where it completes a stop string, else releases what cannot begin one."""
+        """Adds text. Ends the request where it completes a stop string, else releases text that cannot begin one."""
         if not self._longest_stop and not self._regexes:
             self.text += new
             return

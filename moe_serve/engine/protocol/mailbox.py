@@ -166,7 +166,7 @@ class ZmqMailbox:
                 return arrived
 
     def _take(self, front_end: "_FrontEndLink") -> Iterator[Inbound]:
-        """Yields what a front end has sent. Its request to end counts once all front ends ask for it, or are gone."""
+        """Yields the messages of a front end. Its request to end counts once all front ends ask for it, or are gone."""
         for message in self._drain(front_end.socket, decode_to_rank):
             front_end.heard_s = time.monotonic()
             if isinstance(message, Shutdown):
@@ -179,7 +179,7 @@ class ZmqMailbox:
         return has_left and all(front_end.has_left or not front_end.is_connected for front_end in self._front_ends)
 
     def _drain(self, socket: "zmq.Socket[bytes]", decode: Callable[[bytes], Decoded]) -> Iterator[Decoded]:
-        """Yields what has arrived on a socket, at most for one turn: the rest is there at the next poll."""
+        """Yields the messages on a socket, for at most one turn; the next poll yields the rest."""
         ends_s = time.monotonic() + _TURN_S
         for _ in range(_TURN_MESSAGES):
             try:
@@ -231,7 +231,7 @@ class ZmqMailbox:
         return time.monotonic() - max(front_end.heard_s for front_end in self._front_ends)
 
     def start_pulse(self, pulse: Callable[[], Pulse]) -> None:
-        """Sends what pulse returns every ALIVE_PERIOD_S, from a thread and on sockets of its own.
+        """Sends a pulse every ALIVE_PERIOD_S, from a separate thread and separate sockets.
 
         Raises LaunchError where they cannot be opened, since an error in the thread would go unnoticed.
         """
@@ -325,7 +325,7 @@ class Greeting:
         self._members: Members | None = None
         self._placement: BalanceReport | None = None
         self._for_front_ends: ForFrontEnds | None = None
-        self._newest_call = 0  # front ends tell new ranks again, one of them perhaps what is over
+        self._newest_call = 0  # front ends repeat calls to new ranks, also one that is over
         self._said_s = 0.0
 
     def note(self, message: Message, now_s: float) -> None:

@@ -307,7 +307,7 @@ class Members(Message, tag="members", frozen=True):
 
 
 class Answer(Message, tag="answer", frozen=True):
-    """The answer to a command of the front end. text: what was done, or why not;  facts: such as names of files"""
+    """The answer to a command of the front end. text: the result, or the reason of a refusal;  facts: such as files"""
 
     rank: int
     launch_id: int
@@ -342,9 +342,9 @@ class DecisionReport(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     reason: str
     num_layers: int
-    gain_s: float  # predicted, over the horizon; of "watch": what the last move had promised
+    gain_s: float  # predicted, over the horizon; of "watch": the promise of the last move
     cost_s: float  # predicted
-    realised_s: float = 0.0  # of "watch": what the last move has gained
+    realised_s: float = 0.0  # of "watch": the gain of the last move
 
 
 class BalanceReport(Message, tag="balance", frozen=True):
@@ -374,7 +374,7 @@ class BalanceReport(Message, tag="balance", frozen=True):
 
 
 class Exited(Message, tag="exited", frozen=True):
-    """The process of a rank has ended, says its launcher, and its peers are about to say whether they go on.
+    """A launcher reports that the process of a rank has ended; its peers will report whether they go on.
 
     num_before: as in the `Hello` of that process
     """
