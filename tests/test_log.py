@@ -25,7 +25,7 @@ def test_a_newline_in_a_message_forges_no_line(capfd):
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_log_that_nobody_reads_holds_up_nobody(form, monkeypatch):
-    monkeypatch.setattr("moe_serve.lasting_log._PATIENCE_S", 0.05)
+    monkeypatch.setattr("moe_serve.log._PATIENCE_S", 0.05)
     reader, writer = os.pipe()
     with open(reader, "rb", buffering=0) as taken, open(writer, "w", encoding="utf-8") as stderr:
         monkeypatch.setattr("sys.stderr", stderr)

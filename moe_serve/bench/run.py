@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_serve.bench.client import Client, Outcome
-from moe_serve.bench.load import Load, arrivals
-from moe_serve.bench.prompts import Prompts
+from moe_serve.bench.load import Load, Prompts, arrivals
 from moe_serve.errors import LaunchError
 
 _AFTER_ERROR_S = 0.1  # a client of a closed loop waits, where no refusal says how long: else it would only count errors

@@ -15,10 +15,10 @@ from moe_serve.config.sections import (
     ModelConfig,
     ParallelConfig,
     ServeConfig,
+    ServerConfig,
     model_dir,
     served_name,
 )
-from moe_serve.config.server_section import ServerConfig
 
 __all__ = [
     "DEMO_MODEL",

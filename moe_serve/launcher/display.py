@@ -2,7 +2,7 @@
 
 On a terminal the lines are updated in place; elsewhere (a file, a container's log) each new phase is one plain line, or
 one JSON object, as the lines of the ranks are then.
-Lines that cannot be written are lost, and nothing else (lasting_log.py).
+Lines that cannot be written are lost, and nothing else (LastingLog in log.py).
 """
 
 import logging
@@ -20,8 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.lasting_log import LastingLog
-from moe_serve.log import json_line
+from moe_serve.log import LastingLog, json_line
 
 _WHO = "launcher"
 _LEVELS = {"yellow": logging.WARNING, "red": logging.ERROR}  # of lines in these colours

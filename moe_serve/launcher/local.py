@@ -21,8 +21,7 @@ from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig
 from moe_serve.launcher.rank_env import LAUNCH_FILES, NUM_BEFORE
 from moe_serve.links.folder import not_writable
-from moe_serve.links.link import SOCKETS
-from moe_serve.links.token import TOKEN
+from moe_serve.links.link import SOCKETS, TOKEN
 
 _IMPORT_PATH = str(Path(__file__).parents[2])  # where children find this package
 WORKER = "moe_serve.launcher.serve"  # the module that is one rank

@@ -4,14 +4,19 @@ On one host, started by `moe-serve serve` or `LLM`: ipc sockets in a folder that
 where every socket asks for the token.
 """
 
+import contextlib
+import ipaddress
 import os
+import secrets
+import socket
+import stat
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.config import ServerConfig
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, LaunchError
 from moe_serve.links.folder import check_folder
-from moe_serve.links.token import shared_token
 
 SOCKETS = "MOE_SERVE_SOCKETS"  # the environment variable that names the folder
 
@@ -71,3 +76,102 @@ def check_front_ends(server: ServerConfig, link: Link) -> None:
 
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+TOKEN = "MOE_SERVE_TOKEN"
+_MIN_LENGTH = 16  # with a shorter one, somebody who records a connection can try all of them
+_MAX_LENGTH = 1024
+
+
+def draw_token() -> str:
+    """Returns a new secret."""
+    return secrets.token_hex(32)
+
+
+def shared_token(token_file: str | None, host: str, port: int) -> str:
+    """Returns the token of the front end at host:port: $MOE_SERVE_TOKEN, that of a file, or a new one in a file.
+
+    token_file: server.token_file; None: a file of this user, which only processes of this machine can know
+    Raises LaunchError where the token is too short, its file is open to others, or host can be reached from other
+    machines and neither names a token.
+    """
+    given = os.environ.get(TOKEN)
+    if given:
+        return _checked(given, f"${TOKEN}")
+    if token_file is not None:
+        return _of_file(Path(token_file).expanduser())
+    if not is_loopback(host):
+        raise LaunchError(
+            f"server.worker_host is {host}, which other machines may reach, and no token is set; give the front end "
+            f"and all ranks the same ${TOKEN} (make one with: openssl rand -hex 32), or a server.token_file"
+        )
+    return _of_file(_default_folder() / f"token-{port}")
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a host name or address is this machine alone, as far as it can be resolved."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+def _default_folder() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) / "moe_serve" if runtime else Path.home() / ".cache" / "moe_serve"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"no token is set, and the folder for one, {folder}, cannot be made ({error.strerror}); give the front end "
+            f"and all ranks the same ${TOKEN}, or a server.token_file"
+        ) from None
+    return folder
+
+
+def _of_file(path: Path) -> str:
+    """Returns the token in a file. The process that starts first makes the file."""
+    with contextlib.suppress(FileExistsError):
+        _make(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise LaunchError(f"the token file {path} cannot be read ({error.strerror}); correct its path") from None
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise LaunchError(f"the token file {path} is not a regular file; name one that is")
+        if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+            raise LaunchError(
+                f"the token file {path} is open to other users; run: chown $USER {path} && chmod 600 {path}"
+            )
+        data = os.read(descriptor, _MAX_LENGTH + 2)
+    finally:
+        os.close(descriptor)
+    return _checked(data.decode("ascii", errors="replace").strip(), f"the token in {path}")
+
+
+def _make(path: Path) -> None:
+    """Makes the file with a new token at once, so that nobody reads half of it. Raises FileExistsError if it exists."""
+    if path.exists():
+        return
+    try:
+        descriptor, made = tempfile.mkstemp(prefix=".token-", dir=path.parent)  # O_EXCL, mode 0600
+    except OSError as error:
+        raise LaunchError(f"the token file {path} cannot be made ({error.strerror}); name another folder") from None
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(draw_token() + "\n")
+        os.link(made, path)
+    finally:
+        os.unlink(made)
+
+
+def _checked(token: str, what: str) -> str:
+    if not _MIN_LENGTH <= len(token) <= _MAX_LENGTH:
+        raise LaunchError(
+            f"{what} has {len(token)} characters, expected {_MIN_LENGTH} to {_MAX_LENGTH}; make one with: "
+            "openssl rand -hex 32"
+        )
+    return token

@@ -7,8 +7,7 @@ import statistics
 
 import pytest
 
-from moe_serve.bench.load import Lengths, Load, Slo, arrivals
-from moe_serve.bench.prompts import Prompts
+from moe_serve.bench.load import Lengths, Load, Prompts, Slo, arrivals
 from moe_serve.config import ModelConfig, model_dir
 from moe_serve.errors import ConfigError
 from moe_serve.models.tokenizer import Tokenizer

@@ -6,14 +6,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from moe_serve.bench.client import Client, Outcome, model_of
-from moe_serve.bench.load import Lengths, Load, Slo
+from moe_serve.bench.client import Client, Options, Outcome, model_of
+from moe_serve.bench.load import Lengths, Load, Prompts, Slo
 from moe_serve.bench.picture import picture_of
-from moe_serve.bench.prompts import Prompts
-from moe_serve.bench.protocols import Options
-from moe_serve.bench.report import report_of
+from moe_serve.bench.report import report_of, table_of
 from moe_serve.bench.run import Ran, run_load
-from moe_serve.bench.table import table_of
 from moe_serve.errors import LaunchError
 from tests.bench.fake_openai import Fake, running
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from moe_serve.lasting_log import LastingLog
 from moe_serve.launcher.display import StartDisplay
+from moe_serve.log import LastingLog
 
 
 class FullDisk(io.StringIO):
@@ -47,7 +47,7 @@ def test_a_launcher_whose_lines_cannot_be_written_goes_on(monkeypatch, reason):
 
 
 def test_a_launcher_whose_lines_nobody_reads_goes_on(monkeypatch):
-    monkeypatch.setattr("moe_serve.lasting_log._PATIENCE_S", 0.05)
+    monkeypatch.setattr("moe_serve.log._PATIENCE_S", 0.05)
     reader, writer = os.pipe()
     with open(reader, "rb", buffering=0) as taken, open(writer, "w", encoding="utf-8") as stderr:
         monkeypatch.setattr("sys.stderr", stderr)

@@ -10,8 +10,7 @@ import pytest
 
 from moe_serve.config import ServerConfig
 from moe_serve.errors import LaunchError
-from moe_serve.links.link import Link, find_link
-from moe_serve.links.token import is_loopback, shared_token
+from moe_serve.links.link import Link, find_link, is_loopback, shared_token
 
 LONG = "0123456789abcdef0123"
 

@@ -42,8 +42,8 @@ from moe_serve.engine.protocol.messages import (
     encode,
     front_end_of,
 )
-from moe_serve.links.curve import Keys
 from moe_serve.links.link import Link, find_link
+from moe_serve.links.sockets import Keys
 from tests.server.fake_logprobs import output_block, prompt_block
 
 LIMITS = ModelLimits(

@@ -95,8 +95,7 @@ def bench(options: BenchOptions) -> None:
     if options.picture is not None and options.picture.suffix != ".svg":
         raise ConfigError(f"--picture is {options.picture}, but the picture is an SVG; name a file that ends in .svg")
     from moe_serve.bench.load import Slo
-    from moe_serve.bench.report import report_of
-    from moe_serve.bench.table import table_of
+    from moe_serve.bench.report import report_of, table_of
 
     load, slo = _load_of(options), Slo.parse([*(options.goodput or ()), *(options.goodput_more or ())])
     if options.goodput_more and not options.goodput:
@@ -117,9 +116,8 @@ def bench(options: BenchOptions) -> None:
 
 
 async def _run(options: BenchOptions, load: "Load", tokenizer: "Tokenizer | None", api_key: str | None) -> "Ran":
-    from moe_serve.bench.client import Client, model_of
-    from moe_serve.bench.prompts import Prompts
-    from moe_serve.bench.protocols import Options
+    from moe_serve.bench.client import Client, Options, model_of
+    from moe_serve.bench.load import Prompts
     from moe_serve.bench.run import run_load
 
     extra, model = _extra(options.extra_body), options.model

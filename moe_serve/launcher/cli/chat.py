@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-from moe_serve.bench.protocols import error_text
+from moe_serve.bench.client import error_text
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError, RequestError
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system message (none: no TEXT), /exit or Ctrl-D ends"

@@ -19,8 +19,7 @@ from moe_serve.engine.protocol.messages import ALIVE_PERIOD_S, Message, encode
 from moe_serve.errors import LaunchError
 from moe_serve.links.folder import not_writable
 from moe_serve.links.link import Link
-from moe_serve.links.refusals import Refusals
-from moe_serve.links.sockets import LinkSockets
+from moe_serve.links.sockets import LinkSockets, Refusals
 
 # A turn of the event loop handles at most so many messages, for at most so long: HTTP connections have the next turn.
 _TURN_MESSAGES = 512

@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from moe_serve.config.server_section import DegradeStep
+from moe_serve.config.sections import DegradeStep
 from moe_serve.errors import QueueFullError
 from moe_serve.server.requests.prompts import GenerateRequest, Prompt
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from moe_serve.config import load_config
-from moe_serve.config.server_section import DegradeStep
+from moe_serve.config.sections import DegradeStep
 from moe_serve.errors import ConfigError, QueueFullError
 from moe_serve.server.api.schemas import parse_generate
 from moe_serve.server.requests.admission import Degradation, Queue
