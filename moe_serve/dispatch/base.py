@@ -44,9 +44,9 @@ class EpGroup:
     files: SharedFiles | None = None
 
     @property
-    def is_newcomer(self) -> bool:
+    def is_replacement(self) -> bool:
         """Whether this rank takes the place of a dead one, beside others that serve."""
-        return self.files is not None and self.files.is_newcomer
+        return self.files is not None and self.files.is_replacement
 
 
 class Pending(Protocol[T_co]):

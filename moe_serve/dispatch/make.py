@@ -78,7 +78,7 @@ def make_all_to_all(group: EpGroup, request: TransportRequest) -> AnyAllToAll:
 
 def _choose(group: EpGroup, request: TransportRequest) -> str:
     """Returns the transport behind a backend, and logs the reason of auto."""
-    if group.is_newcomer:
+    if group.is_replacement:
         return "shm"  # what the others chose: no other transport can take a rank in
     if request.backend == "auto":
         choice = choose_transport(group, request)

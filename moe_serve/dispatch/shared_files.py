@@ -34,7 +34,7 @@ class SharedFiles:
         self.kernels = kernels
 
     @property
-    def is_newcomer(self) -> bool:
+    def is_replacement(self) -> bool:
         """Whether this rank joins others that serve."""
         return self._pid is not None
 

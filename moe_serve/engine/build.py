@@ -129,7 +129,7 @@ def _report_on_lost_rank(recovery: Recovery, group: EpGroup, served: ServedModel
     else:
         served.info |= {"on_lost_rank": "mask", "spareable_ranks": spareable_ranks(served.placement)}
         meaning = "a lost rank: " + ", ".join(meaning_of_a_loss(served.placement, restarts=group.files is not None))
-    if group.rank == 0 and group.num_ranks > 1 and not group.is_newcomer:
+    if group.rank == 0 and group.num_ranks > 1 and not group.is_replacement:
         log.info("%s", meaning)
 
 
@@ -144,7 +144,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     plan = ModelPlan.of(config, spec, group.device)
     check_agreement(RankFacts.of(plan), group)
     num_threads = use_threads(config, plan.choice)
-    trace = _begin_trace(config, plan, begins=group.rank == 0 and not group.is_newcomer)
+    trace = _begin_trace(config, plan, begins=group.rank == 0 and not group.is_replacement)
     if group.rank == 0:
         log.info("kernels: %s (%s); numerics: %s", plan.choice.kernels, plan.choice.why, plan.choice.name)
         if plan.expert_form != "dense":

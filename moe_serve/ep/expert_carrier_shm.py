@@ -176,7 +176,7 @@ def make_shm_carrier(group: EpGroup, slot_bytes: int, staging_slots: int) -> Shm
     Raises CapacityError when shared memory is too small.
     """
     num_bytes = region_bytes(slot_bytes, staging_slots)
-    if group.files is not None and group.files.is_newcomer:
+    if group.files is not None and group.files.is_replacement:
         memory = open_regions(group.files, group.rank, group.num_ranks, num_bytes, USE)
     else:
         assert group.process_group is not None, "shared memory is mapped over a process group"

@@ -206,7 +206,7 @@ class OrderlyEnd:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """While this is entered, a signal waits. Raises SystemExit after one, in other threads UnavailableError."""
+        """Delays a signal until the block ends. After one, raises SystemExit, in other threads UnavailableError."""
         if self.is_asked:
             if threading.current_thread() is threading.main_thread():
                 raise SystemExit(0)

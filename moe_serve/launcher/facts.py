@@ -1,6 +1,6 @@
-"""What must be equal on all ranks: versions, settings, and the files that decide what is computed. Torch-free.
+"""Facts that must be equal on all ranks: versions, settings, and the files that decide what is computed.
 
-Ranks that differ would start, and serve wrong answers; or wait for each other without end, in calls that do not match.
+Ranks that differ would serve wrong answers, or wait for each other without end in calls that do not match.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ def facts_of(config: ServeConfig, device: str) -> list[Fact]:
 
 
 def front_end_facts(config: ServeConfig) -> dict[str, str]:
-    """Returns what the front end must share with its ranks: the form of messages, and which id means which text.
+    """Returns the facts that the front end must share with its ranks: the form of messages, and the text of each id.
 
     Ranks report it in /server_info. Raises ModelError where the tokenizer cannot be read.
     """
@@ -67,7 +67,7 @@ def front_end_facts(config: ServeConfig) -> dict[str, str]:
 
 
 def front_end_difference(own: Mapping[str, str], rank: int, theirs: object) -> str | None:
-    """Returns in what a rank differs from this front end, and what to do; None where nothing does.
+    """Returns a line that names the first difference between a rank and this front end, and the fix; None: none.
 
     theirs: what the rank reported; None = nothing, as a rank of another kind
     """
@@ -84,7 +84,7 @@ def front_end_difference(own: Mapping[str, str], rank: int, theirs: object) -> s
 
 
 def first_difference(facts: Sequence[Sequence[Fact]]) -> str | None:
-    """Returns what the ranks differ in first, on which ranks, and what to do; None where all agree.
+    """Returns a line that names the first difference between ranks, on which ranks, and the fix; None: all agree.
 
     facts: by rank, as `facts_of` returns them
     """

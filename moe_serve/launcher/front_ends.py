@@ -36,7 +36,7 @@ from moe_serve.server.edge.client_limits import Ledger, shared_memory
 
 
 class FrontEnds:
-    """Starts them, attaches to each as supervisor, and watches the processes.
+    """Starts the front ends, attaches to each as supervisor, and watches their processes.
 
     config_file: the effective configuration, which they read
     http_fd:     the listening socket

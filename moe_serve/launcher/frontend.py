@@ -1,4 +1,4 @@
-"""The front end's process: HTTP on one side, the ranks on the other. Torch-free.
+"""The front end's process: HTTP on one side, the ranks on the other.
 
 `moe-serve serve` starts it beside the ranks; beside torchrun or mpirun it is one more command, with the ranks' own
 configuration file: `moe-serve frontend --config …`.

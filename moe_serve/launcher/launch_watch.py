@@ -33,7 +33,7 @@ class Loss:
     """Why a launch is over. cause: the process that ended first; None: all still run, but cannot go on
 
     others_run: ranks that are left do not end by themselves
-    had_served: whether what was lost had served; its start came to nothing otherwise
+    had_served: whether the lost ranks had served; otherwise their start failed
     """
 
     cause: Death | None
@@ -47,7 +47,7 @@ class Loss:
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """What the process said last, where the report does not explain its end."""
+        """The last lines of the process, where the report does not explain its end."""
         explains = self.cause is None or not (self.cause.was_killed or self.reported in (None, str(self.cause)))
         return () if explains or self.cause is None else self.cause.last_lines
 

@@ -109,8 +109,8 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
 def build_kernels_early(config: ServeConfig) -> threading.Thread | None:
     """Starts to build the compiled CPU kernels beside the imports; of the ranks of one machine, one builds.
 
-    Returns the thread that waits for the compiler, None where the kernels will not serve. A build that fails is said
-    later, by whoever needs it.
+    Returns the thread that waits for the compiler, None where the kernels will not serve. A failed build is reported
+    later, where the kernels are needed.
     """
     if config.parallel.device == "cuda" or config.engine.cpu_kernels == "torch" or config.model.dtype == "bfloat16":
         return None
@@ -138,7 +138,7 @@ def limit_threads(config: ServeConfig, env: RankEnv) -> int:
 
 
 def _dead_peer(engine: "Engine | None") -> int:
-    """Returns the rank whose death explains a lost connection, -1 = unknown."""
+    """Returns the dead rank that explains a lost connection, -1 = unknown."""
     if engine is not None:
         for _ in range(20):  # a connection breaks a moment before its process is gone
             dead = engine.exchange.dead_peers()

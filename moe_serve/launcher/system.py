@@ -1,10 +1,10 @@
-"""`moe-serve serve`: all ranks of this machine and the front end, from start-up display to Ctrl-C. Torch-free.
+"""`moe-serve serve`: all ranks of this machine and the front end, from start-up display to Ctrl-C.
 
 The parent only supervises. It receives the ranks' progress from the front end (as supervisor, see
 server/ranks/bridge.py), notices first when a process ends, reports it to the front end, and shuts everything down in
-order: no new calls, then the ranks, then whatever is left. A rank that was killed is started again beside the others.
-Where that fails, and where the ranks cannot go on at all, it starts all of them again, and the front end submits the
-open requests to the new ones; after too many losses it ends with a report.
+order: no new calls, then the ranks, then whatever is left. A rank that was killed is replaced beside the others. Where
+that fails, and where the ranks cannot go on at all, it restarts all of them, and the front end submits the open
+requests to the new ones; after too many losses it ends with a report.
 """
 
 import signal
@@ -96,7 +96,7 @@ class _System:
         self._front_ends.start()
 
     def watch(self) -> None:
-        """Prints and forwards what happens, and starts lost ranks again, until _Ended is raised."""
+        """Prints and forwards reports, and restarts lost ranks, until _Ended is raised."""
         while True:
             if self.stop_signals and not self._drains():
                 self.display.stop()
@@ -157,8 +157,10 @@ class _System:
             self._front_ends.tell(message)
 
     def _start_again(self, loss: Loss) -> None:
-        """Prints why the ranks are lost, and ends them, to be started again. Raises _Ended where that is no use, or too
-        often."""
+        """Prints why the ranks are lost, ends them, and restarts them when their pause is over.
+
+        Raises _Ended where a restart cannot help, or comes too often.
+        """
         self.display.stop()
         self.display.note(str(loss), style="red")
         for line in loss.last_lines:
@@ -207,7 +209,7 @@ class _System:
 
 @contextmanager
 def _signals_stop(system: _System) -> Iterator[None]:
-    """Counts SIGINT, SIGTERM and SIGHUP, so that none raises in the middle of something."""
+    """Counts SIGINT, SIGTERM and SIGHUP instead of letting them raise in the middle of something."""
 
     def count(number: int, frame: FrameType | None) -> None:
         system.wants_drain |= number == signal.SIGTERM and not system.stop_signals

@@ -134,8 +134,8 @@ def test_shared_files_are_opened_again_and_another_file_is_not():
     os.close(descriptor)
     marks = made.marks()
     newcomer = SharedFiles(os.getpid(), marks, "kernels")
-    assert newcomer.is_newcomer
-    assert not made.is_newcomer
+    assert newcomer.is_replacement
+    assert not made.is_replacement
     opened = newcomer.open("first", os.O_RDWR)
     assert os.pread(opened, 9, 0) == b"bytes"
     os.close(opened)

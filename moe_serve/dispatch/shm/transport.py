@@ -349,7 +349,7 @@ def make_shm(group: EpGroup, request: TransportRequest) -> ShmAllToAll:
 
     shape = region_shape(group.num_ranks, limits, wire)
     use = SegmentUse(advise=advise)
-    if group.files is not None and group.files.is_newcomer:
+    if group.files is not None and group.files.is_replacement:
         transport = ShmAllToAll(open_regions(group.files, group.rank, group.num_ranks, shape.num_bytes, use), request)
         transport.membership.begin_masked()
         return transport

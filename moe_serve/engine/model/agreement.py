@@ -56,7 +56,7 @@ def check_agreement(own: RankFacts, group: EpGroup) -> None:
     A rank that joins others that serve compares its own with theirs, alone.
     """
     if group.files is not None:
-        if group.is_newcomer:
+        if group.is_replacement:
             theirs = RankFacts.from_bytes(group.files.kernels.encode())
             _refuse(disagreement([own if rank == group.rank else theirs for rank in range(group.num_ranks)]))
         group.files.kernels = own.to_bytes().decode()

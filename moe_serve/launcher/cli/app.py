@@ -17,8 +17,8 @@ from moe_serve.config.unsupported import refuse_unsupported
 from moe_serve.errors import MoeServeError
 from moe_serve.launcher.cli.bench import HELP as BENCH_HELP
 from moe_serve.launcher.cli.bench import bench
-from moe_serve.launcher.cli.command import api_key_of_environment, takes
-from moe_serve.launcher.cli.options import ConfigOptions, ModelOptions, ServeOptions, option, with_flags
+from moe_serve.launcher.cli.command import api_key_of_environment, option, takes
+from moe_serve.launcher.cli.options import ConfigOptions, ModelOptions, ServeOptions, with_flags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_serve.errors import ConfigError
+from moe_serve.launcher.cli.command import option
 from moe_serve.topology import Topology
 
 if TYPE_CHECKING:
@@ -31,59 +32,45 @@ TracePath = Annotated[
         show_default=False,
     ),
 ]
-Window = Annotated[
-    int,
-    typer.Option("--window", min=0, help="Fold so many steps into one window of load; 0 = windows as recorded."),
-]
-OnlyPhase = Annotated[
-    str | None,
-    typer.Option("--only-phase", help="Only the windows of this phase, prefill, decode or mixed: for engines that "
-                 "serve them apart, each with a placement of its own.", show_default="windows of all phases"),
-]  # fmt: skip
-Topk = Annotated[int | None, typer.Option("--topk", min=1, help="Experts per token, where the trace does not say it.")]
-Experts = Annotated[
-    int | None, typer.Option("--experts", min=1, help="Experts per layer, where the trace does not say it.")
-]
-MaxPt = Annotated[float, typer.Option("--max-pt-gib", min=0, max=65536, help="Largest .pt file to load whole, in GiB.")]
-History = Annotated[int, typer.Option(min=1, help="Windows that a plan is made from.")]
-Interval = Annotated[int, typer.Option(min=1, help="Windows between plans (not of gated policies).")]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Policies to replay at once.", show_default="CPUs")]
-OffHome = Annotated[
-    float,
-    typer.Option("--off-home", min=0, max=1, help="Share of the load that may leave its expert's home node; 0 = "
-                 "DeepSeek's hard hierarchy, 1 = none."),
-]  # fmt: skip
-Split = Annotated[
-    str,
-    typer.Option("--split", help="window: replicas share evenly, on window sums; even, nearest, exact, "
-                 "fewest_activated: split every single step as a server does (steps must be in the trace, or drawn "
-                 "with --window 1; for nearest by source rank)."),
-]  # fmt: skip
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Breaks ties and drives searches.")]
-ModelLayers = Annotated[
-    int | None,
-    typer.Option(
+
+
+def topk() -> Any:
+    return option("--topk", min=1, help="Experts per token, where the trace does not say it.")
+
+
+def off_home() -> Any:
+    return option(
+        "--off-home",
+        default=1.0,
+        min=0,
+        max=1,
+        help="Share of the load that may leave its expert's home node; 0 = DeepSeek's hard hierarchy, 1 = none.",
+    )
+
+
+def seed() -> Any:
+    return option("--seed", default=0, min=0, help="Breaks ties and drives searches.")
+
+
+def model_layers() -> Any:
+    return option(
         "--model-layers",
         min=1,
         help="All layers of the model, dense ones too (sglang).",
         show_default="up to the last MoE layer",
-    ),
-]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
     """The cluster that a trace is replayed or planned on."""
 
-    ranks: Annotated[int | None, typer.Option(min=1, help="Expert ranks (GPUs).", show_default="8 a node")] = None
-    nodes: Annotated[int, typer.Option(min=1, help="Machines that the ranks are spread over.")] = 1
-    slots: Annotated[
-        int | None,
-        typer.Option(min=1, help="Physical experts per layer, a multiple of the ranks.", show_default=False),
-    ] = None
-    redundant: Annotated[
-        int, typer.Option(min=0, help="Instead of --slots: slots above one per expert, rounded up to the ranks.")
-    ] = 0
+    ranks: int | None = option(min=1, help="Expert ranks (GPUs).", show_default="8 a node")
+    nodes: int = option(default=1, min=1, help="Machines that the ranks are spread over.")
+    slots: int | None = option(min=1, help="Physical experts per layer, a multiple of the ranks.", show_default=False)
+    redundant: int = option(
+        default=0, min=0, help="Instead of --slots: slots above one per expert, rounded up to the ranks."
+    )
 
     def topology(self) -> Topology:
         """Returns the ranks and nodes. Raises ConfigError when the ranks do not divide over the nodes."""
@@ -110,10 +97,19 @@ class ClusterOptions:
 class TraceOptions:
     """How a load trace is read."""
 
-    window: Window = 0
-    only_phase: OnlyPhase = None
-    experts: Experts = None
-    max_pt_gib: MaxPt = 1.0
+    window: int = option(
+        "--window", default=0, min=0, help="Fold so many steps into one window of load; 0 = windows as recorded."
+    )
+    only_phase: str | None = option(
+        "--only-phase",
+        help="Only the windows of this phase, prefill, decode or mixed: for engines that serve them apart, each with "
+        "a placement of its own.",
+        show_default="windows of all phases",
+    )
+    experts: int | None = option("--experts", min=1, help="Experts per layer, where the trace does not say it.")
+    max_pt_gib: float = option(
+        "--max-pt-gib", default=1.0, min=0, max=65536, help="Largest .pt file to load whole, in GiB."
+    )
 
     def open_trace(
         self, path: str, progress: Callable[[int, int], None] | None = None, topk: int | None = None
@@ -134,30 +130,45 @@ class TraceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WindowOptions:
+    """How windows of load become plans, and how their batches are split."""
+
+    history: int = option(default=1, min=1, help="Windows that a plan is made from.")
+    interval: int = option(default=1, min=1, help="Windows between plans (not of gated policies).")
+    split: str = option(
+        "--split",
+        default="window",
+        help="window: replicas share evenly, on window sums; even, nearest, exact, fewest_activated: split every "
+        "single step as a server does (steps must be in the trace, or drawn with --window 1; for nearest by source "
+        "rank).",
+    )
+    jobs: int | None = option(min=1, help="Policies to replay at once.", show_default="CPUs")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServingOptions:
     """How the ranks serve, for predicted times."""
 
-    engine: Annotated[
-        str, typer.Option(help="Engine profile: SGLang, DeepSeek, ideal (the modelled kernels alone), or a YAML file.")
-    ] = "SGLang"
-    context: Annotated[
-        float,
-        typer.Option(min=1, max=1e9, help="Tokens in the cache per request (decode), or length of a prompt (prefill)."),
-    ] = 4096
-    phase: Annotated[str, typer.Option(help="prefill or decode, for windows that do not say it.")] = "decode"
-    overlap: Annotated[
-        str,
-        typer.Option(help="Two half-batches overlap in every step (two-batch), in none (none), or in those that they "
-                     "make shorter (auto)."),
-    ] = "auto"  # fmt: skip
-    utilisation: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="Share of the time in which steps run; 1 = full batches at all times, as "
-                     "benchmarks measure. A service waits for requests: over a day DeepSeek's prefill was at 0.5."),
-    ] = 1.0  # fmt: skip
-    cache_hit: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the prompts that the cache holds (prefill).")
-    ] = 0.0
+    engine: str = option(
+        default="SGLang", help="Engine profile: SGLang, DeepSeek, ideal (the modelled kernels alone), or a YAML file."
+    )
+    context: float = option(
+        default=4096, min=1, max=1e9, help="Tokens in the cache per request (decode), or length of a prompt (prefill)."
+    )
+    phase: str = option(default="decode", help="prefill or decode, for windows that do not say it.")
+    overlap: str = option(
+        default="auto",
+        help="Two half-batches overlap in every step (two-batch), in none (none), or in those that they make shorter "
+        "(auto).",
+    )
+    utilisation: float = option(
+        default=1.0,
+        min=0,
+        max=1,
+        help="Share of the time in which steps run; 1 = full batches at all times, as benchmarks measure. A service "
+        "waits for requests: over a day DeepSeek's prefill was at 0.5.",
+    )
+    cache_hit: float = option(default=0.0, min=0, max=1, help="Share of the prompts that the cache holds (prefill).")
 
     def serving(self) -> "Serving":
         """Returns how the ranks serve. Raises ConfigError for values that cannot be."""
@@ -179,13 +190,10 @@ class ServingOptions:
 class CostOptions(ServingOptions):
     """What predicts times."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model profile for predicted times: DeepSeek-V3, Qwen3-235B-A22B, … or a YAML file."),
-    ] = None
-    hardware: Annotated[
-        str | None, typer.Option(help="Hardware profile: H800, H100, H200, GB200, … or a YAML file.")
-    ] = None
+    model: str | None = option(
+        help="Model profile for predicted times: DeepSeek-V3, Qwen3-235B-A22B, … or a YAML file."
+    )
+    hardware: str | None = option(help="Hardware profile: H800, H100, H200, GB200, … or a YAML file.")
 
     def costs(self, topology: Topology) -> "ProfileCosts | None":
         """Returns the cost model; None without --model and --hardware."""
@@ -207,12 +215,14 @@ class CostOptions(ServingOptions):
 class ReportOptions:
     """Where a report goes, and when the command fails."""
 
-    json_output: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False
-    fail_below: Annotated[
-        float | None,
-        typer.Option("--fail-below", min=0, max=1, help="Exit with 1 when the best balancedness is below this (for "
-                     "CI).", show_default=False),
-    ] = None  # fmt: skip
+    json_output: bool = option("--json", default=False, help="The report as JSON on stdout instead of tables.")
+    fail_below: float | None = option(
+        "--fail-below",
+        min=0,
+        max=1,
+        help="Exit with 1 when the best balancedness is below this (for CI).",
+        show_default=False,
+    )
 
     def print(self, as_json: Callable[[], Any], as_table: Callable[[bool], str]) -> None:
         """Prints the report: plain JSON types, or a table. as_table: takes whether to colour it"""
@@ -230,10 +240,7 @@ class ReportOptions:
 class PageOptions(ReportOptions):
     """A report that may also be an HTML page."""
 
-    html: Annotated[
-        Path | None,
-        typer.Option("--html", help="Also write one self-contained page with pictures.", show_default=False),
-    ] = None
+    html: Path | None = option("--html", help="Also write one self-contained page with pictures.", show_default=False)
 
     def write_page(self, page: str) -> None:
         """Writes the page to --html."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_serve.errors import ConfigError
-from moe_serve.launcher.cli.command import api_key_of_environment, takes
+from moe_serve.launcher.cli.command import api_key_of_environment, option, takes
 from moe_serve.launcher.preflight import check_output
 
 if TYPE_CHECKING:
@@ -38,49 +38,35 @@ class BenchOptions:
     """The options of `moe-serve bench`."""
 
     goodput_more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
-    base_url: Annotated[str, typer.Option("--base-url")] = "http://127.0.0.1:30000"
-    model: Annotated[str | None, typer.Option("--model", help="its name on the server; none: the first it lists")] = (
-        None
+    base_url: str = option("--base-url", default="http://127.0.0.1:30000")
+    model: str | None = option("--model", help="its name on the server; none: the first it lists")
+    endpoint: str = option(
+        "--endpoint", default="completions", help="completions, chat, or generate (SGLang's and our own)"
     )
-    endpoint: Annotated[
-        str, typer.Option("--endpoint", help="completions, chat, or generate (SGLang's and our own)")
-    ] = "completions"
-    num_prompts: Annotated[
-        int | None, typer.Option("--num-prompts", min=1, help="requests; 100, where --duration is not given either")
-    ] = None
-    duration: Annotated[float | None, typer.Option("--duration", min=0.001, help="seconds in which to send")] = None
-    request_rate: Annotated[float, typer.Option("--request-rate", help="per second, an open loop; inf: none")] = float(
-        "inf"
+    num_prompts: int | None = option("--num-prompts", min=1, help="requests; 100, where --duration is not given either")
+    duration: float | None = option("--duration", min=0.001, help="seconds in which to send")
+    request_rate: float = option("--request-rate", default=float("inf"), help="per second, an open loop; inf: none")
+    burstiness: float = option("--burstiness", default=1.0, help="of a rate: 1 Poisson, below burstier, inf equal gaps")
+    max_concurrency: int | None = option("--max-concurrency", min=1, help="open requests, at most")
+    input_len: str = option("--input-len", "--random-input-len", default="128", help=_LENGTHS)
+    output_len: str = option("--output-len", "--random-output-len", default="128", help=_LENGTHS)
+    tokenizer: str | None = option("--tokenizer", help="a model folder, or demo; none: four characters are a token")
+    prefix_len: int = option("--random-prefix-len", "--prefix-len", default=0, min=0, help="shared tokens")
+    prefix_share: float = option("--prefix-share", default=1.0, min=0, max=1, help="of prompts with a prefix")
+    num_prefixes: int = option("--num-prefixes", default=1, min=1, help="different ones")
+    domains: str = option("--domains", default="code,prose", help="of prompts' texts, with commas")
+    shift_after: float | None = option(
+        "--shift-after", min=0.001, help="seconds; the next domain, so expert load moves"
     )
-    burstiness: Annotated[
-        float, typer.Option("--burstiness", help="of a rate: 1 Poisson, below burstier, inf equal gaps")
-    ] = 1.0
-    max_concurrency: Annotated[int | None, typer.Option("--max-concurrency", min=1, help="open requests, at most")] = (
-        None
-    )
-    input_len: Annotated[str, typer.Option("--input-len", "--random-input-len", help=_LENGTHS)] = "128"
-    output_len: Annotated[str, typer.Option("--output-len", "--random-output-len", help=_LENGTHS)] = "128"
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="a model folder, or demo; none: four characters are a token")
-    ] = None
-    prefix_len: Annotated[int, typer.Option("--random-prefix-len", "--prefix-len", min=0, help="shared tokens")] = 0
-    prefix_share: Annotated[float, typer.Option("--prefix-share", min=0, max=1, help="of prompts with a prefix")] = 1.0
-    num_prefixes: Annotated[int, typer.Option("--num-prefixes", min=1, help="different ones")] = 1
-    domains: Annotated[str, typer.Option("--domains", help="of prompts' texts, with commas")] = "code,prose"
-    shift_after: Annotated[
-        float | None, typer.Option("--shift-after", min=0.001, help="seconds; the next domain, so expert load moves")
-    ] = None
-    goodput: Annotated[
-        list[str] | None, typer.Option("--goodput", help="the SLO in ms: ttft:500 tpot:30 e2el:5000, some or all")
-    ] = None
-    temperature: Annotated[float, typer.Option("--temperature", min=0)] = 0.0
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="outputs have their whole length")] = False
-    extra_body: Annotated[str, typer.Option("--extra-body", help="JSON object: more fields of every request")] = "{}"
-    num_warmups: Annotated[int, typer.Option("--num-warmups", min=0, help="requests before the measured ones")] = 1
-    timeout: Annotated[float, typer.Option("--timeout", min=0.001, help="seconds for one request")] = 600.0
-    seed: Annotated[int, typer.Option("--seed", help="of prompts, lengths and gaps")] = 0
-    json_file: Annotated[Path | None, typer.Option("--json", help="write everything there, a row per request")] = None
-    picture: Annotated[Path | None, typer.Option("--picture", help="draw the run as an .svg file")] = None
+    goodput: list[str] | None = option("--goodput", help="the SLO in ms: ttft:500 tpot:30 e2el:5000, some or all")
+    temperature: float = option("--temperature", default=0.0, min=0)
+    ignore_eos: bool = option("--ignore-eos", default=False, help="outputs have their whole length")
+    extra_body: str = option("--extra-body", default="{}", help="JSON object: more fields of every request")
+    num_warmups: int = option("--num-warmups", default=1, min=0, help="requests before the measured ones")
+    timeout: float = option("--timeout", default=600.0, min=0.001, help="seconds for one request")
+    seed: int = option("--seed", default=0, help="of prompts, lengths and gaps")
+    json_file: Path | None = option("--json", help="write everything there, a row per request")
+    picture: Path | None = option("--picture", help="draw the run as an .svg file")
 
 
 @takes(BenchOptions)

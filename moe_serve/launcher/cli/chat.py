@@ -1,4 +1,4 @@
-"""`moe-serve chat`: a conversation with a running server over OpenAI's API, in a terminal or a pipe. Torch-free."""
+"""`moe-serve chat`: a conversation with a running server over OpenAI's API, in a terminal or a pipe."""
 
 import contextlib
 import http.client
@@ -22,7 +22,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of an answer."""
+    """A part of an answer."""
 
     text: str
     is_reasoning: bool = False
@@ -134,7 +134,7 @@ class Chat:
         self.messages = [*asked, {"role": "assistant", "content": said}]
 
     def take(self, line: str) -> bool:
-        """Does what a line of a terminal asks for; False = end."""
+        """Obeys a line from a terminal; returns False at the end of the conversation."""
         command, _, rest = line.strip().partition(" ")
         match command:
             case "":
@@ -157,7 +157,7 @@ class Chat:
 
 
 def converse(chat: Chat, read_line: Callable[[], str]) -> None:
-    """Takes lines of a terminal until they end. An error is shown, and the conversation goes on."""
+    """Takes lines from a terminal until they end. An error is shown, and the conversation goes on."""
     while True:
         try:
             if not chat.take(read_line()):

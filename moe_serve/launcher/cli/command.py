@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, field, fields
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -16,20 +16,25 @@ from moe_serve.errors import MoeServeError
 Options = TypeVar("Options")
 
 
+def option(*names: str, default: object = None, **more: Any) -> Any:
+    """Returns a field that is an option of its own. more: as of typer.Option"""
+    return field(default=default, metadata={"typer": typer.Option(*names, **more), "names": names})
+
+
 def takes(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
     """Returns a decorator for a command that takes one dataclass: typer sees its fields as parameters."""
     hints = get_type_hints(options, include_extras=True)
-    for field in fields(options):  # type: ignore[arg-type]
-        if "typer" in field.metadata:
-            hints[field.name] = Annotated[hints[field.name], field.metadata["typer"]]
+    for each in fields(options):  # type: ignore[arg-type]
+        if "typer" in each.metadata:
+            hints[each.name] = Annotated[hints[each.name], each.metadata["typer"]]
     parameters = [
         inspect.Parameter(
-            field.name,
+            each.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
+            default=inspect.Parameter.empty if each.default is MISSING else each.default,
+            annotation=hints[each.name],
         )
-        for field in fields(options)  # type: ignore[arg-type]
+        for each in fields(options)  # type: ignore[arg-type]
     ]
 
     def decorate(command: Callable[[Options], None]) -> Callable[..., None]:

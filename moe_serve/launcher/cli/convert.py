@@ -8,7 +8,7 @@ import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.errors import ConfigError, PlacementError
-from moe_serve.launcher.cli.command import balancer_command, progress_bar
+from moe_serve.launcher.cli.command import balancer_command, option, progress_bar
 
 CONVERT_HELP = """Convert load traces and placements between formats. Traces go by suffix, placements by --for.
 
@@ -25,21 +25,14 @@ class ConvertOptions(opt.TraceOptions):
 
     source: Annotated[str, typer.Argument(help="A load trace or a placement, recognised by content.")]
     output: Annotated[Path, typer.Argument(help="Target file; traces by suffix .npz, .jsonl, .csv.")]
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            help="For placements: moe_serve, sglang, tensorrt_llm, vllm or vllm_ascend.",
-            show_default="moe_serve",
-        ),
-    ] = None
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of a placement that does not say it.")] = None
-    counts_only: Annotated[bool, typer.Option("--counts-only", help="Leave out all but the expert counts.")] = False
-    topk: opt.Topk = None
-    num_model_layers: opt.ModelLayers = None
-    moe_layers: Annotated[
-        str | None, typer.Option(help="First and last MoE layer of a placement with rows for all layers, like 3-60.")
-    ] = None
+    target: str | None = option(
+        "--for", help="For placements: moe_serve, sglang, tensorrt_llm, vllm or vllm_ascend.", show_default="moe_serve"
+    )
+    ranks: int | None = option(min=1, help="Ranks of a placement that does not say it.")
+    counts_only: bool = option("--counts-only", default=False, help="Leave out all but the expert counts.")
+    topk: int | None = opt.topk()
+    num_model_layers: int | None = opt.model_layers()
+    moe_layers: str | None = option(help="First and last MoE layer of a placement with rows for all layers, like 3-60.")
 
 
 @balancer_command(ConvertOptions)

@@ -93,7 +93,7 @@ class Timeline:
 
 @dataclass
 class Story:
-    """What happened. shift_s: when the domain changed;  moves: (begin, end)"""
+    """The course of the demo. shift_s: when the domain changed;  moves: (begin, end)"""
 
     points: list[TimelinePoint] = field(default_factory=list)
     shift_s: float = 0.0

@@ -14,17 +14,13 @@ import typer
 
 from moe_serve.eplb.policies.names import SERVED
 from moe_serve.errors import ConfigError
+from moe_serve.launcher.cli.command import option
 
 if TYPE_CHECKING:
     from moe_serve.config import ServeConfig
 
 # What `moe-serve serve` serves without arguments; configs/demo-cpu.yaml says the same.
 DEMO_SETTINGS: Mapping[str, Any] = {"model": {"path": "demo"}, "parallel": {"num_ranks": 2, "device": "cpu"}}
-
-
-def option(*names: str, default: object = None, **more: Any) -> Any:
-    """Returns a field that is an option of its own. more: as of typer.Option"""
-    return field(default=default, metadata={"typer": typer.Option(*names, **more), "names": names})
 
 
 def setting(key: str, *names: str, help: str = "", sets: object = None, **more: Any) -> Any:
@@ -141,8 +137,8 @@ class ServeOptions(ModelOptions):
     page_size: int | None = setting("cache.block_size", "--page-size", "--block-size", help=", tokens")
     disable_radix_cache: bool = setting("cache.prefix_cache", "--disable-radix-cache", sets=False, help="false")
     api_key: str | None = option(
-        help="a key that clients must send (authorization: Bearer KEY). Other users of this machine see it in the list "
-        "of processes: better $MOE_SERVE_API_KEY, or --api-key-file",
+        help="a key that clients must send (authorization: Bearer KEY). Other users of this machine see it in the "
+        "list of processes: better $MOE_SERVE_API_KEY, or --api-key-file",
         show_default=False,
     )
     admin_api_key: str | None = option(

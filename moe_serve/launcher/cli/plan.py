@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.eplb.policies.names import POLICIES
 from moe_serve.errors import ConfigError
-from moe_serve.launcher.cli.command import balancer_command, progress_bar
+from moe_serve.launcher.cli.command import balancer_command, option, progress_bar
 from moe_serve.launcher.preflight import check_output
 from moe_serve.topology import Topology
 
@@ -42,31 +42,26 @@ LIMITS_OF = {
 class PlanOptions:
     """What every plan keeps to."""
 
-    groups: Annotated[int | None, typer.Option(min=1, help="Expert groups of the router (DeepSeek-V3: 8).")] = None
-    off_home: opt.OffHome = 1.0
-    max_moves: Annotated[
-        int | None,
-        typer.Option(min=0, help="Slots per layer a plan may move (incremental, series, milp).", show_default=False),
-    ] = None
-    max_moves_total: Annotated[
-        int | None,
-        typer.Option(min=0, help="Slots of all layers together a plan may move, where they gain most (incremental, "
-                     "series).", show_default=False),
-    ] = None  # fmt: skip
-    max_moves_per_rank: Annotated[
-        int | None,
-        typer.Option(min=0, help="Experts that one rank may receive in a layer (incremental, series, milp).",
-                     show_default=False),
-    ] = None  # fmt: skip
-    min_gain: Annotated[
-        float | None,
-        typer.Option(min=0, help="A move evens its layer by at least this share of the mean rank load (incremental, "
-                     "series).", show_default="0.0003"),
-    ] = None  # fmt: skip
-    current: Annotated[
-        Path | None, typer.Option(help="Placement in use at the start.", show_default="experts in order")
-    ] = None
-    seed: opt.Seed = 0
+    groups: int | None = option(min=1, help="Expert groups of the router (DeepSeek-V3: 8).")
+    off_home: float = opt.off_home()
+    max_moves: int | None = option(
+        min=0, help="Slots per layer a plan may move (incremental, series, milp).", show_default=False
+    )
+    max_moves_total: int | None = option(
+        min=0,
+        help="Slots of all layers together a plan may move, where they gain most (incremental, series).",
+        show_default=False,
+    )
+    max_moves_per_rank: int | None = option(
+        min=0, help="Experts that one rank may receive in a layer (incremental, series, milp).", show_default=False
+    )
+    min_gain: float | None = option(
+        min=0,
+        help="A move evens its layer by at least this share of the mean rank load (incremental, series).",
+        show_default="0.0003",
+    )
+    current: Path | None = option(help="Placement in use at the start.", show_default="experts in order")
+    seed: int = opt.seed()
 
     def check_limits(self, policy: str) -> None:
         """Raises ConfigError where a limit is given that one plan of the policy does not keep to."""
@@ -116,22 +111,19 @@ class PlanCommandOptions(opt.ReportOptions, PlanOptions, opt.TraceOptions, opt.C
     """The options of `moe-serve plan`."""
 
     trace: opt.TracePath
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write it.", show_default=False)] = None
-    target: Annotated[str, typer.Option("--for", help="moe_serve, sglang, tensorrt_llm, vllm or vllm_ascend.")] = (
-        "moe_serve"
+    output: Path | None = option("--output", "-o", help="Where to write it.", show_default=False)
+    target: str = option("--for", default="moe_serve", help="moe_serve, sglang, tensorrt_llm, vllm or vllm_ascend.")
+    policy: str = option("--policy", "-p", default="refined", help=f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}.")
+    last: int = option(
+        default=0, min=0, help="Plan on the last so many windows only; 0 = on all; 2 to 64 for -p series."
     )
-    policy: Annotated[str, typer.Option("--policy", "-p", help=f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}.")] = (
-        "refined"
+    by_phase: bool = option(
+        "--by-phase",
+        default=False,
+        help="With -p series: one placement that is good in prefill and in decode (and in windows of both), not for "
+        "their sum.",
     )
-    last: Annotated[
-        int, typer.Option(min=0, help="Plan on the last so many windows only; 0 = on all; 2 to 64 for -p series.")
-    ] = 0
-    by_phase: Annotated[
-        bool,
-        typer.Option("--by-phase", help="With -p series: one placement that is good in prefill and in decode (and in "
-                     "windows of both), not for their sum."),
-    ] = False  # fmt: skip
-    num_model_layers: opt.ModelLayers = None
+    num_model_layers: int | None = opt.model_layers()
 
 
 @balancer_command(PlanCommandOptions)

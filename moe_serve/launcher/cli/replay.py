@@ -4,14 +4,14 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.eplb.policies.names import POLICIES
 from moe_serve.errors import ConfigError
-from moe_serve.launcher.cli.command import balancer_command, progress_bar
+from moe_serve.launcher.cli.command import balancer_command, option, progress_bar
 from moe_serve.launcher.cli.plan import PlanOptions
 from moe_serve.launcher.preflight import check_output
 
@@ -38,47 +38,33 @@ the table as floor and ceiling.
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions(opt.PageOptions, opt.CostOptions, PlanOptions, opt.TraceOptions, opt.ClusterOptions):
+class ReplayOptions(
+    opt.PageOptions, opt.WindowOptions, opt.CostOptions, PlanOptions, opt.TraceOptions, opt.ClusterOptions
+):
     """The options of `moe-serve replay`."""
 
     trace: opt.TracePath
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policy",
-            "-p",
-            help=f"{', '.join(POLICIES)}; series plans for each of --history windows, not for their sum; 'gate:NAME' "
-            "moves only when it pays. Repeat the option.",
-            show_default="deepseek greedy refined incremental",
-        ),
-    ] = None
-    history: opt.History = 1
-    interval: opt.Interval = 1
-    split: opt.Split = "window"
-    latency_steps: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Steps a plan takes to arrive (gated policies).",
-            show_default="as recorded in a .jsonl trace, else 0",
-        ),
-    ] = None
-    like_server: Annotated[
-        Path | None,
-        typer.Option(
-            help="A server's configuration: also replay what its own balancer does with these settings (policy "
-            "'live'). Ranks and slots are those of the trace, and so are, with the settings it was recorded with, the "
-            "steps at which plans were ready and rounds were live.",
-            show_default=False,
-        ),
-    ] = None
-    topk: opt.Topk = None
-    against: Annotated[
-        Path | None,
-        typer.Option(help="Also compare with an earlier replay's --json report.", show_default=False),
-    ] = None
-    curve: Annotated[bool, typer.Option(help="Also plan for other numbers of slots.")] = True
-    jobs: opt.Jobs = None
+    policy: list[str] | None = option(
+        "--policy",
+        "-p",
+        help=f"{', '.join(POLICIES)}; series plans for each of --history windows, not for their sum; 'gate:NAME' "
+        "moves only when it pays. Repeat the option.",
+        show_default="deepseek greedy refined incremental",
+    )
+    latency_steps: int | None = option(
+        min=0,
+        help="Steps a plan takes to arrive (gated policies).",
+        show_default="as recorded in a .jsonl trace, else 0",
+    )
+    like_server: Path | None = option(
+        help="A server's configuration: also replay what its own balancer does with these settings (policy 'live'). "
+        "Ranks and slots are those of the trace, and so are, with the settings it was recorded with, the steps at "
+        "which plans were ready and rounds were live.",
+        show_default=False,
+    )
+    topk: int | None = opt.topk()
+    against: Path | None = option(help="Also compare with an earlier replay's --json report.", show_default=False)
+    curve: bool = option(default=True, help="Also plan for other numbers of slots.")
 
     def settings(self, load: "LoadTrace") -> "ReplaySettings":
         """Returns how the trace is replayed."""

@@ -2,13 +2,13 @@
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.errors import ConfigError
-from moe_serve.launcher.cli.command import balancer_command, progress_bar
+from moe_serve.launcher.cli.command import balancer_command, option, progress_bar
 from moe_serve.launcher.preflight import check_output
 
 if TYPE_CHECKING:
@@ -30,47 +30,32 @@ commas: all combinations run, priced by the cost model.
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateOptions(opt.PageOptions, opt.ServingOptions):
+class SimulateOptions(opt.PageOptions, opt.WindowOptions, opt.ServingOptions):
     """The options of `moe-serve simulate`."""
 
-    model: Annotated[str, typer.Option(help="Model profile, or a YAML file.")] = "DeepSeek-V3"
-    hardware: Annotated[str, typer.Option(help="Hardware profile, or a YAML file.")] = "H800"
-    nodes: Annotated[str, typer.Option(help="Machines; several with commas.")] = "4"
-    ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of a machine.", show_default="of the hardware")
-    ] = None
-    slots: Annotated[str | None, typer.Option(help="Physical experts per layer; several with commas.")] = None
-    redundant: Annotated[
-        str, typer.Option(help="Instead of --slots: slots above one per expert; several with commas.")
-    ] = "32"
-    window: Annotated[str, typer.Option(help="Steps per window of load; several with commas.")] = "100"
-    policy: Annotated[
-        list[str] | None, typer.Option("--policy", "-p", help="As of replay.", show_default="greedy refined")
-    ] = None
-    load: Annotated[str, typer.Option(help="Synthetic load; see --list-loads.")] = "lognormal"
-    skew: Annotated[float | None, typer.Option(help="How skewed it is.", show_default="of the load")] = None
-    rho: Annotated[float, typer.Option(min=0, max=1, help="Correlation of neighbouring windows (drift).")] = 0.98
-    period: Annotated[int, typer.Option(min=1, help="Windows between jumps, turns or bursts.")] = 10
-    windows: Annotated[int, typer.Option(min=2, help="Windows to draw.")] = 40
-    domains: Annotated[str | None, typer.Option(help="A trace whose records are the domains of --load bursts.")] = None
-    trace: Annotated[str | None, typer.Option(help="A recorded load instead.")] = None
-    tokens_per_rank: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens that one rank computes in one step.", show_default="128 decode, 16384 prefill"
-        ),
-    ] = None
-    history: opt.History = 1
-    interval: opt.Interval = 1
-    split: opt.Split = "window"
-    off_home: opt.OffHome = 1.0
-    plan_latency_ms: Annotated[
-        float, typer.Option(min=0, max=1e9, help="Time a plan takes to arrive (gated policies).")
-    ] = 100
-    sources: Annotated[bool, typer.Option(help="Also draw where tokens come from, for off-node traffic.")] = False
-    seed: opt.Seed = 0
-    jobs: opt.Jobs = None
-    list_loads: Annotated[bool, typer.Option("--list-loads", help="Say what the synthetic loads are, and end.")] = False
+    model: str = option(default="DeepSeek-V3", help="Model profile, or a YAML file.")
+    hardware: str = option(default="H800", help="Hardware profile, or a YAML file.")
+    nodes: str = option(default="4", help="Machines; several with commas.")
+    ranks_per_node: int | None = option(min=1, help="GPUs of a machine.", show_default="of the hardware")
+    slots: str | None = option(help="Physical experts per layer; several with commas.")
+    redundant: str = option(default="32", help="Instead of --slots: slots above one per expert; several with commas.")
+    window: str = option(default="100", help="Steps per window of load; several with commas.")
+    policy: list[str] | None = option("--policy", "-p", help="As of replay.", show_default="greedy refined")
+    load: str = option(default="lognormal", help="Synthetic load; see --list-loads.")
+    skew: float | None = option(help="How skewed it is.", show_default="of the load")
+    rho: float = option(default=0.98, min=0, max=1, help="Correlation of neighbouring windows (drift).")
+    period: int = option(default=10, min=1, help="Windows between jumps, turns or bursts.")
+    windows: int = option(default=40, min=2, help="Windows to draw.")
+    domains: str | None = option(help="A trace whose records are the domains of --load bursts.")
+    trace: str | None = option(help="A recorded load instead.")
+    tokens_per_rank: int | None = option(
+        min=1, help="Tokens that one rank computes in one step.", show_default="128 decode, 16384 prefill"
+    )
+    off_home: float = opt.off_home()
+    plan_latency_ms: float = option(default=100, min=0, max=1e9, help="Time a plan takes to arrive (gated policies).")
+    sources: bool = option(default=False, help="Also draw where tokens come from, for off-node traffic.")
+    seed: int = opt.seed()
+    list_loads: bool = option("--list-loads", default=False, help="Say what the synthetic loads are, and end.")
 
     def simulation(self) -> "Simulation":
         """Returns what to simulate."""
@@ -109,12 +94,7 @@ class SimulateOptions(opt.PageOptions, opt.ServingOptions):
         from moe_serve.eplb.replay.synthetic import SyntheticLoad
 
         load = SyntheticLoad(
-            family=self.load,
-            num_windows=self.windows,
-            skew=self.skew,
-            rho=self.rho,
-            period=self.period,
-            seed=self.seed,
+            family=self.load, num_windows=self.windows, skew=self.skew, rho=self.rho, period=self.period, seed=self.seed
         )
         if self.domains is not None:
             records = opt.TraceOptions().open_trace(self.domains)

@@ -225,7 +225,7 @@ def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes |
 
 
 def _working_memory(config: ServeConfig, plan: ModelPlan) -> Memory:
-    """Returns what the largest step takes, apart from the rows between ranks."""
+    """Returns the memory of the largest step, apart from the rows between ranks."""
     sizes = StepSizes(
         rows=config.engine.max_batch_tokens,
         keys=min(plan.max_model_len, plan.num_blocks * config.cache.block_size),
@@ -244,7 +244,7 @@ def _rotations(plan: ModelPlan) -> Memory:
 
 
 def _prompt_logits(config: ServeConfig, plan: ModelPlan) -> Memory:
-    """Returns what log probabilities of prompts take beside a step."""
+    """Returns the memory of the log probabilities of prompts, beside a step."""
     rows = min(rows_at_once(plan.spec.vocab_size), config.engine.max_batch_tokens)
     why = f"{rows} rows x {plan.spec.vocab_size} words at a time, for requests with log probabilities of their prompts"
     return Memory("logits of prompts", rows * plan.spec.vocab_size * torch.float32.itemsize, why)
@@ -256,7 +256,7 @@ def _tokens_at_once(config: ServeConfig, plan: ModelPlan) -> int:
 
 
 def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
-    """Adds what the configuration chooses on this device. Expects the transport in the report, where it is known."""
+    """Adds the choices of the configuration on this device. Expects the transport in the report, where it is known."""
     dtype: str = config.model.dtype
     wire_dtype: str = config.dispatch.wire_dtype
     exchange: str = config.engine.exchange
@@ -298,7 +298,7 @@ def _transport_lines(report: Report, config: ServeConfig) -> Iterator[Line]:
 
 
 def _describe_machine(report: Report, config: ServeConfig, device: str) -> None:
-    """Adds what this machine has, and what it lacks for the configuration. Expects the memory of a rank in the report.
+    """Adds this machine's resources, and what it lacks. Expects the memory of a rank in the report.
 
     device: "cpu" or "cuda"
     """
