@@ -23,7 +23,7 @@ from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.facts import Fact, facts_of, first_difference, front_end_facts
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.links.link import find_link
-from moe_serve.links.newcomers import shut_out_newcomers
+from moe_serve.links.listeners import refuse_new_connections
 from moe_serve.log import get_logger
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class RankStart:
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         engine = self._join_serving_ranks() if self.env.num_before else self._begin_together()
-        shut_out_newcomers(self._mailbox.wake_ports)
+        refuse_new_connections(self._mailbox.wake_ports)
         engine.served.info["start_s"] = round(time.monotonic() - started_s, 3)
         _end_on_signals(engine)
         self._watchdog.leave()

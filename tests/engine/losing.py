@@ -157,7 +157,7 @@ def note_reported(engine: Engine, outcome: Outcome, victims: Sequence[int]) -> N
     outcome.reported_by_victim = reported.view(len(engine.served.spec.moe_layer_ids), -1).sum(1).tolist()
 
 
-def note_what_newcomers_replace(engine: Engine, outcome: Outcome) -> None:
+def note_what_replacements_take_over(engine: Engine, outcome: Outcome) -> None:
     windows = engine.served.windows
     begin_anew = windows.begin_anew
 
@@ -236,7 +236,7 @@ def go(engine: Engine, mailbox: FileMailbox, num_ranks: int, fault: Fault | None
     rank, outcome = engine.rank, Outcome(topk=engine.served.spec.topk, groups=mailbox.groups, ended=mailbox.ended)
     be_patient_at_first(engine)
     count_repairs(engine, outcome)
-    note_what_newcomers_replace(engine, outcome)
+    note_what_replacements_take_over(engine, outcome)
     rounds = RandomRounds(engine) if moves == "written" else None
     if moves == "carried":
         lead_restlessly(engine, NUM_ROUNDS)

@@ -133,17 +133,17 @@ def test_shared_files_are_opened_again_and_another_file_is_not():
     made.keep("first", descriptor)
     os.close(descriptor)
     marks = made.marks()
-    newcomer = SharedFiles(os.getpid(), marks, "kernels")
-    assert newcomer.is_replacement
+    replacement = SharedFiles(os.getpid(), marks, "kernels")
+    assert replacement.is_replacement
     assert not made.is_replacement
-    opened = newcomer.open("first", os.O_RDWR)
+    opened = replacement.open("first", os.O_RDWR)
     assert os.pread(opened, 9, 0) == b"bytes"
     os.close(opened)
-    assert newcomer.marks()["first"][1:] == marks["first"][1:], "and handed on"
+    assert replacement.marks()["first"][1:] == marks["first"][1:], "and handed on"
     wrong = marks["first"]._replace(inode=marks["first"].inode + 1)
     with pytest.raises(PeerError, match="it is another file now"):
         SharedFiles(os.getpid(), {"first": wrong}).open("first", os.O_RDWR)
     with pytest.raises(PeerError, match="cannot be opened"):
         SharedFiles(2**22 + 1, marks).open("first", os.O_RDWR)
-    for files in (made, newcomer):
+    for files in (made, replacement):
         os.close(files.marks()["first"].descriptor)

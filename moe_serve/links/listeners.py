@@ -16,7 +16,7 @@ _SO_ATTACH_FILTER = 26
 _RETURN_0 = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: keep 0 bytes of the packet
 
 
-def shut_out_newcomers(spared_ports: Collection[int] = ()) -> None:
+def refuse_new_connections(spared_ports: Collection[int] = ()) -> None:
     """Makes the kernel drop requests for new connections to all TCP ports of this process but these."""
     if sys.platform != "linux":
         return

@@ -7,7 +7,7 @@ import socket
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
-from moe_serve.links.newcomers import shut_out_newcomers
+from moe_serve.links.listeners import refuse_new_connections
 from tests.launcher.listening import takes_strangers
 
 
@@ -22,14 +22,14 @@ def _two_ports(pipe: Connection) -> None:
         datagrams.bind(("127.0.0.1", 0))
         pipe.send((shut.getsockname(), spared.getsockname()))
         inside, _ = shut.accept()
-        shut_out_newcomers({spared.getsockname()[1]})
+        refuse_new_connections({spared.getsockname()[1]})
         pipe.send("shut")
         assert pipe.recv() == "go on"
         inside.sendall(inside.recv(5))
         pipe.recv()
 
 
-def test_newcomers_are_dropped_and_connections_go_on():
+def test_new_connections_are_dropped_and_others_go_on():
     pipe, end = get_context("fork").Pipe()
     process = get_context("fork").Process(target=_two_ports, args=(end,))
     process.start()
@@ -47,7 +47,7 @@ def test_newcomers_are_dropped_and_connections_go_on():
 
 
 def _keep_nothing(said: Connection) -> None:
-    """Shuts out newcomers beside descriptors of each kind, and says what was open before and afterwards, by number."""
+    """Refuses new connections beside descriptors of each kind; prints the open ones before and after, by number."""
     reader, writer = os.pipe()
     with (
         socket.create_server(("127.0.0.1", 0)),
@@ -57,7 +57,7 @@ def _keep_nothing(said: Connection) -> None:
         select.epoll(),
     ):
         before = _open_descriptors()
-        shut_out_newcomers()
+        refuse_new_connections()
         said.send((before, _open_descriptors()))
     os.close(writer)
     said.send(os.read(reader, 1))  # would wait for a copy of the end that writes
