@@ -96,7 +96,7 @@ class PagedAttention:
         return self._scale
 
     def plan(self, batch: ForwardBatch, window: int | None = None, chunk: int | None = None) -> AttentionPlan:
-        """Returns what to attend in a step, made once for all layers that see alike. None, None: they see all keys"""
+        """Returns the plan of a step's attention, once for all layers with equal visibility. None, None: all keys"""
         visible = Visible(window, self._shape.has_sinks, chunk)
         return plan_attention(batch, self._layout, self._numerics, self._dtype, self._shape.long_from, visible)
 
