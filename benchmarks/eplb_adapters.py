@@ -21,8 +21,7 @@ from benchmarks.conditions import conditions, save
 from moe_serve.adapters.plugin import AdapterSettings
 from moe_serve.adapters.vllm import make_policy_class
 from moe_serve.eplb.load import balancedness, rank_load
-from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.problem import count_moves
+from moe_serve.eplb.placement import Placement, count_moves
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 
 WINDOWS = 8

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.load import balancedness, rank_load
-from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.placement import Placement, count_moves
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
-from moe_serve.eplb.policies.problem import count_moves, keep_slots_of
+from moe_serve.eplb.policies.problem import keep_slots_of
 from moe_serve.eplb.relabel import relabel_ranks
 from moe_serve.eplb.repair import fill_empty_slots
 from moe_serve.errors import PlacementError
@@ -102,9 +102,8 @@ def replan(
     if current is None:
         logger.info("first placement: balancedness %.4f, %.0f ms", plan.balancedness.mean(), 1e3 * plan.elapsed_s)
         return new.astype(np.int64)
-    shape = (len(new), cluster.num_ranks, -1)
-    before = current.physical_to_logical.reshape(shape)
-    table = keep_slots_of(before, new.reshape(shape))
+    before = current.by_rank
+    table = keep_slots_of(before, new.reshape(before.shape))
     reached = balancedness(rank_load(load, current), request.live_ranks).mean() if current.replica_count.all() else 0.0
     logger.info(
         "balancedness %.4f -> %.4f, %d of %d slots receive an expert, planned in %.0f ms",

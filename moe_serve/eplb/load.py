@@ -103,7 +103,7 @@ class LoadRecord:
 
     @property
     def busy_steps(self) -> int:
-        """How many steps share the tokens: those that ran a forward, where the record tells, else all."""
+        """The number of steps that share the tokens: those with a forward where the record says it, else all."""
         return self.num_steps if self.num_forwards is None else self.num_forwards
 
     @property

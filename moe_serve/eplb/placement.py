@@ -19,7 +19,7 @@ Two layers of 4 experts on 3 ranks with 2 slots each, 2 of the 6 redundant:
     replica_count             [[1, 2, 1, 1], [2, 1, 2, 1]]
     logical_to_physical       [[[0, -1], [1, 4], [2, -1], [3, -1]], [[0, 4], [1, -1], [2, 5], [3, -1]]]
 
-Shape words: L = num_layers (MoE layers only), E = num_logical, P = num_slots.
+Shape words: L = num_layers (MoE layers only), E = num_logical, R = num_ranks, K = slots_per_rank, P = num_slots.
 """
 
 from collections.abc import Iterable
@@ -91,6 +91,11 @@ class Placement:
     def slots_per_rank(self) -> int:
         return self.num_slots // self.num_ranks
 
+    @property
+    def by_rank(self) -> Ints:
+        """The experts of each rank's slots, [L, R, K] int32; a view."""
+        return self.physical_to_logical.reshape(self.num_layers, self.num_ranks, self.slots_per_rank)
+
     @cached_property
     def replica_count(self) -> Ints:
         """The number of slots of each expert, [L, E] int32."""
@@ -103,8 +108,7 @@ class Placement:
     @cached_property
     def live_ranks(self) -> NDArray[np.int64]:
         """The ranks that hold an expert, ascending; the others, such as lost ones, take no part."""
-        used = (self.physical_to_logical >= 0).reshape(-1, self.num_ranks, self.slots_per_rank)
-        return _read_only(np.flatnonzero(used.any(axis=(0, 2))))
+        return _read_only(np.flatnonzero((self.by_rank >= 0).any(axis=(0, 2))))
 
     @cached_property
     def logical_to_physical(self) -> Ints:
@@ -123,9 +127,7 @@ class Placement:
     @cached_property
     def num_duplicates(self) -> NDArray[np.int64]:
         """The number of slots that repeat an expert of their rank, [L] int64."""
-        by_rank = np.sort(
-            self.physical_to_logical.reshape(self.num_layers, self.num_ranks, self.slots_per_rank), axis=2
-        )
+        by_rank = np.sort(self.by_rank, axis=2)
         repeated = (by_rank[:, :, 1:] == by_rank[:, :, :-1]) & (by_rank[:, :, 1:] >= 0)
         return _read_only(repeated.sum(axis=(1, 2)))
 
@@ -183,6 +185,19 @@ def count_replicas(table: NDArray[np.integer], num_logical: int) -> Ints:
     keys = table.astype(np.int64) + 1 + np.arange(num_layers)[:, None] * (num_logical + 1)
     counts = np.bincount(keys.ravel(), minlength=num_layers * (num_logical + 1))
     return counts.reshape(num_layers, num_logical + 1)[:, 1:].astype(np.int32)
+
+
+def count_arrivals(old: Ints, new: Ints) -> NDArray[np.int64]:
+    """Returns how many experts each rank must receive: old, new [L, R, K] as `Placement.by_rank` -> [L, R] int64."""
+    missing = ~(new[:, :, :, None] == old[:, :, None, :]).any(axis=3) & (new >= 0)
+    arriving: NDArray[np.int64] = missing.sum(axis=2)
+    return arriving
+
+
+def count_moves(old: Ints, new: Ints) -> NDArray[np.int64]:
+    """Returns how many experts the ranks of each layer must receive: old, new [L, R, K] -> [L] int64."""
+    arriving: NDArray[np.int64] = count_arrivals(old, new).sum(axis=1)
+    return arriving
 
 
 def _fill_round_robin(row: Ints, filled: NDArray[np.integer], num_logical: int, num_redundant: int) -> None:

@@ -32,10 +32,8 @@ _NEVER = np.iinfo(np.int64).max
 
 def relabel_ranks(old: Placement, new: Placement, topology: Topology, relabel: Relabel) -> Ints:
     """Returns [L, P] int64: slot s should take what slot out[l, s] of new holds (slots of a rank stay together)."""
-    shape = (old.num_layers, old.num_ranks, old.slots_per_rank)
-    before, after = (placement.physical_to_logical.reshape(shape) for placement in (old, new))
     node_of = np.arange(topology.num_ranks) // topology.ranks_per_node
-    part = cheapest_parts(before, after, node_of, relabel)
+    part = cheapest_parts(old.by_rank, new.by_rank, node_of, relabel)
     slots = part[:, :, None] * old.slots_per_rank + np.arange(old.slots_per_rank)
     return slots.reshape(old.num_layers, -1)
 

@@ -81,7 +81,7 @@ def with_lost_experts(placement: Placement, lost_ranks: Collection[int]) -> tupl
 
 def _by_rank(placement: Placement) -> Ints:
     """Returns a table of its own, [L, R, K]."""
-    return placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1).copy()
+    return placement.by_rank.copy()
 
 
 def _flat(table: Ints) -> Ints:
@@ -160,7 +160,7 @@ class _Holders:
         return num_given > 0
 
     def write(self, table: Ints) -> int:
-        """Writes what ranks hold anew into empty slots, repeated ones, then given up ones. Returns how many."""
+        """Writes the experts that ranks got into empty, then repeated, then given-up slots. Returns their number."""
         num_written = 0
         for rank in self._live:
             row = table[rank]
@@ -276,11 +276,11 @@ def fill_empty_slots(
     num_nodes: experts stay on the nodes that hold them; 1 = they may go anywhere
     in_use:    the placement that this one replaces, of the same shape; None = none
     Each slot takes the expert that leaves the layer's largest rank load lowest, of those that its rank does not hold
-    yet (of all where it holds all). On a tie, one that the rank has in use, which nobody has to send; then the lowest.
+    yet (of all where it holds all). On a tie, one that the rank has in use, so that no rank sends it; then the lowest.
     """
     table = placement.physical_to_logical.copy()
     num_ranks, num_logical = placement.num_ranks, placement.num_logical
-    old = (placement if in_use is None else in_use).physical_to_logical.reshape(len(table), num_ranks, -1)
+    old = (placement if in_use is None else in_use).by_rank
     for row in np.flatnonzero((table < 0).any(axis=1)).tolist():
         by_rank = table[row].reshape(num_ranks, -1)
         load = tokens[row].astype(np.float64)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moe_serve.eplb import relabel
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.migration.plan import plan_migration
-from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.placement import Placement, count_moves
 from moe_serve.eplb.policies.locality import off_node_share
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.packing import (
@@ -24,7 +24,7 @@ from moe_serve.eplb.policies.packing import (
     replica_load,
 )
 from moe_serve.eplb.policies.policy import PlanRequest, RankCost
-from moe_serve.eplb.policies.problem import count_moves, problem_of
+from moe_serve.eplb.policies.problem import problem_of
 from moe_serve.eplb.relabel import cheapest_parts, cheapest_parts_reference, relabel_ranks
 from moe_serve.topology import Topology
 from tests.eplb.loads import drifting, grouped, lognormal, same_slots, small_cases, zipf
@@ -35,10 +35,6 @@ ANEW = ["greedy", "refined"]
 
 def planned(name, tokens, topology, slots, current=None, **more):
     return make_policy(name).plan(PlanRequest(tokens, topology, slots, current=current, **more))
-
-
-def by_rank(placement):
-    return placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
 
 
 @given(seed=st.integers(0, 2**31), size=st.integers(1, 6), most=st.sampled_from([1, 3, 50, 2**50]))
@@ -74,7 +70,7 @@ def test_ranks_are_relabelled_so_that_few_experts_move(name, slots, ranks, most)
     made, alone = planned(name, loads[1], top, slots, current), planned(name, loads[1], top, slots)
     assert made.num_moves / (2 * slots) <= most
     np.testing.assert_allclose(made.balancedness, alone.balancedness)
-    assert made.num_moves == count_moves(by_rank(current), by_rank(made.placement)).sum()
+    assert made.num_moves == count_moves(current.by_rank, made.placement.by_rank).sum()
 
 
 @pytest.mark.parametrize("name", ANEW)
@@ -91,12 +87,12 @@ def test_a_plan_anew_is_as_good_as_without_a_placement_in_use_and_moves_no_more(
     assert (made.balancedness >= alone.balancedness - 1e-8).all()
     assert (made.off_home <= off_home + 1e-6).all()
     before = balancedness(rank_load(tokens, current))
-    stays = (by_rank(made.placement) == by_rank(current)).all(axis=(1, 2))
+    stays = (made.placement.by_rank == current.by_rank).all(axis=(1, 2))
     if off_home == 1.0:
         assert (stays | (made.balancedness > before)).all(), "no move where nothing is gained"
     if nodes == 1:
-        moves = count_moves(by_rank(current), by_rank(alone.placement))
-        assert (count_moves(by_rank(current), by_rank(made.placement)) <= moves).all()
+        moves = count_moves(current.by_rank, alone.placement.by_rank)
+        assert (count_moves(current.by_rank, made.placement.by_rank) <= moves).all()
 
 
 @pytest.mark.parametrize("name", ANEW)
@@ -104,16 +100,16 @@ def test_under_a_hierarchy_nodes_are_exchanged_as_wholes_and_homes_follow(name):
     top, slots, rules = Topology(4, 4), 80, {"num_groups": 8, "off_home": 0.1}
     tokens = grouped(3, 64, 8, seed=1)
     current = planned(name, tokens, top, slots, **rules).placement
-    table = by_rank(current).reshape(3, 4, 4, 5)[:, [2, 0, 3, 1]][:, :, [3, 1, 0, 2], ::-1]
+    table = current.by_rank.reshape(3, 4, 4, 5)[:, [2, 0, 3, 1]][:, :, [3, 1, 0, 2], ::-1]
     renamed = Placement(table.reshape(3, slots).copy(), 64, 16)
     assert same_slots(planned(name, tokens, top, slots, renamed, **rules).placement, renamed)
     later = np.round(tokens * np.exp(0.5 * np.random.default_rng(0).standard_normal(tokens.shape))).astype(int)
     made, alone = (planned(name, later, top, slots, in_use, **rules) for in_use in (renamed, None))
     np.testing.assert_allclose(made.balancedness, alone.balancedness)
     np.testing.assert_allclose(made.off_home, alone.off_home)
-    assert made.num_moves < count_moves(by_rank(renamed), by_rank(alone.placement)).sum()
-    nodes = {frozenset(node.ravel().tolist()) for node in by_rank(alone.placement)[0].reshape(4, 4, 5)}
-    assert nodes == {frozenset(node.ravel().tolist()) for node in by_rank(made.placement)[0].reshape(4, 4, 5)}
+    assert made.num_moves < count_moves(renamed.by_rank, alone.placement.by_rank).sum()
+    nodes = {frozenset(node.ravel().tolist()) for node in alone.placement.by_rank[0].reshape(4, 4, 5)}
+    assert nodes == {frozenset(node.ravel().tolist()) for node in made.placement.by_rank[0].reshape(4, 4, 5)}
 
 
 @pytest.mark.parametrize("objective", ["off_node", {"tokens": 1.0, "off_node": 0.5}, "step_time"])
@@ -127,7 +123,7 @@ def test_where_sources_matter_nodes_keep_their_contents(objective):
     current = planned("refined", tokens[0], top, 36, **rules).placement
     made, alone = (planned("refined", tokens[1], top, 36, in_use, **rules) for in_use in (current, None))
     problem = problem_of(PlanRequest(tokens[1], top, 36, **rules))
-    away = [off_node_share(problem, by_rank(plan.placement)) for plan in (made, alone)]
+    away = [off_node_share(problem, plan.placement.by_rank) for plan in (made, alone)]
     np.testing.assert_allclose(made.balancedness, alone.balancedness)
     np.testing.assert_allclose(*away)
 

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 class GateCost(Protocol):
-    """Predicts serving time. A pure function of what it was told; loads are means over a window's steps.
+    """Predicts serving time. A pure function of the measurements it got; loads are means over a window's steps.
 
     learns: whether `learn_window` teaches it anything
     """

@@ -111,7 +111,7 @@ class Kernels:
         return np.asarray(np.sqrt(compute * compute + memory * memory))
 
     def expert_elementwise(self, rank_rows: Floats, batch: Batch) -> Floats:
-        """Returns the time of what is done to the rows of experts between their GEMMs: rows [...] -> [...]."""
+        """Returns the time of the elementwise kernels between the GEMMs of experts: rows [...] -> [...]."""
         return rank_rows * (self._bytes[batch.phase].row / self.hbm)
 
     def gemm(self, rows: float, n: int, k: int) -> float:

@@ -29,7 +29,7 @@ from moe_serve.topology import Topology
 Floats = NDArray[np.float64]
 NUM_WINDOWS = 64
 FADING = 0.98  # weight of a window against the next newer one
-OUTLIER = 2.0  # errors above so many times the usual one count less, in inverse proportion
+OUTLIER = 2.0  # times the usual error: larger ones count less, in inverse proportion
 LEAST_ERROR = 0.01  # of a step: no window tells its time more exactly; of few windows not even that
 NUM_REFITS = 2  # after each window, with the weights that follow from the errors of the fit before
 MOE_SHARE = 0.5  # assumed share of token_s that the busiest rank's experts take, before the skew has varied

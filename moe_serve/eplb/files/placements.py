@@ -278,7 +278,7 @@ def filled_in_place(placement: Placement) -> Placement:
     tokens stay there. A slot of a rank without such an expert stays empty.
     """
     table = placement.physical_to_logical.copy()
-    by_rank = table.reshape(placement.num_layers, placement.num_ranks, placement.slots_per_rank)
+    by_rank = table.reshape(placement.by_rank.shape)
     for row, rank in np.unique(np.argwhere(by_rank < 0)[:, :2], axis=0).tolist():
         held = by_rank[row, rank]
         here = np.bincount(held[held >= 0], minlength=placement.num_logical)

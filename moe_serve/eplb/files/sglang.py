@@ -111,19 +111,6 @@ def _kind(content: Any, path: Path) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class _Recording:
-    """The dumps of one recording.
-
-    passes: rank -> forward pass -> its records: one, or one for each of two overlapping batches
-    table:  [model layers, P] int64, expert of each slot
-    """
-
-    path: Path
-    passes: dict[int, dict[int, list[dict[str, Any]]]]
-    table: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
 class _Dump:
     path: Path
     rank: int
@@ -132,7 +119,7 @@ class _Dump:
     table: np.ndarray
 
 
-def _recordings_of(contents: list[tuple[Path, Any]]) -> list[_Recording]:
+def _recordings_of(contents: list[tuple[Path, Any]]) -> list["_Recording"]:
     """Returns the recordings in the dumps of a folder, in the order they were written.
 
     Raises TraceError when it is not sure which dumps belong together, or when a rank's dump is missing.
@@ -173,7 +160,7 @@ def _recordings_of(contents: list[tuple[Path, Any]]) -> list[_Recording]:
     return [_pooled({dump.rank: [dump] for dump in group}) for group in together]
 
 
-def _pooled(by_rank: dict[int, list[_Dump]]) -> _Recording:
+def _pooled(by_rank: dict[int, list[_Dump]]) -> "_Recording":
     """Returns one recording of all these dumps; a rank may have several, of passes that follow each other."""
     first = by_rank[0][0]
     passes: dict[int, dict[int, list[dict[str, Any]]]] = {}
@@ -192,7 +179,7 @@ def _pooled(by_rank: dict[int, list[_Dump]]) -> _Recording:
                     f"restarted, and these are two recordings: {_ALONE}, or give the files the names SGLang wrote"
                 )
             passes[rank] |= dump.passes
-    return _Recording(first.path, passes, first.table)
+    return _Recording.of(first.path, passes, first.table)
 
 
 def _dump(path: Path, content: dict[str, Any]) -> _Dump | None:
@@ -273,24 +260,23 @@ def _passes_trace(contents: list[tuple[Path, Any]], progress: ByteProgress | Non
     """Returns the trace of the dumps of all ranks; of several recordings, one behind the other."""
     recordings = _recordings_of(contents)
     path = recordings[0].path
-    passes = [_Passes.of(recording) for recording in recordings]
-    shapes = {(len(each.table), int(each.table.max()) + 1) for each in passes}
+    shapes = {(len(each.table), int(each.table.max()) + 1) for each in recordings}
     if len(shapes) > 1:
         raise TraceError(f"{path.parent}: recordings of {sorted(shapes)} (layers, experts); of different models")
-    used = np.zeros(len(passes[0].table), dtype=bool)
+    used = np.zeros(len(recordings[0].table), dtype=bool)
     topk = 0
-    for each in passes:
+    for each in recordings:
         used |= each.used
         topk = max(topk, each.topk)
     layers = np.flatnonzero(used)
-    total = sum(len(each.pass_ids) for each in passes)
+    total = sum(len(each.pass_ids) for each in recordings)
     if not len(layers):
         raise TraceError(f"{path}: no tokens in {total} passes; record while requests run")
-    ranks = max(len(each.by_rank) for each in passes)
-    left_out = sum(each.num_left_out for each in passes)
+    ranks = max(len(each.by_rank) for each in recordings)
+    left_out = sum(each.num_left_out for each in recordings)
     dropped = f", {left_out} passes not in all files left out" if left_out else ""
-    apart = f" in {len(passes)} recordings, kept apart by when they were written" if len(passes) > 1 else ""
-    in_order = [(each, pass_id) for each in passes for pass_id in each.pass_ids]
+    apart = f" in {len(recordings)} recordings, kept apart by when they were written" if len(recordings) > 1 else ""
+    in_order = [(each, pass_id) for each in recordings for pass_id in each.pass_ids]
 
     def records() -> Iterator[LoadRecord]:
         for index, (each, pass_id) in enumerate(counted(in_order, total, progress)):
@@ -307,10 +293,12 @@ def _passes_trace(contents: list[tuple[Path, Any]], progress: ByteProgress | Non
 
 
 @dataclass(frozen=True, eq=False)
-class _Passes:
-    """The forward passes of one recording that are in the dumps of all its ranks.
+class _Recording:
+    """The dumps of one recording, and the forward passes that are in those of all its ranks.
 
-    table: [model layers, P]; used: [model layers] bool, layers with tokens
+    by_rank: rank -> forward pass -> its records: one, or one for each of two overlapping batches
+    table:   [model layers, P] int64, expert of each slot
+    used:    [model layers] bool, layers with tokens
     """
 
     path: Path
@@ -322,9 +310,8 @@ class _Passes:
     topk: int
 
     @classmethod
-    def of(cls, recording: _Recording) -> "_Passes":
+    def of(cls, path: Path, by_rank: dict[int, dict[int, list[dict[str, Any]]]], table: np.ndarray) -> "_Recording":
         """Reads all counts once: which layers have tokens, and whether a rank is missing."""
-        by_rank, table, path = recording.passes, recording.table, recording.path
         shared = sorted(set.intersection(*(set(passes) for passes in by_rank.values())))
         every = set.union(*(set(passes) for passes in by_rank.values()))
         if not shared:

@@ -74,7 +74,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _check_depth(events: Iterable[yaml.Event], path: Path) -> None:
-    """Refuses what is nested more deeply than any placement: the composer recurses, and libyaml's ends the process."""
+    """Refuses deeper nesting than any placement has: the composer recurses, and libyaml's ends the process."""
     depth = 0
     for event in events:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

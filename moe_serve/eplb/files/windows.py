@@ -135,7 +135,7 @@ def load_by_phase(trace: LoadTrace, last: int = 0) -> tuple[PhaseLoad, ...]:
 
     Raises TraceError where these are of fewer than two phases.
     """
-    # Of a record, what is needed alone: the last ones are kept, and they may have large optional parts.
+    # The last windows are kept in memory, so without the optional parts of a record, which may be large.
     windows: Iterable[PhaseLoad] = (_window(record) for record in trace if record.tokens.any())
     loads: dict[str, PhaseLoad] = {}
     for window in deque(windows, maxlen=last) if last else windows:

@@ -179,7 +179,7 @@ class PlannerProcess:
         assert child.stdin is not None
         num_written = 0
         asked.has_more = False  # a full pipe is tried again in any later turn
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the end of the output tells of a process's end
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # a process that ended has closed its output, too
             while num_written < PIECE_BYTES and not asked.is_sent:
                 if not asked.piece:
                     asked.piece = memoryview(next(asked.unsent, b""))

@@ -46,7 +46,7 @@ class EditState:
     steepness: of the smooth maximum, per mean rank load
     fixed:     [L, E] cost of each replica on its own, or None
     min_replicas: an expert with no more of them keeps them all
-    max_rank_moves: a rank that must receive so many experts may not come to more by an edit; None = no limit
+    max_rank_moves: experts that edits may make one rank receive; None = no limit
     """
 
     unit: Floats
@@ -215,7 +215,7 @@ def all_overwrites(state: EditState, allowed: Bools | None = None, must_stay: Bo
     fewer = state.size_of(np.maximum(state.count - 1, 1))
     more = state.size_of(state.count + 1)
     peak = np.take_along_axis(state.peak, rank, axis=1)
-    growth = np.zeros((num_layers, num_experts + 1))  # 0: an empty slot leaves nobody more load
+    growth = np.zeros((num_layers, num_experts + 1))  # 0: overwriting an empty slot adds load to no replica
     growth[:, :-1] = repeatable_exp(np.minimum(steep * (fewer - each), MAX_EXPONENT)) - 1
     raised = (np.take_along_axis(over, safe, axis=1) - peak) * np.take_along_axis(growth, safe, axis=1)
     shrinks = repeatable_exp(steep * (more - each)) - 1

@@ -291,7 +291,7 @@ def _give_slots(slots: Ids, wanted: Ints) -> Ids:
     arriving = np.repeat(
         np.arange(num_experts), np.maximum(wanted - np.bincount(slots[stays], minlength=num_experts), 0)
     )
-    # Slots that were given up first, empty ones after them: of those, some may be left.
+    # Slots that experts gave up come before empty ones, some of which may stay empty.
     free = np.flatnonzero(~stays)
     free = free[np.argsort(slots[free] < 0, kind="stable")][: len(arriving)]
     out[free] = arriving

@@ -1,8 +1,8 @@
 """Makes the placement in use a legal start for edits, and keeps edits inside the node hierarchy.
 
 A start can be illegal because a rank was excluded, an expert was lost or is on fewer than min_replicas ranks, or a rank
-holds one twice. These are repaired whatever that moves. Under a hierarchy it can also be that a home node lacks one of
-its experts, or that drift has put too much load on replicas off home: these are mended one slot at a time, within the
+holds one twice. These are repaired even beyond the limits of moves. Under a hierarchy a home node can also lack one of
+its experts, or drift can have put too much load on replicas off home: these are mended one slot at a time, within the
 limits of moves, and the next plan goes on where a limit ended it.
 
 Shape words: L = layers, E = experts, R = ranks that take part, K = slots per rank, N = nodes.
@@ -222,7 +222,7 @@ class _Mending:
         return int(self._arrived.sum())
 
     def rescue(self) -> bool:
-        """Puts experts onto min_replicas ranks, whatever that moves. Returns whether all are."""
+        """Puts experts onto min_replicas ranks, even beyond the limits of moves. Returns whether all are."""
         short = np.flatnonzero(self._count < self._least).tolist()
         return all(self._until(self._count, expert, forced=True) for expert in short)
 

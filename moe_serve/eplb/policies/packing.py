@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.placement import count_replicas
+
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Ids = NDArray[np.int32]
@@ -139,10 +141,7 @@ def replica_load(weight: Floats, counts: Counts, replicas: NDArray[np.int32], fi
 
 def replicas_in(table: NDArray[np.int32], num_experts: int) -> Counts:
     """Returns how many replicas each expert has in a table: [L, R, K] (-1 = empty) -> [L, E] int64."""
-    num_layers = len(table)
-    key = np.arange(num_layers)[:, None, None] * (num_experts + 1) + table + 1
-    counts = np.bincount(key.ravel(), minlength=num_layers * (num_experts + 1))
-    return counts.reshape(num_layers, num_experts + 1)[:, 1:]
+    return count_replicas(table.reshape(len(table), -1), num_experts).astype(np.int64)
 
 
 def pack_in_rounds(replicas: Ids, load: Floats, num_ranks: int) -> tuple[Ids, Floats]:

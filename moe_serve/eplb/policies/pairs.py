@@ -29,9 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.c_library import load_c_library
+from moe_serve.eplb.placement import count_arrivals
 from moe_serve.eplb.policies.anew import greedy_table
 from moe_serve.eplb.policies.packing import minimax_counts, replicas_in
-from moe_serve.eplb.policies.problem import Ids, Problem, count_arrivals
+from moe_serve.eplb.policies.problem import Ids, Problem
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.load import balancedness, rank_load
-from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.placement import Placement, count_arrivals, count_moves
 from moe_serve.eplb.policies.bounds import balancedness_bound, counting_bound
 from moe_serve.eplb.policies.packing import Deadline
 from moe_serve.eplb.policies.policy import Plan, PlanRequest, Unkept
@@ -133,8 +133,7 @@ def objective_weights(request: PlanRequest) -> tuple[Floats, Floats | None]:
 
 def as_table(placement: Placement, ranks: NDArray[np.int64]) -> Ids:
     """Returns the table [L, R, K] of a placement over these ranks; ids as they are."""
-    table: Ids = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
-    return table[:, ranks].copy()
+    return placement.by_rank[:, ranks].copy()
 
 
 def finish(
@@ -203,19 +202,6 @@ def unkept_limits(request: PlanRequest, problem: Problem, table: Ids, because: s
     if most is not None and total > most:
         found.append(Unkept(f"max_total_moves {most}", total, int(arrived.any(axis=1).sum()), because))
     return tuple(found)
-
-
-def count_moves(old: Ids, new: Ids) -> NDArray[np.int64]:
-    """Returns how many experts the ranks of each layer must receive: old, new [L, R, K] -> [L] int64."""
-    arriving: NDArray[np.int64] = count_arrivals(old, new).sum(axis=1)
-    return arriving
-
-
-def count_arrivals(old: Ids, new: Ids) -> NDArray[np.int64]:
-    """Returns how many experts each rank must receive: old, new [L, R, K] -> [L, R] int64."""
-    missing = ~(new[:, :, :, None] == old[:, :, None, :]).any(axis=3) & (new >= 0)
-    arriving: NDArray[np.int64] = missing.sum(axis=2)
-    return arriving
 
 
 def keep_slots_of(old: Ids, new: Ids) -> Ids:

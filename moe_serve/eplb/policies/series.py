@@ -24,7 +24,7 @@ from moe_serve.errors import PlacementError
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int32]
-NUM_HEAVY = 6  # swaps begin at so many of the heaviest ranks
+NUM_HEAVY = 6  # of the heaviest ranks, at which swaps begin
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ def fields_of(event: Event) -> tuple[str, dict[str, Any]]:
 
 
 def event_of(line: dict[str, Any], like: Placement, plan: Callable[[int], Plan]) -> Event | None:
-    """Returns the event in a line of a trace; None where it is none for a rebalancer.
+    """Returns the event in a line of a trace; None where the line is not for a rebalancer.
 
     plan: returns the plan of a request; a trace does not hold plans, since the same policy makes them again
     Raises TraceError for an event that lacks something.

@@ -39,7 +39,7 @@ FIRST_SURPRISE = 0.3
 LEAST_SURPRISE = 0.01
 KEEP = 0.5  # of what earlier moves of a layer have earned, when one is judged: one noisy window is no failure
 SPENDABLE = 0.75  # share of the regret bound that known costs may spend; the rest covers what cannot be foreseen
-ERRORS_KEPT = 0.7  # share of what is known about prediction errors that stays with each window
+ERRORS_KEPT = 0.7  # weight of earlier prediction errors against those of the next window
 SHIFT = 2.0  # a load that is this many times further from its prediction than usual has shifted
 # A shift is learned as this many usual errors: a rare one teaches little, while constant ones soon become usual.
 LEARNED = 1.5

@@ -28,7 +28,7 @@ from moe_serve.eplb.cost.measured import MeasuredCost, PriorPrices
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
 from moe_serve.eplb.migration.moves import MigrationRound, RoundLimits, apply_round
 from moe_serve.eplb.migration.plan import MigrationPlan, migration_to, plan_migration
-from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.placement import Placement, count_moves
 from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
 from moe_serve.eplb.rebalance.events import (
     Action,
@@ -308,7 +308,7 @@ class Rebalancer:
     def _move_at_once(
         self, step: int, wanted: Placement, cause: Literal["restore", "manual"], why: str
     ) -> tuple[Action, ...]:
-        """Begins to move to this placement, whatever that costs."""
+        """Begins to move to this placement without weighing the cost."""
         move = self._exact_migration(wanted)
         self.journal.add(Decision(step, cause, f"{move}: {why}", move.layer_rows))
         return self._run(step, move, cause) if move.rounds else ()
@@ -485,11 +485,7 @@ def _arrivals(old: Placement, new: Placement) -> Floats:
     """Returns [L], how many experts ranks of each layer must receive to get from old to new."""
     out = np.zeros(old.num_layers)
     changed = np.flatnonzero((old.physical_to_logical != new.physical_to_logical).any(axis=1))
-    held, wanted = (
-        p.physical_to_logical[changed].reshape(len(changed), p.num_ranks, p.slots_per_rank) for p in (old, new)
-    )
-    present = (wanted[:, :, :, None] == held[:, :, None, :]).any(axis=3)
-    out[changed] = (~present & (wanted >= 0)).sum(axis=(1, 2))
+    out[changed] = count_moves(old.by_rank[changed], new.by_rank[changed])
     return out
 
 
@@ -541,7 +537,7 @@ class Journal:
     """
 
     def __init__(self, max_failures: int) -> None:
-        """max_failures: after so many in a row the rebalancer switches itself off"""
+        """max_failures: failures in a row after which the rebalancer switches itself off"""
         self.alarm = ""
         self._decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self._num_decisions = 0

@@ -10,6 +10,7 @@ from moe_serve.eplb.cost.kernels import Batch, Phase
 from moe_serve.eplb.cost.model import CostModel, PredictedCost
 from moe_serve.eplb.load import LoadTrace, slot_load
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.problem import holds
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 
@@ -122,7 +123,7 @@ class ProfileCosts:
         return min(self.model.step(replace(batch, two_batch=two), rows, is_mean=True).total_s for two in tried)
 
     def served_tokens(self, tokens: float, phase: str) -> float:
-        """Returns the tokens that requests are served where so many are computed: the cached ones are among them."""
+        """Returns the tokens that requests get when this many are computed; those in the cache come on top."""
         return tokens / (1 - self.serving.cache_hit) if self._phase(phase) == "prefill" else tokens
 
     def stall_seconds(self, arrivals: Arrivals) -> float:
@@ -147,17 +148,9 @@ class ProfileCosts:
 
 def arrivals(old: Placement, new: Placement, topology: Topology) -> Arrivals:
     """Returns how many experts each rank must receive; the slots of a rank are interchangeable."""
-    before, after = _holds(old), _holds(new)
+    before, after = (holds(placement.by_rank, placement.num_logical) for placement in (old, new))
     received = after & ~before
     nodes = before.reshape(old.num_layers, topology.num_nodes, topology.ranks_per_node, -1).any(axis=2)
     near = received & np.repeat(nodes, topology.ranks_per_node, axis=1)
     from_node = near.sum(axis=(0, 2))
     return Arrivals(from_node, received.sum(axis=(0, 2)) - from_node, received.sum(axis=1))
-
-
-def _holds(placement: Placement) -> NDArray[np.bool_]:
-    """Returns [L, R, E], whether a rank holds an expert."""
-    table = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
-    out = np.zeros((placement.num_layers, placement.num_ranks, placement.num_logical + 1), dtype=bool)
-    np.put_along_axis(out, table.astype(np.int64) % (placement.num_logical + 1), True, axis=2)
-    return out[:, :, :-1]

@@ -11,10 +11,9 @@ from rich.table import Table
 from moe_serve.eplb.files.placements import placement_to_json
 from moe_serve.eplb.files.windows import PhaseLoad, load_by_phase, phase_weights
 from moe_serve.eplb.load import LoadTrace, balancedness, rank_load
-from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.placement import Placement, count_moves
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import Plan, PlanRules
-from moe_serve.eplb.policies.problem import as_table, count_moves
 from moe_serve.eplb.repair import fill_empty_slots
 from moe_serve.eplb.replay.report import printed, text_console
 from moe_serve.eplb.replay.settings import starting_placement
@@ -29,7 +28,7 @@ MAX_SERIES = 64  # windows; a plan takes time in proportion to them
 class MadePlan:
     """A plan beside the placement that it replaces.
 
-    before: experts in order where none is in use;  phases: that it was planned for one by one
+    before: experts in order where no placement is in use;  phases: those that it was planned for, one by one
     """
 
     plan: Plan
@@ -48,7 +47,7 @@ class TracePlanSettings:
 
     topology, num_slots: the cluster; num_slots is a multiple of its ranks
     current: placement in use; None = none yet
-    last:    plan on the last so many windows only; 0 = on all
+    last:    number of windows, counted from the end, to plan on; 0 = all
     by_phase: plan for each phase of these windows, not for their sum; with policy series
     fill:    leave no slot empty, for engines without empty slots
     """
@@ -145,8 +144,7 @@ def _filled(plan: Plan, tokens: NDArray[np.int64], settings: TracePlanSettings) 
     balance = balancedness(rank_load(tokens, placement))
     num_moves = 0
     if settings.current is not None:
-        ranks = np.arange(placement.num_ranks)
-        num_moves = int(count_moves(as_table(settings.current, ranks), as_table(placement, ranks)).sum())
+        num_moves = int(count_moves(settings.current.by_rank, placement.by_rank).sum())
     return replace(
         plan, placement=placement, balancedness=balance, gap=plan.bound - balance, num_moves=num_moves, shares=None
     )

@@ -537,7 +537,7 @@ def changes(report: ReplayReport) -> dict[str, Any] | None:
 
 
 def change_words(report: ReplayReport) -> str:
-    """Returns what the moves of the best policy cost, and what they brought."""
+    """Returns a sentence on the cost and the gain of the best policy's moves."""
     best, row = report.best, report.summary(report.best)
     counts = best.received.sum(axis=1)
     most = int(counts.argmax())

@@ -1,4 +1,4 @@
-"""Reads the JSON report of an earlier replay and compares: what is better, what is worse, are the two alike at all."""
+"""Compares a replay with the JSON report of an earlier one, and says whether the two can be compared at all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The results of a replay as plain arrays: one per policy, and what they share.
+"""The results of a replay as plain arrays: one result per policy, and the report of all of them.
 
 Equal traces and settings give equal results, except measured times (plan_s).
 Shape words: W = scored windows, L = layers, R = ranks, N = nodes, E = experts.

@@ -252,7 +252,7 @@ def best_case(cases: Sequence[Case]) -> Case:
 
 
 def sweep_to_table(cases: Sequence[Case], width: int | None = None, color: bool = False) -> str:
-    """Returns the cases for a terminal: what they have in common first, then a line for each combination and policy."""
+    """Returns the cases for a terminal: common conditions first, then a line for each combination and policy."""
     console = text_console(width or 160, color)
     for name, words in cases[0].report.conditions.items():
         if name in ("cluster", "windows") and len(cases) > 1:

@@ -2,8 +2,8 @@
 
 A family says how popular each expert of each layer is in each window (a row of weights that sums to 1); counts are then
 drawn for real: tokens by a multinomial, batches with at least one token by a binomial. Equal arguments give equal
-traces; a trace can be iterated again and starts anew. Benchmarks freeze what is here: a change to a family is a change
-of every number measured on it.
+traces; a trace can be iterated again and starts anew. Benchmarks rely on these families as they are: a change to a
+family changes every number measured on it.
 
 Shape words: L = layers, E = experts, G = groups, D = domains.
 """

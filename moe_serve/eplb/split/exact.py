@@ -4,8 +4,8 @@ Minimising the largest rank load is a flow problem. Tokens of a replicated exper
 it; for any set S of ranks, the tokens of experts that live on S alone must stay there, so no split is better than
 ceil(confined(S) / |S|), and the best S attains it (max-flow min-cut; integer capacities have integer flows).
 
-1. Start. Where sources are known: with what is near them; the rest in descending order of tokens, each expert
-   water-filled over its ranks, once. (Further sweeps were measured: they cost more than the paths that they save.)
+1. Start. Where sources are known, tokens stay near them; the rest, in descending order of tokens, is water-filled
+   once, each expert over its ranks. (Further sweeps were measured: they cost more than the paths that they save.)
    Else: evenly over all replicas, then one pass over a spanning forest of the ranks, leaves first: a rank passes what
    it has above the mean to its parent, or takes what it lacks from there, by an expert that both hold. That costs a
    third of the water-filling and leaves fewer paths. (With sources it would move tokens off replicas near them.)
