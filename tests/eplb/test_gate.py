@@ -221,12 +221,12 @@ def test_on_60_drifting_windows_the_gate_is_within_one_percent_of_moving_in_ever
     assert np.count_nonzero(gated.moves[10:]) > 40
 
 
-NUM_LAYERS, NUM_LOGICAL, NUM_WINDOWS = 4, 32, 4
+MEMORY_LAYERS, MEMORY_EXPERTS, MEMORY_WINDOWS = 4, 32, 4
 FACTS = SystemFacts(1, 10_000, token_s=1e-5, expert_s=1e-3, survives_loss=False)
 
 
 def popularity(seed: int) -> np.ndarray:
-    weights = np.exp(0.6 * np.random.default_rng(seed).standard_normal((NUM_LAYERS, NUM_LOGICAL)))
+    weights = np.exp(0.6 * np.random.default_rng(seed).standard_normal((MEMORY_LAYERS, MEMORY_EXPERTS)))
     return weights / weights.sum(axis=1, keepdims=True)
 
 
@@ -238,7 +238,7 @@ def drawn(rng: np.random.Generator, shares: np.ndarray, num_tokens: int = 10_000
 
 
 def memory_of(loads: Iterator[np.ndarray] | list[np.ndarray]) -> LoadMemory:
-    memory = LoadMemory(NUM_LAYERS, NUM_WINDOWS, decay=0.5)
+    memory = LoadMemory(MEMORY_LAYERS, MEMORY_WINDOWS, decay=0.5)
     for tokens in loads:
         memory.add(Window(tokens / 10, 10, None, None))
     return memory
@@ -252,7 +252,7 @@ def test_the_first_window_is_all_there_is() -> None:
 def test_noise_is_no_shift(num_tokens: int) -> None:
     num_shifts = 0
     for seed in range(20):
-        rng, memory = np.random.default_rng(seed), LoadMemory(NUM_LAYERS, NUM_WINDOWS, decay=0.5)
+        rng, memory = np.random.default_rng(seed), LoadMemory(MEMORY_LAYERS, MEMORY_WINDOWS, decay=0.5)
         for _ in range(50):
             memory.add(Window(drawn(rng, CODE, num_tokens).astype(float), 1, None, None))
             num_shifts += int(memory.shifted.sum())
@@ -269,7 +269,7 @@ def test_a_window_of_few_tokens_is_no_shift() -> None:
 
 def test_a_layer_whose_load_has_shifted_forgets_what_came_before() -> None:
     rng = np.random.default_rng(0)
-    mixed = np.where(np.arange(NUM_LAYERS)[:, None] < 2, PROSE, CODE)
+    mixed = np.where(np.arange(MEMORY_LAYERS)[:, None] < 2, PROSE, CODE)
     loads = [drawn(rng, CODE) for _ in range(10)] + [drawn(rng, mixed)]
     memory = memory_of(loads)
     assert memory.shifted.tolist() == [True, True, False, False]
@@ -288,7 +288,7 @@ def test_a_load_that_is_another_each_time_is_averaged() -> None:
 
 def test_an_empty_layer_is_no_shift() -> None:
     loads = [drawn(np.random.default_rng(seed), CODE) for seed in range(8)]
-    loads[:] = [np.where(np.arange(NUM_LAYERS)[:, None] == 1, 0, load) for load in loads]
+    loads[:] = [np.where(np.arange(MEMORY_LAYERS)[:, None] == 1, 0, load) for load in loads]
     memory = memory_of(loads)
     assert np.isfinite(memory.weights()).all()
     assert not memory.shifted[1]
@@ -296,7 +296,7 @@ def test_an_empty_layer_is_no_shift() -> None:
 
 def served(policy: str, loads: Callable[[np.random.Generator], Iterator[np.ndarray]], seed: int) -> list[float]:
     """Returns the balancedness of each window on four ranks, as the live balancer would serve it."""
-    start = Placement.trivial(NUM_LAYERS, NUM_LOGICAL, 4, 8)
+    start = Placement.trivial(MEMORY_LAYERS, MEMORY_EXPERTS, 4, 8)
     run = GatedRun("", make_policy(policy), make_rebalancer(start, BalancerSettings(), FACTS), latency_steps=5)
     found = []
     for index, tokens in enumerate(loads(np.random.default_rng(seed))):
