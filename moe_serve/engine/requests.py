@@ -7,6 +7,7 @@ requests, and into the events that tell the front end.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -136,14 +137,8 @@ class OpenRequests:
 
     def scored(self, request: Request, prompt_logprobs: LogprobBlock) -> TokenEvent:
         """Returns the event for log probabilities of a prompt that is not computed to its end yet."""
-        return TokenEvent(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            index=len(request.output_ids),
-            token_ids=[],
-            num_cached_prompt=request.num_cached_prompt,
-            prompt_logprobs=prompt_logprobs,
-        )
+        cached = request.num_cached_prompt
+        return _event(request, num_cached_prompt=cached, prompt_logprobs=prompt_logprobs)
 
     def fail(self, request: Request, none_left: bool = False) -> TokenEvent:
         """Ends a request for which no token can be chosen, and returns the event that says so. Other requests go on.
@@ -165,15 +160,7 @@ class OpenRequests:
                 "other requests go on. Weights were finite when they were read; where experts are quantised or "
                 "bfloat16 overflows, set model.expert_weights: dense or model.dtype: float32"
             )
-        return TokenEvent(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            index=index,
-            token_ids=[],
-            finish="error",
-            message=message,
-            field="sampling_params" if none_left else None,
-        )
+        return _event(request, finish="error", message=message, field="sampling_params" if none_left else None)
 
     def _remove(self, request: Request) -> None:
         self._scheduler.abort(request.request_id)
@@ -184,9 +171,8 @@ class OpenRequests:
         params, limits = request.params, self._limits
         num_output = len(request.output_ids)
         is_eos = not params.ignore_eos and token_id in limits.eos_token_ids
-        may_stop = num_output > params.min_new_tokens or (
-            is_eos and params.constraint is not None
-        )  # its form is complete
+        is_complete = is_eos and params.constraint is not None
+        may_stop = num_output > params.min_new_tokens or is_complete
         if may_stop and (is_eos or token_id in params.stop_token_ids):
             return "stop", token_id
         if num_output >= params.max_new_tokens or len(request.prompt_ids) + num_output >= limits.max_model_len:
@@ -195,15 +181,12 @@ class OpenRequests:
 
 
 def _refusal(request: Request, error: RequestError) -> TokenEvent:
-    return TokenEvent(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        index=len(request.output_ids),
-        token_ids=[],
-        finish="error",
-        message=str(error),
-        field=error.field,
-    )
+    return _event(request, finish="error", message=str(error), field=error.field)
+
+
+def _event(request: Request, **fields: Any) -> TokenEvent:
+    """Returns an event without a token. fields: of TokenEvent"""
+    return TokenEvent(request.request_id, request.attempt, len(request.output_ids), [], **fields)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ a higher attempt. A *launch* is all ranks that started together; its random id i
 drop old and repeated events by (launch id, attempt, output index). Nothing is pickled.
 """
 
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -450,6 +449,7 @@ ToFrontEnd = (
     | ForFrontEnds
 )
 
+Decoded = TypeVar("Decoded")
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _to_front_end: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
@@ -468,34 +468,21 @@ def encode(message: Message) -> bytes:
 
 def decode_to_rank(data: bytes) -> ToRank:
     """Returns the message in data. Raises msgspec.DecodeError for anything else."""
-    with _Refusing():
-        return _to_rank.decode(data)
+    return _decoded(_to_rank, data)
 
 
 def decode_to_front_end(data: bytes) -> ToFrontEnd:
     """Returns the message in data. Raises msgspec.DecodeError for anything else."""
-    with _Refusing():
-        return _to_front_end.decode(data)
+    return _decoded(_to_front_end, data)
 
 
 def decode_wake(data: bytes) -> Wake:
     """Returns the wake in data. Raises msgspec.DecodeError for anything else."""
-    with _Refusing():
-        return _wake.decode(data)
+    return _decoded(_wake, data)
 
 
-class _Refusing:
-    """Raises msgspec.DecodeError in place of whatever a decoder raises for bytes that are no message of ours.
-
-    Strings that are not UTF-8 raise UnicodeDecodeError there, and values nested too deeply RecursionError.
-    A class, since a generator's context manager costs as much as decoding a small message.
-    """
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and issubclass(kind, (ValueError, RecursionError)):
-            raise msgspec.DecodeError(f"{kind.__name__}: {error}") from None
+def _decoded(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
+    try:
+        return decoder.decode(data)
+    except (ValueError, RecursionError) as error:  # strings that are not UTF-8, and values nested too deeply
+        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from None
