@@ -8,15 +8,14 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from benchmarks.fault_streams import body, stream
+from benchmarks.fault_streams import stream
 from benchmarks.fault_system import FaultySystem
 
 _APART_S = 2.0  # two kills, at most
-_PADDING = b" " * 20_000  # a body that is parsed by a process of its own
 # One cycle. A killed rank is the fault that matters most.
 CYCLE = (
     "kill a rank", "reset connections of ranks", "kill the planner", "kill a rank", "stop a rank for 1 s",
-    "kill the body parser", "kill a rank", "slow a rank to half for 2 s", "kill all ranks", "bad input", "kill a rank",
+    "kill a rank", "slow a rank to half for 2 s", "kill all ranks", "bad input", "kill a rank",
     "cut the network for 6 s", "full disk for 3 s",
 )  # fmt: skip
 # Of a system with several front ends.
@@ -43,7 +42,6 @@ class Faults:
             "kill a rank": self._kill_rank,
             "kill all ranks": self._kill_all_ranks,
             "kill the planner": self._kill_planner,
-            "kill the body parser": self._kill_body_parser,
             "stop a rank for 1 s": self._stop_rank,
             "slow a rank to half for 2 s": self._slow_rank,
             "reset connections of ranks": self._reset_connections,
@@ -94,14 +92,6 @@ class Faults:
                 return True
             await asyncio.sleep(0.1)
         return False
-
-    async def _kill_body_parser(self) -> None:
-        large = body(0, 2) + _PADDING
-        status, _, _ = await stream(self._system.port, large)
-        assert status == 200, status
-        self._kill("body parser", self._system.processes()["body parser"])
-        status, _, _ = await stream(self._system.port, large)
-        assert status == 200, f"{status} after the body parser was killed"
 
     async def _stop_rank(self) -> None:
         pid = self._any_rank()

@@ -23,7 +23,6 @@ from moe_serve.links.link import SOCKETS
 _START_S = 120.0
 _KINDS = {
     "moe_serve.launcher.serve": "rank", "launcher.frontend": "front end", "planning.worker": "planner",
-    "body_parser_process": "body parser",
 }  # fmt: skip
 _PIDFD_GETFD = 438  # the number of the system call
 
@@ -86,7 +85,7 @@ class FaultySystem:
             return found
 
     def processes(self) -> dict[str, int]:
-        """Returns the processes of the system by name: "launcher", "front end", "rank 0", "planner", "body parser".
+        """Returns the processes of the system by name: "launcher", "front end", "rank 0", "planner".
 
         Of several front ends each has its number: "front end 0".
         """

@@ -315,7 +315,7 @@ def test_no_file_unpickles() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 assert keywords.get("weights_only") == "True", f"{path}:{node.lineno} loads with pickle"
-            if isinstance(node, ast.Attribute):
+            if isinstance(node, ast.Attribute) and node.attr != "json_object":  # a field of vLLM's
                 assert not node.attr.endswith(("_object", "_object_list")), f"{path}:{node.lineno} pickles"
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -22,14 +23,13 @@ from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.api.body_parser import GENERATE_BODY, BodyParser
 from moe_serve.server.api.docs import add_docs
 from moe_serve.server.api.generate import CallResponse, RequestPipeline
+from moe_serve.server.api.generate_request import LOGPROB_NAMES, parse_generate
 from moe_serve.server.api.generation_control import add_generation_control
-from moe_serve.server.api.logprob_fields import LOGPROB_NAMES
 from moe_serve.server.api.native_answers import WEIGHT_VERSION, NativeAnswers, no_text, texts_of
 from moe_serve.server.api.openai_routes import add_openai, add_tokenize
-from moe_serve.server.api.openapi import describe
+from moe_serve.server.api.openapi import BODIES, describe
 from moe_serve.server.api.parsed_output import OutputParsers
 from moe_serve.server.api.sampling_fields import model_defaults
 from moe_serve.server.edge.body import Bodies, BodyTooLarge
@@ -39,10 +39,10 @@ from moe_serve.server.edge.gate import AdmissionGate, EarlyRefusal, RequestIds
 from moe_serve.server.edge.guard import OPEN, Access, Guard
 from moe_serve.server.edge.keys import KeyRing
 from moe_serve.server.observe.dashboard import add_dashboard
-from moe_serve.server.observe.eplb import add_eplb, add_recorder
+from moe_serve.server.observe.eplb import PlacementBody, add_eplb, add_recorder
 from moe_serve.server.observe.health import add_health
 from moe_serve.server.observe.metrics import PEERS, AdmissionMetrics, make_registry
-from moe_serve.server.observe.profile import add_profile
+from moe_serve.server.observe.profile import StartProfileBody, add_profile
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.admission import Degradation
 from moe_serve.server.requests.prompts import GenerateRequest
@@ -62,21 +62,19 @@ def make_app(
     """Returns the application over a bridge, which the caller starts and closes.
 
     clients:        what they may ask all front ends for; None: there is one front end
-    starts_helpers: the processes that parse large bodies and render chats start with the application, while ranks load
-                    their weights; otherwise with their first use
+    starts_helpers: the processes that render chats start with the application, while ranks load their weights;
+                    otherwise with their first use
     Raises ConfigError or ModelError where a file of keys or of a chat template cannot be used.
     """
-    bodies, parser, templates = Bodies(config.server), BodyParser(), ChatTemplates.load(config)
+    bodies, templates = Bodies(config.server), ChatTemplates.load(config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        helpers = (parser, *(() if tokenizer is None else (templates,))) if starts_helpers else ()
-        starting = [asyncio.create_task(helper.start()) for helper in helpers]
+        starting = [asyncio.create_task(templates.start())] if starts_helpers and tokenizer is not None else []
         yield
         for task in starting:
             task.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
-        await parser.close()
         await templates.close()
 
     # Not FastAPI's own /docs page, since it loads scripts from other servers: see add_docs. No redirects, since they
@@ -104,8 +102,9 @@ def make_app(
         )
     app.add_middleware(RequestIds)
     _add_errors(app)
+    large_bodies = FairQueue("large bodies", at_once=2)
     long_texts = FairQueue("long texts", at_once=max(1, (os.cpu_count() or 1) // 2))
-    pipeline = RequestPipeline(bodies, parser, bridge, tokenizer, degradation, long_texts)
+    pipeline = RequestPipeline(bodies, bridge, tokenizer, degradation, large_bodies, long_texts)
     _add_generate(app, pipeline)
     parsers = OutputParsers(config.server, tokenizer)
     add_openai(app, pipeline, templates, parsers, served_name(config.model), model_defaults(config))
@@ -118,7 +117,7 @@ def make_app(
     add_generation_control(app, bridge, bodies)
     add_profile(app, config, bridge, bodies)
     add_dashboard(app, config, bridge)
-    document = describe(app)
+    document = describe(app, {**BODIES, "/eplb/placement": PlacementBody, "/start_profile": StartProfileBody})
     app.openapi = lambda: document  # type: ignore[method-assign]
     add_docs(app, document)
     return app
@@ -133,7 +132,8 @@ def _add_generate(app: FastAPI, pipeline: RequestPipeline) -> None:
     @app.put("/generate")
     async def generate(request: Request) -> Response:
         """SGLang's native generation: text or input_ids, single or batch, JSON or a stream."""
-        given, call = await pipeline.open(request, GENERATE_BODY, as_set, LOGPROB_NAMES.translated)
+        parse = partial(parse_generate, max_prompts=pipeline.bridge.book.capacity)
+        given, call = await pipeline.open(request, parse, as_set, LOGPROB_NAMES.translated)
         incremental = bool((await as_set(given)).incremental)
         text_of = texts_of(pipeline.tokenizer) if given.logprob_texts and pipeline.tokenizer is not None else no_text
         answers = NativeAnswers(call, given.is_batch, incremental, text_of)

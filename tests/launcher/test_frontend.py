@@ -38,8 +38,8 @@ def test_a_front_end_with_another_tokenizer_than_its_ranks_ends(tmp_path: Path) 
         assert "start the front end with the ranks' configuration" in running.lines[-1]
 
 
-def test_helpers_for_large_bodies_and_chats_start_before_anybody_asks() -> None:
-    """The first body with 1,000,000 token ids waited 2 s for two processes to start."""
+def test_helpers_for_chats_start_before_anybody_asks() -> None:
+    """The first chat waited 2 s for two processes to start."""
     settings = ["--set=server.port=0", f"--set=server.worker_port={free_port()}"]
     with Running("moe_serve", ["frontend", *settings]) as running:
         running.wait_for("HTTP on")
@@ -50,7 +50,7 @@ def test_helpers_for_large_bodies_and_chats_start_before_anybody_asks() -> None:
                 word.rpartition(".")[2] for command in commands for word in command if word.endswith("_process")
             )
 
-        assert eventually(lambda: helpers() == ["body_parser_process"] * 2 + ["chat_template_process"] * 2), helpers()
+        assert eventually(lambda: helpers() == ["chat_template_process"] * 2), helpers()
 
 
 def test_several_front_ends_share_what_one_may_hold() -> None:

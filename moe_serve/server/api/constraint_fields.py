@@ -1,17 +1,18 @@
-"""Parses what an output must match, from the fields of each API, into one `Constraint`.
+"""What an output must match, in the fields of each API, made one `Constraint`.
 
-A door calls `take_sglang_constraint` or `take_openai_constraint` with the `Fields` of its JSON object, and puts the
-result into `SamplingParams.constraint`. Whether a schema or grammar is sound, `GrammarCheck.checked` says later
-(grammar_check.py), which `start_call` asks for every request.
+Whether a schema or grammar is sound, `GrammarCheck.checked` says later (grammar_check.py), which `start_call` asks for
+every request.
 """
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from moe_serve.attention_dp.constraint import MAX_CHARS, Constraint
 from moe_serve.errors import RequestError
-from moe_serve.server.edge.json_fields import Fields, boolean, show
+from moe_serve.server.edge.json_body import Body, OnlyFalse, show
 from moe_serve.structured.json_schema import names_white_space, with_options
 
 MAX_CHOICES = 10_000
@@ -19,39 +20,75 @@ ANY_OBJECT = '{"type":"object"}'
 _PATTERN = "guided_whitespace_pattern"
 _SGLANG_ANY = "$$ANY$$"  # SGLang's json_schema for any object
 
-
-def take_sglang_constraint(values: Fields) -> Constraint | None:
-    """Takes json_schema, regex, ebnf and structural_tag, of which a request may have one. Raises RequestError."""
-    return _the_only(
-        {
-            name: values.take(name, check)
-            for name, check in (
-                ("json_schema", _sglang_schema), ("regex", _regex), ("ebnf", _grammar), ("structural_tag", _tag),
-            )
-        },
-        values.prefix,
-    )  # fmt: skip
+Text = Annotated[str, Meta(min_length=1, max_length=MAX_CHARS)]
+JsonSchema = Annotated[dict[str, Any] | Text | bool, Meta(extra={"expected": "a JSON schema"})]
+Tag = Annotated[
+    dict[str, Any] | Text, Meta(description="SGLang's", extra={"expected": "an object with structures and triggers"})
+]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
-def take_openai_constraint(values: Fields) -> Constraint | None:
-    """Takes OpenAI's response_format, and vLLM's structured_outputs and guided_json, guided_regex, guided_choice and
-    guided_grammar, of which a request may have one; and SGLang's four names. vLLM's guided_whitespace_pattern goes
-    with a JSON schema. Raises RequestError.
+class SglangForm(Body):
+    """What an output must match in SGLang's names: one of these."""
 
-    None: any text, also for response_format {"type": "text"}.
+    json_schema: JsonSchema | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+    structural_tag: Tag | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's form of an output: one of the first six."""
+
+    json: JsonSchema | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: Tag | None = None
+    whitespace_pattern: Annotated[str, Meta(min_length=1)] | None = None
+    disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None
+    disable_additional_properties: OnlyFalse | None = None
+
+
+# OpenAI's, vLLM's guided_* and SGLang's; their types stand in `OpenAiCall`.
+ResponseFormat = Annotated[
+    dict[str, Any],
+    Meta(
+        description="type: text, json_object, json_schema or structural_tag",
+        extra={"expected": "an object with type text, json_object, json_schema or structural_tag"},
+        extra_json_schema={"required": ["type"]},
+    ),
+]
+
+
+def sglang_constraint(given: SglangForm, prefix: str = "") -> Constraint | None:
+    """Returns the one of json_schema, regex, ebnf and structural_tag that is given. prefix: of their names in errors
+
+    Raises RequestError for more than one, or one that is too long.
+    """
+    return _the_only(_sglang_forms(given, prefix), prefix)
+
+
+def openai_constraint(given: Any) -> Constraint | None:
+    """Returns the one form of a call of OpenAI's routes: OpenAI's response_format, or one of vLLM's structured_outputs,
+    guided_json, guided_regex, guided_choice and guided_grammar, or of SGLang's four. vLLM's guided_whitespace_pattern
+    goes with a JSON schema.
+
+    None: any text, also for response_format {"type": "text"}. Raises RequestError.
     """
     found = {
-        name: values.take(name, check)
-        for name, check in (
-            ("response_format", _response_format), ("structured_outputs", _structured_outputs),
-            ("guided_json", _schema), ("guided_regex", _regex), ("guided_choice", _choice),
-            ("guided_grammar", _grammar),
-            ("json_schema", _sglang_schema), ("regex", _regex), ("ebnf", _grammar), ("structural_tag", _tag),
-        )
-    }  # fmt: skip
-    pattern = values.take(_PATTERN, _text)
-    constraint = _the_only(found, values.prefix)
-    return constraint if pattern is None else _with_white_space(constraint, values.prefix + _PATTERN, pattern)
+        "response_format": _of_response_format("response_format", given.response_format),
+        "structured_outputs": _of_structured_outputs(given.structured_outputs),
+        "guided_json": _of_schema("guided_json", given.guided_json),
+        "guided_regex": _of_text("regex", "guided_regex", given.guided_regex),
+        "guided_choice": _of_choices("guided_choice", given.guided_choice),
+        "guided_grammar": _of_text("grammar", "guided_grammar", given.guided_grammar),
+        **_sglang_forms(given, ""),
+    }
+    constraint, pattern = _the_only(found, ""), given.guided_whitespace_pattern
+    return constraint if pattern is None else _with_white_space(constraint, _PATTERN, pattern)
 
 
 def schema_constraint(schema: dict[str, Any] | bool, path: str) -> Constraint:
@@ -62,7 +99,17 @@ def schema_constraint(schema: dict[str, Any] | bool, path: str) -> Constraint:
     return Constraint("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")), path=path)
 
 
-def _the_only(found: dict[str, Constraint | None], prefix: str) -> Constraint | None:
+def _sglang_forms(given: SglangForm, prefix: str) -> dict[str, Constraint | None]:
+    is_any = given.json_schema == _SGLANG_ANY
+    return {
+        "json_schema": _of_schema(f"{prefix}json_schema", ANY_OBJECT if is_any else given.json_schema),
+        "regex": _of_text("regex", f"{prefix}regex", given.regex),
+        "ebnf": _of_text("grammar", f"{prefix}ebnf", given.ebnf),
+        "structural_tag": _of_tag(f"{prefix}structural_tag", given.structural_tag),
+    }
+
+
+def _the_only(found: Mapping[str, Constraint | None], prefix: str) -> Constraint | None:
     given = {name: value for name, value in found.items() if value is not None}
     if len(given) > 1:
         first, second = list(given)[:2]
@@ -80,94 +127,75 @@ def _the_only(found: dict[str, Constraint | None], prefix: str) -> Constraint | 
     return constraint
 
 
-def _schema(name: str, value: Any) -> Constraint:
-    """Checks a JSON schema: an object, a boolean, or either as a string of JSON."""
-    if isinstance(value, str):
-        if not value.lstrip().startswith(("{", "true", "false")):
-            raise RequestError(f"{name} is {show(value)}, expected a JSON schema", field=name)
-        return Constraint("json_schema", value, path=name)
-    if not isinstance(value, dict | bool):
-        raise RequestError(f"{name} is {show(value)}, expected a JSON schema", field=name)
-    return schema_constraint(value, name)
+def _of_schema(path: str, given: Any) -> Constraint | None:
+    if given is None:
+        return None
+    if not isinstance(given, str):
+        return schema_constraint(given, path)
+    if not given.lstrip().startswith(("{", "true", "false")):
+        raise RequestError(f"{path} is {show(given)}, expected a JSON schema", field=path)
+    return Constraint("json_schema", given, path=path)
 
 
-def _sglang_schema(name: str, value: Any) -> Constraint:
-    return Constraint("json_schema", ANY_OBJECT, path=name) if value == _SGLANG_ANY else _schema(name, value)
+def _of_text(kind: str, path: str, given: str | None) -> Constraint | None:
+    return None if given is None else Constraint(kind, given, path=path)
 
 
-def _of_text(kind: str) -> Callable[[str, Any], Constraint]:
-    def check(name: str, value: Any) -> Constraint:
-        return Constraint(kind, _text(name, value), path=name)
-
-    return check
+def _of_choices(path: str, given: list[str] | None) -> Constraint | None:
+    return None if given is None else Constraint("choice", json.dumps(given, ensure_ascii=False), path=path)
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise RequestError(f"{name} is {show(value)}, expected a string that is not empty", field=name)
-    return value
+def _of_tag(path: str, given: Any) -> Constraint | None:
+    if given is None:
+        return None
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return Constraint("structural_tag", text, path=path)
 
 
-_regex, _grammar = _of_text("regex"), _of_text("grammar")
-
-
-def _choice(name: str, value: Any) -> Constraint:
-    if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
-        raise RequestError(f"{name} is {show(value)}, expected a list of strings that are not empty", field=name)
-    if len(value) > MAX_CHOICES:
-        raise RequestError(f"{name} has {len(value)} entries, at most {MAX_CHOICES} are taken; send fewer", field=name)
-    return Constraint("choice", json.dumps(value, ensure_ascii=False), path=name)
-
-
-def _tag(name: str, value: Any) -> Constraint:
-    if isinstance(value, str) and value:
-        return Constraint("structural_tag", value, path=name)
-    if not isinstance(value, dict):
-        raise RequestError(f"{name} is {show(value)}, expected an object with structures and triggers", field=name)
-    return Constraint("structural_tag", json.dumps(value, ensure_ascii=False), path=name)
-
-
-def _response_format(name: str, value: Any) -> Constraint | None:
-    """Checks OpenAI's response_format: text, json_object, json_schema; and SGLang's structural_tag."""
-    kind = value.get("type") if isinstance(value, dict) else None
+def _of_response_format(path: str, given: dict[str, Any] | None) -> Constraint | None:
+    if given is None:
+        return None
+    kind = given.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        return Constraint("json_schema", ANY_OBJECT, path=name)
+        return Constraint("json_schema", ANY_OBJECT, path=path)
     if kind == "structural_tag":
-        return _tag(name, {key: item for key, item in value.items() if key != "type"})
+        return _of_tag(path, {key: item for key, item in given.items() if key != "type"})
     if kind != "json_schema":
         raise RequestError(
-            f"{name} is {show(value)}, expected an object with type text, json_object, json_schema or structural_tag",
-            field=name,
+            f"{path} is {show(given)}, expected an object with type text, json_object, json_schema or structural_tag",
+            field=path,
         )
-    inner = value.get("json_schema")
+    inner = given.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if schema is None:
-        raise RequestError(f"{name}.json_schema has no schema; put the JSON schema there", field=f"{name}.json_schema")
-    return _schema(f"{name}.json_schema.schema", schema)
+        raise RequestError(f"{path}.json_schema has no schema; put the JSON schema there", field=f"{path}.json_schema")
+    path = f"{path}.json_schema.schema"
+    if not isinstance(schema, dict | bool | str):
+        raise RequestError(f"{path} is {show(schema)}, expected a JSON schema", field=path)
+    return _of_schema(path, schema)
 
 
-def _structured_outputs(name: str, value: Any) -> Constraint | None:
-    """Checks vLLM's object with one of json, regex, choice, grammar, json_object and structural_tag."""
-    if not isinstance(value, dict):
-        raise RequestError(f"{name} is {show(value)}, expected an object", field=name)
-    neutral = {"disable_fallback": (False, True), "disable_additional_properties": (False,)}
-    fields = Fields(value, f"{name}.", neutral, {})
+def _of_structured_outputs(given: StructuredOutputs | None) -> Constraint | None:
+    if given is None:
+        return None
+    prefix = "structured_outputs."
+    any_object = Constraint("json_schema", ANY_OBJECT, path=f"{prefix}json_object") if given.json_object else None
     found = {
-        key: fields.take(key, check)
-        for key, check in (
-            ("json", _schema), ("regex", _regex), ("choice", _choice), ("grammar", _grammar),
-            ("json_object", _any_object), ("structural_tag", _tag),
-        )
-    }  # fmt: skip
-    pattern = fields.take("whitespace_pattern", _text)
-    has_none = fields.take("disable_any_whitespace", boolean)
-    fields.refuse_the_rest()
-    constraint = _the_only(found, f"{name}.")
-    if pattern is not None:
-        constraint = _with_white_space(constraint, f"{name}.whitespace_pattern", pattern)
-    return _with_white_space(constraint, f"{name}.disable_any_whitespace") if has_none else constraint
+        "json": _of_schema(f"{prefix}json", given.json),
+        "regex": _of_text("regex", f"{prefix}regex", given.regex),
+        "choice": _of_choices(f"{prefix}choice", given.choice),
+        "grammar": _of_text("grammar", f"{prefix}grammar", given.grammar),
+        "json_object": any_object,
+        "structural_tag": _of_tag(f"{prefix}structural_tag", given.structural_tag),
+    }
+    constraint = _the_only(found, prefix)
+    if given.whitespace_pattern is not None:
+        constraint = _with_white_space(constraint, f"{prefix}whitespace_pattern", given.whitespace_pattern)
+    if given.disable_any_whitespace:
+        constraint = _with_white_space(constraint, f"{prefix}disable_any_whitespace")
+    return constraint
 
 
 def _with_white_space(constraint: Constraint | None, field: str, pattern: str | None = None) -> Constraint:
@@ -186,9 +214,3 @@ def _with_white_space(constraint: Constraint | None, field: str, pattern: str | 
         raise RequestError(f"{field} is given, and so is white space, by x-guidance or another field; send one", field)
     option = {"whitespace_flexible": False} if pattern is None else {"whitespace_pattern": pattern}
     return schema_constraint(with_options(schema, option), constraint.path)
-
-
-def _any_object(name: str, value: Any) -> Constraint | None:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} is {show(value)}, expected true or false", field=name)
-    return Constraint("json_schema", ANY_OBJECT, path=name) if value else None

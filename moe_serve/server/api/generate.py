@@ -6,7 +6,8 @@ When the client disconnects, its requests are aborted and free what they hold.
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -18,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.api.body_parser import BodyKind, BodyParser
 from moe_serve.server.edge.body import Bodies
 from moe_serve.server.edge.client_limits import Client, Permit
 from moe_serve.server.edge.connection import CONNECTION, Connection
@@ -43,6 +43,7 @@ from moe_serve.server.requests.prompts import (
 )
 from moe_serve.server.workers.fair_queue import FairQueue
 
+_SMALL_BODY = 1 << 14  # bytes, parsed within some 2 ms, whatever is in them; a larger body is parsed in a thread
 _MANY_LOGPROBS = 4096  # numbers in an answer
 _LONG_ANSWER = 16_384  # characters of its texts, which parsers of calls read at up to 15 us each
 _SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
@@ -262,11 +263,7 @@ class CallResponse(Response):
         await send({"type": "http.response.body", "body": answers.end(call), "more_body": False})
 
     def _write(self, connection: Connection, index_of: dict[str, int], request: OpenRequest) -> bool:
-        """Sends what is new of a request; returns False where that is for `_send_stream` to do.
-
-        A second way out beside ASGI's `send`, which wakes a task and passes all layers of the application: with that
-        alone, a token costs the front end 1.4 to 2.1 times the CPU (256 streams, 6,000 tokens per second, five rounds).
-        """
+        """Sends what is new of a request; returns False where that is for `_send_stream` to do."""
         if request.is_done or self._is_sending or not connection.takes_chunks:
             return False
         if events := self._answers.event(self._call, index_of[request.request_id]):
@@ -291,26 +288,40 @@ T = TypeVar("T")
 class RequestPipeline:
     """The way of every request that generates: body, checks, degradation, submission.
 
-    long_texts: the fair queue in which long texts of all routes are tokenized
+    large_bodies, long_texts: the fair queues in which those of all routes are parsed, and tokenized
     """
 
     bodies: Bodies
-    parser: BodyParser
     bridge: Bridge
     tokenizer: Tokenizer | None
     degradation: Degradation
+    large_bodies: FairQueue
     long_texts: FairQueue
+
+    @asynccontextmanager
+    async def read(self, request: Request, parse: Callable[[bytes], T]) -> AsyncIterator[T]:
+        """Yields what `parse` makes of a request's body, whose bytes count until the block ends.
+
+        Raises RequestError or QueueFullError.
+        """
+        async with self.bodies.read(request) as body:
+            if len(body) <= _SMALL_BODY:
+                yield parse(body)
+                return
+            async with self.large_bodies.turn(str(request.state.client)):
+                parsed = await asyncio.to_thread(parse, body)
+            yield parsed
 
     async def open(
         self,
         request: Request,
-        kind: BodyKind[T],
+        parse: Callable[[bytes], T],
         call_of: Callable[[T], Awaitable[GenerateRequest]],
         in_words: Callable[[RequestError], RequestError] = lambda error: error,
     ) -> tuple[T, Call]:
         """Returns the checked body of a request, and its call, which is submitted.
 
-        call_of:  makes the call of the body, such as by a chat template
+        parse:    the body;  call_of: makes the call of the body, such as by a chat template
         in_words: puts an error about SGLang's fields in the words of another API
 
         Raises RequestError, QueueFullError or UnavailableError.
@@ -318,8 +329,7 @@ class RequestPipeline:
         terms: Terms = request.state.terms
         caller: Client = request.state.client
         client = str(caller)
-        async with self.bodies.read(request) as body:
-            given = await self.parser.parse(body, self.bridge.book.capacity, kind, client)
+        async with self.read(request, parse) as given:
             asked = self.degradation.apply(await call_of(given), self.bridge.book.queue, terms.degraded)
             asked = replace(asked, salt=caller.cache_salt(asked.salt))
             try:

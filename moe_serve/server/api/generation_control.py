@@ -4,18 +4,42 @@
 with the same tokens after `/continue_generation`; with mode `abort`, SGLang's default, they end with what they have.
 """
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
+from msgspec import Meta
 
 from moe_serve.errors import RequestError
 from moe_serve.server.edge.body import Bodies
 from moe_serve.server.edge.errors import json_bytes
 from moe_serve.server.edge.guard import ADMIN
-from moe_serve.server.edge.json_fields import Fields, boolean, parse_object, short_name, show
+from moe_serve.server.edge.json_body import Body, Name, read_body
 from moe_serve.server.ranks.bridge import Bridge
 
-_MODES = ("abort", "retract")
+
+class PauseBody(Body):
+    """What becomes of running requests: they end (abort), or wait (retract)."""
+
+    mode: (
+        Annotated[
+            Literal["abort", "retract"],
+            Meta(
+                extra={
+                    "expected": "abort or retract; in_place is not supported: with retract, requests go on with the "
+                    "same tokens too"
+                }
+            ),
+        ]
+        | None
+    ) = None
+
+
+class AbortBody(Body):
+    """Which requests end."""
+
+    rid: Name | None = None
+    abort_all: bool | None = None
+    abort_message: None = None
 
 
 def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None:
@@ -26,10 +50,8 @@ def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None
     async def pause(request: Request) -> Response:
         """Sends nothing to the ranks any more, and takes back what they run. New requests wait."""
         async with bodies.read(request) as body:
-            fields = _fields(body)
-        mode = fields.take("mode", _mode) or "abort"
-        fields.refuse_the_rest()
-        await bridge.api_servers.pause(abort=mode == "abort")
+            given = read_body(body, PauseBody, may_be_empty=True)
+        await bridge.api_servers.pause(abort=given.mode != "retract")
         return _json({"status": "ok", "message": "Generation paused successfully."})
 
     @app.post("/continue_generation", tags=[ADMIN])
@@ -43,12 +65,10 @@ def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None
     async def abort(request: Request) -> Response:
         """Ends the requests with this rid, or all: with finish_reason abort and the output so far, if there is any."""
         async with bodies.read(request) as body:
-            fields = _fields(body)
-        rid, abort_all = fields.take("rid", short_name), fields.take("abort_all", boolean)
-        fields.refuse_the_rest()
-        if rid is None and not abort_all:
+            given = read_body(body, AbortBody, may_be_empty=True)
+        if given.rid is None and not given.abort_all:
             raise RequestError("abort_request needs rid, or abort_all: true", field="rid")
-        await bridge.api_servers.cut_short(None if abort_all else rid)
+        await bridge.api_servers.cut_short(None if given.abort_all else given.rid)
         return Response(status_code=200)
 
     @app.get("/flush_cache", tags=[ADMIN])
@@ -62,20 +82,6 @@ def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None
         flushed = ", ".join(f"{answer.text} of rank {answer.rank}" for answer in answers)
         masked = "".join(f"; rank {rank} is masked and keeps its own" for rank in bridge.workers.masked)
         return Response(f"Cache flushed.\n{flushed}{masked}\n", media_type="text/plain")
-
-
-def _fields(body: bytes) -> Fields:
-    return Fields(parse_object(body) if body.strip() else {}, "", {"abort_message": ()}, {})
-
-
-def _mode(name: str, value: Any) -> str:
-    if value not in _MODES:
-        raise RequestError(
-            f"{name} is {show(value)}, expected {' or '.join(_MODES)}; in_place is not supported: with retract, "
-            "requests go on with the same tokens too",
-            field=name,
-        )
-    return str(value)
 
 
 def _json(value: Any) -> Response:

@@ -1,18 +1,19 @@
-"""Checks the messages of a chat, and what else a chat template is given."""
+"""The messages of a chat, and what else a chat template is given."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from moe_serve.errors import RequestError
-from moe_serve.server.edge.json_fields import Fields, boolean, parse_nested_object, short_name, show
+from moe_serve.server.api.tool_fields import MAX_TOOLS
+from moe_serve.server.edge.json_body import Body, Name, OnlyEmpty, OnlyOne, check_free_form, read_body, show
 
-MAX_DEPTH = 64  # of lists and objects in a body: a JSON schema may be one of its values
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_KWARGS = 32  # of chat_template_kwargs
 MAX_MESSAGES = 1 << 14  # and tool calls in all of them; a template takes some 7 us for one
 MAX_DOCUMENTS = 1 << 10
-MAX_VALUES = 1 << 16  # nested in one field; the event loop takes some 0.1 us to make an object of one
 
 # What a template is given by the server: a client's variable of the same name would change what the others mean.
 _RESERVED = frozenset({
@@ -20,15 +21,53 @@ _RESERVED = frozenset({
     "raise_exception", "strftime_now", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token",
     "mask_token", "additional_special_tokens",
 })  # fmt: skip
-# What clients send back of an answer, without a meaning for the next one.
-_NEUTRAL_OF_MESSAGE: Mapping[str, tuple[Any, ...]] = {
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-    "function_call": (),
-    "weight": (1,),
-}
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content: text alone is served."""
+
+    type: str | None = None
+    text: str | None = None
+    refusal: str | None = None
+
+
+Content = Annotated[str | list[str | Part], Meta(extra={"expected": "a string or a list of parts"})]
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    role: Annotated[Name, Meta(extra={"missing": "send system, user, assistant or tool"})]
+    content: Content | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    # What clients send back of an answer, without a meaning for the next one.
+    refusal: None = None
+    audio: None = None
+    annotations: OnlyEmpty | None = None
+    function_call: None = None
+    weight: OnlyOne | None = None
+
+
+Messages = Annotated[
+    list[Annotated[Message, Meta(extra={"noun": "message"})]],
+    Meta(
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        extra={"missing": 'send a list such as [{"role": "user", "content": "hi"}]'},
+    ),
+]
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+Documents = Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)]
+Template = Annotated[
+    str, Meta(max_length=MAX_TEMPLATE_CHARS, description="only where the server trusts those of requests")
+]
+Kwargs = Annotated[dict[str, Any], Meta(max_length=MAX_KWARGS)]
 
 
 @dataclass(frozen=True)
@@ -58,163 +97,100 @@ class ChatPrompt:
         return self.messages[-1]["content"] if self.continue_final_message else None
 
 
-def take_chat_prompt(values: Fields) -> ChatPrompt:
-    """Takes the fields that a prompt is made from. Raises RequestError with the field and what was expected."""
-    messages = values.take("messages", _messages)
-    if messages is None:
-        raise RequestError('messages is missing; send a list such as [{"role": "user", "content": "hi"}]', "messages")
-    continues = bool(values.take("continue_final_message", boolean))
-    asks = values.take("add_generation_prompt", boolean)
+def chat_prompt(given: Any) -> ChatPrompt:
+    """Returns what a template is given of a body with these fields. Raises RequestError."""
+    continues, asks = bool(given.continue_final_message), given.add_generation_prompt
     if continues and asks:
         raise RequestError(
             "continue_final_message and add_generation_prompt are both true, but the text cannot end in both ways; "
             "send one of them",
             field="continue_final_message",
         )
-    kwargs = values.take("chat_template_kwargs", _kwargs) or {}
-    effort = values.take("reasoning_effort", short_name)
-    if effort is not None:
-        kwargs = {"reasoning_effort": effort, **kwargs}
+    for name in ("tools", "documents", "chat_template_kwargs"):
+        check_free_form(name, getattr(given, name))
+    kwargs = given.chat_template_kwargs or {}
+    for key in kwargs:
+        if not key.isidentifier() or key.startswith("_") or key in _RESERVED or len(key) > 64:
+            name = "chat_template_kwargs"
+            raise RequestError(f"{name}.{key[:64]} is not a variable that a client may set", field=name)
+    if given.reasoning_effort is not None:
+        kwargs = {"reasoning_effort": given.reasoning_effort, **kwargs}
     return ChatPrompt(
-        messages=messages,
-        tools=values.take("tools", _objects) or None,
-        documents=values.take("documents", _documents) or None,
-        chat_template=values.take("chat_template", _template),
-        add_generation_prompt=not continues if asks is None else bool(asks),
+        messages=_messages(given.messages),
+        tools=given.tools or None,
+        documents=given.documents or None,
+        chat_template=given.chat_template,
+        add_generation_prompt=not continues if asks is None else asks,
         continue_final_message=continues,
-        add_special_tokens=bool(values.take("add_special_tokens", boolean)),
+        add_special_tokens=bool(given.add_special_tokens),
         kwargs=kwargs,
     )
 
 
-def _messages(name: str, value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise RequestError(f"{name} is {show(value)}, expected a list of messages", field=name)
-    _check_number(name, len(value), MAX_MESSAGES)
-    messages = [_message(f"{name}[{i}]", item) for i, item in enumerate(value)]
+def _messages(given: list[Message]) -> list[dict[str, Any]]:
+    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(given)]
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    _check_number(f"{name}[].tool_calls", len(calls), MAX_MESSAGES)
-    _check_values(f"{name}[].tool_calls", calls)
+    name = "messages[].tool_calls"
+    if len(calls) > MAX_MESSAGES:
+        raise RequestError(f"{name} has {len(calls)} entries, at most {MAX_MESSAGES} are taken; send fewer", field=name)
+    check_free_form(name, calls)
     return messages
 
 
-def _check_number(name: str, num: int, most: int) -> None:
-    if num > most:
-        raise RequestError(f"{name} has {num} entries, at most {most} are taken; send fewer", field=name)
-
-
-def _check_values(name: str, value: Any) -> None:
-    """Raises RequestError where lists and objects hold too many values, at any depth."""
-    num, waiting = 0, [value]
-    while waiting and num <= MAX_VALUES:
-        inner = waiting.pop()
-        if isinstance(inner, dict | list):
-            num += len(inner)
-            waiting.extend(inner.values() if isinstance(inner, dict) else inner)
-    if num > MAX_VALUES:
-        raise RequestError(f"{name} has more than {MAX_VALUES} values in lists and objects; send fewer", field=name)
-
-
-def _documents(name: str, value: Any) -> list[dict[str, Any]]:
-    documents = _objects(name, value)
-    _check_number(name, len(documents), MAX_DOCUMENTS)
-    _check_values(name, documents)
-    return documents
-
-
-def _message(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RequestError(f"{name} is {show(value)}, expected an object with role and content", field=name)
-    fields = Fields(value, f"{name}.", _NEUTRAL_OF_MESSAGE, {})
-    role = fields.take("role", short_name)
-    if role is None:
-        raise RequestError(f"{name}.role is missing; send system, user, assistant or tool", field=f"{name}.role")
-    message: dict[str, Any] = {"role": role, "content": fields.take("content", _content) or ""}
-    reasoning = [fields.take(key, _string) for key in ("reasoning_content", "reasoning", "thinking")]
-    found = next((text for text in reasoning if text is not None), None)
+def _message(path: str, given: Message) -> dict[str, Any]:
+    """Returns a message as templates read it."""
+    message: dict[str, Any] = {"role": given.role, "content": text_of(f"{path}.content", given.content)}
+    found = next(
+        (text for text in (given.reasoning_content, given.reasoning, given.thinking) if text is not None), None
+    )
     if found is not None:
         message |= {"reasoning_content": found, "thinking": found}  # gpt-oss' templates read the second
-    for key, check in (("name", _string), ("tool_call_id", _string), ("tool_calls", _tool_calls)):
-        if given := fields.take(key, check):  # templates ask whether there is one, so not of an empty list
-            message[key] = given
-    fields.refuse_the_rest()
+    # Templates ask whether there is one, so not of an empty list.
+    if given.name:
+        message["name"] = given.name
+    if given.tool_call_id:
+        message["tool_call_id"] = given.tool_call_id
+    if given.tool_calls:
+        message["tool_calls"] = _tool_calls(f"{path}.tool_calls", given.tool_calls)
     return message
 
 
-def _content(name: str, value: Any) -> str:
-    """Returns the text of a content: itself, or that of its parts, one below the other."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise RequestError(f"{name} is {show(value)}, expected a string or a list of parts", field=name)
-    return "\n".join([_text_of_part(f"{name}[{i}]", part) for i, part in enumerate(value)])
+def text_of(path: str, content: str | list[str | Part] | None) -> str:
+    """Returns the text of a content: itself, or that of its parts, one below the other. Raises RequestError."""
+    if not isinstance(content, list):
+        return content or ""
+    return "\n".join([_text_of_part(f"{path}[{i}]", part) for i, part in enumerate(content)])
 
 
-def _text_of_part(name: str, part: Any) -> str:
+def _text_of_part(path: str, part: str | Part) -> str:
     if isinstance(part, str):
         return part
-    if not isinstance(part, dict):
-        raise RequestError(f"{name} is {show(part)}, expected an object with type and text", field=name)
-    kind = part.get("type")
-    if kind not in _TEXT_PARTS:
+    if part.type not in _TEXT_PARTS:
         raise RequestError(
-            f"{name}.type is {show(kind)}, but only text is served, no images, audio or files; send parts of type text",
-            field=f"{name}.type",
+            f"{path}.type is {show(part.type)}, but only text is served, no images, audio or files; send parts of type "
+            "text",
+            field=f"{path}.type",
         )
-    key = "refusal" if kind == "refusal" else "text"
-    return _string(f"{name}.{key}", part.get(key))
+    key = "refusal" if part.type == "refusal" else "text"
+    text: str | None = getattr(part, key)
+    if text is None:
+        raise RequestError(f"{path}.{key} is missing, expected a string", field=f"{path}.{key}")
+    return text
 
 
-def _tool_calls(name: str, value: Any) -> list[dict[str, Any]]:
+def _tool_calls(name: str, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Checks the calls of an assistant's message; their arguments, JSON in a string, become objects."""
-    calls = _objects(name, value)
+    checked = []
     for i, call in enumerate(calls):
         path = f"{name}[{i}].function"
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"{path} is {show(function)}, expected an object with name and arguments", field=path)
         arguments = function.get("arguments")
+        path = f"{path}.arguments"
         if isinstance(arguments, str):
-            try:
-                arguments = parse_nested_object(arguments.encode(), MAX_DEPTH) if arguments.strip() else {}
-            except RequestError as error:
-                message = str(error).replace("the body", f"{path}.arguments")
-                raise RequestError(message, field=f"{path}.arguments") from None
+            arguments = read_body(arguments.encode(), Any, path, may_be_empty=True)
         if not isinstance(arguments, dict | None):
-            path = f"{path}.arguments"
             raise RequestError(f"{path} is {show(arguments)}, expected a JSON object in a string", field=path)
-        calls[i] = {**call, "function": {**function, "arguments": arguments or {}}}
-    return calls
-
-
-def _objects(name: str, value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise RequestError(f"{name} is {show(value)}, expected a list of objects", field=name)
-    for i, item in enumerate(value):
-        if not isinstance(item, dict):
-            raise RequestError(f"{name}[{i}] is {show(item)}, expected an object", field=f"{name}[{i}]")
-    return list(value)
-
-
-def _kwargs(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RequestError(f"{name} is {show(value)}, expected an object", field=name)
-    _check_number(name, len(value), MAX_KWARGS)
-    _check_values(name, value)
-    for key in value:
-        if not key.isidentifier() or key.startswith("_") or key in _RESERVED or len(key) > 64:
-            raise RequestError(f"{name}.{key[:64]} is not a variable that a client may set", field=name)
-    return value
-
-
-def _template(name: str, value: Any) -> str:
-    text = _string(name, value)
-    if len(text) > MAX_TEMPLATE_CHARS:
-        raise RequestError(f"{name} has {len(text)} characters, at most {MAX_TEMPLATE_CHARS} are taken", field=name)
-    return text
-
-
-def _string(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise RequestError(f"{name} is {show(value)}, expected a string", field=name)
-    return value
+        checked.append({**call, "function": {**function, "arguments": arguments or {}}})
+    return checked

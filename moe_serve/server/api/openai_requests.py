@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's completions and chat: JSON bytes in, checked values out.
+"""The bodies of OpenAI's completions and chats, and of vLLM's /tokenize and /detokenize.
 
 A field that is not known is refused, as OpenAI does: a mistyped one that is ignored costs an afternoon. A known one
 that is not supported is accepted with null or a value that asks for nothing.
@@ -7,75 +7,210 @@ that is not supported is accepted with null or a value that asks for nothing.
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Self
+
+from msgspec import UNSET, Meta, UnsetType
 
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
-from moe_serve.server.api.call_fields import (
-    check_num_prompts,
-    first,
-    ids_or_batch,
-    is_batch,
-    priority,
-    text_or_texts,
-    timeout,
+from moe_serve.server.api.constraint_fields import (
+    Choices,
+    JsonSchema,
+    ResponseFormat,
+    StructuredOutputs,
+    Text,
+    openai_constraint,
 )
-from moe_serve.server.api.constraint_fields import take_openai_constraint
-from moe_serve.server.api.messages import MAX_DEPTH, ChatPrompt, take_chat_prompt
-from moe_serve.server.api.sampling_fields import NEUTRAL_PARAMS, OPENAI_NAMES, TakenParams, take_sampling_params
-from moe_serve.server.api.schemas import SALT_SEPARATOR
-from moe_serve.server.api.tool_fields import ReasoningUse, ToolUse, take_reasoning_use, take_tool_use
-from moe_serve.server.edge.json_fields import Fields, boolean, natural_number, parse_nested_object, short_name, show
+from moe_serve.server.api.generate_request import Priority, Timeout, first, prompts_of, salt_of
+from moe_serve.server.api.messages import ChatPrompt, Documents, Kwargs, Messages, Template, Tools, chat_prompt
+from moe_serve.server.api.sampling_fields import (
+    OPENAI_NAMES,
+    Samples,
+    SamplingFields,
+    Seed,
+    TakenParams,
+    sampling_params,
+)
+from moe_serve.server.api.tool_fields import EXAMPLE_CHOICE, ReasoningUse, ToolUse, tool_use
+from moe_serve.server.edge.json_body import Body, Count, Name, Only, OnlyEmpty, OnlyFalse, OnlyOne, TokenId, read_body
 from moe_serve.server.requests.prompts import GenerateRequest, Prompt
 
 REST_OF_CONTEXT = 2**31  # max_new_tokens of a request that names no length: reduced to what the model takes
+_DEFAULT_TOKENS = 16  # of completions: OpenAI's, and so vLLM's and SGLang's; null asks for the rest of the context
 
-# Known fields whose features are not supported: null, or one of these values, means "not asked for".
-OPENAI_NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    **NEUTRAL_PARAMS,
-    # OpenAI's
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "verbosity": ("medium",),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-    # vLLM's
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "truncate_prompt_tokens": (),
-    "logits_processors": (),
-    "mm_processor_kwargs": (),
-    "media_io_kwargs": (),
-    "guided_decoding_backend": (),
-    "return_tokens_as_token_ids": (False,),
-    "kv_transfer_params": (),
-    "vllm_xargs": ({},),
-    # SGLang's
-    "lora_path": (),
-    "session_params": (),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "custom_logit_processor": (),
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "routing_key": (),
-}
-# They tell OpenAI something about the caller, and change no answer: any value is accepted.
-NOTED_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-OTHER_WORDS: Mapping[str, str] = {  # names of the same fields in other APIs
-    "text": "prompt",
-    "input_ids": "prompt",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-    "stop_ids": "stop_token_ids",
-    "timeout_s": "timeout",
-}
+Model = Annotated[str, Meta(extra={"expected": "the name of a model"})]
+Noted = Annotated[Any, Meta(description="changes no answer")]  # it tells OpenAI something about the caller
+_Length = Annotated[Count, Meta(description="without it: 16, or in a chat all that fits")]
+
+
+class OnlyText(Only):
+    values = (["text"],)
+
+
+class OnlyDefaultTier(Only):
+    values = ("auto", "default")
+
+
+class OnlyMedium(Only):
+    values = ("medium",)
+
+
+class OnlyInMemory(Only):
+    values = ("in_memory", "in-memory")
+
+
+class OnlyNoCall(Only):
+    values = ("none", "auto")
+
+
+class OpenAiStreamOptions(Body):
+    """include_usage: a stream ends with the numbers of tokens;  continuous_usage_stats: each of its events has them"""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: OnlyFalse | None = None
+
+
+class OpenAiCall(SamplingFields):
+    """The fields of all calls of OpenAI's routes, and what vLLM and SGLang add."""
+
+    other_words: ClassVar[Mapping[str, str]] = {  # names of the same fields in other APIs
+        "text": "prompt",
+        "input_ids": "prompt",
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "sampling_seed": "seed",
+        "stop_ids": "stop_token_ids",
+        "timeout_s": "timeout",
+    }
+
+    model: Model | None = None
+    min_tokens: Count | None = None
+    seed: Seed | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: OpenAiStreamOptions | None = None
+    return_token_ids: bool | None = None
+    rid: Name | None = None
+    request_id: Name | None = None
+    cache_salt: Name | None = None
+    extra_key: Name | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    routed_dp_rank: Count | None = None
+    data_parallel_rank: Count | None = None
+    user: Noted = None
+    metadata: Noted = None
+    safety_identifier: Noted = None
+    prompt_cache_key: Noted = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Annotated[str, Meta(min_length=1)] | None = None
+    # Known in OpenAI's API, and not supported.
+    service_tier: OnlyDefaultTier | None = None
+    modalities: OnlyText | None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    verbosity: OnlyMedium | None = None
+    prompt_cache_retention: OnlyInMemory | None = None
+    # In vLLM's.
+    use_beam_search: OnlyFalse | None = None
+    length_penalty: OnlyOne | None = None
+    early_stopping: OnlyFalse | None = None
+    truncate_prompt_tokens: None = None
+    logits_processors: None = None
+    mm_processor_kwargs: None = None
+    media_io_kwargs: None = None
+    guided_decoding_backend: None = None
+    return_tokens_as_token_ids: OnlyFalse | None = None
+    kv_transfer_params: None = None
+    vllm_xargs: OnlyEmpty | None = None
+    # In SGLang's.
+    lora_path: None = None
+    session_params: None = None
+    return_hidden_states: OnlyFalse | None = None
+    return_routed_experts: OnlyFalse | None = None
+    custom_logit_processor: None = None
+    bootstrap_host: None = None
+    bootstrap_port: None = None
+    bootstrap_room: None = None
+    routing_key: None = None
+
+
+class LongCall(OpenAiCall):
+    """The fields of completions and chats that /v1/responses has under other names, or not at all."""
+
+    n: Samples | None = None
+    max_tokens: _Length | UnsetType | None = UNSET
+    max_completion_tokens: _Length | UnsetType | None = UNSET
+    response_format: ResponseFormat | None = None
+    store: OnlyFalse | None = None
+
+
+class CompletionBody(LongCall, kw_only=True):
+    """A call of /v1/completions: text or token ids, one prompt or several."""
+
+    example: ClassVar[Mapping[str, Any]] = {"model": "demo", "prompt": "def ", "max_tokens": 16, "temperature": 0}
+
+    prompt: Annotated[
+        str | list[str | TokenId | list[TokenId]],
+        Meta(
+            extra={
+                "expected": "a string, a list of strings, token ids, or a list of lists of them",
+                "missing": "send a text, a list of texts, or token ids",
+            }
+        ),
+    ]
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
+    suffix: OnlyEmpty | None = None
+    prompt_embeds: None = None
+
+
+class ChatBody(LongCall, kw_only=True):
+    """A call of /v1/chat/completions."""
+
+    example: ClassVar[Mapping[str, Any]] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "def "}],
+        "max_tokens": 16,
+    }
+
+    messages: Messages
+    tools: Tools | None = None
+    documents: Documents | None = None
+    chat_template: Template | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: Kwargs | None = None
+    reasoning_effort: Name | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tool_choice: (
+        Annotated[
+            str | dict[str, Any],
+            Meta(
+                description="none, auto, required, or a function",
+                extra={"expected": f"none, auto, required, or an object such as {EXAMPLE_CHOICE}"},
+            ),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    prompt_logprobs: None = None
+    echo: OnlyFalse | None = None
+    functions: OnlyEmpty | None = None
+    function_call: OnlyNoCall | None = None
 
 
 @dataclass(frozen=True)
@@ -129,115 +264,28 @@ class CallOptions:
         )
 
 
-def fields_of(content: dict[str, Any], more_neutral: Mapping[str, tuple[Any, ...]]) -> Fields:
-    """Returns the fields of a body. more_neutral: of this route"""
-    return Fields(content, "", {**OPENAI_NEUTRAL_FIELDS, **more_neutral}, OTHER_WORDS)
-
-
-def take_options(values: Fields, default_tokens: int, prefix: str) -> CallOptions:
-    """Takes the fields that both routes have.
+def call_options(given: LongCall, default_tokens: int, prefix: str) -> CallOptions:
+    """Returns what a body asks for beside its prompts.
 
     default_tokens: max_new_tokens of a body without a length;  prefix: of an id that the server chooses
 
     Raises RequestError with the field, its value and what was expected.
     """
-    constraint = take_openai_constraint(values)
-    taken = take_sampling_params(
-        values, OPENAI_NAMES, SamplingParams(max_new_tokens=default_tokens, constraint=constraint)
-    )
-    stream = bool(values.take("stream", boolean))
-    include_usage, continuous_usage = values.take("stream_options", _stream_options) or (False, False)
-    salts = values.take("cache_salt", short_name), values.take("extra_key", short_name)
-    for name in NOTED_FIELDS:
-        values.take(name, lambda name, value: None)
+    defaults = SamplingParams(max_new_tokens=default_tokens, constraint=openai_constraint(given))
+    stream = given.stream_options or OpenAiStreamOptions()
     return CallOptions(
-        taken=taken,
-        model=values.take("model", model_name),
-        stream=stream,
-        include_usage=include_usage,
-        continuous_usage=continuous_usage,
-        return_token_ids=bool(values.take("return_token_ids", boolean)),
-        rid=first(values.take("rid", short_name), values.take("request_id", short_name), f"{prefix}{uuid.uuid4().hex}"),
-        salt=SALT_SEPARATOR.join(salt for salt in salts if salt is not None),
-        priority=values.take("priority", priority) or 0,
-        timeout_s=values.take("timeout", timeout),
-        rank=first(values.take("routed_dp_rank", natural_number), values.take("data_parallel_rank", natural_number)),
+        taken=sampling_params(given, OPENAI_NAMES, defaults),
+        model=given.model,
+        stream=bool(given.stream),
+        include_usage=bool(stream.include_usage),
+        continuous_usage=bool(stream.include_usage and stream.continuous_usage_stats),
+        return_token_ids=bool(given.return_token_ids),
+        rid=given.rid or given.request_id or f"{prefix}{uuid.uuid4().hex}",
+        salt=salt_of(given.cache_salt, given.extra_key),
+        priority=given.priority or 0,
+        timeout_s=given.timeout,
+        rank=first(given.routed_dp_rank, given.data_parallel_rank),
     )
-
-
-def _stream_options(name: str, value: Any) -> tuple[bool, bool]:
-    if not isinstance(value, dict):
-        raise RequestError(f"{name} is {show(value)}, expected an object", field=name)
-    options = Fields(value, f"{name}.", {"include_obfuscation": (False,)}, {})
-    include_usage = bool(options.take("include_usage", boolean))
-    continuous_usage = bool(options.take("continuous_usage_stats", boolean))
-    options.refuse_the_rest()
-    return include_usage, include_usage and continuous_usage
-
-
-def model_name(name: str, value: Any) -> str:
-    """Checks the name of a model; which ones there are is known later."""
-    if not isinstance(value, str):
-        raise RequestError(f"{name} is {show(value)}, expected the name of a model", field=name)
-    return value
-
-
-CHAT_NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-}
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """One call of `/v1/chat/completions`."""
-
-    prompt: ChatPrompt
-    options: CallOptions
-    tools: ToolUse
-    reasoning: ReasoningUse
-    logprobs: bool = False  # choices have log probabilities
-
-
-def parse_chat(body: bytes, max_prompts: int) -> ChatRequest:
-    """Returns the checked request in a JSON body. max_prompts: of a batch, which a chat never is
-
-    Raises RequestError with the field, its value and what was expected.
-    """
-    return check_chat(parse_nested_object(body, MAX_DEPTH), "chatcmpl-")
-
-
-def check_chat(content: dict[str, Any], id_prefix: str) -> ChatRequest:
-    """Returns the checked request of a JSON object. id_prefix: of the id that the server gives it"""
-    values = fields_of(content, CHAT_NEUTRAL_FIELDS)
-    prompt = take_chat_prompt(values)
-    options = take_options(values, REST_OF_CONTEXT, id_prefix)
-    if not prompt.messages:
-        raise RequestError("messages is an empty list, expected at least one message", field="messages")
-    logprobs = bool(values.take("logprobs", boolean))
-    num_top = values.take("top_logprobs", natural_number) or 0
-    tools = take_tool_use(values, prompt.tools)
-    reasoning = take_reasoning_use(values)
-    values.refuse_the_rest()
-    if num_top and not logprobs:
-        raise RequestError("top_logprobs is given, but logprobs is not true; set it", field="top_logprobs")
-    if logprobs:
-        options = options.with_params(logprobs=num_top)
-    if (constraint := tools.constraint()) is not None:
-        options = options.with_params(constraint=constraint)
-        options.taken.params.validate()
-    if tools.choice == "none":
-        prompt = replace(prompt, tools=None)  # a model that reads of tools would call them
-    return ChatRequest(prompt, options, tools, reasoning, logprobs)
-
-
-_DEFAULT_TOKENS = 16  # OpenAI's, and so vLLM's and SGLang's; null asks for the rest of the context
-COMPLETION_NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "prompt_embeds": (),
-}
 
 
 @dataclass(frozen=True)
@@ -260,37 +308,128 @@ def parse_completion(body: bytes, max_prompts: int) -> CompletionRequest:
 
     Raises RequestError with the field, its value and what was expected.
     """
-    content = parse_nested_object(body, MAX_DEPTH)
-    check_num_prompts("prompt", content.get("prompt"), max_prompts)
-    values = fields_of(content, COMPLETION_NEUTRAL_FIELDS)
-    prompts = values.take("prompt", _prompts)
-    if prompts is None:
-        raise RequestError("prompt is missing; send a text, a list of texts, or token ids", field="prompt")
-    names_length = any(name in content for name in ("max_tokens", "max_completion_tokens"))
-    options = take_options(values, REST_OF_CONTEXT if names_length else _DEFAULT_TOKENS, "cmpl-")
-    add_special_tokens = values.take("add_special_tokens", boolean)
-    echo = bool(values.take("echo", boolean))
-    of_output = values.take("logprobs", natural_number)
-    of_prompt = values.take("prompt_logprobs", natural_number)
-    values.refuse_the_rest()
-    counts = [count for count in (of_output if echo else None, of_prompt) if count is not None]
-    options = options.with_params(logprobs=of_output, prompt_logprobs=max(counts, default=None))
-    call = options.call(prompts, add_special_tokens is not False)
-    return CompletionRequest(call, options, echo, of_output is not None, of_prompt is not None)
-
-
-def _prompts(name: str, value: Any) -> list[tuple[str | None, list[int] | None]]:
-    """Checks one prompt or several, each a text or a list of token ids."""
-    several = value if is_batch(value) else [value]
-    if not several:
-        raise RequestError(f"{name} is an empty list, expected at least one prompt", field=name)
-    if isinstance(several[0], str):
-        text_or_texts(name, value)
-        return [(text, None) for text in several]
-    if isinstance(several[0], list):
-        ids_or_batch(name, value)
-        return [(None, ids) for ids in several]
-    raise RequestError(
-        f"{name} is {show(value)}, expected a string, a list of strings, token ids, or a list of lists of them",
-        field=name,
+    given = read_body(body, CompletionBody)
+    prompts = prompts_of("prompt", given.prompt, max_prompts)
+    names_length = not (given.max_tokens is given.max_completion_tokens is UNSET)
+    options = call_options(given, REST_OF_CONTEXT if names_length else _DEFAULT_TOKENS, "cmpl-")
+    counts = [count for count in (given.logprobs if given.echo else None, given.prompt_logprobs) if count is not None]
+    options = options.with_params(logprobs=given.logprobs, prompt_logprobs=max(counts, default=None))
+    call = options.call(prompts, given.add_special_tokens is not False)
+    return CompletionRequest(
+        call, options, bool(given.echo), given.logprobs is not None, given.prompt_logprobs is not None
     )
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """One call of `/v1/chat/completions`."""
+
+    prompt: ChatPrompt
+    options: CallOptions
+    tools: ToolUse
+    reasoning: ReasoningUse
+    logprobs: bool = False  # choices have log probabilities
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Returns the checked request in a JSON body.
+
+    Raises RequestError with the field, its value and what was expected.
+    """
+    return check_chat(read_body(body, ChatBody), "chatcmpl-")
+
+
+def check_chat(given: ChatBody, id_prefix: str) -> ChatRequest:
+    """Returns the checked request of a body. id_prefix: of the id that the server gives it"""
+    prompt = chat_prompt(given)
+    options = call_options(given, REST_OF_CONTEXT, id_prefix)
+    tools = tool_use(prompt.tools, given.tool_choice, given.parallel_tool_calls)
+    reasoning = ReasoningUse(
+        separate=given.separate_reasoning is not False,
+        included=given.include_reasoning is not False,
+        streamed=given.stream_reasoning is not False,
+    )
+    if given.top_logprobs and not given.logprobs:
+        raise RequestError("top_logprobs is given, but logprobs is not true; set it", field="top_logprobs")
+    if given.logprobs:
+        options = options.with_params(logprobs=given.top_logprobs or 0)
+    if (constraint := tools.constraint()) is not None:
+        options = options.with_params(constraint=constraint)
+        options.taken.params.validate()
+    if tools.choice == "none":
+        prompt = replace(prompt, tools=None)  # a model that reads of tools would call them
+    return ChatRequest(prompt, options, tools, reasoning, bool(given.logprobs))
+
+
+class TokenizeBody(Body):
+    """A text, or a chat as for /v1/chat/completions."""
+
+    other_words: ClassVar[Mapping[str, str]] = {"text": "prompt"}
+    example: ClassVar[Mapping[str, Any]] = {"prompt": "def "}
+
+    model: Model | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    documents: Documents | None = None
+    chat_template: Template | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: Kwargs | None = None
+    reasoning_effort: Name | None = None
+    return_token_strs: bool | None = None
+    mm_processor_kwargs: None = None
+    media_io_kwargs: None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """Token ids, whose text is the answer."""
+
+    other_words: ClassVar[Mapping[str, str]] = {"input_ids": "tokens", "prompt": "tokens"}
+    example: ClassVar[Mapping[str, Any]] = {"tokens": [5, 6]}
+
+    model: Model | None = None
+    tokens: Annotated[list[TokenId], Meta(extra={"missing": "send a list of token ids"})]
+
+
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """One call of `/tokenize`: text, or a chat; the other is None. return_token_strs: the tokens' own spellings, too"""
+
+    model: str | None
+    text: str | None
+    chat: ChatPrompt | None
+    add_special_tokens: bool
+    return_token_strs: bool
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """Returns the checked request in a JSON body.
+
+    Raises RequestError with the field, its value and what was expected.
+    """
+    given = read_body(body, TokenizeBody)
+    strings = bool(given.return_token_strs)
+    if given.prompt is None and given.messages is None:
+        raise RequestError("prompt is missing; send a text, or messages of a chat", field="prompt")
+    if given.prompt is None:
+        chat = chat_prompt(given)
+        return TokenizeRequest(given.model, None, chat, chat.add_special_tokens, strings)
+    if given.messages is not None:
+        raise RequestError("prompt and messages are both given; send one of them", field="messages")
+    of_chats = [name for name in _CHAT_ONLY if getattr(given, name) is not None]
+    if of_chats:
+        raise RequestError(f"{of_chats[0]} belongs to messages, but prompt is given; leave it out", field=of_chats[0])
+    return TokenizeRequest(given.model, given.prompt, None, given.add_special_tokens is not False, strings)
+
+
+_CHAT_ONLY = (
+    "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+    "reasoning_effort",
+)  # fmt: skip
+
+
+def parse_detokenize(body: bytes) -> DetokenizeBody:
+    """Returns the request in a JSON body. Raises RequestError with the field, its value and what was expected."""
+    return read_body(body, DetokenizeBody)

@@ -14,15 +14,21 @@ from fastapi import FastAPI, Request, Response
 
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.api.body_parser import CHAT_BODY, COMPLETION_BODY, DETOKENIZE_BODY, RESPONSE_BODY, TOKENIZE_BODY
 from moe_serve.server.api.generate import Call, CallResponse, RequestPipeline
 from moe_serve.server.api.openai_answers import ChatAnswers, CompletionAnswers, texts_of
-from moe_serve.server.api.openai_requests import ChatRequest, CompletionRequest
+from moe_serve.server.api.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
 from moe_serve.server.api.parsed_output import OutputParser, OutputParsers
 from moe_serve.server.api.response_answers import ResponseAnswers
-from moe_serve.server.api.response_request import ResponseRequest
+from moe_serve.server.api.response_request import ResponseRequest, parse_response
 from moe_serve.server.api.sampling_fields import OPENAI_NAMES, ParamNames, TakenParams
-from moe_serve.server.api.tokenize_request import TokenizeRequest
 from moe_serve.server.edge.errors import UnknownModelError, json_bytes
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.prompts import NO_TOKENIZER, GenerateRequest
@@ -92,16 +98,18 @@ def add_openai(
             check_model(given.options.model, name)
             return _with_defaults(given.call, given.options.taken, defaults)
 
-        given, call = await pipeline.open(request, COMPLETION_BODY, call_of, partial(_in_openai_words, prompt="prompt"))
-        answers = CompletionAnswers(given, call, name, pipeline.tokenizer)
-        return CallResponse(call, bridge, answers, given.options.stream)
+        parse = partial(parse_completion, max_prompts=bridge.book.capacity)
+        given, call = await pipeline.open(request, parse, call_of, partial(_in_openai_words, prompt="prompt"))
+        return CallResponse(
+            call, bridge, CompletionAnswers(given, call, name, pipeline.tokenizer), given.options.stream
+        )
 
     @app.post(CHAT)
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions: messages, made one text by the model's chat template, JSON or a stream."""
 
         words = partial(_in_openai_words, prompt="messages", names=CHAT_NAMES)
-        given, call = await pipeline.open(request, CHAT_BODY, partial(call_of_chat, request), words)
+        given, call = await pipeline.open(request, parse_chat, partial(call_of_chat, request), words)
         answers = ChatAnswers(given, call, name, texts_of(pipeline.tokenizer), parser_of(given, call))
         return CallResponse(call, bridge, answers, given.options.stream)
 
@@ -113,7 +121,7 @@ def add_openai(
             return await call_of_chat(request, given.chat)
 
         words = partial(_in_openai_words, prompt="input", names=RESPONSE_NAMES)
-        given, call = await pipeline.open(request, RESPONSE_BODY, call_of, words)
+        given, call = await pipeline.open(request, parse_response, call_of, words)
         answers = ResponseAnswers(given, name, parser_of(given.chat, call)())
         return CallResponse(call, bridge, answers, given.chat.options.stream)
 
@@ -146,9 +154,8 @@ def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplat
     async def tokenize(request: Request) -> Response:
         """The token ids of a text, or of a chat as its template makes one text of it."""
         client = str(request.state.client)
-        async with pipeline.bodies.read(request) as body:
-            given = await pipeline.parser.parse(body, pipeline.bridge.book.capacity, TOKENIZE_BODY, client)
-        check_model(given.model, name)
+        async with pipeline.read(request, parse_tokenize) as given:
+            check_model(given.model, name)
         tokenizer = _need(pipeline.tokenizer)
         text = await _text_of(given, pipeline, templates, client)
         max_model_len = pipeline.bridge.limits.max_model_len
@@ -165,11 +172,10 @@ def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplat
     async def detokenize(request: Request) -> Response:
         """The text of token ids, with its special tokens."""
         client = str(request.state.client)
-        async with pipeline.bodies.read(request) as body:
-            given = await pipeline.parser.parse(body, pipeline.bridge.book.capacity, DETOKENIZE_BODY, client)
-        check_model(given.model, name)
+        async with pipeline.read(request, parse_detokenize) as given:
+            check_model(given.model, name)
         tokenizer, size = _need(pipeline.tokenizer), pipeline.bridge.limits.vocab_size
-        ids = given.token_ids
+        ids = given.tokens
 
         def work() -> bytes:
             wrong = next((token_id for token_id in ids if not 0 <= token_id < size), None)

@@ -1,4 +1,4 @@
-"""Parses the body of `/v1/responses`: it becomes the body of a chat, which is then checked as one.
+"""The body of `/v1/responses`, which becomes the body of a chat and is then checked as one.
 
 Nothing is stored: a conversation is sent whole each time, and previous_response_id is refused. Fields that both routes
 have, with those of vLLM and SGLang, keep their meaning.
@@ -6,30 +6,29 @@ have, with those of vLLM and SGLang, keep their meaning.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
 
 from moe_serve.errors import RequestError
-from moe_serve.server.api.messages import MAX_DEPTH
-from moe_serve.server.api.openai_requests import ChatRequest, check_chat
+from moe_serve.server.api.constraint_fields import ResponseFormat
+from moe_serve.server.api.messages import (
+    MAX_MESSAGES,
+    Content,
+    Documents,
+    Kwargs,
+    Message,
+    Part,
+    Template,
+    Tools,
+    text_of,
+)
+from moe_serve.server.api.openai_requests import ChatBody, ChatRequest, OpenAiCall, check_chat
 from moe_serve.server.api.tool_fields import EXAMPLE, EXAMPLE_CHOICE
-from moe_serve.server.edge.json_fields import parse_nested_object, show
+from moe_serve.server.edge.json_body import Count, Name, Only, OnlyFalse, read_body
 
-# Of the same meaning under another name.
-_RENAMED = {"max_output_tokens": "max_completion_tokens"}
-# Known fields that change nothing here, with the values that are accepted besides null; None: any
-_NOTED: Mapping[str, tuple[Any, ...] | None] = {
-    "store": None,
-    "truncation": ("disabled",),
-    "background": (False,),
-    "max_tool_calls": (),
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "context_management": (),
-    "top_logprobs": (0,),
-}
 _LOGPROBS = "message.output_text.logprobs"
-_ECHOED = ("instructions", "metadata", "max_output_tokens", "user", "reasoning", "text")
 _IN_OWN_WORDS = (  # what errors call the fields of a chat, and what these are here; longer ones first
     (EXAMPLE, 'send {"type": "function", "name": "f", "parameters": {…}}'),
     (EXAMPLE_CHOICE, '{"type": "function", "name": "f"}'),
@@ -39,7 +38,98 @@ _IN_OWN_WORDS = (  # what errors call the fields of a chat, and what these are h
     ("max_completion_tokens", "max_output_tokens"),
     ("reasoning_effort", "reasoning.effort"),
 )
-NOT_HERE = ("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort", "logprobs")
+
+
+class OnlyDisabled(Only):
+    values = ("disabled",)
+
+
+class OnlyZero(Only):
+    values = (0,)
+
+
+class InputItem(msgspec.Struct):
+    """A message, a call of a function, its output, or the reasoning before them."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Name | None = None
+    content: Content | None = None
+    name: str | None = None
+    arguments: str | None = None
+    call_id: str | None = None
+    output: Content | None = None
+    summary: Content | None = None
+
+
+class TextOptions(msgspec.Struct, omit_defaults=True):
+    """format: what the text must match, as response_format of chats"""
+
+    format: ResponseFormat | None = None
+    verbosity: Any = None
+
+
+class ReasoningOptions(msgspec.Struct, omit_defaults=True):
+    """effort: a word for the chat template"""
+
+    effort: Name | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class ResponseBody(OpenAiCall, kw_only=True):
+    """A call of /v1/responses, with what chats have, too."""
+
+    other_words: ClassVar[Mapping[str, str]] = {
+        **OpenAiCall.other_words,
+        "messages": "input",
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "max_new_tokens": "max_output_tokens",
+        "response_format": "text",
+        "reasoning_effort": "reasoning",
+    }
+    example: ClassVar[Mapping[str, Any]] = {"model": "demo", "input": "def ", "max_output_tokens": 16}
+
+    input: Annotated[
+        str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)],
+        Meta(extra={"expected": "a string or a list of items", "missing": "send a string or a list of items"}),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Annotated[Any, Meta(description="asks for items that do not come here")] = None
+    documents: Documents | None = None
+    chat_template: Template | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: Kwargs | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    store: Annotated[Any, Meta(description="changes no answer: nothing is stored")] = None
+    # Known in OpenAI's API, and not supported.
+    truncation: OnlyDisabled | None = None
+    background: OnlyFalse | None = None
+    max_tool_calls: None = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    context_management: None = None
+    top_logprobs: OnlyZero | None = None
+
+
+# Fields that a chat has by the same name.
+_OF_CHATS = tuple(
+    name
+    for name in ChatBody.__struct_fields__
+    if name in ResponseBody.__struct_fields__ and name not in ("tools", "tool_choice", "top_logprobs")
+)
 
 
 @dataclass(frozen=True)
@@ -50,40 +140,33 @@ class ResponseRequest:
     echoed: dict[str, Any]
 
 
-def parse_response(body: bytes, max_prompts: int) -> ResponseRequest:
-    """Returns the checked request in a JSON body. max_prompts: of a batch, which a response never is
+def parse_response(body: bytes) -> ResponseRequest:
+    """Returns the checked request in a JSON body.
 
-    Raises RequestError with the field, its value and what was expected; items of `input` are named as messages.
+    Raises RequestError with the field, its value and what was expected.
     """
-    content = parse_nested_object(body, MAX_DEPTH)
-    for name in NOT_HERE:
-        if content.get(name) is not None:
-            raise RequestError(f"{name} is a field of /v1/chat/completions; leave it out", field=name)
-    echoed = {name: content.get(name) for name in _ECHOED}
-    echoed |= {"tools": content.get("tools") or [], "tool_choice": content.get("tool_choice") or "auto"}
-    echoed["parallel_tool_calls"] = content.get("parallel_tool_calls") is not False
-    for name, accepted in _NOTED.items():
-        value = content.pop(name, None)
-        if value is not None and accepted is not None and value not in accepted:
-            raise RequestError(f"{name} is {show(value)}, but this is not supported; leave it out", field=name)
-    include = content.pop("include", None)  # what else is known asks for items that do not come here
-    if isinstance(include, list) and _LOGPROBS in include:
+    given = read_body(body, ResponseBody)
+    if isinstance(given.include, list) and _LOGPROBS in given.include:
         raise RequestError(f"include holds {_LOGPROBS}, but only chats have logprobs; leave it out", field="include")
-    chat = {_RENAMED.get(name, name): value for name, value in content.items()}
-    chat["messages"] = _messages(chat.pop("instructions", None), chat.pop("input", None))
-    chat["tools"] = _tools(chat.pop("tools", None))
-    chat["tool_choice"] = _tool_choice(chat.pop("tool_choice", None))
-    reasoning, text = _object("reasoning", chat.pop("reasoning", None)), _object("text", chat.pop("text", None))
-    chat["reasoning_effort"] = reasoning.get("effort")
-    chat["response_format"] = _format(text.get("format"))
     try:
-        checked = check_chat(chat, "resp_")
+        checked = check_chat(_as_chat(given), "resp_")
     except RequestError as error:
         raise RequestError(_in_own_words(str(error)), error.field and _in_own_words(error.field)) from None
     constraint = checked.options.taken.params.constraint
     if constraint is not None:
         own = replace(constraint, path=_in_own_words(constraint.path))
         checked = replace(checked, options=checked.options.with_params(constraint=own))
+    echoed = {
+        "instructions": given.instructions,
+        "metadata": given.metadata,
+        "max_output_tokens": given.max_output_tokens,
+        "user": given.user,
+        "reasoning": given.reasoning,
+        "text": given.text,
+        "tools": given.tools or [],
+        "tool_choice": given.tool_choice or "auto",
+        "parallel_tool_calls": given.parallel_tool_calls is not False,
+    }
     return ResponseRequest(checked, echoed)
 
 
@@ -94,41 +177,48 @@ def _in_own_words(text: str) -> str:
     return text
 
 
-def _object(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict | None):
-        raise RequestError(f"{name} is {show(value)}, expected an object", field=name)
-    return value or {}
+def _as_chat(given: ResponseBody) -> ChatBody:
+    """Returns the chat that a response is of. Raises RequestError."""
+    return ChatBody(
+        messages=_messages(given.instructions, given.input),
+        tools=_tools(given.tools),
+        tool_choice=_tool_choice(given.tool_choice),
+        max_completion_tokens=given.max_output_tokens,
+        response_format=None if given.text is None else _format(given.text.format),
+        reasoning_effort=None if given.reasoning is None else given.reasoning.effort,
+        **{name: getattr(given, name) for name in _OF_CHATS},
+    )
 
 
-def _messages(instructions: Any, given: Any) -> list[dict[str, Any]]:
+def _messages(instructions: str | None, given: str | list[InputItem]) -> list[Message]:
     """Returns the messages of a chat. Reasoning and calls in a row belong to one message of the assistant."""
-    if not isinstance(instructions, str | None):
-        raise RequestError(f"instructions is {show(instructions)}, expected a string", field="instructions")
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not isinstance(items, list) or not items:
-        raise RequestError(f"input is {show(given)}, expected a string or a list of items", field="input")
+    items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
     for i, item in enumerate(items):
         path = f"input[{i}]"
-        if not isinstance(item, dict):
-            raise RequestError(f"{path} is {show(item)}, expected an object", field=path)
-        kind = item.get("type", "message")
-        if kind == "message":
-            messages.append(_with_reasoning(messages, {"role": item.get("role"), "content": item.get("content")}))
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            _assistant(messages).setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-        elif kind == "reasoning":
-            messages.append({"role": "assistant", "content": "", "reasoning_content": _text_of(path, item)})
-        else:
-            raise RequestError(
-                f"{path}.type is {show(kind)}, expected message, function_call, function_call_output or reasoning",
-                field=f"{path}.type",
-            )
-    return messages
+        match item.type:
+            case "message":
+                role = _needed(f"{path}.role", item.role, "send system, developer, user or assistant")
+                content = text_of(f"{path}.content", item.content)
+                messages.append(_with_reasoning(messages, {"role": role, "content": content}))
+            case "function_call":
+                name = _needed(f"{path}.name", item.name, "send the function's")
+                function = {"name": name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                _assistant(messages).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                output = text_of(f"{path}.output", item.output)
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            case "reasoning":
+                text = _reasoning(f"{path}.content", item.content or item.summary)
+                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+    return [Message(**message) for message in messages]
+
+
+def _needed(path: str, value: str | None, do: str) -> str:
+    if value is None:
+        raise RequestError(f"{path} is missing; {do}", field=path)
+    return value
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -145,23 +235,23 @@ def _with_reasoning(messages: list[dict[str, Any]], message: dict[str, Any]) -> 
     return {**messages.pop(), **message} if message["role"] == "assistant" and is_alone else message
 
 
-def _text_of(path: str, item: dict[str, Any]) -> str:
-    parts = item.get("content") or item.get("summary") or []
-    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
-        raise RequestError(f"{path}.content is {show(parts)}, expected a list of parts with a text", f"{path}.content")
-    return "\n".join(part["text"] for part in parts)
+def _reasoning(path: str, parts: str | list[str | Part] | None) -> str:
+    texts = [
+        part if isinstance(part, str) else part.text for part in ([parts] if isinstance(parts, str) else parts or ())
+    ]
+    if any(text is None for text in texts):
+        raise RequestError(f"{path} is a list of {len(texts)}, expected a list of parts with a text", path)
+    return "\n".join(text for text in texts if text is not None)
 
 
-def _tools(given: Any) -> Any:
+def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Returns tools as chats have them: the fields of a function in an object of their own."""
-    if not isinstance(given, list):
-        return given
     keys = ("name", "description", "parameters", "strict")
     return [
         {"type": "function", "function": {key: tool[key] for key in keys if tool.get(key) is not None}}
-        if isinstance(tool, dict) and tool.get("type") == "function" and "function" not in tool
+        if tool.get("type") == "function" and "function" not in tool
         else tool
-        for tool in given
+        for tool in given or ()
     ]
 
 

@@ -1,34 +1,129 @@
 """Fields of sampling, in SGLang's names and OpenAI's, and the defaults that a model's folder sets for them.
 
-A route makes the `Fields` of its JSON object, calls `take_sampling_params` with its names, takes its other fields, and
-refuses the rest. As in SGLang (`--sampling-defaults model`) and vLLM (`--generation-config auto`) the model's defaults
-hold for OpenAI's routes and for `LLM` without parameters. `/generate` has SGLang's defaults.
+As in SGLang (`--sampling-defaults model`) and vLLM (`--generation-config auto`) the model's defaults hold for OpenAI's
+routes and for `LLM` without parameters. `/generate` has SGLang's defaults.
 """
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Annotated, Any
 
-from moe_serve.attention_dp.sampling_params import MAX_BIASES, SamplingParams, plain
+from msgspec import UNSET, Meta
+
+from moe_serve.attention_dp.sampling_params import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_SAMPLES,
+    MAX_SEED,
+    MAX_STOP_REGEXES,
+    MAX_STOPS,
+    SamplingParams,
+    plain,
+)
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import ModelError, RequestError
 from moe_serve.models.model_files import read_json
-from moe_serve.server.edge.json_fields import Fields, boolean, real_number, show, token_ids, whole_number
+from moe_serve.server.api.constraint_fields import SglangForm
+from moe_serve.server.edge.json_body import Count, OnlyOne, TokenId, read_values, show
 
 MAX_STOP_CHARS = 1024  # of one stop string, or bad word
-_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")  # as a key of a JSON object
+SGLANG_DEFAULTS = plain(SamplingParams())
 
-# Fields of SGLang whose features are not supported: null, or one of these values, means "not asked for".
-NEUTRAL_PARAMS: Mapping[str, tuple[Any, ...]] = {
-    "spaces_between_special_tokens": (True, False),  # of tokenizers in Python; those of Rust have no such spaces
-    "custom_params": (),
-    "stream_interval": (1,),
+
+def _shown(name: str) -> Meta:
+    """Returns what the schema says of a field's default."""
+    return Meta(extra_json_schema={"default": getattr(SGLANG_DEFAULTS, name)})
+
+
+_Id = Annotated[TokenId, Meta(ge=0)]
+_Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+_BiasedId = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})(?!\n)$", extra={"noun": "token id"})]
+_Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2, extra_json_schema={"default": 0.0})]
+Length = Annotated[Count, _shown("max_new_tokens")]
+LeastLength = Annotated[Count, _shown("min_new_tokens")]
+Seed = Annotated[int, Meta(ge=0, le=MAX_SEED)]
+Samples = Annotated[int, Meta(ge=1, le=MAX_SAMPLES, extra_json_schema={"default": 1})]
+
+
+class SamplingFields(SglangForm):
+    """Sampling parameters that have one name in all APIs."""
+
+    temperature: (
+        Annotated[float, Meta(ge=0, extra={"expected": "a number, 0 (greedy) or more"}), _shown("temperature")] | None
+    ) = None
+    top_p: Annotated[float, Meta(gt=0, le=1), _shown("top_p")] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1), _shown("min_p")] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_SEED, description="-1 or 0: all"), _shown("top_k")] | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
+    stop_regex: (
+        Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+        | Annotated[list[_Stop], Meta(max_length=MAX_STOP_REGEXES)]
+        | None
+    ) = None
+    stop_token_ids: Annotated[tuple[_Id, ...], Meta(max_length=MAX_STOPS)] | None = None
+    ignore_eos: Annotated[bool, _shown("ignore_eos")] | None = None
+    skip_special_tokens: Annotated[bool, _shown("skip_special_tokens")] | None = None
+    no_stop_trim: Annotated[bool, _shown("no_stop_trim")] | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100), _shown("repetition_penalty")] | None = None
+    logit_bias: (
+        Annotated[
+            dict[_BiasedId, _Bias],
+            Meta(max_length=MAX_BIASES, extra={"expected": "an object of token ids and numbers"}),
+        ]
+        | None
+    ) = None
+    bad_words: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words_ids: (
+        Annotated[
+            tuple[Annotated[tuple[_Id, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)], ...],
+            Meta(max_length=MAX_BAD_WORDS),
+        ]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[tuple[_Id, ...], Meta(max_length=MAX_ALLOWED)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    # Known in SGLang, and not supported.
+    spaces_between_special_tokens: bool | None = None  # of tokenizers in Python; those of Rust have no such spaces
+    custom_params: None = None
+    stream_interval: OnlyOne | None = None
+
+
+OTHER_SGLANG_WORDS: Mapping[str, str] = {  # names of the same fields in other APIs
+    "prompt": "text",
+    "prompt_ids": "input_ids",
+    "token_ids": "input_ids",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "include_stop_str_in_output": "no_stop_trim",
+    "seed": "sampling_seed",
+    "stop_ids": "stop_token_ids",
 }
 
 
-@dataclass(frozen=True)
+class SglangParams(SamplingFields):
+    """SGLang's sampling_params."""
+
+    other_words = OTHER_SGLANG_WORDS
+
+    max_new_tokens: Length | None = None
+    min_new_tokens: LeastLength | None = None
+    sampling_seed: Seed | None = None
+    n: Samples | None = None
+
+
+# Fields of SamplingParams that clients name; the others are made of fields that each API has of its own.
+_TAKEN = tuple(each.name for each in fields(SamplingParams) if "logprob" not in each.name and each.name != "constraint")
+
+
+@dataclass(frozen=True, eq=False)
 class ParamNames:
     """What one API calls the fields of SamplingParams.
 
@@ -40,16 +135,6 @@ class ParamNames:
 
     def of(self, field: str) -> tuple[str, ...]:
         return self.other.get(field, (field,))
-
-    @cached_property
-    def fields(self) -> Mapping[str, str]:
-        """The field of SamplingParams that each name of this API means."""
-        return {name: field for field in _CHECKS for name in self.of(field)}
-
-    @cached_property
-    def checks(self) -> Mapping[str, Callable[[str, Any], Any]]:
-        """How the value of each name of this API is checked."""
-        return {name: _CHECKS[field] for name, field in self.fields.items()}
 
     def translated(self, error: RequestError, prefix: str = "") -> RequestError:
         """Returns an error of SamplingParams or of fit_to_model in this API's names. prefix: of its field's path"""
@@ -72,9 +157,6 @@ OPENAI_NAMES = ParamNames(
 )  # and vLLM's, which extends OpenAI's
 
 
-SGLANG_DEFAULTS = plain(SamplingParams())
-
-
 @dataclass(frozen=True)
 class TakenParams:
     """The sampling parameters of one prompt.
@@ -91,96 +173,53 @@ class TakenParams:
         return "max_new_tokens" in self.given
 
 
-def take_sampling_params(
-    values: Fields,
-    names: ParamNames,
-    defaults: SamplingParams = SGLANG_DEFAULTS,
+def sampling_params(
+    given: SamplingFields, names: ParamNames, defaults: SamplingParams = SGLANG_DEFAULTS, prefix: str = ""
 ) -> TakenParams:
-    """Takes the sampling parameters among the fields of a JSON object. defaults: of fields that are absent or null
+    """Returns the sampling parameters of a struct. defaults: of fields that are left out;  prefix: of names in errors
 
     Raises RequestError with the field, its value and what was expected, in the client's names.
     """
-    taken = _take(values, names)
+    taken: dict[str, Any] = {}
+    for param, own_names in _names_in(type(given), names):
+        for name in own_names:
+            if (value := getattr(given, name)) is None or value is UNSET:
+                continue
+            value = _AS_PARAM[param](value) if param in _AS_PARAM else value
+            if taken.setdefault(param, value) != value:
+                other = own_names[0]
+                raise RequestError(
+                    f"{prefix}{other} is {show(getattr(given, other))} and {name} is {show(value)}, but they are one "
+                    "field; send one of them",
+                    field=prefix + other,
+                )
     params = SamplingParams(**(vars(defaults) | taken))
     if "max_new_tokens" not in taken and params.min_new_tokens > params.max_new_tokens:
         params = replace(params, max_new_tokens=params.min_new_tokens)
     try:
         params.validate()
     except RequestError as error:
-        raise names.translated(error, values.prefix) from None
+        raise names.translated(error, prefix) from None
     return TakenParams(params, frozenset(taken))
 
 
-def _take(values: Fields, names: ParamNames) -> dict[str, Any]:
-    """Returns the checked values of the given fields of SamplingParams."""
-    given = values.take_all(names.checks)
-    taken: dict[str, Any] = {}
-    for name, value in given.items():
-        field = names.fields[name]
-        if taken.setdefault(field, value) != value:
-            first, second = [other for other in names.of(field) if other in given][:2]
-            raise RequestError(
-                f"{values.prefix}{first} is {show(given[first])} and {second} is {show(given[second])}, but they are "
-                "one field; send one of them",
-                field=values.prefix + first,
-            )
-    return taken
+@cache
+def _names_in(form: type[SamplingFields], names: ParamNames) -> list[tuple[str, tuple[str, ...]]]:
+    """Returns the fields of SamplingParams that a form has, each with its names there."""
+    here = set(form.__struct_fields__)
+    return [(field, own) for field in _TAKEN if (own := tuple(name for name in names.of(field) if name in here))]
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"{name} is {show(value)}, expected a string or a list of strings", field=name)
-    if any(len(text) > MAX_STOP_CHARS for text in texts):
-        raise RequestError(f"{name} holds a string of more than {MAX_STOP_CHARS} characters; shorten it", field=name)
-    return tuple(texts)
+def _texts(given: str | list[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _top_k(name: str, value: Any) -> int:
-    """Checks top_k; 0 is another word for all tokens: vLLM's, and that of generation_config.json."""
-    return whole_number(name, value) or -1
-
-
-def _bad_words_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(value, list):
-        raise RequestError(f"{name} is {show(value)}, expected a list of lists of token ids", field=name)
-    return tuple(token_ids(f"{name}[{i}]", word) for i, word in enumerate(value))
-
-
-def _logit_bias(name: str, value: Any) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise RequestError(f"{name} is {show(value)}, expected an object of token ids and numbers", field=name)
-    if len(value) > MAX_BIASES:  # before each is looked at
-        raise RequestError(f"{name} has {len(value)} entries, at most {MAX_BIASES} are taken; send fewer", field=name)
-    wrong = next((key for key in value if not _TOKEN_ID.fullmatch(key)), None)
-    if wrong is not None:
-        raise RequestError(f"{name} has the key {show(wrong)}, expected token ids", field=name)
-    return {int(key): real_number(f"{name}.{key}", bias) for key, bias in value.items()}
-
-
-_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {  # of each field of SamplingParams
-    "max_new_tokens": whole_number,
-    "min_new_tokens": whole_number,
-    "temperature": real_number,
-    "top_p": real_number,
-    "min_p": real_number,
-    "top_k": _top_k,
+_AS_PARAM: Mapping[str, Callable[[Any], Any]] = {
+    "top_k": lambda given: given or -1,  # 0 is another word for all tokens: vLLM's, and generation_config.json's
     "stop": _texts,
-    "stop_token_ids": token_ids,
-    "stop_regex": lambda name, value: () if value == "" else _texts(name, value),
-    "seed": whole_number,
-    "ignore_eos": boolean,
-    "skip_special_tokens": boolean,
-    "no_stop_trim": boolean,
-    "frequency_penalty": real_number,
-    "presence_penalty": real_number,
-    "repetition_penalty": real_number,
-    "logit_bias": _logit_bias,
+    "stop_regex": lambda given: _texts(given) if given else (),
     "bad_words": _texts,
-    "bad_words_ids": _bad_words_ids,
-    "allowed_token_ids": token_ids,
-    "n": whole_number,
-    "best_of": whole_number,
+    "logit_bias": lambda given: {int(token_id): bias for token_id, bias in given.items()},
 }
 
 
@@ -207,7 +246,7 @@ def model_defaults(config: ServeConfig) -> dict[str, Any]:
     content = read_json(path, _FIX)
     named = {name: content[name] for name in _NAMES if content.get(name) is not None}
     try:
-        params = take_sampling_params(Fields(named, "", {}, {}), SGLANG_NAMES).params
+        params = sampling_params(read_values(named, SglangParams), SGLANG_NAMES).params
     except RequestError as error:
         raise ModelError(f"{path}: {error}; {_FIX}") from None
     usual = SamplingParams()

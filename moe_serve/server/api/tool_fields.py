@@ -1,4 +1,4 @@
-"""Checks what a chat says of its tools and of reasoning: which functions there are, whether one must be called."""
+"""What a chat says of its tools and of reasoning: which functions there are, whether one must be called."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import msgspec
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
 from moe_serve.server.api.constraint_fields import schema_constraint
-from moe_serve.server.edge.json_fields import Fields, boolean, show
+from moe_serve.server.edge.json_body import show
 from moe_serve.structured.json_schema import moved, with_options
 
 MAX_TOOLS = 128
@@ -89,32 +89,18 @@ class ReasoningUse:
     streamed: bool = True
 
 
-def take_tool_use(values: Fields, tools: list[dict[str, Any]] | None) -> ToolUse:
-    """Takes tool_choice and parallel_tool_calls. tools: as the client sent them
-
-    Raises RequestError with the field and what was expected.
-    """
+def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
+    """Returns what tools, tool_choice and parallel_tool_calls ask for, as the client sent them. Raises RequestError."""
     schemas = _schemas(tools or [])
-    parallel = values.take("parallel_tool_calls", boolean)
-    given = values.take("tool_choice", lambda name, value: value)
-    use = ToolUse(schemas, "auto" if schemas else "none", parallel=parallel is not False)
-    if given is None:
-        return use
-    if given in ("none", "auto", "required") and isinstance(given, str):
-        if given == "required" and not schemas:
+    is_parallel = parallel is not False
+    if choice is None:
+        return ToolUse(schemas, "auto" if schemas else "none", parallel=is_parallel)
+    if choice in ("none", "auto", "required") and isinstance(choice, str):
+        if choice == "required" and not schemas:
             raise RequestError("tool_choice is 'required' but there are no tools; send tools", field="tool_choice")
-        choice: Any = given if schemas else "none"
-        return ToolUse(schemas, choice, parallel=use.parallel)
-    return ToolUse(schemas, "named", _named(given, schemas), parallel=False)
-
-
-def take_reasoning_use(values: Fields) -> ReasoningUse:
-    """Takes SGLang's and vLLM's fields about reasoning. Raises RequestError."""
-    return ReasoningUse(
-        separate=values.take("separate_reasoning", boolean) is not False,
-        included=values.take("include_reasoning", boolean) is not False,
-        streamed=values.take("stream_reasoning", boolean) is not False,
-    )
+        known: Any = choice if schemas else "none"
+        return ToolUse(schemas, known, parallel=is_parallel)
+    return ToolUse(schemas, "named", _named(choice, schemas), parallel=False)
 
 
 def _named(given: Any, schemas: dict[str, dict[str, Any]]) -> str:
@@ -131,9 +117,7 @@ def _named(given: Any, schemas: dict[str, dict[str, Any]]) -> str:
 
 
 def _schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are taken; send fewer", field="tools")
-    if len(msgspec.json.encode(tools)) > MAX_BYTES:
+    if tools and len(msgspec.json.encode(tools)) > MAX_BYTES:
         raise RequestError(f"tools has more than {MAX_BYTES} bytes as JSON; send less", field="tools")
     schemas: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools):

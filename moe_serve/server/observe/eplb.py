@@ -4,10 +4,12 @@ The parser of a placement checks types and sizes, before a rank sees them; the b
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import FastAPI, Request, Response
+from msgspec import Meta
 
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import Answer, Rebalance, RecordCommand, SetPlacement
@@ -15,7 +17,7 @@ from moe_serve.errors import RequestError
 from moe_serve.server.edge.body import Bodies
 from moe_serve.server.edge.errors import error_body, json_bytes
 from moe_serve.server.edge.guard import ADMIN
-from moe_serve.server.edge.json_fields import Fields, id_list, natural_number, parse_json, short_name, show
+from moe_serve.server.edge.json_body import Body, Count, Name, read_body, show
 from moe_serve.server.ranks.balance import BalanceBook, Event, Move, summary_of
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.open_request import UnavailableError
@@ -116,49 +118,60 @@ def placement_json(rows: list[list[int]], version: int, shape: PlacementShape) -
     }
 
 
+_Rows = Annotated[
+    list[list[int] | str | None],  # of a dense layer anything, since it is left out
+    Meta(
+        description="one list of experts for each MoE layer",
+        extra={"noun": "list of experts for each MoE layer", "missing": "send one list of experts for each MoE layer"},
+    ),
+]
+
+
+class PlacementBody(Body, kw_only=True):
+    """Our placement file, as GET gives it; the map alone is taken, too. What the server knows must be equal to it."""
+
+    other_words: ClassVar[Mapping[str, str]] = {"placement": _MAP, "map": _MAP}
+    example: ClassVar[Mapping[str, Any]] = {_MAP: [[0, 1, 2, 3], [3, 2, 1, 0]]}
+
+    physical_to_logical_map: _Rows
+    version: Count | None = None  # the ranks count versions themselves
+    format: Name | None = None
+    num_logical: Count | None = None
+    num_ranks: Count | None = None
+    moe_layer_ids: list[int] | None = None
+
+
 def parse_placement(body: bytes, shape: PlacementShape) -> list[list[int]]:
     """Returns [layers][slots] of a body: our placement file, {"physical_to_logical_map": rows}, or the bare rows.
 
     Rows for every layer of the model, dense ones included, are taken too, as SGLang writes them. Raises RequestError.
     """
-    content = parse_json(body, f'{{"{_MAP}": [[expert of each slot] per MoE layer]}}')
-    if isinstance(content, dict):
-        content = _rows_of(content, shape)
-    if not isinstance(content, list):
-        raise RequestError(f"{_MAP} is {show(content)}, expected one list for each MoE layer", field=_MAP)
-    num_layers = len(shape.moe_layer_ids)
-    if len(content) != num_layers:
-        if len(content) <= max(shape.moe_layer_ids, default=-1):
-            raise RequestError(
-                f"{_MAP} has {len(content)} rows, expected {num_layers}, one for each MoE layer of the model",
-                field=_MAP,
-            )
-        content = [content[layer] for layer in shape.moe_layer_ids]
-    return [_row(f"{_MAP}[{i}]", row, shape) for i, row in enumerate(content)]
-
-
-def _rows_of(content: dict[str, Any], shape: PlacementShape) -> Any:
-    fields = Fields(content, "", {}, {"placement": _MAP, "map": _MAP})
-    rows = fields.take(_MAP, lambda name, value: value)
-    fields.take("version", natural_number)  # the ranks count versions themselves
-    for name, check, expected in (
-        ("format", short_name, PLACEMENT_FORMAT),
-        ("num_logical", natural_number, shape.num_logical),
-        ("num_ranks", natural_number, shape.num_ranks),
-        ("moe_layer_ids", lambda name, value: id_list(name, value, "whole number"), shape.moe_layer_ids),
+    if body.lstrip().startswith(b"["):
+        given = PlacementBody(physical_to_logical_map=read_body(body, _Rows, _MAP))
+    else:
+        given = read_body(body, PlacementBody)
+    for name, expected in (
+        ("format", PLACEMENT_FORMAT),
+        ("num_logical", shape.num_logical),
+        ("num_ranks", shape.num_ranks),
+        ("moe_layer_ids", list(shape.moe_layer_ids)),
     ):
-        value = fields.take(name, check)
-        if value is not None and value != expected:
-            shown = list(expected) if isinstance(expected, tuple) else expected
-            raise RequestError(f"{name} is {show(content[name])}, expected {shown}, as is served here", field=name)
-    fields.refuse_the_rest()
-    if rows is None:
-        raise RequestError(f"{_MAP} is missing, expected one list of experts for each MoE layer", field=_MAP)
-    return rows
+        value = getattr(given, name)
+        if value not in (None, expected):
+            raise RequestError(f"{name} is {show(value)}, expected {expected}, as is served here", field=name)
+    rows, num_layers = given.physical_to_logical_map, len(shape.moe_layer_ids)
+    if len(rows) != num_layers:
+        if len(rows) <= max(shape.moe_layer_ids, default=-1):
+            raise RequestError(
+                f"{_MAP} has {len(rows)} rows, expected {num_layers}, one for each MoE layer of the model", field=_MAP
+            )
+        rows = [rows[layer] for layer in shape.moe_layer_ids]
+    return [_row(f"{_MAP}[{i}]", row, shape) for i, row in enumerate(rows)]
 
 
-def _row(name: str, row: Any, shape: PlacementShape) -> list[int]:
-    experts = id_list(name, row, "whole number")
+def _row(name: str, experts: Any, shape: PlacementShape) -> list[int]:
+    if not isinstance(experts, list):
+        raise RequestError(f"{name} is {show(experts)}, expected a list of whole numbers", field=name)
     if len(experts) != shape.num_slots:
         raise RequestError(f"{name} has {len(experts)} slots, expected {shape.num_slots}", field=name)
     wrong = next((i for i, expert in enumerate(experts) if not -1 <= expert < shape.num_logical), None)
@@ -168,7 +181,7 @@ def _row(name: str, row: Any, shape: PlacementShape) -> list[int]:
             "for an empty slot",
             field=f"{name}[{wrong}]",
         )
-    return list(experts)
+    return experts
 
 
 def add_recorder(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:

@@ -15,14 +15,15 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from moe_serve.config import ServeConfig
@@ -32,7 +33,7 @@ from moe_serve.process_facts import boot_id
 from moe_serve.server.edge.body import Bodies
 from moe_serve.server.edge.errors import error_body, json_bytes
 from moe_serve.server.edge.guard import ADMIN
-from moe_serve.server.edge.json_fields import Fields, parse_object, real_number
+from moe_serve.server.edge.json_body import Body, read_body
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.open_request import OpenRequest
 from moe_serve.server.requests.request_stats import finish_of
@@ -41,6 +42,25 @@ DEFAULT_S, LONGEST_S = 10.0, 60.0
 MOST_STEPS, MOST_TURNS = 50_000, 300_000  # of all ranks together: a file of some tens of MiB
 MOST_REQUESTS = 20_000
 _EVENTS_AT_ONCE = 500  # written without a pause for other threads
+
+
+class StartProfileBody(Body):
+    """How long the profile runs at most."""
+
+    other_words: ClassVar[Mapping[str, str]] = {"output_dir": "duration_s"}
+
+    duration_s: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                le=LONGEST_S,
+                extra={"expected": f"more than 0 and at most {LONGEST_S:g} seconds"},
+                extra_json_schema={"default": DEFAULT_S},
+            ),
+        ]
+        | None
+    ) = None
 
 
 class Spans:
@@ -86,9 +106,7 @@ def add_profile(app: FastAPI, config: ServeConfig, bridge: Bridge, bodies: Bodie
     async def start(request: Request) -> Response:
         """Records the steps of all ranks, for duration_s seconds (10) at most, until /stop_profile."""
         async with bodies.read(request) as body:
-            fields = Fields(parse_object(body) if body.strip() else {}, "", {}, {"output_dir": "duration_s"})
-        duration_s = fields.take("duration_s", _duration)
-        fields.refuse_the_rest()
+            duration_s = read_body(body, StartProfileBody, may_be_empty=True).duration_s
         check_folder()
         num_ranks = config.parallel.num_ranks
         limits = DEFAULT_S if duration_s is None else duration_s, MOST_STEPS // num_ranks, MOST_TURNS // num_ranks
@@ -150,13 +168,6 @@ def write_profile(folder: Path, answers: Sequence[Answer], requests: "Sequence[R
 def _refusal(answers: Sequence[Answer]) -> Response | None:
     refused = [f"rank {answer.rank}: {answer.text}" for answer in answers if not answer.ok]
     return _json(error_body("; ".join(refused), 409), 409) if refused else None
-
-
-def _duration(name: str, value: Any) -> float:
-    seconds = real_number(name, value)
-    if not 0 < seconds <= LONGEST_S:
-        raise RequestError(f"{name} is {seconds:g}, expected more than 0 and at most {LONGEST_S:g} seconds", field=name)
-    return seconds
 
 
 def _json(value: Any, status: int = 200) -> Response:

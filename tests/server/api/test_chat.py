@@ -6,9 +6,8 @@ import threading
 from pathlib import Path
 
 from moe_serve.server.api.generate import Call
-from moe_serve.server.api.messages import take_chat_prompt
 from moe_serve.server.api.openai_answers import ChatAnswers
-from moe_serve.server.edge.json_fields import Fields
+from moe_serve.server.api.openai_requests import parse_chat
 from tests.conftest import _descendants
 from tests.server.api.calls import CHAT, HI, TEXT, post, says, stream, with_template
 from tests.server.served import in_event_loop, serving
@@ -93,7 +92,7 @@ async def test_parts_of_text_are_joined_and_the_last_message_can_go_on(tmp_path:
 def test_a_message_with_an_empty_list_of_calls_has_none():
     """As some clients send every message; templates such as DeepSeek's ask whether there is a list."""
     said = {"role": "assistant", "content": "Hi", "tool_calls": [], "name": "", "reasoning_content": ""}
-    prompt = take_chat_prompt(Fields({"messages": [*HI, said]}, "", {}, {}))
+    prompt = parse_chat(json.dumps({"messages": [*HI, said]}).encode()).prompt
     assert prompt.messages[1] == {"role": "assistant", "content": "Hi", "reasoning_content": "", "thinking": ""}
 
 

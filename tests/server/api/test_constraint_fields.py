@@ -8,26 +8,22 @@ import pytest
 from moe_serve.attention_dp.constraint import MAX_CHARS, Constraint
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
-from moe_serve.server.api.constraint_fields import take_openai_constraint, take_sglang_constraint
+from moe_serve.server.api.generate_request import parse_generate
+from moe_serve.server.api.openai_requests import parse_completion
 from moe_serve.server.api.tool_fields import ToolUse
-from moe_serve.server.edge.json_fields import Fields
 from moe_serve.structured.grammar import to_grammar
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "string"}}}
 
 
 def sglang(fields: dict[str, Any]) -> Constraint | None:
-    values = Fields(fields, "sampling_params.", {}, {})
-    found = take_sglang_constraint(values)
-    values.refuse_the_rest()
-    return found
+    body = json.dumps({"text": "a", "sampling_params": fields}).encode()
+    return parse_generate(body, 1).prompts[0].params.constraint
 
 
 def openai(fields: dict[str, Any]) -> Constraint | None:
-    values = Fields(fields, "", {}, {})
-    found = take_openai_constraint(values)
-    values.refuse_the_rest()
-    return found
+    body = json.dumps({"prompt": "a", **fields}).encode()
+    return parse_completion(body, 1).options.taken.params.constraint
 
 
 def test_no_field_or_null_asks_for_nothing() -> None:
@@ -97,7 +93,7 @@ def test_openais_and_vllms_fields(fields: dict[str, Any], kind: str) -> None:
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"guided_choice": []}, "guided_choice"),
-        ({"guided_choice": ["a", 3]}, "guided_choice"),
+        ({"guided_choice": ["a", 3]}, "guided_choice[1]"),
         ({"guided_json": "no json"}, "guided_json"),
         ({"guided_json": [1]}, "guided_json"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "x"}}, "structured_outputs.regex"),

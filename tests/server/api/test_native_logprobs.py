@@ -7,7 +7,7 @@ import pytest
 
 from moe_serve.engine.protocol.messages import Submit, TokenEvent, Tokens
 from moe_serve.errors import RequestError
-from moe_serve.server.api.schemas import parse_generate
+from moe_serve.server.api.generate_request import parse_generate
 from tests.server.fake_logprobs import prompt_block
 from tests.server.served import Served, demo_tokenizer, in_event_loop, serving, until
 
@@ -177,7 +177,7 @@ async def test_a_prompt_that_is_scored_in_parts_goes_on_where_a_lost_connection_
         ({"return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num", "at least 0"),
         ({"return_logprob": True, "token_ids_logprob": list(range(65))}, "token_ids_logprob", "at most 64"),
         ({"return_logprob": True, "token_ids_logprob": [[1], [2]]}, "token_ids_logprob", "2 lists for 1 prompts"),
-        ({"return_logprob": True, "token_ids_logprob": [-1]}, "token_ids_logprob", "at least 0"),
+        ({"return_logprob": True, "token_ids_logprob": [-1]}, "token_ids_logprob[0]", "at least 0"),
         ({"sampling_params": {"n": 3, "best_of": 2}}, "sampling_params.best_of", "n is 3"),
         ({"sampling_params": {"best_of": 0}}, "sampling_params.best_of", "1 to 128"),
     ],

@@ -1,16 +1,24 @@
 """Sampling parameters are parsed alike for `/generate` and OpenAI's bodies, each with its own names."""
 
+import json
+
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.errors import RequestError
+from moe_serve.server.api.openai_requests import REST_OF_CONTEXT, parse_chat
 from moe_serve.server.api.openai_routes import CHAT_NAMES
-from moe_serve.server.api.sampling_fields import OPENAI_NAMES, SGLANG_NAMES, TakenParams, take_sampling_params
-from moe_serve.server.edge.json_fields import Fields
+from moe_serve.server.api.sampling_fields import (
+    OPENAI_NAMES,
+    SGLANG_NAMES,
+    SglangParams,
+    TakenParams,
+    sampling_params,
+)
 
 
 def openai(**body) -> TakenParams:
-    return take_sampling_params(Fields(body, "", {}, {}), OPENAI_NAMES)
+    return parse_chat(json.dumps({"messages": [{"role": "user"}], **body}).encode()).options.taken
 
 
 def test_openai_names_mean_the_same_fields():
@@ -35,12 +43,13 @@ def test_two_names_of_one_field_must_agree():
 
 def test_defaults_stand_where_the_body_says_nothing():
     defaults = SamplingParams(max_new_tokens=16, top_p=0.9)
-    taken = take_sampling_params(Fields({"max_tokens": None, "top_p": 0.5}, "", {}, {}), OPENAI_NAMES, defaults)
+    taken = sampling_params(SglangParams(max_new_tokens=None, top_p=0.5), SGLANG_NAMES, defaults)
     assert taken == TakenParams(SamplingParams(max_new_tokens=16, top_p=0.5), frozenset({"top_p"}))
 
 
 def test_a_top_k_of_0_means_all_tokens():
-    assert openai(top_k=0) == openai(top_k=-1)
+    assert openai(top_k=0) == openai(top_k=-1) == openai(top_k=-1.0)
+    assert openai().params.max_new_tokens == REST_OF_CONTEXT
 
 
 @pytest.mark.parametrize(

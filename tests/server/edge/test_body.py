@@ -3,18 +3,17 @@
 import asyncio
 import json
 import os
-import signal
-from pathlib import Path
+import threading
+from typing import Any
 
 import httpx
 import pytest
 
 from moe_serve.errors import RequestError
 from moe_serve.server import app
-from moe_serve.server.api import body_parser
-from moe_serve.server.api.body_parser import GENERATE_BODY, SMALL_BYTES, BodyKind, BodyParser
-from moe_serve.server.api.schemas import parse_generate
-from moe_serve.server.edge.json_fields import MAX_DEPTH, parse_json
+from moe_serve.server.api.generate_request import parse_generate
+from moe_serve.server.edge import json_body
+from moe_serve.server.edge.json_body import MAX_DEPTH, read_body
 from moe_serve.server.edge.keys import API_KEY_VARIABLE
 from moe_serve.server.requests.prompts import GenerateRequest
 from tests.conftest import _descendants
@@ -24,7 +23,7 @@ from tests.server.served import Served, in_event_loop, serving, until
 FIVE = {"max_new_tokens": 5, "sampling_seed": 10}
 PROMPTS = [[5, 6, 7] * 60] * 40
 LARGE = json.dumps({"input_ids": PROMPTS, "sampling_params": FIVE}).encode()
-assert len(LARGE) > SMALL_BYTES
+assert len(LARGE) > 1 << 14  # parsed in a thread
 
 
 async def post(served: Served, content: bytes) -> httpx.Response:
@@ -35,7 +34,8 @@ REPEATED = [
     (b'{"text": "a", "text": "b"}', "text is given twice"),
     (b'{"text": "a", "t\\u0065xt": "b"}', "text is given twice"),
     (b'{"text": "a", "sampling_params": {"n": 1, "n": 2}}', "n is given twice"),
-    (b'{"text": "a", "x": [[{"y": 1, "z": 1, "y": 1}]]}', "y is given twice"),
+    (b'{"text": "a", "sampling_params": {"json_schema": {"x": [[{"y": 1, "z": 1, "y": 1}]]}}}', "y is given twice"),
+    (b'{"input_ids": [%s1], "rid": "a", "rid": "b"}' % (b"1, " * 100), "rid is given twice"),
 ]
 
 
@@ -48,10 +48,10 @@ def test_a_key_that_is_given_twice_is_named(body, message):
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
 def test_nesting_has_a_limit(opening, closing):
-    parse_json((opening * MAX_DEPTH + "1" + closing * MAX_DEPTH).encode(), "")
+    read_body((opening * MAX_DEPTH + "1" + closing * MAX_DEPTH).encode(), Any)
     for depth in (MAX_DEPTH + 1, 500, 100_000):
         with pytest.raises(RequestError, match="nested deeper"):
-            parse_json((opening * depth + "1" + closing * depth).encode(), "")
+            read_body((opening * depth + "1" + closing * depth).encode(), Any)
 
 
 NOT_JSON = [
@@ -63,101 +63,45 @@ NOT_JSON = [
 @pytest.mark.parametrize("body", NOT_JSON)
 def test_what_only_some_parsers_take_is_refused(body):
     with pytest.raises(RequestError, match="not valid JSON"):
-        parse_json(body, "")
+        read_body(body, Any)
+
+
+def test_a_whole_number_may_be_written_as_5_0_and_a_row_of_numbers_may_be_a_key():
+    body = b'{"text": "a", "sampling_params": {"max_new_tokens": 5.0}}'
+    assert parse_generate(body, 4).prompts[0].params.max_new_tokens == 5
+    keys = {f"[{', '.join(['1'] * 40)}, {last}": 1 for last in "ab"}  # these differ in nothing else
+    read_body(json.dumps({"x": [1] * 100, "y": keys}).encode(), dict)
+
+
+TOO_MANY = [
+    (b'{"input_ids":[' + b"[]," * 300_000 + b"[]]}", "lists and objects"),
+    (b'{"text":[' + b'"",' * 300_000 + b'""]}', "strings"),
+]
+
+
+@pytest.mark.parametrize(("body", "what"), TOO_MANY, ids=["lists", "strings"])
+def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(body, what, monkeypatch):
+    monkeypatch.setattr(json_body, "_decoder", None)
+    with pytest.raises(RequestError, match=f"the body has more than .* {what}; send fewer"):
+        parse_generate(body, 4)
+
+
+def test_brackets_and_quotes_in_a_text_are_not_counted():
+    text = '[{"' * 200_000
+    assert parse_generate(json.dumps({"text": text}).encode(), 4).prompts[0].text == text
 
 
 @in_event_loop
-async def test_a_large_body_is_parsed_in_a_process_and_a_wrong_one_names_its_field():
+async def test_a_large_body_starts_no_process_and_a_wrong_one_names_its_field():
     async with serving() as served:
         before = set(_descendants(os.getpid()))
         answer = await post(served, LARGE)
         assert answer.status_code == 200
         assert [one["output_ids"] for one in answer.json()] == [[12, 13, 14, 15, 16]] * 40
         assert served.workers[0].submitted[0].prompt_ids == PROMPTS[0]
-        assert len(set(_descendants(os.getpid())) - before) == 1
         wrong = await post(served, LARGE.replace(b"5, 6", b'5, "a"', 1))
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "input_ids[0][1]")
-        small = await served.generate(text="a", sampling_params=FIVE)
-        assert small.status_code == 200
-    assert set(_descendants(os.getpid())) == before
-
-
-@in_event_loop
-async def test_a_body_whose_parser_is_killed_gets_another_one_and_fails_where_that_is_killed_too():
-    parser = BodyParser()
-    known = set(_descendants(os.getpid()))
-
-    async def stop_new_one() -> int:
-        await until(lambda: set(_descendants(os.getpid())) - known)
-        (pid,) = set(_descendants(os.getpid())) - known
-        known.add(pid)
-        os.kill(pid, signal.SIGSTOP)
-        return pid
-
-    try:
-        await parser.parse(LARGE, 100, GENERATE_BODY)
-        first = await stop_new_one()
-        waiting = asyncio.create_task(parser.parse(LARGE, 100, GENERATE_BODY))
-        await asyncio.sleep(0.05)
-        os.kill(first, signal.SIGKILL)
-        assert (await waiting).prompts[0].token_ids == PROMPTS[0]
-        second = await stop_new_one()
-        waiting = asyncio.create_task(parser.parse(LARGE, 100, GENERATE_BODY))
-        await asyncio.sleep(0.05)
-        os.kill(second, signal.SIGKILL)
-        os.kill(await stop_new_one(), signal.SIGKILL)
-        with pytest.raises(RequestError, match="send a simpler one"):
-            await waiting
-        assert (await parser.parse(LARGE, 100, GENERATE_BODY)).prompts[0].token_ids == PROMPTS[0]
-    finally:
-        await parser.close()
-
-
-@in_event_loop
-async def test_a_parser_is_kept_also_where_its_parent_is_large():
-    parser, held = BodyParser(), bytearray(300 << 20)
-    before = set(_descendants(os.getpid()))
-    try:
-        await parser.parse(LARGE, 100, GENERATE_BODY)
-        first = set(_descendants(os.getpid())) - before
-        await parser.parse(LARGE, 100, GENERATE_BODY)
-        assert len(first) == 1
-        assert set(_descendants(os.getpid())) - before == first
-    finally:
-        await parser.close()
-        del held
-
-
-@in_event_loop
-async def test_a_cancelled_caller_does_not_leave_its_answer_to_the_next():
-    parser = BodyParser()
-    try:
-        first = json.dumps({"input_ids": [[1] * 10] * 3000}).encode()
-        gone = asyncio.create_task(parser.parse(first, 5000, GENERATE_BODY))
-        await asyncio.sleep(0.3)  # the process is there, or nearly
-        gone.cancel()
-        assert len((await parser.parse(LARGE, 5000, GENERATE_BODY)).prompts) == 40
-    finally:
-        await parser.close()
-
-
-def test_a_body_that_takes_much_memory_is_refused_and_the_memory_is_given_back():
-    @in_event_loop
-    async def check():
-        parser = BodyParser()
-        try:
-            pids = set(_descendants(os.getpid()))
-            for _ in range(2):
-                with pytest.raises(RequestError, match="3000001 prompts"):
-                    await parser.parse(b'{"text":[' + b"[]," * 3_000_000 + b"[]]}", 100, GENERATE_BODY)
-                await parser.parse(LARGE, 100, GENERATE_BODY)  # is not told that it was the other one
-            for pid in set(_descendants(os.getpid())) - pids:
-                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-                assert pages * os.sysconf("SC_PAGE_SIZE") < 200 << 20
-        finally:
-            await parser.close()
-
-    check()
+        assert set(_descendants(os.getpid())) == before
 
 
 @in_event_loop
@@ -205,23 +149,23 @@ def test_one_client_holds_its_share_of_the_bytes_in_flight(monkeypatch: pytest.M
     check()
 
 
-def test_large_hostile_bodies_are_never_parsed_in_the_event_loop(monkeypatch: pytest.MonkeyPatch):
-    hostile = b'{"input_ids":[' + b"[]," * 300_000 + b"[]]}"
+def test_large_bodies_are_never_parsed_in_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    threads = []
 
     def parse(body: bytes, max_prompts: int) -> GenerateRequest:
-        assert len(body) <= SMALL_BYTES
+        threads.append((len(body), threading.current_thread() is loop_thread))
         return parse_generate(body, max_prompts)
 
-    guarded = BodyKind(parse, GenerateRequest)
-    monkeypatch.setattr(app, "GENERATE_BODY", guarded)
-    monkeypatch.setattr(body_parser, "KINDS", (guarded,))
+    loop_thread = threading.current_thread()
+    monkeypatch.setattr(app, "parse_generate", parse)
 
     @in_event_loop
     async def check():
         async with serving() as served:
-            answers = await asyncio.gather(*[post(served, hostile) for _ in range(10)])
+            answers = await asyncio.gather(*[post(served, TOO_MANY[0][0]) for _ in range(10)], post(served, LARGE))
             assert (await served.generate(text="a", sampling_params=FIVE)).status_code == 200
-        assert {answer.status_code for answer in answers} == {400}
-        assert "300001 prompts" in answers[0].json()["error"]["message"]
+        assert [answer.status_code for answer in answers] == [400] * 10 + [200]
 
     check()
+    assert len(threads) == 12
+    assert all(in_loop == (size <= 1 << 14) for size, in_loop in threads)

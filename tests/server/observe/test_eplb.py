@@ -98,7 +98,7 @@ async def test_a_placement_is_taken_in_each_form():
 BAD = [
     (b"", "empty"),
     (b"[[0, 1", "not valid JSON"),
-    (b"7", "physical_to_logical_map is 7"),
+    (b"7", "the body is 7, expected an object"),
     ({}, "physical_to_logical_map is missing"),
     ({"map": GOOD}, "did you mean physical_to_logical_map?"),
     ({"physical_to_logical_map": None}, "missing"),
@@ -108,7 +108,7 @@ BAD = [
     ([GOOD[0], [*GOOD[1][:-1], 4]], "[1][7] is 4, expected an expert from 0 to 3"),
     ([GOOD[0], [*GOOD[1][:-1], -2]], "[1][7] is -2"),
     ([GOOD[0], [*GOOD[1][:-1], True]], "[1][7] is true, expected a whole number"),
-    ([GOOD[0], [*GOOD[1][:-1], 1.0]], "[1][7] is 1.0"),
+    ([GOOD[0], [*GOOD[1][:-1], 1.5]], "[1][7] is 1.5"),
     ([GOOD[0], [*GOOD[1][:-1], 10**30]], "huge number"),
     ({"physical_to_logical_map": GOOD, "num_ranks": 4}, "num_ranks is 4, expected 2"),
     ({"physical_to_logical_map": GOOD, "num_logical": "4"}, "num_logical"),

@@ -8,7 +8,7 @@ import pytest
 from moe_serve.config import load_config
 from moe_serve.config.sections import DegradeStep
 from moe_serve.errors import ConfigError, QueueFullError
-from moe_serve.server.api.schemas import parse_generate
+from moe_serve.server.api.generate_request import parse_generate
 from moe_serve.server.requests.admission import Degradation, Queue
 from tests.server.served import in_event_loop, serving, until
 
