@@ -18,9 +18,8 @@ from torch import Tensor
 
 from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.dispatch.base import PackedRows
-from moe_serve.ep.expert_ffn import expert_ffn
 from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
-from moe_serve.ep.expert_store import ExpertStore
+from moe_serve.ep.expert_store import ExpertStore, expert_ffn
 from moe_serve.kernels.fp8 import quantize_weight
 from moe_serve.kernels.int8 import has_vnni, quantize_int8
 

@@ -168,7 +168,7 @@ class BatchBuilder:
         memory.table_rows, memory.num_changes = rows, tables.num_changes
 
     def _in_memory(self, num_tokens: int, num_decodes: int, seq_lens: list[int], query_lens: list[int]) -> ForwardBatch:
-        """Returns the batch whose tensors are written."""
+        """Returns the batch of these tensors."""
         memory = self._memory
         tensors = memory.tensors if self._on_host else memory.tensors_on(self._device)
         sizes = num_tokens, num_decodes, tuple(seq_lens), tuple(query_lens)
@@ -241,7 +241,7 @@ class _Memory:
             self.host.query_starts[:] = np.arange(num_seqs + 1)
 
     def tensors_on(self, device: torch.device) -> _Tensors:
-        """Returns what was written, moved to a device."""
+        """Returns the arrays as tensors on a device."""
         return self._parts(self._block.to(device))
 
     def _parts(self, block: Tensor) -> _Tensors:

@@ -84,7 +84,7 @@ class KvCache:
             ) from None
 
     def layer(self, index: int) -> Tensor:
-        """Returns the rows of one layer by slot, [num_slots + 1, *row_shape]: what is written here is cached."""
+        """Returns the rows of one layer by slot, [num_slots + 1, *row_shape]: values written here are cached."""
         return self._layers[index]
 
     def gather(self, layer: int, rows: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Chooses what a rank runs in each step: continuous batching over a paged cache, without touching a tensor.
+"""Chooses the work of a rank in each step: continuous batching over a paged cache, without touching a tensor.
 
 One step is propose() -> (the ranks agree) -> commit() -> (the model runs) -> complete() for every committed chunk.
 Running requests are always older than waiting ones: admission is strictly first come, first served, and a preempted
@@ -147,7 +147,7 @@ class Scheduler:
         self.abort(request_id)
 
     def propose(self) -> Proposal:
-        """Returns what to run next and reserves its blocks. Costs O(running + admitted).
+        """Returns the chunks to run next and reserves their blocks. Costs O(running + admitted).
 
         Decodes come first, one token each; only they preempt. The rest of the budget is shared among prefills, those
         admitted now included. A prefill holds the blocks of all its known tokens, so none waits for another's.

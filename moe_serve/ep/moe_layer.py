@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import AnyAllToAll
-from moe_serve.ep.expert_ffn import expert_ffn
-from moe_serve.ep.expert_store import ExpertStore
+from moe_serve.ep.expert_store import ExpertStore, expert_ffn
 from moe_serve.ep.fused import FusedMoe, make_fused
 from moe_serve.ep.gate import CompiledGate, Gate
 from moe_serve.ep.load_recorder import LoadRecorder

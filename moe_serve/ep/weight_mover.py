@@ -9,21 +9,30 @@ Slots change in `activate` alone, so a round that fails leaves no trace. All sou
 round: they do not change before all ranks have staged all experts. Addresses and shapes never change.
 """
 
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Literal
 
+import numpy as np
 from torch import Tensor
 
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.shm.memory import STORE_ORDER
 from moe_serve.ep.expert_store import ExpertStore
-from moe_serve.ep.expert_transfer import ExpertCarrier, IncomingExpert, OutgoingExpert, Transfers, pieces_of
-from moe_serve.ep.move_budget import MoveBudget, MoveDeadline
-from moe_serve.ep.rank_moves import RankMoves, moves_of_rank, round_id
-from moe_serve.eplb.migration.moves import MigrationRound
+from moe_serve.ep.expert_transfer import ExpertCarrier, IncomingExpert, NoCarrier, OutgoingExpert, Transfers, pieces_of
+from moe_serve.eplb.migration.moves import MigrationRound, SlotMove
 from moe_serve.errors import LostConnectionError
 
 Reason = Literal["checksum", "late", "unreadable"]
+
+IDLE_S = 0.005  # of work between two steps without rows: a request that arrives meanwhile waits so long at most
+MOST_S = 0.05  # of work between two steps, however long they are
+_LONGEST_GAP_S = 2.0  # counted between two turns: after a longer one this process was stopped, and nobody else was late
+_FIRST_GUESS_S = 1e-9  # for a byte, before anything was measured
+_MEMORY = 0.9  # share of the older measurements that each new one leaves
 
 
 @dataclass(frozen=True)
@@ -166,3 +175,138 @@ class WeightMover:
     def _local_slot(self, slot: int) -> int:
         """Returns a slot of this rank, counted from its first."""
         return slot - self._rank * self._stores[0].num_slots
+
+
+@dataclass(frozen=True)
+class LocalMove:
+    """A copy between two slots of this rank, and of one layer; slots are counted from the rank's first.
+
+    from_spare:  reads the spare slot instead of src_slot, whose expert was parked there
+    parks:       the expert of dst_slot goes to the spare slot first, since the last move of the ring still reads it
+    """
+
+    layer: int
+    src_slot: int
+    dst_slot: int
+    from_spare: bool = False
+    parks: bool = False
+
+
+@dataclass(frozen=True)
+class RankMoves:
+    """What one rank does in a round.
+
+    local:    in an order in which each move can be done directly; needs_spare: a closed ring of them needs a spare slot
+    outgoing: experts that it sends, in the order of the round
+    incoming: experts that it receives, each with its index among those that the source rank sends
+    crosses:  whether an expert travels between any two ranks
+    """
+
+    local: tuple[LocalMove, ...]
+    outgoing: tuple[SlotMove, ...]
+    incoming: tuple[tuple[SlotMove, int], ...]
+    crosses: bool
+
+    @property
+    def needs_spare(self) -> bool:
+        return any(move.parks for move in self.local)
+
+
+def moves_of_rank(migration_round: MigrationRound, rank: int, slots_per_rank: int) -> RankMoves:
+    """Returns the part of a rank in a round, and what it must know of the others'."""
+    inside = [move for move in migration_round.moves if move.src_rank == move.dst_rank == rank]
+    crossing = [move for move in migration_round.moves if move.src_rank not in (move.dst_rank, -1)]
+    num_sent: dict[int, int] = {}
+    incoming = []
+    for move in crossing:
+        index = num_sent.get(move.src_rank, 0)
+        num_sent[move.src_rank] = index + 1
+        if move.dst_rank == rank:
+            incoming.append((move, index))
+    return RankMoves(
+        local=_local_moves(inside, rank * slots_per_rank),
+        outgoing=tuple(move for move in crossing if move.src_rank == rank),
+        incoming=tuple(incoming),
+        crosses=bool(crossing),
+    )
+
+
+def round_id(migration_round: MigrationRound, version: int) -> int:
+    """Returns a number of 63 bits, > 0, that says which version a round leads to and by which moves."""
+    words = [version]
+    for move in migration_round.moves:
+        words += [move.layer, move.src_slot, move.dst_slot]
+    digest = blake2b(np.array(words, dtype=np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1 | 1
+
+
+def _local_moves(inside: list[SlotMove], first_slot: int) -> tuple[LocalMove, ...]:
+    last_reader = {(move.layer, move.src_slot): i for i, move in enumerate(inside)}
+    parked: tuple[int, int] | None = None  # rings come one after the other, so one spare slot serves them all
+    moves = []
+    for i, move in enumerate(inside):
+        from_spare = (move.layer, move.src_slot) == parked
+        written = (move.layer, move.dst_slot)
+        parks = last_reader.get(written, -1) > i
+        if parks:
+            parked = written
+        moves.append(LocalMove(move.layer, move.src_slot - first_slot, move.dst_slot - first_slot, from_spare, parks))
+    return tuple(moves)
+
+
+class MoveBudget:
+    """The bytes that a turn may copy and sum so that a step becomes at most a given share longer.
+
+    The speed is learned from the turns themselves: a moving average, weighted by bytes.
+    """
+
+    def __init__(self, step_share: float):
+        """step_share: part of a step's time that moving may add"""
+        self._step_share = step_share
+        self._seconds = self._bytes = 0.0
+
+    def allowance(self, step_s: float) -> int:
+        """Returns the bytes of the next turn, at least 1: then one piece is carried, however small the share.
+
+        step_s: seconds of the last step with rows; 0 = the engine is idle
+        """
+        per_byte = self._seconds / self._bytes if self._bytes else _FIRST_GUESS_S
+        wanted_s = min(self._step_share * step_s, MOST_S) if step_s else IDLE_S
+        return max(1, int(wanted_s / per_byte))
+
+    def record(self, num_bytes: int, seconds: float) -> None:
+        """Learns from a turn. num_bytes: that it handled;  seconds: that it took, > 0 where num_bytes is"""
+        if num_bytes:
+            self._bytes = _MEMORY * self._bytes + num_bytes
+            self._seconds = _MEMORY * self._seconds + seconds
+
+
+class MoveDeadline:
+    """Whether a round has taken too long. The time in which this process was stopped itself does not count."""
+
+    def __init__(self, deadline_s: float, now_s: float):
+        self._left_s = deadline_s
+        self._last_s = now_s
+
+    def has_passed(self, now_s: float) -> bool:
+        """To be called every turn. now_s: seconds of a clock that never goes back"""
+        self._left_s -= min(now_s - self._last_s, _LONGEST_GAP_S)
+        self._last_s = now_s
+        return self._left_s < 0
+
+
+def make_carrier(group: EpGroup, slot_bytes: int, staging_slots: int) -> ExpertCarrier:
+    """Returns the carrier of a group; a collective call.
+
+    slot_bytes:    of an expert of one layer;  staging_slots: most experts that a rank sends, or receives, in a round
+    Raises CapacityError when shared memory is too small.
+    """
+    if group.num_ranks == 1:
+        return NoCarrier()
+    if group.device.type == "cpu" and group.num_nodes == 1 and platform.machine() in STORE_ORDER:
+        from moe_serve.ep.expert_carrier_shm import make_shm_carrier
+
+        return make_shm_carrier(group, slot_bytes, staging_slots)
+    from moe_serve.ep.expert_carrier_collective import make_collective_carrier
+
+    return make_collective_carrier(group, staging_slots)

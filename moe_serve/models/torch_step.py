@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.attention_dp.attention import PagedAttention
+from moe_serve.attention_dp.attention import PagedAttention, attend_indexed
 from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk
-from moe_serve.attention_dp.indexed import attend_indexed
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.indexed_attention import index_write
 from moe_serve.kernels.linear import HeadLinear, Linear

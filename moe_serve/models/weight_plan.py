@@ -118,62 +118,52 @@ def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
 
 
 def _expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
-    if spec.expert_names.form != "apart":
-        yield from _transposed_experts(spec)
-        return
-    if spec.expert_names.linears is not None:
-        yield from _stacked_experts(spec, *spec.expert_names.linears)
-        return
     hidden, width = spec.hidden, spec.moe_intermediate
     for layer in spec.moe_layer_ids:
-        fused, templates = f"model.layers.{layer}.mlp.experts.", _templates(spec, layer)
-        up_shape, down_shape = (2 * width, hidden), (hidden, width)
-        all_up = Part(fused + "gate_up_proj", (spec.num_logical, *up_shape))
-        all_down = Part(fused + "down_proj", (spec.num_logical, *down_shape))
-        yield ExpertTensor("gate_up", layer, up_shape, templates["gate_up"], all_up)
-        yield ExpertTensor("down", layer, down_shape, templates["down"], all_down)
+        if spec.expert_names.form == "apart":
+            yield _apart(spec, layer, "gate_up", 2 * width, hidden)
+            yield _apart(spec, layer, "down", hidden, width)
+        else:
+            yield from _together(spec, layer, "gate_up", 2 * width, hidden)
+            yield from _together(spec, layer, "down", hidden, width)
 
 
-def _templates(spec: ModelSpec, layer: int) -> dict[str, tuple[Part, ...]]:
-    """Returns the parts of gate_up and of down where each expert has its own tensors."""
+def _apart(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"], n: int, k: int) -> ExpertTensor:
+    """Returns a matrix of each expert, [n, k]; all experts may be stored as one tensor [E, n, k], as Granite's are."""
+    linears = spec.expert_names.linears
+    if linears is None:
+        source, templates = f"model.layers.{layer}.mlp.experts.{name}_proj", _templates(spec, layer, name)
+    else:
+        linear = linears[0] if name == "gate_up" else linears[1]
+        source, templates = f"model.layers.{layer}.{spec.expert_names.block}.{linear}.weight", ()
+    return ExpertTensor(name, layer, (n, k), templates, Part(source, (spec.num_logical, n, k)))
+
+
+def _templates(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"]) -> tuple[Part, ...]:
+    """Returns the parts of a matrix where each expert has its own tensors."""
     names, hidden, width = spec.expert_names, spec.hidden, spec.moe_intermediate
     block = f"model.layers.{layer}.{names.block}.experts."
-    gate, up, down = (
-        Part(block + "{e}." + name + ".weight", shape)
-        for name, shape in ((names.gate, (width, hidden)), (names.up, (width, hidden)), (names.down, (hidden, width)))
-    )
-    return {"gate_up": (gate, up), "down": (down,)}
+    if name == "down":
+        return (Part(block + "{e}." + names.down + ".weight", (hidden, width)),)
+    return tuple(Part(block + "{e}." + each + ".weight", (width, hidden)) for each in (names.gate, names.up))
 
 
-def _stacked_experts(spec: ModelSpec, gate_up: str, down: str) -> Iterator[ExpertTensor]:
-    hidden, width = spec.hidden, spec.moe_intermediate
-    for layer in spec.moe_layer_ids:
-        block = f"model.layers.{layer}.{spec.expert_names.block}."
-        all_up = Part(f"{block}{gate_up}.weight", (spec.num_logical, 2 * width, hidden))
-        all_down = Part(f"{block}{down}.weight", (spec.num_logical, hidden, width))
-        yield ExpertTensor("gate_up", layer, (2 * width, hidden), (), all_up)
-        yield ExpertTensor("down", layer, (hidden, width), (), all_down)
-
-
-def _transposed_experts(spec: ModelSpec) -> Iterator[ExpertTensor]:
-    num_logical, hidden, width = spec.num_logical, spec.hidden, spec.moe_intermediate
-    for layer in spec.moe_layer_ids:
-        block = f"model.layers.{layer}.{spec.expert_names.block}.experts."
-        for name, (n, k) in (("gate_up", (2 * width, hidden)), ("down", (hidden, width))):
-            source, scale = f"{block}{name}_proj", None
-            fused = Part(source, (num_logical, k, n))
-            if spec.experts_in_mxfp4:
-                fused = Part(source + "_blocks", (num_logical, n, k // MXFP4_BLOCK, MXFP4_BLOCK // 2), dtype_name="U8")
-                scale = Part(source + "_scales", (num_logical, n, k // MXFP4_BLOCK), dtype_name="U8")
-            matrix: Literal["gate_up", "down"] = "gate_up" if name == "gate_up" else "down"
-            bias: Literal["gate_up_bias", "down_bias"] = "gate_up_bias" if name == "gate_up" else "down_bias"
-            alternate = name == "gate_up" and spec.expert_names.form == "interleaved"
-            # Llama-4 quantised by compressed-tensors has a tensor for each expert.
-            templates = _templates(spec, layer)[name] if spec.expert_names.form == "transposed" else ()
-            yield ExpertTensor(matrix, layer, (n, k), templates, fused, scale is None, alternate, scale)
-            if spec.expert_bias:
-                all_biases = Part(source + "_bias", (num_logical, n))
-                yield ExpertTensor(bias, layer, (n,), (), all_biases, interleaved=alternate)
+def _together(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"], n: int, k: int) -> Iterator[ExpertTensor]:
+    """Yields a matrix that is stored as [E, k, n] or in MXFP4, and its biases."""
+    source = f"model.layers.{layer}.{spec.expert_names.block}.experts.{name}_proj"
+    fused, scale = Part(source, (spec.num_logical, k, n)), None
+    if spec.experts_in_mxfp4:
+        blocks = (spec.num_logical, n, k // MXFP4_BLOCK)
+        fused = Part(source + "_blocks", (*blocks, MXFP4_BLOCK // 2), dtype_name="U8")
+        scale = Part(source + "_scales", blocks, dtype_name="U8")
+    alternate = name == "gate_up" and spec.expert_names.form == "interleaved"
+    # Llama-4 quantised by compressed-tensors has a tensor for each expert.
+    templates = _templates(spec, layer, name) if spec.expert_names.form == "transposed" else ()
+    yield ExpertTensor(name, layer, (n, k), templates, fused, scale is None, alternate, scale)
+    if spec.expert_bias:
+        biases = Part(source + "_bias", (spec.num_logical, n))
+        bias: Literal["gate_up_bias", "down_bias"] = "gate_up_bias" if name == "gate_up" else "down_bias"
+        yield ExpertTensor(bias, layer, (n,), (), biases, interleaved=alternate)
 
 
 _SCALES_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")

@@ -81,7 +81,7 @@ def _limits_of(kind: str, tries: bool) -> _Limits:
 
 
 def to_grammar(constraint: Constraint) -> str:
-    """Returns a constraint in llguidance's own form. Raises RequestError with what is wrong with it.
+    """Returns a constraint in llguidance's own form. Raises RequestError that names the mistake.
 
     May take long for hostile texts, and deep recursion: call it where that harms nobody
     (server/workers/grammar_check.py).

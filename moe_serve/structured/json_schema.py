@@ -33,7 +33,7 @@ def rewritten(schema: Any, change: Callable[[Schema], Schema]) -> Any:
 
 
 def names_white_space(schema: Any) -> bool:
-    """Returns whether a schema says itself what may stand between the parts of JSON.
+    """Returns whether a schema decides itself about white space between the parts of JSON.
 
     Options that are no object count as if it did: they go on to the compiler, which refuses them.
     """
@@ -112,7 +112,7 @@ def _inner(schema: Any, pointer: str) -> Iterator[tuple[str, Schema]]:
 
 
 def _at(schema: Any, pointer: str) -> Any:
-    """Returns what a pointer names within a schema, None where that is nothing."""
+    """Returns the part of a schema that a pointer names; None where there is none."""
     for key in pointer.split("/")[1:]:
         if isinstance(schema, list):
             schema = schema[int(key)] if key.isdecimal() and int(key) < len(schema) else None

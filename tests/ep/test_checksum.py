@@ -1,12 +1,18 @@
 """Whatever happens to the bytes of an expert on their way, its checksum is another one."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_serve.ep.checksum import ROW_BYTES, Checksum, checksum_reference
+from moe_serve.ep.expert_transfer import COLUMNS, ROW_BYTES, Checksum
+
+WORD = 1 << 64
+# Of splitmix64, which maps words one to one and lets every bit reach every other.
+STRIDE, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def checksum(pieces: list[Tensor]) -> tuple[int, ...]:
@@ -14,6 +20,29 @@ def checksum(pieces: list[Tensor]) -> tuple[int, ...]:
     for piece in pieces:
         total.add(piece)
     return tuple(total.value().tolist())
+
+
+def checksum_reference(pieces: Iterable[bytes]) -> tuple[int, int]:
+    """Returns the checksum of an expert that is cut into these pieces, in plain Python."""
+    rows, columns, num_bytes = [], [0] * COLUMNS, 0
+    for piece in pieces:
+        num_bytes += len(piece)
+        for start in range(0, len(piece), ROW_BYTES):
+            row = piece[start : start + ROW_BYTES].ljust(ROW_BYTES, b"\0")
+            words = [int.from_bytes(row[i : i + 8], "little") for i in range(0, ROW_BYTES, 8)]
+            rows.append(sum(words))
+            columns = [before + word for before, word in zip(columns, words, strict=True)]
+
+    def mixed(sums: list[int], first: int) -> int:
+        total = 0
+        for position, value in enumerate(sums, first):
+            x = (value + position * STRIDE) % WORD
+            x = (x ^ x >> 30) * FIRST % WORD
+            x = (x ^ x >> 27) * SECOND % WORD
+            total += x ^ x >> 31
+        return (total + WORD // 2) % WORD - WORD // 2
+
+    return mixed(columns, 1), mixed([*rows, num_bytes], 1 + COLUMNS)
 
 
 def random_bytes(size: int, seed: int = 0) -> Tensor:

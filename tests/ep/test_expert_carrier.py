@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.ep.expert_carrier import make_carrier
 from moe_serve.ep.expert_carrier_collective import CollectiveCarrier
 from moe_serve.ep.expert_carrier_shm import ShmCarrier
 from moe_serve.ep.expert_transfer import (
@@ -21,7 +20,7 @@ from moe_serve.ep.expert_transfer import (
     Transfers,
     pieces_of,
 )
-from moe_serve.ep.weight_mover import MoveFault, MoveSettings, WeightMover
+from moe_serve.ep.weight_mover import MoveFault, MoveSettings, WeightMover, make_carrier
 from moe_serve.eplb.migration.moves import MigrationRound, RoundLimits, SlotMove, apply_round
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement

