@@ -1,4 +1,4 @@
-"""Maps ranks to nodes. Torch-free: planning imports it.
+"""Maps ranks to nodes.
 
 Ranks are numbered node by node: rank r lives on node r // ranks_per_node.
 """

@@ -23,7 +23,7 @@ _LARGEST_ERROR = 1 << 16
 
 @dataclass
 class Outcome:
-    """How a request went. Seconds since the first request was due, where it is not said otherwise.
+    """The course of one request. Times are seconds since the first request was due, unless said otherwise.
 
     due_s, sent_s:  when it should have been sent, and was
     chunk_s:        when each chunk with output came;  end_s: when the stream ended, or failed
@@ -195,7 +195,7 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "gene
 
 @dataclass(frozen=True)
 class Options:
-    """Of every request. extra: fields of the body that win over ours"""
+    """Settings of every request. extra: fields of the body that win over ours"""
 
     model: str
     temperature: float = 0.0
@@ -205,7 +205,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Event:
-    """What one event says. Counts are totals so far; None = not said.
+    """One event of a stream. Counts are totals so far; None = not given.
 
     has_output: it brings output;  is_end: the output is complete
     """

@@ -60,7 +60,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Slo:
-    """What a good request keeps to, in milliseconds; None = no bound."""
+    """Bounds that a good request keeps, in milliseconds; None = no bound."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -85,7 +85,7 @@ class Slo:
 
 @dataclass(frozen=True)
 class Load:
-    """All of it. Times in seconds.
+    """The whole load. Times are in seconds.
 
     num_prompts:     requests that are measured; None = as many as `duration_s` allows
     request_rate:    requests per second; inf = at once, or, with max_concurrency, as soon as another one ends

@@ -18,7 +18,7 @@ BUSY = 0.8  # share of a core that the tool took, from where on its own times ar
 
 @dataclass(frozen=True)
 class Spread:
-    """Of one kind of latency, in milliseconds. values: sorted"""
+    """The values of one kind of latency, in milliseconds, sorted."""
 
     values: tuple[float, ...]
 
@@ -32,7 +32,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run came to. Latencies, tokens and rates are those of complete requests; seconds: of the whole run."""
+    """The results of a run. Latencies, tokens and rates are those of complete requests; seconds: of the whole run."""
 
     seconds: float
     outcomes: Sequence[Outcome]

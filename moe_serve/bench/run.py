@@ -17,7 +17,7 @@ _LONGEST_WAIT_S = 60.0  # that a refusal may ask a client of a closed loop for
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a load. seconds: from the first request's time to the last one's end;  cpu_s: of this process"""
+    """The outcomes of a load. seconds: from the first request's time to the last one's end;  cpu_s: of this process"""
 
     outcomes: list[Outcome]
     seconds: float

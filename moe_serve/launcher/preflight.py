@@ -18,7 +18,7 @@ log = get_logger(__name__)
 def look_for_files(config: "ServeConfig") -> None:
     """Raises ModelError or ConfigError naming the first file that is missing or does not fit, and what to do.
 
-    Model folders may come from strangers: what is read here is bounded, and nothing hangs on a pipe.
+    Model folders may be hostile: what is read here is bounded, and nothing hangs on a pipe.
     """
     from moe_serve.config import model_dir
     from moe_serve.models.checkpoint import all_tensors

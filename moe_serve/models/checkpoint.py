@@ -42,7 +42,7 @@ DTYPES: Mapping[str, tuple[str, int]] = {  # by the names of the format: the nam
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is stored. start: its first byte, counted from the beginning of the file"""
+    """The place of a tensor in a file. start: its first byte, counted from the beginning of the file"""
 
     path: Path
     dtype_name: str

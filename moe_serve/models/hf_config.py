@@ -7,7 +7,7 @@ from typing import Any
 from moe_serve.errors import ModelError
 from moe_serve.models.model_files import shown
 
-# A folder may come from a stranger: nothing is allocated or counted through before its sizes are within these.
+# The folder may be hostile: nothing is allocated or counted through before its sizes are within these.
 LARGEST_SIZE = 1 << 24  # of any one size; vocabularies and contexts of real models are below
 LONGEST_CONTEXT = 1 << 22  # tokens; the table of rotations takes up to 1 KB for each
 _MOST_LAYERS = 4096

@@ -101,7 +101,7 @@ class MlaAttention:
 
 @dataclass(frozen=True, eq=False)
 class Indexer:
-    """What chooses the tokens that each token attends, in one layer. Scores have no scale: none changes their order.
+    """Chooses the tokens that each token attends, in one layer. Scores have no scale: none changes their order.
 
     layer: of the cache that holds its keys
     q: query latent -> queries of its heads;  k: x -> key, then normed;  weights: x -> weights of its heads

@@ -1,6 +1,6 @@
 """Reads the small files of a model folder, whoever wrote them: regular files only, of a bounded size.
 
-A folder may come from a stranger. A pipe in place of a file would hang a reader, a sparse file would fill its memory,
+The folder may be hostile. A pipe in place of a file would hang a reader, a sparse file would fill its memory,
 and deeply nested JSON would end it; each is one ModelError instead.
 """
 

@@ -147,7 +147,11 @@ class LongRopeSpec:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """dim: rotated width of a head.  interleaved: pairs are (0,1), (2,3), ..; else (0, dim/2), (1, dim/2 + 1), .."""
+    """The rotary embedding of a model.
+
+    dim: rotated width of a head
+    interleaved: pairs are (0,1), (2,3), ..; else (0, dim/2), (1, dim/2 + 1), ..
+    """
 
     dim: int
     theta: float

@@ -41,7 +41,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class StackFactors:
-    """What is multiplied: embeddings, what sublayers add to the residual, the rows that are projected to logits."""
+    """Factors on embeddings, on what sublayers add to the residual, and on the rows that are projected to logits."""
 
     embedding: float
     residual: float

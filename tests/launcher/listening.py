@@ -1,4 +1,4 @@
-"""Which TCP ports a process listens on, and whether they take strangers."""
+"""Which TCP ports a process listens on, and whether they take new connections."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
     return sorted(found, key=lambda each: each[1])
 
 
-def takes_strangers(address: tuple[str, int]) -> bool:
+def takes_connections(address: tuple[str, int]) -> bool:
     """Returns whether a connection to an address can be made."""
     try:
         socket.create_connection(address, 0.3).close()

@@ -19,7 +19,7 @@ from moe_serve.eplb import read_trace
 from moe_serve.models.checkpoint import all_tensors
 from moe_serve.models.families.registry import read_spec
 from tests.launcher.hostile_calls import send_calls
-from tests.launcher.listening import listening, takes_strangers
+from tests.launcher.listening import listening, takes_connections
 from tests.launcher.random_bodies import send_bodies
 from tests.launcher.running import Running, eventually, pid_of_rank
 from tests.server.served import demo_tokenizer as tokenizer_of_the_demo
@@ -344,7 +344,7 @@ def test_generate_prints_the_text_of_the_server_and_ends(client):
 def test_no_port_but_that_of_http_takes_a_stranger(system, client):
     ports = {address for pid in system.descendants() for address in listening(pid)}
     assert {host for host, _ in ports} == {"127.0.0.1"}
-    assert [port for host, port in ports if takes_strangers((host, port))] == [client.base_url.port]
+    assert [port for host, port in ports if takes_connections((host, port))] == [client.base_url.port]
     assert len(generate(client, text="x", sampling_params=GREEDY)["output_ids"]) == 24
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from moe_serve.launcher.rank_env import free_port
-from tests.launcher.listening import listening, takes_strangers
+from tests.launcher.listening import listening, takes_connections
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
 
 WORKER = "moe_serve.launcher.serve"
@@ -161,7 +161,9 @@ def test_mpirun_with_a_front_end_beside_it(settings):
         assert {rank["info"]["launched_by"] for rank in info["ranks"]} == {"mpirun"}
         for rank in info["ranks"]:
             ports = listening(rank["pid"])  # of gloo, MPI, for wakes, and rank 0's store
-            assert sum(takes_strangers(port) for port in ports) == 1, "wakes ask for the token; nobody else may connect"
+            assert sum(takes_connections(port) for port in ports) == 1, (
+                "only the port for wakes, which asks for a token"
+            )
         assert len(client.post("/generate", json=FIVE).json()["output_ids"]) == 5
         assert server.end(signal.SIGINT) == 0
         assert ranks.wait() == 0

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 from moe_serve.links.listeners import refuse_new_connections
-from tests.launcher.listening import takes_strangers
+from tests.launcher.listening import takes_connections
 
 
 def _two_ports(pipe: Connection) -> None:
@@ -36,8 +36,8 @@ def test_new_connections_are_dropped_and_others_go_on():
     shut, spared = pipe.recv()
     with socket.create_connection(shut, 5) as client:
         assert pipe.recv() == "shut"
-        assert not takes_strangers(shut)
-        assert takes_strangers(spared)
+        assert not takes_connections(shut)
+        assert takes_connections(spared)
         pipe.send("go on")
         client.sendall(b"hello")
         assert client.recv(5) == b"hello"

@@ -117,7 +117,7 @@ def dense_width(config: HfConfig, moe_layer_ids: Sequence[int], key: str = "inte
 
 
 def deepseek_v3_router(config: HfConfig) -> RouterSpec:
-    """Returns the router of DeepSeek-V3 and those who took it over."""
+    """Returns the router of DeepSeek-V3, which other families use, too."""
     return RouterSpec(
         num_logical=config.size("n_routed_experts"),
         topk=config.size("num_experts_per_tok"),

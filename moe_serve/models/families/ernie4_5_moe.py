@@ -1,4 +1,4 @@
-"""ERNIE-4.5-MoE: softmax scores with a correction bias, shared experts, MoE layers by turns with dense ones."""
+"""ERNIE-4.5-MoE: softmax scores with a correction bias, shared experts, MoE layers alternate with dense ones."""
 
 from dataclasses import replace
 

@@ -20,7 +20,7 @@ from moe_serve.models.spec import ModelSpec
 
 Reader = Callable[[HfConfig], ModelSpec]
 
-# A folder may come from a stranger: sizes that are each possible may not be together.
+# The folder may be hostile: sizes that are each possible may not be together.
 _MOST_EXPERTS = 1 << 20  # over all layers; the largest models have about 25,000
 _MOST_PARAMETERS = 1 << 47
 

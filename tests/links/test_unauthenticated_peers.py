@@ -1,4 +1,4 @@
-"""Strangers on the TCP ports of a system: they read nothing, inject nothing, and end nothing.
+"""Unauthenticated peers on the TCP ports of a system: they read nothing, inject nothing, and end nothing.
 
 What is behind a port here: the front end's socket, and the one where a rank takes wakes.
 """
@@ -41,7 +41,7 @@ GARBAGE = {
 
 
 @contextlib.contextmanager
-def stranger(kind: int, address: str, token: str | None) -> Iterator["zmq.Socket[bytes]"]:
+def peer(kind: int, address: str, token: str | None) -> Iterator["zmq.Socket[bytes]"]:
     """A ZeroMQ socket with another token, or with none."""
     if token is not None:
         sockets = LinkSockets(Link(token=token, host="127.0.0.1"))
@@ -58,15 +58,15 @@ def stranger(kind: int, address: str, token: str | None) -> Iterator["zmq.Socket
 
 @pytest.mark.parametrize("token", [None, "the token of some other system"], ids=["no token", "another"])
 @in_event_loop
-async def test_a_stranger_gets_no_message_to_the_front_end_and_hears_nothing(token):
+async def test_an_unauthenticated_peer_gets_no_message_to_the_front_end_and_hears_nothing(token):
     received: list[bytes] = []
     router = RouterSocket(LINK, lambda _, data: received.append(data))
     sockets = LinkSockets(router.link)
-    with stranger(zmq.DEALER, router.link.front_end, token) as outside:
+    with peer(zmq.DEALER, router.link.front_end, token) as outside:
         outside.setsockopt(zmq.SNDHWM, 10)
         for _ in range(10):
             with contextlib.suppress(zmq.Again):
-                outside.send(encode(Hello(0, 2, 0, 1, "stranger")), zmq.NOBLOCK)
+                outside.send(encode(Hello(0, 2, 0, 1, "peer")), zmq.NOBLOCK)
         sockets.connected(zmq.DEALER, router.link.front_end).send(b"from one of us")
         await until(lambda: received)
         await asyncio.sleep(0.2)
@@ -77,7 +77,7 @@ async def test_a_stranger_gets_no_message_to_the_front_end_and_hears_nothing(tok
 
 
 @in_event_loop
-async def test_strangers_who_flood_the_ranks_port_are_not_noticed_by_requests():
+async def test_a_flood_of_the_ranks_port_is_not_noticed_by_requests():
     async with serving() as served:
         address = ("127.0.0.1", served.bridge.link.port)
         stop = threading.Event()
@@ -124,7 +124,7 @@ def test_bytes_on_the_port_for_wakes_do_not_reach_the_rank(data):
 
 def test_one_of_us_that_sends_garbage_ends_no_rank(caplog):
     mailbox = ZmqMailbox(LINK, 0, "127.0.0.1")
-    with stranger(zmq.PUSH, mailbox.wake_address, LINK.token) as inside:
+    with peer(zmq.PUSH, mailbox.wake_address, LINK.token) as inside:
         for _ in range(2000):
             inside.send(b"\x93\xa4wak\xff\xff\0")
         inside.send(encode(Fatal(0, 0, "not a wake", 0)))
@@ -207,7 +207,7 @@ async def test_connections_without_the_token_are_counted_and_said_once(monkeypat
     router = RouterSocket(LINK, lambda *_: None)
     for _ in range(50):
         await asyncio.to_thread(send_raw, ("127.0.0.1", router.link.port), GARBAGE["invalid UTF-8"])
-    with stranger(zmq.DEALER, router.link.front_end, "the token of some other system"):
+    with peer(zmq.DEALER, router.link.front_end, "the token of some other system"):
         await asyncio.sleep(0.3)
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"connections to {router.link.front_end} were refused" in line
