@@ -180,7 +180,10 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "a size of 400 digits": (configured(vocab_size=HUGE), "vocab_size is 1000"),
     "a flag that is a text": (configured(tie_word_embeddings="false"), "tie_word_embeddings is 'false'"),
-    "layers that are objects": (configured(model_type="qwen3_moe", mlp_only_layers=[{}]), "mlp_only_layers is"),
+    "layers that are objects": (
+        configured(model_type="qwen3_moe", num_experts=8, mlp_only_layers=[{}]),
+        "mlp_only_layers is",
+    ),
     "blocks of nothing": (
         configured(quantization_config={"quant_method": "fp8", "weight_block_size": [0, 0]}),
         "only fp8 with square blocks",
