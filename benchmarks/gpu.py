@@ -39,11 +39,11 @@ from benchmarks.gpu_timing import (
 )
 from moe_serve.dispatch.gpu.launch_triton import SlabRanks
 from moe_serve.dispatch.gpu.region import Region
-from moe_serve.dispatch.gpu.symmetric import virtual_regions
 from moe_serve.ep.device_split import split_table
 from moe_serve.eplb.split.layer import LayerSlots
 from moe_serve.kernels.exact_split import SplitTable, exact_split_reference
 from moe_serve.topology import Topology
+from tests.dispatch.gpu.virtual import virtual_regions
 
 LINK_GB_S = 50  # per rank and direction, what overlap is measured against: one 400 Gb/s network card
 

@@ -1,8 +1,8 @@
 """Symmetric memory for GPU kernels: every rank has one region, and a table of addresses says where.
 
-Three makers: virtual ranks (all regions are slices of one tensor on one device; so the kernels of V ranks run on one
-GPU, or in the interpreter on none), NVSHMEM in nvshmem.py, and CUDA's handles between the
-processes of one host in ipc.py.
+Made by NVSHMEM in nvshmem.py, or by CUDA's handles between the processes of one host in ipc.py. A process may also
+drive several virtual ranks, whose regions are slices of one tensor; tests and benchmarks do, on one GPU or in the
+interpreter.
 """
 
 from dataclasses import dataclass
@@ -52,10 +52,3 @@ def refuse_capture(what: str) -> None:
         raise ConfigError(
             f"{what} cannot be made while a CUDA graph is captured; build the transport and run it once before"
         )
-
-
-def virtual_regions(region: Region, device: torch.device) -> SymmetricRegions:
-    """Returns the regions of region.num_ranks virtual ranks, all in this process and on this device."""
-    memory = torch.zeros(region.num_ranks, region.region_bytes, dtype=torch.uint8, device=device)
-    offsets = torch.arange(region.num_ranks, dtype=torch.int64, device=device) * region.region_bytes
-    return SymmetricRegions(region, offsets + memory.data_ptr(), 0, region.num_ranks, memory)

@@ -15,11 +15,11 @@ from moe_serve.dispatch.capabilities import Rows
 from moe_serve.dispatch.gpu import facts as gpu_facts
 from moe_serve.dispatch.gpu import transport as gpu_transport
 from moe_serve.dispatch.gpu.facts import GpuFacts, gather_facts, wire_problem
-from moe_serve.dispatch.gpu.symmetric import virtual_regions
 from moe_serve.dispatch.gpu.transport import make_gpu_slabs
 from moe_serve.dispatch.machine import host_number, unlinked_pairs
 from moe_serve.dispatch.make import choose_among_gpus, make_all_to_all
 from moe_serve.errors import CapacityError, ConfigError
+from tests.dispatch.gpu.virtual import virtual_regions
 from tests.ranks import run_ranks
 
 H100 = GpuFacts(host=1, capability=(9, 0), free_bytes=60 << 30)

@@ -33,7 +33,7 @@ def make_ids(routing: str, num_ranks: int, num_tokens: int, topk: int, num_slots
 
 def make_ranks(device: str, region: Region, dtype: torch.dtype, **options: object) -> object:
     from moe_serve.dispatch.gpu.launch_triton import SlabRanks
-    from moe_serve.dispatch.gpu.symmetric import virtual_regions
+    from tests.dispatch.gpu.virtual import virtual_regions
 
     ranks = SlabRanks(virtual_regions(region, torch.device(device)), dtype, **options)
     for slab in ranks._slabs:  # poison: what is not written must not look like a row
@@ -125,7 +125,8 @@ def test_two_handles_in_flight_do_not_meet(on_device: RunCheck) -> None:
 
 def check_missing_peer(device: str) -> None:
     from moe_serve.dispatch.gpu.launch_triton import SlabRanks
-    from moe_serve.dispatch.gpu.symmetric import SymmetricRegions, virtual_regions
+    from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
+    from tests.dispatch.gpu.virtual import virtual_regions
 
     region = Region(2, 1, 2, 32, 1, value_bytes=2, result_value_bytes=2)
     both = virtual_regions(region, torch.device(device))
@@ -215,10 +216,10 @@ def check_contract(device: str, dtype_name: str) -> None:
     from moe_serve.dispatch.base import BufferLimits, EpGroup
     from moe_serve.dispatch.gpu.launch_triton import SlabRanks
     from moe_serve.dispatch.gpu.region import gpu_region
-    from moe_serve.dispatch.gpu.symmetric import virtual_regions
     from moe_serve.dispatch.gpu.transport import GpuSlabAllToAll
     from moe_serve.dispatch.local import LocalAllToAll
     from moe_serve.dispatch.wire import make_wire
+    from tests.dispatch.gpu.virtual import virtual_regions
 
     dtype = getattr(torch, dtype_name)
     region = gpu_region(1, BufferLimits(4, 136, 2, 3), dtype, "fp8", stages=True)
@@ -260,11 +261,11 @@ def check_overlap(device: str) -> None:
     from moe_serve.dispatch.base import BufferLimits, EpGroup
     from moe_serve.dispatch.gpu.launch_triton import SlabRanks
     from moe_serve.dispatch.gpu.region import gpu_region
-    from moe_serve.dispatch.gpu.symmetric import virtual_regions
     from moe_serve.dispatch.gpu.transport import GpuSlabAllToAll
     from moe_serve.dispatch.local import LocalAllToAll
     from moe_serve.dispatch.wire import make_wire
     from moe_serve.ep.moe_layer import SHARED, advance, in_turn, overlapped
+    from tests.dispatch.gpu.virtual import virtual_regions
 
     region = gpu_region(1, BufferLimits(2, 136, 2, 3), torch.float32, "auto", stages=True)
     ranks = SlabRanks(virtual_regions(region, torch.device(device)), torch.float32, max_spins=4)
