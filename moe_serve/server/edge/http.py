@@ -58,7 +58,7 @@ class HttpServer(uvicorn.Server):
         )
         self._bridge = bridge
         self._early: EarlyRefusal = app.state.early_refusal
-        self._batches = BatchReader()
+        self.batches = BatchReader()
         self._handle_signals = handle_signals
         server = bridge.config.server
         self._tls = make_tls(server)
@@ -75,7 +75,7 @@ class HttpServer(uvicorn.Server):
         self.servers = []
         for listening in sockets or ():
             listener = Listener(
-                listening, self._connection, self.table, self._batches, self._tls, self._server.header_deadline_s
+                listening, self._connection, self.table, self.batches, self._tls, self._server.header_deadline_s
             )
             self._work.append(asyncio.create_task(listener.run()))
         self._work.append(asyncio.create_task(self._sweep()))
@@ -93,11 +93,11 @@ class HttpServer(uvicorn.Server):
         sweeping.cancel()
         for connection in list(self.table):
             connection.give_up()
-        self._batches.close()
+        self.batches.close()
 
     def _connection(self) -> Connection:
         connection = Connection(
-            self.config, self.server_state, self._server, self._early, self._batches, self.table.remove
+            self.config, self.server_state, self._server, self._early, self.batches, self.table.remove
         )
         if self._draining is not None:
             connection.end_after_answer()

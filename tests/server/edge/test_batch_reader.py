@@ -42,11 +42,11 @@ async def refused(served: Served) -> RawClient:
 async def test_what_comes_after_a_refusal_is_read_in_a_batch_and_refused_or_served_as_ever():
     async with full() as (served, _):
         clients = [await refused(served) for _ in range(100)]  # more than a turn reads
-        assert len(served.server._batches) == 100
+        assert len(served.server.batches) == 100
         for client in clients:
             await client.send(whole())
         assert [(await client.answer()).status for client in clients] == [429] * 100
-        assert len(served.server._batches) == 100
+        assert len(served.server.batches) == 100
         first, second, third = clients[:3]
         await first.send(whole()[:50])  # a part takes the long way
         await second.send(b"GET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -68,10 +68,10 @@ async def test_an_answered_client_waits_for_the_next_batch_too_so_that_it_is_not
         other, client = await refused(served), await RawClient.connect(served)
         served.workers[0].go.set()
         await asyncio.gather(*calls)
-        assert len(served.server._batches) == 3
+        assert len(served.server.batches) == 3
         await client.send(whole())
         assert (await client.answer()).status == 200
-        await until(lambda: len(served.server._batches) == 4)
+        await until(lambda: len(served.server.batches) == 4)
         await client.send(whole())
         assert (await client.answer()).status == 200
         await other.close()
@@ -81,12 +81,12 @@ async def test_an_answered_client_waits_for_the_next_batch_too_so_that_it_is_not
 async def test_a_client_that_leaves_is_forgotten():
     async with full() as (served, _):
         closing, resetting = [await refused(served) for _ in range(2)]
-        await until(lambda: len(served.server._batches) == 2)
+        await until(lambda: len(served.server.batches) == 2)
         await closing.close()
         raw = resetting.writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         resetting.writer.transport.abort()
-        await until(lambda: len(served.server._batches) == 0)
+        await until(lambda: len(served.server.batches) == 0)
         await until(lambda: len(served.server.table) == 2)  # those that wait
 
 
@@ -95,7 +95,7 @@ async def test_connections_go_back_into_the_event_loop_when_nothing_was_refused_
     monkeypatch.setattr(connection_module, "_LASTS_S", 0.1)
     async with full() as (served, _):
         clients = [await refused(served) for _ in range(3)]
-        await until(lambda: len(served.server._batches) == 0)
+        await until(lambda: len(served.server.batches) == 0)
         for client in clients:
             await client.send(whole())
             assert (await client.answer()).status == 429
@@ -106,7 +106,7 @@ async def test_an_idle_connection_in_a_batch_is_closed_at_its_deadline():
     async with full("server.idle_deadline_s=0.2") as (served, _):
         client = await refused(served)
         assert await client.closed() == b""
-        assert len(served.server._batches) == 0
+        assert len(served.server.batches) == 0
 
 
 @in_event_loop
@@ -139,7 +139,7 @@ async def test_newcomers_come_in_batches_while_calls_are_refused(monkeypatch):
         await (await refused(served)).close()
         await until(lambda: len(served.server.table) == 2)
         next_one = asyncio.Event()
-        monkeypatch.setattr(served.server._batches, "next_one", next_one.wait)
+        monkeypatch.setattr(served.server.batches, "next_one", next_one.wait)
         clients = [await RawClient.connect(served) for _ in range(5)]
         await asyncio.sleep(0.02)
         assert len(served.server.table) == 2

@@ -19,7 +19,7 @@ from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.admission import Degradation
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from tests.server.fake_worker import LinkedWorker
-from tests.server.served import fake_config, in_event_loop, until
+from tests.server.served import end_without_a_word, fake_config, in_event_loop, until
 
 
 @dataclass
@@ -53,12 +53,7 @@ class System:
 
     def end(self, number: int) -> None:
         """A front end ends without a word."""
-        dead = self.bridges[number]
-        if dead._socket is not None:
-            dead._socket.close()
-            dead._socket = None
-            for task in dead._tasks:
-                task.cancel()
+        end_without_a_word(self.bridges[number])
 
     def stop_reading(self, number: int) -> None:
         """A front end is connected, and takes nothing of what others tell it."""

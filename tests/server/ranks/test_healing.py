@@ -17,7 +17,7 @@ from moe_serve.server.requests.open_request import Changes, OpenRequest, Unavail
 from tests.server.fake_worker import FakeWorker, LinkedWorker
 from tests.server.proxy import Proxy
 from tests.server.ranks.test_bridge import finished, spec
-from tests.server.served import fake_config, in_event_loop, until
+from tests.server.served import end_without_a_word, fake_config, in_event_loop, until
 
 GOES_ON = {"on_lost_rank": "mask"}
 
@@ -102,10 +102,7 @@ async def test_a_front_end_that_is_started_again_joins_running_ranks_and_learns_
             for worker in workers:
                 worker.say(Members(worker.rank, 5, 1, [0, 2], "rank 1 died"))
             await until(lambda: 1 in first.workers.masked)
-            first._socket.close()  # as a process that is killed: nobody is told
-            first._socket = None
-            for task in first._tasks:
-                task.cancel()
+            end_without_a_word(first)
             async with front_end(port, num_ranks=3) as second:
                 await second.wait_until_ready()
                 assert second.workers.masked == {1: "rank 1 died"}
