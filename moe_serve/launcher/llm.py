@@ -22,13 +22,12 @@ from rich.progress import Progress as ProgressBar
 
 from moe_serve.attention_dp.sampling_params import SamplingParams, plain
 from moe_serve.config import ServeConfig, load_config
-from moe_serve.config.unsupported import refusal
 from moe_serve.engine.output.logprobs import Logprob, TokenLogprobs
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import ConfigError, RequestError
 from moe_serve.launcher.background import BackgroundRanks, OrderlyEnd
 from moe_serve.launcher.local import WORKER
-from moe_serve.launcher.preflight import load_tokenizer, look_for_files
+from moe_serve.launcher.preflight import load_tokenizer, look_for_files, refusal
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.sampling_fields import model_defaults
 from moe_serve.server.ranks.balance import BalanceBook

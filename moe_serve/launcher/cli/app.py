@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import moe_serve
-from moe_serve.config.unsupported import refuse_unsupported
 from moe_serve.errors import MoeServeError
 from moe_serve.launcher.cli.bench import HELP as BENCH_HELP
 from moe_serve.launcher.cli.bench import bench
 from moe_serve.launcher.cli.command import api_key_of_environment, option, takes
 from moe_serve.launcher.cli.options import ConfigOptions, ModelOptions, ServeOptions, with_flags
+from moe_serve.launcher.preflight import refuse_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
