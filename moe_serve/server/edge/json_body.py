@@ -332,8 +332,10 @@ def _takes(kind: inspect.Type, value: Any) -> bool:
     """Returns whether a value is of a type, whatever it holds and how large it is."""
     _, bare = _bare(kind)
     match bare:
-        case inspect.AnyType() | inspect.CustomType():
+        case inspect.AnyType():
             return True
+        case inspect.CustomType():
+            return value is not None
         case inspect.UnionType():
             return any(_takes(each, value) for each in bare.types)
         case inspect.NoneType():

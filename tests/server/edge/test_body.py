@@ -70,7 +70,7 @@ def test_what_only_some_parsers_take_is_refused(body):
 
 
 def test_a_whole_number_may_be_written_as_5_0_and_a_row_of_numbers_may_be_a_key():
-    body = b'{"text": "a", "sampling_params": {"max_new_tokens": 5.0}}'
+    body = b'{"text": "a", "sampling_params": {"max_new_tokens": 5.0, "stream_interval": null}}'
     assert parse_generate(body, 4).prompts[0].params.max_new_tokens == 5
     keys = {f"[{', '.join(['1'] * 40)}, {last}": 1 for last in "ab"}  # these differ in nothing else
     read_body(json.dumps({"x": [1] * 100, "y": keys}).encode(), dict)
