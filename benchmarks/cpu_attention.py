@@ -23,12 +23,13 @@ from moe_serve.attention_dp.attention_plan import AttentionPlan, DecodeGroup
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.ep.gate import route
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.kernels.cpu.attention import AttendRows, AttendShape, attend
-from moe_serve.kernels.cpu.gate import gate_facts
+from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.cpu.rows import add_rms_norm, rms_norm
+from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
 from moe_serve.kernels.forms import GateShape
 from moe_serve.kernels.numerics import FAST
+from moe_serve.kernels.operations import Recorder
+from moe_serve.kernels.part_clock import PartClock
 
 BLOCK = 16
 MODELS = {
@@ -131,8 +132,23 @@ def decode_case(name: str, shape: AttendShape, num_keys: int, batch: int) -> Cas
     plan = AttentionPlan((group,), (), (), batch)
     paged = PagedAttention(AttentionShape(layout, shape.group, shape.scale), FAST, torch.float32, "cpu")
     layer = cache.layer(0)
-    torch.testing.assert_close(attend(q, layer, rows), paged(q, cache, 0, plan), atol=1e-4, rtol=1e-3)
-    return "decode", name, lambda: attend(q, layer, rows), "gather + bmm", lambda: paged(q, cache, 0, plan)
+    ours = recorded(batch, lambda do: do.attend_rows(q, layer, shape), rows)
+    torch.testing.assert_close(ours(), paged(q, cache, 0, plan), atol=1e-4, rtol=1e-3)
+    return "decode", name, ours, "gather + bmm", lambda: paged(q, cache, 0, plan)
+
+
+def recorded(
+    num_rows: int, note: Callable[[Recorder], torch.Tensor], rows: AttendRows | None = None
+) -> Callable[[], torch.Tensor]:
+    """Returns what runs an operation as a step does: noted once, run at each call."""
+    recorder = Recorder(cpu_library(), num_rows, PartClock())
+    result = note(recorder)
+
+    def run() -> torch.Tensor:
+        recorder.run(RecordedRun(RowInputs(num_rows, attend=0 if rows is None else rows.address), 1, False))
+        return result
+
+    return run
 
 
 def prefill_cases() -> Iterator[Case]:
@@ -167,8 +183,9 @@ def prefill_case(name: str, shape: AttendShape, context: int, length: int) -> Ca
         )
         return out.permute(2, 0, 1, 3)[..., : shape.value_width]
 
-    torch.testing.assert_close(attend(q, layer, rows), fused(), atol=1e-4, rtol=1e-3)
-    return "prefill", name, lambda: attend(q, layer, rows), "scaled_dot_product_attention", fused
+    ours = recorded(length, lambda do: do.attend_rows(q, layer, shape), rows)
+    torch.testing.assert_close(ours(), fused(), atol=1e-4, rtol=1e-3)
+    return "prefill", name, ours, "scaled_dot_product_attention", fused
 
 
 def row_cases() -> Iterator[Case]:
@@ -191,13 +208,8 @@ def row_cases() -> Iterator[Case]:
 
 
 def gate_call(logits: torch.Tensor, shape: GateShape) -> Callable[[], Any]:
-    """Returns the call as a recorded step makes it: its arguments are made once."""
-    (rows, experts), load = logits.shape, torch.zeros(logits.shape[1], dtype=torch.int64)
-    ids, weights = torch.empty(rows, shape.topk, dtype=torch.int64), torch.empty(rows, shape.topk)
-    addresses = (ids.data_ptr(), weights.data_ptr(), load.data_ptr())
-    kept = (logits, load, ids, weights, gate_facts(shape, experts))  # as long as the call
-    call = cpu_library().call.gate
-    return lambda: call(kept[-1].data_ptr(), 0, logits.data_ptr(), rows, experts, *addresses)
+    load = torch.zeros(logits.shape[1], dtype=torch.int64)
+    return recorded(len(logits), lambda do: do.gate(logits, None, shape, load)[0])
 
 
 def topk_call(logits: torch.Tensor, topk: int) -> Callable[[], Any]:
@@ -211,7 +223,8 @@ def route_call(logits: torch.Tensor, shape: GateShape) -> Callable[[], Any]:
 
 def norm_calls(x: torch.Tensor, weight: torch.Tensor) -> tuple[Callable[[], Any], str, Callable[[], Any]]:
     width = (x.shape[1],)
-    return lambda: rms_norm(x, weight, 1e-6), "rms_norm", lambda: functional.rms_norm(x, width, weight, 1e-6)
+    ours = recorded(len(x), lambda do: do.rms_norm(x, weight, 1e-6))
+    return ours, "rms_norm", lambda: functional.rms_norm(x, width, weight, 1e-6)
 
 
 def residual_calls(
@@ -222,7 +235,8 @@ def residual_calls(
     def theirs() -> torch.Tensor:
         return functional.rms_norm(x.add_(delta), width, weight, 1e-6)
 
-    return lambda: add_rms_norm(x, delta, weight, 1e-6), "add_, rms_norm", theirs
+    ours = recorded(len(x), lambda do: do.add_rms_norm(x, delta, weight, 1e-6))
+    return ours, "add_, rms_norm", theirs
 
 
 if __name__ == "__main__":

@@ -182,20 +182,20 @@ class Switch:
         self._is_on = True
 
     def turn(self, on: bool) -> None:
-        from moe_serve.kernels.cpu.recorder import Recorder
+        from moe_serve.kernels.operations import Recorder
 
         if on == self._is_on:
             return
         self._is_on, run = on, self._run
-        self._recordings[not on], run._recording = run._recording, self._recordings[on]
+        self._recordings[not on], run._recorded = run._recorded, self._recordings[on]
         run._clock = self._engine.served.clock = self._clocks[on]
         self._engine.times = self._times[on]
         for layer in self._layers:
             layer._parallel = self._parallel[on]
-        if not on and run._recording is None:
+        if not on and run._recorded is None:
             one_part = property(lambda recorder: 0, lambda recorder, part: None)
             with patch.object(Recorder, "part", one_part, create=True):
-                run._recording = run._record(64, self._engine.served.cache)
+                run._record(64, self._engine.served.cache)
 
 
 if __name__ == "__main__":

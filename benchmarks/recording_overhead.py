@@ -213,7 +213,7 @@ class Switch:
         assert not on or total == self._total, "something was counted while recording was off"
         self._total, self._is_on = total, on
         if self._run is not None:
-            self._recordings[not on], self._run._recording = self._run._recording, self._recordings[on]
+            self._recordings[not on], self._run._recorded = self._run._recorded, self._recordings[on]
         self._served.recorder = self._served.windows._recorder = self._recorder if on else None
         self._served.passes = self._passes if on else None
         for layer in self._layers:

@@ -33,8 +33,9 @@ from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.ep.routing import RouterSpec, Routing
-from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder
+from moe_serve.kernels.cpu.tape import RecordedRun
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.operations import Recorder
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, GATE, MLP, PartClock
 from moe_serve.kernels.rows import multiply_rows
 
@@ -174,7 +175,7 @@ class MoeLayer:
         assert isinstance(gate, CompiledGate), "without compiled kernels a layer is called, not recorded"
         ids, weights = gate.record(recorder, x, self._load_row())
         if parallel.router.scales_input:
-            x = recorder.multiply_rows(x, weights, recorder.buffer("scaled_rows", x.shape[1]))
+            x = recorder.multiply_rows(x, weights)
             weights = torch.ones(recorder.capacity, 1)
         load = None
         if replicas.needs_counts:

@@ -90,7 +90,7 @@ def mla_rope_write(
 ) -> None:
     """Rotates the last part of every query head in place, and writes normed latents and rotated keys into the cache.
 
-    q:           [T, heads, nope + rope];  row: [T, latent + rope], changed in place too; both may be slices of rows
+    q:           [T, heads, nope + rope];  row: [T, latent + rope], used up; both may be slices of rows
     latent_norm: [latent];  turns, slots: as in rope_write
     cache_layer: [slots, 1, latent + rope]
     """

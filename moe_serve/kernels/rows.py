@@ -24,6 +24,11 @@ def clip_(x: Tensor, limit: float) -> None:
     x.clamp_(-limit, limit)
 
 
+def add_gated_(total: Tensor, x: Tensor, gate: Tensor | None) -> None:
+    """Adds x to total in place, both [rows, width] without gaps. gate: [rows, 1], x times its sigmoid is added"""
+    total.add_(x if gate is None else multiply_by_sigmoid_(x.clone(), gate))
+
+
 def multiply_by_sigmoid_(x: Tensor, logits: Tensor) -> Tensor:
     """Multiplies row i of x [rows, width] by sigmoid(logits[i]); returns x. logits: [rows, 1], of x's dtype
 

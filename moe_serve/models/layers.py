@@ -11,9 +11,10 @@ from torch import Tensor
 
 from moe_serve.attention_dp.attention import AttentionShape
 from moe_serve.attention_dp.kv_cache import KvLayout
+from moe_serve.kernels.operations import AnyLinear
 from moe_serve.kernels.rope import pair_order
-from moe_serve.models.operations import AnyLinear, Operations
 from moe_serve.models.spec import GqaSpec, QueryTemperature, RopeSpec
+from moe_serve.models.step import Step
 from moe_serve.models.weight_forms import WeightForms
 
 
@@ -125,7 +126,7 @@ class GqaLayer:
 
     qkv:  x -> queries, keys and values of all heads
     norm: [query and key heads, head_dim], over each head or over all, as the spec says; or None
-    window, chunk, sinks: as `attend` of operations.py takes them
+    window, chunk, sinks: as `attend` of step.py takes them
     """
 
     form: GqaAttention
@@ -138,7 +139,7 @@ class GqaLayer:
     sinks: Tensor | None
     rotates: bool
 
-    def __call__(self, x: Tensor, do: Operations) -> Tensor:
+    def __call__(self, x: Tensor, do: Step) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' keys and values into the cache."""
         spec, eps = self.form.spec, self.form.norm_eps
         qkv = do.linear("qkv", self.qkv, x)
@@ -151,9 +152,11 @@ class GqaLayer:
         if spec.clip is not None:
             do.clip_(qkv, spec.clip)
         if spec.temperature is not None and not self.rotates:
-            do.scale_queries_(qkv[:, : spec.num_heads * spec.head_dim])
+            assert do.query_scales is not None
+            do.multiply_rows_(qkv[:, : spec.num_heads * spec.head_dim], do.query_scales)
         heads, norm_last = (spec.num_heads, spec.num_kv_heads), spec.qk_norm == "rotated_head"
-        do.rope_write(qkv, norm, eps, self.index, heads, self.rotates, norm_last)
+        turns = do.turns if self.rotates else do.turns[:, :0]
+        do.rope_write(qkv, norm, eps, turns, do.slots, do.cache.layer(self.index), *heads, norm_last)
         q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
         q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
         attended = do.attend(q, self.index, self.window, self.sinks, self.chunk)

@@ -20,9 +20,10 @@ from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.norm import LayerNorm
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.operations import AnyHeads, AnyLinear
 from moe_serve.kernels.rope import MlaWidths, pair_order
-from moe_serve.models.operations import AnyHeads, AnyLinear, IndexRows, Operations
 from moe_serve.models.spec import IndexerSpec, MlaSpec, RopeSpec
+from moe_serve.models.step import IndexRows, Step
 from moe_serve.models.weight_forms import WeightForms
 
 INDEX_EPS = 1e-6  # of the norm of index keys; no configuration says it
@@ -114,12 +115,12 @@ class Indexer:
     k_norm: LayerNorm
     weights: AnyLinear
 
-    def keys(self, x: Tensor, do: Operations) -> tuple[Tensor, Tensor]:
+    def keys(self, x: Tensor, do: Step) -> tuple[Tensor, Tensor]:
         """x: [T, H], normed -> keys [T, width] and weights [T, heads]"""
         k = do.layer_norm(do.linear("index_k", self.k, x), None, self.k_norm, INDEX_EPS)
         return k, do.linear("index_weights", self.weights, x)
 
-    def rows(self, latent: Tensor, keys: tuple[Tensor, Tensor], do: Operations) -> IndexRows:
+    def rows(self, latent: Tensor, keys: tuple[Tensor, Tensor], do: Step) -> IndexRows:
         """latent: [T, q_lora_rank], normed;  keys: what `keys` has returned"""
         q = do.linear("index_q", self.q, latent).view(latent.shape[0], self.shape.heads, self.shape.width)
         return IndexRows(q, *keys, self.layer, self.shape)
@@ -148,7 +149,7 @@ class MlaLayer:
     indexer: Indexer | None
     expanded: "ExpandedHeads | None"
 
-    def __call__(self, x: Tensor, do: Operations) -> Tensor:
+    def __call__(self, x: Tensor, do: Step) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' latents and rotated keys into the cache."""
         form, spec = self.form, self.form.spec
         both = do.linear("q_kv_a", self.q_kv_a, x)
@@ -162,15 +163,17 @@ class MlaLayer:
             q = do.linear("q_b", self.q_b, latent)
             index = None if self.indexer is None or keys is None else self.indexer.rows(latent, keys, do)
         q = q.view(x.shape[0], spec.num_heads, -1)
-        do.mla_rope_write(q, row, self.kv_a_norm, form.norm_eps, self.index, form.widths)
+        cache = do.cache.layer(self.index)
+        do.mla_rope_write(q, row, self.kv_a_norm, form.norm_eps, do.turns, do.slots, cache, form.widths)
         if index is not None:
+            do.index_write(index.q, index.k, do.turns, do.slots, do.cache.layer(index.layer))
             latent_q = do.absorb(self.absorb, q, spec.nope_dim)
             attended = do.attend_indexed(latent_q[:, None], self.index, index)
             return do.linear("attention_out", self.out, do.expand(self.expand, attended[:, 0]).flatten(1))
         values = self._absorbed(q, do) if self.expanded is None or not do.long_chunks else self._by_length(q, do)
         return do.linear("attention_out", self.out, values.flatten(1))
 
-    def _by_length(self, q: Tensor, do: Operations) -> Tensor:
+    def _by_length(self, q: Tensor, do: Step) -> Tensor:
         """q: [T, heads, nope + rope] -> [T, heads, value_dim], long chunks in the expanded form"""
         assert self.expanded is not None
         long_chunks, spec = do.long_chunks, self.form.spec
@@ -183,7 +186,7 @@ class MlaLayer:
             out[chunk.start : chunk.end] = self.expanded(q[chunk.start : chunk.end], rows, chunk)
         return out
 
-    def _absorbed(self, q: Tensor, do: Operations) -> Tensor:
+    def _absorbed(self, q: Tensor, do: Step) -> Tensor:
         """q: [T, heads, nope + rope] -> [T, heads, value_dim]"""
         latent_q = do.absorb(self.absorb, q, self.form.spec.nope_dim)
         return do.expand(self.expand, do.attend(latent_q[:, None], self.index)[:, 0])

@@ -19,11 +19,10 @@ from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.kernels.norm import LayerNorm
 from moe_serve.models.layers import GqaAttention, RopeTable
 from moe_serve.models.mla import MlaAttention
-from moe_serve.models.operations import SharedExpert
-from moe_serve.models.recorded_step import RecordedRunner
+from moe_serve.models.runners import RecordedRunner, TorchRunner
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.stack import AnyNorm, DecoderLayer, DecoderStack, StackFactors, StackRunner, StepInputs
-from moe_serve.models.torch_step import TorchRunner
+from moe_serve.models.step import SharedExpert
 from moe_serve.models.weight_forms import GatedMlp, PackedMlp, WeightForms
 from moe_serve.models.weights import LoadedWeights
 

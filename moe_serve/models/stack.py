@@ -16,10 +16,11 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.norm import LayerNorm
+from moe_serve.kernels.operations import AnyLinear, AnyMlp, AnyTable
 from moe_serve.kernels.part_clock import ATTENTION, GATE, MLP, VOCABULARY
 from moe_serve.models.layers import GqaLayer
 from moe_serve.models.mla import MlaLayer
-from moe_serve.models.operations import AnyLinear, AnyMlp, AnyTable, Operations, SharedExpert
+from moe_serve.models.step import SharedExpert, Step
 
 AnyNorm = Tensor | LayerNorm  # the weight of an RMS norm, or a layer norm
 
@@ -62,10 +63,10 @@ class DecoderStack:
     head: AnyLinear
     factors: StackFactors
 
-    def __call__(self, do: Operations) -> Tensor:
+    def __call__(self, do: Step) -> Tensor:
         """Returns the rows that the head projects to logits, [T, H]."""
         do.begin(VOCABULARY)
-        x = do.embed(self.embed)  # the residual, which is changed in place
+        x: Tensor = do.gather("residual", self.embed, do.ids)  # the residual, which is changed in place
         if self.factors.embedding != 1:
             do.scale_(x, self.factors.embedding)
         delta = None  # what the last sublayer adds to the residual
@@ -82,7 +83,7 @@ class DecoderStack:
             do.scale_(last, self.factors.logits)
         return last
 
-    def _normed(self, x: Tensor, delta: Tensor | None, weight: AnyNorm, do: Operations) -> Tensor:
+    def _normed(self, x: Tensor, delta: Tensor | None, weight: AnyNorm, do: Step) -> Tensor:
         if isinstance(weight, LayerNorm):
             return do.layer_norm(x, delta, weight, self.eps)
         if delta is None:

@@ -14,7 +14,7 @@ from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.linear import LARGEST_TILE
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.models.mla import expand_from
-from moe_serve.models.recorded_step import SMALLEST
+from moe_serve.models.runners import SMALLEST
 from moe_serve.models.spec import GqaSpec, IndexerSpec, MlaSpec, ModelSpec
 
 _INDEX = 8  # bytes of an int64
@@ -45,7 +45,7 @@ def working_memory(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> tup
 
 
 def _buffers(spec: ModelSpec, sizes: StepSizes) -> int:
-    """Returns the bytes of the buffers of models/recorded_step.py, and of a step's logits."""
+    """Returns the bytes of the buffers of models/runners.py, and of a step's logits."""
     capacity = 1 << (max(sizes.rows, SMALLEST) - 1).bit_length()
     hidden, attention = spec.hidden, spec.attention
     elements = 7 * hidden + spec.rope.dim  # residual, two norms, logit rows; results of attention, experts, an MLP

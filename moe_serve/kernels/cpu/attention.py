@@ -84,39 +84,6 @@ class AttendRows:
             raise IndexError(f"rows or positions lie outside of {num_seqs} block tables of {table_width} blocks")
 
 
-def attend(
-    q: Tensor,
-    cache: Tensor,
-    rows: AttendRows,
-    out: Tensor | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    chunk: int | None = None,
-) -> Tensor:
-    """Returns the attention of the rows, [T, heads, group, value width] float32, in `out` if given.
-
-    q:      [T, heads, group, width] float32; the stride of T is free, as in a slice of a fused projection
-    cache:  [slots, *shape.row_shape] float32, one layer's keys and values, those of these rows included
-    window: how many keys a row sees, its own included; None: all up to its own
-    chunk:  a row sees the keys from the last multiple of it up to its own; None: from the first
-    sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
-    Raises MemoryError where there is no memory to work in.
-    """
-    shape = rows.shape
-    if out is None:
-        out = q.new_empty(rows.num_rows, shape.heads, shape.group, shape.value_width)
-    assert q.shape[0] == rows.num_rows, f"{q.shape[0]} queries for {rows.num_rows} rows"
-    assert dense(q[:1], torch.float32) or not q.shape[0], f"queries of {q.dtype} with strides {q.stride()}"
-    assert q.shape[1:] == (shape.heads, shape.group, shape.width), tuple(q.shape)
-    assert dense(cache, torch.float32, cache.shape[0], *shape.row_shape), f"{cache.dtype} {tuple(cache.shape)}"
-    assert dense(out, torch.float32, *q.shape[:3], shape.value_width), f"{out.dtype} {tuple(out.shape)}"
-    call = cpu_library().call
-    options = attend_options(shape, window, sinks, chunk)
-    if call.attend(rows.address, q.data_ptr(), q.stride(0), cache.data_ptr(), out.data_ptr(), *options) < 0:
-        raise MemoryError("no memory for the attention's working room, at most 0.6 MiB per thread")
-    return out
-
-
 def attend_options(
     shape: AttendShape, window: int | None, sinks: Tensor | None, chunk: int | None
 ) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ enum { CALL_ARGUMENTS = 12 };
    those that it declares. */
 typedef i64 (*Kernel)(i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64);
 
-typedef struct { /* as program.py fills it */
+typedef struct { /* as tape.py fills it */
     Kernel kernel;
     i64 changing; /* bit j: argument j is a place in the inputs of the run */
     i64 part; /* of the step, as the clock counts them */

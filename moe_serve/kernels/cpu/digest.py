@@ -5,6 +5,7 @@ agree, while a build without fused multiply-add rounds otherwise. Inputs are mad
 are not the same everywhere. Takes about 20 ms.
 """
 
+import itertools
 from collections.abc import Callable
 from hashlib import blake2b
 
@@ -12,23 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.cpu.attention import AttendRows, AttendShape, attend
+from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
-from moe_serve.kernels.cpu.gate import gate
-from moe_serve.kernels.cpu.indexed import attend_indexed
-from moe_serve.kernels.cpu.layer_norm import layer_norm
 from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.cpu.logprobs import row_logprobs
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
-from moe_serve.kernels.cpu.rows import add_gated_, add_rms_norm, rms_norm, rope_write, weighted_sum
+from moe_serve.kernels.cpu.rows import weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.forms import Activation, GateShape
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.logprobs import WantedLogprobs
-from moe_serve.kernels.norm import LayerNorm
+from moe_serve.kernels.operations import EXAMPLE_ROWS, AnyOperation, declared_operations, noted_once
 from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows
 
-ROWS, HIDDEN, WIDTH, EPS = 13, 150, 70, 1e-6
+ROWS, HIDDEN, WIDTH = 13, 150, 70
 
 
 def kernel_digest() -> str:
@@ -86,53 +84,60 @@ def _mxfp4_experts(hidden: int, width: int) -> PackedExperts:
 
 
 def _attention() -> list[Tensor]:
-    results = []
-    for shape in (AttendShape(2, 3, 40, 0.2), AttendShape(1, 4, 72, 0.2, latent=56)):
-        cache = _numbers(96, *shape.row_shape)
-        positions, starts = torch.tensor([80, 3, 4, 5]), torch.tensor([0, 1, 4], dtype=torch.int32)
-        tables = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 0, 0, 0, 0, 0]], dtype=torch.int32)
-        rows = AttendRows(shape, positions, starts, tables, 16)
-        q = 4 * _numbers(4, shape.heads, shape.group, shape.width, seed=2)
-        results.append(attend(q, cache, rows))
-        results.append(attend(q, cache, rows, window=3, sinks=_numbers(shape.heads * shape.group, seed=3)))
-    return results
+    shapes = AttendShape(2, 3, 40, 0.2), AttendShape(1, 4, 72, 0.2, latent=56)
+    return [result for shape in shapes for result in _attended(shape)]
 
 
-def _rows() -> list[Tensor]:
-    x, qkv, cache = _numbers(ROWS, HIDDEN), _numbers(ROWS, 4 * 34, seed=2), torch.zeros(ROWS, 2, 34)
-    turns = torch.complex(_numbers(ROWS, 17, seed=3), _numbers(ROWS, 17, seed=4))
-    normed = [rms_norm(x, _numbers(HIDDEN, seed=5), EPS), add_rms_norm(x, x.clone(), _numbers(HIDDEN, seed=6), EPS)]
-    normed.append(add_rms_norm(x, x.clone(), _numbers(HIDDEN, seed=6), EPS, 0.3))
-    add_gated_(x, x.clone(), 4 * _numbers(ROWS, 1, seed=9))
-    rope_write(qkv, _numbers(3, 34, seed=7), EPS, turns, torch.arange(ROWS), cache, 2, 1)
-    index = torch.arange(ROWS * 3).remainder(ROWS).view(ROWS, 3)
-    return [*normed, x, qkv, cache, weighted_sum(x, index, _numbers(ROWS, 3, seed=8))]
+def _attended(shape: AttendShape) -> list[Tensor]:
+    cache, q = _numbers(96, *shape.row_shape), 4 * _numbers(4, shape.heads, shape.group, shape.width, seed=2)
+    rows, sinks = _attend_rows(shape), _numbers(shape.heads * shape.group, seed=3)
+    plain = noted_once(4, lambda do: do.attend_rows(q, cache, shape), rows.address)
+    return [plain, noted_once(4, lambda do: do.attend_rows(q, cache, shape, 3, sinks), rows.address)]
 
 
 def _indexed() -> list[Tensor]:
     shape, indexer = AttendShape(1, 4, 72, 0.2, latent=56), IndexerShape(3, 40, 9)
+    index = _numbers(4, 3, 40, seed=3), _numbers(4, 3, seed=4), _numbers(96, 1, 40, seed=5)
+    q, cache, rows = 4 * _numbers(4, 1, 4, 72, seed=2), _numbers(96, 1, 72), _attend_rows(shape)
+    return [noted_once(4, lambda do: do.attend_chosen(q, cache, shape, index, indexer), rows.address)]
+
+
+def _attend_rows(shape: AttendShape) -> AttendRows:
     positions, starts = torch.tensor([80, 3, 4, 15]), torch.tensor([0, 1, 4], dtype=torch.int32)
     tables = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 0, 0, 0, 0, 0]], dtype=torch.int32)
-    rows = AttendRows(shape, positions, starts, tables, 16)
-    index = _numbers(4, 3, 40, seed=3), _numbers(4, 3, seed=4), _numbers(96, 1, 40, seed=5)
-    return [attend_indexed(4 * _numbers(4, 1, 4, 72, seed=2), _numbers(96, 1, 72), rows, *index, indexer)]
+    return AttendRows(shape, positions, starts, tables, 16)
 
 
-def _layer_norm() -> list[Tensor]:
-    return [
-        layer_norm(_numbers(ROWS, HIDDEN), None, LayerNorm(_numbers(HIDDEN, seed=2), _numbers(HIDDEN, seed=3)), EPS)
-    ]
+def _operations() -> list[Tensor]:
+    """Returns what every declared operation makes of its examples: its result, and what it has changed in place."""
+    seeds = itertools.count(1)
+    each = [declared for _, declared in declared_operations()]
+    examples = ((one, given) for one in each for given in one.examples(lambda *n: _numbers(*n, seed=next(seeds))))
+    return [result for declared, given in examples for result in _results(declared, given)]
+
+
+def _results(declared: AnyOperation, given: tuple[object, ...]) -> list[Tensor]:
+    tensors = [argument for argument in given if isinstance(argument, Tensor)]
+    before = [tensor.clone() for tensor in tensors]
+    result = noted_once(EXAMPLE_ROWS, lambda do: declared.note(do, *given))
+    changed = [now for now, then in zip(tensors, before, strict=True) if not torch.equal(now, then)]
+    return [result, *changed] if isinstance(result, Tensor) else changed
+
+
+def _sums() -> list[Tensor]:
+    index = torch.arange(ROWS * 3).remainder(ROWS).view(ROWS, 3)
+    return [weighted_sum(_numbers(ROWS, HIDDEN), index, _numbers(ROWS, 3, seed=8))]
 
 
 def _gate() -> list[Tensor]:
-    results: list[Tensor] = []
-    for shape in (
-        GateShape(topk=3, scoring="softmax"),
-        GateShape(topk=3, scoring="sigmoid"),
-        GateShape(topk=2, scoring="sparsemixer", norm_topk=False, jitter=0.2),
-    ):
-        results += gate(4 * _numbers(ROWS, 24), _numbers(24, seed=2), shape, torch.zeros(24, dtype=torch.int64))
-    return results
+    softmax, sigmoid = GateShape(topk=3, scoring="softmax"), GateShape(topk=3, scoring="sigmoid")
+    sparsemixer = GateShape(topk=2, scoring="sparsemixer", norm_topk=False, jitter=0.2)
+    return [*_gated(softmax), *_gated(sigmoid), *_gated(sparsemixer)]
+
+
+def _gated(shape: GateShape) -> list[Tensor]:
+    logits, bias, load = 4 * _numbers(ROWS, 24), _numbers(24, seed=2), torch.zeros(24, dtype=torch.int64)
+    return [*noted_once(ROWS, lambda do: do.gate(logits, bias, shape, load)), load]
 
 
 def _sampling() -> list[Tensor]:
@@ -160,8 +165,8 @@ PROBES: tuple[Callable[[], list[Tensor]], ...] = (
     _experts,
     _attention,
     _indexed,
-    _rows,
-    _layer_norm,
+    _operations,
+    _sums,
     _gate,
     _sampling,
     _logprobs,

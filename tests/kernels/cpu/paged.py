@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.attention import attention_reference
-from moe_serve.kernels.cpu.attention import AttendRows, AttendShape, attend
+from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
+from moe_serve.kernels.operations import noted_once
 
 SHAPES = {
     "gqa": AttendShape(2, 4, 64, 0.125),
@@ -62,8 +63,9 @@ class Sequences:
         for (seq, first, end), start in zip(chunks, starts.tolist(), strict=False):
             q[start : start + end - first] = self.queries[seq][first:end]
         rows = AttendRows(self.shape, positions, starts, tables, self.block_size)
-        options = {"window": self.window, "sinks": self.sinks, "chunk": self.chunk}
-        return list(attend(q, self.cache, rows, **options).split(lengths))
+        options = self.window, self.sinks, self.chunk
+        attended = noted_once(len(q), lambda do: do.attend_rows(q, self.cache, self.shape, *options), rows.address)
+        return list(attended.split(lengths))
 
     def slots(self, seq: int) -> Tensor:
         """Returns the slot of every position of one sequence."""

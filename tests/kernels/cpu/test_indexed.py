@@ -8,10 +8,8 @@ from torch import Tensor
 
 from moe_serve.kernels import indexed_attention as plain
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
-from moe_serve.kernels.cpu.indexed import attend_indexed
-from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder, RowInputs
 from moe_serve.kernels.indexed_attention import IndexerShape
-from moe_serve.kernels.part_clock import PartClock
+from moe_serve.kernels.operations import noted_once
 from tests.tolerance import FLOAT32, relative_error
 
 # attention, indexer
@@ -49,8 +47,9 @@ def random_step(name: str, chunks: list[tuple[int, int]]) -> dict[str, Tensor]:
 def run(name: str, made: dict[str, Tensor]) -> Tensor:
     attention, indexer = SHAPES[name]
     rows = AttendRows(attention, made["positions"], made["starts"], made["tables"], BLOCK)
-    return attend_indexed(
-        made["q"], made["cache"], rows, made["index_q"], made["weights"], made["index_cache"], indexer
+    index = made["index_q"], made["weights"], made["index_cache"]
+    return noted_once(
+        len(made["q"]), lambda do: do.attend_chosen(made["q"], made["cache"], attention, index, indexer), rows.address
     )
 
 
@@ -112,9 +111,7 @@ def test_rows_that_are_none_have_no_result(library):
 def test_index_keys_are_rotated_and_cached_as_by_torch(heads, width, rotated, library):
     for num_rows, threads in itertools.product((0, 1, 200), (1, 2)):
         library.set_threads(threads)
-        recorder = Recorder(library, num_rows + 1, PartClock())
-        q, k = recorder.buffer("q", heads, width), recorder.buffer("k", width)
-        q, k = q.normal_()[:num_rows], k.normal_()[:num_rows]
+        q, k = torch.randn(num_rows, heads, width), torch.randn(num_rows, width)
         angles = torch.randn(num_rows, rotated // 2)
         turns = torch.complex(angles.cos(), angles.sin())
         slots = torch.randperm(num_rows + 4)[:num_rows]
@@ -122,8 +119,8 @@ def test_index_keys_are_rotated_and_cached_as_by_torch(heads, width, rotated, li
         cache = torch.zeros(num_rows + 5, 1, width)
         wanted, wanted_cache = q.clone(), cache.clone()
         plain.index_write(wanted, k.clone(), turns, slots, wanted_cache)
-        recorder.index_write(q, k, torch.view_as_real(turns).flatten(1), cache)
-        recorder.run(RecordedRun(RowInputs(num_rows, slots=slots.data_ptr()), 1, False))
+        inputs = q, k, turns, slots, cache
+        noted_once(num_rows, lambda do, inputs=inputs: do.index_write(*inputs))
         wanted_cache[-1] = 0  # torch writes padding there
         assert relative_error(q, wanted) < FLOAT32
         assert relative_error(cache, wanted_cache) < FLOAT32

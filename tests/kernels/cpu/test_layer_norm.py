@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from moe_serve.kernels import norm as plain
-from moe_serve.kernels.cpu.layer_norm import layer_norm
 from moe_serve.kernels.norm import LayerNorm, layer_norm_reference
+from tests.kernels.cpu.test_rows import noted
+from tests.kernels.cpu.test_updates import at_once
 from tests.tolerance import FLOAT32, relative_error
 
 WIDTHS = (1, 7, 16, 50, 64, 70, 1031)
@@ -20,12 +20,12 @@ def test_matches_the_reference_and_adds_in_place(threads, library):
     for num_rows, width in itertools.product((0, 1, 3, 300), WIDTHS):
         norm = LayerNorm(torch.randn(width), torch.randn(width))
         x, delta = (torch.randn(num_rows, width + 4)[:, :width] + 3 for _ in range(2))
-        for compute in (layer_norm, plain.layer_norm):
+        for run in (noted, at_once):
             for added in (None, delta):
                 rows = x.clone()
                 total = rows if added is None else rows + added
                 wanted = layer_norm_reference(total.double(), norm, EPS).float()
-                got = compute(rows, added, norm, EPS)
+                got = run("layer_norm", rows, added, norm, EPS)
                 assert relative_error(got, wanted) < FLOAT32, width
                 assert torch.equal(rows, total)
 
@@ -33,13 +33,13 @@ def test_matches_the_reference_and_adds_in_place(threads, library):
 def test_a_rows_bits_do_not_depend_on_the_batch_threads_or_register_width(library, avx2, use):
     norm = LayerNorm(torch.randn(300), torch.randn(300))
     x = torch.randn(100, 300)
-    whole = layer_norm(x, None, norm, EPS)
-    alone = torch.cat([layer_norm(row[None], None, norm, EPS) for row in x])
+    whole = noted("layer_norm", x, None, norm, EPS)
+    alone = torch.cat([noted("layer_norm", row[None], None, norm, EPS) for row in x])
     library.set_threads(2)
-    threaded = layer_norm(x, None, norm, EPS)
+    threaded = noted("layer_norm", x, None, norm, EPS)
     library.set_threads(1)
     use(avx2)
-    narrow = layer_norm(x, None, norm, EPS)
+    narrow = noted("layer_norm", x, None, norm, EPS)
     use(library)
     for other in (alone, threaded, narrow):
         assert torch.equal(other, whole)

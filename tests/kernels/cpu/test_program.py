@@ -11,9 +11,9 @@ from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
-from moe_serve.kernels.cpu.program import Input, Program
-from moe_serve.kernels.cpu.recorder import IDS, RecordedRun, Recorder, RowInputs
 from moe_serve.kernels.cpu.rows import pack_rows, weighted_sum
+from moe_serve.kernels.cpu.tape import Input, Program, RecordedRun, RowInputs
+from moe_serve.kernels.operations import Recorder
 from moe_serve.kernels.part_clock import OTHER, PartClock
 
 NUM_ROWS = [0, 1, 3, 5]
@@ -52,9 +52,9 @@ def test_python_runs_between_the_kernels_also_where_there_are_no_rows() -> None:
     record, seen = recorder(), []
     x = record.buffer("x", 2)
     total = record.buffer("total", 2)
-    record.add(total, x)
+    record.add_gated_(total, x, None)
     record.call_python(lambda step: seen.append((step.rows.num_rows, total[0].tolist())))
-    record.add(total, x)
+    record.add_gated_(total, x, None)
     x.fill_(1)
     total.zero_()
     record.run(a_step(2))
@@ -68,17 +68,15 @@ def test_recorded_products_are_those_of_the_kernels(num_rows: int) -> None:
     linear = PackedLinear(torch.randn(37, 19), torch.randn(37))
     heads = PackedHeads(torch.randn(3, 6, 11))
     record = recorder()
-    x, per_head = record.buffer("x", 19), record.buffer("heads", 3, 8)
-    x.normal_()
-    per_head.normal_()
+    x, per_head = torch.randn(5, 19), torch.randn(5, 3, 8)
     y = record.linear("y", linear, x)
-    z = record.heads(heads, per_head[..., 2:], record.buffer("z", 3, 13)[..., 1:12])
-    copied = record.buffer("copied", 3, 5)
-    record.copy_heads(per_head[..., :4], copied[..., 1:])
+    latents = record.absorb(heads, per_head, 6)
+    values = record.expand(heads, per_head[..., 2:])
     record.run(a_step(num_rows))
     assert torch.equal(y[:num_rows], linear(x[:num_rows]))
-    assert torch.equal(z[:num_rows], heads(per_head[:num_rows, :, 2:]))
-    assert torch.equal(copied[:num_rows, :, 1:], per_head[:num_rows, :, :4])
+    assert torch.equal(latents[:num_rows, :, :11], heads(per_head[:num_rows, :, :6]))
+    assert torch.equal(latents[:num_rows, :, 11:], per_head[:num_rows, :, 6:])
+    assert torch.equal(values[:num_rows], heads(per_head[:num_rows, :, 2:]))
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
@@ -123,8 +121,8 @@ def test_rows_are_gathered_and_widened_and_some_of_them_projected(dtype: torch.d
     table, linear = torch.randn(7, 19).to(dtype), PackedLinear(torch.randn(37, 19))
     ids, wanted, logits = torch.tensor([6, 0, 3]), torch.tensor([2, 0]), torch.zeros(2, 37)
     record = recorder()
-    rows = record.gather("rows", RowTable.of(table), IDS)
-    record.logits(linear, rows)
+    rows = record.gather("rows", RowTable.of(table), record.ids)
+    record.project_rows(linear, rows)
     inputs = RowInputs(3, ids=ids.data_ptr(), num_logits=2, logit_rows=wanted.data_ptr(), logits=logits.data_ptr())
     record.run(RecordedRun(inputs, 1, False))
     assert torch.equal(rows[:3], table[ids].float())
@@ -137,7 +135,7 @@ def test_rows_of_a_packed_weight_are_gathered_bit_for_bit(dtype: torch.dtype) ->
         weight = torch.randn(num_rows, width).to(dtype)
         table, record, ids = PackedLinear(weight).rows, recorder(num_rows), torch.randperm(num_rows)
         cpu_library().set_threads(threads)
-        rows = record.gather("rows", table, IDS)
+        rows = record.gather("rows", table, record.ids)
         record.run(RecordedRun(RowInputs(num_rows, ids=ids.data_ptr()), 1, False))
         assert torch.equal(rows, weight[ids].float()), (num_rows, width)
 
@@ -146,6 +144,6 @@ def test_rows_of_a_packed_weight_are_gathered_bit_for_bit(dtype: torch.dtype) ->
 def test_an_id_beyond_the_table_fails(bad: int) -> None:
     for table in (RowTable.of(torch.randn(7, 19)), PackedLinear(torch.randn(7, 19)).rows):
         record, ids = recorder(), torch.tensor([bad])
-        record.gather("rows", table, IDS)
+        record.gather("rows", table, record.ids)
         with pytest.raises(RuntimeError, match="gather_rows"):
             record.run(RecordedRun(RowInputs(1, ids=ids.data_ptr()), 1, False))

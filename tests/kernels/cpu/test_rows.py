@@ -9,9 +9,8 @@ from torch import Tensor
 from moe_serve.kernels import rope
 from moe_serve.kernels import rows as plain
 from moe_serve.kernels.cpu import rows
-from moe_serve.kernels.cpu.recorder import RecordedRun, Recorder, RowInputs
 from moe_serve.kernels.norm import rms_norm_reference
-from moe_serve.kernels.part_clock import PartClock
+from moe_serve.kernels.operations import noted_once
 from moe_serve.kernels.rows import weighted_sum_reference
 from tests.tolerance import FLOAT32, relative_error
 
@@ -24,6 +23,12 @@ def strided(num_rows: int, width: int) -> Tensor:
     return torch.randn(num_rows, width + 4)[:, :width]
 
 
+def noted(name: str, *arguments: object) -> Tensor:
+    """Runs a declared operation by its kernel, on all rows of its first argument that is a tensor."""
+    num_rows = next(len(argument) for argument in arguments if isinstance(argument, Tensor))
+    return noted_once(num_rows, lambda do: getattr(do, name)(*arguments))
+
+
 def turns_of(num_rows: int, width: int) -> Tensor:
     angles = torch.randn(num_rows, width // 2)
     return torch.complex(angles.cos(), angles.sin())
@@ -34,9 +39,9 @@ def test_norms_match_their_reference(threads, library):
     library.set_threads(threads)
     for num_rows, width in itertools.product((0, 1, 3, 300), WIDTHS):
         x, delta, weight = strided(num_rows, width), strided(num_rows, width), torch.randn(width)
-        assert relative_error(rows.rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS)) < FLOAT32, width
+        assert relative_error(noted("rms_norm", x, weight, EPS), rms_norm_reference(x, weight, EPS)) < FLOAT32, width
         total = x + delta
-        normed = rows.add_rms_norm(x, delta, weight, EPS)
+        normed = noted("add_rms_norm", x, delta, weight, EPS)
         assert torch.equal(x, total)
         assert relative_error(normed, rms_norm_reference(total, weight, EPS)) < FLOAT32, width
 
@@ -45,9 +50,9 @@ def test_rows_are_multiplied_each_by_its_factor(library):
     for num_rows, width, threads in itertools.product((0, 1, 5, 300), WIDTHS, (1, 2)):
         library.set_threads(threads)
         x, factors = strided(num_rows, width), torch.randn(num_rows, 1)
-        assert torch.equal(rows.multiply_rows(x, factors), x * factors)
+        assert torch.equal(noted("multiply_rows", x, factors), x * factors)
         wanted = x * factors
-        rows.multiply_rows(x, factors, x)
+        noted("multiply_rows_", x, factors)
         assert torch.equal(x, wanted)
 
 
@@ -73,7 +78,7 @@ def test_rotation_and_cache_write_match_torch(width, rotated, kv_heads, group, n
         cache = torch.zeros(num_rows + 5, 2 * kv_heads, width)
         wanted, wanted_cache = qkv.clone(), cache.clone()
         rope.rope_write(wanted, norm, EPS, turns, slots, wanted_cache, heads, kv_heads, bool(norm_last))
-        rows.rope_write(qkv, norm, EPS, turns, slots, cache, heads, kv_heads, bool(norm_last))
+        noted("rope_write", qkv, norm, EPS, turns, slots, cache, heads, kv_heads, bool(norm_last))
         wanted_cache[-1] = 0  # torch writes padding there
         assert relative_error(qkv, wanted) < FLOAT32
         assert relative_error(cache, wanted_cache) < FLOAT32
@@ -84,17 +89,14 @@ def test_latent_rotation_and_cache_write_match_torch(heads, nope, latent, rotate
     widths = rope.MlaWidths(nope, latent, rotated)
     for num_rows, threads in itertools.product((0, 1, 5, 200), (1, 2)):
         library.set_threads(threads)
-        recorder = Recorder(library, num_rows + 1, PartClock())
-        q, row = recorder.buffer("q", heads, nope + rotated), recorder.buffer("row", latent + rotated + 4)
-        q, row = q.normal_()[:num_rows], row.normal_()[:num_rows, : latent + rotated]
+        q, row = torch.randn(num_rows, heads, nope + rotated), strided(num_rows, latent + rotated)
         turns, norm = turns_of(num_rows, rotated), torch.randn(latent)
         slots = torch.randperm(num_rows + 4)[:num_rows]
         slots[1::3] = -1
         cache = torch.zeros(num_rows + 5, 1, latent + rotated)
         wanted, wanted_cache = q.clone(), cache.clone()
         rope.mla_rope_write(wanted, row.clone(), norm, EPS, turns, slots, wanted_cache, widths)
-        recorder.mla_rope_write(q, row, norm, EPS, torch.view_as_real(turns).flatten(1), cache, widths)
-        recorder.run(RecordedRun(RowInputs(num_rows, slots=slots.data_ptr()), 1, False))
+        noted("mla_rope_write", q, row, norm, EPS, turns, slots, cache, widths)
         wanted_cache[-1] = 0
         assert relative_error(q, wanted) < FLOAT32
         assert relative_error(cache, wanted_cache) < FLOAT32
@@ -130,10 +132,10 @@ def test_ids_that_are_no_slots_are_refused(pack):
 def test_a_rows_bits_do_not_depend_on_the_batch_threads_or_register_width(library, avx2, use):
     def results(first: int, end: int) -> list[Tensor]:
         part = [tensor[first:end].clone() for tensor in (x, delta, turns)]
-        normed = rows.rms_norm(part[0], weight, EPS)
-        summed = rows.add_rms_norm(part[0], part[1], weight, EPS)
+        normed = noted("rms_norm", part[0], weight, EPS)
+        summed = noted("add_rms_norm", part[0], part[1], weight, EPS)
         cache = torch.zeros(300, 2, 70)
-        rows.rope_write(part[1], head_norm, EPS, part[2], torch.arange(end - first), cache, 3, 1)
+        noted("rope_write", part[1], head_norm, EPS, part[2], torch.arange(end - first), cache, 3, 1)
         total = rows.weighted_sum(x, index[first:end], weights[first:end])
         return [normed, summed, part[1], cache[: end - first], total]
 

@@ -1,0 +1,437 @@
+"""What a decoder does with the rows of a step, each operation declared once.
+
+A declaration joins the plain function in torch, which says what is computed, with the compiled kernel of kernels/cpu/
+that computes the same. `Operations` does things at once, by the plain functions. A `Recorder` is a tape as well: on it
+the same calls note the kernels, and a step is a run of the tape. A declaration's examples are small inputs, on which
+the digest of this machine's bits (cpu/digest.py) and the tests run the operation.
+
+To add an operation: write the kernel in a .c file of kernels/cpu/ that all.c lists, the plain function, its declaration
+here, and the call in the model.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, overload
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_serve.kernels import indexed_attention, norm, rope, rows
+from moe_serve.kernels.cpu.attention import AttendShape, attend_options
+from moe_serve.kernels.cpu.experts import PackedExperts
+from moe_serve.kernels.cpu.library import cpu_library
+from moe_serve.kernels.cpu.linear import KINDS, PackedHeads, PackedLinear, RowTable
+from moe_serve.kernels.cpu.packed import padded
+from moe_serve.kernels.cpu.rows import float_bits
+from moe_serve.kernels.cpu.tape import (
+    ATTEND,
+    LOGIT_ROWS,
+    LOGITS,
+    NUM_LOGITS,
+    ROWS,
+    Input,
+    RecordedRun,
+    RowInputs,
+    Tape,
+)
+from moe_serve.kernels.forms import GateShape, Scoring
+from moe_serve.kernels.indexed_attention import IndexerShape
+from moe_serve.kernels.norm import LayerNorm
+from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, PartClock
+from moe_serve.kernels.rope import MlaWidths
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Weights in the form that either way of doing things reads, such as Linear or PackedLinear; see models/weight_forms.py.
+AnyTable = Any
+AnyLinear = Any
+AnyHeads = Any
+AnyMlp = Any
+MOST_EXPERTS = 2048  # these two as in gate.c
+MOST_GROUPS = 64
+
+Draw = Callable[..., Tensor]  # sizes -> float32 numbers from -1 to 1, others at each call
+EXAMPLE_ROWS = 13
+_HIDDEN, _EPS = 150, 1e-6
+
+
+class Operation(Generic[P, R]):
+    """A declared operation, called as a method of Operations.
+
+    plain:    does it at once; its signature and docstring are the operation's
+    note:     notes the kernel's calls on a tape, and returns where results will be
+    examples: small arguments of it
+    """
+
+    def __init__(
+        self,
+        plain: Callable[P, R],
+        note: Callable[Concatenate[Tape, P], R],
+        examples: Callable[[Draw], Sequence[tuple[Any, ...]]],
+    ):
+        self.plain = plain
+        self.note = note
+        self.examples = examples
+
+    @overload
+    def __get__(self, do: None, owner: type) -> "Operation[P, R]": ...
+
+    @overload
+    def __get__(self, do: "Operations", owner: type) -> Callable[P, R]: ...
+
+    def __get__(self, do: "Operations | None", owner: type) -> "Operation[P, R] | Callable[P, R]":
+        if do is None:
+            return self
+        return functools.partial(self.note, do) if isinstance(do, Tape) else self.plain
+
+
+def operation(
+    plain: Callable[P, R], examples: Callable[[Draw], Sequence[tuple[Any, ...]]]
+) -> Callable[[Callable[Concatenate[Tape, P], R]], Operation[P, R]]:
+    """Declares an operation; the decorated function is its `note`."""
+    return lambda note: Operation(plain, note, examples)
+
+
+AnyOperation = Operation[Any, Any]
+
+
+def declared_operations() -> list[tuple[str, AnyOperation]]:
+    """Returns every declared operation and its name, in the order of their declaration."""
+    return [(name, each) for name, each in vars(Operations).items() if isinstance(each, Operation)]
+
+
+def _gather(name: str, table: AnyTable, ids: Tensor) -> Tensor:
+    """Returns table[ids], [rows, width]. table: of [num_rows, width];  ids: [rows] int64;  name: of the result"""
+    return functional.embedding(ids, table)
+
+
+def _linear(name: str, weight: AnyLinear, x: Tensor) -> Tensor:
+    """x: [rows, k] -> [rows, n]. name: of the result, different for results of one layer that live together"""
+    projected: Tensor = weight(x)
+    return projected
+
+
+def _absorb(weight: AnyHeads, q: Tensor, nope: int) -> Tensor:
+    """Projects the first `nope` elements of each query head into the latent space.
+
+    q: [rows, heads, nope + rope] -> [rows, heads, latent + rope]
+    """
+    return torch.cat((weight(q[..., :nope]), q[..., nope:]), dim=-1)
+
+
+def _expand(weight: AnyHeads, latents: Tensor) -> Tensor:
+    """latents: [rows, heads, latent] -> values [rows, heads, value_dim]"""
+    values: Tensor = weight(latents)
+    return values
+
+
+def _mlp(weights: AnyMlp, x: Tensor) -> Tensor:
+    """Returns the gated MLP of x, [rows, hidden] -> [rows, hidden]."""
+    out: Tensor = weights(x)
+    return out
+
+
+class Operations:
+    """Operations on the rows of a step, at once. Rows are [rows, ...]; a result is new unless said."""
+
+    @operation(_gather, lambda draw: [("rows", RowTable.of(draw(20, _HIDDEN)), torch.arange(EXAMPLE_ROWS))])
+    def gather(tape: Tape, name: str, table: RowTable, ids: Tensor) -> Tensor:
+        out = tape.buffer(name, table.width)
+        _note_gather(tape, table, ids, ROWS, out)
+        return out
+
+    @operation(norm.rms_norm, lambda draw: [(draw(EXAMPLE_ROWS, _HIDDEN), draw(_HIDDEN), _EPS)])
+    def rms_norm(tape: Tape, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = tape.buffer("rms_norm", x.shape[1])
+        tape.call("rms_norm", x, ROWS, x.shape[1], x.stride(0), weight, float_bits(eps), out, out.stride(0))
+        return out
+
+    @operation(norm.rms_norm_, lambda draw: [(draw(EXAMPLE_ROWS, _HIDDEN)[:, 2:99], draw(97), _EPS)])
+    def rms_norm_(tape: Tape, x: Tensor, weight: Tensor, eps: float) -> None:
+        tape.call("rms_norm", x, ROWS, x.shape[1], x.stride(0), weight, float_bits(eps), x, x.stride(0))
+
+    @operation(
+        norm.add_rms_norm,
+        lambda draw: [
+            (draw(EXAMPLE_ROWS, _HIDDEN), draw(EXAMPLE_ROWS, _HIDDEN), draw(_HIDDEN), _EPS, f) for f in (1.0, 0.3)
+        ],
+    )
+    def add_rms_norm(tape: Tape, x: Tensor, delta: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
+        out = tape.buffer("normed", x.shape[1])
+        strides, bits = (x.stride(0), delta.stride(0)), (float_bits(eps), float_bits(factor))
+        tape.call("add_rms_norm", x, delta, ROWS, x.shape[1], *strides, weight, *bits, out)
+        return out
+
+    @operation(
+        norm.layer_norm,
+        lambda draw: [
+            (draw(EXAMPLE_ROWS, _HIDDEN), delta, LayerNorm(draw(_HIDDEN), draw(_HIDDEN)), _EPS)
+            for delta in (None, draw(EXAMPLE_ROWS, _HIDDEN))
+        ],
+    )
+    def layer_norm(tape: Tape, x: Tensor, delta: Tensor | None, norm: LayerNorm, eps: float) -> Tensor:
+        out = tape.buffer("layer_norm", x.shape[1])
+        added, step = (0, 0) if delta is None else (delta, delta.stride(0))
+        sizes = ROWS, x.shape[1], x.stride(0), step
+        tape.call("layer_norm", x, added, *sizes, norm.weight, norm.bias, float_bits(eps), out)
+        return out
+
+    @operation(rows.scale_, lambda draw: [(draw(EXAMPLE_ROWS, _HIDDEN), 0.22)])
+    def scale_(tape: Tape, x: Tensor, factor: float) -> None:
+        tape.call("scale_rows", x, ROWS, x.shape[1], x.stride(0), float_bits(factor))
+
+    @operation(rows.clip_, lambda draw: [(draw(EXAMPLE_ROWS, _HIDDEN), 0.7)])
+    def clip_(tape: Tape, x: Tensor, limit: float) -> None:
+        tape.call("clip_rows", x, ROWS, x.shape[1], x.stride(0), float_bits(limit))
+
+    @operation(rows.multiply_rows, lambda draw: [(draw(EXAMPLE_ROWS, _HIDDEN), draw(EXAMPLE_ROWS, 1))])
+    def multiply_rows(tape: Tape, x: Tensor, factors: Tensor) -> Tensor:
+        out = tape.buffer("scaled_rows", x.shape[1])
+        tape.call("multiply_rows", x, ROWS, x.shape[1], x.stride(0), factors, out, out.stride(0))
+        return out
+
+    @operation(rows.multiply_rows_, lambda draw: [(draw(EXAMPLE_ROWS, _HIDDEN)[:, :70], draw(EXAMPLE_ROWS, 1))])
+    def multiply_rows_(tape: Tape, x: Tensor, factors: Tensor) -> None:
+        tape.call("multiply_rows", x, ROWS, x.shape[1], x.stride(0), factors, x, x.stride(0))
+
+    @operation(
+        rows.add_gated_,
+        lambda draw: [(draw(EXAMPLE_ROWS, 70), draw(EXAMPLE_ROWS, 70), g) for g in (None, draw(EXAMPLE_ROWS, 1))],
+    )
+    def add_gated_(tape: Tape, total: Tensor, x: Tensor, gate: Tensor | None) -> None:
+        if gate is None:
+            tape.call("add_rows", total, x, ROWS, x.shape[1])
+        else:
+            tape.call("add_gated_rows", total, x, ROWS, x.shape[1], gate)
+
+    @operation(_linear, lambda draw: [("y", PackedLinear(draw(70, _HIDDEN), draw(70)), draw(EXAMPLE_ROWS, _HIDDEN))])
+    def linear(tape: Tape, name: str, weight: PackedLinear, x: Tensor) -> Tensor:
+        out = tape.buffer(name, weight.out_features)
+        tape.call("linear", weight.facts, x, ROWS, x.stride(0), 0, out, out.stride(0), 0, keep=weight)
+        return out
+
+    @operation(_absorb, lambda draw: [(PackedHeads(draw(3, 6, 11)), draw(EXAMPLE_ROWS, 3, 10), 6)])
+    def absorb(tape: Tape, weight: PackedHeads, q: Tensor, nope: int) -> Tensor:
+        _, heads, width = q.shape
+        out = tape.buffer("latent_queries", heads, weight.out_features + width - nope)
+        _note_heads(tape, weight, q[..., :nope], out[..., : weight.out_features])
+        source, rest = q[..., nope:], out[..., weight.out_features :]
+        tape.call("copy_heads", source, ROWS, heads, width - nope, *source.stride()[:2], rest, *rest.stride()[:2])
+        return out
+
+    @operation(_expand, lambda draw: [(PackedHeads(draw(3, 6, 11)), draw(EXAMPLE_ROWS, 3, 8)[..., 2:])])
+    def expand(tape: Tape, weight: PackedHeads, latents: Tensor) -> Tensor:
+        out = tape.buffer("expanded", weight.num_heads, weight.out_features)
+        _note_heads(tape, weight, latents, out)
+        return out
+
+    @operation(
+        rope.rope_write,
+        lambda draw: [
+            (draw(EXAMPLE_ROWS, 4 * 34), head_norm, _EPS, _some_turns(draw, 17), torch.arange(EXAMPLE_ROWS),
+             torch.zeros(EXAMPLE_ROWS, 2, 34), 2, 1, last)
+            for head_norm, last in ((None, False), (draw(3, 34), False), (draw(3, 34), True))
+        ],
+    )  # fmt: skip
+    def rope_write(
+        tape: Tape,
+        qkv: Tensor,
+        head_norm: Tensor | None,
+        eps: float,
+        turns: Tensor,
+        slots: Tensor,
+        cache_layer: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        norm_last: bool = False,
+    ) -> None:
+        norm = 0 if head_norm is None else head_norm
+        facts = _facts(num_heads, num_kv_heads, cache_layer.shape[2], 2 * turns.shape[1], int(norm_last))
+        tape.call("rope_write", facts, qkv, ROWS, qkv.stride(0), norm, float_bits(eps), turns, slots, cache_layer)
+
+    @operation(
+        rope.mla_rope_write,
+        lambda draw: [
+            (draw(EXAMPLE_ROWS, 3, 16), draw(EXAMPLE_ROWS, 28), draw(22), _EPS, _some_turns(draw, 3),
+             torch.arange(EXAMPLE_ROWS), torch.zeros(EXAMPLE_ROWS, 1, 28), MlaWidths(10, 22, 6))
+        ],
+    )  # fmt: skip
+    def mla_rope_write(
+        tape: Tape,
+        q: Tensor,
+        row: Tensor,
+        latent_norm: Tensor,
+        eps: float,
+        turns: Tensor,
+        slots: Tensor,
+        cache_layer: Tensor,
+        widths: MlaWidths,
+    ) -> None:
+        at = q, q.stride(0), row, row.stride(0), ROWS
+        facts = _facts(q.shape[1], widths.nope + widths.rope, widths.latent, widths.rope)
+        tape.call("mla_rope_write", facts, *at, latent_norm, float_bits(eps), turns, slots, cache_layer)
+
+    @operation(
+        indexed_attention.index_write,
+        lambda draw: [
+            (
+                draw(EXAMPLE_ROWS, 3, 40),
+                draw(EXAMPLE_ROWS, 40),
+                _some_turns(draw, 8),
+                torch.arange(EXAMPLE_ROWS),
+                torch.zeros(EXAMPLE_ROWS, 1, 40),
+            )
+        ],
+    )
+    def index_write(tape: Tape, q: Tensor, k: Tensor, turns: Tensor, slots: Tensor, cache_layer: Tensor) -> None:
+        sizes = ROWS, q.stride(0), *q.shape[1:], 2 * turns.shape[1]
+        tape.call("index_write", q, *sizes, k, k.stride(0), turns, slots, cache_layer)
+
+    @operation(_mlp, lambda draw: [])  # the digest has experts of every kind of weight
+    def mlp(tape: Tape, weights: AnyMlp, x: Tensor) -> Tensor:
+        return _note_ffn(tape, "mlp", x, ctypes.addressof(tape.num_rows), weights.experts)
+
+
+class Recorder(Operations, Tape):
+    """The operations noted on a tape, and those that the compiled kernels alone have. Rows are float32."""
+
+    def project_rows(self, weight: PackedLinear, x: Tensor) -> None:
+        """Notes the projection of the logit rows among x [rows, hidden] to the step's logits."""
+        wanted = self.buffer("logit_rows", x.shape[1])
+        _note_gather(self, RowTable.of(x), LOGIT_ROWS, NUM_LOGITS, wanted)
+        sizes = wanted, NUM_LOGITS, wanted.stride(0), 0, LOGITS, weight.out_features, 0
+        self.call("linear", weight.facts, *sizes, keep=weight)
+
+    def attend_rows(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        shape: AttendShape,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
+        """Returns the attention of the step's AttendRows, [rows, heads, group, value width].
+
+        q:      [rows, heads, group, width]; the stride of rows is free, as in a slice of a fused projection
+        cache:  [slots, *shape.row_shape] float32, one layer's keys and values, those of these rows included
+        window: how many keys a row sees, its own included; None: all up to its own
+        chunk:  a row sees the keys from the last multiple of it up to its own; None: from the first
+        sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
+        """
+        out = self.buffer("attended", shape.heads, shape.group, shape.value_width)
+        options = attend_options(shape, window, sinks, chunk)
+        self.call("attend", ATTEND, q, q.stride(0), cache, out, *options, keep=sinks)
+        return out
+
+    def attend_chosen(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        shape: AttendShape,
+        index: tuple[Tensor, Tensor, Tensor],
+        indexer: IndexerShape,
+    ) -> Tensor:
+        """As attend_rows, over the keys that an indexer chooses; kernels/indexed_attention.py says how.
+
+        index: queries [rows, heads, width], weights of their heads [rows, heads], cached keys [slots, 1, width]
+        """
+        out = self.buffer("attended", shape.heads, shape.group, shape.value_width)
+        queries, weights, keys = index
+        steps = queries, queries.stride(0), weights, weights.stride(0)
+        facts = _facts(indexer.heads, indexer.width, indexer.topk)
+        self.call("attend_indexed", ATTEND, q, q.stride(0), cache, out, *steps, keys, facts)
+        return out
+
+    def gate(self, logits: Tensor, bias: Tensor | None, shape: GateShape, load: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ids [rows, topk] int64 and weights [rows, topk], best first, and adds every choice to load.
+
+        What topk_gate_reference of kernels/topk_gate.py does. logits: [rows, E];  bias: [E] or None;  load: [E] int64
+        """
+        ids = self.buffer("topk_ids", shape.topk, dtype=torch.int64)
+        weights = self.buffer("topk_weights", shape.topk)
+        facts = _gate_facts(shape, logits.shape[1])
+        self.call("gate", facts, 0 if bias is None else bias, logits, ROWS, logits.stride(0), ids, weights, load)
+        return ids, weights
+
+    def look_up(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Returns table[ids], -1 for -1. table: [n] int64, ids: [rows, topk] int64"""
+        out = self.buffer("slots", ids.shape[1], dtype=torch.int64)
+        self.call("look_up", table, table.shape[0], ids, ROWS, ids.shape[1], out)
+        return out
+
+    def count(self, ids: Tensor, num_experts: int) -> Tensor:
+        """Returns how many of ids [rows, topk] name each expert, [num_experts] int64; kept where there are no rows."""
+        out = torch.zeros(num_experts, dtype=torch.int64)
+        self.call("count_ids", ids, ROWS, ids.shape[1], num_experts, out)
+        return out
+
+    def experts(self, x: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts) -> Tensor:
+        """Returns the weighted sum of each row's experts. x: [rows, H], slots: [rows, topk], weights: [rows, topk]"""
+        hidden, topk, num_slots = experts.hidden, slots.shape[1], experts.gate_up.shape[0]
+        packed, index = self.buffer("packed", topk, hidden), self.buffer("index", topk, dtype=torch.int64)
+        counts = self.buffer("counts", num_slots, dtype=torch.int64)[0]
+        sizes = hidden, slots, ROWS, topk, num_slots
+        self.part = DISPATCH
+        self.call("pack_rows", x, x.stride(0), *sizes, packed, counts, index)
+        self.part = EXPERTS
+        results = _note_ffn(self, "expert", packed.view(-1, hidden), counts, experts)
+        out = self.buffer("expert_sum", hidden)
+        self.part = COMBINE
+        self.call("weighted_sum", results, hidden, index, ROWS, topk, weights, out)
+        return out
+
+
+def noted_once(num_rows: int, note: Callable[[Recorder], R], attend: int = 0) -> R:
+    """Notes operations on `num_rows` rows, runs them, and returns what `note` has returned.
+
+    attend: address of the AttendRows
+    """
+    recorder = Recorder(cpu_library(), num_rows, PartClock())
+    results = note(recorder)
+    recorder.run(RecordedRun(RowInputs(num_rows, attend=attend), 1, False))
+    return results
+
+
+def _note_gather(tape: Tape, table: RowTable, ids: Tensor | Input, num_ids: Input, out: Tensor) -> None:
+    facts = KINDS.index(table.data.dtype), int(table.is_packed), table.num_rows, table.width
+    tape.call("gather_rows", table.data, *facts, ids, num_ids, out)
+
+
+def _note_heads(tape: Tape, weight: PackedHeads, x: Tensor, out: Tensor) -> None:
+    """Notes one projection per head of x [rows, heads, k] to out [rows, heads, n], of any strides."""
+    tape.call("linear", weight.facts, x, ROWS, *x.stride()[:2], out, *out.stride()[:2], keep=weight)
+
+
+def _note_ffn(tape: Tape, name: str, x: Tensor, counts: Tensor | int, experts: PackedExperts) -> Tensor:
+    per_row = x.shape[0] // max(tape.capacity, 1)
+    middle = tape.buffer(name + "_middle", per_row * padded(experts.width))
+    out = tape.buffer(name + "_out", per_row * experts.hidden)
+    tape.call("expert_ffn", experts.facts, x, x.stride(0), counts, 0, middle, out, experts.hidden, keep=experts)
+    return out
+
+
+@functools.lru_cache
+def _facts(*numbers: int) -> Tensor:
+    """Returns the block of int64 that a kernel reads."""
+    return torch.tensor(numbers)
+
+
+@functools.lru_cache
+def _gate_facts(shape: GateShape, num_experts: int) -> Tensor:
+    """Returns the block of int64 that gate.c reads."""
+    assert shape.topk <= num_experts <= MOST_EXPERTS, f"{shape.topk} of {num_experts} experts, at most {MOST_EXPERTS}"
+    assert shape.num_groups <= MOST_GROUPS, f"{shape.num_groups} groups, at most {MOST_GROUPS}"
+    assert num_experts % shape.num_groups == 0, f"{num_experts} experts in {shape.num_groups} groups"
+    doubles = [shape.scaling, shape.norm_eps, shape.norm_min, 2 * shape.jitter]
+    numbers = torch.tensor(doubles, dtype=torch.float64)
+    scoring, by_best = get_args(Scoring).index(shape.scoring), int(shape.group_score == "best")
+    sizes = [num_experts, shape.topk, scoring, int(shape.norm_topk), shape.num_groups, shape.topk_groups, by_best]
+    return torch.cat((torch.tensor(sizes), numbers.view(torch.int64)))
+
+
+def _some_turns(draw: Draw, pairs: int) -> Tensor:
+    return torch.complex(draw(EXAMPLE_ROWS, pairs), draw(EXAMPLE_ROWS, pairs))

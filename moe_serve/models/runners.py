@@ -1,0 +1,251 @@
+"""Runs a decoder for a step: by torch at once, or by the compiled CPU kernels, recorded once and run for every step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_serve.attention_dp.attention import AttentionShape, PagedAttention, attend_indexed
+from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
+from moe_serve.kernels.cpu.library import cpu_library
+from moe_serve.kernels.cpu.linear import PackedLinear, RowTable
+from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
+from moe_serve.kernels.linear import Linear
+from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.operations import Recorder
+from moe_serve.kernels.part_clock import MLP, PartClock
+from moe_serve.models.layers import RopeTable
+from moe_serve.models.stack import DecoderStack, StepInputs
+from moe_serve.models.step import IndexRows, SharedExpert, Step
+
+SMALLEST = 64  # rows that a recording is for; doubled as larger steps come
+
+
+@dataclass
+class TorchRunner:
+    """StackRunner by torch: on GPUs, and on CPUs without the compiled kernels."""
+
+    stack: DecoderStack
+    rope: RopeTable
+    attention: PagedAttention
+    numerics: Numerics
+    clock: PartClock
+    _rows: Tensor | None = None  # of the last step, where more logits of it are wanted
+
+    @torch.inference_mode()
+    def __call__(self, step: StepInputs) -> Tensor:
+        self._rows = None
+        do = TorchStep(step, self.attention, self.rope, self.numerics, self.clock)
+        rows = self.stack(do)
+        self._rows = rows if step.batch.prompt_rows else None
+        return do.logits(self.stack.head, rows)
+
+    @torch.inference_mode()
+    def logits_of(self, rows: range) -> Tensor:
+        assert self._rows is not None, "the last batch had no prompt rows"
+        return _project(self.stack.head, self._rows[rows.start : rows.stop], self.numerics)
+
+
+class TorchStep(Step):
+    """The rows of one batch, and operations done at once."""
+
+    def __init__(
+        self, step: StepInputs, attention: PagedAttention, rope: RopeTable, numerics: Numerics, clock: PartClock
+    ):
+        batch, scales = step.batch, rope.query_scales
+        self.ids, self.slots, self.cache = batch.input_ids, batch.slot_mapping, step.cache
+        self.turns = rope(batch.positions)
+        self.query_scales = None if scales is None else scales.index_select(0, batch.positions)
+        self.has_rows = batch.num_tokens > 0
+        self._step = step
+        self._attention = attention
+        self._numerics = numerics
+        self._clock = clock
+        self._plans: dict[tuple[int | None, int | None], AttentionPlan] = {}  # by window and chunk, as layers ask
+
+    @property
+    def long_chunks(self) -> tuple[Chunk, ...]:
+        return self._plan(None, None).long_chunks if self.has_rows else ()
+
+    def begin(self, part: int) -> None:
+        self._clock.turn(part)
+
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
+        assert self.has_rows, "nothing to attend"
+        return self._attention(q, self.cache, layer, self._plan(window, chunk), sinks)
+
+    def _plan(self, window: int | None, chunk: int | None) -> AttentionPlan:
+        key = window, chunk
+        if key not in self._plans:
+            self._plans[key] = self._attention.plan(self._step.batch, window, chunk)
+        return self._plans[key]
+
+    def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
+        cached = self.cache.layer(layer), self.cache.layer(index.layer)
+        rows, attention = (index.q, index.weights, index.shape.topk), self._attention
+        return attend_indexed(q, rows, self._step.batch, cached, attention.layout.value_width, attention.scale)
+
+    def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
+        return self.cache.gather(layer, chunk.rows, 1)[0][0, 0]
+
+    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Tensor:
+        assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
+        step = self._step
+        return layer(x, step.batch.num_tokens, step.num_chunks, step.overlap)
+
+    def logits(self, weight: Linear, x: Tensor) -> Tensor:
+        return _project(weight, x.index_select(0, self._step.batch.logit_rows), self._numerics)
+
+
+def _project(weight: Linear, rows: Tensor, numerics: Numerics) -> Tensor:
+    """Returns the logits of rows [n, H], [n, vocab_size] float32."""
+    num_rows = rows.shape[0]
+    padding = numerics.padded(num_rows) - num_rows
+    return weight(functional.pad(rows, (0, 0, 0, padding)) if padding else rows)[:num_rows].float()
+
+
+class RecordedRunner:
+    """StackRunner by the compiled kernels: a step is a run of what was recorded for steps of its size or larger.
+
+    Logits of a step hold until the next one whose batch is in the same tensors.
+    """
+
+    def __init__(self, stack: DecoderStack, rope: RopeTable, shape: AttentionShape, vocab_size: int, clock: PartClock):
+        self._stack = stack
+        self._clock = clock
+        self._rope = rope
+        self._vocab_size = vocab_size
+        layout = shape.layout
+        latent = layout.value_width if layout.kind == "mla" else None
+        self._shape = AttendShape(layout.num_heads, shape.group, layout.width, shape.scale, latent)
+        self._recorded: RecordedStep | None = None
+        self._rows: Tensor | None = None  # [capacity, H], what the head projects, until the next step
+        self._inputs: BatchInputs | None = None
+
+    def __call__(self, step: StepInputs) -> Tensor:
+        batch, num_rows = step.batch, step.batch.num_tokens
+        recorded = self._recorded
+        if recorded is None or recorded.capacity < num_rows or recorded.cache is not step.cache:
+            recorded = self._record(max(num_rows, 1), step.cache)
+        inputs = self._inputs
+        if inputs is None or not inputs.is_of(batch):
+            inputs = self._inputs = BatchInputs(batch, self._shape, self._vocab_size)
+        elif inputs.attend is not None:
+            inputs.attend.plan()
+        recorded.run(RecordedRun(inputs.rows, step.num_chunks, step.overlap))
+        return inputs.logits
+
+    def logits_of(self, rows: range) -> Tensor:
+        assert self._rows is not None, "no step has run"
+        logits: Tensor = self._stack.head(self._rows[rows.start : rows.stop])
+        return logits
+
+    def _record(self, num_rows: int, cache: KvCache) -> "RecordedStep":
+        """Records the layers for steps of at least num_rows rows over this cache."""
+        self._recorded = self._rows = None  # frees the buffers before there are new ones
+        step = RecordedStep(
+            max(SMALLEST, 1 << (num_rows - 1).bit_length()), cache, self._rope, self._shape, self._clock
+        )
+        self._rows = self._stack(step)
+        step.logits(self._stack.head, self._rows)
+        self._recorded = step
+        return step
+
+
+class RecordedStep(Step, Recorder):
+    """The rows of any batch up to a capacity, and operations recorded for them."""
+
+    has_rows = True
+    long_chunks = ()
+
+    def __init__(self, capacity: int, cache: KvCache, rope: RopeTable, shape: AttendShape, clock: PartClock):
+        Recorder.__init__(self, cpu_library(), capacity, clock)
+        self.cache = cache
+        self._shape = shape
+        table = RowTable.of(torch.view_as_real(rope.table).flatten(1))
+        turns: Tensor = self.gather("turns", table, self.positions)
+        self.turns = torch.view_as_complex(turns.view(capacity, -1, 2))
+        scales = rope.query_scales
+        self.query_scales = None if scales is None else self.gather("scales", RowTable.of(scales), self.positions)
+
+    def begin(self, part: int) -> None:
+        self.part = part
+
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
+        return self.attend_rows(q, self.cache.layer(layer), self._shape, window, sinks, chunk)
+
+    def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
+        chosen = index.q, index.weights, self.cache.layer(index.layer)
+        return self.attend_chosen(q, self.cache.layer(layer), self._shape, chosen, index.shape)
+
+    def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
+        raise AssertionError("the kernels attend long chunks as any other")
+
+    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Tensor:
+        out = layer.record(self, x)
+        if shared is not None:
+            self.begin(MLP)
+            rows = self.mlp(shared.mlp, x)
+            gate = None if shared.gate is None else self.linear("shared_gate", shared.gate, x)
+            self.add_gated_(out, rows, gate)
+        return out
+
+    def logits(self, weight: PackedLinear, x: Tensor) -> None:
+        self.project_rows(weight, x)
+
+
+class BatchInputs:
+    """Where the kernels find a batch. Batches of one size are often written to the same tensors.
+
+    attend: None where the batch has no rows;  logits: where they go
+    """
+
+    def __init__(self, batch: ForwardBatch, shape: AttendShape, vocab_size: int):
+        self._batch = batch
+        self.logits = torch.empty(batch.logit_rows.shape[0], vocab_size)
+        self.attend: AttendRows | None = None
+        if batch.num_tokens:
+            tables = batch.query_starts, batch.block_tables
+            self.attend = AttendRows(shape, batch.positions, *tables, batch.block_size)
+        self.rows = RowInputs(
+            num_rows=batch.num_tokens,
+            ids=batch.input_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slot_mapping.data_ptr(),
+            attend=0 if self.attend is None else self.attend.address,
+            num_logits=self.logits.shape[0],
+            logit_rows=batch.logit_rows.data_ptr(),
+            logits=self.logits.data_ptr(),
+        )
+
+    def is_of(self, batch: ForwardBatch) -> bool:
+        """Returns whether the batch is in the same tensors."""
+        mine = self._batch
+        return (
+            batch.input_ids is mine.input_ids
+            and batch.positions is mine.positions
+            and batch.slot_mapping is mine.slot_mapping
+            and batch.logit_rows is mine.logit_rows
+            and batch.query_starts is mine.query_starts
+            and batch.block_tables is mine.block_tables
+            and (batch.num_tokens, batch.block_size) == (mine.num_tokens, mine.block_size)
+        )

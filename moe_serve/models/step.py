@@ -1,0 +1,105 @@
+"""What the layers of a decoder see of a step: operations on its rows, its cache, and attention and MoE as they run.
+
+Shape words: T = rows of the step (padded; when recorded, as many as a step may have), H = hidden.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_serve.attention_dp.attention_plan import Chunk
+from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.indexed_attention import IndexerShape
+from moe_serve.kernels.operations import AnyLinear, AnyMlp, Operations
+from moe_serve.kernels.rows import multiply_by_sigmoid_
+
+
+@dataclass(frozen=True, eq=False)
+class SharedExpert:
+    """An MLP that every token goes through.
+
+    gate: x [T, H] -> [T, 1]; the rows of the MLP are multiplied by its sigmoid; None: by nothing
+    """
+
+    mlp: AnyMlp
+    gate: AnyLinear | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, H] -> [T, H]"""
+        rows: Tensor = self.mlp(x)
+        return rows if self.gate is None else multiply_by_sigmoid_(rows, self.gate(x))
+
+
+@dataclass(frozen=True, eq=False)
+class IndexRows:
+    """What an indexer makes of a step's rows.
+
+    q: [T, heads, width];  k: [T, width];  weights: [T, heads];  layer: of the cache, that holds its keys
+    """
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+    layer: int
+    shape: IndexerShape
+
+
+class Step(Operations, ABC):
+    """The rows of a step and what can be done with them: at once by torch, or recorded (runners.py).
+
+    ids, slots: [T] int64, of tokens, and where their keys and values go in the cache
+    turns:      [T, rotated width / 2] complex64, of each row's position
+    query_scales: [T, 1] float32, likewise; None: no layer asks for them
+    has_rows:   whether attention has anything to do. MoE layers run in any case: all ranks take part
+    """
+
+    ids: Tensor
+    slots: Tensor
+    turns: Tensor
+    query_scales: Tensor | None
+    cache: KvCache
+    has_rows: bool
+
+    @property
+    @abstractmethod
+    def long_chunks(self) -> tuple[Chunk, ...]:
+        """Chunks that `attend` leaves to the caller, behind all other rows."""
+
+    @abstractmethod
+    def begin(self, part: int) -> None:
+        """Begins a part of the step, one of part_clock.PARTS; MoE layers begin theirs themselves."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
+        """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and long chunks.
+
+        q:      [T, heads, group, D]. The keys and values of these rows are already in the cache.
+        window: keys that a row sees, its own included; None: all up to its own
+        chunk:  a row sees the keys from the last multiple of it up to its own; None: from the first
+        sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
+        """
+
+    @abstractmethod
+    def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
+        """As `attend`, of the keys that an indexer chooses for each row; they are already in the cache."""
+
+    @abstractmethod
+    def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
+        """Returns what a layer has cached for the keys of a long chunk, [K, width]."""
+
+    @abstractmethod
+    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Tensor:
+        """Returns the MoE layer's rows, plus those of the shared expert if given: [T, H] -> [T, H]."""
+
+    @abstractmethod
+    def logits(self, weight: AnyLinear, x: Tensor) -> Tensor | None:
+        """Projects the step's logit rows among x [T, H] -> [num_logit_rows, vocab_size] float32."""
