@@ -1,4 +1,4 @@
-"""LLM: the bridge without HTTP. Ranks without torch; the real ones are in test_end_to_end.py."""
+"""LLM: the bridge without HTTP. Ranks without torch; the real ones are in demo/test_end_to_end.py."""
 
 import asyncio
 import os

@@ -202,8 +202,9 @@ def test_outputs_have_the_form_that_was_asked_for_on_every_route_and_what_explod
         {"regex": "(("},
         {"regex": "a", "ebnf": "b"},
     ):
-        refused = client.post("/generate", json={"text": "a", "sampling_params": fields})
-        assert refused.status_code == 400, refused.text
+        body = {"text": "a", "sampling_params": fields}
+        # 429 asks for another try, where the machine is too busy to compile a form in time.
+        assert eventually(lambda body=body: client.post("/generate", json=body).status_code == 400), body
 
 
 def test_a_repeated_prompt_comes_from_the_cache(client):

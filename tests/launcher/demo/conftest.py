@@ -1,4 +1,4 @@
-"""The demo model on two real ranks, by `moe-serve serve`: one system for all tests that leave it as they found it."""
+"""The demo model on two real ranks, by `moe-serve serve`: one system for all tests of this folder."""
 
 import signal
 from collections.abc import Iterator
