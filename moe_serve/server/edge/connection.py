@@ -102,7 +102,7 @@ class Connection(H11Protocol):
 
     @property
     def may_yield(self) -> bool:
-        """Whether nothing is lost when a newcomer takes its place: no complete request is here, and all was sent."""
+        """Whether nothing is lost when a new one takes its place: no complete request is here, and all was sent."""
         if self.transport is None:
             return True
         waits = self.phase in ("headers", "idle", "linger") and not self.transport.get_write_buffer_size()
@@ -372,7 +372,7 @@ class BatchReader:
         self._until_s = time.monotonic() + _LASTS_S
 
     async def next_one(self) -> None:
-        """Waits as long as a batch does while calls are refused: newcomers come in batches too, and others first."""
+        """Waits for the next batch while calls are refused: new connections come in batches too, after the others."""
         if self.is_active:
             await asyncio.sleep(_PERIOD_S)
 

@@ -270,14 +270,14 @@ def _turn_away(accepted: socket.socket, has_tls: bool) -> None:
             accepted.recv(1 << 16)  # unread bytes would turn the close into a reset, which may overtake the answer
 
 
-_LOOK_AGAIN_S = 0.05  # where all connections were busy: looking at thousands for each newcomer takes the loop
+_LOOK_AGAIN_S = 0.05  # where all connections were busy: looking at thousands for each new one takes the loop
 
 
 class ConnectionTable:
     """Bounds the connections, in all and of one client (an address).
 
-    At a bound a newcomer takes the place of the oldest connection that waits for a request: of its own client, or of
-    the client with the most connections. So silent connections keep nobody out. Where all are busy, it is refused.
+    At a bound a new connection takes the place of the oldest one that waits for a request: of its own client, or of the
+    client with the most connections. So silent connections keep nobody out. Where all are busy, it is refused.
     """
 
     def __init__(self, max_connections: int, max_per_client: int):
