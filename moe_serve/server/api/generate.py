@@ -43,7 +43,7 @@ from moe_serve.server.requests.prompts import (
 )
 from moe_serve.server.workers.fair_queue import FairQueue
 
-_SMALL_BODY = 1 << 14  # bytes, parsed within some 2 ms, whatever is in them; a larger body is parsed in a thread
+_SMALL_BODY = 1 << 14  # bytes, parsed within a few ms, whatever is in them; a larger body is parsed in a thread
 _MANY_LOGPROBS = 4096  # numbers in an answer
 _LONG_ANSWER = 16_384  # characters of its texts, which parsers of calls read at up to 15 us each
 _SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
