@@ -25,10 +25,10 @@ from moe_serve.ep.gate import route
 from moe_serve.ep.routing import RouterSpec
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.library import cpu_library
+from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
 from moe_serve.kernels.forms import GateShape
 from moe_serve.kernels.numerics import FAST
-from moe_serve.kernels.operations import Recorder
 from moe_serve.kernels.part_clock import PartClock
 
 BLOCK = 16

@@ -182,7 +182,7 @@ class Switch:
         self._is_on = True
 
     def turn(self, on: bool) -> None:
-        from moe_serve.kernels.operations import Recorder
+        from moe_serve.kernels.cpu.operations import Recorder
 
         if on == self._is_on:
             return

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from moe_serve.ep.routing import RouterSpec, Routing
 from moe_serve.kernels.cpu.linear import PackedLinear
+from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.forms import GateShape
 from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.operations import Recorder
 from moe_serve.kernels.topk_gate import CHOSEN_BY_LOGITS, score_groups, sparsemixer_weights, topk_gate
 
 WHOLE_VECTORS = 64  # rows; 64 rows of any width fill whole vector registers on every CPU

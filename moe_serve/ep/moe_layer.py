@@ -33,9 +33,9 @@ from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.ep.routing import RouterSpec, Routing
+from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.kernels.operations import Recorder
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, GATE, MLP, PartClock
 from moe_serve.kernels.rows import multiply_rows
 

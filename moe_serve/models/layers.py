@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.attention import AttentionShape
 from moe_serve.attention_dp.kv_cache import KvLayout
-from moe_serve.kernels.operations import AnyLinear
+from moe_serve.kernels.cpu.operations import AnyLinear
 from moe_serve.kernels.rope import pair_order
 from moe_serve.models.spec import GqaSpec, QueryTemperature, RopeSpec
 from moe_serve.models.step import Step

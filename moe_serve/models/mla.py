@@ -17,10 +17,10 @@ from torch.nn import functional
 from moe_serve.attention_dp.attention import AttentionShape, attend_chunk
 from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.attention_dp.kv_cache import KvLayout
+from moe_serve.kernels.cpu.operations import AnyHeads, AnyLinear
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.norm import LayerNorm
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.kernels.operations import AnyHeads, AnyLinear
 from moe_serve.kernels.rope import MlaWidths, pair_order
 from moe_serve.models.spec import IndexerSpec, MlaSpec, RopeSpec
 from moe_serve.models.step import IndexRows, Step

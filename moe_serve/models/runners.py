@@ -14,10 +14,10 @@ from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedLinear, RowTable
+from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
 from moe_serve.kernels.linear import Linear
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.kernels.operations import Recorder
 from moe_serve.kernels.part_clock import MLP, PartClock
 from moe_serve.models.layers import RopeTable
 from moe_serve.models.stack import DecoderStack, StepInputs

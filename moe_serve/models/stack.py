@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, AnyTable
 from moe_serve.kernels.norm import LayerNorm
-from moe_serve.kernels.operations import AnyLinear, AnyMlp, AnyTable
 from moe_serve.kernels.part_clock import ATTENTION, GATE, MLP, VOCABULARY
 from moe_serve.models.layers import GqaLayer
 from moe_serve.models.mla import MlaLayer

@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, Operations
 from moe_serve.kernels.indexed_attention import IndexerShape
-from moe_serve.kernels.operations import AnyLinear, AnyMlp, Operations
 from moe_serve.kernels.rows import multiply_by_sigmoid_
 
 

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from moe_serve.ep.moe_layer import ExpertParallel, MoeWeights
 from moe_serve.kernels.activation import clamped_swiglu_reference
+from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun
-from moe_serve.kernels.operations import Recorder
 
 
 def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int, bool], Tensor], x: Tensor) -> Tensor:

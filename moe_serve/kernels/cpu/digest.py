@@ -17,13 +17,13 @@ from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.cpu.logprobs import row_logprobs
+from moe_serve.kernels.cpu.operations import EXAMPLE_ROWS, AnyOperation, declared_operations, noted_once
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.forms import Activation, GateShape
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.logprobs import WantedLogprobs
-from moe_serve.kernels.operations import EXAMPLE_ROWS, AnyOperation, declared_operations, noted_once
 from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows
 
 ROWS, HIDDEN, WIDTH = 13, 150, 70

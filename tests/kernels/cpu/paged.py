@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.attention import attention_reference
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
-from moe_serve.kernels.operations import noted_once
+from moe_serve.kernels.cpu.operations import noted_once
 
 SHAPES = {
     "gqa": AttendShape(2, 4, 64, 0.125),

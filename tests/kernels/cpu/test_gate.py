@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.cpu.operations import noted_once
 from moe_serve.kernels.forms import GateShape
-from moe_serve.kernels.operations import noted_once
 from moe_serve.kernels.topk_gate import topk_gate_reference
 from tests.tolerance import FLOAT32, relative_error
 

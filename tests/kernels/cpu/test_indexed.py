@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moe_serve.kernels import indexed_attention as plain
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
+from moe_serve.kernels.cpu.operations import noted_once
 from moe_serve.kernels.indexed_attention import IndexerShape
-from moe_serve.kernels.operations import noted_once
 from tests.tolerance import FLOAT32, relative_error
 
 # attention, indexer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.cpu.linear import RowTable
-from moe_serve.kernels.operations import EXAMPLE_ROWS, AnyOperation, declared_operations, noted_once
+from moe_serve.kernels.cpu.operations import EXAMPLE_ROWS, AnyOperation, declared_operations, noted_once
 from tests.tolerance import FLOAT32, relative_error
 
 DECLARED = dict(declared_operations())

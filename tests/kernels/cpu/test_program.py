@@ -10,10 +10,10 @@ from moe_serve.dispatch.layout import count_slots
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
+from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import pack_rows, weighted_sum
 from moe_serve.kernels.cpu.tape import Input, Program, RecordedRun, RowInputs
-from moe_serve.kernels.operations import Recorder
 from moe_serve.kernels.part_clock import OTHER, PartClock
 
 NUM_ROWS = [0, 1, 3, 5]

@@ -3,7 +3,7 @@
 A declaration joins the plain function in torch, which says what is computed, with the compiled kernel of kernels/cpu/
 that computes the same. `Operations` does things at once, by the plain functions. A `Recorder` is a tape as well: on it
 the same calls note the kernels, and a step is a run of the tape. A declaration's examples are small inputs, on which
-the digest of this machine's bits (cpu/digest.py) and the tests run the operation.
+the digest of this machine's bits (digest.py) and the tests run the operation.
 
 To add an operation: write the kernel in a .c file of kernels/cpu/ that all.c lists, the plain function, its declaration
 here, and the call in the model.
