@@ -185,7 +185,9 @@ def served(environment: dict[str, str], *options: str) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "moe_serve", "serve", "--port", str(port), *options]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder = environment["MOE_SERVE_TRACE_FOLDER"]  # where a server leaves its load trace
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(command, env=environment, cwd=folder, stdout=null, stderr=null)
     address = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 120
