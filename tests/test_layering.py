@@ -177,26 +177,6 @@ def test_the_floors_of_a_room_import_downwards(path: Path) -> None:
             )
 
 
-# Transports: the contract and what it imports know none of them; each one knows the contract and what the transports
-# share, and no other one; make.py wires, and knows all.
-CONTRACT = ("dispatch.base", "dispatch.capabilities", "dispatch.membership", "dispatch.shared_files")
-TRANSPORTS = ("dispatch.local", "dispatch.collective", "dispatch.by_batch", "dispatch.shm", "dispatch.gpu",
-              "dispatch.deepep")  # fmt: skip
-
-
-@pytest.mark.parametrize("path", sorted((PACKAGE / "dispatch").rglob("*.py")), ids=lambda p: p.stem)
-def test_a_transport_knows_the_contract_and_no_other_transport(path: Path) -> None:
-    name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    own = [room for room in TRANSPORTS if name == room or name.startswith(f"{room}.")]
-    for line, other in imports_of(path):
-        if name == "dispatch.make" or not other.startswith("dispatch."):
-            continue
-        if name in CONTRACT:
-            assert other in CONTRACT, f"{name}:{line} imports {other}; the contract imports no transport"
-        theirs = [room for room in TRANSPORTS if other == room or other.startswith(f"{room}.")]
-        assert theirs in ([], own), f"{name}:{line} imports {other}; only dispatch/make.py knows several transports"
-
-
 def test_no_import_circles() -> None:
     # Imports inside functions count: they hide a circle, they do not break it.
     files = {

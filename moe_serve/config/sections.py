@@ -218,9 +218,9 @@ class ParallelConfig(Section):
 class DispatchConfig(Section):
     """The way of token rows between ranks."""
 
-    # auto: local on one rank, shared memory on one CPU host; on GPUs NVSHMEM for small steps where it reaches all
-    # ranks; else collective (NCCL, gloo). low_latency: shared memory on CPUs, NVSHMEM on GPUs. cuda_ipc: its kernels
-    # over the GPUs of one host, without NVSHMEM. deepep: an installed DeepEP
+    # auto: local on one rank; on CPUs shared memory, with own TCP connections between hosts; on GPUs NVSHMEM for small
+    # steps where it reaches all ranks; else collective (NCCL, gloo). low_latency: the first of these on CPUs, NVSHMEM
+    # on GPUs. cuda_ipc: its kernels over the GPUs of one host, without NVSHMEM. deepep: an installed DeepEP
     backend: Backend = "auto"
     max_tokens_per_rank: PositiveInt | None = None  # rows of one dispatch; None: engine.max_batch_tokens
     wire_dtype: Literal["auto", "float32", "bf16", "fp8"] = "auto"  # auto: the compute dtype
@@ -324,7 +324,7 @@ class EngineConfig(Section):
     # no_amx: as auto, but without AMX, whose products with bfloat16 weights have other last bits: if some lack it
     cpu_kernels: Literal["auto", "no_amx", "torch"] = "auto"
     row_tile: Literal[4, 8, 16] = 4  # rows of a GEMM tile in batch_invariant; 1 and 2 are not invariant everywhere
-    exchange: Literal["auto", "gloo", "shm"] = "auto"  # how step proposals are exchanged; auto: shm on one machine
+    exchange: Literal["auto", "gloo", "shm"] = "auto"  # of step proposals; auto: shm on one host and between CPU hosts
     step_deadline_s: PositiveFloat = 60.0  # a peer that takes longer is lost
     # mask: the others go on without a lost rank where they can (CPU ranks of one host, slots for all experts), and
     # a rank that was only late rejoins; end: all ranks end, to be started again

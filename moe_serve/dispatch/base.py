@@ -12,7 +12,7 @@ and several calls may be in flight; all ranks make the same calls in the same or
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch.distributed import ProcessGroup
 from moe_serve.dispatch.capabilities import Capabilities, Combine, Rows, Wanted
 from moe_serve.dispatch.membership import Membership
 from moe_serve.dispatch.shared_files import SharedFiles
+
+if TYPE_CHECKING:
+    from moe_serve.dispatch.hosts.link import HostLink
 
 T = TypeVar("T")
 H = TypeVar("H")
@@ -34,6 +37,7 @@ class EpGroup:
     rank: this one's ep_rank;  process_group: None on one rank, and on one that joins ranks that serve
     num_nodes: equal machines, ranks numbered one by one
     files: the shared memory that ranks which are started anew open; None: lost ranks are not started anew alone
+    link:  this rank's connections with other hosts; None: all ranks are on one, or meet by collectives only
     """
 
     rank: int
@@ -42,6 +46,7 @@ class EpGroup:
     process_group: ProcessGroup | None = None
     num_nodes: int = 1
     files: SharedFiles | None = None
+    link: "HostLink | None" = None
 
     @property
     def is_replacement(self) -> bool:

@@ -1,6 +1,6 @@
 """What each transport can do, as data: the one place where such a rule stands.
 
-The configuration, `auto` and the factory (make.py), `moe-serve check`, the engine and the table in
+The configuration, `auto` (choose.py), the factory (make.py), `moe-serve check`, the engine and the table in
 docs/communication.md read this. It imports nothing, so the configuration can, without torch.
 """
 
@@ -59,6 +59,10 @@ TRANSPORTS = {
         max_ranks=62,  # sets of ranks are the bits of one word
         survives_lost_rank=True,
     ),
+    "hosts": Capabilities(
+        "low_latency", "low_latency (shared memory, TCP between hosts)", PACKED | MASKED, frozenset({"cpu"}),
+        BOTH_COMBINES, max_ranks=62,
+    ),
     "nvshmem": Capabilities("low_latency", "low_latency (NVSHMEM)", MASKED, GPU, live_handles=2),
     "cuda_ipc": Capabilities(
         "cuda_ipc", "cuda_ipc (GPUs of one host map each other's memory)", MASKED, GPU, live_handles=2
@@ -93,9 +97,9 @@ def transports_of(backend: str, device: str, num_ranks: int) -> tuple[str, ...]:
         case "auto" if num_ranks == 1:
             return ("local",)
         case "auto":
-            return ("nvshmem", "by_batch", "collective") if device == "cuda" else ("shm", "collective")
+            return ("nvshmem", "by_batch", "collective") if device == "cuda" else ("shm", "hosts", "collective")
         case "low_latency":
-            return ("nvshmem",) if device == "cuda" else ("shm",)
+            return ("nvshmem",) if device == "cuda" else ("shm", "hosts")
         case _:
             return (backend,) if backend in TRANSPORTS else ()
 

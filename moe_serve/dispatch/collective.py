@@ -9,12 +9,13 @@ cost less than such a round sends a row for each entry instead, if all ranks kno
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_serve.dispatch.base import AllToAll, Deferred, Dispatched, EpGroup, PackedRows, Pending, Ready
 from moe_serve.dispatch.capabilities import TRANSPORTS, Combine
 from moe_serve.dispatch.layout import FIRST, by_slot, count_slots, rank_order, row_begins, sent_index
-from moe_serve.dispatch.peer_calls import all_to_all, gather_counts
+from moe_serve.dispatch.peer_calls import lost_connection
 from moe_serve.dispatch.rank_sum import add_rank_sums, index_by_row, rank_index
 from moe_serve.dispatch.wire import Wire
 from moe_serve.kernels.rows import weighted_sum
@@ -65,7 +66,8 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
         self.capabilities = replace(TRANSPORTS["collective"], bitwise=not self._rank_sum)
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
-        return gather_counts(counts, self._group)
+        # As an all-to-all of equal rows, which takes gloo 0.4 to 0.7 of the time of an all-gather.
+        return self._exchange(counts.expand(self._num_ranks, -1).contiguous())
 
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
@@ -192,15 +194,44 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
 
     def _exchange(self, rows: Tensor) -> Pending[Tensor]:
         """Sends row r of rows [R, n] to rank r, and receives one row from each."""
-        return all_to_all("the round of sizes", torch.empty_like(rows), rows, self._group)
+        out = torch.empty_like(rows)
+        return self._all_to_all("the round of sizes or counts", out, rows)
 
     def _send(self, data: Tensor, sent: list[int], received: list[int]) -> Pending[Tensor]:
         """Sends data [N, row_bytes], its first sent[0] rows to rank 0 and so on."""
         out = torch.empty(sum(received), data.shape[1], dtype=torch.uint8, device=data.device)
-        return all_to_all("combine", out, data, self._group, received, sent)
+        return self._all_to_all("combine", out, data, received, sent)
 
     def _send_bytes(self, message: Tensor, sent: list[int], received: list[int]) -> Pending[Tensor]:
-        return all_to_all("dispatch", message.new_empty(sum(received)), message, self._group, received, sent)
+        out = message.new_empty(sum(received))
+        return self._all_to_all("dispatch", out, message, received, sent)
+
+    def _all_to_all(
+        self, phase: str, out: Tensor, data: Tensor, received: list[int] | None = None, sent: list[int] | None = None
+    ) -> Pending[Tensor]:
+        try:
+            work = dist.all_to_all_single(out, data, received, sent, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise lost_connection(error, phase) from error
+        return _Receive(work, out, data, phase)
+
+
+class _Receive:
+    """The receive half of one all-to-all. Holds the bytes that are sent until it is done."""
+
+    def __init__(self, work: dist.Work, out: Tensor, sent: Tensor, phase: str):
+        self._work: dist.Work | None = work
+        self._out, self._phase = out, phase
+        self._sent: Tensor | None = sent
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise lost_connection(error, self._phase) from error
+            self._work = self._sent = None
+        return self._out
 
 
 def _aligned(size: int) -> int:

@@ -8,11 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.dispatch.base import Pending
 from moe_serve.errors import LostConnectionError
 
 _SOURCE_LINE = re.compile(r"^\[[^]]*\] *")  # where in gloo it happened
@@ -45,50 +43,6 @@ def all_reduce(data: Tensor, group: dist.ProcessGroup | None) -> None:
     """Adds up the data of all ranks, in place."""
     with _peers("an all-reduce"):
         dist.all_reduce(data, group=group)
-
-
-def all_to_all(
-    phase: str,
-    out: Tensor,
-    data: Tensor,
-    group: dist.ProcessGroup | None,
-    received: list[int] | None = None,
-    sent: list[int] | None = None,
-) -> Pending[Tensor]:
-    """Sends the first sent[0] entries of data to rank 0 and so on; the result is `out`, with received[r] from rank r.
-
-    sent, received: None: equal parts;  phase: for errors
-    """
-    try:
-        work = dist.all_to_all_single(out, data, received, sent, group=group, async_op=True)
-    except RuntimeError as error:
-        raise lost_connection(error, phase) from error
-    return _Receive(work, out, data, phase)
-
-
-def gather_counts(counts: Tensor, group: dist.ProcessGroup) -> Pending[Tensor]:
-    """Gathers the counts of all ranks: [n] -> [R, n]."""
-    # As an all-to-all of equal rows, which takes gloo 0.4 to 0.7 of the time of an all-gather.
-    rows = counts.expand(group.size(), -1).contiguous()
-    return all_to_all("the round of counts", torch.empty_like(rows), rows, group)
-
-
-class _Receive:
-    """The receive half of one all-to-all. Holds the bytes that are sent until it is done."""
-
-    def __init__(self, work: dist.Work, out: Tensor, sent: Tensor, phase: str):
-        self._work: dist.Work | None = work
-        self._out, self._phase = out, phase
-        self._sent: Tensor | None = sent
-
-    def wait(self) -> Tensor:
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise lost_connection(error, self._phase) from error
-            self._work = self._sent = None
-        return self._out
 
 
 def lost_connection(error: RuntimeError, phase: str) -> LostConnectionError:

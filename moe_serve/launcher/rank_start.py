@@ -91,7 +91,12 @@ class RankStart:
         groups, facts = self._meet()
         engine_config, files = self._config.engine, groups.ep.files
         exchange = make_exchange(
-            engine_config.exchange, groups.control, groups.one_host, engine_config.step_deadline_s, files
+            engine_config.exchange,
+            groups.control,
+            groups.one_host,
+            engine_config.step_deadline_s,
+            files,
+            groups.ep.link,
         )
         engine = _build_engine(self._config, groups.ep, exchange, self._mailbox, self.env, self.report)
         self._leave_handover(groups.ep, facts)

@@ -7,8 +7,11 @@ rendezvous joins agents, not ranks, and only under torchrun.
 `rank` is a process of the launch, `dp_rank` says whose requests it owns, `ep_rank` whose experts: today one number.
 """
 
+import hmac
 import os
+import platform
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,15 +22,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
+from moe_serve.c_library import find_compiler
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.capabilities import TRANSPORTS
+from moe_serve.dispatch.hosts.link import HostLink, Hosts
 from moe_serve.dispatch.peer_calls import all_gather, reason_of
 from moe_serve.dispatch.shared_files import SharedFiles
-from moe_serve.dispatch.shm.memory import host_mark
+from moe_serve.dispatch.shm.memory import STORE_ORDER, host_mark
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.facts import Fact, first_difference
 from moe_serve.launcher.local import new_launch_id
-from moe_serve.launcher.rank_env import RankEnv, interface_towards
+from moe_serve.launcher.rank_env import RankEnv, address_of, interface_towards
+from moe_serve.links.link import find_link
 from moe_serve.log import get_logger
 from moe_serve.server.edge.ports import open_port
 
@@ -266,15 +273,48 @@ def join_groups(env: RankEnv, config: ServeConfig, device: torch.device, store: 
     rows = control if device.type == "cpu" else dist.new_group(backend="nccl", timeout=step_timeout)
     patient = dist.group.WORLD
     assert patient is not None
-    hosts = gather_bytes(host_mark().encode(), patient)
+    hosts, link = _join_hosts(env, config, device, patient)
     process_group = rows if env.num_ranks > 1 else None
     files = None if env.num_before is None else SharedFiles()
     return Groups(
-        ep=EpGroup(env.rank, env.num_ranks, device, process_group, count_nodes(hosts), files),
+        ep=EpGroup(env.rank, env.num_ranks, device, process_group, count_nodes(hosts), files, link),
         control=control,
         patient=patient,
         one_host=len(set(hosts)) == 1,
     )
+
+
+def _join_hosts(
+    env: RankEnv, config: ServeConfig, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Sequence[bytes], HostLink | None]:
+    """Returns the mark of each rank's host, and this rank's connections with other hosts where CPU ranks use them."""
+    able = device.type == "cpu" and platform.machine() in STORE_ORDER and find_compiler() is not None
+    found = gather_bytes(f"{host_mark()} {int(able)}".encode(), group)
+    hosts = [each.split()[0] for each in found]
+    most = TRANSPORTS["hosts"].max_ranks or len(hosts)
+    asked = config.dispatch.backend in ("auto", "low_latency")
+    if len(set(hosts)) == 1 or len(hosts) > most or not asked or not all(each.endswith(b"1") for each in found):
+        return hosts, None
+    address = address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or env.master_addr
+    token = find_link(config.server).token
+    key = hmac.digest(token.encode(), f"between hosts {env.launch_id}".encode(), "sha256")
+    return hosts, connect_hosts(env.rank, Hosts.of(hosts), group, address, key, config.server.attach_deadline_s)
+
+
+def connect_hosts(
+    rank: int, hosts: Hosts, group: dist.ProcessGroup, address: str, key: bytes, deadline_s: float
+) -> HostLink:
+    """Returns a rank's connections with the other hosts; a collective call.
+
+    address: an IP address of this host that the others reach;  key: known to the ranks of this launch only
+    Raises PeerError where a rank cannot be reached within deadline_s.
+    """
+    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    found = gather_bytes(f"{listener.getsockname()[1]} {address}".encode(), group)
+    words = [each.decode().split() for each in found]
+    link = HostLink(rank, hosts)
+    link.connect([(host, int(port)) for port, host in words], listener, key, deadline_s)
+    return link
 
 
 def choose_interface(env: RankEnv) -> None:

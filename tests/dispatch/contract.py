@@ -14,9 +14,10 @@ from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.shm.transport import make_shm
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.kernels.rows import weighted_sum_reference
+from tests.dispatch.hosts.pretended import on_hosts
 from tests.ranks import run_ranks, run_virtual_ranks
 
-TRANSPORTS = ("local", "collective", "shm", "shm_plain")
+TRANSPORTS = ("local", "collective", "shm", "shm_plain", "hosts")
 
 
 @dataclass(frozen=True)
@@ -135,11 +136,14 @@ def run_check(
 
 
 def on_process(rank: int, group: EpGroup, transport: str, check: Callable[..., Any], *args: Any) -> Any:
+    if transport == "hosts":
+        group = on_hosts(group, [other % 2 for other in range(group.num_ranks)])
+
     def make(scenario: Scenario, combine: Combine = "ordered") -> AnyAllToAll:
         # Spare tokens for the other scenarios of the same test.
-        request = scenario.request(transport, 8, compiled=transport == "shm", combine=combine)
+        request = scenario.request(transport, 8, compiled=transport != "shm_plain", combine=combine)
         # The factory refuses shared memory for one rank, which the contract holds for too.
-        return make_shm(group, request) if transport.startswith("shm") else make_all_to_all(group, request)
+        return make_shm(group, request) if transport != "collective" else make_all_to_all(group, request)
 
     return check(rank, make, *args)
 

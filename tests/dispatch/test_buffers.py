@@ -11,8 +11,9 @@ import torch
 
 from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.capabilities import Wanted, problems
+from moe_serve.dispatch.choose import choose_among_cpus, choose_transport
 from moe_serve.dispatch.gpu.region import gpu_buffer_sizes, gpu_region, most_gpu_tokens
-from moe_serve.dispatch.make import choose_among_cpus, choose_transport, make_all_to_all
+from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.shm.region import buffer_sizes, most_tokens, region_shape
 from moe_serve.dispatch.wire import make_wire
 from tests.ranks import run_ranks

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.launcher.llm import LLM
 from tests.launcher.running import Running, eventually
 from tests.launcher.two_hosts import Host, can_make_hosts, set_cable, two_hosts
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns"),
 ]
@@ -40,6 +41,28 @@ def torchrun(host: Host, rank: int, first: Host, *module: str) -> Running:
     return host.start("torch.distributed.run", *join, "--master-port=29511", "-m", *module, *settings(first))
 
 
+def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections(
+    hosts: tuple[Host, Host],
+) -> None:
+    a, b = hosts
+    url = "http://127.0.0.1:30000"
+    prompts = ["def ", "The king ", "x = [1, ", "Once"]
+    body = {"text": prompts, "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}}
+    with a.start("moe_serve", "frontend", *settings(a)) as front_end:
+        front_end.wait_for("HTTP on")
+        with torchrun(a, 0, a, WORKER) as first, torchrun(b, 1, a, WORKER) as second:
+            assert eventually(lambda: a.ask(f"{url}/ready")[0] == 200, 120), first.output + second.output
+            status, text = a.ask(f"{url}/generate", json.dumps(body))
+            info = json.loads(a.ask(f"{url}/server_info")[1])
+            assert "dispatch.backend auto: hosts (2 CPU ranks on 2 hosts)" in first.output
+            assert "GlooExchange" not in json.dumps(info)
+    assert status == 200, text
+    with LLM("demo", num_ranks=1, numerics="batch_invariant") as llm:
+        alone = llm.generate(prompts, SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True))
+    assert [answer["output_ids"] for answer in json.loads(text)] == [output.token_ids for output in alone]
+
+
+@pytest.mark.slow
 def test_the_doctor_sees_both_hosts_and_who_is_missing_without_a_cable(hosts: tuple[Host, Host]) -> None:
     a, b = hosts
     doctor = ("moe_serve", "doctor", "--json")
@@ -52,6 +75,7 @@ def test_the_doctor_sees_both_hosts_and_who_is_missing_without_a_cable(hosts: tu
     assert all(pair["error"] == "" for pair in found["pairs"])
 
 
+@pytest.mark.slow
 def test_a_cut_cable_ends_the_ranks_with_a_reason_and_new_ones_serve_beside_the_same_front_end(
     hosts: tuple[Host, Host],
 ) -> None:

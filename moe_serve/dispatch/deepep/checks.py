@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
-from moe_serve.dispatch.machine import host_number, rdma_devices, unlinked_pairs
+from moe_serve.dispatch.gpu.facts import host_number, rdma_devices, unlinked_pairs
 from moe_serve.dispatch.peer_calls import all_gather
 
 LOW_LATENCY_TOPK = 11  # compiled into V1, as are the next two

@@ -36,8 +36,9 @@ from moe_serve.dispatch.base import (
 )
 from moe_serve.dispatch.buffer_sizes import check_capacity
 from moe_serve.dispatch.capabilities import MASKED, PACKED, TRANSPORTS
+from moe_serve.dispatch.collective import CollectiveAllToAll
 from moe_serve.dispatch.deepep.checks import INSTALL, LOW_LATENCY_HIDDEN, LOW_LATENCY_TOPK, look, problems
-from moe_serve.dispatch.peer_calls import gather_counts
+from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.rows import weighted_sum
 from moe_serve.log import get_logger
@@ -75,12 +76,11 @@ class DeepEpAllToAll(AllToAll[DeepEpHandle]):
         self.note = f"DeepEP {getattr(library, '__version__', 'of unknown version')}, {mode}; results {adds}"
         self._limits, self._fp8, self._mode = limits, fp8, mode
         self._num_slots = group.num_ranks * limits.slots_per_rank
-        assert group.process_group is not None, "DeepEP needs a process group"
-        self._group = group.process_group
+        self._counts = CollectiveAllToAll(group, limits.slots_per_rank, make_wire("auto", torch.bfloat16))
         self._buffer = _make_buffer(group, limits, mode, library)
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
-        return gather_counts(counts, self._group)
+        return self._counts.exchange_counts(counts)
 
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None

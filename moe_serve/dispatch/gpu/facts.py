@@ -1,18 +1,18 @@
 """What decides whether GPU kernels of all ranks can write into each other's memory: looked up on each rank, gathered.
 
-The rules over these facts are pure functions, here and in dispatch/make.py, so that every rank comes to the same answer
-and a test can ask about machines that are not here.
+The rules over these facts are pure functions, here and in choose.py, so that every rank comes to the same answer and a
+test can ask about machines that are not here.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.dispatch.machine import host_number, rdma_devices, unlinked_pairs
 from moe_serve.dispatch.peer_calls import all_gather
 
 E4M3_SINCE = (8, 9)  # compute capability
@@ -128,6 +128,24 @@ def _link_problem(ranks: Sequence[GpuFacts]) -> str | None:
         f"rank {cut_off[0]} sees GPUs that cannot reach each other's memory; choose GPUs that are linked by "
         "CUDA_VISIBLE_DEVICES, or set dispatch.backend: collective"
     )
+
+
+def host_number() -> int:
+    """Returns 62 bits that are equal for all processes of one booted machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", "")
+    return int(boot, 16) & (2**62 - 1)
+
+
+def rdma_devices() -> tuple[str, ...]:
+    """Returns the names of this machine's RDMA devices."""
+    folder = Path("/sys/class/infiniband")
+    return tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
+
+
+def unlinked_pairs() -> tuple[tuple[int, int], ...]:
+    """Returns the pairs of visible GPUs that cannot reach each other's memory."""
+    gpus = range(torch.cuda.device_count())
+    return tuple((a, b) for a in gpus for b in gpus if a < b and not torch.cuda.can_device_access_peer(a, b))
 
 
 def nvshmem_lacks() -> int:

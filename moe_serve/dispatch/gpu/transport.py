@@ -26,6 +26,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.base import (
     AllToAll,
+    BufferLimits,
     Deferred,
     Dispatched,
     EpGroup,
@@ -34,11 +35,13 @@ from moe_serve.dispatch.base import (
     Ready,
     TransportRequest,
 )
+from moe_serve.dispatch.by_batch import ByBatchAllToAll, small_limits
 from moe_serve.dispatch.capabilities import TRANSPORTS
+from moe_serve.dispatch.collective import CollectiveAllToAll
 from moe_serve.dispatch.gpu.facts import GpuFacts, gather_facts, ipc_problem, nvshmem_problem, wire_problem
 from moe_serve.dispatch.gpu.region import Region, gpu_buffer_sizes, gpu_region, most_gpu_tokens
 from moe_serve.dispatch.gpu.symmetric import Sent, SymmetricRegions, refuse_capture
-from moe_serve.dispatch.peer_calls import gather_counts
+from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from moe_serve.log import get_logger
 
@@ -59,7 +62,9 @@ class GpuSlabAllToAll(AllToAll[Sent]):
         """transport: "nvshmem" or "cuda_ipc";  deadline_s: of waits after the first step; None: as ranks have it"""
         self._ranks, self._num_queues = ranks, ranks.region.num_queues
         self._deadline_s = deadline_s
-        self._group = group.process_group
+        self._counts: CollectiveAllToAll | None = None
+        if group.process_group is not None:
+            self._counts = CollectiveAllToAll(group, ranks.region.slots_per_rank, make_wire("auto", torch.bfloat16))
         self._queue = 0
         self.note = f"Triton kernels over {_HOW[transport]}, masked slabs"
         # A handle has a queue of its own until its combine is received.
@@ -81,7 +86,7 @@ class GpuSlabAllToAll(AllToAll[Sent]):
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         # One small collective of the process group; only the exact split needs it.
-        return Ready(counts[None]) if self._group is None else gather_counts(counts, self._group)
+        return Ready(counts[None]) if self._counts is None else self._counts.exchange_counts(counts)
 
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None
@@ -123,6 +128,17 @@ def make_gpu_slabs(
     log.info("%s", gpu_buffer_sizes(*shape).line)
     ranks = make_ranks(gpu_region(*shape), group, request.dtype, transport)
     return GpuSlabAllToAll(ranks, group, transport, request.deadline_s)
+
+
+def make_gpu_by_batch(group: EpGroup, request: TransportRequest) -> ByBatchAllToAll:
+    """Returns NVSHMEM for decode-sized steps and the collective transport for larger ones; a collective call.
+
+    Raises what make_gpu_slabs raises.
+    """
+    limits: BufferLimits = small_limits(request.limits)
+    small = make_gpu_slabs(group, replace(request, limits=limits), "nvshmem")
+    large = CollectiveAllToAll(group, limits.slots_per_rank, make_wire(request.wire_dtype, request.dtype))
+    return ByBatchAllToAll(small, large, limits.max_tokens_per_rank)
 
 
 def check_memory(num_ranks: int, request: TransportRequest, stages: bool, free_bytes: int) -> None:

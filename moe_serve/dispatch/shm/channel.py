@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moe_serve.dispatch.shm.region import Int64Array, ReceiveSlice
+from moe_serve.dispatch.shm.remote import RemotePeers
 from moe_serve.dispatch.shm.shared_cores import SharedCores
 from moe_serve.errors import PeerError
 
@@ -23,7 +24,7 @@ class Peers:
     rank:   of this process;  others: the ranks that take part beside it;  epoch: counts the groups
     mask:   others as bits
     slices: where this rank writes, by peer;  flags: [R, NUM_FLAGS], what peers have written here
-    cores:  None where each thread has a core
+    cores:  None where each thread has a core;  remote: the ranks of other hosts, if any
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Peers:
     flags: Int64Array
     wait: "FlagWait"
     cores: SharedCores | None = None
+    remote: RemotePeers | None = None
     mask: int = field(init=False)
     channels: list["Channel"] = field(default_factory=list)
 
@@ -111,12 +113,17 @@ class Channel:
         flag = self.flag(call)
         for peer in self._peers.others:
             self._peers.slices[peer].flags[self._read_flag] = flag
-        self._read = call
+        self._was_read(call)
 
     def was_acknowledged(self, call: int) -> None:
         """Notes that the C helper has read the data of this call, and has told the peers."""
         assert call == self._read + 1, f"{self._name} {call} is read before {self._read + 1}"
+        self._was_read(call)
+
+    def _was_read(self, call: int) -> None:
         self._read = call
+        if self._peers.remote is not None:
+            self._peers.remote.acknowledge(self._read_flag, self.flag(call))
 
     def flag(self, call: int) -> int:
         """Returns what announces a call of this epoch, and acknowledges it."""
@@ -163,6 +170,8 @@ class FlagWait:
         self._check = check
         self._check_s = min(CHECK_S, deadline_s / 5)
         self._cores = cores
+        self.poll: Callable[[], object] | None = None
+        """Takes in what other hosts have sent."""
         self.spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) and cores is None else 1
 
     def keep(self) -> None:
@@ -204,6 +213,8 @@ class FlagWait:
                 looks += 1
                 if looks < self.spins:
                     continue
+                if self.poll is not None:
+                    self.poll()
                 now_s = time.monotonic()
                 if started_s == 0.0:
                     started_s = checked_s = counted_s = now_s

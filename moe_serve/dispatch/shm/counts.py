@@ -40,6 +40,8 @@ class PlainCounts:
         for peer in peers.others:
             peers.slices[peer].counts[call % 2][:num_counts] = rows[peers.rank]
         self._channel.signal(call)
+        if peers.remote is not None:
+            peers.remote.counts(call % 2, num_counts, self._channel.flag(call))
 
         def receive() -> Tensor:
             check_epoch(peers, epoch, "counts receive")
@@ -78,6 +80,8 @@ class NativeCounts:
         before = channel.flag(call - 2) if call > 2 else 0
         while self._send(*head, before, flag, counts.data_ptr(), num_counts, at) < 0:
             channel.wait_until_read(call - 2)
+        if peers.remote is not None:
+            peers.remote.counts(call % 2, num_counts, flag)
 
         def receive() -> Tensor:
             check_epoch(peers, epoch, "counts receive")

@@ -11,6 +11,7 @@ import platform
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from moe_serve.dispatch.peer_calls import all_gather, barrier
 from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from moe_serve.process_facts import runs
+
+if TYPE_CHECKING:
+    from moe_serve.dispatch.hosts.link import HostLink, Space
 
 HEAD_BYTES = 4096  # a page in front of the region: the owner's process id
 _FOLDER = "/dev/shm"
@@ -64,6 +68,7 @@ class ShmMemory:
         self.decisions = shared.decisions
         mappings = shared.segments
         self.watches_processes = watch_processes
+        self.space: Space | None = None  # with other hosts
         self._regions = [torch.frombuffer(mapping, dtype=torch.uint8)[HEAD_BYTES:] for mapping in mappings]
         self._pids = [np.frombuffer(mapping, dtype=np.int64, count=1) for mapping in mappings]
         if watch_processes:
@@ -80,11 +85,17 @@ class ShmMemory:
 
 
 def share_regions(
-    group: dist.ProcessGroup, num_bytes: int, use: SegmentUse = SegmentUse(), files: SharedFiles | None = None
+    group: dist.ProcessGroup,
+    num_bytes: int,
+    use: SegmentUse = SegmentUse(),
+    files: SharedFiles | None = None,
+    link: "HostLink | None" = None,
 ) -> ShmMemory:
-    """Returns the regions of a process group whose ranks are on one host; a collective call.
+    """Returns the regions of a process group; a collective call.
 
     files: keep the segments for ranks that are started anew, under the name of their use
+    link:  with the other hosts; None: all ranks are on one. Each host has a region for each rank of another one too:
+           what this host sends there is written there first, and what comes from it arrives there
     Raises CapacityError when /dev/shm is too small, ConfigError on a machine without x86-64's order of stores and when
     the ranks are on several hosts.
     """
@@ -92,14 +103,22 @@ def share_regions(
     rank, num_ranks = group.rank(), group.size()
     size = HEAD_BYTES + num_bytes
     hosts, free_bytes, secret = compare_hosts(group)
-    _check_one_host(hosts, rank)
+    if link is None:
+        _check_one_host(hosts, rank)
     _check_free(size, num_ranks, free_bytes, use)
-    paths = [f"{_FOLDER}/moe_serve_{secret:016x}_{owner}" for owner in range(num_ranks)]
-    log = f"{_FOLDER}/moe_serve_{secret:016x}_log"
-    made = [paths[rank], *([log] if rank == 0 else [])]
+    host = 0 if link is None else link.hosts.of_rank[rank]
+    name = f"{_FOLDER}/moe_serve_{secret:016x}_{host}"
+    paths, log = [f"{name}_{owner}" for owner in range(num_ranks)], f"{name}_log"
+    here = range(num_ranks) if link is None else link.local_ranks
+    is_first = rank == here[0]
+    made = [paths[owner] for owner in range(num_ranks) if owner == rank or (is_first and owner not in here)]
     own = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600) for path in made]
     try:
-        os.ftruncate(own[0], size)
+        for descriptor in own:
+            os.ftruncate(descriptor, size)
+        if is_first:
+            made.append(log)
+            own.append(os.open(log, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         barrier(group)
         opened = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths]
         segments = [mmap.mmap(descriptor, size) for descriptor in opened]
@@ -116,6 +135,8 @@ def share_regions(
             os.close(descriptor)
             os.unlink(path)
     memory = ShmMemory(rank, Mappings(segments, decisions))
+    if link is not None:
+        memory.space = link.share([memory.region(owner) for owner in range(num_ranks)])
     barrier(group)
     return memory
 

@@ -15,7 +15,7 @@ void stream_copy(uint8_t *to, const uint8_t *from, i64 size)
 }
 
 /* Plans, and writes entries and rows into this rank's slices of the peers' receive buffers; entries for its own slots go
-   into its own slice. weights [T, K], or NULL. Returns -1 where an id names no slot. */
+   into its own slice. Rows for ranks of other hosts stay where they are. weights [T, K], or NULL. Returns -1 where an id names no slot. */
 i64 send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_tokens, i64 topk,
               const uint8_t *data, const float *weights, i64 *block)
 {
@@ -64,7 +64,7 @@ i64 send_rows(const i64 *facts, i64 buffer, i64 others, const i64 *ids, i64 num_
         }
     for (i64 token = 0; token < num_tokens; token++)
         for (i64 r = 0; r < num_ranks; r++) {
-            if (!TAKES_PART(others, r) || done[r] == ex.num_rows[r] || ex.tokens[r * num_tokens + done[r]] != token)
+            if (!TAKES_PART(others & facts[LOCAL], r) || done[r] == ex.num_rows[r] || ex.tokens[r * num_tokens + done[r]] != token)
                 continue;
             copy_row((uint8_t *)SLICE(table, r, OUT_ROWS) + done[r]++ * row_bytes, data + token * row_bytes, row_bytes);
         }

@@ -8,7 +8,7 @@ typedef int64_t i64;
 /* Facts that never change, as made by buffer_facts. A slice table for each buffer follows: for each rank, SLICE_WORDS
    addresses. */
 enum { RANK, NUM_RANKS, SLOTS, ROW_BYTES, RESULT_ROW_BYTES, HIDDEN, IS_BF16, CACHED_BYTES, SLAB_ROWS, RANK_SUM,
-       MAX_TOPK, MAX_RESULTS, FACTS };
+       MAX_TOPK, MAX_RESULTS, LOCAL, FACTS }; /* LOCAL: ranks of this host, as bits */
 enum { OUT_HEAD, OUT_ENTRIES, OUT_WEIGHTS, OUT_ROWS, OUT_STARTS,
        IN_HEAD, IN_ENTRIES, IN_WEIGHTS, IN_ROWS, IN_STARTS, SEND_BUFFER, SLICE_WORDS };
 #define SLICE(table, rank, field) ((void *)(table)[(rank) * SLICE_WORDS + (field)])

@@ -28,6 +28,7 @@ class RowBuffers:
     send_buffers:  of all ranks
     slab_rows:     0: arrived rows are packed; else each slot has a slab of so many rows
     rank_sum:      results are summed by the rank that made them, and one row for each (token, rank) is sent back
+    local_mask:    the ranks of this host as bits; the link sends rows to all others
     """
 
     rank: int
@@ -40,6 +41,7 @@ class RowBuffers:
     send_buffers: list[SendBuffer]
     slab_rows: int = 0
     rank_sum: bool = False
+    local_mask: int = -1
 
     @property
     def most_rows(self) -> int:

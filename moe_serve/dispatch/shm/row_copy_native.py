@@ -63,7 +63,7 @@ class NativeRowCopier:
         self._buffers, self.library = buffers, library
         self._num_ranks, self._slots = shape.num_ranks, shape.slots_per_rank
         self.facts = buffer_facts(buffers)
-        self._facts_at = _at(self.facts)
+        self.facts_at = _at(self.facts)
         self._row_bytes = buffers.hidden * buffers.dtype.itemsize
         self._others: list[int] = []
         self._bits = 0
@@ -84,7 +84,7 @@ class NativeRowCopier:
             assert (weights.dtype, weights.shape) == (torch.float32, placed.ids.shape), "one float32 weight for each id"
             weights = weights.contiguous()  # keeps alive what the C helper gets as an address
         status = self.library.send_rows(
-            self._facts_at, buffer, self._mask(others), placed.ids.data_ptr(), placed.num_tokens, placed.topk,
+            self.facts_at, buffer, self._mask(others), placed.ids.data_ptr(), placed.num_tokens, placed.topk,
             own.data_ptr(), 0 if weights is None else weights.data_ptr(), placed.at,
         )  # fmt: skip
         if status < 0:
@@ -97,7 +97,7 @@ class NativeRowCopier:
         pieces = self._decoded(own, buffer, others)
         pointers = torch.tensor([piece.data_ptr() for piece in pieces]) if pieces else None
         num_rows = self.library.place_rows(
-            self._facts_at, buffer, self._mask(others), sent.num_tokens, sent.topk,
+            self.facts_at, buffer, self._mask(others), sent.num_tokens, sent.topk,
             0 if pointers is None else pointers.data_ptr(), own.data_ptr(), self._row_bytes,
             staging.data_ptr(), sent.at,
         )  # fmt: skip
@@ -114,7 +114,7 @@ class NativeRowCopier:
         else:
             own = encode_results(self._buffers, results)
         self.library.send_results(
-            self._facts_at, buffer, self._mask(others), placed.num_tokens, placed.topk, in_place, own.data_ptr(),
+            self.facts_at, buffer, self._mask(others), placed.num_tokens, placed.topk, in_place, own.data_ptr(),
             placed.at,
         )  # fmt: skip
         return own
@@ -128,7 +128,7 @@ class NativeRowCopier:
         weights = weights.contiguous()
         out = torch.empty(placed.num_tokens, self._buffers.hidden, dtype=self._buffers.dtype)
         self.library.add_results(
-            self._facts_at, buffer, self._mask(others), placed.ids.data_ptr(), placed.num_tokens, placed.topk,
+            self.facts_at, buffer, self._mask(others), placed.ids.data_ptr(), placed.num_tokens, placed.topk,
             own.data_ptr(), weights.data_ptr(), out.data_ptr(), placed.at,
         )  # fmt: skip
         return out
@@ -159,7 +159,7 @@ class NativeRowCopier:
         num_rows = int(placed.rows_of.sum())
         sums = send_buffer if direct else torch.empty(num_rows, buffers.hidden, dtype=buffers.dtype)
         self.library.sum_results(
-            self._facts_at, placed.num_tokens, placed.topk, results.data_ptr(), sums.data_ptr(),
+            self.facts_at, placed.num_tokens, placed.topk, results.data_ptr(), sums.data_ptr(),
             placed.at,
         )  # fmt: skip
         if not direct:
@@ -195,6 +195,7 @@ def buffer_facts(buffers: RowBuffers) -> Int64Array:
         int(buffers.rank_sum),
         shape.topk,
         shape.max_results,
+        buffers.local_mask,
     ]
     for buffer in (0, 1):
         for out, here, send_buffer in zip(buffers.to_peers, buffers.received, buffers.send_buffers, strict=True):

@@ -57,12 +57,13 @@ from moe_serve.dispatch.shm.region import (
     owner_words,
     region_shape,
 )
-from moe_serve.dispatch.shm.row_copy import Placed, RowBuffers, RowCopier, StagingBuffer, StagingBuffers
+from moe_serve.dispatch.shm.remote import RemotePeers
+from moe_serve.dispatch.shm.row_copy import RowBuffers, RowCopier, StagingBuffer, StagingBuffers
 from moe_serve.dispatch.shm.row_copy_native import NativeRowCopier, native_row_copier
 from moe_serve.dispatch.shm.row_copy_plain import PlainRowCopier
 from moe_serve.dispatch.shm.shared_cores import SharedCores, are_shared
 from moe_serve.dispatch.wire import Codec, make_wire
-from moe_serve.errors import CapacityError, PeerError
+from moe_serve.errors import CapacityError, ConfigError, PeerError
 
 LEAST_BYTES = 1 << 16  # below it, a copy costs less than keeping track of who writes where
 _LONGEST_QUEUE = 8  # handles that nobody combines are dropped once the queue is longer
@@ -72,9 +73,9 @@ _NOBODY: HandleRef = lambda: None  # noqa: E731
 
 @dataclass(frozen=True, eq=False)
 class ShmHandle:
-    """placed: the rows of a dispatch and where they came from;  staging: the memory that holds them"""
+    """placed: rows of a dispatch and where they came from, made by the copier;  staging: the memory that holds them"""
 
-    placed: Placed
+    placed: Any
     staging: StagingBuffer
     epoch: int
 
@@ -87,12 +88,11 @@ class ShmAllToAll(AllToAll[ShmHandle]):
     rows are not copied. After a PeerError every remaining rank calls `membership.regroup` and runs the step again.
     """
 
-    membership: Membership
-
     def __init__(self, memory: ShmMemory, request: TransportRequest):
         """memory: of all ranks, with regions of `region_shape`'s size"""
         limits = request.limits
         self._memory = memory
+        link = memory.space.link if memory.space else None
         self._rank, self._num_ranks = memory.rank, memory.num_ranks
         self._wire = make_wire(request.wire_dtype, request.dtype)
         self._shape = region_shape(self._num_ranks, limits, self._wire)
@@ -102,12 +102,14 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         self._received = [ReceiveSlice(memory.region(self._rank), self._shape, r) for r in range(self._num_ranks)]
         pages = [owner_words(memory.region(rank)) for rank in range(self._num_ranks)]
         lives = memory.lives if memory.watches_processes else None
-        self.membership = Membership(self._rank, pages, memory.decisions, lives, request.deadline_s)
+        self._members = Membership(self._rank, pages, memory.decisions, lives, request.deadline_s)
+        self.membership = self._members if link is None else None  # across hosts a lost rank ends the epoch
         shares = request.cpu_kernels and are_shared(self._num_ranks, request.threads) and memory.watches_processes
+        shares = shares and link is None
         self._cores = SharedCores(self._rank, pages) if shares else None
-        self.membership.lend_core = None if self._cores is None else self._cores.lent
+        self._members.lend_core = None if self._cores is None else self._cores.lent
         self._peers = self._make_peers(request.deadline_s)
-        self.membership.on_epoch(self._peers.begin_epoch)
+        self._members.on_epoch(self._peers.begin_epoch)
         self._counts = Channel(self._peers, "counts", COUNTS, COUNTS_READ)
         self._rows = Channel(self._peers, "dispatch", ROWS, ROWS_READ)
         self._results = Channel(self._peers, "combine", RESULTS, RESULTS_READ)
@@ -116,7 +118,7 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         send_buffers[self._rank].set_canaries()
         self._buffers = buffers = RowBuffers(
             self._rank, self._shape, self._hidden, self._dtype, self._wire, self._peers.slices, self._received,
-            send_buffers, self._slab_rows, self._rank_sum,
+            send_buffers, self._slab_rows, self._rank_sum, -1 if link is None else link.local_mask,
         )  # fmt: skip
         native, how = native_row_copier(buffers) if request.compiled else (None, "dispatch.compiled is off")
         self._copier: RowCopier[Any, Any] = native or PlainRowCopier(buffers)
@@ -128,15 +130,19 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         adds_rows = self._wire.combine.is_identity and not (self._slab_rows or self._rank_sum)
         if adds_rows and self._copier.writes_in_place:
             self._result_buffers = ResultBuffers(send_buffers[self._rank], self._results, self._dtype)
+        if link is not None and native is None:
+            raise ConfigError(f"rows go between hosts by a C helper only ({how}); set dispatch.backend: collective")
+        self._facts_at = native.facts_at if native else 0
         fuses = bool(native) and adds_rows and self._wire.dispatch.is_identity and self._dtype == torch.float32
-        self.capabilities = replace(TRANSPORTS["shm"], bitwise=not self._rank_sum, fuses=fuses)
+        can = TRANSPORTS["shm" if link is None else "hosts"]
+        self.capabilities = replace(can, bitwise=not self._rank_sum, fuses=fuses and link is None)
 
     def compiled_rows(self) -> "CompiledRows":
         """Returns what compiled code needs to carry rows itself, where `capabilities.fuses`."""
         assert isinstance(self._copier, NativeRowCopier), "only the C helper carries rows for others"
         staging = self._staging.rows(StagingBuffer(0))
         return CompiledRows(
-            self._buffers, self._copier, self._peers, self._rows, self._results, staging, self.membership, self._check
+            self._buffers, self._copier, self._peers, self._rows, self._results, staging, self._members, self._check
         )
 
     def _make_peers(self, deadline_s: float) -> Peers:
@@ -144,14 +150,21 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         slices = [ReceiveSlice(memory.region(rank), shape, self._rank) for rank in range(self._num_ranks)]
         for each in slices:
             each.set_canaries()
+        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        remote = None if memory.space is None else RemotePeers(memory.space, slices, others, deadline_s)
+        check = self._members.check if remote is None else remote.checked(self._members.check)
+        wait = FlagWait(self._num_ranks, deadline_s, check, self._cores)
+        if remote is not None:
+            wait.poll, wait.spins = remote.poll, 1
         return Peers(
             rank=self._rank,
-            others=[rank for rank in range(self._num_ranks) if rank != self._rank],
+            others=others,
             epoch=0,
             slices=slices,
             flags=all_flags(memory.region(self._rank), shape),
-            wait=FlagWait(self._num_ranks, deadline_s, self.membership.check, self._cores),
+            wait=wait,
             cores=self._cores,
+            remote=remote,
         )
 
     @property
@@ -183,10 +196,15 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         sent_weights = weights if self._rank_sum else None
         sent = self._copier.send_rows(physical_ids, own, sent_weights, call % 2, self._peers.others)
         self._rows.signal(call)
+        if (remote := self._peers.remote) is not None:
+            at = self._facts_at, call % 2, sent.num_tokens, sent.topk, own.data_ptr(), sent.at
+            remote.rows(*at, self._rows.flag(call))
 
         def receive() -> Dispatched[ShmHandle]:
             check_epoch(self._peers, epoch, "dispatch receive")
             self._rows.wait(call)
+            if (remote := self._peers.remote) is not None:
+                remote.finish_sending("dispatch receive", call)
             staging = self._staging.take()
             placed = self._copier.place_rows(sent, own, self._staging.rows(staging), call % 2, self._peers.others)
             self._rows.acknowledge(call)
@@ -214,12 +232,15 @@ class ShmAllToAll(AllToAll[ShmHandle]):
             results = self._result_buffers.release(handle, results, call % 2)
         own = self._copier.send_results(placed, results, call % 2, self._peers.others)
         self._results.signal(call)
+        if (remote := self._peers.remote) is not None:
+            at = self._facts_at, call % 2, placed.num_tokens, placed.topk, placed.at
+            remote.results(*at, self._results.flag(call))
 
         def receive() -> Tensor:
             check_epoch(self._peers, epoch, "combine receive")
             self._results.wait(call)
             combined = self._copier.add_results(placed, own, weights, call % 2, self._peers.others)
-            self.membership.check_epoch_stands("combine receive", call)
+            self._members.check_epoch_stands("combine receive", call)
             self._results.acknowledge(call)
             self._staging.give_back(handle.staging)
             return combined
@@ -241,7 +262,7 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         if len(self._peers.others) + 1 == self._num_ranks:
             return
         named = physical_ids.div(self._shape.slots_per_rank, rounding_mode="floor")
-        lost = [rank for rank in self.membership.masked if bool((named == rank).any())]
+        lost = [rank for rank in self._members.masked if bool((named == rank).any())]
         if lost:
             raise PeerError(
                 f"tokens are sent to experts of rank {lost[0]}, which is masked; use a placement without it",
@@ -351,9 +372,10 @@ def make_shm(group: EpGroup, request: TransportRequest) -> ShmAllToAll:
     use = SegmentUse(advise=advise)
     if group.files is not None and group.files.is_replacement:
         transport = ShmAllToAll(open_regions(group.files, group.rank, group.num_ranks, shape.num_bytes, use), request)
-        transport.membership.begin_masked()
+        transport._members.begin_masked()
         return transport
     assert group.process_group is not None, "shared memory is mapped over a process group"
-    transport = ShmAllToAll(share_regions(group.process_group, shape.num_bytes, use, group.files), request)
+    memory = share_regions(group.process_group, shape.num_bytes, use, group.files, group.link)
+    transport = ShmAllToAll(memory, request)
     barrier(group.process_group)  # canaries and first flags are in place
     return transport

@@ -1,8 +1,8 @@
 """The all-gather of `RankState` that precedes every step.
 
-`OneRankExchange` has nothing to wait for. `GlooExchange` (any number of hosts) and `ShmExchange` (one host: a page of
-shared memory, microseconds instead of a gloo round) end a wait at the deadline with a `PeerError`. A `ShmExchange` can
-go on without masked ranks.
+`OneRankExchange` has nothing to wait for. The others end a wait at the deadline with a `PeerError`.
+A `ShmExchange` takes microseconds on one host, where it is a page of shared memory. Across hosts each one has such a
+page, and a rank writes its row into all of them. On one host it can go on without masked ranks.
 """
 
 import mmap
@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from moe_serve.dispatch.shm.channel import EPOCH_SHIFT
 from moe_serve.engine.step.plan import ROW_LENGTH, Int64Array, RankState
 from moe_serve.errors import ConfigError, PeerError
 from moe_serve.process_facts import runs
+
+if TYPE_CHECKING:
+    from moe_serve.dispatch.hosts.link import HostLink, Space
 
 _ALL_RANKS = slice(None)
 _LINE = 8  # int64 words of a cache line
@@ -111,9 +114,13 @@ class ShmExchange(Exchange):
 
     survives_lost_rank = True
 
-    def __init__(self, page: mmap.mmap, rank: int, num_ranks: int, deadline_s: float):
-        """page: shared by all ranks, of `page_bytes`"""
+    def __init__(self, page: mmap.mmap, rank: int, num_ranks: int, deadline_s: float, link: "HostLink | None" = None):
+        """page: shared by the ranks of this host, of `page_bytes`;  link: with the other hosts, if there are any"""
         self._rank, self._num_ranks = rank, num_ranks
+        self._link = link
+        self._space: Space | None = None
+        if link is not None:  # all ranks of a host have this one region
+            self._space = link.share([torch.frombuffer(page, dtype=torch.uint8)] * num_ranks)
         self._ranks = np.arange(self._num_ranks)
         self._deadline_s = deadline_s
         self._sequence = 0
@@ -128,7 +135,7 @@ class ShmExchange(Exchange):
         self._pids = words[: self._num_ranks * _LINE].reshape(self._num_ranks, _LINE)[:, 0]
         self._buffers = words[self._num_ranks * _LINE :].reshape(self._num_ranks, 2, _BUFFER_WORDS)
         self._pids[self._rank] = os.getpid()
-        self._spins = _SPINS if self._num_ranks <= (os.cpu_count() or 1) else 1
+        self._spins = _SPINS if self._num_ranks <= (os.cpu_count() or 1) and link is None else 1
 
     def follow(self, membership: Membership) -> None:
         """Gathers from now on without masked ranks, whose rows are zeros. Called before any gather.
@@ -149,6 +156,8 @@ class ShmExchange(Exchange):
         buffers = self._buffers[:, self._sequence % 2]
         buffers[self._rank, 1 : 1 + ROW_LENGTH] = state
         buffers[self._rank, 0] = flag
+        if self._space is not None:
+            self._send(self._space, flag)
         lend_core = None if membership is None else membership.lend_core
         with nullcontext() if lend_core is None else lend_core():
             self._wait(buffers[:, 0], flag, step, 1 if lend_core else self._spins)
@@ -166,6 +175,8 @@ class ShmExchange(Exchange):
             checks += 1
             if checks < spins:
                 continue
+            if self._link is not None:
+                self._link.poll()
             now_s = time.monotonic()
             # A computing step takes milliseconds: yield at first, then sleep longer the longer it takes.
             if now_s - started_s < 0.002:
@@ -183,6 +194,15 @@ class ShmExchange(Exchange):
                     if self._has_suspects or not (flags[members] == flag).all():
                         raise
 
+    def _send(self, space: "Space", flag: int) -> None:
+        """Writes this rank's row and its flag into the page of every other host."""
+        own = self._buffers[self._rank, self._sequence % 2]
+        at: int = own.__array_interface__["data"][0]
+        offset = at - self._buffers.__array_interface__["data"][0] + 8 * _LINE * self._num_ranks
+        for host in space.link.others:
+            page = 1 << space.link.hosts.ranks(host)[0]  # its ranks have one page
+            space.write(host, page, offset + 8, at + 8, 8 * ROW_LENGTH, offset, flag)
+
     @property
     def _has_suspects(self) -> bool:
         return self._membership is None or bool(self._membership.suspects)
@@ -191,6 +211,9 @@ class ShmExchange(Exchange):
         if self._membership is not None:
             self._membership.check(missing, "exchange", step, waited_s, self._deadline_s)
             return
+        for rank, why in [] if self._link is None else self._link.lost():
+            text = f"rank {rank}, on another host, was lost before the exchange of step {step}: {why}"
+            raise PeerError(text, rank, "exchange", step)
         dead = [rank for rank in self.dead_peers() if rank in missing]
         if dead:
             raise PeerError(f"rank {dead[0]} died before the exchange of step {step}", dead[0], "exchange", step)
@@ -207,24 +230,32 @@ class ShmExchange(Exchange):
         return self._missing
 
     def dead_peers(self) -> list[int]:
-        return [rank for rank in range(self._num_ranks) if not runs(int(self._pids[rank]))]
+        here = range(self._num_ranks) if self._link is None else self._link.local_ranks
+        return [rank for rank in here if not runs(int(self._pids[rank]))]
 
     def close(self) -> None:
-        # numpy views keep the map open; without them it can be closed.
+        # numpy views keep the map open; without them it can be closed. Other hosts may write into it until the end.
         del self._pids, self._buffers
-        self._map.close()
+        if self._link is None:
+            self._map.close()
 
 
 def make_exchange(
-    kind: str, group: dist.ProcessGroup, one_host: bool, deadline_s: float, files: SharedFiles | None = None
+    kind: str,
+    group: dist.ProcessGroup,
+    one_host: bool,
+    deadline_s: float,
+    files: SharedFiles | None = None,
+    link: "HostLink | None" = None,
 ) -> Exchange:
-    """Returns the exchange of a kind: "gloo", "shm", or "auto" (shm where all ranks share an x86-64 host).
+    """Returns the exchange of a kind: "gloo", "shm", or "auto" (shm on x86-64, with a link between hosts).
 
-    One rank exchanges nothing, whatever the kind. files: keep the page for replacement ranks
+    One rank exchanges nothing, whatever the kind.
+    files: keep the page for replacement ranks;  link: with the other hosts
     """
     if kind == "auto":
-        kind = "shm" if one_host and platform.machine() in ("x86_64", "AMD64") else "gloo"
-    if kind == "shm" and not one_host:
+        kind = "shm" if (one_host or link) and platform.machine() in ("x86_64", "AMD64") else "gloo"
+    if kind == "shm" and not (one_host or link):
         raise ConfigError("engine.exchange is shm but the ranks are on several hosts; set engine.exchange: gloo")
     if group.size() == 1:
         return OneRankExchange()
@@ -235,8 +266,8 @@ def make_exchange(
             f"engine.exchange: shm relies on the store order of x86-64 and this is {platform.machine()}; "
             "set engine.exchange: gloo"
         )
-    page = _map_shared(group, page_bytes(group.size()), files)
-    exchange = ShmExchange(page, group.rank(), group.size(), deadline_s)
+    page = _map_shared(group, page_bytes(group.size()), files, None if link is None else link.local_ranks)
+    exchange = ShmExchange(page, group.rank(), group.size(), deadline_s, link)
     barrier(group)  # all process ids are there
     return exchange
 
@@ -256,17 +287,20 @@ def page_bytes(num_ranks: int) -> int:
     return 8 * num_ranks * (_LINE + 2 * _BUFFER_WORDS)
 
 
-def _map_shared(group: dist.ProcessGroup, num_bytes: int, files: SharedFiles | None) -> mmap.mmap:
-    """Returns a zeroed mapping that all ranks of the group share. Its name is removed before this returns."""
+def _map_shared(
+    group: dist.ProcessGroup, num_bytes: int, files: SharedFiles | None, local_ranks: Sequence[int] | None
+) -> mmap.mmap:
+    """Returns a zeroed mapping that all ranks of this host share. Its name is removed before this returns."""
     name = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
     broadcast(name, group)
-    path = f"/dev/shm/moe_serve_{int(name):016x}"
-    if group.rank() == 0:
+    first = 0 if local_ranks is None else local_ranks[0]
+    path = f"/dev/shm/moe_serve_{int(name):016x}_{first}"
+    if group.rank() == first:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.ftruncate(descriptor, num_bytes)
     barrier(group)
     try:
-        if group.rank() != 0:
+        if group.rank() != first:
             descriptor = os.open(path, os.O_RDWR)
         mapping = mmap.mmap(descriptor, num_bytes)
         if files is not None:
@@ -274,6 +308,6 @@ def _map_shared(group: dist.ProcessGroup, num_bytes: int, files: SharedFiles | N
         os.close(descriptor)
         barrier(group)
     finally:
-        if group.rank() == 0:  # nothing is left behind, whatever happens to the ranks later
+        if group.rank() == first:  # nothing is left behind, whatever happens to the ranks later
             os.unlink(path)
     return mapping

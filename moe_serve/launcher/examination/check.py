@@ -267,7 +267,7 @@ def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
     if wire_dtype == "auto":
         wire_dtype, why_wire = dtype, "auto: the compute dtype"
     if exchange == "auto":
-        exchange, why_exchange = "shm on one machine, gloo on several", "auto"
+        exchange, why_exchange = "shm on one machine and, with TCP, between CPU machines; else gloo", "auto"
     report.choices += [
         Line("ranks", str(config.parallel.num_ranks), "each owns its requests and its share of the experts"),
         Line("device", device, "auto: what torch finds here" if config.parallel.device == "auto" else ""),

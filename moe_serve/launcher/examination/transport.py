@@ -1,6 +1,6 @@
 """Describes the transport for `moe-serve check`: which one, why, how large its buffers are. Nothing is allocated.
 
-It asks the functions that the ranks themselves ask (dispatch/make.py, dispatch/*/region.py), about this machine: what
+It asks the functions that the ranks themselves ask (dispatch/choose.py, dispatch/*/sizes.py), about this machine: what
 only all ranks together can find out is said as a condition.
 """
 
@@ -15,16 +15,17 @@ from moe_serve.dispatch.base import BufferLimits, TransportRequest
 from moe_serve.dispatch.buffer_sizes import BufferSizes
 from moe_serve.dispatch.by_batch import small_limits
 from moe_serve.dispatch.capabilities import TRANSPORTS, Wanted, problems, survivors, transports_of
+from moe_serve.dispatch.choose import Choice, choose_among_cpus, choose_among_gpus
 from moe_serve.dispatch.gpu.facts import (
     GpuFacts,
     ipc_problem,
     nvshmem_lacks,
     nvshmem_problem,
+    rdma_devices,
+    unlinked_pairs,
     wire_problem,
 )
 from moe_serve.dispatch.gpu.region import gpu_buffer_sizes, most_gpu_tokens
-from moe_serve.dispatch.machine import rdma_devices, unlinked_pairs
-from moe_serve.dispatch.make import Choice, choose_among_cpus, choose_among_gpus
 from moe_serve.dispatch.shm.region import buffer_sizes, most_tokens
 from moe_serve.dispatch.shm.row_copy_native import load_library
 from moe_serve.dispatch.wire import make_wire
@@ -175,7 +176,7 @@ def _condition(config: ServeConfig, device: str, machine: Machine) -> str:
     if num_ranks == 1 or (device == "cuda" and num_ranks <= machine.num_gpus):
         return ""
     if device == "cpu":
-        return ", if all are on this one; else collective (gloo)"
+        return ", if all are on this one; else the same with TCP between hosts"
     return " (if all machines are like this one)"
 
 

@@ -8,16 +8,16 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_serve.dispatch import make as dispatch_make
+from moe_serve.dispatch import choose
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.by_batch import ByBatchAllToAll
 from moe_serve.dispatch.capabilities import Rows
+from moe_serve.dispatch.choose import choose_among_gpus
 from moe_serve.dispatch.gpu import facts as gpu_facts
 from moe_serve.dispatch.gpu import transport as gpu_transport
 from moe_serve.dispatch.gpu.facts import GpuFacts, gather_facts, wire_problem
 from moe_serve.dispatch.gpu.transport import make_gpu_slabs
-from moe_serve.dispatch.machine import host_number, unlinked_pairs
-from moe_serve.dispatch.make import choose_among_gpus, make_all_to_all
+from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.errors import CapacityError, ConfigError
 from tests.dispatch.gpu.virtual import virtual_regions
 from tests.ranks import run_ranks
@@ -131,7 +131,7 @@ def test_building_inside_a_graph_capture_is_refused() -> None:
 def made(backend: str, facts: Sequence[GpuFacts], limits: BufferLimits = DECODE, **changes: Any) -> AnyAllToAll:
     """What make_all_to_all gives on GPUs that are not here; regions are never made."""
     with (
-        mock.patch.object(dispatch_make, "gather_facts", return_value=facts),
+        mock.patch.object(choose, "gather_facts", return_value=facts),
         mock.patch.object(gpu_transport, "gather_facts", return_value=facts),
         mock.patch.object(gpu_transport, "make_ranks") as make_ranks,
     ):
@@ -196,10 +196,10 @@ def check_gathering(rank: int, group: EpGroup) -> list[GpuFacts]:
 def test_every_rank_learns_the_facts_of_all() -> None:
     first, second = run_ranks(2, check_gathering)
     assert first == second
-    host = host_number()
+    host = gpu_facts.host_number()
     assert first == [GpuFacts(host, (9, 0), 1000, 0, True, False), GpuFacts(host, (9, 1), 1001, 1, False, True)]
 
 
 def test_this_machine_can_be_asked() -> None:
     assert gpu_facts.nvshmem_lacks() in range(len(gpu_facts.NVSHMEM_LACKS))
-    assert unlinked_pairs() == () or torch.cuda.is_available()
+    assert gpu_facts.unlinked_pairs() == () or torch.cuda.is_available()

@@ -29,7 +29,7 @@ def described(
 def test_on_one_cpu_host_it_is_shared_memory_with_its_sizes() -> None:
     said = described(HOST, ranks=2, device="cpu")
     assert said.name == "low_latency (shared memory)"
-    assert said.why == "auto: 2 CPU ranks on one host, if all are on this one; else collective (gloo)"
+    assert said.why == "auto: 2 CPU ranks on one host, if all are on this one; else the same with TCP between hosts"
     assert said.is_bitwise
     assert said.taken is None, "shared memory is taken as it is written"
     facts = {name: (value, why) for name, value, why in said.facts}

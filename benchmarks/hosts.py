@@ -1,0 +1,256 @@
+"""Ranks of several CPU hosts: rows over own connections against gloo, a plain TCP stream and shared memory.
+
+    python -m benchmarks.hosts [--rounds 20] [--serve-rounds 5]
+
+Transport: ranks of this machine that take each other for ranks of two hosts, so that rows between them go over TCP on
+the loopback interface. Every round runs all variants, one after the other; of a run the slowest rank counts, ratios
+are medians over rounds of ratios within a round. A plain stream sends the bytes that a rank sends to the other host
+through one connection in each direction at once.
+
+Serving: the demo model on two network namespaces joined by a cable, each with a /dev/shm of its own (needs root), by
+the same connections and by gloo, and on one host over shared memory. Systems are started one after the other.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.conditions import conditions, save
+from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
+from moe_serve.dispatch.hosts.link import HostLink
+from moe_serve.dispatch.make import make_all_to_all
+from tests.dispatch.hosts.pretended import on_hosts
+from tests.launcher.running import eventually
+from tests.launcher.two_hosts import Host, can_make_hosts, two_hosts
+from tests.ranks import run_ranks
+
+NUM_TOKENS, HIDDEN, TOPK, NUM_EXPERTS = 128, 7168, 8, 64
+ROW_BYTES = 2 * HIDDEN
+Times = dict[str, list[float]]
+TOKEN = "0123456789abcdef" * 2
+URL = "http://127.0.0.1:30000"
+_CLIENT = """
+import json, sys, threading, time, urllib.request
+url, num_tokens, batch, rounds = sys.argv[1], *map(int, sys.argv[2:])
+def ask(i):
+    settings = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    body = json.dumps({"text": f"def f{i}", "sampling_params": settings}).encode()
+    call = urllib.request.Request(url + "/generate", body, {"content-type": "application/json"})
+    return json.loads(urllib.request.urlopen(call, timeout=300).read())["output_ids"]
+first = ask(0)
+rates = []
+for _ in range(rounds):
+    started_s = time.perf_counter()
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(batch)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    rates.append(num_tokens * batch / (time.perf_counter() - started_s))
+print(json.dumps([rates, first]))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--serve-rounds", type=int, default=5, help="0: the transport only")
+    parser.add_argument("--note", default="", help="what else to say of the machine")
+    args = parser.parse_args()
+    facts = conditions()
+    rows = [row for hosts in ((0, 1), (0, 0, 1, 1)) for row in transport_rows(hosts, args.rounds)]
+    if args.serve_rounds and can_make_hosts():
+        rows += serving_rows(args.serve_rounds)
+    notes = (
+        f"Transport: {NUM_TOKENS} tokens per rank, H={HIDDEN}, K={TOPK}, E={NUM_EXPERTS}, bf16 on the wire, over the "
+        "loopback interface; times are medians over rounds, in brackets from the tenth to the ninetieth percentile. "
+        "Serving: demo model, 64 tokens per request, client beside the front end on the first host; medians over "
+        f"rounds of one start. {args.note}"
+    )
+    print(save("hosts", "Ranks of several CPU hosts", rows, facts, notes, per_cpu=True))
+
+
+def transport_rows(hosts: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+    """Returns the rows of the table for ranks on these hosts."""
+    found = run_ranks(len(hosts), measure, hosts, rounds, timeout_s=600)
+    times = {name: np.max([each[0][name] for each in found], axis=0) for name in found[0][0]}
+    sent, expected = found[0][1], found[0][2]
+    layout = f"2 hosts x {len(hosts) // 2} rank{'s' if len(hosts) > 2 else ''}"
+    rows = []
+    for name, yardstick, goal in (
+        ("one token there and back", "one token there and back, gloo", "≤ 0.1"),
+        ("dispatch of 128 tokens", "plain stream of its bytes", "≤ 1.25"),
+        ("dispatch of 128 tokens", "dispatch of 128 tokens, gloo", ""),
+        ("combine of 128 tokens", "plain stream of combine's bytes", "≤ 1.25"),
+        ("combine of 128 tokens", "combine of 128 tokens, gloo", ""),
+        ("exchange of counts", "exchange of counts, gloo", ""),
+    ):
+        ratios = times[name] / times[yardstick]
+        low, high = np.percentile(ratios, (10, 90))
+        rows.append(
+            {
+                "system": layout,
+                "what": name,
+                "value": f"{np.median(times[name]) * 1e6:.0f} µs",
+                "ratio": f"{np.median(ratios):.3f} ({low:.3f} … {high:.3f}) × {yardstick}",
+                "goal": goal,
+            }
+        )
+    share = f"{sent / expected:.4f} × rows x hosts that want them"
+    rows.append({"system": layout, "what": "bytes of a dispatch", "value": str(sent), "ratio": share, "goal": "≤ 1.03"})
+    return rows
+
+
+def measure(rank: int, group: EpGroup, hosts: tuple[int, ...], rounds: int) -> tuple[Times, int, int]:
+    """Returns the seconds of each call in each round, the bytes of a dispatch, and those of its rows."""
+    torch.manual_seed(rank)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(hosts) <= len(cores):
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    linked = on_hosts(group, hosts)
+    link, process_group = linked.link, group.process_group
+    assert link is not None
+    assert process_group is not None
+    limits = BufferLimits(NUM_TOKENS, HIDDEN, TOPK, NUM_EXPERTS // group.num_ranks)
+    ours = make_all_to_all(linked, TransportRequest("low_latency", limits, torch.bfloat16))
+    gloo = make_all_to_all(group, TransportRequest("collective", limits, torch.bfloat16))
+    hidden = torch.randn(NUM_TOKENS, HIDDEN).bfloat16()
+    ids = torch.rand(NUM_TOKENS, NUM_EXPERTS).topk(TOPK, dim=1).indices
+    weights = torch.rand(NUM_TOKENS, TOPK)
+    there = [sum(hosts[int(slot) // limits.slots_per_rank] != hosts[rank] for slot in row) for row in ids]
+    num_rows = sum(each > 0 for each in there)
+    before = link.sent_bytes
+    arrived = ours.dispatch(hidden, ids, None, weights).wait()
+    sent = link.sent_bytes - before
+    ours.combine(arrived.rows.x, weights, arrived.handle).wait()
+    stream = Stream(link, rank, group)
+    times: Times = {}
+
+    def timed(name: str, run: Callable[[], Any]) -> Any:
+        dist.barrier(process_group)
+        started_s = time.perf_counter()
+        result = run()
+        times.setdefault(name, []).append(time.perf_counter() - started_s)
+        return result
+
+    one = hidden[:1].clone(), ids[:1].clone(), weights[:1].clone()
+    for _ in range(rounds + 2):
+        for name, transport in (("", ours), (", gloo", gloo)):
+            timed(f"exchange of counts{name}", lambda t=transport: t.exchange_counts(torch.ones(1).long()).wait())
+            timed(f"one token there and back{name}", lambda t=transport: round_trip(t, *one))
+            arrived = timed(
+                f"dispatch of 128 tokens{name}", lambda t=transport: t.dispatch(hidden, ids, None, weights).wait()
+            )
+            out = arrived.rows.x if arrived.out is None else arrived.out.copy_(arrived.rows.x)
+            timed(
+                f"combine of 128 tokens{name}",
+                lambda t=transport, out=out, arrived=arrived: t.combine(out, weights, arrived.handle).wait(),
+            )
+        timed("plain stream of its bytes", lambda: stream(num_rows * ROW_BYTES))
+        timed("plain stream of combine's bytes", lambda: stream(sum(there) * ROW_BYTES))
+    dist.barrier(process_group)
+    return {name: each[2:] for name, each in times.items()}, sent, num_rows * ROW_BYTES
+
+
+def round_trip(transport: AnyAllToAll, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Sends rows, and takes them back as results."""
+    arrived = transport.dispatch(hidden, ids, None, weights).wait()
+    transport.combine(arrived.rows.x, weights, arrived.handle).wait()
+
+
+class Stream:
+    """One TCP connection in each direction with the rank of this number on the other host."""
+
+    def __init__(self, link: HostLink, rank: int, group: EpGroup):
+        listener = socket.create_server(("127.0.0.1", 0))
+        ports = torch.zeros(group.num_ranks, dtype=torch.int64)
+        ports[rank] = listener.getsockname()[1]
+        dist.all_reduce(ports, group=group.process_group)
+        peer = link.hosts.entry(rank, link.others[0])
+        self._out = socket.create_connection(("127.0.0.1", int(ports[peer])))
+        self._out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._in, _ = listener.accept()
+        self._sent = memoryview(bytearray(NUM_TOKENS * TOPK * ROW_BYTES))
+        self._got = memoryview(bytearray(NUM_TOKENS * TOPK * ROW_BYTES))
+
+    def __call__(self, size: int) -> None:
+        """Sends and receives so many bytes at once; both ends pass about the same number."""
+        sizes = bytearray(8)
+        self._out.sendall(size.to_bytes(8, "little"))
+        self._in.recv_into(sizes, 8, socket.MSG_WAITALL)
+        sender = threading.Thread(target=self._out.sendall, args=(self._sent[:size],))
+        sender.start()
+        self._in.recv_into(self._got[: int.from_bytes(sizes, "little")], flags=socket.MSG_WAITALL)
+        sender.join()
+
+
+def serving_rows(rounds: int) -> list[dict[str, Any]]:
+    """Returns tokens per second of the demo model on one host and on two."""
+    os.environ |= {"MOE_SERVE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+    gloo = ["dispatch.backend=collective", "engine.exchange=gloo"]
+    rates: dict[tuple[str, int], list[float]] = {}
+    answers = set()
+    with two_hosts() as hosts:
+        for name, per_host, extra in (
+            ("1 host x 2 ranks", [2], []),
+            ("2 hosts x 1 rank", [1, 1], []),
+            ("2 hosts x 1 rank, gloo", [1, 1], gloo),
+            ("2 hosts x 2 ranks", [2, 2], []),
+            ("2 hosts x 2 ranks, gloo", [2, 2], gloo),
+        ):
+            for batch, (found, answer) in serve(hosts, per_host, extra, rounds).items():
+                rates[name, batch] = found
+                answers.add(tuple(answer))
+    assert len(answers) == 1, "the same tokens everywhere"
+    rows = []
+    for (name, batch), found in rates.items():
+        against = "1 host x 2 ranks" if name == "2 hosts x 1 rank, gloo" or not name.startswith("2 hosts") else ""
+        yardstick = f"{name}, gloo" if (f"{name}, gloo", batch) in rates else against
+        ratio = ""
+        if yardstick and yardstick != name:
+            times = statistics.median(found) / statistics.median(rates[yardstick, batch])
+            ratio = f"{times:.2f} × {yardstick}"
+        goal = {1: "≥ 8", 16: "≥ 4"}[batch] if name == "2 hosts x 1 rank" else ""
+        value = f"{statistics.median(found):.0f} tokens/s"
+        rows.append({"system": name, "what": f"serving, batch {batch}", "value": value, "ratio": ratio, "goal": goal})
+    return rows
+
+
+def serve(
+    hosts: tuple[Host, Host], per_host: list[int], extra: list[str], rounds: int
+) -> dict[int, tuple[list[float], list[int]]]:
+    """Returns tokens per second of each round, and the first tokens, by batch. per_host: ranks of each host"""
+    settings = ["parallel.device=cpu", f"parallel.num_ranks={sum(per_host)}", "server.attach_deadline_s=60", *extra]
+    settings.append(f"server.worker_host={hosts[0].address}")
+    words = [word for value in settings for word in ("--set", value)]
+    join = [f"--nnodes={len(per_host)}", f"--master-addr={hosts[0].address}", "--master-port=29511"]
+    with ExitStack() as running:
+        front_end = running.enter_context(hosts[0].start("moe_serve", "frontend", *words))
+        front_end.wait_for("HTTP on")
+        ranks = []
+        for number, (host, num_ranks) in enumerate(zip(hosts, per_host, strict=False)):
+            here = [*join, f"--nproc-per-node={num_ranks}", f"--node-rank={number}", "-m", "moe_serve.launcher.serve"]
+            ranks.append(running.enter_context(host.start("torch.distributed.run", *here, *words)))
+        assert eventually(lambda: hosts[0].ask(f"{URL}/ready")[0] == 200, 120), [each.output for each in ranks]
+        found = {}
+        for batch in (1, 16):
+            client = hosts[0].command([sys.executable, "-c", _CLIENT, URL, "64", str(batch), str(rounds)])
+            said = subprocess.run(client, capture_output=True, text=True, check=True, timeout=600).stdout
+            rates, answer = json.loads(said)
+            found[batch] = rates, answer
+    return found
+
+
+if __name__ == "__main__":
+    main()

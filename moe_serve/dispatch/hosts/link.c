@@ -1,0 +1,640 @@
+/* Carries rows, results and words between hosts: one-sided writes into the shared memory of another host, over TCP.
+
+   A rank has a connection to each other host, which ends at one rank there, and takes in what other hosts send to it. A
+   frame says where its data go: into which regions, at which offset, and which flag is raised there once they are. The
+   rank that takes a frame in writes for all ranks of its host, so a row crosses the network once for each host. Frames
+   of a connection are applied in their order, data before flags, so that a rank that sees a flag sees the data, as with
+   a peer of its own host.
+
+   Whoever waits for a flag polls the connections. While a rank computes, a thread of its own does. link.py builds it.
+   All arguments are int64, numbers or addresses. */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "../shm/row_copy.h"
+
+enum {
+    MOST = 64,                 /* regions, and connections of each direction; sets of them are the bits of a word */
+    BUFFER_BYTES = 1 << 17,    /* what is taken in at once where it goes to many places */
+    DIRECT_BYTES = 1 << 14,    /* what is left of a write is received in place from this size on */
+    MOST_VECTORS = 256,        /* of one system call */
+    ACTIVE_NS = 20 * 1000000,  /* the thread polls for so long after the last frame, then sleeps until one comes */
+    PAUSE_NS = 150 * 1000,     /* between two polls of the thread */
+};
+#define NO_FLAG (-1)
+#define MAGIC 0x6c6e6b31u /* also the version of the format */
+typedef uint64_t u64;
+
+enum { WRITE = 1, ROWS = 2 };
+
+typedef struct {
+    uint32_t magic;
+    uint16_t kind, space;
+    u64 mask;         /* regions of the space, by rank */
+    i64 offset;       /* where data go in each of them */
+    i64 length;       /* bytes of a write; of rows their number */
+    i64 row_bytes;    /* of rows; the masks of the regions that each goes to stand before them */
+    i64 flag_offset;  /* of a word in each region, or NO_FLAG */
+    i64 flag;
+} Frame;
+
+typedef struct Batch {
+    struct Batch *next;
+    struct iovec *vectors;
+    i64 num, room, first; /* first: that is not sent yet */
+    uint8_t *small;       /* what is copied: frames, masks */
+    i64 small_used, small_room;
+} Batch;
+
+typedef struct {
+    int fd, error;
+    Batch *head, *tail;
+    i64 sent;
+} Outgoing;
+
+typedef struct {
+    int fd, error;
+    uint8_t *buffer;
+    i64 begin, end;
+    int state; /* of the frame below */
+    Frame frame;
+    u64 *masks;
+    i64 num_masks, row, done; /* row: of ROWS;  done: bytes of the write, or of the row */
+    i64 counts[MOST];         /* rows that each region has got */
+    i64 received;
+} Incoming;
+
+/* The regions of one transport, or of whatever else shares memory: one for each rank. */
+typedef struct {
+    uint8_t *regions[MOST];
+    i64 sizes[MOST];
+} Space;
+
+typedef struct {
+    Space spaces[MOST];
+    i64 num_out, num_in;
+    u64 ranks_of[MOST]; /* of the host behind each outgoing connection */
+    Outgoing out[MOST];
+    Incoming in[MOST];
+    Batch *spare;
+    pthread_mutex_t sending, receiving;
+    pthread_t thread;
+    int has_thread, ends, epoll, wake;
+    i64 polled_ns, busy_ns; /* when somebody who waits has polled last; when a frame came or went last */
+} Link;
+
+static i64 now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* --- sending --- */
+
+/* Returns a batch with room for so many vectors and bytes that are copied. */
+static Batch *new_batch(Link *link, i64 num_vectors, i64 num_bytes)
+{
+    Batch *batch = link->spare;
+    if (batch)
+        link->spare = batch->next;
+    else
+        batch = calloc(1, sizeof(Batch));
+    if (batch->room < num_vectors) {
+        batch->room = 2 * num_vectors;
+        batch->vectors = realloc(batch->vectors, batch->room * sizeof(struct iovec));
+    }
+    if (batch->small_room < num_bytes) {
+        batch->small_room = 2 * num_bytes;
+        batch->small = realloc(batch->small, batch->small_room);
+    }
+    batch->num = batch->first = batch->small_used = 0;
+    batch->next = NULL;
+    return batch;
+}
+
+static void add_vector(Batch *batch, const void *data, i64 size)
+{
+    struct iovec *last = batch->vectors + batch->num - 1;
+    if (!size)
+        return;
+    if (batch->num && (uint8_t *)last->iov_base + last->iov_len == (const uint8_t *)data)
+        last->iov_len += size;
+    else
+        batch->vectors[batch->num++] = (struct iovec){(void *)data, size};
+}
+
+static void *add_small(Batch *batch, i64 size)
+{
+    uint8_t *at = batch->small + batch->small_used;
+    batch->small_used += size;
+    add_vector(batch, at, size);
+    return at;
+}
+
+static void add_frame(Batch *batch, i64 kind, i64 space, u64 mask, i64 offset, i64 length, i64 row_bytes, i64 flag_offset,
+                      i64 flag)
+{
+    Frame frame = {MAGIC, kind, space, mask, offset, length, row_bytes, flag_offset, flag};
+    memcpy(add_small(batch, sizeof frame), &frame, sizeof frame);
+}
+
+/* Sends what the connection takes. Returns the bytes that went. */
+static i64 push(Link *link, Outgoing *out)
+{
+    i64 all = 0;
+    while (out->head && !out->error) {
+        Batch *batch = out->head;
+        i64 num = batch->num - batch->first;
+        struct msghdr message = {.msg_iov = batch->vectors + batch->first,
+                                 .msg_iovlen = num < MOST_VECTORS ? num : MOST_VECTORS};
+        ssize_t size = num ? sendmsg(out->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL) : 0;
+        if (size < 0) {
+            if (errno == EINTR)
+                continue;
+            if (errno != EAGAIN && errno != EWOULDBLOCK)
+                out->error = errno;
+            break;
+        }
+        all += size;
+        while (batch->first < batch->num && size >= (ssize_t)batch->vectors[batch->first].iov_len)
+            size -= batch->vectors[batch->first++].iov_len;
+        if (batch->first < batch->num) {
+            batch->vectors[batch->first].iov_base = (uint8_t *)batch->vectors[batch->first].iov_base + size;
+            batch->vectors[batch->first].iov_len -= size;
+            continue;
+        }
+        out->head = batch->next;
+        batch->next = link->spare;
+        link->spare = batch;
+    }
+    out->sent += all;
+    return all;
+}
+
+static void post(Link *link, i64 to, Batch *batch)
+{
+    Outgoing *out = link->out + to;
+    if (out->head)
+        out->tail->next = batch;
+    else
+        out->head = batch;
+    out->tail = batch;
+    push(link, out);
+    __atomic_store_n(&link->busy_ns, now_ns(), __ATOMIC_RELAXED);
+    if (out->head) { /* the thread goes on with it */
+        u64 one = 1;
+        if (write(link->wake, &one, sizeof one) < 0)
+            return;
+    }
+}
+
+/* Writes data into regions of a host, and a flag behind them. Data are copied. */
+void link_write(Link *link, i64 to, i64 space, i64 mask, i64 offset, const void *data, i64 size, i64 flag_offset, i64 flag)
+{
+    pthread_mutex_lock(&link->sending);
+    Batch *batch = new_batch(link, 2, sizeof(Frame) + size);
+    add_frame(batch, WRITE, space, mask, offset, size, 0, flag_offset, flag);
+    memcpy(add_small(batch, size), data, size);
+    post(link, to, batch);
+    pthread_mutex_unlock(&link->sending);
+}
+
+/* Sends what `send_rows` has planned to the ranks of a host: their heads and entries, and each row once. The rows must
+   stay as they are until link_unsent returns 0. */
+void link_rows(Link *link, i64 to, i64 space, const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 topk,
+               const uint8_t *rows, i64 *block, i64 flag_offset, i64 flag)
+{
+    i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], row_bytes = facts[ROW_BYTES];
+    u64 mask = link->ranks_of[to] & (u64)others;
+    const i64 *table = slice_table(facts, buffer);
+    Exchange ex = exchange_at(facts, block, num_tokens, topk);
+    i64 next[MOST] = {0}, num_rows = 0, rows_at = 0;
+    if (!mask)
+        return;
+    pthread_mutex_lock(&link->sending);
+    Batch *batch = new_batch(link, 8 * MOST + 2 * num_tokens, (4 * MOST + 1) * sizeof(Frame) + num_tokens * sizeof(u64));
+    for (i64 rank = 0; rank < num_ranks; rank++) {
+        if (!TAKES_PART(mask, rank))
+            continue;
+        uint8_t *base = link->spaces[space].regions[rank], *head = SLICE(table, rank, OUT_HEAD);
+        uint8_t *entries = SLICE(table, rank, OUT_ENTRIES), *weights = SLICE(table, rank, OUT_WEIGHTS);
+        i64 num_entries = 0, size = (slots + 1) * sizeof(i64);
+        for (i64 slot = 0; slot < slots; slot++)
+            num_entries += ex.counts[rank * slots + slot];
+        add_frame(batch, WRITE, space, (u64)1 << rank, head - base, size, 0, NO_FLAG, 0);
+        add_vector(batch, head, size);
+        size = num_entries * sizeof(int32_t);
+        if (size) {
+            add_frame(batch, WRITE, space, (u64)1 << rank, entries - base, size, 0, NO_FLAG, 0);
+            add_vector(batch, entries, size);
+        }
+        if (size && facts[RANK_SUM]) {
+            add_frame(batch, WRITE, space, (u64)1 << rank, weights - base, size, 0, NO_FLAG, 0);
+            add_vector(batch, weights, size);
+        }
+        rows_at = (uint8_t *)SLICE(table, rank, OUT_ROWS) - base; /* equal in all regions */
+    }
+    for (i64 pass = 0; pass < 2; pass++) { /* counts, then writes */
+        u64 *masks = NULL;
+        memset(next, 0, sizeof next);
+        if (pass) {
+            add_frame(batch, ROWS, space, mask, rows_at, num_rows, row_bytes, flag_offset, flag);
+            masks = add_small(batch, num_rows * sizeof(u64));
+        }
+        num_rows = 0;
+        for (i64 token = 0; token < num_tokens; token++) {
+            u64 wanted = 0;
+            for (i64 rank = 0; rank < num_ranks; rank++)
+                if (TAKES_PART(mask, rank) && next[rank] < ex.num_rows[rank] &&
+                    ex.tokens[rank * num_tokens + next[rank]] == token) {
+                    wanted |= (u64)1 << rank;
+                    next[rank]++;
+                }
+            if (!wanted)
+                continue;
+            if (pass) {
+                masks[num_rows] = wanted;
+                add_vector(batch, rows + token * row_bytes, row_bytes);
+            }
+            num_rows++;
+        }
+    }
+    post(link, to, batch);
+    pthread_mutex_unlock(&link->sending);
+}
+
+/* Sends a rank of another host the results of its rows, from this rank's send buffer into the copy of it there, and
+   where those of each slot begin. The send buffer must stay as it is until the rank has read them. */
+void link_results(Link *link, i64 to, i64 space, i64 peer, const i64 *facts, i64 buffer, i64 num_tokens, i64 topk, i64 *block,
+                  i64 flag_offset, i64 flag)
+{
+    i64 slots = facts[SLOTS], row_bytes = facts[RESULT_ROW_BYTES], rank = facts[RANK];
+    const i64 *table = slice_table(facts, buffer);
+    Exchange ex = exchange_at(facts, block, num_tokens, topk);
+    uint8_t *send_buffer = SLICE(table, rank, SEND_BUFFER), *starts = SLICE(table, peer, OUT_STARTS);
+    uint8_t **regions = link->spaces[space].regions;
+    i64 num_pieces = facts[RANK_SUM] ? 1 : slots;
+    pthread_mutex_lock(&link->sending);
+    Batch *batch = new_batch(link, 2 * slots + 4, (slots + 2) * sizeof(Frame));
+    for (i64 piece = 0; piece < num_pieces; piece++) {
+        i64 first = facts[RANK_SUM] ? ((i64 *)starts)[0] : ex.starts[peer * slots + piece];
+        i64 size = (facts[RANK_SUM] ? ex.rows_of[peer] : ex.arrived[peer * slots + piece]) * row_bytes;
+        uint8_t *from = send_buffer + first * row_bytes;
+        if (!size)
+            continue;
+        add_frame(batch, WRITE, space, (u64)1 << rank, from - regions[rank], size, 0, NO_FLAG, 0);
+        add_vector(batch, from, size);
+    }
+    add_frame(batch, WRITE, space, (u64)1 << peer, starts - regions[peer], slots * sizeof(i64), 0, flag_offset, flag);
+    add_vector(batch, starts, slots * sizeof(i64));
+    post(link, to, batch);
+    pthread_mutex_unlock(&link->sending);
+}
+
+/* --- receiving --- */
+
+enum { HEAD, MASKS, DATA };
+
+static int valid(const Link *link, const Frame *frame)
+{
+    i64 size = frame->length;
+    const Space *space = link->spaces + frame->space;
+    if (frame->magic != MAGIC || (frame->kind != WRITE && frame->kind != ROWS) || frame->space >= MOST || frame->offset < 0 ||
+        size < 0)
+        return 0;
+    if (frame->kind == ROWS) {
+        if (frame->row_bytes <= 0 || size > (1 << 24) || frame->row_bytes > (1 << 30))
+            return 0;
+        size *= frame->row_bytes;
+    }
+    for (i64 rank = 0; rank < MOST; rank++) {
+        if (!(frame->mask >> rank & 1))
+            continue;
+        if (!space->regions[rank] || frame->offset > space->sizes[rank] || size > space->sizes[rank] - frame->offset)
+            return 0;
+        if (frame->flag_offset != NO_FLAG && (frame->flag_offset < 0 || frame->flag_offset % sizeof(i64) ||
+                                              frame->flag_offset > space->sizes[rank] - (i64)sizeof(i64)))
+            return 0;
+    }
+    return 1;
+}
+
+/* Returns where the next byte of a frame goes, and in `room` how many may go there. */
+static uint8_t *place(Link *link, Incoming *in, i64 *room)
+{
+    Frame *frame = &in->frame;
+    uint8_t **regions = link->spaces[frame->space].regions;
+    if (frame->kind == WRITE) {
+        *room = frame->length - in->done;
+        return regions[__builtin_ctzll(frame->mask)] + frame->offset + in->done;
+    }
+    i64 rank = __builtin_ctzll(in->masks[in->row]);
+    *room = frame->row_bytes - in->done;
+    return regions[rank] + frame->offset + in->counts[rank] * frame->row_bytes + in->done;
+}
+
+/* Takes note of bytes that lie in their place, copies what is whole to the other regions, and raises the flags. */
+static void advance(Link *link, Incoming *in, i64 size)
+{
+    Frame *frame = &in->frame;
+    uint8_t **regions = link->spaces[frame->space].regions;
+    in->done += size;
+    if (frame->kind == ROWS && in->row < frame->length && in->done == frame->row_bytes) {
+        u64 wanted = in->masks[in->row];
+        i64 first = __builtin_ctzll(wanted);
+        const uint8_t *from = regions[first] + frame->offset + in->counts[first]++ * frame->row_bytes;
+        for (wanted &= wanted - 1; wanted; wanted &= wanted - 1) {
+            i64 rank = __builtin_ctzll(wanted);
+            memcpy(regions[rank] + frame->offset + in->counts[rank]++ * frame->row_bytes, from, frame->row_bytes);
+        }
+        in->row++;
+        in->done = 0;
+    }
+    if (frame->kind == ROWS ? in->row < frame->length : in->done < frame->length)
+        return;
+    if (frame->kind == WRITE && frame->length)
+        for (u64 rest = frame->mask & (frame->mask - 1); rest; rest &= rest - 1)
+            memcpy(regions[__builtin_ctzll(rest)] + frame->offset,
+                   regions[__builtin_ctzll(frame->mask)] + frame->offset, frame->length);
+    for (u64 rest = frame->mask; rest && frame->flag_offset != NO_FLAG; rest &= rest - 1)
+        __atomic_store_n((i64 *)(regions[__builtin_ctzll(rest)] + frame->flag_offset), frame->flag,
+                         __ATOMIC_RELEASE);
+    in->state = HEAD;
+}
+
+/* Applies what lies in the buffer. Returns 0 where the peer sends what no peer of ours would. */
+static int apply(Link *link, Incoming *in)
+{
+    for (;;) {
+        i64 here = in->end - in->begin;
+        const uint8_t *data = in->buffer + in->begin;
+        if (in->state == HEAD) {
+            if (here < (i64)sizeof(Frame))
+                return 1;
+            memcpy(&in->frame, data, sizeof(Frame));
+            in->begin += sizeof(Frame);
+            if (!in->frame.mask || !valid(link, &in->frame))
+                return 0;
+            in->row = in->done = 0;
+            in->state = DATA;
+            if (in->frame.kind == ROWS) {
+                memset(in->counts, 0, sizeof in->counts);
+                if (in->num_masks < in->frame.length) {
+                    in->num_masks = 2 * in->frame.length;
+                    in->masks = realloc(in->masks, in->num_masks * sizeof(u64));
+                }
+                in->state = MASKS;
+            }
+            if (!in->frame.length)
+                advance(link, in, 0);
+        } else if (in->state == MASKS) {
+            i64 all = in->frame.length * sizeof(u64), size = all - in->done < here ? all - in->done : here;
+            memcpy((uint8_t *)in->masks + in->done, data, size);
+            in->begin += size;
+            in->done += size;
+            if (in->done < all)
+                return 1;
+            for (i64 row = 0; row < in->frame.length; row++)
+                if (!in->masks[row] || in->masks[row] & ~in->frame.mask)
+                    return 0;
+            in->done = 0;
+            in->state = DATA;
+        } else {
+            i64 room, size;
+            if (!here)
+                return 1;
+            uint8_t *to = place(link, in, &room);
+            size = room < here ? room : here;
+            memcpy(to, data, size);
+            in->begin += size;
+            advance(link, in, size);
+        }
+    }
+}
+
+/* Receives the data of a large frame where they go. Returns as recvmsg does. */
+static ssize_t receive_in_place(Link *link, Incoming *in)
+{
+    struct iovec vectors[MOST_VECTORS];
+    Frame *frame = &in->frame;
+    i64 num = 1, room;
+    vectors[0].iov_base = place(link, in, &room);
+    vectors[0].iov_len = room;
+    if (frame->kind == ROWS) {
+        i64 counts[MOST];
+        memcpy(counts, in->counts, sizeof counts);
+        for (i64 row = in->row; row < frame->length && num < MOST_VECTORS; row++) {
+            for (u64 wanted = in->masks[row]; wanted && row > in->row; wanted = 0) {
+                i64 rank = __builtin_ctzll(wanted);
+                vectors[num].iov_base = link->spaces[frame->space].regions[rank] + frame->offset + counts[rank] * frame->row_bytes;
+                vectors[num++].iov_len = frame->row_bytes;
+            }
+            for (u64 wanted = in->masks[row]; wanted; wanted &= wanted - 1)
+                counts[__builtin_ctzll(wanted)]++;
+        }
+    }
+    struct msghdr message = {.msg_iov = vectors, .msg_iovlen = num};
+    ssize_t size = recvmsg(in->fd, &message, MSG_DONTWAIT);
+    for (ssize_t left = size; left > 0;) {
+        i64 part;
+        place(link, in, &part);
+        part = part < left ? part : left;
+        advance(link, in, part);
+        left -= part;
+    }
+    return size;
+}
+
+/* Takes in what has come. Returns the bytes. */
+static i64 pull(Link *link, Incoming *in)
+{
+    i64 all = 0;
+    while (!in->error) {
+        ssize_t size;
+        i64 left = 0;
+        if (in->state == DATA && in->begin == in->end)
+            left = in->frame.kind == WRITE ? in->frame.length - in->done
+                                           : (in->frame.length - in->row) * in->frame.row_bytes - in->done;
+        if (left >= DIRECT_BYTES)
+            size = receive_in_place(link, in);
+        else {
+            memmove(in->buffer, in->buffer + in->begin, in->end - in->begin);
+            in->end -= in->begin;
+            in->begin = 0;
+            size = recv(in->fd, in->buffer + in->end, BUFFER_BYTES - in->end, MSG_DONTWAIT);
+            if (size > 0) {
+                in->end += size;
+                if (!apply(link, in))
+                    in->error = EPROTO;
+            }
+        }
+        if (size == 0)
+            in->error = ECONNRESET;
+        else if (size < 0 && errno != EINTR) {
+            if (errno != EAGAIN && errno != EWOULDBLOCK)
+                in->error = errno;
+            break;
+        } else if (size > 0) {
+            all += size;
+            if (size < BUFFER_BYTES / 2 && left < DIRECT_BYTES)
+                break; /* most likely there is no more; one system call saved */
+        }
+    }
+    if (in->error)
+        epoll_ctl(link->epoll, EPOLL_CTL_DEL, in->fd, NULL);
+    in->received += all;
+    return all;
+}
+
+static i64 progress(Link *link)
+{
+    i64 bytes = 0;
+    if (!pthread_mutex_trylock(&link->receiving)) {
+        for (i64 i = 0; i < link->num_in; i++)
+            bytes += pull(link, link->in + i);
+        pthread_mutex_unlock(&link->receiving);
+    }
+    if (!pthread_mutex_trylock(&link->sending)) {
+        for (i64 i = 0; i < link->num_out; i++)
+            if (link->out[i].head)
+                bytes += push(link, link->out + i);
+        pthread_mutex_unlock(&link->sending);
+    }
+    if (bytes)
+        __atomic_store_n(&link->busy_ns, now_ns(), __ATOMIC_RELAXED);
+    return bytes;
+}
+
+/* Called by who waits. Returns the bytes that were moved. */
+i64 link_poll(Link *link)
+{
+    __atomic_store_n(&link->polled_ns, now_ns(), __ATOMIC_RELAXED);
+    return progress(link);
+}
+
+/* Returns the first connection, counted from 1, that has not taken all that was posted; 0: none. */
+i64 link_unsent(Link *link)
+{
+    i64 found = 0;
+    pthread_mutex_lock(&link->sending);
+    for (i64 i = link->num_out - 1; i >= 0; i--) {
+        push(link, link->out + i);
+        if (link->out[i].head)
+            found = i + 1;
+    }
+    pthread_mutex_unlock(&link->sending);
+    return found;
+}
+
+static void *run(void *argument)
+{
+    Link *link = argument;
+    struct timespec pause = {0, PAUSE_NS};
+    prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
+    prctl(PR_SET_NAME, "link between hosts", 0, 0, 0);
+    while (!__atomic_load_n(&link->ends, __ATOMIC_RELAXED)) {
+        i64 now = now_ns();
+        if (now - __atomic_load_n(&link->busy_ns, __ATOMIC_RELAXED) > ACTIVE_NS) {
+            struct epoll_event event;
+            u64 count;
+            if (epoll_wait(link->epoll, &event, 1, 1000) > 0 && event.data.fd == link->wake &&
+                read(link->wake, &count, sizeof count) < 0)
+                continue;
+            __atomic_store_n(&link->busy_ns, now_ns(), __ATOMIC_RELAXED);
+            progress(link);
+            continue;
+        }
+        if (now - __atomic_load_n(&link->polled_ns, __ATOMIC_RELAXED) < PAUSE_NS || !progress(link))
+            nanosleep(&pause, NULL);
+    }
+    return NULL;
+}
+
+/* --- making --- */
+
+Link *link_new(void)
+{
+    Link *link = calloc(1, sizeof(Link));
+    pthread_mutex_init(&link->sending, NULL);
+    pthread_mutex_init(&link->receiving, NULL);
+    link->epoll = epoll_create1(EPOLL_CLOEXEC);
+    link->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    struct epoll_event event = {.events = EPOLLIN, .data.fd = link->wake};
+    epoll_ctl(link->epoll, EPOLL_CTL_ADD, link->wake, &event);
+    return link;
+}
+
+/* ranks: of the host at the other end, as bits. Returns the number of the connection. */
+i64 link_connect(Link *link, i64 fd, i64 ranks)
+{
+    link->out[link->num_out] = (Outgoing){.fd = fd};
+    link->ranks_of[link->num_out] = ranks;
+    return link->num_out++;
+}
+
+void link_accept(Link *link, i64 fd)
+{
+    struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP, .data.fd = fd};
+    link->in[link->num_in++] = (Incoming){.fd = fd, .buffer = malloc(BUFFER_BYTES)};
+    epoll_ctl(link->epoll, EPOLL_CTL_ADD, fd, &event);
+}
+
+void link_region(Link *link, i64 space, i64 rank, uint8_t *base, i64 size)
+{
+    link->spaces[space].regions[rank] = base;
+    link->spaces[space].sizes[rank] = size;
+}
+
+/* Returns 0, or an error number. */
+i64 link_start(Link *link)
+{
+    int error = pthread_create(&link->thread, NULL, run, link);
+    link->has_thread = !error;
+    return error;
+}
+
+/* Returns the error number of an outgoing connection, or 0. */
+i64 link_out_error(Link *link, i64 number) { return link->out[number].error; }
+i64 link_in_error(Link *link, i64 number) { return link->in[number].error; }
+i64 link_bytes(Link *link, i64 number) { return link->out[number].sent; }
+
+/* Ends the thread and frees everything but the descriptors, which are the caller's. */
+void link_free(Link *link)
+{
+    u64 one = 1;
+    __atomic_store_n(&link->ends, 1, __ATOMIC_RELAXED);
+    if (link->has_thread && write(link->wake, &one, sizeof one) > 0)
+        pthread_join(link->thread, NULL);
+    for (i64 i = 0; i < link->num_out; i++)
+        for (Batch *batch = link->out[i].head, *next; batch; batch = next) {
+            next = batch->next;
+            batch->next = link->spare;
+            link->spare = batch;
+        }
+    for (Batch *batch = link->spare, *next; batch; batch = next) {
+        next = batch->next;
+        free(batch->vectors);
+        free(batch->small);
+        free(batch);
+    }
+    for (i64 i = 0; i < link->num_in; i++) {
+        free(link->in[i].buffer);
+        free(link->in[i].masks);
+    }
+    close(link->epoll);
+    close(link->wake);
+    free(link);
+}

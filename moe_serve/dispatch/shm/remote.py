@@ -1,0 +1,99 @@
+"""The calls of the shared-memory transport towards ranks of other hosts: what is announced here is sent there.
+
+Each host has a region for each rank of another host, divided like the real one. A rank writes its counts, its heads and
+entries into its slice of that region as for a neighbour; from there they go to the same place of the real one. Rows go
+there straight from where they are, once for each host. Results come into the copy of their sender's send buffer, where
+they are read like those of a neighbour. So nothing but this file, and who makes the regions, knows of other hosts.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+from moe_serve.dispatch.hosts.link import Space
+from moe_serve.dispatch.shm.region import COUNTS, RESULTS, ROWS, Int64Array, ReceiveSlice
+from moe_serve.errors import PeerError
+
+Check = Callable[[list[int], str, int, float], None]
+
+
+class RemotePeers:
+    """The ranks of other hosts."""
+
+    def __init__(self, space: Space, slices: list[ReceiveSlice], others: list[int], deadline_s: float):
+        """slices: where this rank writes in the region of each rank;  others: the ranks that take part beside it"""
+        self._space, self._link, self._deadline_s = space, space.link, deadline_s
+        hosts, link = space.link.hosts, space.link
+        self._ranks = [rank for rank in others if rank not in link.local_ranks]
+        on = {host: [rank for rank in hosts.ranks(host) if rank in others] for host in link.others}
+        self._on = {host: sum(1 << rank for rank in ranks) for host, ranks in on.items() if ranks}
+        some = self._ranks[0]  # a slice lies at the same place of every region
+        base, slice_there = space.regions[some].data_ptr(), slices[some]
+        self._flags_at = _address(slice_there.flags) - base
+        self._counts = [(_address(counts), _address(counts) - base) for counts in slice_there.counts]
+
+    def counts(self, buffer: int, num_counts: int, flag: int) -> None:
+        """Sends the counts that lie in the slice of every rank."""
+        source, offset = self._counts[buffer]
+        for host, ranks in self._on.items():
+            self._space.write(host, ranks, offset, source, 8 * num_counts, self._flag(COUNTS + buffer), flag)
+
+    def rows(self, facts: int, buffer: int, num_tokens: int, topk: int, own: int, block: int, flag: int) -> None:
+        """Sends what `send_rows` has planned. own: where this rank's rows are"""
+        for host, ranks in self._on.items():
+            at = self._flag(ROWS + buffer)
+            self._space.rows(host, facts, buffer, ranks, num_tokens, topk, own, block, at, flag)
+
+    def results(self, facts: int, buffer: int, num_tokens: int, topk: int, block: int, flag: int) -> None:
+        """Sends the results that lie in the send buffer to the ranks that wait for them."""
+        for rank in self._ranks:
+            self._space.results(rank, facts, buffer, num_tokens, topk, block, self._flag(RESULTS + buffer), flag)
+
+    def acknowledge(self, column: int, flag: int) -> None:
+        """Tells all ranks that what they sent has been read."""
+        for host, ranks in self._on.items():
+            self._space.write(host, ranks, 0, 0, 0, self._flag(column), flag)
+
+    def finish_sending(self, phase: str, sequence: int) -> None:
+        """Waits until the connections have taken all rows, which the caller may change from then on.
+
+        Raises PeerError where a host takes nothing for a whole deadline.
+        """
+        started_s = time.monotonic()
+        while (rank := self._link.unsent()) is not None:
+            self._raise_lost(phase, sequence)
+            if time.monotonic() - started_s > self._deadline_s:
+                text = (
+                    f"rank {rank}, on another host, has taken no rows for {self._deadline_s:g} s in {phase} {sequence}"
+                )
+                raise PeerError(f"{text}; look at its last lines, and at the network between", rank, phase, sequence)
+            self._link.poll()
+            os.sched_yield()
+
+    def checked(self, check: Check) -> Check:
+        """Returns a check of a wait that also looks whether a connection has ended."""
+
+        def both(missing: list[int], phase: str, sequence: int, waited_s: float) -> None:
+            self._raise_lost(phase, sequence)
+            check(missing, phase, sequence, waited_s)
+
+        return both
+
+    def _raise_lost(self, phase: str, sequence: int) -> None:
+        for rank, why in self._link.lost():
+            if rank in self._ranks:
+                text = f"rank {rank}, on another host, was lost before {phase} {sequence}: {why}"
+                raise PeerError(text, rank, phase, sequence)
+
+    @property
+    def poll(self) -> Callable[[], object]:
+        """Takes in what other hosts have sent."""
+        return self._link.poll
+
+    def _flag(self, column: int) -> int:
+        return self._flags_at + 8 * column
+
+
+def _address(array: Int64Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
