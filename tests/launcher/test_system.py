@@ -38,7 +38,7 @@ def test_it_serves_and_ctrl_c_leaves_nothing(tmp_path, monkeypatch):
         assert client.get("/ready").status_code == 200
         pids = system.descendants()
         port = client.base_url.port
-        assert len(pids) == 5  # two ranks, the front end, and its two parsers of large bodies
+        assert len(pids) == 3  # two ranks and the front end
         assert system.end(signal.SIGINT) == 0
         assert gone(pids)
         assert list(tmp_path.iterdir()) == []
@@ -242,7 +242,7 @@ def test_an_address_of_another_machine_is_not_called_a_port_in_use():
 def test_one_of_two_front_ends_may_die_and_comes_back_while_the_other_serves():
     with serving("server.api_workers=2", mishap="all:slow") as system, system.client() as client:
         pids = system.descendants()
-        assert len(pids) == 8, "two ranks, and two front ends with two helpers each"
+        assert len(pids) == 4, "two ranks and two front ends"
         own = {number: pid for pid in pids for number in (0, 1) if is_front_end(pid, number)}
         assert own.keys() == {0, 1}
         with httpx.Client(base_url=client.base_url, timeout=30, trust_env=False) as other:

@@ -35,10 +35,9 @@ _ARGUMENTS = {
 _HELLO = struct.Struct("<8sII16s")  # magic, the rank that speaks, the rank that it takes the other one for, its nonce
 _MAGIC = b"moelink1"
 _PROOF_BYTES = 32
-_MOST_STRANGERS = 1000  # connections that prove nothing before a rank gives up
-NO_FLAG = -1
+_MOST_UNAUTHENTICATED = 1000  # connections before a rank gives up
+_HANDSHAKE_S = 5.0  # of one connection
 _MOST_SPACES = 64
-EOF = "it closed the connection"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class HostLink:
         self.local_ranks = hosts.ranks(own)
         self.local_mask = sum(1 << each for each in self.local_ranks)
         self._link, self._sockets = 0, list[socket.socket]()
-        self._library, self.compiler = load_c_library(_SOURCE, _ARGUMENTS)
+        self._library, _ = load_c_library(_SOURCE, _ARGUMENTS)
         self._link = self._library.link_new()
         self._number: dict[int, int] = {}  # of the connection to each host
         self._sources: list[int] = []  # ranks whose frames come in here, by connection
@@ -106,7 +105,7 @@ class HostLink:
         elsewhere = [rank for rank, host in enumerate(hosts.of_rank) if host != own]
         wanted = {rank for rank in elsewhere if hosts.entry(rank, own) == self.rank}
         accepted: dict[int, socket.socket] = {}
-        strangers = 0
+        refused = 0
         with listener, ThreadPoolExecutor(max(len(self.others), 1)) as threads:
             dialled = {
                 host: threads.submit(self._dial, addresses[peer], peer, key, until_s)
@@ -117,7 +116,7 @@ class HostLink:
                 found = self._accept(listener, key, until_s, min(missing))
                 if found is not None and found[0] in missing:
                     accepted[found[0]] = found[1]
-                elif (strangers := strangers + 1) > _MOST_STRANGERS:
+                elif (refused := refused + 1) > _MOST_UNAUTHENTICATED:
                     raise self._not_joined(min(missing), "unauthenticated peers keep connecting to its port")
             connected_to = {host: future.result() for host, future in dialled.items()}
         for host, connected in connected_to.items():
@@ -218,7 +217,7 @@ class HostLink:
         except OSError:
             raise self._not_joined(missing, "it has not connected to this rank") from None
         try:
-            connected.settimeout(max(min(until_s - time.monotonic(), 5.0), 0.001))
+            connected.settimeout(max(min(until_s - time.monotonic(), _HANDSHAKE_S), 0.001))
             hello = _receive(connected, _HELLO.size)
             magic, source, here, _ = _HELLO.unpack(hello)
             if magic != _MAGIC or here != self.rank:
@@ -251,7 +250,7 @@ class Calls:
 class Space:
     """Memory of all ranks that hosts share by a link. All arguments are numbers and addresses, as in link.c."""
 
-    def __init__(self, link: HostLink, calls: "Calls", number: int, regions: Sequence[Tensor]):
+    def __init__(self, link: HostLink, calls: Calls, number: int, regions: Sequence[Tensor]):
         """regions: of all ranks, as they are mapped here"""
         self.link, self.regions = link, regions
         self._calls, self._number = calls, number
@@ -281,6 +280,6 @@ def _receive(connected: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = connected.recv(size - len(data))
         if not part:
-            raise OSError(EOF)
+            raise OSError("it closed the connection")
         data += part
     return data

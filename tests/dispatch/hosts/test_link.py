@@ -40,10 +40,10 @@ def two_links(
     hosts = Hosts.of([0, 1])
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in keys]
     addresses = [listener.getsockname()[:2] for listener in listeners]
-    strangers = [socket.create_connection(address) for address in addresses for _ in before]
-    for stranger, data in zip(strangers, [*before, *before], strict=True):
-        stranger.sendall(data)
-        stranger.shutdown(socket.SHUT_WR)
+    unauthenticated = [socket.create_connection(address) for address in addresses for _ in before]
+    for peer, data in zip(unauthenticated, [*before, *before], strict=True):
+        peer.sendall(data)
+        peer.shutdown(socket.SHUT_WR)
     links = [HostLink(rank, hosts) for rank in range(2)]
     errors: list[BaseException | None] = [None, None]
 
@@ -58,8 +58,8 @@ def two_links(
         thread.start()
     for thread in threads:
         thread.join()
-    for stranger in strangers:
-        stranger.close()
+    for peer in unauthenticated:
+        peer.close()
     return links, errors
 
 
