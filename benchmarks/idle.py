@@ -97,11 +97,11 @@ def _rank(rank: int, folder: str, answer: Connection) -> None:
 
     from moe_serve.config import load_config
     from moe_serve.dispatch.base import EpGroup
+    from moe_serve.dispatch.peer_calls import gather_bytes
     from moe_serve.engine.build import build_engine
     from moe_serve.engine.protocol.mailbox import ZmqMailbox
     from moe_serve.engine.protocol.messages import Hello
     from moe_serve.engine.step.exchange import make_exchange
-    from moe_serve.launcher.rendezvous import gather_bytes
     from moe_serve.links.link import Link
 
     torch.set_num_threads(1)

@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_serve.errors import LostConnectionError
 
+_GATHERED_BYTES = 256  # of each rank in `gather_bytes`
 _SOURCE_LINE = re.compile(r"^\[[^]]*\] *")  # where in gloo it happened
 # What libraries say of a peer that is gone, and what we do: their words change with their versions.
 _OURS = (
@@ -31,6 +33,18 @@ def all_gather(rows: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup | N
     """Fills rows with what each rank gives as its own, in rank order."""
     with _peers("an all-gather"):
         dist.all_gather(list(rows), own, group=group)
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup) -> Sequence[bytes]:
+    """Returns every rank's data, in rank order: at most 256 bytes each, without zeros at the end.
+
+    No object collectives: those pickle.
+    """
+    assert len(data) <= _GATHERED_BYTES, f"{len(data)} bytes to gather"
+    mine = torch.frombuffer(bytearray(data.ljust(_GATHERED_BYTES, b"\0")), dtype=torch.uint8)
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    all_gather(rows, mine, group)
+    return [row.numpy().tobytes().rstrip(b"\0") for row in rows]
 
 
 def broadcast(data: Tensor, group: dist.ProcessGroup | None) -> None:

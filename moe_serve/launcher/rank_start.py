@@ -137,11 +137,11 @@ class RankStart:
 
         Returns the groups, and what all have in common.
         """
+        from moe_serve.dispatch.peer_calls import gather_bytes
         from moe_serve.launcher.rendezvous import (
             agree_on_launch,
             check_facts,
             device_of,
-            gather_bytes,
             join_groups,
             open_store,
             store_of_launch,

@@ -27,7 +27,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.capabilities import TRANSPORTS
 from moe_serve.dispatch.hosts.link import HostLink, Hosts
-from moe_serve.dispatch.peer_calls import all_gather, reason_of
+from moe_serve.dispatch.peer_calls import gather_bytes, reason_of
 from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.dispatch.shm.memory import STORE_ORDER, host_mark
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
@@ -44,7 +44,6 @@ _FAILED = "failed"  # under this key a rank says that it will not come
 _MOST_SAID = 2000  # characters
 _WARN_S = 5.0  # a rank that is not there by then is named in the log, and again whenever the wait has doubled
 _LEAVE_S = 5.0  # how long rank 0 waits for the others to have read
-_ADDRESS_BYTES = 128
 
 
 def open_store(env: RankEnv, deadline_s: float) -> Store:
@@ -336,16 +335,6 @@ def count_nodes(hosts: Sequence[bytes]) -> int:
     per_node = len(hosts) // num_nodes
     regular = len(hosts) % num_nodes == 0 and all(host == hosts[r - r % per_node] for r, host in enumerate(hosts))
     return num_nodes if regular else len(hosts)
-
-
-def gather_bytes(data: bytes, group: dist.ProcessGroup) -> Sequence[bytes]:
-    """Returns every rank's data, in rank order; at most 128 bytes each. No object collectives: those pickle."""
-    assert len(data) <= _ADDRESS_BYTES
-    mine = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
-    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    rows = [torch.empty_like(mine) for _ in range(group.size())]
-    all_gather(rows, mine, group)
-    return [bytes(row.tolist()).rstrip(b"\0") for row in rows]
 
 
 def device_of(env: RankEnv, config: ServeConfig) -> torch.device:

@@ -10,6 +10,7 @@ import zmq
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.peer_calls import gather_bytes
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.protocol.mailbox import Inbound, ZmqMailbox
 from moe_serve.engine.protocol.messages import (
@@ -24,7 +25,6 @@ from moe_serve.engine.protocol.messages import (
 )
 from moe_serve.engine.step.exchange import make_exchange
 from moe_serve.launcher.rank_env import free_port
-from moe_serve.launcher.rendezvous import gather_bytes
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from tests.engine.offline import tiny_model

@@ -8,10 +8,8 @@ not exchange experts byte for byte.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.dispatch.peer_calls import all_gather
+from moe_serve.dispatch.peer_calls import gather_bytes
 from moe_serve.engine.model.model_plan import ModelPlan
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.digest import kernel_digest
@@ -20,7 +18,6 @@ SAME_BITS = (
     "where some ranks have AMX (amx) and others have not, set engine.cpu_kernels: no_amx, else install the same C "
     "compiler on all machines, or set engine.cpu_kernels: torch"
 )
-_BYTES = 256  # of a rank's facts
 
 
 @dataclass(frozen=True)
@@ -62,13 +59,8 @@ def check_agreement(own: RankFacts, group: EpGroup) -> None:
         group.files.kernels = own.to_bytes().decode()
     if group.process_group is None or group.device.type != "cpu":
         return
-    data = own.to_bytes()
-    assert len(data) <= _BYTES, f"{len(data)} bytes of facts"
-    mine = torch.zeros(_BYTES, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = [torch.empty_like(mine) for _ in range(group.num_ranks)]
-    all_gather(rows, mine, group.process_group)
-    _refuse(disagreement([RankFacts.from_bytes(row.numpy().tobytes().rstrip(b"\0")) for row in rows]))
+    found = gather_bytes(own.to_bytes(), group.process_group)
+    _refuse(disagreement([RankFacts.from_bytes(each) for each in found]))
 
 
 def _refuse(message: str | None) -> None:
