@@ -33,8 +33,8 @@ from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, Transpor
 from moe_serve.dispatch.hosts.link import HostLink
 from moe_serve.dispatch.make import make_all_to_all
 from tests.dispatch.hosts.pretended import on_hosts
+from tests.launcher.hosts import Host, can_make_hosts, make_hosts
 from tests.launcher.running import eventually
-from tests.launcher.two_hosts import Host, can_make_hosts, two_hosts
 from tests.ranks import run_ranks
 
 NUM_TOKENS, HIDDEN, TOPK, NUM_EXPERTS = 128, 7168, 8, 64
@@ -211,9 +211,9 @@ def serving_rows(rounds: int) -> list[dict[str, Any]]:
     os.environ |= {"MOE_SERVE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
     rates: dict[tuple[str, int], float] = {}
     answers = set()
-    with two_hosts() as hosts:
+    with make_hosts(2) as (a, b):
         for name, per_host, settings, _ in SYSTEMS:
-            for batch, (found, answer) in serve(hosts, per_host, settings, rounds).items():
+            for batch, (found, answer) in serve((a, b), per_host, settings, rounds).items():
                 rates[name, batch] = statistics.median(found)
                 answers.add(tuple(answer))
     assert len(answers) == 1, "the same tokens everywhere"

@@ -8,8 +8,8 @@ import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.launcher.llm import LLM
+from tests.launcher.hosts import Host, can_make_hosts, make_hosts, set_cable
 from tests.launcher.running import Running, eventually
-from tests.launcher.two_hosts import Host, can_make_hosts, set_cable, two_hosts
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -27,8 +27,8 @@ CALL = json.dumps({"text": "def ", "sampling_params": {"temperature": 0, "max_ne
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
     monkeypatch.setenv("MOE_SERVE_TOKEN", "0123456789abcdef" * 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with two_hosts() as made:
-        yield made
+    with make_hosts(2) as (a, b):
+        yield a, b
 
 
 def settings(first: Host) -> list[str]:
