@@ -138,7 +138,7 @@ class RecordedRunner:
         batch, num_rows = step.batch, step.batch.num_tokens
         recorded = self._recorded
         if recorded is None or recorded.capacity < num_rows or recorded.cache is not step.cache:
-            recorded = self._record(max(num_rows, 1), step.cache)
+            recorded = self.record(max(num_rows, 1), step.cache)
         inputs = self._inputs
         if inputs is None or not inputs.is_of(batch):
             inputs = self._inputs = BatchInputs(batch, self._shape, self._vocab_size)
@@ -152,12 +152,11 @@ class RecordedRunner:
         logits: Tensor = self._stack.head(self._rows[rows.start : rows.stop])
         return logits
 
-    def _record(self, num_rows: int, cache: KvCache) -> "RecordedStep":
+    def record(self, num_rows: int, cache: KvCache) -> "RecordedStep":
         """Records the layers for steps of at least num_rows rows over this cache."""
         self._recorded = self._rows = None  # frees the buffers before there are new ones
-        step = RecordedStep(
-            max(SMALLEST, 1 << (num_rows - 1).bit_length()), cache, self._rope, self._shape, self._clock
-        )
+        capacity = max(SMALLEST, 1 << (num_rows - 1).bit_length())
+        step = RecordedStep(capacity, cache, self._rope, self._shape, self._clock)
         self._rows = self._stack(step)
         step.logits(self._stack.head, self._rows)
         self._recorded = step
@@ -171,7 +170,7 @@ class RecordedStep(Step, Recorder):
     long_chunks = ()
 
     def __init__(self, capacity: int, cache: KvCache, rope: RopeTable, shape: AttendShape, clock: PartClock):
-        Recorder.__init__(self, cpu_library(), capacity, clock)
+        Recorder.__init__(self, cpu_library(), capacity, clock, rope.table.device)
         self.cache = cache
         self._shape = shape
         table = RowTable.of(torch.view_as_real(rope.table).flatten(1))

@@ -33,8 +33,8 @@ class PackedMlp:
     def __init__(self, gate_up: Tensor, down: Tensor, scales: Scales = (None, None)):
         """gate_up: [2 I, H], gate rows first;  down: [H, I]; float32, bfloat16, or FP8 with scales"""
         hidden, width = down.shape
-        packed_gate_up = zeros_in_huge_pages((1, gate_up_size(width, hidden)), gate_up.dtype)
-        packed_down = zeros_in_huge_pages((1, packed_size(hidden, width)), down.dtype)
+        packed_gate_up = zeros_in_huge_pages((1, gate_up_size(width, hidden)), gate_up.dtype, gate_up.device)
+        packed_down = zeros_in_huge_pages((1, packed_size(hidden, width)), down.dtype, down.device)
         pack_gate_up(gate_up, packed_gate_up[0])
         pack(down, packed_down[0])
         gate_up_scale, down_scale = (None if scale is None else scale[None] for scale in scales)

@@ -93,6 +93,22 @@ def dummy_weights(share: WeightShare, seed: int = 0) -> LoadedWeights:
     return LoadedWeights(dense, experts, share.slot_form, 0)
 
 
+def no_weights(share: WeightShare) -> LoadedWeights:
+    """Returns the tensors of a share with their shapes alone: its device is meta."""
+    dense = {
+        plan.name: torch.empty(plan.shape, dtype=share.dense_dtype(plan), device=share.device)
+        for plan in dense_tensors(share.spec)
+    }
+    experts = {
+        layer: {
+            name: torch.empty(share.num_slots, *shape, dtype=dtype, device=share.device)
+            for name, (shape, dtype) in share.slot_form.tensors.items()
+        }
+        for layer in share.spec.moe_layer_ids
+    }
+    return LoadedWeights(dense, experts, share.slot_form, 0)
+
+
 class WeightSource(Protocol):
     """Gives single tensors: CheckpointWeights, DummyWeights."""
 

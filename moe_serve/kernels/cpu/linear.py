@@ -42,7 +42,7 @@ class _Projection:
         heads, n, k = weight.shape
         scales = [(n,), (num_groups(n), num_groups(k))] if weight.dtype == torch.float8_e4m3fn else [None]
         assert (None if scale is None else scale.shape) in scales, f"{weight.dtype} with scales {scale}"
-        self._packed = zeros_in_huge_pages((heads, packed_size(n, k)), weight.dtype)
+        self._packed = zeros_in_huge_pages((heads, packed_size(n, k)), weight.dtype, weight.device)
         for head in range(heads):
             pack(weight[head], self._packed[head])
         self._bias = None if bias is None else bias.float().contiguous()

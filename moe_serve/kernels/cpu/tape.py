@@ -73,8 +73,11 @@ class Tape:
     ids, positions, slots: [capacity] int64, stand for the step's own tensors, whose addresses change from run to run
     """
 
-    def __init__(self, library: CpuLibrary, capacity: int, clock: PartClock):
-        """clock: is told which part of the step runs"""
+    def __init__(self, library: CpuLibrary, capacity: int, clock: PartClock, device: torch.device | str = "cpu"):
+        """clock: is told which part of the step runs
+
+        device: of the buffers; meta counts them (`buffer_bytes`), and what is noted on them cannot run
+        """
         self.capacity = capacity
         self.part = OTHER  # of what is noted next
         self.num_rows = ctypes.c_int64()  # of the step that runs
@@ -82,6 +85,7 @@ class Tape:
         self._inputs = {id(self.ids): IDS, id(self.positions): POSITIONS, id(self.slots): SLOTS}
         self._library = library
         self._clock = clock
+        self._device = torch.device(device)
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._kept: list[object] = []  # whose addresses the programs hold
         self._programs = [Program(library, clock)]
@@ -91,8 +95,13 @@ class Tape:
         """Returns the buffer of a name, [capacity, *shape]; the same one for the same name and shape."""
         key = (name, *shape, dtype)
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(self.capacity, *shape, dtype=dtype)
+            self._buffers[key] = torch.empty(self.capacity, *shape, dtype=dtype, device=self._device)
         return self._buffers[key]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The size of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def call(self, kernel: str, *arguments: Tensor | int | Input, keep: object = None) -> None:
         """Notes a call. A tensor stands for its address, and lives as long as the tape, and so does `keep`."""
@@ -118,7 +127,10 @@ class Tape:
     def _word(self, argument: Tensor | int | Input) -> int | Input:
         if not isinstance(argument, Tensor):
             return argument
-        return self._inputs[id(argument)] if argument.is_meta else argument.data_ptr()
+        if (changing := self._inputs.get(id(argument))) is not None:
+            return changing
+        assert not argument.is_meta or self._device.type == "meta", "a tensor without memory"
+        return argument.data_ptr()
 
 
 class Program:

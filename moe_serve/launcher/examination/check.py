@@ -21,6 +21,7 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import BufferLimits
 from moe_serve.dispatch.buffer_sizes import BufferSizes
 from moe_serve.engine.model.model_plan import ModelPlan, choose_numerics, compute_dtype
+from moe_serve.engine.model.working_memory import StepSizes, working_memory
 from moe_serve.engine.output.row_logprobs import rows_at_once
 from moe_serve.errors import LaunchError, MoeServeError, PortError
 from moe_serve.launcher.examination.transport import TransportReport, describe_loss, describe_transport, look_here
@@ -29,7 +30,6 @@ from moe_serve.models.families.registry import read_spec
 from moe_serve.models.layers import rope_table_bytes
 from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import GqaSpec, ModelSpec
-from moe_serve.models.working_memory import StepSizes, working_memory
 from moe_serve.server.edge.ports import open_port
 
 _FILE_WIDTH = 400  # a file has no width, and wrapped cells are hard to search

@@ -10,12 +10,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.scheduler import ScheduledChunk
+from moe_serve.engine.model.working_memory import StepSizes, working_memory
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import dummy_weights
-from moe_serve.models.working_memory import StepSizes, working_memory
 from tests.engine.offline import tiny_model
 from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, decoder_with, one_rank
 
@@ -104,4 +104,5 @@ def test_the_largest_step_takes_what_is_said_and_not_much_less(family: str, nume
         runner = Runner(decoder, numerics, num_blocks=KEYS // BLOCK_SIZE)
         peaks[name] = peak_bytes(runner, step)
     measured = max(peaks.values())
-    assert measured <= said < 1.7 * measured, f"{said} for {largest}; {peaks}"
+    most = 1.03 if numerics.compiled else 1.7  # a recording says the sizes of its buffers
+    assert measured <= said < most * measured, f"{said} for {largest}; {peaks}"

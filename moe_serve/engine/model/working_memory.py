@@ -1,21 +1,31 @@
 """The memory that one step takes at its largest beside weights and KV cache.
 
 With torch and Triton the phases of a layer follow each other, so a step takes its rows between layers and the largest
-phase. The compiled CPU kernels write to buffers that stay. Sizes follow from the code; a test compares them with the
-allocator's peak.
+phase, whose sizes are worked out here. The compiled CPU kernels write to buffers that stay: those of a recording. A
+test compares both with the allocator's peak.
 
 Shape words: T = rows, K = keys of the longest sequence, H = hidden, n = sequences.
 """
 
 from dataclasses import dataclass
 
+import torch
+
 from moe_serve.attention_dp.attention_plan import LARGEST_GATHER
-from moe_serve.kernels.cpu.packed import padded
+from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.dispatch.local import OneRank
+from moe_serve.dispatch.wire import make_wire
+from moe_serve.ep.moe_layer import ExpertParallel
+from moe_serve.ep.replica_map import ReplicaMap
+from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.linear import LARGEST_TILE
-from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.models.mla import expand_from
-from moe_serve.models.runners import SMALLEST
+from moe_serve.models.moe_decoder import build_decoder, kv_layouts
+from moe_serve.models.runners import RecordedRunner
 from moe_serve.models.spec import GqaSpec, IndexerSpec, MlaSpec, ModelSpec
+from moe_serve.models.weight_share import StoredWeights, WeightShare
+from moe_serve.models.weights import no_weights
 
 _INDEX = 8  # bytes of an int64
 
@@ -45,28 +55,26 @@ def working_memory(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> tup
 
 
 def _buffers(spec: ModelSpec, sizes: StepSizes) -> int:
-    """Returns the bytes of the buffers of models/runners.py, and of a step's logits."""
-    capacity = 1 << (max(sizes.rows, SMALLEST) - 1).bit_length()
-    hidden, attention = spec.hidden, spec.attention
-    elements = 7 * hidden + spec.rope.dim  # residual, two norms, logit rows; results of attention, experts, an MLP
-    if isinstance(attention, GqaSpec):
-        elements += (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-    else:
-        heads, rank = attention.num_heads, attention.q_lora_rank
-        queries = heads * attention.query_dim
-        if (indexer := attention.indexer) is not None:
-            elements += indexer.num_heads * (indexer.width + 1) + 2 * indexer.width
-        elements += attention.latent_dim + (queries if rank is None else 2 * rank + queries)
-        elements += heads * (attention.latent_dim + attention.kv_lora_rank + attention.value_dim)
-    per_entry = 2 * hidden + padded(spec.moe_intermediate)
-    elements += spec.num_logical + spec.topk * (per_entry + 1) + padded(spec.shared_intermediate)
-    elements += int(spec.has_shared_gate)
-    elements += hidden if spec.router.scales_input else 0
-    if spec.num_moe_layers < spec.num_layers:
-        elements += padded(spec.dense_intermediate)
-    row_bytes = elements * sizes.itemsize + 3 * spec.topk * _INDEX
-    step_rows = sizes.rows * 8 * _INDEX  # the numbers of a batch
-    return capacity * row_bytes + step_rows + 2 * sizes.sequences * spec.vocab_size * 4
+    """Returns the bytes of the buffers of a recorded step, and of its logits.
+
+    The decoder is recorded on tensors without memory, as one rank that holds all experts.
+    """
+    experts = Placement.trivial(spec.num_moe_layers, spec.num_logical, 1, moe_layer_ids=spec.moe_layer_ids)
+    share = WeightShare(spec, experts, 0, torch.float32, "meta", stored=StoredWeights.of(spec, None))
+    one_rank = ExpertParallel(
+        rank=0,
+        router=spec.router,
+        all_to_all=OneRank(spec.num_logical, make_wire("auto", torch.float32)),
+        replica_map=ReplicaMap(experts),
+        recorder=None,
+        max_tokens_per_rank=sizes.rows,
+        numerics=COMPILED,
+    )
+    run = build_decoder(spec, no_weights(share), one_rank, "meta").run
+    assert isinstance(run, RecordedRunner)
+    recorded = run.record(sizes.rows, KvCache(kv_layouts(spec), 1, 1, torch.float32, "meta"))
+    batch = sizes.rows * 8 * _INDEX
+    return recorded.buffer_bytes + batch + 2 * sizes.sequences * spec.vocab_size * 4
 
 
 def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, int]:
