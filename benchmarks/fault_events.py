@@ -125,5 +125,5 @@ class Faults:
 
     async def _bad_input(self) -> None:
         for data in (b"{", b"[]", b'{"text": 5}', b'{"input_ids": [-1]}', b"\xff" * 4096, b"[" * 5000):
-            status, _, _ = await stream(self._system.port, data)
+            status, _, _ = await stream(self._system.connect, data)
             assert 400 <= status < 500, status

@@ -4,10 +4,11 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 PROMPTS = ("def __init__(self", "import os", "class A:", "The server", "x = [", "for i in range(", "return", "# how")
+Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]  # to a front end
 _STREAM_S = 120.0  # within which a stream must end, faults included
 
 
@@ -32,11 +33,11 @@ def body(number: int, num_tokens: int) -> bytes:
 
 
 async def stream(
-    port: int, data: bytes, begin: Callable[[int], None] = lambda port: None
+    connect: Connect, data: bytes, begin: Callable[[int], None] = lambda port: None
 ) -> tuple[int, list[int] | None, tuple[float, float]]:
     """Returns status, tokens (None: ended with an error or without an end) and the longest pause of one stream, with
     the time at which it ended. begin: is told the client's own port"""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await connect()
     begin(writer.get_extra_info("sockname")[1])
     writer.write(
         b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -59,9 +60,9 @@ async def stream(
     return status, tokens if is_whole else None, longest
 
 
-async def right_tokens(port: int, count: int, num_tokens: int) -> list[list[int]]:
+async def right_tokens(connect: Connect, count: int, num_tokens: int) -> list[list[int]]:
     """Returns the tokens of each request of the list, with nothing going wrong."""
-    answers = await asyncio.gather(*[stream(port, body(number, num_tokens)) for number in range(count)])
+    answers = await asyncio.gather(*[stream(connect, body(number, num_tokens)) for number in range(count)])
     assert all(status == 200 and tokens is not None for status, tokens, _ in answers)
     return [tokens for _, tokens, _ in answers if tokens is not None]
 
@@ -72,10 +73,10 @@ class Load:
     cut_off: ports of the clients whose front end was killed while they were connected to it
     """
 
-    def __init__(self, port: int, right: list[list[int]], num_tokens: int, cut_off: set[int]):
+    def __init__(self, connect: Connect, right: list[list[int]], num_tokens: int, cut_off: set[int]):
         self.tally = Tally()
         self.goes_on = True
-        self._port = port
+        self._connect = connect
         self._right = right
         self._num_tokens = num_tokens
         self._cut_off = cut_off
@@ -92,7 +93,7 @@ class Load:
             own: list[int] = []
             try:
                 async with asyncio.timeout(_STREAM_S):
-                    status, tokens, pause = await stream(self._port, body(number, self._num_tokens), own.append)
+                    status, tokens, pause = await stream(self._connect, body(number, self._num_tokens), own.append)
             except (OSError, TimeoutError, IndexError):
                 self._count_lost(own)
                 continue

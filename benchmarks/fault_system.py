@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -77,6 +78,10 @@ class FaultySystem:
         self._folder.cleanup()
         if kind is None:
             self._log.unlink()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Returns a connection with a front end."""
+        return await asyncio.open_connection("127.0.0.1", self.port)
 
     def info(self) -> dict[str, Any]:
         """Returns /server_info."""
@@ -175,18 +180,26 @@ def _rank_of(pid: int) -> str:
 
 def _cut_connections(pid: int, name: str) -> int:
     """Shuts down the sockets of a process that are connected to a path with this end; returns how many."""
-    process, count = os.pidfd_open(pid), 0
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        number = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, int(link.name), 0)
-        if number < 0:
-            continue  # closed meanwhile
-        if not os.readlink(link).startswith("socket:"):
-            os.close(number)
-            continue
-        with socket.socket(fileno=number) as connection, contextlib.suppress(OSError):
+    count = 0
+    for connection in sockets_of(pid):
+        with contextlib.suppress(OSError):
             peer = connection.getpeername()
             if connection.family == socket.AF_UNIX and isinstance(peer, str) and peer.endswith(name):
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
-    os.close(process)
     return count
+
+
+def sockets_of(pid: int) -> Iterator[socket.socket]:
+    """Yields a duplicate of each socket of a process, open until the next one is asked for."""
+    process = os.pidfd_open(pid)
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        number = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, int(link.name), 0)
+        if number < 0:
+            continue  # closed meanwhile
+        with contextlib.suppress(OSError):
+            if os.readlink(link).startswith("socket:"):
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    yield connection
+        os.close(number)
+    os.close(process)

@@ -4,6 +4,7 @@
     python -m benchmarks.faults --minutes 30 [--redundant 64]      a soak: faults in turn, as long as that
     python -m benchmarks.faults --minutes 30 --spare 0             a soak in which rank 0 is never killed: its curve
     python -m benchmarks.faults --minutes 10 --redundant 64 --front-ends 2   front ends and ranks are killed together
+    python -m benchmarks.faults --hosts 2 --ranks 4 --redundant 32 --events 100   hosts, their cables and links as well
 
 Serves the demo model by `moe-serve serve`, with live balancing and a trace. Streams go on all the time; a stream that
 ends is replaced by the next one of a fixed list. One fault after the other is injected, once all ranks serve again. The
@@ -14,6 +15,11 @@ long as the whole soak while the others are killed to its end; a table has what 
 front end and a rank are killed within two seconds, in either order: streams that were connected to that front end are
 counted apart, and a restart of all ranks is a failure. A run that is
 interrupted (SIGINT, SIGTERM) writes its tables too. A cycle of all faults takes about one minute.
+
+With --hosts the ranks are on so many hosts, which are network namespaces (needs root), with --ranks in all. Tokens are
+compared with those of one rank. While a cable is cut the front ends of all hosts are asked all the time: two sides must
+never both answer. The cycle is another one: a rank or a whole host is killed, a rank is stopped for longer than its
+deadline, a cable is cut in both directions or one and mended, and connections between hosts are reset.
 """
 
 import argparse
@@ -28,6 +34,8 @@ from dataclasses import dataclass
 
 from benchmarks.conditions import conditions, save, table
 from benchmarks.fault_events import CYCLE, FRONT_ENDS, SPARES_ONE_RANK, SPARES_RANKS, Faults
+from benchmarks.fault_hosts import CYCLE as CYCLE_OF_HOSTS
+from benchmarks.fault_hosts import STEP_DEADLINE_S, HostFaults, HostsSystem, tokens_of_one_rank
 from benchmarks.fault_soak import Soak
 from benchmarks.fault_streams import Load, Tally, body, right_tokens, stream
 from benchmarks.fault_system import FaultySystem
@@ -37,6 +45,9 @@ _WHOLE_S = 180.0  # within which all ranks must serve again
 _REST_S = 3.0  # after which ranks have reported that they hold nothing
 _SPARED_SHARE = 1 / 3  # of a soak, at its end: no rank is killed, so that it shows what old ranks hold
 _PARTS = 10  # of the life of a spared rank, a row each
+
+AnySystem = FaultySystem | HostsSystem
+AnyFaults = Faults | HostFaults
 
 
 @dataclass(frozen=True)
@@ -52,15 +63,12 @@ class Event:
 class Run:
     """One run: what was injected so far, and what became of the streams."""
 
-    def __init__(self, args: argparse.Namespace, system: FaultySystem):
-        self.faults = Faults(system, args.seed, args.spare)
-        self.soak = Soak(system, args.sample)
+    def __init__(self, args: argparse.Namespace, system: AnySystem, faults: AnyFaults):
         self.num_launches_lost = 0
         self.tally = Tally()
         self.events: list[Event] = []
-        self.counters: dict[str, int] = {}
-        self.at_rest = ""
         self.stopped_by = ""
+        self._faults = faults
         self._args = args
         self._system = system
 
@@ -79,9 +87,60 @@ class Run:
         print(f"ended after {len(self.events)} faults {self.stopped_by}", flush=True)
 
     async def _disturb(self) -> None:
-        args, system = self._args, self._system
-        right = await right_tokens(system.port, 4 * args.streams, args.tokens)
-        load = Load(system.port, right, args.tokens, self.faults.cut_off)
+        raise NotImplementedError
+
+    async def _inject_in_turn(self, names: Sequence[str], ends_s: float) -> None:
+        if self._args.minutes:
+            await self._inject_until(ends_s, names)
+        else:
+            for name in itertools.islice(itertools.cycle(names), self._args.events):
+                await self._inject(name)
+
+    async def _inject_until(self, ends_s: float, names: Sequence[str]) -> None:
+        for name in itertools.cycle(names):
+            if time.monotonic() > ends_s:
+                return
+            await self._inject(name)
+
+    async def _inject(self, name: str) -> None:
+        await asyncio.sleep(self._args.pause)
+        system, begin_s, before = self._system, time.monotonic(), self.tally.finished
+        launch_id = system.info()["launch_id"]
+        if await self._faults.by_name[name]() is False:
+            return
+        status = 0
+        while status != 200:
+            assert time.monotonic() - begin_s < _READY_S, f"no answer {_READY_S:g} s after: {name}"
+            await asyncio.sleep(0.1)
+            status, _, _ = await stream(system.connect, body(0, 2))
+        answers_s = time.monotonic() - begin_s
+        await system.serves_with(self._args.ranks, _WHOLE_S)
+        self.num_launches_lost += name != "kill all ranks" and system.info()["launch_id"] != launch_id
+        self.events.append(Event(name, begin_s, answers_s, time.monotonic() - begin_s))
+        tally = self.tally
+        print(
+            f"{len(self.events)}: {name}: answers after {answers_s:.1f} s, all ranks after "
+            f"{self.events[-1].whole_s:.1f} s; streams ended {tally.finished - before}, in all lost {tally.lost}, "
+            f"wrong {tally.wrong}, cut off {tally.cut_off}",
+            flush=True,
+        )
+
+
+class RunOfOneHost(Run):
+    """One run on this host, with samples of what the processes hold."""
+
+    def __init__(self, args: argparse.Namespace, system: FaultySystem):
+        self.faults = Faults(system, args.seed, args.spare)
+        super().__init__(args, system, self.faults)
+        self.soak = Soak(system, args.sample)
+        self.counters: dict[str, int] = {}
+        self.at_rest = ""
+        self._one_host = system
+
+    async def _disturb(self) -> None:
+        args, system = self._args, self._one_host
+        right = await right_tokens(system.connect, 4 * args.streams, args.tokens)
+        load = Load(system.connect, right, args.tokens, self.faults.cut_off)
         self.tally = load.tally
         streams, samples = asyncio.create_task(load.run(args.streams)), asyncio.create_task(self.soak.run())
         try:
@@ -108,41 +167,49 @@ class Run:
                 used = sum(each["num_blocks"] - each["num_free_blocks"] for each in reports if each is not None)
                 self.at_rest = f"At rest afterwards: {self.counters['open']} open requests, {used} KV blocks in use."
 
-    async def _inject_in_turn(self, names: Sequence[str], ends_s: float) -> None:
-        if self._args.minutes:
-            await self._inject_until(ends_s, names)
-        else:
-            for name in itertools.islice(itertools.cycle(names), self._args.events):
-                await self._inject(name)
 
-    async def _inject_until(self, ends_s: float, names: Sequence[str]) -> None:
-        for name in itertools.cycle(names):
-            if time.monotonic() > ends_s:
-                return
-            await self._inject(name)
+class RunOfHosts(Run):
+    """One run over several hosts."""
 
-    async def _inject(self, name: str) -> None:
-        await asyncio.sleep(self._args.pause)
-        system, begin_s, before = self._system, time.monotonic(), self.tally.finished
-        launch_id = system.info()["launch_id"]
-        if await self.faults.by_name[name]() is False:
-            return
-        status = 0
-        while status != 200:
-            assert time.monotonic() - begin_s < _READY_S, f"no answer {_READY_S:g} s after: {name}"
-            await asyncio.sleep(0.1)
-            status, _, _ = await stream(system.port, body(0, 2))
-        answers_s = time.monotonic() - begin_s
-        await system.serves_with(self._args.ranks, _WHOLE_S)
-        self.num_launches_lost += name != "kill all ranks" and system.info()["launch_id"] != launch_id
-        self.events.append(Event(name, begin_s, answers_s, time.monotonic() - begin_s))
-        tally = self.tally
-        print(
-            f"{len(self.events)}: {name}: answers after {answers_s:.1f} s, all ranks after "
-            f"{self.events[-1].whole_s:.1f} s; streams ended {tally.finished - before}, in all lost {tally.lost}, "
-            f"wrong {tally.wrong}, cut off {tally.cut_off}; kills {self.faults.kills.total()}",
-            flush=True,
-        )
+    def __init__(self, args: argparse.Namespace, system: HostsSystem, right: list[list[int]]):
+        """right: the tokens of each request of the list"""
+        self.faults = HostFaults(system, args.seed)
+        super().__init__(args, system, self.faults)
+        self._right = right
+
+    async def _disturb(self) -> None:
+        args, system = self._args, self._system
+        await system.serves_with(args.ranks, _WHOLE_S)
+        load = Load(system.connect, self._right, args.tokens, set())
+        self.tally = load.tally
+        streams = asyncio.create_task(load.run(args.streams))
+        try:
+            await self._inject_in_turn(args.faults or CYCLE_OF_HOSTS, time.monotonic() + 60 * args.minutes)
+            load.goes_on = False
+            await streams
+        finally:
+            streams.cancel()
+            await asyncio.gather(streams, return_exceptions=True)
+
+
+def report_of_hosts(args: argparse.Namespace, facts: dict[str, object], run: RunOfHosts) -> None:
+    """Prints and saves the table of a run over several hosts."""
+    if not run.events:
+        raise SystemExit(f"nothing was injected: {run.stopped_by}")
+    tally, two_sides = run.tally, run.faults.num_two_sides
+    notes = (
+        f"Demo model, {args.ranks} ranks on {args.hosts} hosts (network namespaces), {args.redundant} redundant "
+        f"experts, engine.step_deadline_s {STEP_DEADLINE_S:g}, {args.streams} streams of {args.tokens} tokens at a "
+        f"time, {len(run.events)} faults. Streams offered {tally.offered}, finished {tally.finished}, refused "
+        f"{tally.refused} (429 or 503), lost {tally.lost}, with tokens other than one rank's {tally.wrong}; cuts "
+        f"during which two sides answered {two_sides}; restarts of all ranks {run.num_launches_lost}. {run.stopped_by} "
+        f"{args.note}"
+    )
+    rows = list(rows_of(run.events, tally.pauses))
+    name = f"faults_{args.hosts}_hosts_{args.ranks}_ranks_{args.redundant}_redundant"
+    print(save(name, "Requests while ranks, hosts and cables fail", rows, facts, notes, per_cpu=True))
+    if tally.lost or tally.wrong or two_sides or run.stopped_by or run.num_launches_lost:
+        raise SystemExit("requests were lost or wrong, two sides answered, or the run did not come to its end")
 
 
 def rows_of(events: list[Event], pauses: list[tuple[float, float]]) -> Iterator[dict[str, object]]:
@@ -166,7 +233,7 @@ def rows_of(events: list[Event], pauses: list[tuple[float, float]]) -> Iterator[
         }
 
 
-def report(args: argparse.Namespace, facts: dict[str, object], run: Run) -> None:
+def report(args: argparse.Namespace, facts: dict[str, object], run: RunOfOneHost) -> None:
     """Prints and saves the tables."""
     if not run.events:
         raise SystemExit(f"nothing was injected: {run.stopped_by}")
@@ -203,6 +270,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=len(CYCLE), help=f"faults, of a cycle of {len(CYCLE)} in turn")
     parser.add_argument("--minutes", type=float, default=0.0, help="inject faults for so long, whatever --events says")
+    parser.add_argument("--hosts", type=int, default=0, help="hosts that share the ranks; 0: this machine as it is")
+    parser.add_argument(
+        "--fault", action="append", dest="faults", choices=CYCLE_OF_HOSTS, help="with --hosts: this alone"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--redundant", type=int, default=0, help="eplb.num_redundant_experts")
     parser.add_argument("--front-ends", type=int, default=1, help="server.api_workers")
@@ -215,8 +286,15 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what else to say of the machine")
     args = parser.parse_args()
     facts = conditions("pyzmq", "msgspec")
+    if args.hosts:
+        right = asyncio.run(tokens_of_one_rank(4 * args.streams, args.tokens))
+        with HostsSystem(args.hosts, args.ranks // args.hosts, args.redundant) as hosts:
+            run_of_hosts = RunOfHosts(args, hosts, right)
+            asyncio.run(run_of_hosts.go())
+        report_of_hosts(args, facts, run_of_hosts)
+        return
     with FaultySystem(args.ranks, args.redundant, args.front_ends) as system:
-        run = Run(args, system)
+        run = RunOfOneHost(args, system)
         asyncio.run(run.go())
     report(args, facts, run)
 
