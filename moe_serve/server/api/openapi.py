@@ -1,5 +1,6 @@
 """The OpenAPI document of all routes. The schemas of bodies are those of the structs that parse them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,18 +62,22 @@ _NAMES_MODEL = (*_STREAMS[1:], "/tokenize", "/detokenize")
 _TEXT = ("/metrics", "_expert_distribution_record", "/flush_cache")  # routes whose answer is plain text
 
 
+_NAMES = {"SglangParams": "SamplingParams", "PlacementBody": "Placement"}  # which clients generated from it know
+_REF = "#/components/schemas/"
+
+
 def body_schemas(bodies: Mapping[str, type[Body]] = BODIES) -> dict[str, Schema]:
     """Returns the schema of each body, and of what it is made of, by name. bodies: by path"""
-    bodies_once = list(dict.fromkeys(bodies.values()))
+    bodies_once = {body.__name__: body for body in bodies.values()}
     _, found = msgspec.json.schema_components(
-        bodies_once, schema_hook=_only_schema, ref_template="#/components/schemas/{name}"
+        bodies_once.values(), schema_hook=_only_schema, ref_template=f"{_REF}{{name}}"
     )
-    schemas = {}
-    for body in bodies_once:
-        schema = found.pop(body.__name__)
-        schemas[_name(body)] = schema if body.example is None else {**schema, "example": body.example}
-    schemas |= found
-    for schema in schemas.values():
+    text = re.sub(f'(?<="{_REF})\\w+', lambda match: _name(match[0]), msgspec.json.encode(found).decode())
+    schemas: dict[str, Schema] = {}
+    for own_name, schema in msgspec.json.decode(text).items():
+        schemas[_name(own_name)] = schema
+        if own_name in bodies_once and (example := bodies_once[own_name].example) is not None:
+            schema["example"] = example
         schema.pop("title", None)
         for field in schema["properties"].values():
             if field.get("default", 0) is None:  # left out; what is done then is said with the type
@@ -86,8 +91,9 @@ def _only_schema(kind: type) -> Schema:
     return {"enum": list(kind.values)}
 
 
-def _name(body: type[Body]) -> str:
-    return body.__name__.removesuffix("Body") + "Request"
+def _name(struct: str) -> str:
+    """Returns the name of a struct's schema."""
+    return _NAMES.get(struct) or re.sub("Body$", "Request", struct)
 
 
 def describe(app: FastAPI, bodies: Mapping[str, type[Body]]) -> dict[str, Any]:
@@ -111,7 +117,7 @@ def _describe(operation: dict[str, Any], path: str, body: type[Body] | None) -> 
     if OPEN not in tags:
         operation["security"] = [{"admin_key" if ADMIN in tags else "api_key": []}, {}]
     if body is not None:
-        schema = {"$ref": f"#/components/schemas/{_name(body)}"}
+        schema = {"$ref": f"{_REF}{_name(body.__name__)}"}
         is_needed = body.example is not None
         operation["requestBody"] = {"required": is_needed, "content": {"application/json": {"schema": schema}}}
     responses = operation["responses"]
@@ -120,7 +126,7 @@ def _describe(operation: dict[str, Any], path: str, body: type[Body] | None) -> 
         responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     elif path.endswith(_TEXT):
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error = {"application/json": {"schema": {"$ref": f"{_REF}Error"}}}
     responses |= {status: {"description": words, "content": error} for status, words in _ERRORS.items()}
     if "{" in path or path in _NAMES_MODEL:
         responses["404"] = {"description": "there is nothing of this name", "content": error}
