@@ -20,8 +20,7 @@ from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.dispatch.base import PackedRows
 from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
 from moe_serve.ep.expert_store import ExpertStore, expert_ffn
-from moe_serve.kernels.fp8 import quantize_weight
-from moe_serve.kernels.int8 import has_vnni, quantize_int8
+from moe_serve.kernels.quantised import has_vnni, quantize_int8, quantize_weight
 
 # (whose experts, H, I, slots): together larger than the caches, but for the demo's
 SHAPES = (("demo", 192, 64, 32), ("H 512", 512, 256, 64), ("Qwen3-30B-A3B", 2048, 768, 16))

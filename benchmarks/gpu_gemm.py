@@ -16,7 +16,7 @@ from benchmarks.gpu_timing import (
 
 def packed_gemm(ceilings: Ceilings) -> list[Row]:
     from moe_serve.kernels.forms import BlockScaled
-    from moe_serve.kernels.fp8 import quantize_weight
+    from moe_serve.kernels.quantised import quantize_weight
     from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton, grouped_gemm_triton
     from moe_serve.kernels.triton.quantize import quantize_triton
 
@@ -68,7 +68,7 @@ def slab_gemm(ceilings: Ceilings) -> list[Row]:
 def slab_gemm_fp8(ceilings: Ceilings, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> Iterator[Row]:
     """x: [slots, capacity, k], weight: [slots, n, k] bfloat16, counts: [slots]"""
     from moe_serve.kernels.forms import BlockScaled
-    from moe_serve.kernels.fp8 import quantize_weight
+    from moe_serve.kernels.quantised import quantize_weight
     from moe_serve.kernels.triton.grouped_gemm import slab_gemm_fp8_triton
     from moe_serve.kernels.triton.quantize import quantize_triton
 

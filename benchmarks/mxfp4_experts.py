@@ -24,7 +24,7 @@ from moe_serve.kernels.cpu.library import AMX, cpu_library
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
 from moe_serve.kernels.forms import Activation
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
-from moe_serve.kernels.mxfp4 import dequantise_mxfp4, quantise_mxfp4
+from moe_serve.kernels.quantised import dequantise_mxfp4, quantise_mxfp4
 
 HIDDEN, WIDTH, EXPERTS, TOPK = 2880, 2880, 32, 4
 TOKENS = (1, 8, 64, 512)

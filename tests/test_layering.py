@@ -158,6 +158,10 @@ FLOORS = {
         "recovery": {"model", "protocol", "step"},  # lost ranks
         "balancing": {"recovery", "model", "protocol", "step"},  # where experts live
     },
+    "models": {
+        "families": {"hf_config", "model_files", "spec"},  # what a config.json says
+        "decoder": {"spec", "weights"},  # the arithmetic of all families
+    },
 }
 
 

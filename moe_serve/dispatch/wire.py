@@ -3,7 +3,7 @@
 Transports carry uint8 rows of a fixed size, so each of them carries each wire dtype. Every row goes through the codec,
 also the one that stays on its rank: results do not depend on where an expert lives.
 
-fp8 is DeepSeek's recipe for dispatch (kernels/fp8.py): groups of 128 channels share a float32 scale. Results are
+fp8 is DeepSeek's recipe for dispatch (kernels/quantised.py): groups of 128 channels share a float32 scale. Results are
 sent back in bf16, as DeepSeek does, since fp8 would be too coarse for partial sums.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.forms import num_groups
-from moe_serve.kernels.fp8 import dequantize, quantize
+from moe_serve.kernels.quantised import dequantize, quantize
 
 
 class Codec(Protocol):

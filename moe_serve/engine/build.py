@@ -45,8 +45,8 @@ from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
 from moe_serve.eplb.files.trace_jsonl import TraceMeta
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
+from moe_serve.models.decoder.moe_decoder import build_decoder, kv_layouts
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.moe_decoder import build_decoder, kv_layouts
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import ExpertReloader, LoadedWeights, dummy_weights, load_weights
 from moe_serve.topology import Topology

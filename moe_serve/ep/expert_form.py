@@ -24,7 +24,7 @@ import torch
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.forms import FP8_GROUP, MXFP4_BLOCK, SILU, Activation, Fp8Block, num_groups, num_scale_rows
-from moe_serve.kernels.int8 import has_vnni
+from moe_serve.kernels.quantised import has_vnni
 
 ExpertForm = Literal["dense", "fp8", "int8", "mxfp4"]
 

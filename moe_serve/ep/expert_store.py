@@ -16,17 +16,16 @@ from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, bias_of, scale
 from moe_serve.kernels.activation import clamped_swiglu_, silu_mul, silu_mul_quantize
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.forms import SILU, Activation, BlockScaled
-from moe_serve.kernels.fp8 import grouped_gemm_fp8, quantize, slab_gemm_fp8
 from moe_serve.kernels.grouped_gemm import group_rows, slab_gemm
-from moe_serve.kernels.int8 import grouped_gemm_int8, quantize_int8
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.quantised import grouped_gemm_fp8, grouped_gemm_int8, quantize, quantize_int8, slab_gemm_fp8
 
 
 class ExpertStore:
     """dict[name, Tensor [slots, ...]] at fixed addresses, in the memory order of the GEMM.
 
     For the compiled CPU kernels matrices come packed. On CPU without them a matrix [n, k] is kept as [k, n]
-    (kernels/grouped_gemm.py; int8 is not, kernels/int8.py), rewritten in the memory it was loaded into. A slot
+    (kernels/grouped_gemm.py; int8 is not, kernels/quantised.py), rewritten in the memory it was loaded into. A slot
     is the same list of contiguous tensors on every rank, so that moving an expert copies bytes and interprets none.
     """
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.forms import Activation
-from moe_serve.kernels.fp8 import quantize_reference
+from moe_serve.kernels.quantised import quantize_reference
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:

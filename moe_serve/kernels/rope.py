@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.norm import rms_norm, rms_norm_heads_
+from moe_serve.kernels.rows import rms_norm, rms_norm_heads_
 
 
 @dataclass(frozen=True)

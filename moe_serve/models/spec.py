@@ -227,7 +227,7 @@ class ModelSpec:
     activation: Activation = SILU  # of the routed experts
     checkpoint_dtype: str | None = None  # as in config.json; None: not given
     fp8_block: Fp8Block | None = None  # what shares a scale in an FP8 checkpoint
-    experts_in_mxfp4: bool = False  # the matrices of experts are stored so (kernels/mxfp4.py)
+    experts_in_mxfp4: bool = False  # the matrices of experts are stored so (kernels/quantised.py)
     layer_norm: bool = False  # norms of whole rows take the mean out, and have biases
     tensor_prefix: str = ""  # in front of the checkpoint's names
     head_bias: bool = False  # on the projection to logits

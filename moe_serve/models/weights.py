@@ -29,10 +29,8 @@ from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.errors import CapacityError, ModelError
 from moe_serve.kernels.cpu.packed import pack, pack_gate_up
 from moe_serve.kernels.forms import Fp8Block
-from moe_serve.kernels.fp8 import quantize_weight
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
-from moe_serve.kernels.int8 import quantize_int8
-from moe_serve.kernels.mxfp4 import dequantise_mxfp4, quantise_mxfp4
+from moe_serve.kernels.quantised import dequantise_mxfp4, quantise_mxfp4, quantize_int8, quantize_weight
 from moe_serve.models.checkpoint import Checkpoint
 from moe_serve.models.checkpoint_parts import CheckpointParts
 from moe_serve.models.model_files import shown

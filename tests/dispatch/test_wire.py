@@ -9,7 +9,7 @@ from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import ConfigError
-from moe_serve.kernels.fp8 import dequantize_reference, quantize_reference
+from moe_serve.kernels.quantised import dequantize_reference, quantize_reference
 
 SIZES = [(0, 128), (1, 1), (3, 127), (5, 128), (4, 129), (2, 384)]
 

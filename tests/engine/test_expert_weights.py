@@ -13,7 +13,7 @@ from moe_serve.engine.build import build_served_model
 from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block
-from moe_serve.kernels.int8 import has_vnni
+from moe_serve.kernels.quantised import has_vnni
 from moe_serve.models.families.registry import read_spec
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import same, shuffled_placement, write_placement

@@ -10,9 +10,15 @@ from moe_serve.ep.expert_store import ExpertStore, expert_ffn
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.activation import clamped_swiglu_reference
 from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Activation, Fp8Block
-from moe_serve.kernels.fp8 import dequantize, dequantize_weight, quantize, quantize_weight
-from moe_serve.kernels.int8 import has_vnni, quantize_int8
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.quantised import (
+    dequantize,
+    dequantize_weight,
+    has_vnni,
+    quantize,
+    quantize_int8,
+    quantize_weight,
+)
 from tests.kernels.data import dequantize_int8
 from tests.tolerance import FLOAT32, FP8_WIRE, INT8_EXPERT
 

@@ -7,7 +7,8 @@ import torch
 
 from moe_serve.kernels.activation import silu_mul_quantize, silu_mul_quantize_reference
 from moe_serve.kernels.forms import BlockScaled, num_scale_rows
-from moe_serve.kernels.fp8 import (
+from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.quantised import (
     dequantize_reference,
     dequantize_weight,
     grouped_gemm_fp8,
@@ -15,7 +16,6 @@ from moe_serve.kernels.fp8 import (
     quantize,
     quantize_weight,
 )
-from moe_serve.kernels.numerics import FAST, Numerics
 from tests.tolerance import FLOAT32, FP8_WIRE, relative_error
 
 ROWS = [[0, 0, 0], [1, 0, 7], [4, 4, 4], [0, 3, 40], [600, 0, 1]]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moe_serve.kernels.int8 import (
-    LARGEST,
+from moe_serve.kernels.quantised import (
+    LARGEST_INT8,
     RUN_ELEMENTS,
     grouped_gemm_int8,
     grouped_gemm_int8_reference,
@@ -45,9 +45,12 @@ def test_the_product_has_the_bits_of_the_reference_and_is_near_the_float_one(row
 def test_sums_of_the_largest_products_do_not_saturate() -> None:
     """Products that go through int16 sums, as on CPUs without VNNI, would stop at 32767."""
     for sign in (1, -1):
-        x, weight = torch.full((3, 4096), LARGEST, dtype=torch.int8), torch.full((1, 5, 4096), LARGEST).to(torch.int8)
+        x, weight = (
+            torch.full((3, 4096), LARGEST_INT8, dtype=torch.int8),
+            torch.full((1, 5, 4096), LARGEST_INT8).to(torch.int8),
+        )
         out = grouped_gemm_int8(x, torch.ones(3), sign * weight, torch.ones(1, 5), torch.tensor([3]), torch.float32)
-        assert (out == sign * 4096 * LARGEST**2).all()
+        assert (out == sign * 4096 * LARGEST_INT8**2).all()
 
 
 @pytest.mark.parametrize("k, n", WIDTHS)

@@ -60,7 +60,7 @@ def test_slabs_use_their_first_rows_only(on_device: RunCheck, counts: list[int])
 
 def check_fp8(device: str, rows: list[int], n: int, k: int, parts: int, small: bool, by_channel: bool = False) -> None:
     from moe_serve.kernels.forms import BlockScaled
-    from moe_serve.kernels.fp8 import dequantize_reference, dequantize_weight, quantize_reference, quantize_weight
+    from moe_serve.kernels.quantised import dequantize_reference, dequantize_weight, quantize_reference, quantize_weight
     from moe_serve.kernels.triton.grouped_gemm import GemmTile, grouped_gemm_fp8_triton, slab_gemm_fp8_triton
 
     x, scale = quantize_reference(randn("cpu", sum(rows), k))
@@ -125,8 +125,8 @@ def test_in_batch_invariant_a_row_does_not_depend_on_its_neighbours(on_device: R
 
 def check_invariance_fp8(device: str) -> None:
     from moe_serve.kernels.forms import BlockScaled
-    from moe_serve.kernels.fp8 import quantize_reference, quantize_weight
     from moe_serve.kernels.numerics import Numerics
+    from moe_serve.kernels.quantised import quantize_reference, quantize_weight
     from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton
 
     x, scale = (part.to(device) for part in quantize_reference(randn("cpu", 70, 200)))
@@ -147,7 +147,7 @@ def check_fp8_expert(device: str, rows: list[int], hidden: int, width: int) -> N
     from moe_serve.dispatch.base import PackedRows
     from moe_serve.ep.expert_store import ExpertStore, expert_ffn
     from moe_serve.kernels.forms import BlockScaled
-    from moe_serve.kernels.fp8 import quantize_weight
+    from moe_serve.kernels.quantised import quantize_weight
     from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
     from moe_serve.kernels.triton.quantize import quantize_triton
     from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_serve.kernels.forms import num_groups
-from moe_serve.kernels.fp8 import dequantize_reference, e4m3_over_256, quantize_reference
+from moe_serve.kernels.quantised import dequantize_reference, e4m3_over_256, quantize_reference
 from tests.kernels.conftest import RunCheck
 from tests.kernels.data import assert_equal_bits, randn, relative_error
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moe_serve.kernels.norm import rms_norm, rms_norm_heads_, rms_norm_reference
 from moe_serve.kernels.rope import pair_order, rotate_, rotate_reference
+from moe_serve.kernels.rows import rms_norm, rms_norm_heads_, rms_norm_reference
 from tests.tolerance import BFLOAT16, FLOAT32, relative_error
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_serve.kernels.activation import silu_mul_quantize_reference, silu_mul_reference
-from moe_serve.kernels.fp8 import dequantize_reference
+from moe_serve.kernels.quantised import dequantize_reference
 from tests.kernels.conftest import RunCheck
 from tests.kernels.data import randn, relative_error
 

@@ -20,10 +20,10 @@ from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.models import moe_decoder
 from moe_serve.models.checkpoint_parts import with_stored_head
+from moe_serve.models.decoder import moe_decoder
+from moe_serve.models.decoder.moe_decoder import MoeDecoder, build_decoder, kv_layouts
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.moe_decoder import MoeDecoder, build_decoder, kv_layouts
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import LoadedWeights, load_weights

@@ -12,8 +12,8 @@ from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
+from moe_serve.models.decoder.moe_decoder import kv_layouts
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import dummy_weights
 from tests.attention_dp.steps import tables_of

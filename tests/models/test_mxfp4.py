@@ -14,8 +14,8 @@ from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
-from moe_serve.kernels.mxfp4 import dequantise_mxfp4
 from moe_serve.kernels.numerics import COMPILED, FAST
+from moe_serve.kernels.quantised import dequantise_mxfp4
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import ExpertReloader, ExpertToRead, dummy_weights, load_weights

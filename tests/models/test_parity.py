@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
+from moe_serve.models.decoder.mla import expand_from
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.mla import expand_from
 from moe_serve.models.spec import MlaSpec
 from tests.models.families import FAMILIES, logits_behind, oracle_logits
 from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, load_decoder

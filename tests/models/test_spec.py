@@ -13,8 +13,8 @@ import pytest
 
 from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import Fp8Block
+from moe_serve.models.families.common import mscale_of
 from moe_serve.models.families.registry import FAMILIES, read_spec
-from moe_serve.models.families.rope import mscale_of
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 from tests.models.families import MLA, QWEN, YARN
 from tests.models.published import (
@@ -288,7 +288,7 @@ def test_a_longer_context_than_the_original_one_has_the_long_rotations_of_transf
     from transformers import PhimoeConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from moe_serve.models.layers import rope_frequencies
+    from moe_serve.models.decoder.gqa import rope_frequencies
 
     spec = read_spec(folder(tmp_path, PHI_35_MOE))
     theirs = PhimoeConfig(**deepcopy(PHI_35_MOE))  # it changes what it is given

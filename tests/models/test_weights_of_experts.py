@@ -15,7 +15,7 @@ from moe_serve.ep.expert_form import ExpertForm, scale_of
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ModelError
 from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block
-from moe_serve.kernels.int8 import quantize_int8
+from moe_serve.kernels.quantised import quantize_int8
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import dense_tensors, expert_tensors

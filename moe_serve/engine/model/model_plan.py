@@ -16,7 +16,7 @@ from moe_serve.kernels.cpu.library import AMX, CpuLibrary, find_cpu_library
 from moe_serve.kernels.forms import SILU
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.checkpoint_parts import with_stored_head
-from moe_serve.models.moe_decoder import kv_layouts
+from moe_serve.models.decoder.moe_decoder import kv_layouts
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 

@@ -22,7 +22,7 @@ from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.part_clock import PartClock
-from moe_serve.models.moe_decoder import MoeDecoder
+from moe_serve.models.decoder.moe_decoder import MoeDecoder
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weights import ExpertReloader, ExpertToRead
 

@@ -20,9 +20,9 @@ from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.linear import LARGEST_TILE
 from moe_serve.kernels.numerics import COMPILED, Numerics
-from moe_serve.models.mla import expand_from
-from moe_serve.models.moe_decoder import build_decoder, kv_layouts
-from moe_serve.models.runners import RecordedRunner
+from moe_serve.models.decoder.mla import expand_from
+from moe_serve.models.decoder.moe_decoder import build_decoder, kv_layouts
+from moe_serve.models.decoder.runners import RecordedRunner
 from moe_serve.models.spec import GqaSpec, IndexerSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import no_weights

@@ -1,6 +1,6 @@
 """Computes the log probabilities that requests ask for, from the logits of a step. logprobs.py defines them.
 
-A row's numbers depend on its logits alone (kernels/logprobs.py), so batch, rank, chunks and preemption do not change a
+A row's numbers depend on its logits alone (kernels/sampling.py), so batch, rank, chunks and preemption do not change a
 bit of them. Where nobody asks, nothing is computed. Rows of prompts are projected to logits a tile at a time, since a
 chunk of a long prompt has thousands of them.
 """
@@ -18,7 +18,7 @@ from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.engine.output.sampler import changes_logits
 from moe_serve.engine.protocol.messages import LogprobBlock
 from moe_serve.kernels.cpu.logprobs import row_logprobs
-from moe_serve.kernels.logprobs import RowLogprobs, WantedLogprobs, row_logprobs_reference
+from moe_serve.kernels.sampling import RowLogprobs, WantedLogprobs, row_logprobs_reference
 
 TILE_ELEMENTS = 2**23  # logits of prompt rows at a time: 32 MiB
 

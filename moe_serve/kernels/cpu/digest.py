@@ -23,8 +23,7 @@ from moe_serve.kernels.cpu.rows import weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.forms import Activation, GateShape
 from moe_serve.kernels.indexed_attention import IndexerShape
-from moe_serve.kernels.logprobs import WantedLogprobs
-from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows
+from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows, WantedLogprobs
 
 ROWS, HIDDEN, WIDTH = 13, 150, 70
 

@@ -23,9 +23,9 @@ class PackedExperts:
     gate_up: [S, gate_up_size(width, hidden)], down: [S, packed_size(hidden, width)]
     scales:  float32, contiguous: None for float32 and bfloat16; int8, and float8_e4m3fn by output channel:
              gate_up_scale [S, 2 x width], down_scale [S, hidden]; float8_e4m3fn by 128 x 128 as
-             kernels/fp8.py has them: gate_up_scale [S, 2 x ceil(width / 128), ceil(hidden / 128)], down_scale
+             kernels/quantised.py has them: gate_up_scale [S, 2 x ceil(width / 128), ceil(hidden / 128)], down_scale
              [S, ceil(hidden / 128), ceil(width / 128)];
-             MXFP4 (kernels/mxfp4.py): hidden and width are multiples of 32, weights are uint8 of two numbers each,
+             MXFP4 (kernels/quantised.py): hidden and width are multiples of 32, weights are uint8 of two numbers each,
              gate_up [S, gate_up_size(width, hidden / 2)] and down [S, packed_size(hidden, width / 2)]; scales are uint8
              exponents, packed too: [S, gate_up_size(width, hidden / 32)], [S, packed_size(hidden, width / 32)]
     biases:  float32, contiguous: gate_up_bias [S, 2 x width], gate first, and down_bias [S, hidden]; None: none

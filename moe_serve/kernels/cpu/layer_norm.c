@@ -1,4 +1,4 @@
-/* Layer normalisation of rows. Contract: kernels/norm.py. A row's sums go over every 16th element, in order. */
+/* Layer normalisation of rows. Contract: kernels/rows.py. A row's sums go over every 16th element, in order. */
 
 typedef struct {
     float *x;

@@ -1,4 +1,4 @@
-/* Log probabilities of tokens, by row of logits: kernels/logprobs.py says which. One piece of work is one row. */
+/* Log probabilities of tokens, by row of logits: kernels/sampling.py says which. One piece of work is one row. */
 #include "pool.h"
 #ifdef __clang__
 #pragma clang fp contract(off)
@@ -90,7 +90,7 @@ static void score_piece(const void *given, i64 index)
         job->top_logprobs[i] = (float)(((double)row.logits[job->top_ids[i]] - top) - log_total);
 }
 
-/* Fills what RowLogprobs of kernels/logprobs.py holds. */
+/* Fills what RowLogprobs of kernels/sampling.py holds. */
 i64 row_logprobs(i64 logits, i64 stride, i64 vocab, i64 num_rows, i64 id_starts, i64 ids, i64 top_starts, i64 ranks,
                  i64 logprobs, i64 top_ids, i64 top_logprobs)
 {

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.logprobs import RowLogprobs, WantedLogprobs
+from moe_serve.kernels.sampling import RowLogprobs, WantedLogprobs
 
 
 def row_logprobs(logits: Tensor, wanted: WantedLogprobs) -> RowLogprobs:
-    """Returns what row_logprobs_reference of kernels/logprobs.py returns, bit for bit.
+    """Returns what row_logprobs_reference of kernels/sampling.py returns, bit for bit.
 
     logits: [num_rows, vocab] float32 on CPU, of any row stride
     """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.kernels import indexed_attention, norm, rope, rows
+from moe_serve.kernels import indexed_attention, rope, rows
 from moe_serve.kernels.cpu.attention import AttendShape, attend_options
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.library import cpu_library
@@ -38,14 +38,14 @@ from moe_serve.kernels.cpu.tape import (
 )
 from moe_serve.kernels.forms import GateShape, Scoring
 from moe_serve.kernels.indexed_attention import IndexerShape
-from moe_serve.kernels.norm import LayerNorm
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, PartClock
 from moe_serve.kernels.rope import MlaWidths
+from moe_serve.kernels.rows import LayerNorm
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Weights in the form that either way of doing things reads, such as Linear or PackedLinear; see models/weight_forms.py.
+# Weights in the form that the plain function or the kernel reads, such as Linear or PackedLinear.
 AnyTable = Any
 AnyLinear = Any
 AnyHeads = Any
@@ -143,18 +143,18 @@ class Operations:
         _note_gather(tape, table, ids, ROWS, out)
         return out
 
-    @operation(norm.rms_norm, lambda draw: [(draw(EXAMPLE_ROWS, _HIDDEN), draw(_HIDDEN), _EPS)])
+    @operation(rows.rms_norm, lambda draw: [(draw(EXAMPLE_ROWS, _HIDDEN), draw(_HIDDEN), _EPS)])
     def rms_norm(tape: Tape, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = tape.buffer("rms_norm", x.shape[1])
         tape.call("rms_norm", x, ROWS, x.shape[1], x.stride(0), weight, float_bits(eps), out, out.stride(0))
         return out
 
-    @operation(norm.rms_norm_, lambda draw: [(draw(EXAMPLE_ROWS, _HIDDEN)[:, 2:99], draw(97), _EPS)])
+    @operation(rows.rms_norm_, lambda draw: [(draw(EXAMPLE_ROWS, _HIDDEN)[:, 2:99], draw(97), _EPS)])
     def rms_norm_(tape: Tape, x: Tensor, weight: Tensor, eps: float) -> None:
         tape.call("rms_norm", x, ROWS, x.shape[1], x.stride(0), weight, float_bits(eps), x, x.stride(0))
 
     @operation(
-        norm.add_rms_norm,
+        rows.add_rms_norm,
         lambda draw: [
             (draw(EXAMPLE_ROWS, _HIDDEN), draw(EXAMPLE_ROWS, _HIDDEN), draw(_HIDDEN), _EPS, f) for f in (1.0, 0.3)
         ],
@@ -166,7 +166,7 @@ class Operations:
         return out
 
     @operation(
-        norm.layer_norm,
+        rows.layer_norm,
         lambda draw: [
             (draw(EXAMPLE_ROWS, _HIDDEN), delta, LayerNorm(draw(_HIDDEN), draw(_HIDDEN)), _EPS)
             for delta in (None, draw(EXAMPLE_ROWS, _HIDDEN))

@@ -4,7 +4,7 @@
 On Hopper and later the tiles come through the tensor memory accelerator (descriptors); elsewhere, and where a row is
 not a multiple of 16 bytes, through plain loads. Accumulation is float32 along k in steps of block_k.
 
-The kernel also serves FP8 with block scales (kernels/fp8.py). One step of its loop is then one block of
+The kernel also serves FP8 with block scales (kernels/quantised.py). One step of its loop is then one block of
 scales: the matrix unit adds 128 products, and the scaled blocks are added in float32 by the ordinary units. This also
 avoids the short accumulators of Hopper's e4m3 instructions. Scales of output channels multiply the sums at the end.
 """

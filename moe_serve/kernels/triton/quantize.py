@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton twin of kernels/fp8.py's rows. A program takes one row and some of its groups; every group is read once."""
+"""Triton twin of kernels/quantised.py's FP8 rows. A program takes one row and some of its groups, each read once."""
 
 import math
 

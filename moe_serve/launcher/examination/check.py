@@ -26,9 +26,9 @@ from moe_serve.engine.output.row_logprobs import rows_at_once
 from moe_serve.errors import LaunchError, MoeServeError, PortError
 from moe_serve.launcher.examination.transport import TransportReport, describe_loss, describe_transport, look_here
 from moe_serve.launcher.preflight import look_for_files
+from moe_serve.models.decoder.gqa import rope_table_bytes
+from moe_serve.models.decoder.moe_decoder import kv_layouts
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.layers import rope_table_bytes
-from moe_serve.models.moe_decoder import kv_layouts
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.server.edge.ports import open_port
 

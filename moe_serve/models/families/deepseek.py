@@ -7,8 +7,7 @@ the tokens that each one attends (sparse attention).
 from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import deepseek_v3_router, model_of, moe_layers_behind_dense_ones
-from moe_serve.models.families.rope import read_rope
+from moe_serve.models.families.common import deepseek_v3_router, model_of, moe_layers_behind_dense_ones, read_rope
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.model_files import shown
 from moe_serve.models.spec import IndexerSpec, MlaSpec, ModelSpec
@@ -64,7 +63,7 @@ def _latent_model(config: HfConfig, router: RouterSpec, interleaved: bool = True
     """Returns a model with MLA and this router. interleaved: whether rotated pairs lie side by side"""
     config.only("moe_layer_freq", 1)
     nope_dim, rope_dim = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
-    rope = read_rope(config.values, rope_dim, interleaved, config.where)
+    rope = read_rope(config, rope_dim, interleaved)
     attention = MlaSpec(
         num_heads=config.size("num_attention_heads"),
         q_lora_rank=None if config.get("q_lora_rank") is None else config.size("q_lora_rank"),

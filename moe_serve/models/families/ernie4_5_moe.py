@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import gqa, model_of
-from moe_serve.models.families.rope import read_rope
+from moe_serve.models.families.common import gqa, model_of, read_rope
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec
 
@@ -13,7 +12,7 @@ def read(config: HfConfig) -> ModelSpec:
     if config.flag("use_bias"):
         raise config.refuse("use_bias true (biases of every projection)")
     attention = gqa(config)
-    rope = read_rope(config.values, attention.head_dim, True, config.where)
+    rope = read_rope(config, attention.head_dim, interleaved=True)
     width = config.size("moe_intermediate_size")
     router = RouterSpec(
         num_logical=config.size("moe_num_experts", "num_experts"),

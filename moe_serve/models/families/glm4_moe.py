@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from moe_serve.models.families.common import deepseek_v3_router, gqa, model_of, moe_layers_behind_dense_ones
-from moe_serve.models.families.rope import read_rope
+from moe_serve.models.families.common import deepseek_v3_router, gqa, model_of, moe_layers_behind_dense_ones, read_rope
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ModelSpec
 
@@ -12,7 +11,7 @@ def read(config: HfConfig) -> ModelSpec:
     attention = replace(gqa(config), qkv_bias=config.flag("attention_bias"))
     if config.flag("use_qk_norm"):
         attention = replace(attention, qk_norm="head")
-    rope = read_rope(config.values, attention.head_dim, False, config.where, partial_default=0.5)
+    rope = read_rope(config, attention.head_dim, partial_default=0.5)
     width = config.size("moe_intermediate_size")
     spec = model_of(config, attention, deepseek_v3_router(config), width, moe_layers_behind_dense_ones(config), rope)
     return replace(spec, shared_intermediate=width * config.size("n_shared_experts", default=1, minimum=0))

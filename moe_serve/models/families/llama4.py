@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import dense_width, gqa, layers_of_kind, model_of
-from moe_serve.models.families.rope import read_rope
+from moe_serve.models.families.common import dense_width, gqa, layers_of_kind, model_of, read_rope
 from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec, QueryTemperature
 
@@ -35,7 +34,7 @@ def read(config: HfConfig) -> ModelSpec:
         if listed is not None
         else range(step - 1, config.num_layers, step)
     )
-    rope = read_rope(config.values, attention.head_dim, True, config.where)
+    rope = read_rope(config, attention.head_dim, interleaved=True)
     router = RouterSpec(
         num_logical=config.size("num_local_experts"),
         topk=config.size("num_experts_per_tok", default=1),

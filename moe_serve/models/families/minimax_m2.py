@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import W1_W3_W2, gqa, model_of
-from moe_serve.models.families.rope import read_rope
+from moe_serve.models.families.common import W1_W3_W2, gqa, model_of, read_rope
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ModelSpec
 
@@ -18,7 +17,7 @@ def read(config: HfConfig) -> ModelSpec:
     config.only("shared_intermediate_size", 0)
     config.only("attn_type_list", [1] * config.num_layers)
     rotated = config.size("rotary_dim", default=attention.head_dim) / attention.head_dim
-    rope = read_rope(config.values, attention.head_dim, False, config.where, partial_default=rotated)
+    rope = read_rope(config, attention.head_dim, partial_default=rotated)
     router = RouterSpec(
         num_logical=config.size("num_local_experts", "num_experts"),
         topk=config.size("num_experts_per_tok"),

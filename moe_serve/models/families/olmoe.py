@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import gqa, model_of
+from moe_serve.models.families.common import gqa, model_of, softmax_router
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ModelSpec
 
@@ -12,12 +11,7 @@ def read(config: HfConfig) -> ModelSpec:
     bias = config.flag("attention_bias")
     clip = None if config.get("clip_qkv") is None else config.positive("clip_qkv", 1.0)
     attention = replace(gqa(config), qk_norm="projection", qkv_bias=bias, out_bias=bias, clip=clip)
-    router = RouterSpec(
-        num_logical=config.size("num_experts", "num_local_experts"),
-        topk=config.size("num_experts_per_tok"),
-        norm_topk=config.flag("norm_topk_prob"),
-    )
-    return model_of(config, attention, router, config.size("intermediate_size"))
+    return model_of(config, attention, softmax_router(config), config.size("intermediate_size"))
 
 
 DEFAULTS = {"olmoe": {"eos_token_id": 50279, "rms_norm_eps": 1e-5}}

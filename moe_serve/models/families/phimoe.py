@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from moe_serve.ep.routing import RouterSpec
-from moe_serve.models.families.common import W1_W3_W2, gqa, model_of, windowed
-from moe_serve.models.families.rope import read_rope
+from moe_serve.models.families.common import W1_W3_W2, gqa, model_of, read_rope, windowed
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ModelSpec
 
@@ -12,7 +11,7 @@ from moe_serve.models.spec import ModelSpec
 def read(config: HfConfig) -> ModelSpec:
     bias = config.flag("attention_bias")
     attention = replace(windowed(gqa(config), config), qkv_bias=bias, out_bias=bias)
-    rope = read_rope(config.values, attention.head_dim, False, config.where, may_be_long=True)
+    rope = read_rope(config, attention.head_dim, may_be_long=True)
     router = RouterSpec(
         num_logical=config.size("num_local_experts"),
         topk=config.size("num_experts_per_tok"),

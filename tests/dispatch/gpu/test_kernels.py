@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.gpu.region import Region
-from moe_serve.kernels.fp8 import dequantize_reference, quantize_reference
+from moe_serve.kernels.quantised import dequantize_reference, quantize_reference
 from moe_serve.kernels.rows import weighted_sum_reference
 from tests.dispatch.gpu.segmented import segment_rows, slab_reference
 from tests.kernels.conftest import RunCheck

@@ -9,8 +9,7 @@ from moe_serve.kernels.activation import clamped_swiglu_, clamped_swiglu_referen
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
 from moe_serve.kernels.forms import SILU, Activation, BlockScaled
-from moe_serve.kernels.fp8 import dequantize_weight, quantize_weight
-from moe_serve.kernels.int8 import quantize_int8
+from moe_serve.kernels.quantised import dequantize_weight, quantize_int8, quantize_weight
 from tests.tolerance import FLOAT32, relative_error
 
 ROWS = (0, 1, 70, 7, 3)

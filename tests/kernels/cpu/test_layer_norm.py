@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from moe_serve.kernels.norm import LayerNorm, layer_norm_reference
+from moe_serve.kernels.rows import LayerNorm, layer_norm_reference
 from tests.kernels.cpu.test_rows import noted
 from tests.kernels.cpu.test_updates import at_once
 from tests.tolerance import FLOAT32, relative_error

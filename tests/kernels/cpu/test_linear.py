@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
-from moe_serve.kernels.fp8 import dequantize_weight, quantize_weight
 from moe_serve.kernels.linear import linear_reference
+from moe_serve.kernels.quantised import dequantize_weight, quantize_weight
 from tests.tolerance import FLOAT32, relative_error
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -10,7 +10,7 @@ from moe_serve.c_library import load_c_library
 from moe_serve.kernels.cpu import logprobs as compiled
 from moe_serve.kernels.cpu.library import FLAGS, SOURCE, CpuLibrary
 from moe_serve.kernels.cpu.logprobs import row_logprobs
-from moe_serve.kernels.logprobs import RowLogprobs, WantedLogprobs, row_logprobs_reference
+from moe_serve.kernels.sampling import RowLogprobs, WantedLogprobs, row_logprobs_reference
 from tests.kernels.cpu.test_sampling import LOGITS, VOCABS
 from tests.tolerance import LOGPROB
 

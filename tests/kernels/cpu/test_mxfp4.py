@@ -10,7 +10,7 @@ from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
 from moe_serve.kernels.forms import SILU, Activation
-from moe_serve.kernels.mxfp4 import dequantise_mxfp4, quantise_mxfp4
+from moe_serve.kernels.quantised import dequantise_mxfp4, quantise_mxfp4
 
 CLAMPED = Activation("clamped_swiglu", alpha=1.702, limit=1.2)  # low enough to be met
 SIZES = ((32, 32), (96, 64), (544, 160), (160, 1056))  # a panel of 32 alone, odd numbers of blocks, several of k

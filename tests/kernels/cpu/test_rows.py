@@ -10,8 +10,7 @@ from moe_serve.kernels import rope
 from moe_serve.kernels import rows as plain
 from moe_serve.kernels.cpu import rows
 from moe_serve.kernels.cpu.operations import noted_once
-from moe_serve.kernels.norm import rms_norm_reference
-from moe_serve.kernels.rows import weighted_sum_reference
+from moe_serve.kernels.rows import rms_norm_reference, weighted_sum_reference
 from tests.tolerance import FLOAT32, relative_error
 
 WIDTHS = (1, 7, 16, 50, 64, 70, 200, 1031)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.cpu.operations import Operations
-from moe_serve.kernels.norm import rms_norm_reference
+from moe_serve.kernels.rows import rms_norm_reference
 from tests.kernels.cpu.test_rows import EPS, WIDTHS, noted, strided
 from tests.tolerance import FLOAT32, relative_error
 

@@ -9,8 +9,8 @@ import pytest
 from moe_serve.config import load_config, model_dir
 from moe_serve.launcher.examination import check
 from moe_serve.launcher.examination.check import Report, examine, print_check
+from moe_serve.models.decoder.gqa import RopeTable
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.layers import RopeTable
 from tests.engine.offline import tiny_model
 from tests.models.mxfp4_checkpoint import write_mxfp4_config
 

@@ -16,14 +16,14 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
-from moe_serve.kernels.norm import LayerNorm
-from moe_serve.models.layers import GqaAttention, RopeTable
-from moe_serve.models.mla import MlaAttention
-from moe_serve.models.runners import RecordedRunner, TorchRunner
+from moe_serve.kernels.rows import LayerNorm
+from moe_serve.models.decoder.gqa import GqaAttention, RopeTable
+from moe_serve.models.decoder.mla import MlaAttention
+from moe_serve.models.decoder.runners import RecordedRunner, TorchRunner
+from moe_serve.models.decoder.stack import AnyNorm, DecoderLayer, DecoderStack, StackFactors, StackRunner, StepInputs
+from moe_serve.models.decoder.step import SharedExpert
+from moe_serve.models.decoder.weight_forms import GatedMlp, PackedMlp, WeightForms
 from moe_serve.models.spec import GqaSpec, ModelSpec
-from moe_serve.models.stack import AnyNorm, DecoderLayer, DecoderStack, StackFactors, StackRunner, StepInputs
-from moe_serve.models.step import SharedExpert
-from moe_serve.models.weight_forms import GatedMlp, PackedMlp, WeightForms
 from moe_serve.models.weights import LoadedWeights
 
 

@@ -16,11 +16,11 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, AnyTable
-from moe_serve.kernels.norm import LayerNorm
 from moe_serve.kernels.part_clock import ATTENTION, GATE, MLP, VOCABULARY
-from moe_serve.models.layers import GqaLayer
-from moe_serve.models.mla import MlaLayer
-from moe_serve.models.step import SharedExpert, Step
+from moe_serve.kernels.rows import LayerNorm
+from moe_serve.models.decoder.gqa import GqaLayer
+from moe_serve.models.decoder.mla import MlaLayer
+from moe_serve.models.decoder.step import SharedExpert, Step
 
 AnyNorm = Tensor | LayerNorm  # the weight of an RMS norm, or a layer norm
 

@@ -19,9 +19,9 @@ from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
 from moe_serve.kernels.linear import Linear
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.part_clock import MLP, PartClock
-from moe_serve.models.layers import RopeTable
-from moe_serve.models.stack import DecoderStack, StepInputs
-from moe_serve.models.step import IndexRows, SharedExpert, Step
+from moe_serve.models.decoder.gqa import RopeTable
+from moe_serve.models.decoder.stack import DecoderStack, StepInputs
+from moe_serve.models.decoder.step import IndexRows, SharedExpert, Step
 
 SMALLEST = 64  # rows that a recording is for; doubled as larger steps come
 

@@ -13,9 +13,9 @@ from moe_serve.attention_dp.attention import AttentionShape
 from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.cpu.operations import AnyLinear
 from moe_serve.kernels.rope import pair_order
+from moe_serve.models.decoder.step import Step
+from moe_serve.models.decoder.weight_forms import WeightForms
 from moe_serve.models.spec import GqaSpec, QueryTemperature, RopeSpec
-from moe_serve.models.step import Step
-from moe_serve.models.weight_forms import WeightForms
 
 
 class RopeTable:
