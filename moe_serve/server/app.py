@@ -24,10 +24,10 @@ from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.docs import add_docs
-from moe_serve.server.api.generate import CallResponse, RequestPipeline
+from moe_serve.server.api.generate import CallResponse, RequestPipeline, texts_of
 from moe_serve.server.api.generate_request import LOGPROB_NAMES, parse_generate
 from moe_serve.server.api.generation_control import add_generation_control
-from moe_serve.server.api.native_answers import WEIGHT_VERSION, NativeAnswers, no_text, texts_of
+from moe_serve.server.api.native_answers import WEIGHT_VERSION, NativeAnswers, no_text
 from moe_serve.server.api.openai_routes import add_openai, add_tokenize
 from moe_serve.server.api.openapi import BODIES, describe
 from moe_serve.server.api.parsed_output import OutputParsers

@@ -174,6 +174,23 @@ async def _tokenize(
         return await asyncio.to_thread(work)
 
 
+TextOf = Callable[[int], str]
+
+
+def texts_of(tokenizer: Tokenizer | None) -> TextOf:
+    """Returns the function from a token id to its text, decoded by itself; without a tokenizer vLLM's "token_id:5"."""
+    if tokenizer is None:
+        return lambda token_id: f"token_id:{token_id}"
+    known: dict[int, str] = {}
+
+    def text_of(token_id: int) -> str:
+        if token_id not in known:
+            known[token_id] = tokenizer.decode([token_id], skip_special_tokens=False)
+        return known[token_id]
+
+    return text_of
+
+
 class Answers(Protocol):
     """The form in which the results of a call reach its client; it remembers what of a stream the client has.
 

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from moe_serve.engine.output.logprobs import Logprob, TokenLogprobs
-from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.generate import DONE, Call
 from moe_serve.server.edge.errors import error_of, json_bytes
 from moe_serve.server.requests.open_request import OpenRequest
@@ -22,18 +21,6 @@ TextOf = Callable[[int], str | None]
 
 def no_text(token_id: int) -> None:
     """Stands for the text of each token where a client does not ask for it."""
-
-
-def texts_of(tokenizer: Tokenizer) -> TextOf:
-    """Returns a function from token ids to their texts, each decoded by itself and once."""
-    known: dict[int, str] = {}
-
-    def text_of(token_id: int) -> str:
-        if token_id not in known:
-            known[token_id] = tokenizer.decode([token_id], skip_special_tokens=False)
-        return known[token_id]
-
-    return text_of
 
 
 def of_prompt(request: OpenRequest, text_of: TextOf) -> dict[str, msgspec.Raw]:

@@ -10,27 +10,11 @@ from typing import Any
 
 from moe_serve.engine.output.logprobs import TokenLogprobs
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.api.generate import DONE, Call
+from moe_serve.server.api.generate import DONE, Call, TextOf, texts_of
 from moe_serve.server.api.openai_requests import CallOptions, ChatRequest, CompletionRequest
 from moe_serve.server.api.parsed_output import Delta, NewOutput, OutputParser, merged, whole_message
 from moe_serve.server.edge.errors import error_of, json_bytes
 from moe_serve.server.requests.open_request import OpenRequest
-
-TextOf = Callable[[int], str]
-
-
-def texts_of(tokenizer: Tokenizer | None) -> TextOf:
-    """Returns a function from token ids to their texts; without a tokenizer to vLLM's "token_id:5"."""
-    if tokenizer is None:
-        return lambda token_id: f"token_id:{token_id}"
-    known: dict[int, str] = {}
-
-    def text_of(token_id: int) -> str:
-        if token_id not in known:
-            known[token_id] = tokenizer.decode([token_id], skip_special_tokens=False)
-        return known[token_id]
-
-    return text_of
 
 
 class CompletionLogprobs:

@@ -141,17 +141,7 @@ class OpenAiCall(SamplingFields):
     routing_key: None = None
 
 
-class LongCall(OpenAiCall):
-    """The fields of completions and chats that /v1/responses has under other names, or not at all."""
-
-    n: Samples | None = None
-    max_tokens: _Length | UnsetType | None = UNSET
-    max_completion_tokens: _Length | UnsetType | None = UNSET
-    response_format: ResponseFormat | None = None
-    store: OnlyFalse | None = None
-
-
-class CompletionBody(LongCall, kw_only=True):
+class CompletionBody(OpenAiCall, kw_only=True):
     """A call of /v1/completions: text or token ids, one prompt or several."""
 
     example: ClassVar[Mapping[str, Any]] = {"model": "demo", "prompt": "def ", "max_tokens": 16, "temperature": 0}
@@ -165,15 +155,36 @@ class CompletionBody(LongCall, kw_only=True):
             }
         ),
     ]
+    n: Samples | None = None
+    max_tokens: _Length | UnsetType | None = UNSET
+    max_completion_tokens: _Length | UnsetType | None = UNSET
+    response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
+    store: OnlyFalse | None = None
     suffix: OnlyEmpty | None = None
     prompt_embeds: None = None
 
 
-class ChatBody(LongCall, kw_only=True):
+class ChatFields(OpenAiCall):
+    """The fields of chats that /v1/responses has by the same names."""
+
+    tools: Tools | None = None
+    parallel_tool_calls: bool | None = None
+    documents: Documents | None = None
+    chat_template: Template | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: Kwargs | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+
+
+class ChatBody(ChatFields, kw_only=True):
     """A call of /v1/chat/completions."""
 
     example: ClassVar[Mapping[str, Any]] = {
@@ -183,13 +194,10 @@ class ChatBody(LongCall, kw_only=True):
     }
 
     messages: Messages
-    tools: Tools | None = None
-    documents: Documents | None = None
-    chat_template: Template | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None
-    chat_template_kwargs: Kwargs | None = None
+    n: Samples | None = None
+    max_tokens: _Length | UnsetType | None = UNSET
+    max_completion_tokens: _Length | UnsetType | None = UNSET
+    response_format: ResponseFormat | None = None
     reasoning_effort: Name | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -203,10 +211,7 @@ class ChatBody(LongCall, kw_only=True):
         ]
         | None
     ) = None
-    parallel_tool_calls: bool | None = None
-    separate_reasoning: bool | None = None
-    include_reasoning: bool | None = None
-    stream_reasoning: bool | None = None
+    store: OnlyFalse | None = None
     prompt_logprobs: None = None
     echo: OnlyFalse | None = None
     functions: OnlyEmpty | None = None
@@ -264,7 +269,7 @@ class CallOptions:
         )
 
 
-def call_options(given: LongCall, default_tokens: int, prefix: str) -> CallOptions:
+def call_options(given: CompletionBody | ChatBody, default_tokens: int, prefix: str) -> CallOptions:
     """Returns what a body asks for beside its prompts.
 
     default_tokens: max_new_tokens of a body without a length;  prefix: of an id that the server chooses

@@ -14,8 +14,8 @@ from fastapi import FastAPI, Request, Response
 
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.api.generate import Call, CallResponse, RequestPipeline
-from moe_serve.server.api.openai_answers import ChatAnswers, CompletionAnswers, texts_of
+from moe_serve.server.api.generate import Call, CallResponse, RequestPipeline, texts_of
+from moe_serve.server.api.openai_answers import ChatAnswers, CompletionAnswers
 from moe_serve.server.api.openai_requests import (
     ChatRequest,
     CompletionRequest,

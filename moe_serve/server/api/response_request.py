@@ -13,18 +13,8 @@ from msgspec import Meta
 
 from moe_serve.errors import RequestError
 from moe_serve.server.api.constraint_fields import ResponseFormat
-from moe_serve.server.api.messages import (
-    MAX_MESSAGES,
-    Content,
-    Documents,
-    Kwargs,
-    Message,
-    Part,
-    Template,
-    Tools,
-    text_of,
-)
-from moe_serve.server.api.openai_requests import ChatBody, ChatRequest, OpenAiCall, check_chat
+from moe_serve.server.api.messages import MAX_MESSAGES, Content, Message, Part, text_of
+from moe_serve.server.api.openai_requests import ChatBody, ChatFields, ChatRequest, check_chat
 from moe_serve.server.api.tool_fields import EXAMPLE, EXAMPLE_CHOICE
 from moe_serve.server.edge.json_body import Count, Name, Only, OnlyFalse, read_body
 
@@ -76,11 +66,11 @@ class ReasoningOptions(msgspec.Struct, omit_defaults=True):
     generate_summary: Any = None
 
 
-class ResponseBody(OpenAiCall, kw_only=True):
-    """A call of /v1/responses, with what chats have, too."""
+class ResponseBody(ChatFields, kw_only=True):
+    """A call of /v1/responses."""
 
     other_words: ClassVar[Mapping[str, str]] = {
-        **OpenAiCall.other_words,
+        **ChatFields.other_words,
         "messages": "input",
         "prompt": "input",
         "max_tokens": "max_output_tokens",
@@ -97,21 +87,10 @@ class ResponseBody(OpenAiCall, kw_only=True):
     ]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[Any, Meta(description="asks for items that do not come here")] = None
-    documents: Documents | None = None
-    chat_template: Template | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None
-    chat_template_kwargs: Kwargs | None = None
-    separate_reasoning: bool | None = None
-    include_reasoning: bool | None = None
-    stream_reasoning: bool | None = None
     store: Annotated[Any, Meta(description="changes no answer: nothing is stored")] = None
     # Known in OpenAI's API, and not supported.
     truncation: OnlyDisabled | None = None
@@ -124,12 +103,7 @@ class ResponseBody(OpenAiCall, kw_only=True):
     top_logprobs: OnlyZero | None = None
 
 
-# Fields that a chat has by the same name.
-_OF_CHATS = tuple(
-    name
-    for name in ChatBody.__struct_fields__
-    if name in ResponseBody.__struct_fields__ and name not in ("tools", "tool_choice", "top_logprobs")
-)
+_OF_CHATS = tuple(name for name in ChatFields.__struct_fields__ if name != "tools")  # which are written otherwise
 
 
 @dataclass(frozen=True)
