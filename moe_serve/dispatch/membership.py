@@ -17,8 +17,6 @@ Not hanging: each wait is for ranks that are not masked, and those are masked in
 decided waits for nobody. A masked rank finds that in `decisions` whenever it comes.
 """
 
-import os
-import struct
 import threading
 import time
 import weakref
@@ -29,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_serve.dispatch.capabilities import TRANSPORTS
+from moe_serve.dispatch.votes import Decision, Log
 from moe_serve.errors import PeerError
 
 Int64Array = npt.NDArray[np.int64]
@@ -55,7 +54,7 @@ class Membership:
         self,
         rank: int,
         pages: Sequence[Int64Array],
-        decisions: "Decisions",
+        decisions: Log,
         lives: Callable[[int], bool] | None,
         deadline_s: float,
     ):
@@ -183,7 +182,7 @@ class Membership:
 
         Raises PeerError where the others have not masked it.
         """
-        epoch, masked = self._decisions.newest() or (0, 0)
+        epoch, (masked, _) = self._decisions.read().newest() or (0, self._decisions.begin)
         if not masked >> self._rank & 1:
             text = f"rank {self._rank} is started anew, but the others have not masked the one before"
             raise PeerError(text, self._rank, "start", epoch)
@@ -236,7 +235,7 @@ class Membership:
         decisions = self._decisions
         self._propose(epoch, masked)
         deadline_s = time.monotonic() + 2 * self._deadline_s  # a rank sees that the step is void only once it waits
-        while decisions.answer(epoch) is None:
+        while decisions.read().decided(epoch) is None:
             waiting_for = []
             for rank in range(len(self._pages)):
                 proposed, theirs = self._proposal(rank)
@@ -259,9 +258,7 @@ class Membership:
                 masked |= _mask(gone)
                 self._propose(epoch, masked)
             time.sleep(_POLL_S)
-        decided = decisions.answer(epoch)
-        if decided is None:
-            decided = decisions.decide(epoch, masked)
+        decided, _ = decisions.decide(epoch, Decision(masked, (0,)))
         self._suspects.clear()
         if decided >> self._rank & 1:
             self._begin(epoch, self.others, is_masked=True)
@@ -316,51 +313,6 @@ class Membership:
     def _masked_by(self, whose: str, phase: str, sequence: int) -> PeerError:
         text = f"rank {self._rank} came too late and was masked {whose}; it must rejoin, or be started again"
         return PeerError(text, self._rank, phase, sequence)
-
-
-class Decisions:
-    """Answers to numbered questions that the processes of one host decide once and for all.
-
-    Any of them may die or stop at any instruction, and nobody waits for anybody. All append to one file without a name.
-    The kernel puts appended records behind each other, whole, also when several processes append at once; so the first
-    record of a question is the same for whoever looks, and it is the answer. Plain loads and stores of shared memory
-    cannot give that: of two ranks that give each other up at one moment, both would go on.
-    """
-
-    _RECORD = struct.Struct("<qq")  # question, proposed answer
-    _NO_QUESTION = -1
-
-    def __init__(self, descriptor: int):
-        """descriptor: of a file that was opened for reading and appending; closed with this object"""
-        self._descriptor = descriptor
-        self._answers: dict[int, int] = {}
-        self._read_bytes = 0
-        self.decide(self._NO_QUESTION, 0)  # takes a page now: there may be none when it is needed
-
-    def answer(self, question: int) -> int | None:
-        """Returns what was decided; None: nothing yet."""
-        data = os.pread(self._descriptor, 1 << 20, self._read_bytes)
-        whole = len(data) - len(data) % self._RECORD.size
-        for number, value in self._RECORD.iter_unpack(data[:whole]):
-            self._answers.setdefault(number, value)
-        self._read_bytes += whole
-        return self._answers.get(question)
-
-    def newest(self) -> tuple[int, int] | None:
-        """Returns the highest question that is decided, and its answer; None: none is."""
-        self.answer(self._NO_QUESTION)  # reads what was appended
-        question = max(self._answers)
-        return None if question == self._NO_QUESTION else (question, self._answers[question])
-
-    def decide(self, question: int, proposal: int) -> int:
-        """Returns the answer, which is this proposal if nothing was decided before."""
-        os.write(self._descriptor, self._RECORD.pack(question, proposal))
-        answer = self.answer(question)
-        assert answer is not None, "what was appended can be read"
-        return answer
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
 
 
 class Heartbeat:

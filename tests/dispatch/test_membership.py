@@ -13,32 +13,13 @@ import time
 import numpy as np
 import pytest
 
-from moe_serve.dispatch.membership import BEAT_S, Decisions, Heartbeat
+from moe_serve.dispatch.membership import BEAT_S, Heartbeat
 from moe_serve.dispatch.shm.memory import Mappings
 from moe_serve.dispatch.shm.region import OWNER_WORDS
 from moe_serve.errors import PeerError
 from tests.dispatch.shm import faults
-from tests.dispatch.shm.regions import no_decisions
 
 ROUNDS = 60
-
-
-def decide_all(rank: int, decisions: Decisions, num_questions: int) -> list[int]:
-    return [decisions.decide(question, 10 * question + rank) for question in range(num_questions)]
-
-
-def test_all_processes_read_the_same_answers() -> None:
-    answers = faults.run_forked(4, decide_all, no_decisions(), 500)
-    assert answers[0] == answers[1] == answers[2] == answers[3]
-    assert all(answer // 10 == question for question, answer in enumerate(answers[0]))
-
-
-def test_what_is_decided_stays() -> None:
-    decisions = no_decisions()
-    assert decisions.answer(7) is None
-    assert decisions.decide(7, 1) == 1
-    assert decisions.decide(7, 2) == 1
-    assert decisions.answer(7) == 1
 
 
 def suspect_at_random(rank: int, mappings: Mappings, seed: int) -> list[tuple[int, list[int]]]:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_serve.dispatch.membership import Decisions
 from moe_serve.dispatch.peer_calls import all_gather, barrier
 from moe_serve.dispatch.shared_files import SharedFiles
+from moe_serve.dispatch.votes import Log
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from moe_serve.process_facts import runs
 
@@ -48,7 +48,7 @@ class Mappings:
     """The segments of all ranks as one process has mapped them, and their decisions; one segment for each rank."""
 
     segments: list[mmap.mmap]
-    decisions: Decisions
+    decisions: Log
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -128,7 +128,7 @@ def share_regions(
                 files.keep(name, descriptor)
         for descriptor in opened:
             os.close(descriptor)
-        decisions = Decisions(decided)
+        decisions = Log(decided)
         barrier(group)
     finally:
         for path, descriptor in zip(made, own, strict=True):
@@ -157,7 +157,7 @@ def open_regions(files: SharedFiles, rank: int, num_ranks: int, num_bytes: int, 
     finally:
         for descriptor in opened:
             os.close(descriptor)
-    return ShmMemory(rank, Mappings(segments, Decisions(files.open(log, os.O_RDWR | os.O_APPEND))))
+    return ShmMemory(rank, Mappings(segments, Log(files.open(log, os.O_RDWR | os.O_APPEND))))
 
 
 def _names(use: SegmentUse, num_ranks: int) -> list[str]:

@@ -3,21 +3,21 @@
 import mmap
 import os
 
-from moe_serve.dispatch.membership import Decisions
 from moe_serve.dispatch.shm.memory import HEAD_BYTES, Mappings
 from moe_serve.dispatch.shm.region import CANARY, ReceiveSlice, SendBuffer
+from moe_serve.dispatch.votes import Log
 
 
 def map_anonymous(num_ranks: int, num_bytes: int) -> Mappings:
     """Returns zeroed regions of num_bytes, one for each rank."""
-    return Mappings([mmap.mmap(-1, HEAD_BYTES + num_bytes) for _ in range(num_ranks)], no_decisions())
+    return Mappings([mmap.mmap(-1, HEAD_BYTES + num_bytes) for _ in range(num_ranks)], empty_log())
 
 
-def no_decisions() -> Decisions:
-    """Returns an empty file of decisions."""
+def empty_log(num_hosts: int = 1) -> Log:
+    """Returns the log of a host on which nothing was decided."""
     unnamed = os.memfd_create("moe_serve_decisions")
     try:
-        return Decisions(os.open(f"/proc/self/fd/{unnamed}", os.O_RDWR | os.O_APPEND))
+        return Log(os.open(f"/proc/self/fd/{unnamed}", os.O_RDWR | os.O_APPEND), num_hosts)
     finally:
         os.close(unnamed)
 
