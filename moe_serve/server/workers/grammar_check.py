@@ -4,12 +4,7 @@ A rank compiles what has passed here once more. So a schema that explodes costs 
 the process has so much time and memory, and gives way to all others.
 """
 
-import asyncio
 import hashlib
-import os
-import struct
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from dataclasses import replace
 
@@ -20,22 +15,28 @@ from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.server.workers.fair_queue import FairQueue
+from moe_serve.server.workers.helper_process import HelperEnded, HelperProcess, TooLongError
 
-FRAME = struct.Struct("<I")  # before each message of both sides: its bytes
-_DEADLINE_S = 20.0  # for one constraint, where the machine is busy
-_START_S = 60.0  # for the process, which reads the vocabulary
+_DEADLINE_S = 60.0  # for one constraint, and the start of the process, which reads the vocabulary, on a busy machine
+_NICENESS = 10  # ranks and the front end may need the same core
 _MAX_WAITING = 64  # of one client
 _KEPT = 256  # answers
 _KEPT_CHARS = 1 << 24  # of them together
-_KILLED = (ConnectionError, asyncio.IncompleteReadError)
 
 
-class Model(msgspec.Struct):
+class Model(msgspec.Struct, frozen=True):
     """What the process must know of the model."""
 
     folder: str
     vocab_size: int
-    eos_token_ids: list[int]
+    eos_token_ids: tuple[int, ...]
+
+
+class TrialJob(msgspec.Struct):
+    """What the process gets."""
+
+    model: Model
+    constraint: Constraint
 
 
 class Checked(msgspec.Struct):
@@ -51,12 +52,13 @@ class Checked(msgspec.Struct):
 
 
 class GrammarCheck:
-    """The process, started with the first constraint. It keeps its last answers."""
+    """Asks the process, which starts with the first constraint, and keeps its last answers."""
 
     def __init__(self, folder: str | None):
         """folder: of the model; None: without a tokenizer"""
         self._folder = folder
-        self._process: Process | None = None
+        module = "moe_serve.server.workers.grammar_check_process"
+        self._process = HelperProcess(module, _DEADLINE_S, core_s=_DEADLINE_S, niceness=_NICENESS)
         self._queue = FairQueue("new schemas or grammars", _MAX_WAITING)
         self._answers: OrderedDict[bytes, Checked] = OrderedDict()
         self._kept_chars = 0
@@ -73,7 +75,7 @@ class GrammarCheck:
             raise RequestError(
                 f"{given.name} needs a tokenizer, but this server has none; leave it out", field=given.name
             )
-        answer = await self._answer(given, Model(self._folder, limits.vocab_size, limits.eos_token_ids), client)
+        answer = await self._answer(given, Model(self._folder, limits.vocab_size, tuple(limits.eos_token_ids)), client)
         if answer.busy:
             raise QueueFullError(answer.message)
         if answer.grammar is None:
@@ -82,11 +84,7 @@ class GrammarCheck:
 
     async def close(self) -> None:
         """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            if process.returncode is None:
-                process.kill()
-            await process.communicate()
+        await self._process.close()
 
     async def _answer(self, given: Constraint, model: Model, client: str) -> Checked:
         key = hashlib.blake2b(
@@ -110,59 +108,10 @@ class GrammarCheck:
             self._kept_chars -= len(dropped.grammar or "")
 
     async def _ask(self, given: Constraint, model: Model) -> Checked:
-        for _ in range(2):
-            try:
-                return await self._ask_once(given, model)
-            except _KILLED:  # not over this constraint: those end forks of the process
-                await self.close()
-            except TimeoutError:  # the process bounds the time of a core itself, so it had none, or is stopped
-                await self.close()
-                return _busy(given, "the machine is too busy")
-            except OSError as error:
-                return _busy(given, f"no process can be started for it ({error.strerror})")
-            except BaseException:  # the caller was cancelled: what the process answers belongs to nobody
-                await asyncio.shield(self.close())
-                raise
-        return _busy(given, "the process for it was killed twice")
-
-    async def _ask_once(self, given: Constraint, model: Model) -> Checked:
-        async with asyncio.timeout(_START_S):
-            if self._process is None or self._process.returncode is not None:
-                await self.close()
-                self._process = await _start()
-                await _greet(self._process, model)
-        async with asyncio.timeout(_DEADLINE_S):
-            return await _exchange(self._process, given)
-
-
-def _busy(given: Constraint, why: str) -> Checked:
-    return Checked(None, f"{given.name} cannot be compiled now, since {why}; try again later", given.name, busy=True)
-
-
-async def _start() -> Process:
-    module = "moe_serve.server.workers.grammar_check_process"
-    return await asyncio.create_subprocess_exec(sys.executable, "-m", module, str(os.getpid()), stdin=PIPE, stdout=PIPE)
-
-
-async def _greet(process: Process, model: Model) -> None:
-    """Returns when the process has read the vocabulary."""
-    assert process.stdin is not None
-    _write(process.stdin, msgspec.msgpack.encode(model))
-    await _read(process)
-
-
-async def _exchange(process: Process, given: Constraint) -> Checked:
-    assert process.stdin is not None
-    _write(process.stdin, msgspec.msgpack.encode(given))
-    await process.stdin.drain()
-    return msgspec.msgpack.decode(await _read(process), type=Checked)
-
-
-def _write(sink: asyncio.StreamWriter, data: bytes) -> None:
-    sink.write(FRAME.pack(len(data)) + data)
-
-
-async def _read(process: Process) -> bytes:
-    assert process.stdout is not None
-    (size,) = FRAME.unpack(await process.stdout.readexactly(FRAME.size))
-    return await process.stdout.readexactly(size)
+        job = msgspec.msgpack.encode(TrialJob(model, given))
+        try:
+            return msgspec.msgpack.decode(await self._process.ask("", job), type=Checked)
+        except (HelperEnded, TooLongError, TimeoutError):  # hostile constraints end forks of the process, not itself
+            raise QueueFullError(
+                f"{given.name} cannot be compiled now, since the process for it was killed or is stuck; try again later"
+            ) from None

@@ -1,12 +1,13 @@
-"""The process that tries constraints: `python -m …_process PARENT_PID`.
+"""The process that tries constraints: `python -m …_process PARENT_PID NICENESS`.
 
-It reads the vocabulary once, then constraints from stdin, and writes answers to stdout. Constraints are compiled in a
-fork, which may take a bounded time and memory, and end as it likes. A fork costs more than most constraints do, so one
-tries many, until it ends over a hostile one or has grown. It runs when nobody else wants the core; where that is never,
-another one runs at a low priority for a moment.
+It reads the vocabulary with its first job. A constraint is compiled in a fork, which has bounded time and memory and
+may end in any way. A fork costs more than most constraints do, so one fork tries many, until a hostile one ends it or
+it has grown. It runs while nobody else wants the core; where that is never, another fork runs at a low priority for a
+moment.
 """
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -19,9 +20,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from io import BufferedRWPair
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,7 +32,8 @@ from moe_serve.child_process import die_with_parent
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.process_facts import core_seconds
-from moe_serve.server.workers.grammar_check import FRAME, Checked, Model
+from moe_serve.server.workers.grammar_check import Checked, Model, TrialJob
+from moe_serve.server.workers.helper_process import serve_jobs
 from moe_serve.structured.grammar import FormTooComplex, Matcher, to_grammar
 from moe_serve.structured.json_schema import largest_parts
 from moe_serve.structured.vocabulary import Vocabulary
@@ -48,52 +49,35 @@ _FEWEST_MASKS = 16  # for an average
 _ONWARD, _SEEKS = b'"{[,:(', 0.75
 
 
-def main() -> None:
-    """Answers until stdin ends."""
-    die_with_parent(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
-    os.nice(10)  # ranks and the front end may need the same core
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    model = msgspec.msgpack.decode(_read(source), type=Model)
-    walks: Walks | MoeServeError
+def answer(data: bytes) -> bytes:
+    """Returns the Checked of a TrialJob; both as MessagePack."""
+    job = msgspec.msgpack.decode(data, type=TrialJob)
     try:
-        tokens = Tokenizer.from_folder(model.folder).token_bytes(model.vocab_size)
-        walks = Walks(Vocabulary(tokens, model.eos_token_ids))
-    except MoeServeError as error:
-        walks = error
-    _write(sink, b"ready")
-    trials = Trials(partial(_check_encoded, walks))
-    while data := _read(source):
-        _write(sink, answer(trials, data))
-
-
-def answer(trials: "Trials", data: bytes) -> bytes:
-    """Returns the encoded answer for one encoded constraint."""
-    try:
-        return trials.answer(data)
+        return _trials_of(job.model).answer(msgspec.msgpack.encode(job.constraint))
     except TooMuchTime:
         reason, busy = "takes more than a second to compile; send a simpler one", False
     except TooMuchMemory:
         reason, busy = "takes too much memory to compile; send a simpler one", False
     except Busy:
         reason, busy = "cannot be compiled now, since the machine is too busy; try again later", True
-    name = msgspec.msgpack.decode(data, type=Constraint).name
+    name = job.constraint.name
     return msgspec.msgpack.encode(Checked(None, f"{name} {reason}", name, busy))
+
+
+@functools.cache
+def _trials_of(model: Model) -> "Trials":
+    """Returns what tries the constraints of a model, whose vocabulary is read once."""
+    walks: Walks | MoeServeError
+    try:
+        tokens = Tokenizer.from_folder(model.folder).token_bytes(model.vocab_size)
+        walks = Walks(Vocabulary(tokens, model.eos_token_ids))
+    except MoeServeError as error:
+        walks = error
+    return Trials(functools.partial(_check_encoded, walks))
 
 
 def _check_encoded(walks: "Walks | MoeServeError", data: bytes) -> bytes:
     return msgspec.msgpack.encode(check(msgspec.msgpack.decode(data, type=Constraint), walks))
-
-
-def _read(source: BinaryIO) -> bytes:
-    """Returns the next message; nothing where there is none any more."""
-    head = source.read(FRAME.size)
-    return source.read(FRAME.unpack(head)[0]) if len(head) == FRAME.size else b""
-
-
-def _write(sink: BinaryIO, data: bytes) -> None:
-    sink.write(FRAME.pack(len(data)) + data)
-    sink.flush()
 
 
 class Walks:
@@ -377,4 +361,4 @@ def _addresses() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    serve_jobs(answer, None)  # its forks have bounds of their own

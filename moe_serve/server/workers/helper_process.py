@@ -191,19 +191,27 @@ class _TakesTooLong(BaseException):
     """Not an Exception, which a job might catch."""
 
 
-def serve_jobs(answer: Callable[[bytes], bytes], max_memory_bytes: int) -> None:
-    """Answers until stdin ends. max_memory_bytes: of addresses; beyond it `answer` meets a MemoryError"""
+def serve_jobs(answer: Callable[[bytes], bytes], max_memory_bytes: int | None) -> None:
+    """Answers until stdin ends.
+
+    max_memory_bytes: of addresses; beyond it `answer` meets a MemoryError. None: no bound, and the process stays
+                      however much it grows
+    """
     die_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
-    resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+    if max_memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+    kept_bytes = None if max_memory_bytes is None else _KEPT_BYTES
     os.nice(int(sys.argv[2]))
     gc.disable()  # jobs leave no cycles, and looking through millions of lists for them takes seconds
-    while serve_one(sys.stdin.buffer, sys.stdout.buffer, answer):
+    while serve_one(sys.stdin.buffer, sys.stdout.buffer, answer, kept_bytes):
         pass
 
 
-def serve_one(source: BinaryIO, sink: BinaryIO, answer: Callable[[bytes], bytes]) -> bool:
-    """Reads one job and answers; returns False where there is none any more, or the process has grown too large."""
+def serve_one(
+    source: BinaryIO, sink: BinaryIO, answer: Callable[[bytes], bytes], kept_bytes: int | None = None
+) -> bool:
+    """Reads one job and answers; returns False after the last one, or where the process has grown beyond kept_bytes."""
     head = source.read(FRAME.size)
     if len(head) < FRAME.size:
         return False
@@ -214,7 +222,7 @@ def serve_one(source: BinaryIO, sink: BinaryIO, answer: Callable[[bytes], bytes]
             reply = answer(job)
     except _TakesTooLong:
         reply, took_longer = b"", True
-    goes_on = _most_memory() <= _KEPT_BYTES
+    goes_on = kept_bytes is None or _most_memory() <= kept_bytes
     sink.write(REPLY.pack(len(reply), took_longer, not goes_on) + reply)
     sink.flush()
     return goes_on

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from asyncio.subprocess import PIPE
 
+import msgspec
 import pytest
 
 from moe_serve.attention_dp.constraint import Constraint
@@ -13,6 +13,7 @@ from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import QueueFullError, RequestError
 from moe_serve.server.workers import grammar_check
 from moe_serve.server.workers.grammar_check import GrammarCheck
+from moe_serve.server.workers.helper_process import HelperEnded, HelperProcess, TooLongError
 from tests.server.served import in_event_loop
 
 LIMITS = ModelLimits("demo", 2048, 1024, 1023, [1], 16)
@@ -53,12 +54,12 @@ async def test_hostile_constraints_are_refused_and_sound_ones_after_them_are_not
                 await asyncio.wait_for(check.checked(asking(kind, text), LIMITS), 15)
             assert caught.value.field == kind, name
             assert len(str(caught.value)) < 500
-        pid = check._process.pid
+        pid = check._process._process.pid
         for kind, text in COSTLY.values():
             await check.checked(asking(kind, text), LIMITS)
         params = await check.checked(asking("regex", "[a-z]+"), LIMITS)
         assert params.constraint.is_compiled
-        assert check._process.pid == pid, "one process for all"
+        assert check._process._process.pid == pid, "one process for all"
     finally:
         await check.close()
 
@@ -100,47 +101,24 @@ async def test_a_constraint_that_the_machine_has_no_time_for_is_not_held_against
     assert (await check.checked(asking("regex", "a"), LIMITS)).constraint.text == "grammar"
 
 
-KILLED = asyncio.IncompleteReadError(b"", 4)
-NOT_HELD_AGAINST_IT = {
-    "a killed process": ([KILLED], None),
-    "two killed processes": ([KILLED, ConnectionResetError()], "killed twice"),
-    "a stopped process": ([TimeoutError()], "too busy"),
-    "no free descriptor": ([OSError(24, "Too many open files")], "Too many open files"),
-}
-
-
-@pytest.mark.parametrize("name", NOT_HELD_AGAINST_IT)
+@pytest.mark.parametrize("problem", [HelperEnded, TooLongError, TimeoutError])
 @in_event_loop
 async def test_what_becomes_of_the_process_is_not_held_against_a_constraint(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    problem: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problems, refusal = NOT_HELD_AGAINST_IT[name]
-    outcomes = [*problems, grammar_check.Checked("grammar")]
+    outcomes = [problem(), msgspec.msgpack.encode(grammar_check.Checked("grammar"))]
 
-    async def start() -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec("sleep", "60", stdin=PIPE, stdout=PIPE)
-
-    async def greet(process: asyncio.subprocess.Process, model: object) -> None:
-        pass
-
-    async def exchange(process: asyncio.subprocess.Process, given: Constraint) -> grammar_check.Checked:
+    async def ask(process: object, client: str, job: bytes) -> bytes:
         outcome = outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    monkeypatch.setattr(grammar_check, "_start", start)
-    monkeypatch.setattr(grammar_check, "_greet", greet)
-    monkeypatch.setattr(grammar_check, "_exchange", exchange)
+    monkeypatch.setattr(HelperProcess, "ask", ask)
     check = GrammarCheck(FOLDER)
-    try:
-        if refusal is not None:
-            with pytest.raises(QueueFullError, match=refusal):
-                await check.checked(asking("regex", "a"), LIMITS)
-        assert (await check.checked(asking("regex", "a"), LIMITS)).constraint.text == "grammar"
-        assert not outcomes
-    finally:
-        await check.close()
+    with pytest.raises(QueueFullError, match="regex cannot be compiled now"):
+        await check.checked(asking("regex", "a"), LIMITS)
+    assert (await check.checked(asking("regex", "a"), LIMITS)).constraint.text == "grammar"
 
 
 @in_event_loop
