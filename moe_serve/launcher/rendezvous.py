@@ -11,7 +11,6 @@ import hmac
 import os
 import platform
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,9 @@ from moe_serve.c_library import find_compiler
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.capabilities import TRANSPORTS
+from moe_serve.dispatch.hosts.connections import listen
 from moe_serve.dispatch.hosts.link import HostLink, Hosts
-from moe_serve.dispatch.peer_calls import gather_bytes, reason_of
+from moe_serve.dispatch.peer_calls import barrier, gather_bytes, reason_of
 from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.dispatch.shm.memory import STORE_ORDER, host_mark
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
@@ -297,22 +297,26 @@ def _join_hosts(
     address = address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or env.master_addr
     token = find_link(config.server).token
     key = hmac.digest(token.encode(), f"between hosts {env.launch_id}".encode(), "sha256")
-    return hosts, connect_hosts(env.rank, Hosts.of(hosts), group, address, key, config.server.attach_deadline_s)
+    deadlines_s = config.server.attach_deadline_s, config.dispatch.deadline_s or config.engine.step_deadline_s
+    return hosts, connect_hosts(env.rank, Hosts.of(hosts), group, address, key, *deadlines_s)
 
 
 def connect_hosts(
-    rank: int, hosts: Hosts, group: dist.ProcessGroup, address: str, key: bytes, deadline_s: float
+    rank: int, hosts: Hosts, group: dist.ProcessGroup, address: str, key: bytes, deadline_s: float, quiet_s: float
 ) -> HostLink:
     """Returns a rank's connections with the other hosts; a collective call.
 
     address: an IP address of this host that the others reach;  key: known to the ranks of this launch only
+    quiet_s: a connection ends when the other host's kernel gives no sign for so long
     Raises PeerError where a rank cannot be reached within deadline_s.
     """
-    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener = listen(address)
     found = gather_bytes(f"{listener.getsockname()[1]} {address}".encode(), group)
     words = [each.decode().split() for each in found]
-    link = HostLink(rank, hosts)
-    link.connect([(host, int(port)) for port, host in words], listener, key, deadline_s)
+    link = HostLink(rank, hosts, key, listener, quiet_s)
+    link.connect({peer: (host, int(port)) for peer, (port, host) in enumerate(words)}, deadline_s)
+    barrier(group)
+    link.begin_epoch(0, range(len(words)))  # a connection that was replaced before anything was sent lost nothing
     return link
 
 

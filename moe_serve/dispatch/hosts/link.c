@@ -1,13 +1,26 @@
 /* Carries rows, results and words between hosts: one-sided writes into the shared memory of another host, over TCP.
 
-   A rank has a connection to each other host, which ends at one rank there, and takes in what other hosts send to it. A
-   frame says where its data go: into which regions, at which offset, and which flag is raised there once they are. The
-   rank that takes a frame in writes for all ranks of its host, so a row crosses the network once for each host. Frames
-   of a connection are applied in their order, data before flags, so that a rank that sees a flag sees the data, as with
-   a peer of its own host.
+   A rank has a connection with each rank of other hosts. What it sends to a host goes to one rank there. A frame says
+   where its data go: into which regions, at which offset, and which flag is raised there once they are. The rank that
+   takes a frame in writes for all ranks of its host, so a row crosses the network once for each host. Frames of a
+   connection are applied in their order, data before flags, so that a rank that sees a flag sees the data, as with a
+   peer of its own host.
 
    Whoever waits for a flag polls the connections. While a rank computes, a thread of its own does. link.py builds it.
-   All arguments are int64, numbers or addresses. */
+   All arguments are int64, numbers or addresses.
+
+   Connections end and are made anew, and the group goes on to new epochs, while threads send and receive. No data are
+   ever taken for others, because:
+   - A flag is raised after the last byte of its frame. A frame that was cut raises none, and no other frame's, since a
+     new connection begins with a header at both ends (link_attach).
+   - Frames are lost only when a connection ends. Then the rank that sent them sees it (link_broken) and voids the epoch,
+     unless the others have masked it.
+   - A frame carries its epoch. A rank that leaves an epoch takes in no more frames of it or of older ones
+     (link_void), and it does so before it proposes the next. So when an epoch is decided, none of its members applies
+     older frames, and these do not fall on newer data that came by another connection.
+   - What is sent does not change on the way: rows belong to the caller and a send buffer is used again, but only once
+     they have gone. When an epoch ends before that, frames that have not begun are dropped, and the connection of one
+     that has begun is closed. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -34,7 +47,8 @@ enum {
     PAUSE_NS = 150 * 1000,     /* between two polls of the thread */
 };
 #define NO_FLAG (-1)
-#define MAGIC 0x6c6e6b31u /* also the version of the format */
+#define MAGIC 0x6c6e6b32u /* also the version of the format */
+#define ANY_EPOCH UINT32_MAX /* of frames that are applied in every epoch */
 typedef uint64_t u64;
 
 enum { WRITE = 1, ROWS = 2 };
@@ -45,7 +59,8 @@ typedef struct {
     u64 mask;         /* regions of the space, by rank */
     i64 offset;       /* where data go in each of them */
     i64 length;       /* bytes of a write; of rows their number */
-    i64 row_bytes;    /* of rows; the masks of the regions that each goes to stand before them */
+    uint32_t row_bytes; /* of rows; the masks of the regions that each goes to stand before them */
+    uint32_t epoch;
     i64 flag_offset;  /* of a word in each region, or NO_FLAG */
     i64 flag;
 } Frame;
@@ -54,24 +69,27 @@ typedef struct Batch {
     struct Batch *next;
     struct iovec *vectors;
     i64 num, room, first; /* first: that is not sent yet */
+    int has_begun, borrows; /* borrows: it refers to memory of the caller */
+    uint32_t epoch;
     uint8_t *small;       /* what is copied: frames, masks */
     i64 small_used, small_room;
 } Batch;
 
+/* The two directions of the connection with a rank; fd is -1 before there is one, and after it has ended. */
 typedef struct {
-    int fd, error;
+    int fd;
     Batch *head, *tail;
     i64 sent;
 } Outgoing;
 
 typedef struct {
-    int fd, error;
+    int fd;
     uint8_t *buffer;
     i64 begin, end;
     int state; /* of the frame below */
     Frame frame;
     u64 *masks;
-    i64 num_masks, row, done; /* row: of ROWS;  done: bytes of the write, or of the row */
+    i64 num_masks, row, done; /* row: of ROWS;  done: bytes of the write, or of the row, or that are still ignored */
     i64 counts[MOST];         /* rows that each region has got */
     i64 received;
 } Incoming;
@@ -80,18 +98,23 @@ typedef struct {
 typedef struct {
     uint8_t *regions[MOST];
     i64 sizes[MOST];
+    int is_shared; /* else this rank has not come so far */
 } Space;
 
 typedef struct {
     Space spaces[MOST];
-    i64 num_out, num_in;
-    u64 ranks_of[MOST]; /* of the host behind each outgoing connection */
-    Outgoing out[MOST];
+    Outgoing out[MOST]; /* by rank, as all that follow */
     Incoming in[MOST];
+    int sockets[MOST];      /* open as long as a thread may use them */
+    int errors[MOST];       /* why there is no connection; 0: there is one */
+    i64 generations[MOST];  /* connections so far */
+    i64 expected[MOST];     /* the generation of this epoch */
+    i64 num_ranks;          /* above the highest that was ever connected */
+    uint32_t epoch, oldest; /* of what is sent, and of what is taken in */
     Batch *spare;
-    pthread_mutex_t sending, receiving;
+    pthread_mutex_t sending, receiving; /* both are taken in this order */
     pthread_t thread;
-    int has_thread, ends, epoll, wake;
+    int has_thread, ends, epoll, wake, news; /* news: counts connections that have ended */
     i64 polled_ns, busy_ns; /* when somebody who waits has polled last; when a frame came or went last */
 } Link;
 
@@ -100,6 +123,23 @@ static i64 now_ns(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static void add_one(int eventfd)
+{
+    u64 one = 1;
+    if (write(eventfd, &one, sizeof one) < 0)
+        return; /* it has been woken often enough */
+}
+
+/* Notes that a connection has ended. The socket stays open for the thread that uses the other direction, which finds
+   the end of it there. */
+static void end(Link *link, i64 rank, int error)
+{
+    int none = 0;
+    __atomic_compare_exchange_n(link->errors + rank, &none, error, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    shutdown(link->sockets[rank], SHUT_RDWR);
+    add_one(link->news);
 }
 
 /* --- sending --- */
@@ -121,8 +161,25 @@ static Batch *new_batch(Link *link, i64 num_vectors, i64 num_bytes)
         batch->small = realloc(batch->small, batch->small_room);
     }
     batch->num = batch->first = batch->small_used = 0;
+    batch->has_begun = batch->borrows = 0;
+    batch->epoch = link->epoch;
     batch->next = NULL;
     return batch;
+}
+
+static void give_back(Link *link, Batch *batch)
+{
+    batch->next = link->spare;
+    link->spare = batch;
+}
+
+static void drop_all(Link *link, Outgoing *out)
+{
+    for (Batch *batch = out->head, *next; batch; batch = next) {
+        next = batch->next;
+        give_back(link, batch);
+    }
+    out->head = NULL;
 }
 
 static void add_vector(Batch *batch, const void *data, i64 size)
@@ -147,7 +204,7 @@ static void *add_small(Batch *batch, i64 size)
 static void add_frame(Batch *batch, i64 kind, i64 space, u64 mask, i64 offset, i64 length, i64 row_bytes, i64 flag_offset,
                       i64 flag)
 {
-    Frame frame = {MAGIC, kind, space, mask, offset, length, row_bytes, flag_offset, flag};
+    Frame frame = {MAGIC, kind, space, mask, offset, length, row_bytes, batch->epoch, flag_offset, flag};
     memcpy(add_small(batch, sizeof frame), &frame, sizeof frame);
 }
 
@@ -155,7 +212,7 @@ static void add_frame(Batch *batch, i64 kind, i64 space, u64 mask, i64 offset, i
 static i64 push(Link *link, Outgoing *out)
 {
     i64 all = 0;
-    while (out->head && !out->error) {
+    while (out->head && out->fd >= 0) {
         Batch *batch = out->head;
         i64 num = batch->num - batch->first;
         struct msghdr message = {.msg_iov = batch->vectors + batch->first,
@@ -164,11 +221,15 @@ static i64 push(Link *link, Outgoing *out)
         if (size < 0) {
             if (errno == EINTR)
                 continue;
-            if (errno != EAGAIN && errno != EWOULDBLOCK)
-                out->error = errno;
+            if (errno != EAGAIN && errno != EWOULDBLOCK) {
+                out->fd = -1;
+                end(link, out - link->out, errno);
+                drop_all(link, out);
+            }
             break;
         }
         all += size;
+        batch->has_begun |= size > 0;
         while (batch->first < batch->num && size >= (ssize_t)batch->vectors[batch->first].iov_len)
             size -= batch->vectors[batch->first++].iov_len;
         if (batch->first < batch->num) {
@@ -177,16 +238,19 @@ static i64 push(Link *link, Outgoing *out)
             continue;
         }
         out->head = batch->next;
-        batch->next = link->spare;
-        link->spare = batch;
+        give_back(link, batch);
     }
-    out->sent += all;
+    __atomic_add_fetch(&out->sent, all, __ATOMIC_RELAXED);
     return all;
 }
 
 static void post(Link *link, i64 to, Batch *batch)
 {
     Outgoing *out = link->out + to;
+    if (out->fd < 0 && (batch->epoch == ANY_EPOCH || link->expected[to] <= link->generations[to])) {
+        give_back(link, batch); /* else it waits for the first connection of this epoch */
+        return;
+    }
     if (out->head)
         out->tail->next = batch;
     else
@@ -194,31 +258,42 @@ static void post(Link *link, i64 to, Batch *batch)
     out->tail = batch;
     push(link, out);
     __atomic_store_n(&link->busy_ns, now_ns(), __ATOMIC_RELAXED);
-    if (out->head) { /* the thread goes on with it */
-        u64 one = 1;
-        if (write(link->wake, &one, sizeof one) < 0)
-            return;
-    }
+    if (out->head) /* the thread goes on with it */
+        add_one(link->wake);
 }
 
-/* Writes data into regions of a host, and a flag behind them. Data are copied. */
-void link_write(Link *link, i64 to, i64 space, i64 mask, i64 offset, const void *data, i64 size, i64 flag_offset, i64 flag)
+/* Writes data into regions of the host of rank `to`, and a flag behind them. Data are copied. */
+static void write_data(Link *link, i64 to, i64 space, i64 mask, i64 offset, const void *data, i64 size, i64 flag_offset,
+                       i64 flag, int any_epoch)
 {
     pthread_mutex_lock(&link->sending);
     Batch *batch = new_batch(link, 2, sizeof(Frame) + size);
+    if (any_epoch)
+        batch->epoch = ANY_EPOCH;
     add_frame(batch, WRITE, space, mask, offset, size, 0, flag_offset, flag);
     memcpy(add_small(batch, size), data, size);
     post(link, to, batch);
     pthread_mutex_unlock(&link->sending);
 }
 
-/* Sends what `send_rows` has planned to the ranks of a host: their heads and entries, and each row once. The rows must
-   stay as they are until link_unsent returns 0. */
-void link_rows(Link *link, i64 to, i64 space, const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 topk,
+void link_write(Link *link, i64 to, i64 space, i64 mask, i64 offset, const void *data, i64 size, i64 flag_offset, i64 flag)
+{
+    write_data(link, to, space, mask, offset, data, size, flag_offset, flag, 0);
+}
+
+/* The same in whatever epoch either end is. */
+void link_tell(Link *link, i64 to, i64 space, i64 mask, i64 offset, const void *data, i64 size)
+{
+    write_data(link, to, space, mask, offset, data, size, NO_FLAG, 0, 1);
+}
+
+/* Sends what `send_rows` has planned to ranks of the host of rank `to`: their heads and entries, and each row once. The
+   rows must stay as they are until link_unsent returns 0.  ranks: as bits */
+void link_rows(Link *link, i64 to, i64 space, const i64 *facts, i64 buffer, i64 ranks, i64 num_tokens, i64 topk,
                const uint8_t *rows, i64 *block, i64 flag_offset, i64 flag)
 {
     i64 num_ranks = facts[NUM_RANKS], slots = facts[SLOTS], row_bytes = facts[ROW_BYTES];
-    u64 mask = link->ranks_of[to] & (u64)others;
+    u64 mask = (u64)ranks;
     const i64 *table = slice_table(facts, buffer);
     Exchange ex = exchange_at(facts, block, num_tokens, topk);
     i64 next[MOST] = {0}, num_rows = 0, rows_at = 0;
@@ -226,6 +301,7 @@ void link_rows(Link *link, i64 to, i64 space, const i64 *facts, i64 buffer, i64 
         return;
     pthread_mutex_lock(&link->sending);
     Batch *batch = new_batch(link, 8 * MOST + 2 * num_tokens, (4 * MOST + 1) * sizeof(Frame) + num_tokens * sizeof(u64));
+    batch->borrows = 1;
     for (i64 rank = 0; rank < num_ranks; rank++) {
         if (!TAKES_PART(mask, rank))
             continue;
@@ -276,7 +352,7 @@ void link_rows(Link *link, i64 to, i64 space, const i64 *facts, i64 buffer, i64 
     pthread_mutex_unlock(&link->sending);
 }
 
-/* Sends a rank of another host the results of its rows, from this rank's send buffer into the copy of it there, and
+/* Sends rank `peer` of the host of rank `to` the results of its rows, from this rank's send buffer into the copy of it there, and
    where those of each slot begin. The send buffer must stay as it is until the rank has read them. */
 void link_results(Link *link, i64 to, i64 space, i64 peer, const i64 *facts, i64 buffer, i64 num_tokens, i64 topk, i64 *block,
                   i64 flag_offset, i64 flag)
@@ -289,6 +365,7 @@ void link_results(Link *link, i64 to, i64 space, i64 peer, const i64 *facts, i64
     i64 num_pieces = facts[RANK_SUM] ? 1 : slots;
     pthread_mutex_lock(&link->sending);
     Batch *batch = new_batch(link, 2 * slots + 4, (slots + 2) * sizeof(Frame));
+    batch->borrows = 1;
     for (i64 piece = 0; piece < num_pieces; piece++) {
         i64 first = facts[RANK_SUM] ? ((i64 *)starts)[0] : ex.starts[peer * slots + piece];
         i64 size = (facts[RANK_SUM] ? ex.rows_of[peer] : ex.arrived[peer * slots + piece]) * row_bytes;
@@ -306,7 +383,17 @@ void link_results(Link *link, i64 to, i64 space, i64 peer, const i64 *facts, i64
 
 /* --- receiving --- */
 
-enum { HEAD, MASKS, DATA };
+enum { HEAD, MASKS, DATA, IGNORED };
+
+static int is_old(const Link *link, const Frame *frame)
+{
+    return frame->epoch != ANY_EPOCH && frame->epoch < link->oldest;
+}
+
+static int is_ignored(const Link *link, const Frame *frame)
+{
+    return is_old(link, frame) || (frame->epoch == ANY_EPOCH && !link->spaces[frame->space].is_shared);
+}
 
 static int valid(const Link *link, const Frame *frame)
 {
@@ -316,12 +403,12 @@ static int valid(const Link *link, const Frame *frame)
         size < 0)
         return 0;
     if (frame->kind == ROWS) {
-        if (frame->row_bytes <= 0 || size > (1 << 24) || frame->row_bytes > (1 << 30))
+        if (!frame->row_bytes || size > (1 << 24) || frame->row_bytes > (1 << 30))
             return 0;
         size *= frame->row_bytes;
     }
     for (i64 rank = 0; rank < MOST; rank++) {
-        if (!(frame->mask >> rank & 1))
+        if (!(frame->mask >> rank & 1) || is_ignored(link, frame))
             continue;
         if (!space->regions[rank] || frame->offset > space->sizes[rank] || size > space->sizes[rank] - frame->offset)
             return 0;
@@ -375,6 +462,20 @@ static void advance(Link *link, Incoming *in, i64 size)
     in->state = HEAD;
 }
 
+/* Ignores the rest of a frame. */
+static void ignore(Incoming *in)
+{
+    Frame *frame = &in->frame;
+    i64 masks = frame->length * (i64)sizeof(u64), rows = frame->length - in->row;
+    if (frame->kind == WRITE)
+        in->done = frame->length - in->done;
+    else if (in->state == MASKS)
+        in->done = masks - in->done + rows * frame->row_bytes;
+    else
+        in->done = rows * frame->row_bytes - in->done;
+    in->state = in->done ? IGNORED : HEAD;
+}
+
 /* Applies what lies in the buffer. Returns 0 where the peer sends what no peer of ours would. */
 static int apply(Link *link, Incoming *in)
 {
@@ -389,14 +490,17 @@ static int apply(Link *link, Incoming *in)
             if (!in->frame.mask || !valid(link, &in->frame))
                 return 0;
             in->row = in->done = 0;
-            in->state = DATA;
+            in->state = in->frame.kind == ROWS ? MASKS : DATA;
+            if (is_ignored(link, &in->frame)) {
+                ignore(in);
+                continue;
+            }
             if (in->frame.kind == ROWS) {
                 memset(in->counts, 0, sizeof in->counts);
                 if (in->num_masks < in->frame.length) {
                     in->num_masks = 2 * in->frame.length;
                     in->masks = realloc(in->masks, in->num_masks * sizeof(u64));
                 }
-                in->state = MASKS;
             }
             if (!in->frame.length)
                 advance(link, in, 0);
@@ -412,6 +516,13 @@ static int apply(Link *link, Incoming *in)
                     return 0;
             in->done = 0;
             in->state = DATA;
+        } else if (in->state == IGNORED) {
+            i64 size = in->done < here ? in->done : here;
+            in->begin += size;
+            in->done -= size;
+            if (in->done)
+                return 1;
+            in->state = HEAD;
         } else {
             i64 room, size;
             if (!here)
@@ -462,7 +573,8 @@ static ssize_t receive_in_place(Link *link, Incoming *in)
 static i64 pull(Link *link, Incoming *in)
 {
     i64 all = 0;
-    while (!in->error) {
+    int error = 0;
+    while (in->fd >= 0 && !error) {
         ssize_t size;
         i64 left = 0;
         if (in->state == DATA && in->begin == in->end)
@@ -478,14 +590,14 @@ static i64 pull(Link *link, Incoming *in)
             if (size > 0) {
                 in->end += size;
                 if (!apply(link, in))
-                    in->error = EPROTO;
+                    error = EPROTO;
             }
         }
         if (size == 0)
-            in->error = ECONNRESET;
+            error = ECONNRESET;
         else if (size < 0 && errno != EINTR) {
             if (errno != EAGAIN && errno != EWOULDBLOCK)
-                in->error = errno;
+                error = errno;
             break;
         } else if (size > 0) {
             all += size;
@@ -493,8 +605,11 @@ static i64 pull(Link *link, Incoming *in)
                 break; /* most likely there is no more; one system call saved */
         }
     }
-    if (in->error)
+    if (error) {
         epoll_ctl(link->epoll, EPOLL_CTL_DEL, in->fd, NULL);
+        in->fd = -1;
+        end(link, in - link->in, error);
+    }
     in->received += all;
     return all;
 }
@@ -503,14 +618,14 @@ static i64 progress(Link *link)
 {
     i64 bytes = 0;
     if (!pthread_mutex_trylock(&link->receiving)) {
-        for (i64 i = 0; i < link->num_in; i++)
-            bytes += pull(link, link->in + i);
+        for (i64 rank = 0; rank < link->num_ranks; rank++)
+            bytes += pull(link, link->in + rank);
         pthread_mutex_unlock(&link->receiving);
     }
     if (!pthread_mutex_trylock(&link->sending)) {
-        for (i64 i = 0; i < link->num_out; i++)
-            if (link->out[i].head)
-                bytes += push(link, link->out + i);
+        for (i64 rank = 0; rank < link->num_ranks; rank++)
+            if (link->out[rank].head)
+                bytes += push(link, link->out + rank);
         pthread_mutex_unlock(&link->sending);
     }
     if (bytes)
@@ -525,15 +640,15 @@ i64 link_poll(Link *link)
     return progress(link);
 }
 
-/* Returns the first connection, counted from 1, that has not taken all that was posted; 0: none. */
+/* Returns the first rank, counted from 1, whose connection has not taken all that was posted; 0: none. */
 i64 link_unsent(Link *link)
 {
     i64 found = 0;
     pthread_mutex_lock(&link->sending);
-    for (i64 i = link->num_out - 1; i >= 0; i--) {
-        push(link, link->out + i);
-        if (link->out[i].head)
-            found = i + 1;
+    for (i64 rank = MOST - 1; rank >= 0; rank--) {
+        push(link, link->out + rank);
+        if (link->out[rank].head)
+            found = rank + 1;
     }
     pthread_mutex_unlock(&link->sending);
     return found;
@@ -563,39 +678,116 @@ static void *run(void *argument)
     return NULL;
 }
 
-/* --- making --- */
+/* --- connections and epochs --- */
 
 Link *link_new(void)
 {
     Link *link = calloc(1, sizeof(Link));
     pthread_mutex_init(&link->sending, NULL);
     pthread_mutex_init(&link->receiving, NULL);
+    for (i64 rank = 0; rank < MOST; rank++) {
+        link->out[rank].fd = link->in[rank].fd = link->sockets[rank] = -1;
+        link->errors[rank] = ENOTCONN;
+        link->expected[rank] = 1;
+    }
     link->epoll = epoll_create1(EPOLL_CLOEXEC);
     link->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    link->news = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     struct epoll_event event = {.events = EPOLLIN, .data.fd = link->wake};
     epoll_ctl(link->epoll, EPOLL_CTL_ADD, link->wake, &event);
     return link;
 }
 
-/* ranks: of the host at the other end, as bits. Returns the number of the connection. */
-i64 link_connect(Link *link, i64 fd, i64 ranks)
+static void lock(Link *link)
 {
-    link->out[link->num_out] = (Outgoing){.fd = fd};
-    link->ranks_of[link->num_out] = ranks;
-    return link->num_out++;
+    pthread_mutex_lock(&link->sending);
+    pthread_mutex_lock(&link->receiving);
 }
 
-void link_accept(Link *link, i64 fd)
+static void unlock(Link *link)
+{
+    pthread_mutex_unlock(&link->receiving);
+    pthread_mutex_unlock(&link->sending);
+}
+
+/* Takes over a connection with a rank, which replaces the one before. What that one has not sent is dropped. */
+void link_attach(Link *link, i64 rank, i64 fd)
 {
     struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP, .data.fd = fd};
-    link->in[link->num_in++] = (Incoming){.fd = fd, .buffer = malloc(BUFFER_BYTES)};
+    lock(link);
+    Outgoing *out = link->out + rank;
+    Incoming *in = link->in + rank;
+    if (link->sockets[rank] >= 0)
+        close(link->sockets[rank]); /* also leaves epoll */
+    if (link->generations[rank] >= link->expected[rank])
+        drop_all(link, out);
+    if (!in->buffer)
+        in->buffer = malloc(BUFFER_BYTES);
+    in->begin = in->end = 0;
+    in->state = HEAD;
+    link->sockets[rank] = out->fd = in->fd = fd;
+    __atomic_store_n(link->errors + rank, 0, __ATOMIC_RELEASE);
+    __atomic_add_fetch(link->generations + rank, 1, __ATOMIC_ACQ_REL);
+    if (link->num_ranks <= rank)
+        link->num_ranks = rank + 1;
     epoll_ctl(link->epoll, EPOLL_CTL_ADD, fd, &event);
+    push(link, out);
+    unlock(link);
+    add_one(link->wake); /* data may have come before epoll knew of the connection */
+}
+
+/* Leaves all epochs before this one: returns once none of their frames is applied any more. */
+void link_void(Link *link, i64 epoch)
+{
+    lock(link);
+    if (link->oldest < epoch)
+        link->oldest = epoch;
+    for (i64 rank = 0; rank < MOST; rank++) {
+        Outgoing *out = link->out + rank;
+        Incoming *in = link->in + rank;
+        if (link->errors[rank] && out->fd >= 0) { /* what is posted from now on waits for the next connection */
+            out->fd = -1;
+            drop_all(link, out);
+        }
+        if (out->head && out->head->has_begun && out->head->borrows && out->head->epoch < link->oldest) {
+            out->fd = -1;
+            end(link, rank, ECANCELED);
+            drop_all(link, out);
+        }
+        Batch **at = &out->head;
+        out->tail = NULL;
+        for (Batch *batch; (batch = *at);)
+            if (batch->epoch < link->oldest && !batch->has_begun) {
+                *at = batch->next;
+                give_back(link, batch);
+            } else {
+                out->tail = batch;
+                at = &batch->next;
+            }
+        if (in->fd >= 0 && (in->state == DATA || in->state == MASKS) && is_old(link, &in->frame))
+            ignore(in);
+    }
+    unlock(link);
+}
+
+/* Begins an epoch: its frames are lost where a connection ends that stands now, or the first one after now. */
+void link_begin_epoch(Link *link, i64 epoch)
+{
+    link_void(link, epoch);
+    lock(link);
+    link->epoch = epoch;
+    for (i64 rank = 0; rank < MOST; rank++)
+        link->expected[rank] = link->generations[rank] + (link->errors[rank] != 0);
+    unlock(link);
 }
 
 void link_region(Link *link, i64 space, i64 rank, uint8_t *base, i64 size)
 {
+    lock(link);
     link->spaces[space].regions[rank] = base;
     link->spaces[space].sizes[rank] = size;
+    link->spaces[space].is_shared = 1;
+    unlock(link);
 }
 
 /* Returns 0, or an error number. */
@@ -606,35 +798,45 @@ i64 link_start(Link *link)
     return error;
 }
 
-/* Returns the error number of an outgoing connection, or 0. */
-i64 link_out_error(Link *link, i64 number) { return link->out[number].error; }
-i64 link_in_error(Link *link, i64 number) { return link->in[number].error; }
-i64 link_bytes(Link *link, i64 number) { return link->out[number].sent; }
+/* Returns why there is no connection with a rank, as an error number; 0: there is one. */
+i64 link_error(Link *link, i64 rank) { return __atomic_load_n(link->errors + rank, __ATOMIC_ACQUIRE); }
 
-/* Ends the thread and frees everything but the descriptors, which are the caller's. */
+/* Returns how many connections with a rank there have been. */
+i64 link_generation(Link *link, i64 rank) { return __atomic_load_n(link->generations + rank, __ATOMIC_ACQUIRE); }
+
+/* Returns whether frames of this epoch may be lost: a connection with the rank has ended since it began. */
+i64 link_broken(Link *link, i64 rank)
+{
+    i64 left = link_generation(link, rank) - link->expected[rank];
+    return left > 0 || (!left && link_error(link, rank));
+}
+
+/* Returns a descriptor that can be read once a connection has ended. */
+i64 link_news(Link *link) { return link->news; }
+i64 link_bytes(Link *link, i64 rank) { return __atomic_load_n(&link->out[rank].sent, __ATOMIC_RELAXED); }
+
+/* Ends the thread and the connections, and frees everything. */
 void link_free(Link *link)
 {
-    u64 one = 1;
     __atomic_store_n(&link->ends, 1, __ATOMIC_RELAXED);
-    if (link->has_thread && write(link->wake, &one, sizeof one) > 0)
+    add_one(link->wake);
+    if (link->has_thread)
         pthread_join(link->thread, NULL);
-    for (i64 i = 0; i < link->num_out; i++)
-        for (Batch *batch = link->out[i].head, *next; batch; batch = next) {
-            next = batch->next;
-            batch->next = link->spare;
-            link->spare = batch;
-        }
+    for (i64 rank = 0; rank < MOST; rank++) {
+        if (link->sockets[rank] >= 0)
+            close(link->sockets[rank]);
+        drop_all(link, link->out + rank);
+        free(link->in[rank].buffer);
+        free(link->in[rank].masks);
+    }
     for (Batch *batch = link->spare, *next; batch; batch = next) {
         next = batch->next;
         free(batch->vectors);
         free(batch->small);
         free(batch);
     }
-    for (i64 i = 0; i < link->num_in; i++) {
-        free(link->in[i].buffer);
-        free(link->in[i].masks);
-    }
     close(link->epoll);
     close(link->wake);
+    close(link->news);
     free(link);
 }

@@ -80,7 +80,7 @@ class RemotePeers:
         return both
 
     def _raise_lost(self, phase: str, sequence: int) -> None:
-        for rank, why in self._link.lost():
+        for rank, why in self._link.broken().items():
             if rank in self._ranks:
                 text = f"rank {rank}, on another host, was lost before {phase} {sequence}: {why}"
                 raise PeerError(text, rank, phase, sequence)

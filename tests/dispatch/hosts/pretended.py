@@ -14,4 +14,4 @@ def on_hosts(group: EpGroup, host_of: Sequence[int]) -> EpGroup:
     if hosts.num_hosts == 1:
         return group
     assert group.process_group is not None
-    return replace(group, link=connect_hosts(group.rank, hosts, group.process_group, "127.0.0.1", b"key" * 11, 20))
+    return replace(group, link=connect_hosts(group.rank, hosts, group.process_group, "127.0.0.1", b"key" * 11, 20, 20))

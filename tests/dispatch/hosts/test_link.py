@@ -1,6 +1,5 @@
 """The connections between hosts: what crosses them, who may make them, and what is said when one ends."""
 
-import os
 import socket
 import struct
 import threading
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
+from moe_serve.dispatch.hosts.connections import _HELLO, _MAGIC, ROWS
 from moe_serve.dispatch.hosts.link import HostLink, Hosts
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.step.exchange import make_exchange
@@ -29,38 +29,53 @@ HIDDEN = 4096  # of rows, float32
 def test_ranks_of_hosts_of_unequal_size_meet_the_ranks_of_their_number_counted_round() -> None:
     hosts = Hosts.of(["a", "b", "a", "a"])
     assert hosts.of_rank == (0, 1, 0, 0)
-    assert [hosts.entry(rank, 1) for rank in (0, 2, 3)] == [1, 1, 1]
-    assert hosts.entry(1, 0) == 0
+    assert [hosts.entry(rank, 1, range(4)) for rank in (0, 2, 3)] == [1, 1, 1]
+    assert hosts.entry(1, 0, range(4)) == 0
+
+
+def test_what_goes_to_a_host_goes_to_one_of_its_ranks_that_take_part() -> None:
+    hosts = Hosts.of([0, 0, 0, 1, 1, 1])
+    assert [hosts.entry(rank, 1, range(6)) for rank in range(3)] == [3, 4, 5]
+    assert [hosts.entry(rank, 1, {0, 1, 2, 3, 5}) for rank in range(3)] == [3, 5, 3]
+    assert [hosts.entry(rank, 1, {0, 2, 3, 4, 5}) for rank in (0, 2)] == [3, 4]
+    assert hosts.entry(0, 1, {0, 1, 2}) is None
 
 
 def two_links(
     keys: Sequence[bytes] = (KEY, KEY), deadline_s: float = 5.0, before: Sequence[bytes] = ()
 ) -> tuple[list[HostLink], list[BaseException | None]]:
     """Returns the links of two ranks on two pretended hosts, and what each raised. before: sent by others first"""
-    hosts = Hosts.of([0, 1])
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in keys]
     addresses = [listener.getsockname()[:2] for listener in listeners]
     unauthenticated = [socket.create_connection(address) for address in addresses for _ in before]
     for peer, data in zip(unauthenticated, [*before, *before], strict=True):
         peer.sendall(data)
         peer.shutdown(socket.SHUT_WR)
-    links = [HostLink(rank, hosts) for rank in range(2)]
-    errors: list[BaseException | None] = [None, None]
+    links = [HostLink(rank, Hosts.of([0, 1]), keys[rank], listeners[rank], 10.0) for rank in range(2)]
+    errors = join(links, addresses, deadline_s)
+    for peer in unauthenticated:
+        peer.close()
+    return links, errors
 
-    def join(rank: int) -> None:
+
+def join(
+    links: Sequence[HostLink], addresses: Sequence[tuple[str, int]], deadline_s: float = 5.0
+) -> list[BaseException | None]:
+    """Connects links with each other, and returns what each raised. addresses: where the others reach each rank"""
+    errors: list[BaseException | None] = [None] * len(links)
+
+    def connect(number: int) -> None:
         try:
-            links[rank].connect(addresses, listeners[rank], keys[rank], deadline_s)
+            links[number].connect(dict(enumerate(addresses)), deadline_s)
         except BaseException as error:
-            errors[rank] = error
+            errors[number] = error
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=connect, args=(number,)) for number in range(len(links))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for peer in unauthenticated:
-        peer.close()
-    return links, errors
+    return errors
 
 
 def until(done: object) -> None:
@@ -91,13 +106,19 @@ def test_a_peer_without_the_key_joins_nobody_and_the_message_says_so() -> None:
     for error in errors:
         assert isinstance(error, PeerError)
         assert "on another host" in str(error)
-    assert any("another launch" in str(error) or "has not connected" in str(error) for error in errors)
+    assert "another launch" in str(errors[1])
+    assert "without the key of this launch" in str(errors[0])
     del links
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(32), struct.pack("<8sII16s", b"moelink1", 1, 0, bytes(16)) + bytes(32)],
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(82),
+        _HELLO.pack(_MAGIC, 1, 0, 1, b"", 1, b"") + bytes(40),
+    ],
     ids=["closed", "http", "zeros", "guessed proof"],
 )
 def test_unauthenticated_peers_do_not_keep_ranks_from_joining(data: bytes) -> None:
@@ -106,13 +127,18 @@ def test_unauthenticated_peers_do_not_keep_ranks_from_joining(data: bytes) -> No
     del links
 
 
-def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
+def test_a_rank_that_does_not_come_is_named_with_its_address_at_the_deadline() -> None:
     gone = socket.create_server(("127.0.0.1", 0))
     address = gone.getsockname()[:2]
     gone.close()
-    with pytest.raises(PeerError, match=r"rank 0 has no connection with rank 1 on another host.*; open TCP"):
-        HostLink(0, Hosts.of([0, 1])).connect([listener.getsockname()[:2], address], listener, KEY, 0.5)
+    link = HostLink(1, Hosts.of([0, 1]), KEY, socket.create_server(("127.0.0.1", 0)), 10.0)
+    with pytest.raises(
+        PeerError, match=rf"rank 1 .* rank 0 on another host .*{address[1]}: Connection refused.*; open"
+    ):
+        link.connect({0: address}, 0.5)
+    link = HostLink(0, Hosts.of([0, 1]), KEY, socket.create_server(("127.0.0.1", 0)), 10.0)
+    with pytest.raises(PeerError, match=r"rank 0 .* rank 1 on another host .*has not connected to 127.0.0.1 port"):
+        link.connect({1: address}, 0.2)
 
 
 @pytest.mark.parametrize("change", ["magic", "kind", "space", "rank", "offset", "length", "flag"])
@@ -121,15 +147,16 @@ def test_a_frame_that_would_write_elsewhere_ends_the_connection(change: str) -> 
     region = torch.zeros(4096, dtype=torch.uint8)
     for link in links:
         link.share([region.clone(), region])
-    frame = {"magic": 0x6C6E6B31, "kind": 1, "space": 0, "mask": 2, "offset": 0, "length": 8, "rows": 0, "flag_at": 8}
+    frame = {"magic": 0x6C6E6B32, "kind": 1, "space": 0, "mask": 2, "offset": 0, "length": 8, "rows": 0, "flag_at": 8}
     wrong = {
         "magic": {"magic": 1}, "kind": {"kind": 9}, "space": {"space": 70}, "rank": {"mask": 4},
         "offset": {"offset": -8}, "length": {"length": 5000}, "flag": {"flag_at": 4092},
     }  # fmt: skip
-    links[0]._sockets[0].sendall(struct.pack("<IHHQqqqqq", *(frame | wrong[change]).values(), 1) + bytes(8))
-    until(lambda: links[1].lost())
-    assert links[1].lost() == [(0, os.strerror(71))]  # EPROTO
+    with links[0]._connections.dial(1, ROWS, 5.0) as connected:
+        connected.sendall(struct.pack("<IHHQqqqqq", *(frame | wrong[change]).values(), 1) + bytes(8))
+        until(lambda: connected.recv(1) == b"")
     assert not region.any()
+    until(lambda: not links[1].down())
 
 
 def request(num_tokens: int) -> TransportRequest:

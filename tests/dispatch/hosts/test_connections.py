@@ -1,0 +1,287 @@
+"""Connections between hosts that are cut, reset or stalled are made anew, and nothing false is read."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_serve.dispatch.hosts.connections import listen
+from moe_serve.dispatch.hosts.link import HostLink, Hosts
+from tests.dispatch.hosts.relay import Relay, relay
+from tests.dispatch.hosts.test_link import KEY, join, until
+
+SIZE = 1 << 23
+
+
+class Scene:
+    """Two ranks on two pretended hosts; rank 1 dials rank 0 through a relay. Byte 0 of each region begins a flag."""
+
+    def __init__(self, between: Relay, listeners: Sequence[socket.socket], quiet_s: float):
+        self.between, self._quiet_s = between, quiet_s
+        self.addresses = [between.address, listeners[1].getsockname()[:2]]
+        self.links = [HostLink(rank, Hosts.of([0, 1]), KEY, listeners[rank], quiet_s) for rank in range(2)]
+        self.regions = [self._new_regions() for _ in self.links]
+        self.spaces = [link.share(mine) for link, mine in zip(self.links, self.regions, strict=True)]
+        assert join(self.links, self.addresses) == [None, None]
+
+    def _new_regions(self) -> list[Tensor]:
+        return [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(2)]
+
+    def write(self, source: int, flag: int, size: int = 8) -> None:
+        """Writes bytes that all are the flag's lowest one into the other rank's region, and the flag."""
+        data = torch.full((size,), flag % 256, dtype=torch.uint8)
+        self.spaces[source].write(1 - source, 1 << (1 - source), 64, data.data_ptr(), size, 0, flag)
+
+    def flag(self, rank: int) -> int:
+        """Returns the flag in a rank's region."""
+        return int(self.regions[rank][rank][:8].view(torch.int64))
+
+    def arrives(self, source: int, flag: int, size: int = 8) -> None:
+        """Writes, and waits until all of it is there."""
+        self.write(source, flag, size)
+        until(lambda: self.flag(1 - source) == flag)
+        assert bool((self.regions[1 - source][1 - source][64 : 64 + size] == flag % 256).all())
+
+    def begin(self, epoch: int) -> None:
+        """Begins an epoch on both ranks, once they are connected."""
+        until(lambda: not any(link.down() for link in self.links))
+        for link in self.links:
+            link.begin_epoch(epoch, [0, 1])
+
+    def renew(self, rank: int) -> None:
+        """Puts a new process in the place of a rank."""
+        self.links[rank].close()
+        listener = listen("127.0.0.1")
+        self.addresses[rank] = listener.getsockname()[:2]
+        self.links[rank] = HostLink(rank, Hosts.of([0, 1]), KEY, listener, self._quiet_s)
+        self.regions[rank] = self._new_regions()
+        self.spaces[rank] = self.links[rank].share(self.regions[rank])
+        self.links[rank].connect(dict(enumerate(self.addresses)), 5.0, is_replacement=True)
+
+
+@contextlib.contextmanager
+def two_hosts(quiet_s: float = 10.0) -> Iterator[Scene]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    with relay(listeners[0].getsockname()[:2]) as between:
+        scene = Scene(between, listeners, quiet_s)
+        try:
+            yield scene
+        finally:
+            for link in scene.links:
+                link.close()
+
+
+def test_a_connection_that_was_reset_is_made_anew_and_both_ends_know_that_frames_may_be_lost() -> None:
+    with two_hosts() as scene:
+        scene.arrives(0, 5)
+        assert [link.broken() for link in scene.links] == [{}, {}]
+        for epoch in (1, 2, 3):
+            scene.between.reset()
+            until(lambda: all(link.broken() for link in scene.links))
+            assert [list(link.broken()) for link in scene.links] == [[1], [0]]
+            scene.begin(epoch)
+            assert [link.broken() for link in scene.links] == [{}, {}]
+            scene.arrives(0, 10 * epoch)
+            scene.arrives(1, 10 * epoch + 1, 100_000)
+        assert [link.generation(1 - rank) for rank, link in enumerate(scene.links)] == [4, 4]
+
+
+@pytest.mark.parametrize("where", [0, 30, 56, 57, 100_000, (1 << 20) + 55])
+def test_a_frame_that_was_cut_raises_no_flag_and_does_not_spoil_the_next_connection(where: int) -> None:
+    with two_hosts() as scene:
+        scene.arrives(1, 5)
+        sent = scene.links[1].sent_bytes
+        scene.between.most_bytes = scene.between.carried + where
+        scene.write(1, 6, 1 << 20)
+        assert scene.links[1].sent_bytes >= sent
+        until(lambda: scene.links[0].broken())
+        scene.between.most_bytes = None
+        assert scene.flag(0) == 5
+        scene.begin(1)
+        scene.arrives(0, 8, 10)
+        scene.arrives(1, 7, 1 << 20)
+
+
+def test_a_cable_that_swallows_one_direction_is_noticed_and_mended() -> None:
+    with two_hosts(quiet_s=1.0) as scene:
+        scene.between.refuses = True
+        scene.between.stalls = True
+        for number in range(20):  # more than the buffers of the way hold: the relay's kernel acknowledges the rest
+            scene.write(0, 100 + number, SIZE - 64)
+        until(lambda: scene.links[0].down())
+        assert scene.links[0].down() == {1: "Connection timed out"}
+        scene.between.refuses = scene.between.stalls = False
+        scene.between.reset()
+        scene.begin(1)
+        scene.arrives(0, 3)
+
+
+def test_frames_of_an_epoch_that_was_left_are_ignored_and_what_is_told_is_not() -> None:
+    with two_hosts() as scene:
+        scene.arrives(0, 5)
+        scene.links[1].leave_epoch(1)
+        scene.write(0, 6, 100_000)
+        told = torch.tensor([77], dtype=torch.int64)
+        scene.spaces[0].tell(1, 0b10, SIZE - 8, told.data_ptr(), 8)
+        until(lambda: int(scene.regions[1][1][-8:].view(torch.int64)) == 77)
+        assert scene.flag(1) == 5
+        assert int(scene.regions[1][1][64]) == 5
+        scene.links[0].begin_epoch(1, [0, 1])
+        scene.arrives(0, 7)
+        assert [link.broken() for link in scene.links] == [{}, {}]
+
+
+def test_frames_of_an_epoch_that_began_without_a_connection_come_with_the_first_one() -> None:
+    with two_hosts() as scene:
+        scene.between.refuses = True
+        scene.between.reset()
+        until(lambda: all(link.down() for link in scene.links))
+        for link in scene.links:
+            link.begin_epoch(1, [0, 1])
+        scene.write(0, 9, 100_000)
+        scene.write(1, 11)
+        assert scene.links[0].unsent() == 1
+        scene.between.refuses = False
+        until(lambda: (scene.flag(1), scene.flag(0)) == (9, 11))
+        assert scene.links[0].unsent() is None
+        assert [link.broken() for link in scene.links] == [{}, {}]
+
+
+def test_a_connection_with_a_begun_frame_of_borrowed_memory_is_closed_when_its_epoch_is_left() -> None:
+    with two_hosts() as scene:
+        scene.between.stalls = True
+        rows = torch.full((40 << 20,), 3, dtype=torch.uint8)  # more than the buffers on the way take
+        there = torch.zeros_like(rows)
+        starts = torch.zeros(8, dtype=torch.int64)
+        scene.spaces[0].regions[0] = rows
+        scene.links[0]._library.link_region(scene.links[0]._link, 0, 0, rows.data_ptr(), rows.nbytes)
+        scene.links[1]._library.link_region(scene.links[1]._link, 0, 0, there.data_ptr(), rows.nbytes)
+        facts, block = results_of_one_slot(rows, starts)
+        scene.spaces[0].results(1, facts.data_ptr(), 0, 0, 1, block.data_ptr(), 0, 6)
+        assert scene.links[0].unsent() == 1
+        assert not scene.links[0].down()
+        scene.links[0].leave_epoch(1)
+        assert scene.links[0].down() == {1: "Operation canceled"}
+        assert scene.links[0].unsent() is None, "the memory is the caller's again"
+        scene.between.stalls = False
+        scene.begin(1)
+        assert scene.flag(1) == 0
+        scene.arrives(0, 7)
+
+
+def results_of_one_slot(rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns facts and the block of an exchange (row_copy.h): rank 0 sends all rows to rank 1 as one result."""
+    facts = torch.zeros(13 + 2 * 11, dtype=torch.int64)
+    facts[1], facts[2], facts[4] = 2, 1, rows.nbytes  # ranks, slots, bytes of a result
+    facts[13 + 10] = rows.data_ptr()  # rank 0's send buffer
+    facts[13 + 11 + 4] = starts.data_ptr()
+    block = torch.zeros(64, dtype=torch.int64)
+    block[1 + 2 + 1] = 1  # arrived[1][0]
+    return facts, block
+
+
+def test_a_rank_that_is_started_anew_dials_all_and_is_dialled_where_it_listens_now() -> None:
+    with two_hosts() as scene:
+        scene.arrives(1, 5)
+        scene.renew(0)
+        scene.begin(1)
+        scene.arrives(0, 6)
+        scene.arrives(1, 7)
+        assert scene.links[1].addresses == dict(enumerate(scene.addresses)), "rank 1 knows where the new one listens"
+        scene.renew(1)
+        scene.begin(2)
+        scene.arrives(0, 8)
+        scene.arrives(1, 9)
+
+
+def test_a_new_process_listens_where_the_one_before_did_unless_the_port_is_taken() -> None:
+    with listen("127.0.0.1") as first:
+        address = first.getsockname()
+        with listen(*address) as other:
+            assert other.getsockname()[1] != address[1]
+    with listen(*address) as second:
+        assert second.getsockname() == address
+
+
+def test_a_connection_for_votes_is_handed_on_with_the_rank_that_dialled() -> None:
+    taken: list[tuple[int, bytes]] = []
+    done = threading.Event()
+
+    def take(connected: socket.socket, peer: int) -> None:
+        with connected:
+            connected.settimeout(5)
+            taken.append((peer, connected.recv(100)))
+            connected.sendall(b"yes")
+        done.set()
+
+    with two_hosts() as scene:
+        with scene.links[1].dial_votes(0, 5.0) as nobody:
+            assert nobody.recv(1) == b"", "nobody takes votes yet"
+        scene.links[0].on_votes(take)
+        with scene.links[1].dial_votes(0, 5.0) as connected:
+            connected.sendall(b"epoch 3?")
+            assert connected.recv(100) == b"yes"
+        assert done.wait(5)
+        assert [link.generation(1 - rank) for rank, link in enumerate(scene.links)] == [1, 1]
+    assert taken == [(1, b"epoch 3?")]
+
+
+def test_many_silent_connections_keep_nobody_out() -> None:
+    with two_hosts() as scene:
+        silent = [socket.create_connection(scene.between.target) for _ in range(150)]
+        scene.between.reset()
+        until(lambda: all(link.broken() for link in scene.links))
+        scene.begin(1)
+        scene.arrives(0, 6)
+        assert scene.links[0].refused >= 80
+        for each in silent:
+            each.close()
+
+
+def test_threads_that_send_and_take_in_while_connections_are_reset_read_nothing_false() -> None:
+    problems: list[str] = []
+    counts = [0, 0]
+    epoch, is_void = 0, threading.Event()
+
+    def run(rank: int, scene: Scene) -> None:
+        """Answers each flag of this epoch with the next one, until a connection ends."""
+        link = scene.links[rank]
+        while not is_void.is_set():
+            link.poll()
+            seen = scene.flag(rank)
+            if seen >> 40 == epoch and seen & 1 == rank:
+                data = scene.regions[rank][rank][64 : 64 + 50_000]
+                if not bool((data == seen % 256).all()):
+                    problems.append(f"rank {rank}: flag {seen}, data {data.unique().tolist()}")
+                counts[rank] += 1
+                scene.write(rank, seen + 1, 50_000)
+                while scene.flag(rank) == seen and not is_void.is_set():
+                    link.poll()
+                    if link.broken():
+                        is_void.set()  # as its proposal of the next epoch tells the others
+            if link.broken():
+                is_void.set()
+        link.leave_epoch(epoch + 1)
+
+    with two_hosts() as scene:
+        end_s = time.monotonic() + 2.0
+        while time.monotonic() < end_s and not problems:
+            epoch += 1
+            is_void.clear()
+            scene.begin(epoch)
+            threads = [threading.Thread(target=run, args=(rank, scene)) for rank in range(2)]
+            for thread in threads:
+                thread.start()
+            scene.write(0, epoch << 40 | 1, 50_000)
+            time.sleep(0.02)
+            scene.between.reset()
+            for thread in threads:
+                thread.join()
+    assert problems == []
+    assert epoch > 5
+    assert min(counts) > epoch
