@@ -188,7 +188,7 @@ class Stream:
         ports = torch.zeros(group.num_ranks, dtype=torch.int64)
         ports[rank] = listener.getsockname()[1]
         dist.all_reduce(ports, group=group.process_group)
-        peer = link.hosts.entry(rank, link.others[0])
+        peer = link.hosts.entry(rank, link.others[0], range(group.num_ranks))
         self._out = socket.create_connection(("127.0.0.1", int(ports[peer])))
         self._out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._in, _ = listener.accept()
