@@ -184,15 +184,18 @@ class MoeLayer:
             ids = recorder.look_up(replicas.first_slot, ids)
         if parallel.form == "local":
             return recorder.experts(x, ids, weights, self.experts.packed)
-        fused, out = parallel.fused, recorder.buffer("moe_out", x.shape[1])
+        out = recorder.buffer("moe_out", x.shape[1])
+        fused = None
+        if parallel.fused is not None:
+            fused = parallel.fused.bind(x, ids, weights, self.experts.packed, out)
 
         def call(step: RecordedRun) -> None:
             num_rows = step.rows.num_rows
-            x_now, ids_now, weights_now, out_now = (rows[:num_rows] for rows in (x, ids, weights, out))
             if fused is not None and step.num_chunks == 1:
                 parallel.clock.turn(DISPATCH)
-                fused(x_now, ids_now, weights_now, self.experts.packed, out_now)
+                fused(num_rows)
             else:  # kernels count no load where there are no rows
+                x_now, ids_now, weights_now, out_now = (rows[:num_rows] for rows in (x, ids, weights, out))
                 gated = Gated(x_now, ids_now, weights_now, load if num_rows else None)
                 torch.cat(self._run_rounds(gated, step.num_chunks, step.overlap, x_now)[0], out=out_now)
 

@@ -22,6 +22,7 @@ from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.numerics import COMPILED, FAST
 from moe_serve.kernels.part_clock import PartClock
 from tests.dispatch.contract import Scenario
+from tests.dispatch.hosts.pretended import on_hosts
 from tests.ranks import run_ranks
 
 WIDTH = 40
@@ -54,7 +55,7 @@ def run_both(rank: int, group: EpGroup, scenario: Scenario) -> None:
 
     def in_one_call() -> Tensor:
         out = torch.full_like(hidden, float("nan"))
-        fused(hidden, ids, weights, experts, out)
+        fused.bind(hidden, ids, weights, experts, out)(len(hidden))
         return out
 
     expected = in_steps()
@@ -64,12 +65,26 @@ def run_both(rank: int, group: EpGroup, scenario: Scenario) -> None:
         assert torch.equal(make(), expected), f"call {number}"
     if scenario.tokens[rank]:
         with pytest.raises(IndexError, match="slots"):
-            fused(hidden, torch.full_like(ids, scenario.num_slots), weights, experts, hidden)
+            fused.bind(hidden, torch.full_like(ids, scenario.num_slots), weights, experts, hidden)(len(hidden))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_one_call_gives_the_bits_of_dispatch_experts_and_combine_and_ranks_may_mix_both(scenario: Scenario) -> None:
     run_ranks(scenario.num_ranks, run_both, scenario)
+
+
+def run_on_hosts(rank: int, group: EpGroup, scenario: Scenario, hosts: tuple[int, ...]) -> None:
+    linked = on_hosts(group, hosts)
+    run_both(rank, linked, scenario)
+    barrier(group.process_group)  # until the last acknowledgement has come
+    assert linked.link is not None
+    linked.link.close()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_one_call_carries_rows_to_other_hosts_too(scenario: Scenario) -> None:
+    hosts = (0, 1) if scenario.num_ranks == 2 else (0, 1, 1)
+    run_ranks(scenario.num_ranks, run_on_hosts, scenario, hosts)
 
 
 def run_with_shared_cores(rank: int, group: EpGroup, scenario: Scenario) -> None:
@@ -86,7 +101,7 @@ def run_with_shared_cores(rank: int, group: EpGroup, scenario: Scenario) -> None
     barrier(group.process_group)
     if rank == 1:
         time.sleep(0.05)
-    fused(hidden, ids, weights, experts, hidden)
+    fused.bind(hidden, ids, weights, experts, hidden)(len(hidden))
     assert rank != 0 or 0.001 < transport.waited_s[1] < 10
     transport.close()
     library.set_threads(1)
@@ -102,9 +117,10 @@ def misses_a_rank(rank: int, group: EpGroup) -> None:
     with patch("moe_serve.dispatch.shm.transport.are_shared", lambda *_: True):
         transport = make_shm(group, scenario.request("shm", cpu_kernels=True, deadline_s=0.1))
     hidden, ids, weights = scenario.inputs(rank)
+    fused = make_fused(transport, PartClock()).bind(hidden, ids, weights, draw_experts(rank, 2, 16), hidden)
     if rank == 0:
         with pytest.raises(PeerError, match="rank 1 did not arrive in dispatch receive 1 within"):
-            make_fused(transport, PartClock())(hidden, ids, weights, draw_experts(rank, 2, 16), hidden)
+            fused(len(hidden))
     barrier(group.process_group)
     transport.close()
 

@@ -43,6 +43,7 @@ enum {
     BUFFER_BYTES = 1 << 17,    /* what is taken in at once where it goes to many places */
     DIRECT_BYTES = 1 << 14,    /* what is left of a write is received in place from this size on */
     MOST_VECTORS = 256,        /* of one system call */
+    MOST_LATER = 16,           /* flags that wait for the next batch */
     ACTIVE_NS = 20 * 1000000,  /* the thread polls for so long after the last frame, then sleeps until one comes */
     PAUSE_NS = 150 * 1000,     /* between two polls of the thread */
 };
@@ -80,6 +81,8 @@ typedef struct {
     int fd;
     Batch *head, *tail;
     i64 sent;
+    i64 num_later; /* flags that go with the next batch */
+    Frame later[MOST_LATER];
 } Outgoing;
 
 typedef struct {
@@ -148,6 +151,8 @@ static void end(Link *link, i64 rank, int error)
 static Batch *new_batch(Link *link, i64 num_vectors, i64 num_bytes)
 {
     Batch *batch = link->spare;
+    num_vectors += 1; /* of flags that waited for it */
+    num_bytes += MOST_LATER * sizeof(Frame);
     if (batch)
         link->spare = batch->next;
     else
@@ -248,9 +253,14 @@ static void post(Link *link, i64 to, Batch *batch)
 {
     Outgoing *out = link->out + to;
     if (out->fd < 0 && (batch->epoch == ANY_EPOCH || link->expected[to] <= link->generations[to])) {
+        if (batch->epoch != ANY_EPOCH)
+            out->num_later = 0;
         give_back(link, batch); /* else it waits for the first connection of this epoch */
         return;
     }
+    if (out->num_later)
+        memcpy(add_small(batch, out->num_later * sizeof(Frame)), out->later, out->num_later * sizeof(Frame));
+    out->num_later = 0;
     if (out->head)
         out->tail->next = batch;
     else
@@ -285,6 +295,25 @@ void link_write(Link *link, i64 to, i64 space, i64 mask, i64 offset, const void 
 void link_tell(Link *link, i64 to, i64 space, i64 mask, i64 offset, const void *data, i64 size)
 {
     write_data(link, to, space, mask, offset, data, size, NO_FLAG, 0, 1);
+}
+
+/* Sends the flags that wait. */
+static void post_later(Link *link)
+{
+    for (i64 to = 0; to < link->num_ranks; to++)
+        if (link->out[to].num_later)
+            post(link, to, new_batch(link, 0, 0));
+}
+
+/* Raises a flag in regions of the host of rank `to` with the next batch that goes there, or when somebody waits. */
+void link_later(Link *link, i64 to, i64 space, i64 mask, i64 flag_offset, i64 flag)
+{
+    pthread_mutex_lock(&link->sending);
+    Outgoing *out = link->out + to;
+    if (out->num_later == MOST_LATER)
+        post_later(link);
+    out->later[out->num_later++] = (Frame){MAGIC, WRITE, space, mask, 0, 0, 0, link->epoch, flag_offset, flag};
+    pthread_mutex_unlock(&link->sending);
 }
 
 /* Sends what `send_rows` has planned to ranks of the host of rank `to`: their heads and entries, and each row once. The
@@ -327,7 +356,7 @@ void link_rows(Link *link, i64 to, i64 space, const i64 *facts, i64 buffer, i64 
         u64 *masks = NULL;
         memset(next, 0, sizeof next);
         if (pass) {
-            add_frame(batch, ROWS, space, mask, rows_at, num_rows, row_bytes, flag_offset, flag);
+            add_frame(batch, ROWS, space, mask, num_rows ? rows_at : 0, num_rows, row_bytes, flag_offset, flag);
             masks = add_small(batch, num_rows * sizeof(u64));
         }
         num_rows = 0;
@@ -623,6 +652,7 @@ static i64 progress(Link *link)
         pthread_mutex_unlock(&link->receiving);
     }
     if (!pthread_mutex_trylock(&link->sending)) {
+        post_later(link);
         for (i64 rank = 0; rank < link->num_ranks; rank++)
             if (link->out[rank].head)
                 bytes += push(link, link->out + rank);
@@ -745,6 +775,8 @@ void link_void(Link *link, i64 epoch)
     for (i64 rank = 0; rank < MOST; rank++) {
         Outgoing *out = link->out + rank;
         Incoming *in = link->in + rank;
+        if (link->epoch < link->oldest)
+            out->num_later = 0;
         if (link->errors[rank] && out->fd >= 0) { /* what is posted from now on waits for the next connection */
             out->fd = -1;
             drop_all(link, out);

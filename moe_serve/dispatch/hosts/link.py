@@ -21,8 +21,9 @@ from moe_serve.errors import ConfigError
 _SOURCE = Path(__file__).with_name("link.c")
 _ARGUMENTS = {
     "link_new": 0, "link_attach": 3, "link_region": 5, "link_start": 1, "link_free": 1, "link_poll": 1,
-    "link_write": 9, "link_tell": 7, "link_rows": 12, "link_results": 11, "link_void": 2, "link_begin_epoch": 2,
-    "link_error": 2, "link_generation": 2, "link_broken": 2, "link_news": 1, "link_bytes": 2, "link_unsent": 1,
+    "link_write": 9, "link_later": 6, "link_tell": 7, "link_rows": 12, "link_results": 11, "link_void": 2,
+    "link_begin_epoch": 2, "link_error": 2, "link_generation": 2, "link_broken": 2, "link_news": 1, "link_bytes": 2,
+    "link_unsent": 1,
 }  # fmt: skip
 _MOST_SPACES = 64
 
@@ -176,6 +177,11 @@ class HostLink:
         """Connections of peers that did not prove to be of this launch."""
         return self._connections.refused
 
+    @property
+    def poll_at(self) -> tuple[int, int]:
+        """Where `poll` is for C: the function and its argument."""
+        return _address(self._library, "link_poll"), self._link
+
     def unsent(self) -> int | None:
         """Returns the rank at the other end of a connection that has not taken all that was given to it; None: none."""
         number = self._library.link_unsent(self._link)
@@ -231,12 +237,38 @@ class Space:
         calls = self._calls
         calls.library.link_tell(calls.at, rank, self._number, mask, offset, data, num_bytes)
 
+    def later(self, host: int, mask: int, flag_offset: int, flag: int) -> None:
+        """Raises a flag in regions of a host with the next that is sent there, or when this rank waits."""
+        calls = self._calls
+        if (to := calls.entries.get(host)) is not None:
+            calls.library.link_later(calls.at, to, self._number, mask, flag_offset, flag)
+
+    @property
+    def calls_at(self) -> tuple[int, int]:
+        """The first and the third argument of the C functions."""
+        return self._calls.at, self._number
+
+    @property
+    def functions_at(self) -> list[int]:
+        """Where `rows`, `results` and `later` are for C."""
+        return [_address(self._calls.library, f"link_{name}") for name in ("rows", "results", "later")]
+
+    def entry(self, host: int) -> int:
+        """Returns the rank that takes in what this one sends to a host."""
+        return self._calls.entries[host]
+
     def rows(self, host: int, *arguments: int) -> None:
         """Sends the rows of a dispatch to ranks of a host."""
         calls = self._calls
         calls.library.link_rows(calls.at, calls.entries[host], self._number, *arguments)
 
     def results(self, rank: int, *arguments: int) -> None:
-        """Sends the results of a rank's rows to it."""
-        calls, host = self._calls, self.link.hosts.of_rank[rank]
-        calls.library.link_results(calls.at, calls.entries[host], self._number, rank, *arguments)
+        """Sends the results of a rank's rows to it, over the connection with this very rank."""
+        calls = self._calls
+        calls.library.link_results(calls.at, rank, self._number, rank, *arguments)
+
+
+def _address(library: ctypes.CDLL, function: str) -> int:
+    at = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
+    assert at is not None
+    return at

@@ -1,17 +1,25 @@
 """Calls of the shared-memory transport: sequence numbers, flags, when buffers may be reused, and waits for flags."""
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from moe_serve.dispatch.shm.region import Int64Array, ReceiveSlice
 from moe_serve.dispatch.shm.remote import RemotePeers
 from moe_serve.dispatch.shm.shared_cores import SharedCores
 from moe_serve.errors import PeerError
 
+if TYPE_CHECKING:
+    from moe_serve.dispatch.hosts.link import HostLink
+
 EPOCH_SHIFT = 40  # a flag is epoch << 40 | sequence number: enough for a call every 80 ns during a day
 SPINS = 100  # reads, 10 µs, before the time slice is given up, where each rank has a core
+LOOKS_PER_SPIN = 3  # the C helper looks at flags about so many times while Python does once
 YIELD_S = 0.002  # how long a rank only yields; most computing steps end within it
 LONGEST_SLEEP_S = 0.001
 CHECK_S = 0.005  # how often a waiting rank checks whether its peers live
@@ -152,7 +160,8 @@ class FlagWait:
     """Waits until flags hold a value: spins, then yields, then sleeps. `check` decides whether to go on waiting.
 
     A rank reads only flags in its own region. It spins for about as long as a running peer needs; with more threads
-    than cores it does not spin at all: the peer may need this very core, and workers of the peers may use it.
+    than cores it does not spin at all: the peer may need this very core, and workers of the peers may use it. Where the
+    C helper is, it makes the first milliseconds of each wait (wait.h).
     """
 
     def __init__(
@@ -163,29 +172,35 @@ class FlagWait:
         cores: SharedCores | None = None,
     ):
         """check(missing ranks, phase, sequence, waited_s): raises PeerError where waiting is useless"""
-        self.waited_s = [0.0] * num_ranks
-        """Seconds that this rank has waited for each other one since the start, spinning not counted: its row of the
-        wait matrix. A rank that is late for all shows as a column."""
-        self._kept_s = [0.0] * num_ranks
+        self.waited_ns = np.zeros(num_ranks, dtype=np.int64)
+        """How long this rank has waited for each other one since the start, spinning not counted: its row of the wait
+        matrix. A rank that is late for all shows as a column."""
+        self._kept_ns = self.waited_ns.copy()
         self._check = check
         self._check_s = min(CHECK_S, deadline_s / 5)
         self._cores = cores
         self.poll: Callable[[], object] | None = None
         """Takes in what other hosts have sent."""
         self.spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) and cores is None else 1
+        self.words: Int64Array | None = None
+        """Of `Waits` in wait.h, once the C helper makes the first milliseconds of each wait."""
+        self._in_c: Callable[..., int] | None = None
+
+    def use(self, library: ctypes.CDLL, rank: int, link: "HostLink | None") -> None:
+        """Waits in the C helper first. rank: of this process"""
+        table = self._cores.table_at if self._cores else 0
+        poll = (0, 0) if link is None else link.poll_at
+        waited_at = self.waited_ns.__array_interface__["data"][0]
+        words = [rank, len(self.waited_ns), LOOKS_PER_SPIN * self.spins, table, *poll, waited_at]
+        self.words, self._in_c = np.array(words, dtype=np.int64), library.wait_flags
 
     def keep(self) -> None:
         """Keeps the waits so far: their step is done."""
-        self._kept_s[:] = self.waited_s
+        self._kept_ns[:] = self.waited_ns
 
     def drop(self) -> None:
         """Forgets the waits since the last `keep`: their step is void."""
-        self.waited_s[:] = self._kept_s
-
-    def add(self, waited_ns: Int64Array) -> None:
-        """Counts waits of the C helper, [R]."""
-        for rank, waited in enumerate(waited_ns):
-            self.waited_s[rank] += float(waited) * 1e-9
+        self.waited_ns[:] = self._kept_ns
 
     def __call__(
         self,
@@ -200,6 +215,10 @@ class FlagWait:
 
         Raises PeerError naming rank, phase and sequence number.
         """
+        if self._in_c is not None and self.words is not None:
+            at = self.words.__array_interface__["data"][0], flags.__array_interface__["data"][0]
+            if self._in_c(*at, flags.strides[0], as_bits(ranks), wanted, or_more):
+                return None
         if self._cores is None:
             return self._wait(flags, wanted, ranks, phase, sequence, or_more)
         with self._cores.lent():
@@ -230,5 +249,5 @@ class FlagWait:
                         self._check(missing, phase, sequence, waited_s)
             if started_s:
                 now_s = time.monotonic()
-                self.waited_s[rank] += now_s - counted_s
+                self.waited_ns[rank] += int(1e9 * (now_s - counted_s))
                 counted_s = now_s

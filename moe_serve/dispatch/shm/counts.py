@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import Deferred, Pending
-from moe_serve.dispatch.shm.channel import Channel, Peers, check_epoch
+from moe_serve.dispatch.shm.channel import LOOKS_PER_SPIN, Channel, Peers, check_epoch
 from moe_serve.dispatch.shm.region import COUNTS, COUNTS_READ, Float32Array, Int32Array, Int64Array, ReceiveSlice
-
-LOOKS_PER_SPIN = 3  # the C helper looks at flags about so many times while Python does once
 
 
 class CountsExchange(Protocol):

@@ -1,29 +1,40 @@
-/* Rows to their slots, through a function of the caller and back, in one call. It looks at flags for a short while; where a peer is
-   late it returns which wait it is at, Python waits (channel.py), and the call is made again, from there on. Ranks that
-   share cores give theirs away first: their workers compute on a core whose rank waits (kernels/cpu/cores.h). */
+/* Rows to their slots, through a function of the caller and back, in one call. It waits for a few milliseconds; where a
+   peer is later it returns which wait it is at, Python waits (channel.py), and the call is made again, from there on. */
 
 #pragma once
 #include "row_copy.h"
-#include "shared_cores.h"
+#include "wait.h"
 
 enum { SEND_ROWS, PLACE_ROWS, EXPERTS, ADD_RESULTS, HOME }; /* stages, as in ep/fused.py; each begins with a wait */
 enum { DATA_ROWS, DATA_RESULTS, READ_ROWS, READ_RESULTS, FLAG_WORDS };
+enum { ROWS_COLUMN = 2, RESULTS_COLUMN = 4, ROWS_READ_COLUMN = 7 }; /* as in region.py */
 
 typedef i64 (*ExpertFfn)(i64 experts, i64 x, i64 x_row, i64 rows_per_slot, i64 slab_rows, i64 middle, i64 y, i64 y_row);
 
 typedef i64 (*TurnPart)(i64 clock, i64 part);
 
+/* Calls of hosts/link.c towards the ranks of other hosts, as remote.py fills it. */
+typedef struct {
+    i64 link, space, flags_at; /* flags_at: of this rank's flags in each region */
+    i64 (*rows)(i64 link, i64 to, i64 space, const i64 *facts, i64 buffer, i64 others, i64 num_tokens, i64 topk,
+                const uint8_t *rows, i64 *block, i64 flag_offset, i64 flag);
+    i64 (*results)(i64 link, i64 to, i64 space, i64 peer, const i64 *facts, i64 buffer, i64 num_tokens, i64 topk,
+                   i64 *block, i64 flag_offset, i64 flag);
+    i64 (*later)(i64 link, i64 to, i64 space, i64 others, i64 flag_offset, i64 flag);
+    i64 num_hosts;
+    struct { i64 entry, ranks; } hosts[]; /* who takes in what goes to a host; who takes part there, as bits */
+} Remote;
+
 typedef struct { /* as ep/fused.py fills it */
+    i64 rows_flag, results_flag; /* of the calls of this layer */
+    i64 rows_before, results_before; /* of the calls that used their buffers before, or 0 */
+    i64 others, stage;
+    const Remote *remote; /* NULL: all ranks are on this host */
     const i64 *facts;
     i64 *block; /* of Exchange */
     uint8_t *staging;
     ExpertFfn expert_ffn;
-    i64 looks;
-    i64 rows_flag, results_flag; /* of the calls of this layer */
-    i64 rows_before, results_before; /* of the calls that used their buffers before, or 0 */
-    i64 others, stage;
-    uint32_t *const *core_of; /* [R] words of shared_cores.py, or NULL */
-    i64 *waited_ns; /* [R], while cores are shared */
+    const Waits *waits;
     TurnPart turn_part; /* kernels/cpu/part_clock.c: a part has the waits that it begins with */
     i64 clock, experts_part, combine_part;
     i64 here[]; /* for each rank, addresses of its flags here, then of this rank's flags there: of each buffer */
@@ -37,28 +48,51 @@ static i64 *flag_of(const Fused *t, i64 there, i64 rank, i64 word, i64 buffer)
 
 static int all_flags_are(const Fused *t, i64 word, i64 buffer, i64 wanted, int or_more)
 {
-    for (i64 rank = 0, looks = 0; rank < t->facts[NUM_RANKS]; rank++) {
-        const i64 *flag = flag_of(t, 0, rank, word, buffer);
-        while (TAKES_PART(t->others, rank) && !flag_is(flag, wanted, or_more)) {
-            if (looks++ < t->looks)
-                __builtin_ia32_pause();
-            else if (!t->core_of || !yield_until(&(SharedCores){t->core_of, t->facts[NUM_RANKS], t->facts[RANK]}, flag,
-                                                 wanted, or_more, t->waited_ns + rank))
-                return 0;
-        }
-    }
+    for (i64 rank = 0; rank < t->facts[NUM_RANKS]; rank++)
+        if (TAKES_PART(t->others, rank) && !wait_for(t->waits, rank, flag_of(t, 0, rank, word, buffer), wanted, or_more))
+            return 0;
     return 1;
 }
 
-/* A rank that waited has its core back at once: workers see it before they begin the next piece. */
+/* Raises the flags of this host. A rank that waited has its core back at once: workers see it before they begin the next
+   piece. */
 static void raise_flags(const Fused *t, i64 word, i64 buffer, i64 flag)
 {
+    uint32_t *const *core_of = t->waits->core_of;
     for (i64 rank = 0; rank < t->facts[NUM_RANKS]; rank++)
-        if (TAKES_PART(t->others, rank)) {
+        if (TAKES_PART(t->others & t->facts[LOCAL], rank)) {
             __atomic_store_n(flag_of(t, 1, rank, word, buffer), flag, __ATOMIC_RELEASE);
-            if (t->core_of)
-                take_back_core(t->core_of[rank]);
+            if (core_of)
+                take_back_core(core_of[rank]);
         }
+}
+
+static i64 remote_flag(const Remote *remote, i64 column) { return remote->flags_at + column * (i64)sizeof(i64); }
+
+static void send_rows_to_hosts(const Fused *t, i64 buffer, const uint8_t *x, i64 num_tokens, i64 topk)
+{
+    const Remote *r = t->remote;
+    for (i64 host = 0; r && host < r->num_hosts; host++)
+        r->rows(r->link, r->hosts[host].entry, r->space, t->facts, buffer, r->hosts[host].ranks, num_tokens, topk, x,
+                t->block, remote_flag(r, ROWS_COLUMN + buffer), t->rows_flag);
+}
+
+/* These go with the next that is sent. */
+static void acknowledge_rows_to_hosts(const Fused *t)
+{
+    const Remote *r = t->remote;
+    for (i64 host = 0; r && host < r->num_hosts; host++)
+        r->later(r->link, r->hosts[host].entry, r->space, r->hosts[host].ranks, remote_flag(r, ROWS_READ_COLUMN),
+                 t->rows_flag);
+}
+
+static void send_results_to_hosts(const Fused *t, i64 buffer, i64 num_tokens, i64 topk)
+{
+    const Remote *r = t->remote;
+    for (i64 rank = 0; r && rank < t->facts[NUM_RANKS]; rank++)
+        if (TAKES_PART(t->others & ~t->facts[LOCAL], rank))
+            r->results(r->link, rank, r->space, rank, t->facts, buffer, num_tokens, topk, t->block,
+                       remote_flag(r, RESULTS_COLUMN + buffer), t->results_flag);
 }
 
 static int wait_at(Fused *t, i64 stage, i64 buffer)
@@ -73,7 +107,7 @@ static int wait_at(Fused *t, i64 stage, i64 buffer)
 }
 
 /* Returns HOME when out [T, H] holds the sums, else the stage to wait for; -1 where an id names no slot. The caller
-   acknowledges the results, once it has seen that its epoch stands. experts, middle: as in kernels/cpu/experts.c */
+   acknowledges the results, once it has seen that its epoch stands. Results of all peers tell that all have x's rows. experts, middle: as in kernels/cpu/experts.c */
 i64 fused(Fused *t, const uint8_t *x, const i64 *ids, const float *weights, i64 num_tokens, i64 topk, i64 experts,
            i64 middle, uint8_t *out)
 {
@@ -86,12 +120,14 @@ i64 fused(Fused *t, const uint8_t *x, const i64 *ids, const float *weights, i64 
             return SEND_ROWS;
         if (send_rows(facts, rows, t->others, ids, num_tokens, topk, x, 0, t->block) < 0)
             return -1;
-        raise_flags(t, DATA_ROWS, rows, t->rows_flag); /* fall through */
+        raise_flags(t, DATA_ROWS, rows, t->rows_flag);
+        send_rows_to_hosts(t, rows, x, num_tokens, topk); /* fall through */
     case PLACE_ROWS:
         if (!wait_at(t, PLACE_ROWS, rows))
             return PLACE_ROWS;
         place_rows(facts, rows, t->others, num_tokens, topk, 0, x, facts[ROW_BYTES], t->staging, t->block);
-        raise_flags(t, READ_ROWS, rows, t->rows_flag); /* fall through */
+        raise_flags(t, READ_ROWS, rows, t->rows_flag);
+        acknowledge_rows_to_hosts(t); /* fall through */
     case EXPERTS: /* write where the peers read */
         if (!wait_at(t, EXPERTS, results))
             return EXPERTS;
@@ -99,7 +135,8 @@ i64 fused(Fused *t, const uint8_t *x, const i64 *ids, const float *weights, i64 
         t->expert_ffn(experts, (i64)t->staging, hidden, (i64)t->block, 0, middle, (i64)made, hidden);
         t->turn_part(t->clock, t->combine_part);
         send_results(facts, results, t->others, num_tokens, topk, 1, made, t->block);
-        raise_flags(t, DATA_RESULTS, results, t->results_flag); /* fall through */
+        raise_flags(t, DATA_RESULTS, results, t->results_flag);
+        send_results_to_hosts(t, results, num_tokens, topk); /* fall through */
     default:
         if (!wait_at(t, ADD_RESULTS, results))
             return ADD_RESULTS;

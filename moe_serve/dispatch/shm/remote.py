@@ -10,6 +10,8 @@ import os
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from moe_serve.dispatch.hosts.link import Space
 from moe_serve.dispatch.shm.region import COUNTS, RESULTS, ROWS, Int64Array, ReceiveSlice
 from moe_serve.errors import PeerError
@@ -31,6 +33,12 @@ class RemotePeers:
         base, slice_there = space.regions[some].data_ptr(), slices[some]
         self._flags_at = _address(slice_there.flags) - base
         self._counts = [(_address(counts), _address(counts) - base) for counts in slice_there.counts]
+        words = [*space.calls_at, self._flags_at, *space.functions_at, len(self._on)]
+        for host, ranks in self._on.items():
+            words += [space.entry(host), ranks]
+        self._words = np.array(words, dtype=np.int64)
+        self.table_at = _address(self._words)
+        """Where these calls stand for the C helper: `Remote` of fused.h."""
 
     def counts(self, buffer: int, num_counts: int, flag: int) -> None:
         """Sends the counts that lie in the slice of every rank."""
@@ -50,9 +58,9 @@ class RemotePeers:
             self._space.results(rank, facts, buffer, num_tokens, topk, block, self._flag(RESULTS + buffer), flag)
 
     def acknowledge(self, column: int, flag: int) -> None:
-        """Tells all ranks that what they sent has been read."""
+        """Tells all ranks that what they sent has been read, with whatever is sent next."""
         for host, ranks in self._on.items():
-            self._space.write(host, ranks, 0, 0, 0, self._flag(column), flag)
+            self._space.later(host, ranks, self._flag(column), flag)
 
     def finish_sending(self, phase: str, sequence: int) -> None:
         """Waits until the connections have taken all rows, which the caller may change from then on.

@@ -23,7 +23,7 @@ from moe_serve.kernels.rows import weighted_sum_reference
 _SOURCE = Path(__file__).with_name("row_copy.c")
 _ARGUMENTS = {
     "send_rows": 9, "place_rows": 10, "send_results": 8, "sum_results": 6, "add_results": 10, "weighted_rows": 7,
-    "stream_copy": 3, "send_counts": 8, "receive_counts": 7, "fused": 9,
+    "stream_copy": 3, "send_counts": 8, "receive_counts": 7, "wait_flags": 6, "fused": 9,
 }  # fmt: skip
 
 

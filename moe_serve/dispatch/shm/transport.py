@@ -121,6 +121,8 @@ class ShmAllToAll(AllToAll[ShmHandle]):
             send_buffers, self._slab_rows, self._rank_sum, -1 if link is None else link.local_mask,
         )  # fmt: skip
         native, how = native_row_copier(buffers) if request.compiled else (None, "dispatch.compiled is off")
+        if native is not None:
+            self._peers.wait.use(native.library, self._rank, link)
         self._copier: RowCopier[Any, Any] = native or PlainRowCopier(buffers)
         counts = self._peers, self._counts, self._received
         self._exchange: CountsExchange = NativeCounts(*counts, native.library) if native else PlainCounts(*counts)
@@ -135,7 +137,7 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         self._facts_at = native.facts_at if native else 0
         fuses = bool(native) and adds_rows and self._wire.dispatch.is_identity and self._dtype == torch.float32
         can = TRANSPORTS["shm" if link is None else "hosts"]
-        self.capabilities = replace(can, bitwise=not self._rank_sum, fuses=fuses and link is None)
+        self.capabilities = replace(can, bitwise=not self._rank_sum, fuses=fuses)
 
     def compiled_rows(self) -> "CompiledRows":
         """Returns what compiled code needs to carry rows itself, where `capabilities.fuses`."""
@@ -169,7 +171,7 @@ class ShmAllToAll(AllToAll[ShmHandle]):
 
     @property
     def waited_s(self) -> list[float]:
-        return list(self._peers.wait.waited_s)
+        return [float(waited) for waited in 1e-9 * self._peers.wait.waited_ns]
 
     def end_step(self) -> None:
         """Keeps what was waited in this step; a voided step leaves nothing in the wait matrix."""
