@@ -29,7 +29,7 @@ from moe_serve.launcher.background import BackgroundRanks, OrderlyEnd
 from moe_serve.launcher.local import WORKER
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files, refusal
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.api.sampling_fields import model_defaults
+from moe_serve.server.api.params import model_defaults
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.requests.prompts import (

@@ -8,8 +8,6 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -24,14 +22,13 @@ from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.docs import add_docs
-from moe_serve.server.api.generate import CallResponse, RequestPipeline, texts_of
-from moe_serve.server.api.generate_request import LOGPROB_NAMES, parse_generate
+from moe_serve.server.api.generate import RequestPipeline
 from moe_serve.server.api.generation_control import add_generation_control
-from moe_serve.server.api.native_answers import WEIGHT_VERSION, NativeAnswers, no_text
+from moe_serve.server.api.native import WEIGHT_VERSION, add_generate
 from moe_serve.server.api.openai_routes import add_openai, add_tokenize
 from moe_serve.server.api.openapi import BODIES, describe
+from moe_serve.server.api.params import model_defaults
 from moe_serve.server.api.parsed_output import OutputParsers
-from moe_serve.server.api.sampling_fields import model_defaults
 from moe_serve.server.edge.body import Bodies, BodyTooLarge
 from moe_serve.server.edge.client_limits import ClientTable
 from moe_serve.server.edge.errors import error_body, error_response, json_bytes
@@ -45,7 +42,6 @@ from moe_serve.server.observe.metrics import PEERS, AdmissionMetrics, make_regis
 from moe_serve.server.observe.profile import StartProfileBody, add_profile
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.admission import Degradation
-from moe_serve.server.requests.prompts import GenerateRequest
 from moe_serve.server.workers.chat_template import ChatTemplates
 from moe_serve.server.workers.fair_queue import FairQueue
 
@@ -105,7 +101,7 @@ def make_app(
     large_bodies = FairQueue("large bodies", at_once=2)
     long_texts = FairQueue("long texts", at_once=max(1, (os.cpu_count() or 1) // 2))
     pipeline = RequestPipeline(bodies, bridge, tokenizer, degradation, large_bodies, long_texts)
-    _add_generate(app, pipeline)
+    add_generate(app, pipeline)
     parsers = OutputParsers(config.server, tokenizer)
     add_openai(app, pipeline, templates, parsers, served_name(config.model), model_defaults(config))
     add_tokenize(app, pipeline, templates, served_name(config.model))
@@ -121,23 +117,6 @@ def make_app(
     app.openapi = lambda: document  # type: ignore[method-assign]
     add_docs(app, document)
     return app
-
-
-def _add_generate(app: FastAPI, pipeline: RequestPipeline) -> None:
-    async def as_set(given: GenerateRequest) -> GenerateRequest:
-        default = pipeline.bridge.config.server.incremental_stream_output
-        return replace(given, incremental=default) if given.incremental is None else given
-
-    @app.post("/generate")
-    @app.put("/generate")
-    async def generate(request: Request) -> Response:
-        """SGLang's native generation: text or input_ids, single or batch, JSON or a stream."""
-        parse = partial(parse_generate, max_prompts=pipeline.bridge.book.capacity)
-        given, call = await pipeline.open(request, parse, as_set, LOGPROB_NAMES.translated)
-        incremental = bool((await as_set(given)).incremental)
-        text_of = texts_of(pipeline.tokenizer) if given.logprob_texts and pipeline.tokenizer is not None else no_text
-        answers = NativeAnswers(call, given.is_batch, incremental, text_of)
-        return CallResponse(call, pipeline.bridge, answers, given.stream)
 
 
 def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_tokenizer: bool) -> None:

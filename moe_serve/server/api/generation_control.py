@@ -10,10 +10,9 @@ from fastapi import FastAPI, Request, Response
 from msgspec import Meta
 
 from moe_serve.errors import RequestError
-from moe_serve.server.edge.body import Bodies
+from moe_serve.server.edge.body import Bodies, Body, Name, read_body
 from moe_serve.server.edge.errors import json_bytes
 from moe_serve.server.edge.guard import ADMIN
-from moe_serve.server.edge.json_body import Body, Name, read_body
 from moe_serve.server.ranks.bridge import Bridge
 
 

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from moe_serve.errors import RequestError
 from moe_serve.server.api.tool_fields import MAX_TOOLS
-from moe_serve.server.edge.json_body import Body, Name, OnlyEmpty, OnlyOne, check_free_form, read_body, show
+from moe_serve.server.edge.body import Body, Name, OnlyEmpty, OnlyOne, check_free_form, read_body, show
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_KWARGS = 32  # of chat_template_kwargs

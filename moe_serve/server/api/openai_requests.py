@@ -13,26 +13,24 @@ from msgspec import UNSET, Meta, UnsetType
 
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
-from moe_serve.server.api.constraint_fields import (
+from moe_serve.server.api.messages import ChatPrompt, Documents, Kwargs, Messages, Template, Tools, chat_prompt
+from moe_serve.server.api.native import Priority, Timeout, first, prompts_of, salt_of
+from moe_serve.server.api.params import (
+    OPENAI_NAMES,
     Choices,
     JsonSchema,
     ResponseFormat,
-    StructuredOutputs,
-    Text,
-    openai_constraint,
-)
-from moe_serve.server.api.generate_request import Priority, Timeout, first, prompts_of, salt_of
-from moe_serve.server.api.messages import ChatPrompt, Documents, Kwargs, Messages, Template, Tools, chat_prompt
-from moe_serve.server.api.sampling_fields import (
-    OPENAI_NAMES,
     Samples,
     SamplingFields,
     Seed,
+    StructuredOutputs,
     TakenParams,
+    Text,
+    openai_constraint,
     sampling_params,
 )
 from moe_serve.server.api.tool_fields import EXAMPLE_CHOICE, ReasoningUse, ToolUse, tool_use
-from moe_serve.server.edge.json_body import Body, Count, Name, Only, OnlyEmpty, OnlyFalse, OnlyOne, TokenId, read_body
+from moe_serve.server.edge.body import Body, Count, Name, Only, OnlyEmpty, OnlyFalse, OnlyOne, TokenId, read_body
 from moe_serve.server.requests.prompts import GenerateRequest, Prompt
 
 REST_OF_CONTEXT = 2**31  # max_new_tokens of a request that names no length: reduced to what the model takes

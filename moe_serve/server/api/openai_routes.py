@@ -25,10 +25,9 @@ from moe_serve.server.api.openai_requests import (
     parse_detokenize,
     parse_tokenize,
 )
+from moe_serve.server.api.params import OPENAI_NAMES, ParamNames, TakenParams
 from moe_serve.server.api.parsed_output import OutputParser, OutputParsers
-from moe_serve.server.api.response_answers import ResponseAnswers
-from moe_serve.server.api.response_request import ResponseRequest, parse_response
-from moe_serve.server.api.sampling_fields import OPENAI_NAMES, ParamNames, TakenParams
+from moe_serve.server.api.responses import ResponseAnswers, ResponseRequest, parse_response
 from moe_serve.server.edge.errors import UnknownModelError, json_bytes
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.prompts import NO_TOKENIZER, GenerateRequest

@@ -8,12 +8,12 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from moe_serve.server.api.generate_request import GenerateBody
 from moe_serve.server.api.generation_control import AbortBody, PauseBody
+from moe_serve.server.api.native import GenerateBody
 from moe_serve.server.api.openai_requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from moe_serve.server.api.response_request import ResponseBody
+from moe_serve.server.api.responses import ResponseBody
+from moe_serve.server.edge.body import Body, Only
 from moe_serve.server.edge.guard import ADMIN, OPEN
-from moe_serve.server.edge.json_body import Body, Only
 
 Schema = dict[str, Any]
 

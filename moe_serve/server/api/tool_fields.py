@@ -8,8 +8,8 @@ import msgspec
 
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
-from moe_serve.server.api.constraint_fields import schema_constraint
-from moe_serve.server.edge.json_body import show
+from moe_serve.server.api.params import schema_constraint
+from moe_serve.server.edge.body import show
 from moe_serve.structured.json_schema import moved, with_options
 
 MAX_TOOLS = 128

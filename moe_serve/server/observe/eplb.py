@@ -14,10 +14,9 @@ from msgspec import Meta
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import Answer, Rebalance, RecordCommand, SetPlacement
 from moe_serve.errors import RequestError
-from moe_serve.server.edge.body import Bodies
+from moe_serve.server.edge.body import Bodies, Body, Count, Name, read_body, show
 from moe_serve.server.edge.errors import error_body, json_bytes
 from moe_serve.server.edge.guard import ADMIN
-from moe_serve.server.edge.json_body import Body, Count, Name, read_body, show
 from moe_serve.server.ranks.balance import BalanceBook, Event, Move, summary_of
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.open_request import UnavailableError

@@ -30,11 +30,11 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import STEP_WORDS, Answer, Profile
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.process_facts import boot_id
-from moe_serve.server.edge.body import Bodies
+from moe_serve.server.edge.body import Bodies, Body, read_body
 from moe_serve.server.edge.errors import error_body, json_bytes
 from moe_serve.server.edge.guard import ADMIN
-from moe_serve.server.edge.json_body import Body, read_body
 from moe_serve.server.ranks.bridge import Bridge
+from moe_serve.server.ranks.request_book import EndListener
 from moe_serve.server.requests.open_request import OpenRequest
 from moe_serve.server.requests.request_stats import finish_of
 
@@ -64,18 +64,30 @@ class StartProfileBody(Body):
 
 
 class Spans:
-    """The requests that end while a profile runs."""
+    """The requests that ended between `start` and `stop`. at_end: the book's listeners"""
 
-    def __init__(self) -> None:
-        self.is_on = False
-        self.kept: list[RequestSpan] = []
+    def __init__(self, at_end: list[EndListener]) -> None:
+        self._at_end = at_end
+        self._kept: list[RequestSpan] = []
+
+    def start(self) -> None:
+        """Begins anew."""
+        self.stop()
+        self._kept = []
+        self._at_end.append(self.add)
+
+    def stop(self) -> "list[RequestSpan]":
+        """Listens no more, and returns the first MOST_REQUESTS at most."""
+        if self.add in self._at_end:
+            self._at_end.remove(self.add)
+        return self._kept
 
     def add(self, request: OpenRequest) -> None:
         """Notes a request that has just ended."""
-        if not self.is_on or len(self.kept) >= MOST_REQUESTS:
+        if len(self._kept) >= MOST_REQUESTS:
             return
         first_s = request.first_token_s
-        self.kept.append(
+        self._kept.append(
             RequestSpan(
                 request.request_id,
                 request.rank,
@@ -91,8 +103,7 @@ class Spans:
 
 def add_profile(app: FastAPI, config: ServeConfig, bridge: Bridge, bodies: Bodies) -> None:
     """Adds the two routes."""
-    spans, busy = Spans(), asyncio.Lock()
-    bridge.book.at_end.append(spans.add)
+    spans, busy = Spans(bridge.book.at_end), asyncio.Lock()
     folder = config.server.profile_dir
 
     def check_folder() -> Path:
@@ -113,7 +124,7 @@ def add_profile(app: FastAPI, config: ServeConfig, bridge: Bridge, bodies: Bodie
         async with busy:
             refusal = _refusal(await bridge.profile(Profile(0, "start", *limits)))
             if refusal is None:
-                spans.is_on, spans.kept = True, []
+                spans.start()
         return refusal or _json({"status": "ok", "message": "Start profiling.", "duration_s": limits[0]})
 
     @app.post("/stop_profile", tags=[ADMIN])
@@ -122,7 +133,7 @@ def add_profile(app: FastAPI, config: ServeConfig, bridge: Bridge, bodies: Bodie
         into = check_folder()
         async with busy:
             answers = await bridge.profile(Profile(0, "stop"))
-            spans.is_on, requests = False, spans.kept
+            requests = spans.stop()
             if (refusal := _refusal(answers)) is not None:
                 return refusal
             # In a thread, a few events at a time: requests go on meanwhile.

@@ -9,7 +9,7 @@ from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ModelError
 from moe_serve.launcher.llm import params_of_each
-from moe_serve.server.api.sampling_fields import model_defaults
+from moe_serve.server.api.params import model_defaults
 from tests.server.api.calls import CHAT, COMPLETIONS, HI, post
 from tests.server.served import fake_config, in_event_loop, serving
 

@@ -7,7 +7,7 @@ import pytest
 
 from moe_serve.engine.protocol.messages import Submit, TokenEvent, Tokens
 from moe_serve.errors import RequestError
-from moe_serve.server.api.generate_request import parse_generate
+from moe_serve.server.api.native import parse_generate
 from tests.server.fake_logprobs import prompt_block
 from tests.server.served import Served, demo_tokenizer, in_event_loop, serving, until
 

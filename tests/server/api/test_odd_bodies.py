@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server.api.generate_request import parse_generate
+from moe_serve.server.api.native import parse_generate
 from moe_serve.server.api.openai_requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from moe_serve.server.api.openapi import body_schemas
-from moe_serve.server.api.response_request import parse_response
+from moe_serve.server.api.responses import parse_response
 from moe_serve.server.edge.errors import error_of, json_bytes
 from tests.server.edge.test_hostile_bytes import examples, mutated, run
 

@@ -9,10 +9,10 @@ import pytest
 
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
-from moe_serve.server.api.generate_request import parse_generate
+from moe_serve.server.api.native import parse_generate
 from moe_serve.server.api.openai_requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from moe_serve.server.api.openapi import body_schemas
-from moe_serve.server.api.response_request import parse_response
+from moe_serve.server.api.responses import parse_response
 from moe_serve.server.edge.guard import ADMIN, OPEN, tagged_routes
 from tests.server.served import in_event_loop, serving
 

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server import app
-from moe_serve.server.api.generate_request import parse_generate
-from moe_serve.server.edge import json_body
-from moe_serve.server.edge.json_body import MAX_DEPTH, read_body
+from moe_serve.server.api import native
+from moe_serve.server.api.native import parse_generate
+from moe_serve.server.edge import body as edge_body
+from moe_serve.server.edge.body import MAX_DEPTH, read_body
 from moe_serve.server.edge.keys import API_KEY_VARIABLE
 from moe_serve.server.requests.prompts import GenerateRequest
 from tests.conftest import _descendants
@@ -84,7 +84,7 @@ TOO_MANY = [
 
 @pytest.mark.parametrize(("body", "what"), TOO_MANY, ids=["lists", "strings"])
 def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(body, what, monkeypatch):
-    monkeypatch.setattr(json_body, "_decoder", None)
+    monkeypatch.setattr(edge_body, "_decoder", None)
     with pytest.raises(RequestError, match=f"the body has more than .* {what}; send fewer"):
         parse_generate(body, 4)
 
@@ -160,7 +160,7 @@ def test_large_bodies_are_never_parsed_in_the_event_loop(monkeypatch: pytest.Mon
         return parse_generate(body, max_prompts)
 
     loop_thread = threading.current_thread()
-    monkeypatch.setattr(app, "parse_generate", parse)
+    monkeypatch.setattr(native, "parse_generate", parse)
 
     @in_event_loop
     async def check():

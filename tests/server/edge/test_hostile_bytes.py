@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_serve.config import ServerConfig
 from moe_serve.errors import RequestError
-from moe_serve.server.api.generate_request import parse_generate
+from moe_serve.server.api.native import parse_generate
 from moe_serve.server.edge.errors import error_body, json_bytes
 from moe_serve.server.edge.guard import _is_json, _secret, is_foreign_page, is_served_host
 from moe_serve.server.edge.http_parser import BoundedParser

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from moe_serve.errors import RequestError
-from moe_serve.server.api.generate_request import parse_generate
+from moe_serve.server.api.native import parse_generate
 from tests.server.api.test_generate import events, says
 from tests.server.served import in_event_loop, serving, until
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_serve.config import load_config
 from moe_serve.config.sections import DegradeStep
 from moe_serve.errors import ConfigError, QueueFullError
-from moe_serve.server.api.generate_request import parse_generate
+from moe_serve.server.api.native import parse_generate
 from moe_serve.server.edge.keys import API_KEY_VARIABLE
 from moe_serve.server.requests.admission import (
     MAX_PRIORITY,

@@ -10,7 +10,7 @@ from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.output.logprobs import MAX_ENTRIES
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
-from moe_serve.server.api.generate_request import parse_generate
+from moe_serve.server.api.native import parse_generate
 from moe_serve.server.requests.open_request import RequestSpec
 from moe_serve.server.requests.prompts import (
     Prompt,
@@ -23,7 +23,7 @@ from moe_serve.server.requests.prompts import (
     fit_to_model,
     with_bad_words,
 )
-from tests.server.api.test_generate_request import parse
+from tests.server.api.test_native import parse
 
 LIMITS = ModelLimits(
     model_name="demo", vocab_size=100, max_model_len=32, max_prompt_len=30, eos_token_ids=[1], block_size=4

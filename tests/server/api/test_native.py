@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.attention_dp.sampling_params import MAX_SAMPLES
 from moe_serve.errors import RequestError
-from moe_serve.server.api.generate_request import parse_generate
+from moe_serve.server.api.native import parse_generate
 from moe_serve.server.edge.errors import error_of, json_bytes
 
 
