@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.errors import ConfigError
+from moe_serve.log import get_logger
 
 _FLAGS = ("-O3", "-fPIC", "-shared")
 _TIMEOUT_S = 120  # of the compiler
@@ -82,6 +83,17 @@ def load_c_library(
         function = getattr(library, name)
         function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64] * num_arguments
     return library, compiler
+
+
+def find_c_library(
+    source: Path, arguments: Mapping[str, int], otherwise: str, flags: tuple[str, ...] = ()
+) -> ctypes.CDLL | None:
+    """Returns the library of a C file; None where it cannot be built, with a warning of what happens otherwise."""
+    try:
+        return load_c_library(source, arguments, flags)[0]
+    except ConfigError as error:
+        get_logger(__name__).warning("%s: %s", otherwise, error)
+        return None
 
 
 def find_compiler() -> tuple[str, ...] | None:

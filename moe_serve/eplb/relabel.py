@@ -15,10 +15,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.c_library import load_c_library
+from moe_serve.c_library import find_c_library
 from moe_serve.eplb.placement import Placement
-from moe_serve.errors import ConfigError
-from moe_serve.log import get_logger
 from moe_serve.topology import Topology
 
 Ids = NDArray[np.int32]
@@ -157,11 +155,8 @@ def cheapest_columns(price: Ints) -> Ints:
 @cache
 def find_library() -> ctypes.CDLL | None:
     """Returns assignment.c, built where no earlier build is found; None, said once, where it cannot be built."""
-    try:
-        return load_c_library(_SOURCE, {"cheapest_columns": 3, "cheapest_parts": 1})[0]
-    except ConfigError as error:
-        get_logger(__name__).warning("ranks are relabelled by numpy, about a hundred times slower: %s", error)
-        return None
+    otherwise = "ranks are relabelled by numpy, about a hundred times slower"
+    return find_c_library(_SOURCE, {"cheapest_columns": 3, "cheapest_parts": 1}, otherwise)
 
 
 def cheapest_columns_reference(price: Ints) -> Ints:

@@ -182,10 +182,10 @@ def test_the_plan_is_the_same_with_and_without_a_compiler_for_equal_effort(monke
 
 
 def test_without_a_compiler_the_log_says_so_once(monkeypatch, caplog):
-    def refuse(cache_dir=None):
+    def refuse(*_):
         raise ConfigError("no C compiler for pairs.c; install gcc")
 
-    monkeypatch.setattr(pairs, "build_library", refuse)
+    monkeypatch.setattr("moe_serve.c_library.load_c_library", refuse)
     monkeypatch.setattr(pairs, "PLAIN_STEPS", 640)
     pairs.find_library.cache_clear()
     try:

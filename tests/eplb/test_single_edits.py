@@ -160,7 +160,7 @@ def test_without_a_compiler_numpy_makes_the_same_plan_and_says_so_once(monkeypat
     def missing(*_):
         raise ConfigError("no C compiler for edits.c; install gcc")
 
-    monkeypatch.setattr(single_edits, "load_c_library", missing)
+    monkeypatch.setattr("moe_serve.c_library.load_c_library", missing)
     single_edits.find_library.cache_clear()
     try:
         for _ in range(2):

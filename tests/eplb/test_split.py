@@ -169,7 +169,11 @@ def test_unknown_split_and_missing_compiler_are_config_errors(tmp_path, monkeypa
         make_split("fair", layer_of([0, 1], 2))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert find_library() is None
+    find_library.cache_clear()
+    try:
+        assert find_library() is None
+    finally:
+        find_library.cache_clear()
     with pytest.raises(ConfigError, match="no C compiler"):
         build_library()
 

@@ -28,13 +28,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.c_library import load_c_library
+from moe_serve.c_library import find_c_library, load_c_library
 from moe_serve.eplb.placement import count_arrivals
 from moe_serve.eplb.policies.anew import greedy_table
 from moe_serve.eplb.policies.packing import minimax_counts, replicas_in
 from moe_serve.eplb.policies.problem import Ids, Problem
-from moe_serve.errors import ConfigError
-from moe_serve.log import get_logger
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -423,11 +421,8 @@ def build_library(cache_dir: Path | None = None) -> ctypes.CDLL:
 @cache
 def find_library() -> ctypes.CDLL | None:
     """Returns pairs.c, or None where it cannot be built, which the log says once."""
-    try:
-        return build_library()
-    except ConfigError as error:
-        get_logger(__name__).warning("plans for two slots per rank are searched by Python, with less effort: %s", error)
-        return None
+    otherwise = "plans for two slots per rank are searched by Python, with less effort"
+    return find_c_library(_SOURCE, {"search_pairs": 1}, otherwise, _FLAGS)
 
 
 def search_pairs_compiled(library: ctypes.CDLL, layer: PairLayer, effort: Effort) -> tuple[Ints, Ints]:

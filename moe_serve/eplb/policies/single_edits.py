@@ -14,12 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.c_library import load_c_library, processor_flags
+from moe_serve.c_library import find_c_library, processor_flags
 from moe_serve.eplb.policies.edits import Edits, EditState, Ids, apply_edits, best_overwrites, best_swaps, sum_in_order
 from moe_serve.eplb.policies.legal import HomeRule
 from moe_serve.eplb.policies.packing import Deadline
-from moe_serve.errors import ConfigError
-from moe_serve.log import get_logger
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -160,12 +158,8 @@ def balance_reached(state: EditState) -> Floats:
 @cache
 def find_library() -> ctypes.CDLL | None:
     """Returns edits.c, built where no earlier build is found; None, said once, where it cannot be built."""
-    flags = (*processor_flags(), _UNFUSED)
-    try:
-        return load_c_library(_SOURCE, {"edit_layer": 1}, flags)[0]
-    except ConfigError as error:
-        get_logger(__name__).warning("plans are edited by numpy, about ten times slower: %s", error)
-        return None
+    otherwise = "plans are edited by numpy, about ten times slower"
+    return find_c_library(_SOURCE, {"edit_layer": 1}, otherwise, (*processor_flags(), _UNFUSED))
 
 
 class _NativeEdits:

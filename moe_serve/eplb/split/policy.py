@@ -11,14 +11,13 @@ Shape words: E = num_logical, R = num_ranks, P = num_slots, S = sources: R, or 1
 
 import ctypes
 from abc import ABC, abstractmethod
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from moe_serve.c_library import load_c_library
+from moe_serve.c_library import find_c_library, load_c_library
 from moe_serve.eplb.split.layer import Int64s, LayerSlots, ReplicaGraph
-from moe_serve.errors import ConfigError
-from moe_serve.log import get_logger
 
 _SOURCE = Path(__file__).with_name("split.c")
 _FUNCTIONS = {"split_counts": 4, "split_and_assign": 7, "count_ids": 4, "split_totals": 1}
@@ -55,13 +54,10 @@ def build_library(cache_dir: Path | None = None) -> ctypes.CDLL:
     return load_c_library(_SOURCE, _FUNCTIONS, folder=cache_dir)[0]
 
 
+@cache
 def find_library() -> ctypes.CDLL | None:
-    """Returns split.c, or None where it cannot be built."""
-    try:
-        return build_library()
-    except ConfigError as error:
-        get_logger(__name__).debug("batches are split by numpy: %s", error)
-        return None
+    """Returns split.c, built where no earlier build is found; None, said once, where it cannot be built."""
+    return find_c_library(_SOURCE, _FUNCTIONS, "batches are split by numpy")
 
 
 class NativeSplit:
