@@ -21,15 +21,14 @@ from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.attention_dp.attention import AttentionShape, PagedAttention
 from moe_serve.attention_dp.attention_plan import AttentionPlan, DecodeGroup
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
-from moe_serve.ep.gate import route
-from moe_serve.ep.routing import RouterSpec
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
-from moe_serve.kernels.forms import GateShape
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.numerics import FAST
 from moe_serve.kernels.part_clock import PartClock
+from moe_serve.kernels.topk_gate import topk_gate_reference
 
 BLOCK = 16
 MODELS = {
@@ -190,16 +189,16 @@ def prefill_case(name: str, shape: AttendShape, context: int, length: int) -> Ca
 
 def row_cases() -> Iterator[Case]:
     routers = {
-        "softmax, 16 x 32, top 4": (16, 32, GateShape(4)),
-        "softmax, 16 x 128, top 8": (16, 128, GateShape(8)),
+        "softmax, 16 x 32, top 4": (16, RouterSpec(32, 4)),
+        "softmax, 16 x 128, top 8": (16, RouterSpec(128, 8)),
         "sigmoid with groups, 64 x 256, top 8": (
-            64, 256, GateShape(8, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20),
+            64, RouterSpec(256, 8, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20),
         ),
     }  # fmt: skip
-    for name, (rows, experts, shape) in routers.items():
-        logits = torch.randn(rows, experts)
-        yield "gate", name, gate_call(logits, shape), "torch.topk alone", topk_call(logits, shape.topk)
-        yield "gate", name, gate_call(logits, shape), "the gate in torch", route_call(logits, shape)
+    for name, (rows, spec) in routers.items():
+        logits = torch.randn(rows, spec.num_logical)
+        yield "gate", name, gate_call(logits, spec), "torch.topk alone", topk_call(logits, spec.topk)
+        yield "gate", name, gate_call(logits, spec), "the gate in torch", plain_gate_call(logits, spec)
     for rows, width in ((1, 512), (16, 512), (16, 2048), (512, 2048)):
         x, weight, delta = torch.randn(rows, width), torch.randn(width), torch.zeros(rows, width)
         name = f"{rows} x {width}"
@@ -207,18 +206,18 @@ def row_cases() -> Iterator[Case]:
         yield "norm with residual", name, *residual_calls(x, delta, weight)
 
 
-def gate_call(logits: torch.Tensor, shape: GateShape) -> Callable[[], Any]:
+def gate_call(logits: torch.Tensor, spec: RouterSpec) -> Callable[[], Any]:
     load = torch.zeros(logits.shape[1], dtype=torch.int64)
-    return recorded(len(logits), lambda do: do.gate(logits, None, shape, load)[0])
+    return recorded(len(logits), lambda do: do.gate(logits, None, spec, load)[0])
 
 
 def topk_call(logits: torch.Tensor, topk: int) -> Callable[[], Any]:
     return lambda: logits.topk(topk, -1)
 
 
-def route_call(logits: torch.Tensor, shape: GateShape) -> Callable[[], Any]:
-    spec = RouterSpec(logits.shape[1], **{field: getattr(shape, field) for field in shape.__dataclass_fields__})
-    return lambda: route(logits, spec)
+def plain_gate_call(logits: torch.Tensor, spec: RouterSpec) -> Callable[[], Any]:
+    load = torch.zeros(logits.shape[1], dtype=torch.int64)
+    return lambda: topk_gate_reference(logits, None, spec, load)
 
 
 def norm_calls(x: torch.Tensor, weight: torch.Tensor) -> tuple[Callable[[], Any], str, Callable[[], Any]]:

@@ -188,7 +188,7 @@ def exact_split(ceilings: Ceilings) -> list[Row]:
 
 
 def small_kernels(ceilings: Ceilings) -> list[Row]:
-    from moe_serve.kernels.forms import GateShape
+    from moe_serve.kernels.forms import RouterSpec
     from moe_serve.kernels.triton.quantize import quantize_triton
     from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
     from moe_serve.kernels.triton.topk_gate import topk_gate_triton
@@ -202,10 +202,10 @@ def small_kernels(ceilings: Ceilings) -> list[Row]:
     moved = gate_up[0].numel() * 5 // 2
     share = moved / time_us([lambda v=v: silu_mul_quantize_triton(v) for v in gate_up]) / 1e3 / ceilings.copy_gb_s * 100
     rows.append(Row("SwiGLU + quantise, of copy bandwidth", share, "%", "", None, "32768 x 2 x 2048"))
-    shape = GateShape(TOPK, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)
+    spec = RouterSpec(256, TOPK, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)
     logits, bias = torch.randn(TOKENS, 256, device="cuda"), torch.randn(256, device="cuda")
-    number, load = torch.tensor([TOKENS], device="cuda"), torch.zeros(256, dtype=torch.int64, device="cuda")
-    micros = graph_us(lambda: topk_gate_triton(logits, bias, number, shape, load))
+    load = torch.zeros(256, dtype=torch.int64, device="cuda")
+    micros = graph_us(lambda: topk_gate_triton(logits, bias, spec, load))
     return [*rows, Row("gate + load counting", micros, "us", "", None, f"{TOKENS} tokens, 256 experts, 8 groups")]
 
 

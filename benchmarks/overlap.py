@@ -28,8 +28,8 @@ from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.ep.replica_map import ReplicaMap
-from moe_serve.ep.routing import RouterSpec
 from moe_serve.eplb.placement import Placement
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.numerics import FAST
 from tests.dispatch.delayed import DelayedAllToAll
 from tests.ranks import run_ranks

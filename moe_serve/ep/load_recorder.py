@@ -10,8 +10,6 @@ from torch import Tensor
 from moe_serve.dispatch.base import EpGroup, Pending
 from moe_serve.dispatch.peer_calls import all_gather
 
-STEPS_AT_ONCE = 32  # on a CPU, steps whose ids wait to be counted together,
-IDS_AT_ONCE = 2**18  # and ids, 2 MiB: a long prefill is counted with its own step
 GATHERED_AT_ONCE = 4096  # counts in one call; transports size their buffers for so many
 
 # Counts [n] int64 of this rank -> [R, n] of all, zeros for a masked one; as AllToAll.exchange_counts.
@@ -29,16 +27,8 @@ class LoadRecorder:
         """gather: reaches all ranks but the masked ones; None: a call of the process group, which needs all ranks"""
         self._group = group
         self._gather = gather
-        self._on_host = group.device.type == "cpu"
-        # Of this rank, not yet added: (layer row, ids [T, K] or counts [E]); the first ones are of steps that are done.
-        self._ids: list[tuple[int, Tensor]] = []
-        self._new_counts: list[tuple[int, Tensor]] = []
-        self._num_done = (0, 0)
-        self._num_steps = self._num_waiting = 0
-        self._counted_in_place: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # kept, and counts
-        # Column 0 takes the -1 of tokens that have no expert.
-        self._counts = torch.zeros(num_layers, num_logical + 1, dtype=torch.int64, device=group.device)
-        self._kept = self._counts.clone()
+        self._counts = torch.zeros(num_layers, num_logical, dtype=torch.int64, device=group.device)
+        self._kept = self._counts.clone()  # as of the last step that was done
         self._has_rejoined = False
         # Totals of each rank as of the last record; of this rank alone where the process group gathers.
         self._reported = torch.zeros(
@@ -46,61 +36,22 @@ class LoadRecorder:
         )
         self._confirmed = (self._reported, self._has_rejoined)
 
-    def add(self, layer_row: int, topk_ids: Tensor, num_tokens: int) -> None:
-        """Counts the first num_tokens rows of topk_ids [T, K] int64 (-1 = none). Nothing is read back."""
-        ids = topk_ids if num_tokens == topk_ids.shape[0] else topk_ids[:num_tokens]
-        if self._on_host:
-            self._ids.append((layer_row, ids))
-            self._num_waiting += ids.numel()
-        else:
-            columns = ids.reshape(-1) + 1
-            self._counts[layer_row].scatter_add_(0, columns, torch.ones_like(columns))
-
-    def add_counts(self, layer_row: int, counts: Tensor) -> None:
-        """Adds what was counted elsewhere: counts [E] int64, tokens of this rank for each expert."""
-        if self._on_host:
-            self._new_counts.append((layer_row, counts))
-        else:
-            self._counts[layer_row, 1:] += counts
+    def add(self, layer_row: int, counts: Tensor) -> None:
+        """Adds the tokens of this rank for each expert of a layer: counts [E] int64. Nothing is read back."""
+        self._counts[layer_row] += counts
 
     def row(self, layer_row: int) -> Tensor:
         """Returns the counts of a layer, [E] int64, for a kernel that adds to them in every step."""
-        self._counted_in_place = self._kept.numpy(), self._counts.numpy()
-        return self._counts[layer_row, 1:]
+        return self._counts[layer_row]
 
     def step_done(self) -> None:
         """Keeps the counts since the last call: their step is done."""
-        self._num_done = len(self._ids), len(self._new_counts)
-        self._num_steps += 1
-        if not self._on_host or self._num_steps == STEPS_AT_ONCE or self._num_waiting > IDS_AT_ONCE:
-            self._add_up()
-        elif self._counted_in_place is not None:
-            kept, counts = self._counted_in_place
-            kept[:] = counts
+        self._kept.copy_(self._counts)
 
     def void_step(self) -> None:
         """Drops the counts since the last `step_done`, and the records since the last `confirm`."""
-        num_ids, num_counts = self._num_done
-        del self._ids[num_ids:], self._new_counts[num_counts:]
         self._counts.copy_(self._kept)
         self._reported, self._has_rejoined = self._confirmed
-
-    def _add_up(self) -> None:
-        """Adds and keeps the counts so far. Those of many layers and steps at once cost as much as those of one."""
-        ids_of: dict[int, list[Tensor]] = {}
-        for layer_row, ids in self._ids:
-            ids_of.setdefault(layer_row, []).append(ids)
-        for layer_row, parts in ids_of.items():
-            columns = torch.cat(parts).reshape(-1) + 1
-            self._counts[layer_row] += torch.bincount(columns, minlength=self._counts.shape[1])
-        if self._new_counts:
-            layer_rows = torch.tensor([layer_row for layer_row, _ in self._new_counts])
-            self._counts[:, 1:].index_add_(0, layer_rows, torch.stack([counts for _, counts in self._new_counts]))
-        self._ids.clear()
-        self._new_counts.clear()
-        self._num_done = (0, 0)
-        self._num_steps = self._num_waiting = 0
-        self._kept.copy_(self._counts)
 
     def confirm(self) -> None:
         """Makes the records taken so far final: all ranks have them."""
@@ -124,8 +75,8 @@ class LoadRecorder:
         Counts that a lost rank had not yet reported are in no record. Counts of a late rank from before it was masked
         are in the first record after it rejoins.
         """
-        self._add_up()
-        own = self._counts[:, 1:].reshape(-1)
+        self._kept.copy_(self._counts)
+        own = self._counts.flatten()
         if self._gather is None:
             new = (own - self._reported[0])[None]
             self._reported = own.clone()[None]

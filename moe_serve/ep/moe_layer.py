@@ -32,9 +32,9 @@ from moe_serve.ep.gate import CompiledGate, Gate
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
-from moe_serve.ep.routing import RouterSpec, Routing
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, GATE, MLP, PartClock
 from moe_serve.kernels.rows import multiply_rows
@@ -153,12 +153,13 @@ class MoeLayer:
         assert isinstance(gate, Gate), "a layer of compiled kernels is recorded, not called"
         parallel.clock.turn(GATE)
         rows = x[:num_tokens]
-        routing = gate(rows)
-        weights, load = routing.topk_weights, self._count(routing)
+        ids, weights, load = gate(rows)
+        if parallel.recorder is not None:
+            parallel.recorder.add(self._layer_row, load)
         if parallel.router.scales_input:
             rows, weights = multiply_rows(rows, weights), torch.ones_like(weights)
         replicas = self._replicas
-        ids = routing.topk_ids if replicas.needs_counts else replicas.only_slots(routing.topk_ids)
+        ids = ids if replicas.needs_counts else replicas.only_slots(ids)
         parts, shared = self._run_rounds(Gated(rows, ids, weights, load), num_chunks, overlap, x)
         if num_tokens < x.shape[0]:
             parts.append(x.new_zeros(x.shape[0] - num_tokens, x.shape[1]))
@@ -252,19 +253,6 @@ class MoeLayer:
         yield
         clock.turn(COMBINE)
         return pending_results.wait()
-
-    def _count(self, routing: Routing) -> Tensor | None:
-        """Records which experts the tokens ask for. Returns the counts [E], or None where nobody has counted yet."""
-        recorder, load = self._parallel.recorder, routing.load
-        if load is None and self._replicas.needs_counts:
-            load = self._replicas.count(routing.topk_ids)
-        if recorder is None:
-            return load
-        if load is None:
-            recorder.add(self._layer_row, routing.topk_ids, routing.topk_ids.shape[0])
-        else:
-            recorder.add_counts(self._layer_row, load)
-        return load
 
     def _load_row(self) -> Tensor:
         """Returns where the gate's kernel counts the load, [E] int64."""

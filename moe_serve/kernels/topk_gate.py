@@ -6,53 +6,39 @@ differently would count different loads.
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from moe_serve.kernels.forms import LOWEST_CHOICE, GateShape, GroupScore
+from moe_serve.kernels.forms import LOWEST_CHOICE, RouterSpec
 
-CHOSEN_BY_LOGITS = ("sigmoid_of_chosen", "sparsemixer")
+_WHOLE_VECTORS = 64  # rows; 64 rows of any width fill whole vector registers on every CPU
 
 
-def topk_gate_reference(
-    logits: Tensor, bias: Tensor | None, num_tokens: Tensor, shape: GateShape, load: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns (ids [T, topk] int64, weights [T, topk] float32), and adds every real choice to load.
+def topk_gate_reference(logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns ids [T, topk] int64, best first, and weights [T, topk] float32, and adds every choice to load.
 
-    logits: [T, E] float32;  bias: [E] float32, added for the choice only, or None;  num_tokens: [1] int64, rows from
-    there on are padding: their ids are -1, their weights 0, and they are not counted;  load: [E] int64
+    logits: [T, E] float32;  bias: [E] float32, added for the choice only, or None;  load: [E] int64
     A token whose logits are NaN still has topk different experts, and weights that are NaN.
     """
-    by_logits = shape.scoring in CHOSEN_BY_LOGITS
-    scores = torch.softmax(logits, -1) if shape.scoring == "softmax" else logits.sigmoid()
-    choice = logits if by_logits else scores
+    scores = torch.softmax(logits, -1) if spec.scoring == "softmax" else _sigmoid_by_row(logits)
+    choice = logits if spec.scoring in ("sigmoid_of_chosen", "sparsemixer") else scores
     choice = choice if bias is None else choice + bias
     choice = torch.where(choice.isnan(), LOWEST_CHOICE, choice)
     num_logical = logits.shape[1]
-    if shape.num_groups > 1:
-        grouped = choice.view(len(choice), shape.num_groups, num_logical // shape.num_groups)
-        group_scores = score_groups(grouped, shape.group_score)
+    if spec.num_groups > 1:
+        grouped = choice.view(len(choice), spec.num_groups, num_logical // spec.num_groups)
+        group_scores = grouped.amax(-1) if spec.group_score == "best" else grouped.topk(2, -1).values.sum(-1)
         order = group_scores.sort(dim=-1, descending=True, stable=True).indices
-        kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, order[:, : shape.topk_groups], True)
+        kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, order[:, : spec.topk_groups], True)
         choice = torch.where(kept[:, :, None], grouped, -torch.inf).view(len(choice), num_logical)
-    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : shape.topk]
-    weights = (
-        sparsemixer_weights(logits, ids, shape.jitter) if shape.scoring == "sparsemixer" else scores.gather(1, ids)
-    )
-    if shape.norm_topk:
-        weights = weights / (weights.sum(-1, keepdim=True) + shape.norm_eps).clamp(min=shape.norm_min)
-    real = torch.arange(len(logits), device=logits.device)[:, None] < num_tokens
-    ids = torch.where(real, ids, -1)
-    load += torch.zeros(num_logical + 1, dtype=torch.int64, device=load.device).index_add_(
-        0, ids.flatten() + 1, torch.ones_like(ids).flatten()
-    )[1:]
-    return ids, torch.where(real, weights * shape.scaling, 0.0)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.topk]
+    weights = _sparsemixer_weights(logits, ids, spec.jitter) if spec.scoring == "sparsemixer" else scores.gather(1, ids)
+    if spec.norm_topk:
+        weights = weights / (weights.sum(-1, keepdim=True) + spec.norm_eps).clamp(min=spec.norm_min)
+    load += torch.bincount(ids.flatten(), minlength=num_logical)
+    return ids, weights * spec.scaling
 
 
-def score_groups(grouped: Tensor, group_score: GroupScore) -> Tensor:
-    """grouped: choice scores [T, groups, experts of a group] -> [T, groups]"""
-    return grouped.amax(-1) if group_score == "best" else grouped.topk(2, -1).values.sum(-1)
-
-
-def sparsemixer_weights(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
+def _sparsemixer_weights(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
     """Returns what sparsemixer (arXiv:2409.12136, without training's noise) weighs two experts with, [T, 2].
 
     logits: [T, E];  ids: [T, 2], the two best by logits
@@ -67,12 +53,19 @@ def sparsemixer_weights(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
     return torch.cat(weights, 1)
 
 
-def topk_gate(
-    logits: Tensor, bias: Tensor | None, num_tokens: Tensor, shape: GateShape, load: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Same contract as the reference; Triton on CUDA, where num_tokens stays on the device."""
+def _sigmoid_by_row(logits: Tensor) -> Tensor:
+    """Returns sigmoid(logits). A row's bits do not depend on its position: no row falls in the loop's ragged end,
+    which uses other instructions."""
+    num_tokens, num_logical = logits.shape
+    if num_tokens * num_logical % _WHOLE_VECTORS == 0:
+        return logits.sigmoid()
+    return functional.pad(logits, (0, 0, 0, -num_tokens % _WHOLE_VECTORS)).sigmoid_()[:num_tokens]
+
+
+def topk_gate(logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:
+    """Same contract as the reference; Triton on CUDA."""
     if logits.is_cuda:
         from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
-        return topk_gate_triton(logits, bias, num_tokens, shape, load)
-    return topk_gate_reference(logits, bias, num_tokens, shape, load)
+        return topk_gate_triton(logits, bias, spec, load)
+    return topk_gate_reference(logits, bias, spec, load)

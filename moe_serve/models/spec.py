@@ -8,8 +8,7 @@ Shape words: H = hidden, E = num_logical, I = moe_intermediate.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_serve.ep.routing import RouterSpec
-from moe_serve.kernels.forms import SILU, Activation, Fp8Block
+from moe_serve.kernels.forms import SILU, Activation, Fp8Block, RouterSpec
 
 
 @dataclass(frozen=True)

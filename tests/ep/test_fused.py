@@ -13,12 +13,12 @@ from moe_serve.ep.fused import make_fused
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
-from moe_serve.ep.routing import RouterSpec
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.numerics import COMPILED, FAST
 from moe_serve.kernels.part_clock import PartClock
 from tests.dispatch.contract import Scenario

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_serve.ep.gate import Gate, route, route_and_count
-from moe_serve.ep.routing import RouterSpec
+from moe_serve.ep.gate import Gate
 from moe_serve.errors import ModelError
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.topk_gate import topk_gate
 from tests.tolerance import FLOAT32, relative_error
 
 MIXTRAL = RouterSpec(8, 2, "softmax", norm_topk=True)
@@ -68,20 +69,23 @@ def test_routing_follows_the_formula(name: str) -> None:
     logits = 2 * torch.randn(50, spec.num_logical)
     # All negative on some tokens' best experts: a mask of 0 instead of -inf would let masked groups win.
     bias = torch.randn(spec.num_logical) - 1.5 if spec.has_bias else None
-    routing = route(logits, spec, bias)
-    assert routing.topk_ids.dtype == torch.int64
-    assert routing.topk_weights.dtype == torch.float32
+    load = torch.zeros(spec.num_logical, dtype=torch.int64)
+    ids, weights = topk_gate(logits, bias, spec, load)
+    assert ids.dtype == torch.int64
+    assert weights.dtype == torch.float32
+    assert torch.equal(load, torch.bincount(ids.flatten(), minlength=spec.num_logical))
     for token in range(len(logits)):
         expected = route_one(logits[token].tolist(), spec, None if bias is None else bias.tolist())
-        got = dict(zip(routing.topk_ids[token].tolist(), routing.topk_weights[token].tolist(), strict=True))
+        got = dict(zip(ids[token].tolist(), weights[token].tolist(), strict=True))
         assert got == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_correction_bias_chooses_but_does_not_weigh() -> None:
     spec = RouterSpec(4, 1, "sigmoid", norm_topk=False, has_bias=True)
-    routing = route(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), spec, torch.tensor([5.0, 0.0, 0.0, 0.0]))
-    assert routing.topk_ids.tolist() == [[0]]
-    assert routing.topk_weights.item() == 0.5
+    load = torch.zeros(4, dtype=torch.int64)
+    ids, weights = topk_gate(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([5.0, 0.0, 0.0, 0.0]), spec, load)
+    assert ids.tolist() == [[0]]
+    assert weights.item() == 0.5
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -95,8 +99,8 @@ def test_in_batch_invariant_a_tokens_routing_is_bitwise_its_own(name: str, hidde
     whole = gate(x)
     for start, length in ((0, 1), (36, 1), (3, 5), (10, 16)):
         part = gate(x[start : start + length])
-        assert torch.equal(part.topk_ids, whole.topk_ids[start : start + length])
-        assert torch.equal(part.topk_weights, whole.topk_weights[start : start + length])
+        assert torch.equal(part[0], whole[0][start : start + length])
+        assert torch.equal(part[1], whole[1][start : start + length])
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -106,10 +110,10 @@ def test_fast_and_invariant_route_alike_and_zero_tokens_are_routed(name: str) ->
     weight, bias = torch.randn(spec.num_logical, 32), torch.randn(spec.num_logical) if spec.has_bias else None
     x = torch.randn(20, 32)
     fast, invariant = Gate(spec, weight, bias)(x), Gate(spec, weight, bias, Numerics(row_tile=4))(x)
-    assert torch.equal(fast.topk_ids, invariant.topk_ids)
-    assert torch.allclose(fast.topk_weights, invariant.topk_weights, rtol=1e-5)
+    assert torch.equal(fast[0], invariant[0])
+    assert torch.allclose(fast[1], invariant[1], rtol=1e-5)
     for numerics in (Numerics(), Numerics(row_tile=4)):
-        assert Gate(spec, weight, bias, numerics)(x[:0]).topk_ids.shape == (0, spec.topk)
+        assert Gate(spec, weight, bias, numerics)(x[:0])[0].shape == (0, spec.topk)
 
 
 @pytest.mark.parametrize(
@@ -129,34 +133,16 @@ def test_an_impossible_router_is_refused_by_its_config_key(wrong: dict[str, Any]
         RouterSpec(**{"num_logical": 8, "topk": 2} | wrong)
 
 
-def check_counting(device: str, name: str, num_tokens: int) -> None:
-    spec = SPECS[name]
-    draw = torch.Generator().manual_seed(num_tokens)
-    logits = torch.randn(num_tokens, spec.num_logical, generator=draw)
-    bias = torch.randn(spec.num_logical, generator=draw) if spec.has_bias else None
-    expected = route(logits, spec, bias)
-    got = route_and_count(logits.to(device), spec, None if bias is None else bias.to(device))
-    assert torch.equal(got.topk_ids.cpu(), expected.topk_ids)
-    assert relative_error(got.topk_weights.cpu(), expected.topk_weights) < FLOAT32
-    assert got.load is not None
-    assert torch.equal(got.load.cpu(), torch.bincount(expected.topk_ids.flatten(), minlength=spec.num_logical))
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 50])
-@pytest.mark.parametrize("name", SPECS)
-def test_the_counting_gate_routes_as_the_plain_one(name: str, num_tokens: int) -> None:
-    check_counting("cpu", name, num_tokens)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", BUILT_FOR_GPUS)
-def test_the_gate_on_cuda_routes_as_the_plain_one_and_counts(name: str) -> None:
-    check_counting("cuda", name, 50)
+def test_the_gate_on_cuda_routes_and_counts_as_the_plain_one(name: str) -> None:
     spec = SPECS[name]
     torch.manual_seed(1)
     x, weight = torch.randn(20, 16), torch.randn(spec.num_logical, 16)
     bias = torch.randn(spec.num_logical) if spec.has_bias else None
-    got = Gate(spec, weight.cuda(), None if bias is None else bias.cuda())(x.cuda())
-    assert torch.equal(got.topk_ids.cpu(), Gate(spec, weight, bias)(x).topk_ids)
-    assert got.load is not None
+    ids, weights, load = Gate(spec, weight.cuda(), None if bias is None else bias.cuda())(x.cuda())
+    expected_ids, expected, expected_load = Gate(spec, weight, bias)(x)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert relative_error(weights.cpu(), expected) < FLOAT32
+    assert torch.equal(load.cpu(), expected_load)

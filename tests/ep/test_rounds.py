@@ -27,8 +27,8 @@ from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ADVANCES, SHARED, ExpertParallel, MoeLayer, MoeWeights, in_turn, overlapped
 from moe_serve.ep.replica_map import ReplicaMap
-from moe_serve.ep.routing import RouterSpec
 from moe_serve.eplb.placement import Placement
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.numerics import FAST
 from tests.dispatch.contract import Scenario
 from tests.dispatch.delayed import CountedClock, DelayedAllToAll

@@ -134,13 +134,14 @@ def weighted_sum(capability: int) -> None:
 
 
 def topk_gate(capability: int) -> None:
-    from moe_serve.kernels.forms import GateShape
+    from moe_serve.kernels.forms import RouterSpec
     from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
-    deepseek = GateShape(TOPK, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)
-    for experts, bias, shape in ((256, some(256, dtype=torch.float32), deepseek), (128, None, GateShape(TOPK))):
-        load, number = some(experts, dtype=torch.int64), some(1, dtype=torch.int64)
-        topk_gate_triton(some(TOKENS, experts, dtype=torch.float32), bias, number, shape, load)
+    deepseek = RouterSpec(256, TOPK, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)
+    for spec, bias in ((deepseek, some(256, dtype=torch.float32)), (RouterSpec(128, TOPK), None)):
+        experts = spec.num_logical
+        logits = some(TOKENS, experts, dtype=torch.float32)
+        topk_gate_triton(logits, bias, spec, some(experts, dtype=torch.int64))
 
 
 def low_latency_nvshmem(capability: int) -> None:

@@ -21,7 +21,7 @@ from moe_serve.kernels.cpu.operations import EXAMPLE_ROWS, AnyOperation, declare
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
-from moe_serve.kernels.forms import Activation, GateShape
+from moe_serve.kernels.forms import Activation, RouterSpec
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows, WantedLogprobs
 
@@ -129,14 +129,14 @@ def _sums() -> list[Tensor]:
 
 
 def _gate() -> list[Tensor]:
-    softmax, sigmoid = GateShape(topk=3, scoring="softmax"), GateShape(topk=3, scoring="sigmoid")
-    sparsemixer = GateShape(topk=2, scoring="sparsemixer", norm_topk=False, jitter=0.2)
+    softmax, sigmoid = RouterSpec(24, 3), RouterSpec(24, 3, "sigmoid")
+    sparsemixer = RouterSpec(24, 2, "sparsemixer", norm_topk=False, jitter=0.2)
     return [*_gated(softmax), *_gated(sigmoid), *_gated(sparsemixer)]
 
 
-def _gated(shape: GateShape) -> list[Tensor]:
+def _gated(spec: RouterSpec) -> list[Tensor]:
     logits, bias, load = 4 * _numbers(ROWS, 24), _numbers(24, seed=2), torch.zeros(24, dtype=torch.int64)
-    return [*noted_once(ROWS, lambda do: do.gate(logits, bias, shape, load)), load]
+    return [*noted_once(ROWS, lambda do: do.gate(logits, bias, spec, load)), load]
 
 
 def _sampling() -> list[Tensor]:

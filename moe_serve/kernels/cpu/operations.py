@@ -36,7 +36,7 @@ from moe_serve.kernels.cpu.tape import (
     RowInputs,
     Tape,
 )
-from moe_serve.kernels.forms import GateShape, Scoring
+from moe_serve.kernels.forms import RouterSpec, Scoring
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, PartClock
 from moe_serve.kernels.rope import MlaWidths
@@ -346,14 +346,14 @@ class Recorder(Operations, Tape):
         self.call("attend_indexed", ATTEND, q, q.stride(0), cache, out, *steps, keys, facts)
         return out
 
-    def gate(self, logits: Tensor, bias: Tensor | None, shape: GateShape, load: Tensor) -> tuple[Tensor, Tensor]:
+    def gate(self, logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ids [rows, topk] int64 and weights [rows, topk], best first, and adds every choice to load.
 
         What topk_gate_reference of kernels/topk_gate.py does. logits: [rows, E];  bias: [E] or None;  load: [E] int64
         """
-        ids = self.buffer("topk_ids", shape.topk, dtype=torch.int64)
-        weights = self.buffer("topk_weights", shape.topk)
-        facts = _gate_facts(shape, logits.shape[1])
+        ids = self.buffer("topk_ids", spec.topk, dtype=torch.int64)
+        weights = self.buffer("topk_weights", spec.topk)
+        facts = _gate_facts(spec)
         self.call("gate", facts, 0 if bias is None else bias, logits, ROWS, logits.stride(0), ids, weights, load)
         return ids, weights
 
@@ -421,15 +421,14 @@ def _facts(*numbers: int) -> Tensor:
 
 
 @functools.lru_cache
-def _gate_facts(shape: GateShape, num_experts: int) -> Tensor:
+def _gate_facts(spec: RouterSpec) -> Tensor:
     """Returns the block of int64 that gate.c reads."""
-    assert shape.topk <= num_experts <= MOST_EXPERTS, f"{shape.topk} of {num_experts} experts, at most {MOST_EXPERTS}"
-    assert shape.num_groups <= MOST_GROUPS, f"{shape.num_groups} groups, at most {MOST_GROUPS}"
-    assert num_experts % shape.num_groups == 0, f"{num_experts} experts in {shape.num_groups} groups"
-    doubles = [shape.scaling, shape.norm_eps, shape.norm_min, 2 * shape.jitter]
+    assert spec.num_logical <= MOST_EXPERTS, f"{spec.num_logical} experts, at most {MOST_EXPERTS}"
+    assert spec.num_groups <= MOST_GROUPS, f"{spec.num_groups} groups, at most {MOST_GROUPS}"
+    doubles = [spec.scaling, spec.norm_eps, spec.norm_min, 2 * spec.jitter]
     numbers = torch.tensor(doubles, dtype=torch.float64)
-    scoring, by_best = get_args(Scoring).index(shape.scoring), int(shape.group_score == "best")
-    sizes = [num_experts, shape.topk, scoring, int(shape.norm_topk), shape.num_groups, shape.topk_groups, by_best]
+    scoring, by_best = get_args(Scoring).index(spec.scoring), int(spec.group_score == "best")
+    sizes = [spec.num_logical, spec.topk, scoring, int(spec.norm_topk), spec.num_groups, spec.topk_groups, by_best]
     return torch.cat((torch.tensor(sizes), numbers.view(torch.int64)))
 
 

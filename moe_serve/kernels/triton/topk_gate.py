@@ -6,44 +6,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_serve.kernels.forms import LOWEST_CHOICE, GateShape
+from moe_serve.kernels.forms import LOWEST_CHOICE, RouterSpec
 
 LOWEST = tl.constexpr(LOWEST_CHOICE)
 PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
 
 
-def topk_gate_triton(
-    logits: Tensor, bias: Tensor | None, num_tokens: Tensor, shape: GateShape, load: Tensor
-) -> tuple[Tensor, Tensor]:
+def topk_gate_triton(logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:
     """Same contract as topk_gate_reference."""
-    assert shape.scoring != "sparsemixer", "sparsemixer is built for CPUs"
+    assert spec.scoring != "sparsemixer", "sparsemixer is built for CPUs"
     rows, num_logical = logits.shape
-    ids = torch.empty(rows, shape.topk, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(rows, shape.topk, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows, spec.topk, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, spec.topk, dtype=torch.float32, device=logits.device)
     if rows:
-        group_size = num_logical // shape.num_groups
+        group_size = num_logical // spec.num_groups
         topk_gate_kernel[(rows,)](
-            logits, bias, num_tokens, load, ids, weights, num_logical, group_size, shape.scaling, shape.norm_eps,
-            shape.norm_min,
-            TOPK=shape.topk, W=triton.next_power_of_2(shape.topk), GROUPS=shape.num_groups,
-            GROUP_ROWS=triton.next_power_of_2(shape.num_groups), GROUP_COLUMNS=triton.next_power_of_2(group_size),
-            TOPK_GROUPS=shape.topk_groups, SIGMOID=shape.scoring != "softmax", BIAS=bias is not None,
-            NORM=shape.norm_topk, BY_LOGITS=shape.scoring == "sigmoid_of_chosen",
-            BY_BEST=shape.group_score == "best", num_warps=2,
+            logits, bias, load, ids, weights, num_logical, group_size, spec.scaling, spec.norm_eps,
+            spec.norm_min,
+            TOPK=spec.topk, W=triton.next_power_of_2(spec.topk), GROUPS=spec.num_groups,
+            GROUP_ROWS=triton.next_power_of_2(spec.num_groups), GROUP_COLUMNS=triton.next_power_of_2(group_size),
+            TOPK_GROUPS=spec.topk_groups, SIGMOID=spec.scoring != "softmax", BIAS=bias is not None,
+            NORM=spec.norm_topk, BY_LOGITS=spec.scoring == "sigmoid_of_chosen",
+            BY_BEST=spec.group_score == "best", num_warps=2,
         )  # fmt: skip
     return ids, weights
 
 
 @triton.jit
 def topk_gate_kernel(
-    logits, bias, num_tokens, load, ids, weights, num_logical, group_size, scaling, norm_eps, norm_min,
+    logits, bias, load, ids, weights, num_logical, group_size, scaling, norm_eps, norm_min,
     TOPK: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     BY_LOGITS: tl.constexpr, BY_BEST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, W)
-    real = token < tl.load(num_tokens)
     # Experts as [groups, experts of a group], both padded to powers of two.
     group = tl.arange(0, GROUP_ROWS)
     column = tl.arange(0, GROUP_COLUMNS)
@@ -80,8 +77,7 @@ def topk_gate_kernel(
         chosen_scores = tl.where(slot == k, score, chosen_scores)
     if NORM:
         chosen_scores = chosen_scores / tl.maximum(tl.sum(chosen_scores) + norm_eps, norm_min, PROPAGATE)
-    chosen_scores = tl.where(real, chosen_scores * scaling, 0.0)
-    tl.store(ids + token * TOPK + slot, tl.where(real, chosen, -1), mask=slot < TOPK)
-    tl.store(weights + token * TOPK + slot, chosen_scores, mask=slot < TOPK)
+    tl.store(ids + token * TOPK + slot, chosen, mask=slot < TOPK)
+    tl.store(weights + token * TOPK + slot, chosen_scores * scaling, mask=slot < TOPK)
     # Counted here, where the ids are at hand; relaxed, because only the sum matters.
-    tl.atomic_add(load + chosen, tl.full((W,), 1, tl.int64), mask=slot < tl.where(real, TOPK, 0), sem="relaxed")
+    tl.atomic_add(load + chosen, tl.full((W,), 1, tl.int64), mask=slot < TOPK, sem="relaxed")

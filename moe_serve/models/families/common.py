@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
-from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block
+from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block, RouterSpec
 from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, HfConfig, is_positive
 from moe_serve.models.model_files import shown
 from moe_serve.models.spec import ExpertNames, GqaSpec, LongRopeSpec, MlaSpec, ModelSpec, RopeSpec, YarnSpec

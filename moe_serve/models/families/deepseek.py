@@ -6,7 +6,7 @@ the tokens that each one attends (sparse attention).
 
 from dataclasses import replace
 
-from moe_serve.ep.routing import RouterSpec
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.models.families.common import deepseek_v3_router, model_of, moe_layers_behind_dense_ones, read_rope
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.model_files import shown

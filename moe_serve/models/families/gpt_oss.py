@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from moe_serve.ep.routing import RouterSpec
 from moe_serve.errors import ModelError
-from moe_serve.kernels.forms import MXFP4_BLOCK, Activation
+from moe_serve.kernels.forms import MXFP4_BLOCK, Activation, RouterSpec
 from moe_serve.models.families.common import gqa, is_mxfp4, model_of, windowed_by_layer
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec

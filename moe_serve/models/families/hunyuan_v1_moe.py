@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moe_serve.ep.routing import RouterSpec
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.models.families.common import gqa, model_of, read_rope
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec

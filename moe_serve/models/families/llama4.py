@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moe_serve.ep.routing import RouterSpec
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.models.families.common import dense_width, gqa, layers_of_kind, model_of, read_rope
 from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec, QueryTemperature

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moe_serve.ep.routing import RouterSpec
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.models.families.common import W1_W3_W2, gqa, model_of, windowed
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ModelSpec

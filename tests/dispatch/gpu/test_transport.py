@@ -14,9 +14,9 @@ from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
-from moe_serve.ep.routing import RouterSpec
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.numerics import FAST
 
 LIMITS = BufferLimits(max_tokens_per_rank=4, hidden=64, topk=2, slots_per_rank=3)

@@ -7,51 +7,51 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.cpu.operations import noted_once
-from moe_serve.kernels.forms import GateShape
+from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.topk_gate import topk_gate_reference
 from tests.tolerance import FLOAT32, relative_error
 
-# (experts, shape)
 ROUTERS = {
-    "mixtral": (8, GateShape(2)),
-    "qwen3": (128, GateShape(8)),
-    "all experts": (5, GateShape(5, norm_topk=False)),
-    "odd": (37, GateShape(6, norm_topk=False, scaling=1.5)),
-    "demo": (32, GateShape(4, "sigmoid", True, 2.0, num_groups=4, topk_groups=2, norm_eps=1e-20)),
-    "deepseek-v3": (256, GateShape(8, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)),
-    "kimi": (384, GateShape(8, "sigmoid", True, 2.827, norm_eps=1e-20)),
-    "odd groups": (57, GateShape(3, "softmax", True, 1.0, num_groups=3, topk_groups=2)),
-    "deepseek-v2": (160, GateShape(6, "softmax", False, 16.0, num_groups=8, topk_groups=3, group_score="best")),
-    "groups of one": (5, GateShape(2, "softmax", False, 1.0, num_groups=5, topk_groups=3, group_score="best")),
-    "ernie-4.5": (64, GateShape(6, "softmax", norm_min=1e-12)),
-    "a divisor that is often too small": (37, GateShape(3, "softmax", norm_min=0.3)),
-    "llama-4": (16, GateShape(1, "sigmoid_of_chosen", False)),
-    "phi-moe": (16, GateShape(2, "sparsemixer", False, jitter=0.01)),
-    "wide jitter": (37, GateShape(2, "sparsemixer", False, jitter=0.4)),
+    "mixtral": RouterSpec(8, 2),
+    "qwen3": RouterSpec(128, 8),
+    "all experts": RouterSpec(5, 5, norm_topk=False),
+    "odd": RouterSpec(37, 6, norm_topk=False, scaling=1.5),
+    "demo": RouterSpec(32, 4, "sigmoid", True, 2.0, num_groups=4, topk_groups=2, norm_eps=1e-20),
+    "deepseek-v3": RouterSpec(256, 8, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20),
+    "kimi": RouterSpec(384, 8, "sigmoid", True, 2.827, norm_eps=1e-20),
+    "odd groups": RouterSpec(57, 3, "softmax", True, 1.0, num_groups=3, topk_groups=2),
+    "deepseek-v2": RouterSpec(160, 6, "softmax", False, 16.0, num_groups=8, topk_groups=3, group_score="best"),
+    "groups of one": RouterSpec(5, 2, "softmax", False, 1.0, num_groups=5, topk_groups=3, group_score="best"),
+    "ernie-4.5": RouterSpec(64, 6, "softmax", norm_min=1e-12),
+    "a divisor that is often too small": RouterSpec(37, 3, "softmax", norm_min=0.3),
+    "llama-4": RouterSpec(16, 1, "sigmoid_of_chosen", False),
+    "phi-moe": RouterSpec(16, 2, "sparsemixer", False, jitter=0.01),
+    "wide jitter": RouterSpec(37, 2, "sparsemixer", False, jitter=0.4),
 }
 
 
-def expected(logits: Tensor, bias: Tensor | None, shape: GateShape) -> tuple[Tensor, Tensor, Tensor]:
+def expected(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor, Tensor]:
     load = torch.zeros(logits.shape[1], dtype=torch.int64)
-    ids, weights = topk_gate_reference(logits, bias, torch.tensor([len(logits)]), shape, load)
+    ids, weights = topk_gate_reference(logits, bias, spec, load)
     return ids, weights, load
 
 
-def run(logits: Tensor, bias: Tensor | None, shape: GateShape) -> tuple[Tensor, Tensor, Tensor]:
+def run(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor, Tensor]:
     load = torch.full((logits.shape[1],), 3, dtype=torch.int64)
-    ids, weights = noted_once(len(logits), lambda do: do.gate(logits, bias, shape, load))
+    ids, weights = noted_once(len(logits), lambda do: do.gate(logits, bias, spec, load))
     return ids, weights, load - 3
 
 
 @pytest.mark.parametrize("with_bias", (False, True))
 @pytest.mark.parametrize("name", ROUTERS)
 def test_chooses_weighs_and_counts_as_the_reference(name, with_bias, library):
-    experts, shape = ROUTERS[name]
+    spec = ROUTERS[name]
+    experts = spec.num_logical
     for num_tokens, threads in itertools.product((0, 1, 15, 100), (1, 2)):
         library.set_threads(threads)
         logits = torch.randn(num_tokens, experts + 3)[:, :experts]
         bias = torch.randn(experts) if with_bias else None
-        got, wanted = run(logits, bias, shape), expected(logits, bias, shape)
+        got, wanted = run(logits, bias, spec), expected(logits, bias, spec)
         assert torch.equal(got[0], wanted[0])
         assert relative_error(got[1], wanted[1]) < FLOAT32
         assert torch.equal(got[2], wanted[2])
@@ -59,50 +59,52 @@ def test_chooses_weighs_and_counts_as_the_reference(name, with_bias, library):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_ties_go_to_the_lowest_id(name):
-    experts, shape = ROUTERS[name]
+    spec = ROUTERS[name]
+    experts = spec.num_logical
     logits = torch.randint(-1, 2, (50, experts)).float()
     logits[7] = 0
     bias = torch.randint(0, 2, (experts,)).float()
     for choice in (None, bias):
-        assert torch.equal(run(logits, choice, shape)[0], expected(logits, choice, shape)[0])
+        assert torch.equal(run(logits, choice, spec)[0], expected(logits, choice, spec)[0])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_row_that_is_not_finite_has_the_experts_of_the_reference_and_changes_no_other(name, value):
-    experts, shape = ROUTERS[name]
+    spec = ROUTERS[name]
+    experts = spec.num_logical
     clean = torch.randn(9, experts)
     for faulty in (slice(None), slice(3, 4), slice(0, experts, 2)):
         dirty = clean.clone()
         dirty[4, faulty] = value
-        ids, weights, load = run(dirty, None, shape)
-        wanted_ids, wanted, wanted_load = expected(dirty, None, shape)
+        ids, weights, load = run(dirty, None, spec)
+        wanted_ids, wanted, wanted_load = expected(dirty, None, spec)
         assert torch.equal(ids, wanted_ids)
         assert torch.equal(weights.isnan(), wanted.isnan())
         assert torch.equal(load, wanted_load)
         others = torch.arange(9) != 4
-        assert torch.equal(weights[others], run(clean, None, shape)[1][others])
+        assert torch.equal(weights[others], run(clean, None, spec)[1][others])
 
 
 def test_experts_whose_sigmoids_are_all_one_are_chosen_by_their_logits():
-    shape = GateShape(1, "sigmoid_of_chosen", False)
+    spec = RouterSpec(3, 1, "sigmoid_of_chosen", False)
     logits = torch.tensor([[40.0, 70.0, 50.0]])
     for choose in (run, expected):
-        ids, weights, _ = choose(logits, None, shape)
+        ids, weights, _ = choose(logits, None, spec)
         assert (ids.tolist(), weights.tolist()) == ([[1]], [[1.0]])
 
 
 def test_a_rows_bits_do_not_depend_on_the_batch_threads_or_register_width(library, avx2, use):
-    for experts, shape in ROUTERS.values():
-        logits, bias = torch.randn(100, experts) * 3, torch.randn(experts)
-        whole = run(logits, bias, shape)
-        alone = [run(row[None], bias, shape) for row in logits]
+    for spec in ROUTERS.values():
+        logits, bias = torch.randn(100, spec.num_logical) * 3, torch.randn(spec.num_logical)
+        whole = run(logits, bias, spec)
+        alone = [run(row[None], bias, spec) for row in logits]
         library.set_threads(2)
-        threaded = run(logits, bias, shape)
+        threaded = run(logits, bias, spec)
         library.set_threads(1)
         use(avx2)
         for ids, weights in ([torch.cat(part) for part in list(zip(*alone, strict=True))[:2]], threaded[:2],
-                             run(logits, bias, shape)[:2]):  # fmt: skip
+                             run(logits, bias, spec)[:2]):  # fmt: skip
             assert torch.equal(ids, whole[0])
             assert torch.equal(weights, whole[1])
         use(library)
