@@ -39,6 +39,16 @@ def boot_id() -> str:
         return ""
 
 
+def has_ended(pid: int) -> bool:
+    """Returns whether no thread of a process of this host runs any more; False where this process cannot look."""
+    try:
+        return not runs(pid) and len(os.listdir(f"/proc/{pid}/task")) <= 1  # the first thread may end before others
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+
+
 def runs(pid: int) -> bool:
     """Returns False once a process of this host is known to have ended, as a zombie or altogether.
 

@@ -144,7 +144,7 @@ def stop_or_take_long(rank: int, mappings: Mappings, stops: bool) -> tuple[str, 
     except PeerError as error:
         members = membership.regroup()
         if rank == 0:
-            os.kill(int(transport._memory._pids[1][0]), signal.SIGKILL)
+            os.kill(int(transport._memory._heads[1][0]), signal.SIGKILL)
         return f"{error.rank} {error}", members
     return "", membership.members
 

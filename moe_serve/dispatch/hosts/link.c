@@ -16,8 +16,9 @@
    - Frames are lost only when a connection ends. Then the rank that sent them sees it (link_broken) and voids the epoch,
      unless the others have masked it.
    - A frame carries its epoch. A rank that leaves an epoch takes in no more frames of it or of older ones
-     (link_void), and it does so before it proposes the next. So when an epoch is decided, none of its members applies
-     older frames, and these do not fall on newer data that came by another connection.
+     (link_void), nor do ranks of its host that are to be masked (link_fence), and it sees to that before it proposes the
+     next. So when an epoch is decided, nobody applies older frames any more on a host that takes part, and these do not
+     fall on newer data that came by another connection.
    - What is sent does not change on the way: rows belong to the caller and a send buffer is used again, but only once
      they have gone. When an epoch ends before that, frames that have not begun are dropped, and the connection of one
      that has begun is closed. */
@@ -104,6 +105,11 @@ typedef struct {
     int is_shared; /* else this rank has not come so far */
 } Space;
 
+/* oldest: frames of epochs before it are not taken in;  is_applying: the rank takes in frames right now */
+typedef struct {
+    i64 oldest, is_applying;
+} Guard;
+
 typedef struct {
     Space spaces[MOST];
     Outgoing out[MOST]; /* by rank, as all that follow */
@@ -114,6 +120,7 @@ typedef struct {
     i64 expected[MOST];     /* the generation of this epoch */
     i64 num_ranks;          /* above the highest that was ever connected */
     uint32_t epoch, oldest; /* of what is sent, and of what is taken in */
+    Guard *guard;           /* in memory that all ranks of the host share; NULL: this one is alone there */
     Batch *spare;
     pthread_mutex_t sending, receiving; /* both are taken in this order */
     pthread_t thread;
@@ -643,12 +650,32 @@ static i64 pull(Link *link, Incoming *in)
     return all;
 }
 
+/* Ignores what is left of frames of epochs before this one, and all that come. */
+static void ignore_before(Link *link, i64 epoch)
+{
+    if (link->oldest >= epoch)
+        return;
+    link->oldest = epoch;
+    for (i64 rank = 0; rank < link->num_ranks; rank++) {
+        Incoming *in = link->in + rank;
+        if (in->fd >= 0 && (in->state == DATA || in->state == MASKS) && is_old(link, &in->frame))
+            ignore(in);
+    }
+}
+
 static i64 progress(Link *link)
 {
     i64 bytes = 0;
+    Guard *guard = link->guard;
     if (!pthread_mutex_trylock(&link->receiving)) {
+        if (guard) { /* either link_fence sees that this rank applies frames, or this rank sees its epoch */
+            __atomic_store_n(&guard->is_applying, 1, __ATOMIC_SEQ_CST);
+            ignore_before(link, __atomic_load_n(&guard->oldest, __ATOMIC_SEQ_CST));
+        }
         for (i64 rank = 0; rank < link->num_ranks; rank++)
             bytes += pull(link, link->in + rank);
+        if (guard)
+            __atomic_store_n(&guard->is_applying, 0, __ATOMIC_RELEASE);
         pthread_mutex_unlock(&link->receiving);
     }
     if (!pthread_mutex_trylock(&link->sending)) {
@@ -770,11 +797,9 @@ void link_attach(Link *link, i64 rank, i64 fd)
 void link_void(Link *link, i64 epoch)
 {
     lock(link);
-    if (link->oldest < epoch)
-        link->oldest = epoch;
+    ignore_before(link, epoch);
     for (i64 rank = 0; rank < MOST; rank++) {
         Outgoing *out = link->out + rank;
-        Incoming *in = link->in + rank;
         if (link->epoch < link->oldest)
             out->num_later = 0;
         if (link->errors[rank] && out->fd >= 0) { /* what is posted from now on waits for the next connection */
@@ -796,10 +821,27 @@ void link_void(Link *link, i64 epoch)
                 out->tail = batch;
                 at = &batch->next;
             }
-        if (in->fd >= 0 && (in->state == DATA || in->state == MASKS) && is_old(link, &in->frame))
-            ignore(in);
     }
     unlock(link);
+}
+
+/* Lets ranks of this host see to it that this one takes in no frames of an epoch that they leave without it. */
+void link_guard(Link *link, Guard *own)
+{
+    lock(link);
+    own->is_applying = 0; /* a process that was killed may have left it */
+    link->guard = own;
+    unlock(link);
+}
+
+/* Returns whether a rank of this host takes in no more frames of epochs before this one, whatever it does. */
+i64 link_fence(Guard *of, i64 epoch)
+{
+    i64 oldest = __atomic_load_n(&of->oldest, __ATOMIC_SEQ_CST);
+    while (oldest < epoch &&
+           !__atomic_compare_exchange_n(&of->oldest, &oldest, epoch, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        ;
+    return !__atomic_load_n(&of->is_applying, __ATOMIC_SEQ_CST);
 }
 
 /* Begins an epoch: its frames are lost where a connection ends that stands now, or the first one after now. */

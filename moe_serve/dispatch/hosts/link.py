@@ -4,28 +4,39 @@ A rank has a connection with each rank of another host. What it has to say to an
 them, the entry of that host: the rank that has its number among those that take part, counted round.
 """
 
+import contextlib
 import ctypes
 import os
+import signal
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from moe_serve.c_library import load_c_library
 from moe_serve.dispatch.hosts.connections import VOTES, Address, Connections
 from moe_serve.errors import ConfigError
+from moe_serve.log import get_logger
+from moe_serve.process_facts import has_ended
 
 _SOURCE = Path(__file__).with_name("link.c")
 _ARGUMENTS = {
     "link_new": 0, "link_attach": 3, "link_region": 5, "link_start": 1, "link_free": 1, "link_poll": 1,
     "link_write": 9, "link_later": 6, "link_tell": 7, "link_rows": 12, "link_results": 11, "link_void": 2,
-    "link_begin_epoch": 2, "link_error": 2, "link_generation": 2, "link_broken": 2, "link_news": 1, "link_bytes": 2,
-    "link_unsent": 1,
+    "link_begin_epoch": 2, "link_guard": 2, "link_fence": 2, "link_error": 2, "link_generation": 2, "link_broken": 2,
+    "link_news": 1, "link_bytes": 2, "link_unsent": 1,
 }  # fmt: skip
 _MOST_SPACES = 64
+_FENCE_S = 0.1  # a rank takes in what has come within microseconds, unless its process is stopped
+_GUARD_WORD = 8  # of the head of a segment: on a cache line of its own
+Int64Array = npt.NDArray[np.int64]
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,7 @@ class HostLink:
         self._connections = Connections(self._library, self._link, rank, key, listener, quiet_s)
         self._entries: dict[int, int] = {}  # the rank that takes in what goes to each other host
         self._choose_entries(range(len(hosts.of_rank)))
+        self._heads: dict[int, Int64Array] = {}
         self._kept: list[object] = []  # memory that others write into
         self.poll: Callable[[], object] = partial(self._library.link_poll, self._link)
         """Takes in what other hosts have sent; for those who wait."""
@@ -128,12 +140,37 @@ class HostLink:
             self._library.link_region(self._link, number, rank, region.data_ptr(), region.nbytes)
         return Space(self, Calls(self._library, self._link, self._entries), number, regions)
 
-    def leave_epoch(self, epoch: int) -> None:
+    def guard(self, heads: Mapping[int, Int64Array]) -> None:
+        """Takes the heads of the segments of this host's ranks, which all of them have mapped; the first ones count."""
+        if not self._heads:
+            self._heads = dict(heads)
+            self._library.link_guard(self._link, _guard_of(self._heads[self.rank]))
+
+    def leave_epoch(self, epoch: int, masked: Iterable[int] = ()) -> None:
         """Takes in no more frames of epochs before this one, and sends none: the step is void.
 
-        A rank calls it before it proposes the epoch. What it was given to send may change from then on.
+        A rank calls it before it proposes the epoch without the ranks `masked`. Those of its own host take in no more
+        such frames either, from now on, whatever they do: one that was stopped while it took one in is killed.
+        What this rank was given to send may change from then on.
         """
         self._library.link_void(self._link, epoch)
+        for rank in masked:
+            if rank in self._heads and rank != self.rank:
+                self._fence(rank, epoch)
+
+    def _fence(self, rank: int, epoch: int) -> None:
+        head = self._heads[rank]
+        until_s = time.monotonic() + _FENCE_S
+        while not self._library.link_fence(_guard_of(head), epoch):
+            pid = int(head[0])
+            if not has_ended(pid):
+                if time.monotonic() > until_s:
+                    log.warning("rank %d, which is masked, was stopped while it wrote; process %d is killed", rank, pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.001)
+            elif pid == head[0]:
+                return
 
     def begin_epoch(self, epoch: int, members: Iterable[int]) -> None:
         """Begins an epoch of these ranks, with entries among them."""
@@ -272,3 +309,8 @@ def _address(library: ctypes.CDLL, function: str) -> int:
     at = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
     assert at is not None
     return at
+
+
+def _guard_of(head: Int64Array) -> int:
+    address: int = head.__array_interface__["data"][0]
+    return address + 8 * _GUARD_WORD

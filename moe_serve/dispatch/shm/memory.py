@@ -27,7 +27,7 @@ from moe_serve.process_facts import runs
 if TYPE_CHECKING:
     from moe_serve.dispatch.hosts.link import HostLink, Space
 
-HEAD_BYTES = 4096  # a page in front of the region: the owner's process id
+HEAD_BYTES = 4096  # a page in front of the region: the owner's process id, and its guard (hosts/link.c)
 _FOLDER = "/dev/shm"
 STORE_ORDER = ("x86_64", "AMD64")  # machines that make stores visible in program order
 
@@ -70,9 +70,14 @@ class ShmMemory:
         self.watches_processes = watch_processes
         self.space: Space | None = None  # with other hosts
         self._regions = [torch.frombuffer(mapping, dtype=torch.uint8)[HEAD_BYTES:] for mapping in mappings]
-        self._pids = [np.frombuffer(mapping, dtype=np.int64, count=1) for mapping in mappings]
+        self._heads = [np.frombuffer(mapping, dtype=np.int64, count=HEAD_BYTES // 8) for mapping in mappings]
         if watch_processes:
-            self._pids[rank][0] = os.getpid()
+            self._heads[rank][0] = os.getpid()
+
+    def join(self, link: "HostLink") -> None:
+        """Lets other hosts write into these regions; all ranks of all hosts call it, in one order."""
+        self.space = link.share(self._regions)
+        link.guard({rank: self._heads[rank] for rank in link.local_ranks})
 
     def region(self, rank: int) -> Tensor:
         """Returns the region of a rank, mapped here: [num_bytes] uint8, aligned to a cache line. Own rank included."""
@@ -80,7 +85,7 @@ class ShmMemory:
 
     def lives(self, rank: int) -> bool:
         """Returns False once the process behind a rank is known to be dead; True where that cannot be told."""
-        pid = int(self._pids[rank][0])
+        pid = int(self._heads[rank][0])
         return not self.watches_processes or pid == 0 or runs(pid)  # 0: it has not started yet
 
 
@@ -136,7 +141,7 @@ def share_regions(
             os.unlink(path)
     memory = ShmMemory(rank, Mappings(segments, decisions))
     if link is not None:
-        memory.space = link.share([memory.region(owner) for owner in range(num_ranks)])
+        memory.join(link)
     barrier(group)
     return memory
 

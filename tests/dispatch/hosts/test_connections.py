@@ -1,17 +1,20 @@
 """Connections between hosts that are cut, reset or stalled are made anew, and nothing false is read."""
 
 import contextlib
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from moe_serve.dispatch.hosts.connections import listen
-from moe_serve.dispatch.hosts.link import HostLink, Hosts
+from moe_serve.dispatch.hosts.link import _GUARD_WORD, HostLink, Hosts, Int64Array, Space
 from tests.dispatch.hosts.relay import Relay, relay
 from tests.dispatch.hosts.test_link import KEY, join, until
 
@@ -134,6 +137,51 @@ def test_frames_of_an_epoch_that_was_left_are_ignored_and_what_is_told_is_not() 
         scene.links[0].begin_epoch(1, [0, 1])
         scene.arrives(0, 7)
         assert [link.broken() for link in scene.links] == [{}, {}]
+
+
+def guarded_links() -> tuple[list[HostLink], list[Tensor], list[Space], dict[int, Int64Array]]:
+    """Returns links, regions and spaces of rank 0 and of ranks 1 and 2 on another host, and the heads of those two."""
+    hosts = Hosts.of([0, 1, 1])
+    listeners = [listen("127.0.0.1") for _ in range(3)]
+    links = [HostLink(rank, hosts, KEY, listener, 10.0) for rank, listener in enumerate(listeners)]
+    regions = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(3)]  # of both hosts: rank 0's is not written
+    heads = {rank: np.zeros(512, dtype=np.int64) for rank in (1, 2)}
+    spaces = [link.share(regions) for link in links]
+    for link in links[1:]:
+        link.guard(heads)
+    assert join(links, [listener.getsockname()[:2] for listener in listeners]) == [None] * 3
+    return links, regions, spaces, heads
+
+
+def test_a_rank_that_is_masked_takes_in_no_more_frames_for_its_neighbours() -> None:
+    links, regions, spaces, _ = guarded_links()
+    data = torch.full((1000,), 7, dtype=torch.uint8)
+    spaces[0].write(1, 0b100, 64, data.data_ptr(), 1000, 0, 7)  # by rank 1, for rank 2
+    until(lambda: int(regions[2][0]) == 7)
+    links[2].leave_epoch(1, masked=[1])
+    data.fill_(8)
+    spaces[0].write(1, 0b100, 64, data.data_ptr(), 1000, 0, 8)
+    spaces[0].tell(1, 0b100, 8, data.data_ptr(), 8)
+    until(lambda: int(regions[2][8]) == 8)
+    assert int(regions[2][0]) == int(regions[2][64]) == 7
+    links[0].begin_epoch(1, [0, 2])
+    spaces[0].write(1, 0b100, 64, data.data_ptr(), 1000, 0, 9)
+    until(lambda: int(regions[2][0]) == 9)
+    assert int(regions[2][64]) == 8
+    for link in links:
+        link.close()
+
+
+def test_a_masked_rank_that_was_stopped_while_it_took_in_a_frame_is_killed() -> None:
+    links, *_, heads = guarded_links()
+    with subprocess.Popen(["sleep", "60"]) as stopped:
+        links[1].close()
+        heads[1][[0, _GUARD_WORD + 1]] = stopped.pid, 1
+        links[2].leave_epoch(1, masked=[1])
+        assert stopped.wait(10) == -signal.SIGKILL
+    links[2].leave_epoch(2, masked=[1])  # it has ended, whatever its guard says
+    for link in links[::2]:
+        link.close()
 
 
 def test_frames_of_an_epoch_that_began_without_a_connection_come_with_the_first_one() -> None:

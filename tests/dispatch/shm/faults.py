@@ -193,7 +193,7 @@ def body(
         while transport.membership.waiting_to_rejoin() != [victim]:
             assert time.monotonic() - started_s < 60, "the late rank does not come back"
             if rank == min(members):  # again and again: on a busy machine it may be missed before it stops itself
-                os.kill(int(transport._memory._pids[victim][0]), signal.SIGCONT)  # type: ignore[attr-defined]
+                os.kill(int(transport._memory._heads[victim][0]), signal.SIGCONT)  # type: ignore[attr-defined]
             time.sleep(0.001)
         members_now = transport.membership.regroup(joining=[victim])
         assert members_now == everybody
