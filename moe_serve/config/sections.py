@@ -347,10 +347,36 @@ class EngineConfig(Section):
 
 
 class LauncherConfig(Section):
-    """Restarts of lost ranks by `moe-serve serve` and `LLM`."""
+    """The hosts of `moe-serve serve`, and restarts of lost ranks by it and by `LLM`."""
 
+    # `moe-serve serve` runs on each of so many hosts, with the same settings but node_rank (0 to nnodes - 1) and
+    # parallel.num_ranks / nnodes ranks. Node rank 0 listens at dist_init_addr, HOST:PORT, and has the front end.
+    nnodes: PositiveInt = Field(default=1, le=64)
+    node_rank: NonNegativeInt = 0
+    dist_init_addr: str | None = None
     max_restarts: NonNegativeInt = 3  # a lost rank, or all, are started again so often within the window; 0: never
     restart_window_s: PositiveFloat = 600.0  # a restart that is longer ago does not count
+
+    @model_validator(mode="after")
+    def _hosts_can_meet(self) -> Self:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"node_rank is {self.node_rank} but nnodes is {self.nnodes}; node ranks count from 0 to "
+                f"{self.nnodes - 1}"
+            )
+        if self.nnodes > 1:
+            self.meeting_place()
+        return self
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Returns host and port of dist_init_addr. Raises ValueError where it is no HOST:PORT."""
+        host, _, port = (self.dist_init_addr or "").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(
+                f"dist_init_addr is {self.dist_init_addr} but nnodes is {self.nnodes}, and the hosts meet there; set "
+                "it to HOST:PORT, an address of node rank 0 that the others reach and a free port"
+            )
+        return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 class ServeConfig(Section):
@@ -378,6 +404,23 @@ class ServeConfig(Section):
                 f"server.worker_deadline_s = {self.server.worker_deadline_s:g} and engine.step_deadline_s = "
                 f"{self.engine.step_deadline_s:g} seconds is lost; lower heartbeat_s"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _hosts_have_equal_shares(self) -> Self:
+        nnodes, num_ranks = self.launcher.nnodes, self.parallel.num_ranks
+        if num_ranks % nnodes:
+            raise ValueError(
+                f"parallel.num_ranks is {num_ranks} but launcher.nnodes is {nnodes}, and every host has as many ranks; "
+                f"set parallel.num_ranks to a multiple of {nnodes}"
+            )
+        if nnodes > 1 and self.server.api_workers > 1:
+            raise ValueError(
+                f"server.api_workers is {self.server.api_workers} but there is one front end where launcher.nnodes is "
+                "above 1; set server.api_workers: 1"
+            )
+        if nnodes > 1 and not self.server.worker_port:
+            raise ValueError("server.worker_port is 0 but ranks of other hosts attach there; name a port")
         return self
 
     @model_validator(mode="after")

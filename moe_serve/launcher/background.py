@@ -16,8 +16,7 @@ from typing import TypeVar
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import Members, Progress, Ready, ToFrontEnd
 from moe_serve.launcher.display import StartDisplay
-from moe_serve.launcher.local import Death, LocalRanks
-from moe_serve.launcher.restarts import Replacements, Restarts, left_out
+from moe_serve.launcher.local import Death, LocalRanks, Replacements, Restarts, left_out
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.log import get_logger

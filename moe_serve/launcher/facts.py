@@ -19,7 +19,7 @@ from moe_serve.models.tokenizer import tokenizer_file
 # What may differ: where files lie on a host (their contents are compared), how many cores it has.
 _OWN_OF_A_RANK = frozenset({
     "model.path", "model.served_name", "parallel.threads_per_rank", "eplb.init_expert_location", "eplb.record_path",
-    "eplb.recorder_dir",
+    "eplb.recorder_dir", "launcher.node_rank", "launcher.dist_init_addr",
 })  # fmt: skip
 # The other settings of `server` are the front end's, or say which of its addresses a host reaches.
 _OF_RANKS_IN_SERVER = frozenset({"worker_port", "attach_deadline_s", "worker_deadline_s", "drain_deadline_s"})
@@ -53,6 +53,11 @@ def facts_of(config: ServeConfig, device: str) -> list[Fact]:
     ]
 
 
+def launcher_facts(config: ServeConfig) -> list[Fact]:
+    """Returns what the launchers of all hosts must have in common; the ranks compare the rest."""
+    return [Fact("the version of moe_serve", moe_serve.__version__), *_settings(config)]
+
+
 def front_end_facts(config: ServeConfig) -> dict[str, str]:
     """Returns the facts that the front end must share with its ranks: the form of messages, and the text of each id.
 
@@ -83,10 +88,13 @@ def front_end_difference(own: Mapping[str, str], rank: int, theirs: object) -> s
     return None
 
 
-def first_difference(facts: Sequence[Sequence[Fact]]) -> str | None:
+def first_difference(
+    facts: Sequence[Sequence[Fact]], noun: str = "rank", numbers: Sequence[int] | None = None
+) -> str | None:
     """Returns a line that names the first difference between ranks, on which ranks, and the fix; None: all agree.
 
-    facts: by rank, as `facts_of` returns them
+    facts:   by rank, as `facts_of` returns them
+    numbers: of those compared, as they are named; None: from 0;  noun: what they are
     """
     tables = [{fact.key: fact for fact in own} for own in facts]
     keys = list(dict.fromkeys(fact.key for own in facts for fact in own))
@@ -96,29 +104,30 @@ def first_difference(facts: Sequence[Sequence[Fact]]) -> str | None:
         return None
     key = unequal[0]
     said = [table.get(key, absent) for table in tables]
-    held = by_value([f"{fact.value} ({fact.note})" if fact.note else fact.value for fact in said])
+    held = by_value([f"{fact.value} ({fact.note})" if fact.note else fact.value for fact in said], noun, numbers)
     also = f"; they also differ in {', '.join(unequal[1:4])}" if len(unequal) > 1 else ""
     also += f" and {len(unequal) - 4} more" if len(unequal) > 4 else ""
-    return f"ranks differ in {key}: {held}{also}. {_what_to_do(key)}"
+    return f"{noun}s differ in {key}: {held}{also}. {_what_to_do(key, noun)}"
 
 
-def by_value(values: Sequence[str]) -> str:
+def by_value(values: Sequence[str], noun: str = "rank", numbers: Sequence[int] | None = None) -> str:
     """Returns such as "a on ranks 0, 2; b on rank 1"."""
-    ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    said = ((value, "ranks" if len(who) > 1 else "rank", ", ".join(who)) for value, who in ranks.items())
-    return "; ".join(f"{value} on {noun} {numbers}" for value, noun, numbers in said)
+    holders: dict[str, list[str]] = {}
+    for number, value in zip(numbers or range(len(values)), values, strict=True):
+        holders.setdefault(value, []).append(str(number))
+    return "; ".join(
+        f"{value} on {noun}{'s' if len(who) > 1 else ''} {', '.join(who)}" for value, who in holders.items()
+    )
 
 
-def _what_to_do(key: str) -> str:
+def _what_to_do(key: str, noun: str) -> str:
     if key.startswith("the version"):
         return "Install the same version on all machines"
     if key.startswith("the file"):
-        return "Give all ranks the same files"
+        return f"Give all {noun}s the same files"
     if key == _TOKEN:
         return "Give all ranks and the front end the same token"
-    return "Start all ranks with the same configuration file and --set options"
+    return f"Start all {noun}s with the same configuration file and options"
 
 
 def _settings(config: ServeConfig) -> Iterator[Fact]:

@@ -28,8 +28,7 @@ from moe_serve.engine.protocol.messages import (
     decode_to_front_end,
     encode,
 )
-from moe_serve.launcher.local import Child, OnLine, child_environment
-from moe_serve.launcher.restarts import Restarts, in_a_while, left_out
+from moe_serve.launcher.local import Child, OnLine, Restarts, child_environment, in_a_while, left_out
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.edge.client_limits import Ledger, shared_memory
@@ -48,9 +47,8 @@ class FrontEnds:
         self, config: ServeConfig, link: Link, config_file: Path, http_fd: int, on_line: OnLine,
         note: Callable[[str], None],
     ):  # fmt: skip
-        assert link.folder is not None
         self._config = config
-        self._folder = link.folder
+        self._link = link
         self._config_file = config_file
         self._http_fd = http_fd
         self._on_line = on_line
@@ -83,7 +81,7 @@ class FrontEnds:
             f"front end {number}" if several else "front end",
             "moe_serve.launcher.frontend",
             ["--http-fd", str(self._http_fd), *clients, "--worker", str(number), "--config", str(self._config_file)],
-            child_environment(self._folder),
+            child_environment(self._link),
             self._on_line,
             pass_fds=[self._http_fd, *shared],
         )

@@ -21,8 +21,7 @@ from moe_serve.engine.protocol.messages import (
     ToFrontEnd,
 )
 from moe_serve.launcher.display import StartDisplay
-from moe_serve.launcher.local import Death, LocalRanks
-from moe_serve.launcher.restarts import Replacements, Restarts, left_out
+from moe_serve.launcher.local import Death, LocalRanks, Replacements, Restarts, left_out
 
 _EXIT_SEEN_S = 0.3  # peers may miss a process this long before its parent knows how it ended
 _OWN_REPORT_S = 1.0  # a rank that exits by itself has reported why; wait so long for that report
@@ -123,6 +122,12 @@ class LaunchWatch:
                 self._regroup(message)
             case Fatal():
                 self._fatal, self._blamed = message.message, message.lost_rank
+
+    def lose(self, reason: str) -> None:
+        """Notes that this launch cannot go on, for a reason that no rank reports."""
+        if self._fatal is None:
+            self._fatal = reason
+            self._tell_end(reason, SUPERVISOR)
 
     def find_loss(self) -> Loss | None:
         """Returns why this launch is over, once that is known as well as it will be; None while it lives."""

@@ -1,7 +1,7 @@
 """The processes of a serving system on this machine: the ranks, and other children such as the front end.
 
 Each child has its own process group, dies with its parent, and has its output collected line by line, since its last
-lines explain its end.
+lines explain its end. Lost ones are restarted within bounds: how often and how soon is decided here, too.
 """
 
 import contextlib
@@ -18,15 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_serve.child_process import describe_exit
-from moe_serve.config import ServeConfig
-from moe_serve.launcher.rank_env import LAUNCH_FILES, NUM_BEFORE
+from moe_serve.config import LauncherConfig, ServeConfig
+from moe_serve.engine.protocol.messages import Members
+from moe_serve.launcher.rank_env import LAUNCH_FILES, NUM_BEFORE, STORE_FD
 from moe_serve.links.folder import not_writable
-from moe_serve.links.link import SOCKETS, TOKEN
+from moe_serve.links.link import SOCKETS, TOKEN, Link
 
 _IMPORT_PATH = str(Path(__file__).parents[2])  # where children find this package
 WORKER = "moe_serve.launcher.serve"  # the module that is one rank
 LAST_LINES = 15  # of a child's output, kept for a report of its end
 TERMINATE_S = 2.0  # between SIGTERM and SIGKILL
+_FIRST_PAUSE_S = 5.0  # before a restart that follows a failed start; doubled for each further one
+_MOST_PAUSE_S = 60.0
 # Set by a launcher that started this process.
 _LAUNCH_VARIABLES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")
 
@@ -130,21 +133,37 @@ def end_children(children: Sequence[Child], grace_s: float) -> None:
         child.finish()
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One start of all ranks of several hosts. store_host, store_port: where they meet"""
+
+    launch_id: int
+    store_host: str
+    store_port: int
+
+
 class LocalRanks:
-    """All ranks of one system, on this machine.
+    """The ranks of one system on this machine: all of them, or those of one of several hosts.
 
     config: effective
-    folder: that of the system's sockets. A start after the first writes nothing there: the disk may be full by then
+    folder: of this launcher. A start after the first writes nothing there: the disk may be full by then
     module: the Python module that runs as one rank
+    link:   how the ranks find the front end; None: by sockets in the folder
 
     launch_id: of the ranks that were started last
     """
 
-    def __init__(self, config: ServeConfig, on_line: OnLine, folder: Path, module: str = WORKER):
+    def __init__(
+        self, config: ServeConfig, on_line: OnLine, folder: Path, module: str = WORKER, link: Link | None = None
+    ):
         self.config = config
         self._on_line = on_line
         self._module = module
         self.folder = folder
+        self._link = Link(folder=folder) if link is None else link
+        self._num_local = config.parallel.num_ranks // config.launcher.nnodes
+        self._first = config.launcher.node_rank * self._num_local  # rank of this host
+        self._meeting: dict[str, str] = {}  # variables that say where the ranks of several hosts meet
         self._reported: set[int] = set()
         self._num_before: list[int] = []  # by rank: processes that ended in this launch
         self._files: list[int] = []  # of this launch, in memory: see LAUNCH_FILES
@@ -161,41 +180,61 @@ class LocalRanks:
 
         Raises FolderError where the folder cannot be written to at the first start.
         """
+        self._files = [os.memfd_create("moe_serve_launch") for _ in range(1 + self._num_local)]
+        self._begin(new_launch_id(), None)
+
+    def start_in(self, launch: Launch, store_fd: int | None = None) -> None:
+        """Starts the ranks of this host in a launch of several; as `start`.
+
+        store_fd: a listening socket, where rank 0 opens the store of the launch
+        """
+        self._meeting = {"MASTER_ADDR": launch.store_host, "MASTER_PORT": str(launch.store_port)}
+        self._begin(launch.launch_id, store_fd)
+
+    def _begin(self, launch_id: int, store_fd: int | None) -> None:
         if not self.launch_id:
             self._write_config()
-        self.launch_id = new_launch_id()
-        num_ranks = self.config.parallel.num_ranks
-        self._files = [os.memfd_create("moe_serve_launch") for _ in range(1 + num_ranks)]
-        self._reported, self._num_before = set(), [0] * num_ranks
+        self.launch_id = launch_id
+        self._reported, self._num_before = set(), [0] * self._num_local
         self.children = []
-        for rank in range(num_ranks):
-            self.children.append(self._start(rank))
+        for number in range(self._num_local):
+            self.children.append(self._start(number, store_fd if self._first + number == 0 else None))
 
     def finish(self, rank: int) -> None:
         """Ends what is left of a rank whose process has ended; takes a second where its output does not end."""
-        self.children[rank].finish()
+        self.children[rank - self._first].finish()
 
     def replace(self, rank: int) -> None:
         """Starts a new process for one rank, after `finish`, beside the others of its launch."""
-        self._reported.discard(rank)
-        self._num_before[rank] += 1
-        self.children[rank] = self._start(rank)
+        number = rank - self._first
+        self._reported.discard(number)
+        self._num_before[number] += 1
+        self.children[number] = self._start(number)
 
-    def _start(self, rank: int) -> Child:
-        num_ranks, max_restarts = self.config.parallel.num_ranks, self.config.launcher.max_restarts
-        environ = child_environment(self.folder) | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            LAUNCH_FILES: ",".join(map(str, self._files)),
-            "MOE_SERVE_LAUNCH_ID": str(self.launch_id),
-            "MOE_SERVE_RESTARTS_LEFT": str(max_restarts),
-        }
-        if max_restarts:
-            environ[NUM_BEFORE] = str(self._num_before[rank])
+    def _start(self, number: int, store_fd: int | None = None) -> Child:
+        rank, max_restarts = self._first + number, self.config.launcher.max_restarts
+        environ = (
+            child_environment(self._link)
+            | self._meeting
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(number),
+                "WORLD_SIZE": str(self.config.parallel.num_ranks),
+                "LOCAL_WORLD_SIZE": str(self._num_local),
+                "MOE_SERVE_LAUNCH_ID": str(self.launch_id),
+                "MOE_SERVE_RESTARTS_LEFT": str(max_restarts),
+            }
+        )
+        passed = list(self._files)
+        if self._files:
+            environ[LAUNCH_FILES] = ",".join(map(str, self._files))
+            if max_restarts:
+                environ[NUM_BEFORE] = str(self._num_before[number])
+        if store_fd is not None:
+            environ[STORE_FD] = str(store_fd)
+            passed.append(store_fd)
         arguments = ["--config", str(self.config_file)]
-        return Child(f"rank {rank}", self._module, arguments, environ, self._on_line, pass_fds=self._files)
+        return Child(f"rank {rank}", self._module, arguments, environ, self._on_line, pass_fds=passed)
 
     def _write_config(self) -> None:
         try:
@@ -206,11 +245,12 @@ class LocalRanks:
     def deaths(self) -> list[Death]:
         """Returns the ranks that ended since the last call. Those that were killed come first, as the likely cause."""
         found = []
-        for rank, child in enumerate(self.children):
+        for number, child in enumerate(self.children):
             code = child.code
-            if code is not None and rank not in self._reported:
-                self._reported.add(rank)
-                found.append(Death(rank, child.process.pid, code, tuple(child.last_lines), self._num_before[rank]))
+            if code is not None and number not in self._reported:
+                self._reported.add(number)
+                rank, lines = self._first + number, tuple(child.last_lines)
+                found.append(Death(rank, child.process.pid, code, lines, self._num_before[number]))
         return sorted(found, key=lambda death: not death.was_killed)
 
     def end(self, grace_s: float) -> None:
@@ -220,14 +260,178 @@ class LocalRanks:
             os.close(self._files.pop())
 
 
-def child_environment(folder: Path) -> dict[str, str]:
-    """Returns the environment for a child: that of this process, without the variables of a launcher."""
+def child_environment(link: Link) -> dict[str, str]:
+    """Returns the environment for a child: that of this process, without the variables of a launcher.
+
+    link: of the system; who may enter its folder needs no token
+    """
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH_VARIABLES)}
     paths = [_IMPORT_PATH, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ.pop(TOKEN, None)  # who may enter the folder needs none
-    return environ | {SOCKETS: str(folder), "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    for name in (TOKEN, SOCKETS):
+        environ.pop(name, None)
+    environ |= {TOKEN: link.token} if link.folder is None else {SOCKETS: str(link.folder)}
+    return environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def new_launch_id() -> int:
     """Returns a random number that names one launch, from 1 to 2^62."""
     return 1 + secrets.randbits(62)
+
+
+def pause_s(num_failed: int) -> float:
+    """Returns how long to wait before the next start, after so many in a row that failed.
+
+    A process that had served is restarted at once. A start that fails for want of memory, say, may succeed a little
+    later: the restarts that are left should not be used up within seconds.
+    """
+    return min(_MOST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (num_failed - 1)) if num_failed else 0.0
+
+
+def in_a_while(seconds: float) -> str:
+    """Returns when that is, to be put behind "again"."""
+    return f" in {seconds:g} s" if seconds else ""
+
+
+def left_out(who: str, code: int) -> str:
+    """Returns the end of a line that says why a process is not restarted. code: with which it exited"""
+    why = "a setting must be corrected first" if code == 2 else "it was lost too often"
+    return f"{who} is not started again: {why}; the others serve on"
+
+
+class Restarts:
+    """Counts losses, of one rank or of all: after `max_restarts` restarts within the window, the next loss is the end.
+
+    what:  processes, for the report
+    clock: seconds, in which the window is measured
+    """
+
+    def __init__(
+        self, config: LauncherConfig, what: str = "the ranks were", clock: Callable[[], float] = time.monotonic
+    ):
+        self._what = what
+        self._config = config
+        self._clock = clock
+        self._losses: deque[tuple[float, str, str]] = deque(maxlen=config.max_restarts + 1)  # (seconds, at, reason)
+        self._num_failed = 0  # starts in a row
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the restart that follows the last loss."""
+        return pause_s(self._num_failed)
+
+    def note_loss(self, reason: str, had_served: bool = True) -> bool:
+        """Notes that a rank, or all, were lost; returns whether they are to be restarted.
+
+        had_served: False: their start failed
+        """
+        self._num_failed = 0 if had_served else self._num_failed + 1
+        now_s = self._clock()
+        self._losses.append((now_s, time.strftime("%H:%M:%S"), reason))
+        return self.num_recent <= self._config.max_restarts
+
+    @property
+    def is_one_left(self) -> bool:
+        """Whether another loss within the window is followed by a restart."""
+        return self.num_recent < self._config.max_restarts
+
+    @property
+    def num_recent(self) -> int:
+        """The losses within the window."""
+        since_s = self._clock() - self._config.restart_window_s
+        return sum(at_s >= since_s for at_s, _, _ in self._losses)
+
+    def describe(self) -> str:
+        """Returns which restart this is."""
+        return f"restart {self.num_recent} of {self._config.max_restarts} within {self._config.restart_window_s:g} s"
+
+    def report(self) -> list[str]:
+        """Returns the lines that say what was lost when, and what to do."""
+        if not self._config.max_restarts:
+            return [f"launcher.max_restarts is 0: {self._what.removesuffix(' were')} are not started again"]
+        lines = [f"{self._what} lost {self.num_recent} times within {self._config.restart_window_s:g} s:"]
+        lines += [f"  {at}  {reason}" for _, at, reason in self._losses]
+        lines.append("correct the cause and start again, or raise launcher.max_restarts")
+        return lines
+
+
+@dataclass
+class _Failed:
+    """Starts of a rank that failed, in a row. reason: of the last one"""
+
+    number: int
+    reason: str
+
+
+class Replacements:
+    """The lost ranks of one launch, and the processes that replace them.
+
+    A rank is replaced once its process has ended and the others have reported that they go on without it, or wait for
+    it. It is back when they report that it takes part, for which it has `server.attach_deadline_s`. Its new process may
+    end before that, or be late. Where the others serve on, another start follows after a pause, which grows; where they
+    wait, all ranks are restarted.
+
+    restarts:    counts the replacements, beside the restarts of all ranks
+    others_wait: whether the other ranks compute nothing until the lost one is back
+    """
+
+    def __init__(self, config: ServeConfig, restarts: Restarts):
+        self._restarts = restarts
+        self._num_ranks = config.parallel.num_ranks
+        self._deadline_s = config.server.attach_deadline_s
+        self._group_epoch = 0
+        self._masked: set[int] = set()
+        self._ended: dict[int, tuple[Death, float]] = {}  # not yet replaced; not before that time
+        self._started_s: dict[int, float] = {}
+        self._failed: dict[int, _Failed] = {}
+        self.others_wait = False
+
+    def regrouped(self, message: Members) -> bool:
+        """Notes which ranks take part; returns False for old news: several front ends may pass it on."""
+        if message.group_epoch <= self._group_epoch:
+            return False
+        self._group_epoch, self.others_wait = message.group_epoch, message.waits
+        self._masked = set(range(self._num_ranks)) - set(message.members)
+        for rank in {*self._started_s, *self._failed} - self._masked:
+            self._started_s.pop(rank, None)
+            self._failed.pop(rank, None)
+        return True
+
+    def ended(self, death: Death, now_s: float) -> str | None:
+        """Notes that a rank's process has ended; returns a line about it where it was a replacement."""
+        if self._started_s.pop(death.rank, None) is None:
+            self._ended[death.rank] = death, now_s
+            return None
+        failed = self._failed.setdefault(death.rank, _Failed(0, ""))
+        failed.number, failed.reason = failed.number + 1, f"{death} before it took part again"
+        wait_s = 0.0 if death.code == 2 else pause_s(failed.number)
+        self._ended[death.rank] = death, now_s + wait_s
+        return f"{failed.reason}; the next start is due{in_a_while(wait_s) or ' now'}"
+
+    def due(self, now_s: float) -> list[Death]:
+        """Returns the ends of the ranks to be replaced now, each once."""
+        ranks = [rank for rank in sorted(self._masked & set(self._ended)) if self._ended[rank][1] <= now_s]
+        return [self._ended.pop(rank)[0] for rank in ranks]
+
+    def may_replace(self, death: Death) -> bool:
+        """Returns whether a rank that is due is replaced, which counts as a restart: not for a wrong setting."""
+        if death.code == 2 or not self._restarts.is_one_left:
+            return False
+        self._restarts.note_loss(str(death))
+        return True
+
+    def started(self, rank: int, now_s: float) -> None:
+        """Notes that a replacement has been started."""
+        self._started_s[rank] = now_s
+
+    def late(self, now_s: float) -> dict[int, str]:
+        """Returns the ranks whose replacements are late, and a line about each."""
+        said = f"was restarted alone and did not take part within server.attach_deadline_s = {self._deadline_s:g} s"
+        late = [rank for rank, started_s in self._started_s.items() if now_s - started_s > self._deadline_s]
+        return {rank: f"rank {rank} {said}" for rank in late}
+
+    def failed(self, now_s: float) -> str | None:
+        """Returns why all ranks must be restarted: the others wait for one whose replacement failed. Else None."""
+        if not self.others_wait:
+            return None
+        reasons = [each.reason for each in self._failed.values()] + list(self.late(now_s).values())
+        return reasons[0] if reasons else None

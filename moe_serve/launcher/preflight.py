@@ -176,8 +176,8 @@ _REFUSED: Sequence[tuple[tuple[str, ...], str]] = (
         "asks for prefill and decode on separate servers, which is not supported; leave it out",
     ),
     (
-        ("--nnodes", "--node-rank", "--dist-init-addr", "--master-addr", "--master-port"),
-        "is not an option: ranks on several hosts are started by torchrun or mpirun, beside moe-serve frontend",
+        ("--master-addr", "--master-port", "--nccl-init-addr"),
+        "is not an option: several hosts meet at --dist-init-addr HOST:PORT, beside --nnodes and --node-rank",
     ),
     (
         ("--tokenizer", "--tokenizer-path"),

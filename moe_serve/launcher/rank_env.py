@@ -14,6 +14,7 @@ from moe_serve.errors import LaunchError
 # The environment variable by which our own launcher names the descriptors that its ranks have inherited, of files in
 # memory: the store through which they meet, and one for each rank (rank_start.py).
 LAUNCH_FILES = "MOE_SERVE_LAUNCH_FILES"
+STORE_FD = "MOE_SERVE_STORE_FD"  # rank 0's, of a socket that listens at the master's address
 NUM_BEFORE = "MOE_SERVE_NUM_BEFORE"  # set by a launcher that replaces a lost rank alone
 _MPI_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -28,6 +29,7 @@ class RankEnv:
     launch_files:  descriptors of the store through which the ranks meet, and of what each rank leaves for new ones;
                    (): they meet at the master's address
     num_before:    processes that were this rank before in this launch; None: lost ranks are not replaced alone
+    store_fd:      a socket of the launcher that listens at the master's address, for rank 0's store
     """
 
     rank: int
@@ -41,6 +43,7 @@ class RankEnv:
     restarts_left: int = 0
     launch_files: tuple[int, ...] = ()
     num_before: int | None = None
+    store_fd: int | None = None
 
     @property
     def store(self) -> str:
@@ -118,6 +121,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         restarts_left=_restarts_left(environ),
         launch_files=tuple(int(each) for each in environ.get(LAUNCH_FILES, "").split(",") if each),
         num_before=_number(environ, NUM_BEFORE, "moe-serve") if NUM_BEFORE in environ else None,
+        store_fd=_number(environ, STORE_FD, "moe-serve") if STORE_FD in environ else None,
         source="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher",
     )
 

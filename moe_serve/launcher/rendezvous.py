@@ -11,6 +11,7 @@ import hmac
 import os
 import platform
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,11 @@ def open_store(env: RankEnv, deadline_s: float) -> Store:
         return store
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = env.rank == 0 and not of_agent
-    listener = open_port(env.master_addr, env.master_port, "MASTER_ADDR", "MASTER_PORT") if is_master else None
+    listener = None
+    if env.store_fd is not None:
+        listener = socket.socket(fileno=env.store_fd)
+    elif is_master:
+        listener = open_port(env.master_addr, env.master_port, "MASTER_ADDR", "MASTER_PORT")
     try:
         return TCPStore(
             env.master_addr,

@@ -9,18 +9,21 @@ import sys
 
 from moe_serve.config import load_config
 from moe_serve.errors import MoeServeError
-from moe_serve.launcher import restarts, system
+from moe_serve.launcher import local, system
 from moe_serve.launcher.display import StartDisplay
 
 if __name__ == "__main__":
     overrides = ["parallel.num_ranks=2", "server.port=0", "server.worker_port=0", *sys.argv[1:]]
     system._END_GRACE_S = float(os.environ.get("END_GRACE_S", 2.0))
     system._LOSS_GRACE_S = 0.1
-    restarts._FIRST_PAUSE_S = 0.1
+    local._FIRST_PAUSE_S = 0.1
     config = load_config(overrides=overrides)
     try:
         with StartDisplay(config.parallel.num_ranks) as display:
-            sys.exit(system.serve_on_this_machine(config, display, "tests.launcher.fake_rank"))
+            worker = "tests.launcher.fake_rank"
+            if config.launcher.nnodes == 1:
+                sys.exit(system.serve_on_this_machine(config, display, worker))
+            sys.exit(system.serve_with_other_hosts(config, display, lambda config: None, worker))
     except MoeServeError as error:
         print(f"moe-serve: {error}", file=sys.stderr)
         sys.exit(2)

@@ -54,7 +54,7 @@ def test_another_setting_is_named_with_its_values_and_ranks(setting: str) -> Non
     assert "on ranks 0, 1; " in message
     assert value.lower() in message.lower()
     assert message.split(";")[1].endswith(" on rank 2") or " on rank 2" in message
-    assert message.endswith("the same configuration file and --set options")
+    assert message.endswith("the same configuration file and options")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from moe_serve.engine.protocol.messages import (
     encode,
 )
 from moe_serve.launcher import front_ends as module
-from moe_serve.launcher import restarts
+from moe_serve.launcher import local
 from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
@@ -99,7 +99,7 @@ def test_a_setting_that_is_wrong_at_the_first_start_ends_the_system(system: Syst
 def test_a_front_end_that_cannot_start_again_for_a_setting_is_left_out_until_none_is_left(
     system: System, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(restarts, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(local, "_FIRST_PAUSE_S", 0.0)
     for number, last in ((1, None), (0, 2)):
         assert end(system, number, -9) is None
         assert end(system, number, 2) == last
@@ -125,7 +125,7 @@ def test_a_front_end_that_ends_at_its_start_is_started_again_after_a_pause_and_o
 
 
 def test_a_front_end_that_is_lost_too_often_is_left_out_and_no_loss_of_another(system: System, monkeypatch):
-    monkeypatch.setattr(restarts, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(local, "_FIRST_PAUSE_S", 0.0)
     started = [system.launcher.children[0]]
     for _ in range(4):
         assert end(system, 0, -9) is None

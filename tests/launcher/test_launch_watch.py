@@ -5,10 +5,9 @@ import time
 import pytest
 
 from moe_serve.engine.protocol.messages import SUPERVISOR, Exited, Fatal, ModelLimits, Ready
-from moe_serve.launcher import restarts
+from moe_serve.launcher import local
 from moe_serve.launcher.launch_watch import LaunchWatch
-from moe_serve.launcher.local import Death
-from moe_serve.launcher.restarts import Restarts
+from moe_serve.launcher.local import Death, Restarts
 from tests.launcher.test_restarts import CONFIG, group, killed
 
 LIMITS = ModelLimits("m", 100, 20, 10, [1], 4)
@@ -94,7 +93,7 @@ def test_what_several_front_ends_pass_on_counts_once_and_old_news_not_at_all(lau
 
 
 def test_others_that_serve_are_not_started_again_because_a_new_process_ends(launch, monkeypatch):
-    monkeypatch.setattr(restarts, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(local, "_FIRST_PAUSE_S", 0.0)
     watch, processes, notes, _ = launch
     lose(launch, 1, epoch=1, waits=False)
     for _ in range(2):

@@ -15,8 +15,7 @@ from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ConfigError, MoeServeError, RequestError
 from moe_serve.launcher import background, restarts
 from moe_serve.launcher.llm import LLM, Output, with_overrides
-from moe_serve.launcher.local import Death
-from moe_serve.launcher.restarts import Replacements, Restarts
+from moe_serve.launcher.local import Death, Replacements, Restarts
 from moe_serve.server.requests.open_request import UnavailableError
 from tests.conftest import _descendants
 from tests.launcher.running import eventually, gone

@@ -8,7 +8,7 @@ import pytest
 from moe_serve.config import load_config
 from moe_serve.launcher.launch_watch import Loss
 from moe_serve.launcher.local import Death
-from moe_serve.launcher.system import _Ended, _System
+from moe_serve.launcher.system import Signals, _Ended, _System
 from moe_serve.links.link import Link
 
 
@@ -55,7 +55,8 @@ LOSS = Loss(None, "rank 1 was killed")
 def serving(*overrides: str) -> tuple[_System, Ranks, FrontEnds]:
     """Returns a system that has served."""
     ranks, front_ends = Ranks(), FrontEnds()
-    system = _System(load_config(overrides=["parallel.num_ranks=2", *overrides]), Display(), ranks, Link(folder=None))
+    config = load_config(overrides=["parallel.num_ranks=2", *overrides])
+    system = _System(config, Display(), ranks, Link(folder=None), Signals())
     system._front_ends, system._was_ready = front_ends, True
     return system, ranks, front_ends
 
@@ -63,7 +64,7 @@ def serving(*overrides: str) -> tuple[_System, Ranks, FrontEnds]:
 def draining() -> tuple[_System, Ranks, FrontEnds]:
     """Returns a system that has served, and then got SIGTERM."""
     system, ranks, front_ends = serving()
-    system.wants_drain, system.stop_signals = True, 1
+    system.signals.count(signal.SIGTERM)
     return system, ranks, front_ends
 
 
@@ -82,7 +83,7 @@ def test_ranks_that_are_lost_are_not_started_again_where_no_request_is_left_or_n
     with pytest.raises(_Ended):
         system._start_again(LOSS)
     front_ends.have_ended = False
-    system.stop_signals = 2
+    system.signals.count(signal.SIGTERM)
     with pytest.raises(_Ended):
         system._start_again(LOSS)
     assert ranks.num_starts == 0

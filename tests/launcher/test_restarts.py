@@ -2,8 +2,7 @@
 
 from moe_serve.config import LauncherConfig, load_config
 from moe_serve.engine.protocol.messages import Members
-from moe_serve.launcher.local import Death
-from moe_serve.launcher.restarts import Replacements, Restarts
+from moe_serve.launcher.local import Death, Replacements, Restarts
 
 CONFIG = load_config(overrides=["parallel.num_ranks=3", "server.attach_deadline_s=10", "launcher.max_restarts=2"])
 

@@ -15,6 +15,7 @@ import pytest
 from moe_serve.config import load_config
 from moe_serve.errors import LaunchError
 from moe_serve.launcher.display import StartDisplay
+from moe_serve.launcher.rank_env import free_port
 from moe_serve.launcher.system import serve_on_this_machine
 from moe_serve.links.folder import OwnFolder, remove_left_behind
 from tests.conftest import _descendants
@@ -258,6 +259,34 @@ def test_one_of_two_front_ends_may_die_and_comes_back_while_the_other_serves():
             assert answers[0].json()["output_ids"] == list(range(12, 52))
         assert eventually(lambda: number_of(client.base_url) == 1 - number), "it serves again"
         assert system.end(signal.SIGTERM) == 0
+        assert gone(pids)
+
+
+def test_launchers_of_two_hosts_start_all_ranks_again_where_one_is_lost_and_end_together(monkeypatch):
+    monkeypatch.setenv("MOE_SERVE_TOKEN", "0123456789abcdef" * 2)
+    hosts = ["launcher.nnodes=2", f"launcher.dist_init_addr=127.0.0.1:{free_port()}"]
+    hosts += [f"server.worker_port={free_port()}"]
+    with (
+        serving(*hosts, "launcher.node_rank=1", mishap="all:slow") as other,
+        serving(*hosts, mishap="all:slow") as system,
+        system.client() as client,
+    ):
+        other.wait_for("node rank 0: ready after")
+        answers: list[httpx.Response] = []
+        fields = {"input_ids": [[7]] * 4, "sampling_params": {"max_new_tokens": 40, "sampling_seed": 10}}
+        call = threading.Thread(target=lambda: answers.append(client.post("/generate", json=fields)))
+        call.start()
+        assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] == 4)
+        os.kill(pid_of_rank(client, 1), signal.SIGKILL)
+        for each in (system, other):
+            each.wait_for(r"rank 1 \(process \d+\) was killed by SIGKILL")
+            each.wait_for("ready again after")
+        call.join(60)
+        assert [answer["output_ids"] for answer in answers[0].json()] == [list(range(12, 52))] * 4
+        pids = [*system.descendants(), *other.descendants()]
+        assert len(pids) == 3
+        other.process.send_signal(signal.SIGTERM)
+        assert (system.wait(), other.wait()) == (0, 0)
         assert gone(pids)
 
 

@@ -1,7 +1,10 @@
 """A system on two hosts: examined, started, its cable cut and mended."""
 
+import contextlib
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.launcher.llm import LLM
 from tests.launcher.hosts import Host, can_make_hosts, make_hosts, set_cable
-from tests.launcher.running import Running, eventually
+from tests.launcher.running import Running, eventually, gone
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -20,6 +23,7 @@ SETTINGS = (
     "parallel.num_ranks=2", "parallel.device=cpu", "engine.step_deadline_s=5", "server.worker_deadline_s=10",
     "engine.numerics=batch_invariant", "server.attach_deadline_s=60",
 )  # fmt: skip
+URL = "http://127.0.0.1:30000"
 CALL = json.dumps({"text": "def ", "sampling_params": {"temperature": 0, "max_new_tokens": 5}})
 
 
@@ -36,6 +40,11 @@ def settings(first: Host) -> list[str]:
     return [word for value in values for word in ("--set", value)]
 
 
+def serve(host: Host, node_rank: int, first: Host) -> Running:
+    own = ("--nnodes", "2", "--node-rank", str(node_rank), "--dist-init-addr", f"{first.address}:20000")
+    return host.start("moe_serve", "serve", *own, *settings(first))
+
+
 def torchrun(host: Host, rank: int, first: Host, *module: str) -> Running:
     join = ("--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}", f"--master-addr={first.address}")
     return host.start("torch.distributed.run", *join, "--master-port=29511", "-m", *module, *settings(first))
@@ -45,21 +54,52 @@ def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections(
     hosts: tuple[Host, Host],
 ) -> None:
     a, b = hosts
-    url = "http://127.0.0.1:30000"
     prompts = ["def ", "The king ", "x = [1, ", "Once"]
     body = {"text": prompts, "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}}
-    with a.start("moe_serve", "frontend", *settings(a)) as front_end:
-        front_end.wait_for("HTTP on")
-        with torchrun(a, 0, a, WORKER) as first, torchrun(b, 1, a, WORKER) as second:
-            assert eventually(lambda: a.ask(f"{url}/ready")[0] == 200, 120), first.output + second.output
-            status, text = a.ask(f"{url}/generate", json.dumps(body))
-            info = json.loads(a.ask(f"{url}/server_info")[1])
-            assert "dispatch.backend auto: hosts (2 CPU ranks on 2 hosts)" in first.output
-            assert "GlooExchange" not in json.dumps(info)
+    with serve(a, 0, a) as first, serve(b, 1, a) as second:
+        for each in (first, second):
+            each.wait_for("ready after", 120)
+        status, text = a.ask(f"{URL}/generate", json.dumps(body))
+        info = json.loads(a.ask(f"{URL}/server_info")[1])
+        assert "dispatch.backend auto: hosts (2 CPU ranks on 2 hosts)" in first.output
+        assert "GlooExchange" not in json.dumps(info)
+        assert os.environ["MOE_SERVE_TOKEN"] not in first.output + second.output
+        pids = [*first.descendants(), *second.descendants()]
+        second.process.send_signal(signal.SIGTERM)  # on either host
+        assert (first.wait(), second.wait()) == (0, 0)
+        assert gone(pids)
     assert status == 200, text
     with LLM("demo", num_ranks=1, numerics="batch_invariant") as llm:
         alone = llm.generate(prompts, SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True))
     assert [answer["output_ids"] for answer in json.loads(text)] == [output.token_ids for output in alone]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["rank 1", "a host", "rank 0"])
+def test_a_lost_rank_or_host_is_started_again_and_no_request_is_lost(hosts: tuple[Host, Host], loss: str) -> None:
+    a, b = hosts
+    params = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
+    call = json.dumps({"text": ["def ", "The king "], "sampling_params": params})
+    answers: list[tuple[int, str]] = []
+    with serve(a, 0, a) as first, contextlib.ExitStack() as second:
+        other = second.enter_context(serve(b, 1, a))
+        first.wait_for("ready after", 120)
+        thread = threading.Thread(target=lambda: answers.append(a.ask(f"{URL}/generate", call)))
+        thread.start()
+        assert eventually(lambda: json.loads(a.ask(f"{URL}/server_info")[1])["requests"]["open"] == 2)
+        ranks = json.loads(a.ask(f"{URL}/server_info")[1])["ranks"]
+        if loss == "a host":
+            b.kill_all()
+            first.wait_for("waiting for node rank 1", 60)
+            other = second.enter_context(serve(b, 1, a))
+        else:
+            os.kill(int(ranks[int(loss == "rank 1")]["pid"]), signal.SIGKILL)
+        first.wait_for("ready again after", 120)
+        thread.join(120)
+        (status, text), undisturbed = answers[0], json.loads(a.ask(f"{URL}/generate", call)[1])
+        assert status == 200, text
+        assert [each["output_ids"] for each in json.loads(text)] == [each["output_ids"] for each in undisturbed]
+        assert first.end(signal.SIGINT) == other.wait() == 0
 
 
 @pytest.mark.slow

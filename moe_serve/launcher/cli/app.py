@@ -40,10 +40,14 @@ app = typer.Typer(
 @app.command()
 @takes(ServeOptions)
 def serve(options: ServeOptions) -> None:
-    """Serve a model: all ranks of this machine and the HTTP front end. Ctrl-C ends everything."""
+    """Serve a model: all ranks and the HTTP front end. Ctrl-C ends everything.
+
+    On several hosts, run the same command on each, with --nnodes, --dist-init-addr and its own --node-rank, and the
+    same $MOE_SERVE_TOKEN; --ep is the number of ranks on all hosts together. Node rank 0 has the front end.
+    """
     from moe_serve.launcher.display import StartDisplay
     from moe_serve.launcher.preflight import look_for_files
-    from moe_serve.launcher.system import serve_on_this_machine
+    from moe_serve.launcher.system import serve_on_this_machine, serve_with_other_hosts
     from moe_serve.server.edge.keys import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
     for variable, key in ((API_KEY_VARIABLE, options.api_key), (ADMIN_KEY_VARIABLE, options.admin_api_key)):
@@ -53,11 +57,16 @@ def serve(options: ServeOptions) -> None:
     if options.print_config:
         typer.echo(config.to_yaml(), nl=False)
         return
-    look_for_files(config)
+    is_alone = config.launcher.nnodes == 1
+    if is_alone:
+        look_for_files(config)
     with StartDisplay(config.parallel.num_ranks, with_flags, config.server.log_format) as display:
         changed = "\n".join(f"  {each}" for each in config.changed())
         display.heading(f"moe-serve {moe_serve.__version__}; settings other than defaults:\n{changed}", style="dim")
-        code = serve_on_this_machine(config, display)
+        if is_alone:
+            code = serve_on_this_machine(config, display)
+        else:
+            code = serve_with_other_hosts(config, display, look_for_files)
     raise typer.Exit(code)
 
 

@@ -98,6 +98,11 @@ class ServeOptions(ModelOptions):
     print_config: bool = option(
         "--print-config", default=False, help="print the effective configuration, a file for --config, and end"
     )
+    nnodes: int | None = setting("launcher.nnodes", help="hosts; the same command on each, with its own --node-rank")
+    node_rank: int | None = setting("launcher.node_rank", help="which host this is, from 0; 0 has the front end")
+    dist_init_addr: str | None = setting(
+        "launcher.dist_init_addr", metavar="HOST:PORT", help="where the hosts meet: an address of node rank 0"
+    )
     host: str | None = setting("server.host", help="; 0.0.0.0: other machines may connect, see --api-key")
     port: int | None = setting("server.port", help="; 0: any free one")
     served_model_name: str | None = setting("model.served_name")

@@ -1,0 +1,287 @@
+"""Launchers of several hosts that meet: what does not fit is one clear message on every host. Ranks are not started."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import moe_serve
+from moe_serve.config import load_config
+from moe_serve.errors import ConfigError, LaunchError, ModelError, MoeServeError
+from moe_serve.launcher import hosts
+from moe_serve.launcher.hosts import Follower, Leader, Start, StoppedError, token_of_hosts
+from moe_serve.launcher.local import Launch
+from moe_serve.launcher.rank_env import free_port
+from moe_serve.launcher.system import Here, Signals, follow, lead
+from moe_serve.links.link import Link
+
+TOKEN = "0123456789abcdef" * 2
+
+
+class Display:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str, style: str = "") -> None:
+        self.notes.append(text)
+
+    def line(self, who: str, line: str) -> None:
+        self.notes.append(line)
+
+    def stop(self) -> None:
+        pass
+
+
+class Launcher(threading.Thread):
+    """A launcher in a thread. said: the error with which it ended, or its exit code
+
+    look: as of serve_with_other_hosts;  more: settings other than those of all
+    """
+
+    def __init__(self, node_rank: int, port: int, *more: str, token: str = TOKEN, look: Callable = lambda config: None):
+        super().__init__(daemon=True)
+        settings = {
+            "launcher.nnodes": 2, "launcher.node_rank": node_rank, "launcher.dist_init_addr": f"127.0.0.1:{port}",
+            "parallel.num_ranks": 6, "server.attach_deadline_s": 20, "server.port": 0, "server.worker_port": port + 1,
+        }  # fmt: skip
+        self.config = load_config(overrides=[f"{key}={value}" for key, value in settings.items()] + list(more))
+        self.display, self.signals = Display(), Signals()
+        link = Link(token=token, host="127.0.0.1", port=port + 1)
+        self.here = Here(self.display, look, "tests.launcher.no_such_worker", Path("/nowhere"), link, self.signals)
+        self.said: MoeServeError | StoppedError | int | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.said = (follow if self.config.launcher.node_rank else lead)(self.config, self.here)
+        except (MoeServeError, StoppedError) as error:
+            self.said = error
+
+    def end(self, timeout_s: float = 15.0) -> str:
+        """Returns all that it has said."""
+        self.join(timeout_s)
+        assert not self.is_alive(), self.display.notes
+        return "\n".join([*self.display.notes, str(self.said)])
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_WARN_S", 0.3)
+    monkeypatch.setattr(hosts, "_TELL_S", 0.5)
+    monkeypatch.setattr(hosts, "_DIAL_S", 0.4)
+    monkeypatch.setattr(hosts, "_REDIAL_S", 0.1)
+    monkeypatch.setattr(hosts, "TURN_S", 0.01)
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+def test_two_hosts_that_say_node_rank_0_are_both_told(port: int) -> None:
+    first = Launcher(0, port)
+    time.sleep(0.2)
+    second = Launcher(0, port)
+    for each in (first, second):
+        assert "two hosts say launcher.node_rank 0" in each.end()
+        assert isinstance(each.said, MoeServeError)
+
+
+def test_a_node_rank_that_is_given_twice_ends_all(port: int) -> None:
+    three = "launcher.nnodes=3"
+    launchers = [Launcher(node_rank, port, three) for node_rank in (0, 1)]
+    time.sleep(0.3)
+    launchers.append(Launcher(1, port, three))
+    for each in launchers:
+        assert "two hosts say launcher.node_rank 1" in each.end()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("launcher.nnodes=3", "hosts differ in launcher.nnodes: 2 on node rank 0"),
+        ("cache.block_size=32", "node ranks differ in cache.block_size: 16 on node rank 0; 32 on node rank 1"),
+    ],
+)
+def test_a_setting_that_differs_is_named_on_every_host(port: int, setting: str, said: str) -> None:
+    for each in [Launcher(0, port), Launcher(1, port, setting)]:
+        assert said in each.end()
+
+
+def test_another_version_is_named_on_every_host(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Launcher(0, port)
+    time.sleep(0.2)
+    monkeypatch.setattr(moe_serve, "__version__", "9.9")
+    second = Launcher(1, port)
+    for each in (first, second):
+        assert "node ranks differ in the version of moe_serve" in each.end()
+        assert "9.9 on node rank 1" in each.end()
+
+
+def test_another_token_is_named_on_both_sides(port: int) -> None:
+    first = Launcher(0, port, "server.attach_deadline_s=0.5")
+    second = Launcher(1, port, token="another" * 5)
+    assert "has another token (MOE_SERVE_TOKEN)" in second.end()
+    assert "node rank 1 of 2 had not come" in first.end()
+    assert "127.0.0.1: it has another token" in str(first.said)
+
+
+def test_hosts_without_a_token_say_how_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOE_SERVE_TOKEN", raising=False)
+    config = load_config(overrides=["launcher.nnodes=2", "parallel.num_ranks=2", "launcher.dist_init_addr=h:1"])
+    with pytest.raises(LaunchError, match=r"MOE_SERVE_TOKEN \(make one with: openssl rand -hex 32\)"):
+        token_of_hosts(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["launcher.nnodes=2"], "set it to HOST:PORT"),
+        (["launcher.nnodes=2", "launcher.dist_init_addr=host"], "dist_init_addr is host"),
+        (["launcher.nnodes=2", "launcher.dist_init_addr=h:1", "launcher.node_rank=2"], "count from 0 to 1"),
+        (["launcher.nnodes=4", "launcher.dist_init_addr=h:1"], "a multiple of 4"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_before_the_hosts_meet(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(overrides=["parallel.num_ranks=6", *overrides])
+
+
+def test_an_address_where_nobody_listens_is_named_at_the_deadline(port: int) -> None:
+    said = Launcher(1, port, "server.attach_deadline_s=0.5").end()
+    assert f"waiting for node rank 0 at 127.0.0.1:{port}: nothing listens there" in said
+    assert f"node rank 0 was not met at 127.0.0.1:{port} within 0.5 s: nothing listens there" in said
+
+
+def test_a_host_that_does_not_come_is_named_at_the_deadline(port: int) -> None:
+    said = Launcher(0, port, "server.attach_deadline_s=0.5").end()
+    assert "node rank 1 of 2 had not come" in said
+    assert "server.attach_deadline_s" in said
+
+
+def test_an_address_of_another_machine_is_no_place_for_node_rank_0(port: int) -> None:
+    said = Launcher(0, port, f"launcher.dist_init_addr=192.0.2.1:{port}").end()
+    assert "launcher.dist_init_addr is '192.0.2.1', which is no address of this machine" in said
+    assert "node rank 0 listens there" in said
+
+
+@contextlib.contextmanager
+def program(*says: bytes) -> Iterator[int]:
+    """Yields the port of a program that says this to each connection, and closes it; without words it waits."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        kept: list[socket.socket] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(listener.accept()[0])
+                    if says:
+                        kept[-1].recv(4096)
+                        kept[-1].sendall(says[0])
+                        kept[-1].close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        for each in kept:
+            each.close()
+
+
+@pytest.mark.parametrize("says", ["SSH-2.0-OpenSSH_9.2", "HTTP/1.1 400 Bad Request"])
+def test_another_program_at_the_address_is_named_at_once(says: str) -> None:
+    with program(says.encode() + b"\r\n") as port:
+        assert f"another program is there, which says {says!r}" in Launcher(1, port).end(5)
+
+
+def test_a_program_that_says_nothing_is_waited_for_until_the_deadline() -> None:
+    with program() as port:
+        assert "no answer, as where a firewall drops" in Launcher(1, port, "server.attach_deadline_s=1").end()
+
+
+def test_a_port_that_another_program_has_is_one_message_on_every_host(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port + 1)):
+        for each in [Launcher(0, port), Launcher(1, port)]:
+            assert f"port {port + 1} on 127.0.0.1 cannot be opened" in each.end()
+            assert "server.worker_port" in each.end()
+
+
+def missing(config: object) -> None:
+    raise ModelError("model.path is '/models/a' but there is no such folder")
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_a_model_that_is_missing_on_one_host_ends_all_with_its_reason(port: int, node_rank: int) -> None:
+    looks = [missing if number == node_rank else lambda config: None for number in range(2)]
+    for number, each in enumerate([Launcher(number, port, look=look) for number, look in enumerate(looks)]):
+        assert "model.path is '/models/a' but there is no such folder" in each.end()
+        if number == 0 and node_rank == 1:
+            assert "node rank 1 (" in each.end()
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_ctrl_c_while_hosts_meet_ends_all(port: int, node_rank: int) -> None:
+    launchers = [Launcher(number, port, "launcher.nnodes=3") for number in range(2)]
+    time.sleep(0.3)
+    launchers[node_rank].signals.count(2)
+    said = [each.end() for each in launchers]
+    assert isinstance(launchers[node_rank].said, StoppedError)
+    assert "was told to end" in said[1 - node_rank]
+
+
+@contextlib.contextmanager
+def met(port: int) -> Iterator[tuple[Leader, Follower]]:
+    configs = [
+        load_config(
+            overrides=[
+                "launcher.nnodes=2", f"launcher.node_rank={number}", f"launcher.dist_init_addr=127.0.0.1:{port}",
+                "parallel.num_ranks=2",
+            ]
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    notes: list[str] = []
+    leader, follower = Leader(configs[0], TOKEN, notes.append), Follower(configs[1], TOKEN, notes.append)
+    with contextlib.closing(leader), contextlib.closing(follower):
+        turns = threading.Thread(target=leader.meet, args=(lambda: False,))
+        turns.start()
+        while not follower.is_connected:
+            follower.turn()
+        turns.join()
+        yield leader, follower
+
+
+def test_a_connection_that_is_cut_is_made_again_and_the_host_is_the_same(port: int) -> None:
+    with met(port) as (leader, follower):
+        assert follower._channel is not None
+        follower._channel.socket.shutdown(socket.SHUT_RDWR)
+        found: list[object] = []
+        until_s = time.monotonic() + 10
+        while (leader.missing or not follower.is_connected or not found) and time.monotonic() < until_s:
+            assert leader.turn() == []
+            found += [each for each in follower.turn() if isinstance(each, Start)]
+            if not leader.missing and follower.is_connected:
+                leader.tell(Start(Launch(7, "h", 1)))
+        assert found[0] == Start(Launch(7, "h", 1))
+
+
+def test_strangers_at_the_meeting_place_keep_nobody_out(port: int) -> None:
+    first = Launcher(0, port, "launcher.nnodes=3")
+    time.sleep(0.2)
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+    for each in strangers[::2]:
+        with contextlib.suppress(OSError):
+            each.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+    second = Launcher(1, port, "launcher.nnodes=3")
+    time.sleep(0.5)
+    for each in strangers:
+        each.close()
+    deadline_s = time.monotonic() + 10
+    while not any("1 (" in line and "is here" in line for line in first.display.notes):
+        assert time.monotonic() < deadline_s, first.display.notes
+        time.sleep(0.02)
+    first.signals.count(2)
+    second.end()
+    first.end()
