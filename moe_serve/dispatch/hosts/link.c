@@ -45,8 +45,10 @@ enum {
     DIRECT_BYTES = 1 << 14,    /* what is left of a write is received in place from this size on */
     MOST_VECTORS = 256,        /* of one system call */
     MOST_LATER = 16,           /* flags that wait for the next batch */
-    ACTIVE_NS = 20 * 1000000,  /* the thread polls for so long after the last frame, then sleeps until one comes */
-    PAUSE_NS = 150 * 1000,     /* between two polls of the thread */
+    ACTIVE_NS = 20 * 1000000,  /* the thread looks for so long after the last frame, then sleeps until one comes */
+    PAUSE_NS = 150 * 1000,     /* of the thread, while more can be sent soon, or somebody who waits polls */
+    LOOK_MS = 5,               /* between two looks of the thread that nothing wakes */
+    LOW_BYTES = 1 << 18,       /* that wake it */
 };
 #define NO_FLAG (-1)
 #define MAGIC 0x6c6e6b32u /* also the version of the format */
@@ -124,6 +126,7 @@ typedef struct {
     Batch *spare;
     pthread_mutex_t sending, receiving; /* both are taken in this order */
     pthread_t thread;
+    int low; /* bytes that wake the thread */
     int has_thread, ends, epoll, wake, news; /* news: counts connections that have ended */
     i64 polled_ns, busy_ns; /* when somebody who waits has polled last; when a frame came or went last */
 } Link;
@@ -133,6 +136,18 @@ static i64 now_ns(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static void lock(Link *link)
+{
+    pthread_mutex_lock(&link->sending);
+    pthread_mutex_lock(&link->receiving);
+}
+
+static void unlock(Link *link)
+{
+    pthread_mutex_unlock(&link->receiving);
+    pthread_mutex_unlock(&link->sending);
 }
 
 static void add_one(int eventfd)
@@ -711,6 +726,31 @@ i64 link_unsent(Link *link)
     return found;
 }
 
+static int has_unsent(Link *link)
+{
+    int found = 0;
+    pthread_mutex_lock(&link->sending);
+    for (i64 rank = 0; rank < link->num_ranks; rank++)
+        found |= link->out[rank].head && link->out[rank].fd >= 0;
+    pthread_mutex_unlock(&link->sending);
+    return found;
+}
+
+/* How many bytes must have come before epoll tells the thread. */
+static void set_low(Link *link, int bytes)
+{
+    if (link->low == bytes)
+        return;
+    lock(link);
+    link->low = bytes;
+    for (i64 rank = 0; rank < link->num_ranks; rank++)
+        if (link->sockets[rank] >= 0)
+            setsockopt(link->sockets[rank], SOL_SOCKET, SO_RCVLOWAT, &link->low, sizeof link->low);
+    unlock(link);
+}
+
+/* Sends and takes in while this rank computes. It sleeps while little has come: a wake-up takes tens of microseconds of the
+   core that computes, and what goes to several ranks of a host is for this one too, which takes it in when it waits. */
 static void *run(void *argument)
 {
     Link *link = argument;
@@ -718,19 +758,21 @@ static void *run(void *argument)
     prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
     prctl(PR_SET_NAME, "link between hosts", 0, 0, 0);
     while (!__atomic_load_n(&link->ends, __ATOMIC_RELAXED)) {
-        i64 now = now_ns();
-        if (now - __atomic_load_n(&link->busy_ns, __ATOMIC_RELAXED) > ACTIVE_NS) {
-            struct epoll_event event;
-            u64 count;
-            if (epoll_wait(link->epoll, &event, 1, 1000) > 0 && event.data.fd == link->wake &&
-                read(link->wake, &count, sizeof count) < 0)
-                continue;
-            __atomic_store_n(&link->busy_ns, now_ns(), __ATOMIC_RELAXED);
-            progress(link);
+        struct epoll_event event;
+        u64 count;
+        int is_idle = now_ns() - __atomic_load_n(&link->busy_ns, __ATOMIC_RELAXED) > ACTIVE_NS;
+        set_low(link, is_idle ? 1 : LOW_BYTES);
+        int found = epoll_wait(link->epoll, &event, 1, is_idle ? 1000 : LOOK_MS);
+        if (found > 0 && event.data.fd == link->wake && read(link->wake, &count, sizeof count) < 0)
             continue;
-        }
-        if (now - __atomic_load_n(&link->polled_ns, __ATOMIC_RELAXED) < PAUSE_NS || !progress(link))
-            nanosleep(&pause, NULL);
+        if (is_idle)
+            __atomic_store_n(&link->busy_ns, now_ns(), __ATOMIC_RELAXED);
+        do {
+            if (now_ns() - __atomic_load_n(&link->polled_ns, __ATOMIC_RELAXED) > PAUSE_NS)
+                progress(link);
+            else if (found > 0)
+                nanosleep(&pause, NULL);
+        } while (!__atomic_load_n(&link->ends, __ATOMIC_RELAXED) && has_unsent(link) && !nanosleep(&pause, NULL));
     }
     return NULL;
 }
@@ -755,18 +797,6 @@ Link *link_new(void)
     return link;
 }
 
-static void lock(Link *link)
-{
-    pthread_mutex_lock(&link->sending);
-    pthread_mutex_lock(&link->receiving);
-}
-
-static void unlock(Link *link)
-{
-    pthread_mutex_unlock(&link->receiving);
-    pthread_mutex_unlock(&link->sending);
-}
-
 /* Takes over a connection with a rank, which replaces the one before. What that one has not sent is dropped. */
 void link_attach(Link *link, i64 rank, i64 fd)
 {
@@ -787,6 +817,7 @@ void link_attach(Link *link, i64 rank, i64 fd)
     __atomic_add_fetch(link->generations + rank, 1, __ATOMIC_ACQ_REL);
     if (link->num_ranks <= rank)
         link->num_ranks = rank + 1;
+    setsockopt(fd, SOL_SOCKET, SO_RCVLOWAT, &link->low, sizeof link->low);
     epoll_ctl(link->epoll, EPOLL_CTL_ADD, fd, &event);
     push(link, out);
     unlock(link);
