@@ -30,7 +30,7 @@ from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
 from moe_serve.engine.protocol.mailbox import Mailbox
 from moe_serve.engine.protocol.messages import ModelLimits
-from moe_serve.engine.recovery.full_placement import meaning_of_a_loss, spareable_ranks
+from moe_serve.engine.recovery.full_placement import meaning_of_a_loss, meaning_of_a_lost_host, spareable_ranks
 from moe_serve.engine.recovery.recovery import Rank, Recovery, make_recovery
 from moe_serve.engine.requests import OpenRequests, StepEvents
 from moe_serve.engine.status import EngineCounters, StepTimes
@@ -129,6 +129,8 @@ def _report_on_lost_rank(recovery: Recovery, group: EpGroup, served: ServedModel
     else:
         served.info |= {"on_lost_rank": "mask", "spareable_ranks": spareable_ranks(served.placement)}
         meaning = "a lost rank: " + ", ".join(meaning_of_a_loss(served.placement, restarts=group.files is not None))
+        if 1 < group.num_nodes < group.num_ranks:
+            meaning += "; a lost host: " + ", ".join(meaning_of_a_lost_host(served.placement, group.num_nodes))
     if group.rank == 0 and group.num_ranks > 1 and not group.is_replacement:
         log.info("%s", meaning)
 

@@ -157,8 +157,8 @@ class Placement:
         """Returns experts in order over the ranks, the same in all layers.
 
         Each rank gets ceil((E + num_redundant) / num_ranks) slots. Experts spread as evenly as they can (a rank with
-        fewer has empty slots at its end); redundant slots then take experts round-robin, skipping an expert that the
-        rank already holds while another is left.
+        fewer has empty slots at its end); redundant slots then take the experts with the fewest replicas, and of these
+        one that is half of the ranks away: on another host where ranks of a host are numbered one by one.
         """
         for name, value, least in (
             ("num_layers", num_layers, 0),
@@ -175,7 +175,7 @@ class Placement:
         sizes[:larger] += 1
         for rank, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
             row[rank, :size] = np.arange(end - size, end)
-        _fill_round_robin(row, sizes, num_logical, num_redundant)
+        _add_far_replicas(row, sizes, num_logical, num_redundant)
         return cls(np.tile(row.reshape(1, -1), (num_layers, 1)), num_logical, num_ranks, moe_layer_ids)
 
 
@@ -200,21 +200,24 @@ def count_moves(old: Ints, new: Ints) -> NDArray[np.int64]:
     return arriving
 
 
-def _fill_round_robin(row: Ints, filled: NDArray[np.integer], num_logical: int, num_redundant: int) -> None:
+def _add_far_replicas(row: Ints, filled: NDArray[np.integer], num_logical: int, num_redundant: int) -> None:
     """Puts num_redundant further experts into the free slots of row [num_ranks, slots_per_rank], rank by rank."""
-    expert, num_ranks = 0, len(row)
+    num_ranks = len(row)
     filled = filled.copy()
-    # The emptiest rank first, so that replicas of neighbouring experts do not pile up on one rank.
+    first_rank = np.repeat(np.arange(num_ranks), filled)  # of each expert
+    replicas = np.ones(num_logical, dtype=np.int64)
     for _ in range(num_redundant):
-        rank = int(np.argmin(filled))
-        held = set(row[rank, : filled[rank]].tolist())
-        if len(held) == num_logical:
+        rank = int(np.argmin(filled))  # the emptiest
+        ahead = (first_rank - rank) % num_ranks
+        # Half of the ranks away at best; of odd numbers of ranks rather one less, so that each rank takes from another.
+        order = replicas * (2 * num_ranks + 2) + 2 * np.abs(2 * ahead - num_ranks) + (2 * ahead > num_ranks)
+        order[row[rank, : filled[rank]]] = np.iinfo(np.int64).max
+        expert = int(order.argmin())
+        if filled[rank] == num_logical:
             return  # all ranks hold all experts: leave the other slots empty rather than repeat one
-        while expert % num_logical in held:
-            expert += 1
-        row[rank, filled[rank]] = expert % num_logical
+        row[rank, filled[rank]] = expert
+        replicas[expert] += 1
         filled[rank] += 1
-        expert += 1
     assert filled.sum() <= num_ranks * row.shape[1]
 
 

@@ -29,26 +29,29 @@ class ReloadedExpert:
     slot: int
 
 
-def with_second_slots(placement: Placement) -> Placement:
+def with_second_slots(placement: Placement, num_nodes: int = 1) -> Placement:
     """Returns a placement in which as many experts as possible are on two ranks, with as few changed slots as possible.
 
+    num_nodes: equal ones, numbered one by one; a second slot is on another node where one is spare there
     A slot is spare where it is empty, holds an expert that is on three or more ranks, or holds one that its rank has
     twice. No expert on two ranks is left with one. Returns the same object when nothing can be improved.
     """
     live, table = placement.live_ranks.tolist(), _by_rank(placement)
-    if not sum(give_ranks(table[row], live, 2) for row in range(placement.num_layers)):
+    node_of = [rank * num_nodes // placement.num_ranks for rank in range(placement.num_ranks)]
+    if not sum(give_ranks(table[row], live, 2, node_of) for row in range(placement.num_layers)):
         return placement
     return replace(placement, physical_to_logical=_flat(table), version=placement.version + 1)
 
 
-def give_ranks(table: Ints, live: Sequence[int], num_wanted: int) -> int:
+def give_ranks(table: Ints, live: Sequence[int], num_wanted: int, node_of: Sequence[int] = ()) -> int:
     """Gives the experts of one layer that have a slot further ranks until each is on num_wanted, in place.
 
-    table: [R, K];  live: ranks that may hold experts
+    table: [R, K];  live: ranks that may hold experts;  node_of: of each rank, for a slot on another node where one is
+    spare there; (): all on one
     A slot is spare where it is empty, holds an expert on more than num_wanted ranks, or repeats one of its rank.
     Returns the number of slots that changed, for two ranks the fewest possible.
     """
-    holders = _Holders(table, live, num_wanted)
+    holders = _Holders(table, live, num_wanted, node_of or [0] * len(table))
     return holders.write(table) if holders.give() else 0
 
 
@@ -123,8 +126,9 @@ def _counts(table: Ints) -> tuple[dict[int, int], dict[int, int]]:
 class _Holders:
     """The experts that each live rank holds in one layer, each once; a repeated slot counts as an empty one."""
 
-    def __init__(self, table: Ints, live: Sequence[int], num_wanted: int):
-        """table: [R, K];  num_wanted: ranks that every expert should be on"""
+    def __init__(self, table: Ints, live: Sequence[int], num_wanted: int, node_of: Sequence[int]):
+        """table: [R, K];  num_wanted: ranks that every expert should be on;  node_of: of each rank"""
+        self._node_of = node_of
         self._slots = int(table.shape[1])
         self._live = live
         self._wanted = num_wanted
@@ -189,15 +193,19 @@ class _Holders:
         return min(candidates, key=lambda e: (-len(self._at[e]), e), default=None)
 
     def _rank_with_spare_slot(self, expert: int) -> int | None:
-        """Returns the rank without the expert with the most free slots, or else one with an expert to give up."""
+        """Returns the rank without the expert with the most free slots, or else one with an expert to give up; of
+        another node where there is such a rank."""
         if not self._has_spare_slots:
             return None
         others = [rank for rank in self._live if rank not in self._at[expert]]
-        emptiest = max(others, key=lambda rank: (self._num_free(rank), -rank), default=None)
-        if emptiest is None or self._num_free(emptiest) > 0:
+        nodes = {self._node_of[rank] for rank in self._at[expert]}
+        far = {rank: self._node_of[rank] not in nodes for rank in others}
+        free = {rank: self._num_free(rank) for rank in others}
+        emptiest = max(others, key=lambda rank: (free[rank] > 0, far[rank], free[rank], -rank), default=None)
+        if emptiest is None or free[emptiest] > 0:
             return emptiest
         donors = {rank: donor for rank in others if (donor := self._donor(rank)) is not None}
-        return min(donors, key=lambda rank: (-len(self._at[donors[rank]]), rank), default=None)
+        return min(donors, key=lambda rank: (not far[rank], -len(self._at[donors[rank]]), rank), default=None)
 
     def _take_spare_slot(self, expert: int, rank: int) -> None:
         if not self._num_free(rank):

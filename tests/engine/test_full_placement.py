@@ -10,6 +10,7 @@ from moe_serve.engine.recovery.full_placement import (
     decode,
     encode,
     meaning_of_a_loss,
+    meaning_of_a_lost_host,
     slots_to_read,
     spareable_ranks,
     too_few_slots,
@@ -96,3 +97,23 @@ def test_what_a_loss_means_follows_from_slots_and_replicas() -> None:
     assert meaning_of_a_loss(none, restarts=True)[0] == "the others wait until it is started again"
     raised = Placement.trivial(1, 5, 3, 4)
     assert spareable_ranks(raised) == [0, 1, 2], "as many as the message says"
+
+
+def test_what_the_loss_of_a_host_means_follows_from_slots_and_replicas() -> None:
+    spread = Placement.trivial(1, 12, 6, 12)
+    assert meaning_of_a_lost_host(spread, 3) == (
+        "the others serve on without any",
+        "every expert has slots on two hosts",
+    )
+    neighbours = Placement([[0, 1, 2, 0, 2, 3, 0, 1, 3, 4, 5, 5]], 6, 6)
+    assert meaning_of_a_lost_host(neighbours, 3)[1] == (
+        "after the loss of host 2 they first read up to 2 experts from the checkpoint again"
+    )
+    two = meaning_of_a_lost_host(Placement.trivial(1, 8, 4, 8), 2)
+    assert two[0] == "host 0 serves on without host 1"
+    assert "a half without rank 0 stops" in two[1]
+    assert meaning_of_a_lost_host(Placement.trivial(1, 8, 4, 4), 2) == (
+        "the others wait until it is back",
+        "the 2 ranks that are left have 6 slots per layer for 8 experts; to go on, raise eplb.num_redundant_experts to "
+        "8, or change the file in eplb.init_expert_location",
+    )

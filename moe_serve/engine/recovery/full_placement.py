@@ -81,14 +81,34 @@ def meaning_of_a_loss(placement: Placement, restarts: bool = False) -> tuple[str
     """Returns what the loss of one rank means for serving, and why. restarts: our own launcher restarts it"""
     if not has_slots_without(placement, 1):
         return "the others wait until it is started again" if restarts else "ends serving", _slots_without(placement, 1)
-    goes_on = "the others serve on without any"
-    lost = {rank: len(placement.without_ranks([rank])[1]) for rank in range(placement.num_ranks)}
-    most = max(lost.values())
-    if not most:
-        return goes_on, "every expert has slots on two ranks"
-    which = [str(rank) for rank, number in lost.items() if number]
-    of = "any" if len(which) == len(lost) else f"rank {', '.join(which[:8])}" + (", …" if len(which) > 8 else "")
-    return goes_on, f"after the loss of {of} they first read up to {most} experts from the checkpoint again"
+    return "the others serve on without any", _reloads(
+        placement, [[rank] for rank in range(placement.num_ranks)], "rank"
+    )
+
+
+def meaning_of_a_lost_host(placement: Placement, num_hosts: int) -> tuple[str, str]:
+    """Returns what the loss of a whole host means for serving, and why. num_hosts: with equally many ranks each"""
+    per_host = placement.num_ranks // num_hosts
+    if not has_slots_without(placement, per_host):
+        return "the others wait until it is back", _slots_without(placement, per_host)
+    hosts = [range(host * per_host, (host + 1) * per_host) for host in range(num_hosts)]
+    why = _reloads(placement, hosts, "host")
+    if num_hosts > 2:
+        return "the others serve on without any", why
+    tie = (
+        "host 1 waits for host 0, since it cannot tell its loss from that of the cable, and a half without rank 0 stops"
+    )
+    return "host 0 serves on without host 1", f"{why}; {tie}"
+
+
+def _reloads(placement: Placement, parts: Sequence[Sequence[int]], what: str) -> str:
+    """Returns what a loss of any one of these parts of the ranks leaves to read. what: "rank" or "host" """
+    lost = [len(placement.without_ranks(part)[1]) for part in parts]
+    if not any(lost):
+        return f"every expert has slots on two {what}s"
+    which = [str(number) for number, experts in enumerate(lost) if experts]
+    of = "any" if len(which) == len(lost) else f"{what} {', '.join(which[:8])}" + (", …" if len(which) > 8 else "")
+    return f"after the loss of {of} they first read up to {max(lost)} experts from the checkpoint again"
 
 
 def too_few_slots(full: Placement, masked: Sequence[int]) -> str:

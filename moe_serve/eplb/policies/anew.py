@@ -27,6 +27,7 @@ from moe_serve.eplb.policies.packing import (
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, holds, problem_of, unkept_limits
 from moe_serve.eplb.policies.shares import even_out_shares
+from moe_serve.eplb.policies.spread import spread_over_nodes
 from moe_serve.eplb.relabel import Relabel, cheapest_parts
 
 Ints = NDArray[np.int64]
@@ -106,6 +107,7 @@ def finish_anew(
         table = np.where(kept[:, None, None], old, table)
         if homes is not None and kept.any():
             homes = np.where(kept[:, None], read_homes(problem, problem.current), homes)
+    table = spread_over_nodes(problem, table)
     unkept = unkept_limits(problem.request, problem, table, PLANS_ANEW)
     return finish(problem, table, truncated, homes, tight=tight, heaviest_replica=heaviest_replica, unkept=unkept)
 

@@ -32,6 +32,7 @@ from moe_serve.eplb.policies.single_edits import (
     edits_within,
     replay_edits,
 )
+from moe_serve.eplb.policies.spread import spread_over_nodes
 
 Ints = NDArray[np.int64]
 # A layer of a hierarchy that edits leave this far behind a plan anew becomes that plan, where nothing limits the moves;
@@ -86,11 +87,12 @@ class IncrementalPolicy:
                 each = min(each, request.max_moves)
             problem = problem_of(replace(request, max_moves=each, max_total_moves=None))
         if problem.slots_per_rank == 1 and problem.is_global:
-            table = edit_one_slot(problem, self.slack or 0.0)
+            table = spread_over_nodes(problem, edit_one_slot(problem, self.slack or 0.0))
             return finish(problem, table, unkept=unkept_limits(asked, problem, table, REPAIRED))
         start = make_legal(problem)
         table, truncated = self._edited(problem, start)
         if start.rule is None:
+            table = spread_over_nodes(problem, table)
             return finish(problem, table, truncated, unkept=unkept_limits(asked, problem, table, REPAIRED))
         homes = start.rule.homes
         if not problem.limits_moves:

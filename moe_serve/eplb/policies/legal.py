@@ -140,8 +140,9 @@ def make_legal(problem: Problem) -> LegalStart:
     for layer in np.flatnonzero((replicas_in(table, num_experts) == 0).any(axis=1)):
         _place_lost(problem.weight[layer], table[layer])
     if problem.min_replicas > 1:
+        node_of = problem.node_of.tolist() if problem.request.two_nodes else ()
         for rows in table:
-            give_ranks(rows, range(problem.num_ranks), problem.min_replicas)
+            give_ranks(rows, range(problem.num_ranks), problem.min_replicas, node_of)
     return LegalStart(table, None, np.zeros(len(table), dtype=bool))
 
 

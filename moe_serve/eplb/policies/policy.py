@@ -54,6 +54,8 @@ class PlanRules:
     planned_split:  "even" or "exact": how the per-batch split will share an expert's tokens over its replicas
     min_replicas:   ranks that every expert is on, at least: with 2, any one rank can be lost. Under a hierarchy
                     (off_home < 1) all of them are on the home node
+    two_nodes:      spread replicas so that experts with two are on two nodes, where a swap does it that raises no
+                    heaviest rank by more than 5 %: most nodes can then be lost. Not under a hierarchy
     seed:           breaks ties and drives searches
     """
 
@@ -68,6 +70,7 @@ class PlanRules:
     cost: RankCost | None = None
     planned_split: str = "even"
     min_replicas: int = 1
+    two_nodes: bool = False
     seed: int = 0
 
     def request(self, tokens: NDArray[np.number], topology: Topology, num_slots: int, **more: Any) -> "PlanRequest":

@@ -20,6 +20,7 @@ from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import finish, holds, problem_of, unkept_limits
 from moe_serve.eplb.policies.refined import RefinedPolicy
 from moe_serve.eplb.policies.single_edits import MIN_GAIN
+from moe_serve.eplb.policies.spread import spread_over_nodes
 from moe_serve.errors import PlacementError
 
 Floats = NDArray[np.float64]
@@ -80,6 +81,7 @@ class SeriesPolicy:
             )
             truncated |= self._edit(state, share[some], most, least, problem.deadline)
             table[row] = state.table[0]
+        table = spread_over_nodes(problem, table)
         return finish(problem, table, truncated, unkept=unkept_limits(request, problem, table, REPAIRED))
 
     def _edit(self, state: EditState, share: Floats, most: int, least: float, deadline: Deadline) -> bool:

@@ -283,7 +283,7 @@ class Rebalancer:
 
     def _restore(self, step: int) -> tuple[Action, ...]:
         """Puts a second slot back under experts that have only one, whatever it costs: the next loss would end them."""
-        wanted = with_second_slots(self._placement)
+        wanted = with_second_slots(self._placement, self.topology.num_nodes)
         if wanted is self._placement:
             return ()
         return self._move_at_once(step, wanted, "restore", "experts on one rank only get a second one")
@@ -338,7 +338,7 @@ def make_rebalancer(placement: Placement, settings: BalancerSettings, facts: Sys
         horizon_windows=settings.horizon_windows,
         round_limits=RoundLimits(settings.staging_slots, settings.pair_moves, settings.node_moves),
         bytes_per_expert=facts.bytes_per_expert,
-        rules=PlanRules(planned_split="exact" if settings.split == "exact" else "even"),
+        rules=PlanRules(planned_split="exact" if settings.split == "exact" else "even", two_nodes=facts.survives_loss),
         min_replicas=2 if facts.survives_loss else 1,
     )
     cost = MeasuredCost(PriorPrices(facts.token_s, facts.expert_s), settings.move_step_share)
