@@ -35,16 +35,17 @@ def all_gather(rows: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup | N
         dist.all_gather(list(rows), own, group=group)
 
 
-def gather_bytes(data: bytes, group: dist.ProcessGroup) -> Sequence[bytes]:
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> Sequence[bytes]:
     """Returns every rank's data, in rank order: at most 256 bytes each, without zeros at the end.
 
     No object collectives: those pickle.
     """
     assert len(data) <= _GATHERED_BYTES, f"{len(data)} bytes to gather"
     mine = torch.frombuffer(bytearray(data.ljust(_GATHERED_BYTES, b"\0")), dtype=torch.uint8)
-    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    mine = mine.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     all_gather(rows, mine, group)
-    return [row.numpy().tobytes().rstrip(b"\0") for row in rows]
+    return [row.cpu().numpy().tobytes().rstrip(b"\0") for row in rows]
 
 
 def broadcast(data: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -34,7 +34,7 @@ def topk_gate_reference(logits: Tensor, bias: Tensor | None, spec: RouterSpec, l
     weights = _sparsemixer_weights(logits, ids, spec.jitter) if spec.scoring == "sparsemixer" else scores.gather(1, ids)
     if spec.norm_topk:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.norm_eps).clamp(min=spec.norm_min)
-    load += torch.bincount(ids.flatten(), minlength=num_logical)
+    load.index_add_(0, ids.flatten(), torch.ones_like(ids).flatten())
     return ids, weights * spec.scaling
 
 

@@ -149,6 +149,6 @@ def low_latency_nvshmem(capability: int) -> None:
 
 
 def nvshmem_launchers() -> dict[str, object]:
-    from moe_serve.dispatch.gpu import nvshmem
+    from moe_serve.dispatch.gpu import symmetric
 
-    return nvshmem.nvshmem_launchers()
+    return symmetric.nvshmem_launchers()

@@ -40,7 +40,7 @@ from moe_serve.dispatch.capabilities import TRANSPORTS
 from moe_serve.dispatch.collective import CollectiveAllToAll
 from moe_serve.dispatch.gpu.facts import GpuFacts, gather_facts, ipc_problem, nvshmem_problem, wire_problem
 from moe_serve.dispatch.gpu.region import Region, gpu_buffer_sizes, gpu_region, most_gpu_tokens
-from moe_serve.dispatch.gpu.symmetric import Sent, SymmetricRegions, refuse_capture
+from moe_serve.dispatch.gpu.symmetric import Sent, ipc_regions, nvshmem_regions, refuse_capture
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from moe_serve.log import get_logger
@@ -157,16 +157,8 @@ def make_ranks(region: Region, group: EpGroup, dtype: torch.dtype, transport: st
     """Returns the kernels' side of this rank, over regions that are allocated here; a collective call."""
     from moe_serve.dispatch.gpu.launch_triton import SlabRanks
 
-    regions: SymmetricRegions
-    if transport == "nvshmem":
-        from moe_serve.dispatch.gpu.nvshmem import nvshmem_regions
-
-        regions = nvshmem_regions(region, group)
-    else:
-        from moe_serve.dispatch.gpu.ipc import ipc_regions
-
-        regions = ipc_regions(region, group)
-    return SlabRanks(regions, dtype, max_spins=spins_of(START_S))
+    make = nvshmem_regions if transport == "nvshmem" else ipc_regions
+    return SlabRanks(make(region, group), dtype, max_spins=spins_of(START_S))
 
 
 def spins_of(deadline_s: float) -> int:

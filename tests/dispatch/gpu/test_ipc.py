@@ -20,21 +20,11 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup, MaskedRows
-from moe_serve.dispatch.gpu.ipc import HANDLE_BYTES, CudaDriver, exchange_handles
+from moe_serve.dispatch.gpu.symmetric import HANDLE_BYTES, CudaDriver
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from tests.dispatch.contract import Scenario
 from tests.kernels.conftest import RunCheck
 from tests.ranks import close_pools, run_ranks
-
-
-def check_handles(rank: int, group: EpGroup) -> None:
-    handle = bytes([rank, 0, 255]) + bytes(range(HANDLE_BYTES - 3))
-    expected = [bytes([other, 0, 255]) + bytes(range(HANDLE_BYTES - 3)) for other in range(group.num_ranks)]
-    assert exchange_handles(handle, group) == expected
-
-
-def test_every_rank_gets_the_bytes_of_every_handle() -> None:
-    run_ranks(3, check_handles)
 
 
 class FakeCuda:
@@ -131,12 +121,12 @@ ONE = Distinct(tokens=(3, 2), topk=2, slots_per_rank=2, hidden=40, dtype=torch.b
 
 def make_transport(group: EpGroup, one: Scenario, folder: str, deadline_s: float):
     """The maker itself, with facts of GPUs that are not here and memory that is no GPU's."""
-    from moe_serve.dispatch.gpu import ipc, transport
+    from moe_serve.dispatch.gpu import symmetric, transport
     from moe_serve.dispatch.gpu.facts import GpuFacts
 
     facts = [GpuFacts(host=1, capability=(9, 0), free_bytes=1 << 30)] * group.num_ranks
     request = one.request("cuda_ipc", deadline_s=deadline_s)
-    with mock.patch.object(ipc, "CudaDriver", return_value=SharedFiles(folder, group.rank)):
+    with mock.patch.object(symmetric, "CudaDriver", return_value=SharedFiles(folder, group.rank)):
         return transport.make_gpu_slabs(group, request, "cuda_ipc", facts)
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from moe_serve.dispatch.base import BufferLimits, EpGroup
-from moe_serve.dispatch.gpu import nvshmem
-from moe_serve.dispatch.gpu.nvshmem import OWN_HEAP_BYTES, exchange_unique_id, nvshmem_regions, start_nvshmem
+from moe_serve.dispatch.gpu import symmetric
 from moe_serve.dispatch.gpu.region import gpu_region
+from moe_serve.dispatch.gpu.symmetric import OWN_HEAP_BYTES, exchange_unique_id, nvshmem_regions, start_nvshmem
 from moe_serve.errors import ConfigError
 from tests.ranks import run_ranks
 
@@ -54,7 +54,7 @@ class Library:
 def start(library: Library, group: EpGroup) -> None:
     device = SimpleNamespace(set_current=lambda: None)
     modules = {"nvshmem.core": library, "cuda.core": SimpleNamespace(Device=lambda index: device)}
-    with mock.patch.object(nvshmem, "import_module", modules.__getitem__):
+    with mock.patch.object(symmetric, "import_module", modules.__getitem__):
         start_nvshmem(group, 1 << 30)
 
 
