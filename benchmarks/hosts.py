@@ -7,6 +7,9 @@ the loopback interface. Every round runs all variants, one after the other; of a
 are medians over rounds of ratios within a round. A plain stream sends the bytes that a rank sends to the other host
 through one connection in each direction at once.
 
+Steps: decode steps of an engine without a front end, so that each rank has a core: on one rank, on two ranks of one
+host, and on two that take each other for ranks of two hosts. They take turns.
+
 Serving: the demo model on two network namespaces joined by a cable, each with a /dev/shm of its own (needs root), by
 the same connections and by gloo, and on one host over shared memory. Systems are started one after the other.
 """
@@ -18,21 +21,33 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.bench_model import write_bench_model
 from benchmarks.conditions import conditions, save
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.config import load_config
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.hosts.link import HostLink
 from moe_serve.dispatch.make import make_all_to_all
+from moe_serve.engine.build import build_engine
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.protocol.messages import Submit
+from moe_serve.engine.step.exchange import Exchange, OneRankExchange, make_exchange
+from moe_serve.kernels.part_clock import PARTS
 from tests.dispatch.hosts.pretended import on_hosts
+from tests.engine.queue_mailbox import QueueMailbox
 from tests.launcher.hosts import Host, can_make_hosts, make_hosts
 from tests.launcher.running import eventually
 from tests.ranks import run_ranks
@@ -51,6 +66,12 @@ SYSTEMS: tuple[tuple[str, list[int], list[str], Goals], ...] = (
     ("2 hosts x 2 ranks, gloo", [2, 2], GLOO, {}),
     ("2 hosts x 2 ranks", [2, 2], [], {"2 hosts x 2 ranks, gloo": {}}),
 )
+LAYOUTS = "1 rank", "1 host x 2 ranks", "2 hosts x 1 rank"
+STEPS_A_ROUND = 30
+STEP_GOALS = {
+    ("demo", 1, LAYOUTS[1]): "≥ 0.7",
+    ("bench", 16, LAYOUTS[2]): "≥ 0.85",
+}  # of the steps a second of the layout before
 _CLIENT = """
 import json, sys, threading, time, urllib.request
 url, num_tokens, batch, rounds = sys.argv[1], *map(int, sys.argv[2:])
@@ -79,13 +100,16 @@ def main() -> None:
     args = parser.parse_args()
     facts = conditions()
     rows = [row for hosts in ((0, 1), (0, 0, 1, 1)) for row in transport_rows(hosts, args.rounds)]
+    rows += step_rows(args.rounds)
     if args.serve_rounds and can_make_hosts():
         rows += serving_rows(args.serve_rounds)
     notes = (
         f"Transport: {NUM_TOKENS} tokens per rank, H={HIDDEN}, K={TOPK}, E={NUM_EXPERTS}, bf16 on the wire, over the "
         "loopback interface; times are medians over rounds, in brackets from the tenth to the ninetieth percentile. "
-        "Serving: demo model, 64 tokens per request, client beside the front end on the first host; medians over "
-        f"rounds of one start. {args.note}"
+        f"Steps: medians over rounds of {STEPS_A_ROUND} steps; parts are those of rank 0, waits included. "
+        "Serving: demo model, 64 tokens per request, one thread per rank, since all hosts share the cores; "
+        "client beside the front end on the first host; medians over rounds of one start. "
+        f"{args.note}"
     )
     print(save("hosts", "Ranks of several CPU hosts", rows, facts, notes, per_cpu=True))
 
@@ -206,6 +230,71 @@ class Stream:
         sender.join()
 
 
+def step_rows(rounds: int) -> list[dict[str, Any]]:
+    """Returns what a decode step takes, and where the time goes."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_bench_model(Path(folder))
+        for model, path, batch in (("demo", None, 1), ("demo", None, 16), ("bench", folder, 16)):
+            times, parts = run_ranks(2, measure_steps, path, batch, rounds, timeout_s=600)[0]
+            for before, layout in zip((None, *LAYOUTS), LAYOUTS, strict=False):
+                what, value = f"decode step, {model} model, batch {batch}", f"{1e6 * np.median(times[layout]):.0f} µs"
+                speed = f"{np.median(np.divide(times[before], times[layout])):.2f} × {before}" if before else ""
+                goal = STEP_GOALS.get((model, batch, layout), "")
+                rows.append({"system": layout, "what": what, "value": value, "ratio": speed, "goal": goal})
+                its = parts[layout]
+                told = ", ".join(
+                    f"{name} {us:.0f}" for name, us in zip(PARTS, its, strict=True) if us > 0.01 * sum(its)
+                )
+                rows.append({"system": layout, "what": "its parts, µs", "value": told, "ratio": "", "goal": ""})
+    return rows
+
+
+def measure_steps(
+    rank: int, group: EpGroup, model: str | None, batch: int, rounds: int
+) -> tuple[Times, dict[str, list[float]]]:
+    """Returns the seconds of a step of each layout, by round, and the µs that its parts take here."""
+    alone = replace(group, rank=0, num_ranks=1, process_group=None)
+    groups = (alone if rank == 0 else None), group, on_hosts(group, (0, 1))
+    engines = {
+        layout: None if each is None else start_engine(each, model, range(each.rank, batch, each.num_ranks))
+        for layout, each in zip(LAYOUTS, groups, strict=True)
+    }
+    times: Times = {layout: [] for layout in LAYOUTS}
+    parts: dict[str, list[Any]] = {layout: [] for layout in LAYOUTS}
+    for _ in range(rounds):
+        for layout, engine in engines.items():
+            dist.barrier(group.process_group)  # who has no engine waits in it, and leaves its core alone
+            if engine is None:
+                continue
+            for _ in range(2):
+                engine.run_step()
+            before, started_s = np.array(engine.served.clock.sums_ns()), time.perf_counter()
+            for _ in range(STEPS_A_ROUND):
+                engine.run_step()
+            times[layout].append((time.perf_counter() - started_s) / STEPS_A_ROUND)
+            parts[layout].append((np.array(engine.served.clock.sums_ns()) - before) / STEPS_A_ROUND / 1e3)
+    dist.barrier(group.process_group)
+    return times, {layout: list(np.median(each, axis=0)) for layout, each in parts.items() if each}
+
+
+def start_engine(group: EpGroup, model: str | None, numbers: range) -> Engine:
+    """Returns an engine in the middle of its requests. model: None: the demo model"""
+    settings = [f"parallel.num_ranks={group.num_ranks}", "parallel.threads_per_rank=1", "cache.memory_gib=0.2"]
+    config = load_config(overrides=settings + ([f"model.path={model}"] if model else []))
+    exchange: Exchange = OneRankExchange()
+    if group.process_group is not None:
+        exchange = make_exchange("auto", group.process_group, group.link is None, 60.0, link=group.link)
+    engine = build_engine(config, group, exchange, QueueMailbox(end_when_idle=False))
+    assert engine.recovery.begin(lambda: True)
+    for number in numbers:
+        params = SamplingParams(max_new_tokens=1000, ignore_eos=True)
+        assert engine.requests.submit(Submit(str(number), 0, [5 + number, 17, 33], params, seed=number)) is None
+    for _ in range(5):
+        engine.run_step()
+    return engine
+
+
 def serving_rows(rounds: int) -> list[dict[str, Any]]:
     """Returns tokens per second of the demo model on one host and on two."""
     os.environ |= {"MOE_SERVE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
@@ -233,8 +322,8 @@ def serve(
     hosts: tuple[Host, Host], per_host: list[int], extra: list[str], rounds: int
 ) -> dict[int, tuple[list[float], list[int]]]:
     """Returns tokens per second of each round, and the first tokens, by batch. per_host: ranks of each host"""
-    settings = ["parallel.device=cpu", f"parallel.num_ranks={sum(per_host)}", "server.attach_deadline_s=60", *extra]
-    settings.append(f"server.worker_host={hosts[0].address}")
+    settings = ["parallel.device=cpu", f"parallel.num_ranks={sum(per_host)}", "parallel.threads_per_rank=1", *extra]
+    settings += ["server.attach_deadline_s=60", f"server.worker_host={hosts[0].address}"]
     words = [word for value in settings for word in ("--set", value)]
     join = [f"--nnodes={len(per_host)}", f"--master-addr={hosts[0].address}", "--master-port=29511"]
     with ExitStack() as running:
