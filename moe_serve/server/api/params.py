@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import UNSET, Meta
 
 from moe_serve.attention_dp.constraint import MAX_CHARS, Constraint
@@ -387,18 +388,19 @@ def sampling_params(
     Raises RequestError with the field, its value and what was expected, in the client's names.
     """
     taken: dict[str, Any] = {}
-    for param, own_names in _names_in(type(given), names):
-        for name in own_names:
-            if (value := getattr(given, name)) is None or value is UNSET:
-                continue
-            value = _AS_PARAM[param](value) if param in _AS_PARAM else value
-            if taken.setdefault(param, value) != value:
-                other = own_names[0]
-                raise RequestError(
-                    f"{prefix}{other} is {show(getattr(given, other))} and {name} is {show(value)}, but they are one "
-                    "field; send one of them",
-                    field=prefix + other,
-                )
+    known = _params_of(type(given), names)
+    for name, value in zip(given.__struct_fields__, msgspec.structs.astuple(given), strict=True):
+        if value is None or value is UNSET or name not in known:
+            continue
+        param = known[name]
+        value = _AS_PARAM[param](value) if param in _AS_PARAM else value
+        if taken.setdefault(param, value) != value:
+            first, second = [each for each in names.of(param) if getattr(given, each, None) not in (None, UNSET)]
+            raise RequestError(
+                f"{prefix}{first} is {show(getattr(given, first))} and {second} is {show(getattr(given, second))}, but "
+                "they are one field; send one of them",
+                field=prefix + first,
+            )
     params = SamplingParams(**(vars(defaults) | taken))
     if "max_new_tokens" not in taken and params.min_new_tokens > params.max_new_tokens:
         params = replace(params, max_new_tokens=params.min_new_tokens)
@@ -410,10 +412,10 @@ def sampling_params(
 
 
 @cache
-def _names_in(form: type[SamplingFields], names: ParamNames) -> list[tuple[str, tuple[str, ...]]]:
-    """Returns the fields of SamplingParams that a form has, each with its names there."""
+def _params_of(form: type[SamplingFields], names: ParamNames) -> dict[str, str]:
+    """Returns the field of SamplingParams that each field of a form sets; fields that set none are left out."""
     here = set(form.__struct_fields__)
-    return [(field, own) for field in _TAKEN if (own := tuple(name for name in names.of(field) if name in here))]
+    return {name: param for param in _TAKEN for name in names.of(param) if name in here}
 
 
 def _texts(given: str | list[str]) -> tuple[str, ...]:

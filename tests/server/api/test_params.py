@@ -44,6 +44,8 @@ def test_two_names_of_one_field_must_agree():
     with pytest.raises(RequestError, match="max_tokens is 4 and max_completion_tokens is 5") as caught:
         chat(max_completion_tokens=5, max_tokens=4)
     assert caught.value.field == "max_tokens"
+    with pytest.raises(RequestError, match="include_stop_str_in_output is true and no_stop_trim is false"):
+        chat(no_stop_trim=False, include_stop_str_in_output=True)
 
 
 def test_defaults_stand_where_the_body_says_nothing():
