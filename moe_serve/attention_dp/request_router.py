@@ -143,7 +143,7 @@ class RequestRouter:
     def _rank_of_group(self, group: str | None, num_prompt: int, among: Sequence[int]) -> int | None:
         """Returns the rank that computes the prompt for others of the group; None where another one may be better.
 
-        What it still has to compute of this prompt is no reason: any other rank would have to, too.
+        Tokens of this prompt that it has yet to compute do not count: any other rank would compute them, too.
         """
         first = None if group is None else self._sent.get(self._first_of.get(group, ""))
         if first is None or first.rank not in among:

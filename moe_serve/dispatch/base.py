@@ -127,7 +127,7 @@ class Dispatched(Generic[H]):
 
 @dataclass(frozen=True)
 class BufferLimits:
-    """What static buffers are sized for. slots_per_rank counts physical experts, redundant ones included."""
+    """The sizes of static buffers. slots_per_rank counts physical experts, redundant ones included."""
 
     max_tokens_per_rank: int
     hidden: int
@@ -137,7 +137,7 @@ class BufferLimits:
 
 @dataclass(frozen=True)
 class TransportRequest:
-    """What a transport is made for, the same on all ranks.
+    """The request for a transport, the same on all ranks.
 
     backend:    a dispatch.backend, or the name of a transport in capabilities.py
     limits:     what static buffers are sized for
@@ -217,7 +217,7 @@ class AllToAll(ABC, Generic[H]):
 
     @property
     def live_handles(self) -> int:
-        """How many handles may exist in this step between a dispatch and the receipt of its combine."""
+        """The number of handles that may exist in this step between a dispatch and the receipt of its combine."""
         return self.capabilities.live_handles
 
     @property

@@ -32,7 +32,7 @@ class BufferSizes:
 
     @property
     def line(self) -> str:
-        """What to log at start."""
+        """The line of the log at start."""
         return (
             f"low-latency buffers for {self.max_tokens} tokens per rank: {self.per_rank}, "
             f"{_mib(self.total * self.num_ranks)} for {self.num_ranks} ranks ({self.shares})"

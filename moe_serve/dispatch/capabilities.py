@@ -1,4 +1,4 @@
-"""What each transport can do, as data: the one place where such a rule stands.
+"""The capabilities of each transport, as data: the one place where such a rule stands.
 
 The configuration, `auto` (choose.py), the factory (make.py), `moe-serve check`, the engine and the table in
 docs/communication.md read this. It imports nothing, so the configuration can, without torch.
@@ -14,7 +14,7 @@ Combine = Literal["ordered", "rank_sum"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a transport can do.
+    """The capabilities of a transport.
 
     backend:      the dispatch.backend that names it
     label:        its name for people
@@ -77,7 +77,10 @@ TRANSPORTS = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of a transport. device: "cpu", "cuda", or "auto" where it is not known yet"""
+    """The properties that a configuration asks of a transport.
+
+    device: "cpu", "cuda", or "auto" where it is not known yet
+    """
 
     num_ranks: int
     device: str

@@ -1,4 +1,4 @@
-"""What `dispatch.backend: auto` means here, and why: one rank, one host, GPUs that reach each other, or the network.
+"""The transport that `dispatch.backend: auto` takes, and why: for one rank, one host, linked GPUs, or the network.
 
 A collective decision: every rank learns the same facts of all ranks, so all choose alike. The rules are pure functions
 of these facts; `moe-serve check` asks them about the machine it runs on.

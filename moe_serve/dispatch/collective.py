@@ -38,7 +38,7 @@ class CollectiveHandle:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What goes to, or comes from, each rank: host numbers."""
+    """The amounts that go to, or come from, each rank: host numbers."""
 
     entries: list[int]
     rows: list[int]

@@ -1,4 +1,4 @@
-"""Where every row goes: pure index arithmetic, the same on all ranks, without communication.
+"""The destination of every row: pure index arithmetic, the same on all ranks, without communication.
 
 An entry is one (token, k) pair with its flat index t * K + k. A rank sends its entries ordered by slot, then by flat
 index (`send_order`), or, where a row is sent once to each rank that needs it, by rank, then by flat index

@@ -56,7 +56,7 @@ class LocalFabric:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What one rank posts in a dispatch, or posts back in a combine."""
+    """The message that one rank posts in a dispatch, or posts back in a combine."""
 
     data: Tensor  # [rows, row_bytes] uint8
     counts: Tensor  # dispatch: [P] rows for each slot; combine: [S, R] rows from each slot to each rank

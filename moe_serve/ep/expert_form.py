@@ -136,7 +136,7 @@ class SlotForm:
 
     @property
     def meaning(self) -> str:
-        """What the form means for the numbers, in words."""
+        """A description of the form's numbers."""
         match self.form:
             case "dense":
                 return f"the checkpoint's numbers in {str(self.dtype).removeprefix('torch.')}"

@@ -65,7 +65,7 @@ class ExpertStore:
 
     @property
     def activation(self) -> Activation:
-        """What is between gate and up, and down."""
+        """The activation of the experts."""
         return SILU if self._slot_form is None else self._slot_form.activation
 
     @property
@@ -193,7 +193,7 @@ def _packed_ffn(
 
 
 def _activate(gate_up: Tensor, experts: ExpertStore, counts: Tensor) -> Tensor:
-    """Returns what goes into the down projection. gate_up: [rows, 2 I] without biases, which is used up"""
+    """Returns the input of the down projection. gate_up: [rows, 2 I] without biases, which is used up"""
     gate_up = _add_bias(gate_up, experts.bias("gate_up"), counts)
     match experts.activation.kind:
         case "silu":

@@ -1,4 +1,4 @@
-"""How the experts of a migration round travel from rank to rank: in pieces, a few in each turn, without waiting.
+"""Moves the experts of a migration round from rank to rank: in pieces, a few at a time, without waiting.
 
 A piece is a part of one tensor of a slot, as bytes. All stores have equal shapes, so both ranks cut an expert into the
 same pieces. The source rank sums the bytes as it reads them, the destination rank as they lie in its own staging slot,
@@ -93,7 +93,7 @@ class IncomingExpert:
 
 @dataclass(frozen=True)
 class Transfers:
-    """What a round sends and receives, as one rank sees it.
+    """The experts that one rank sends and receives in a round.
 
     round_id:   of the round with all its moves: another round has another one, even if it has the same version
     num_pieces: of each expert, on any rank; 0 = no expert travels in this round, between any ranks
@@ -177,9 +177,9 @@ class _ReadBack:
 class Checksum:
     """A checksum of an expert's bytes, added up piece by piece where the bytes are, on CPU or GPU.
 
-    Both sides cut an expert into the same pieces. The bytes of each piece are read as rows of 64-bit words. What is
-    kept is the sum of every row and, over all pieces, the sum of every column: two passes of plain additions, as fast
-    as memory. In the end the sums are mixed with their positions and added up, to one number for columns and one for
+    Both sides cut an expert into the same pieces. The bytes of each piece are read as rows of 64-bit words. The
+    sums of every row and, over all pieces, of every column are kept: two passes of plain additions, as fast as memory.
+    In the end the sums are mixed with their positions and added up, to one number for columns and one for
     rows. A changed byte changes a row and a column for certain. Two words that change places change rows or columns,
     also where they differ in one bit. It guards against errors and torn copies, not against an attacker.
     """

@@ -47,7 +47,7 @@ ADVANCES = 6
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """What all MoE layers of a rank share.
+    """The parts that all MoE layers of a rank share.
 
     recorder:            None: no load is recorded
     max_tokens_per_rank: rows of one round of dispatch and combine
@@ -67,7 +67,7 @@ class ExpertParallel:
 
     @cached_property
     def form(self) -> Form:
-        """How rows go to their experts and back.
+        """The way of rows to their experts and back.
 
         "rounds": replicas, dispatch, experts and combine one after the other: serves every layer
         "local":  compiled kernels pack, compute and add rows that all stay on this rank

@@ -1,4 +1,4 @@
-"""Which slot serves a routed token: the placement in use, and how the replicas of an expert share a batch.
+"""Maps routed tokens to slots: the placement in use, and the split of a batch among the replicas of an expert.
 
 Every rank computes the same split from the same counts, in integers, without further communication. On devices a new
 placement is copied over the old one between two steps: tables never change address or shape, so captured graphs stay

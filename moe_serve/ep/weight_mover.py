@@ -37,7 +37,7 @@ _MEMORY = 0.9  # share of the older measurements that each new one leaves
 
 @dataclass(frozen=True)
 class MoveSettings:
-    """How experts move.
+    """The limits on moves of experts.
 
     staging_slots: most experts that a rank sends, or receives, in a round
     step_share:    how much longer a step may be while experts move
@@ -194,7 +194,7 @@ class LocalMove:
 
 @dataclass(frozen=True)
 class RankMoves:
-    """What one rank does in a round.
+    """The part of one rank in a round.
 
     local:    in an order in which each move can be done directly; needs_spare: a closed ring of them needs a spare slot
     outgoing: experts that it sends, in the order of the round

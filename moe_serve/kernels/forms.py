@@ -1,6 +1,6 @@
 """The forms of arithmetic that models ask for, as values. Specs and plans read them, so this imports no torch.
 
-What an MLP makes of gate and up, how a gate chooses experts, and which numbers of a quantised matrix share a scale.
+They describe the activation of an MLP, the choice of a gate, and the numbers of a quantised matrix that share a scale.
 """
 
 import math
@@ -41,7 +41,7 @@ SILU = Activation()
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How a model's gate turns logits into experts and weights.
+    """The router of a model: its gate turns logits into experts and weights.
 
     Mixtral:     softmax, norm_topk=True
     gpt-oss:     the same, has_logit_bias=True
@@ -123,7 +123,7 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class Fp8Block:
-    """How many rows and columns of an FP8 matrix share a scale, the last ones perhaps fewer; None: all of them."""
+    """The rows and columns of an FP8 matrix that share a scale; the last block may be smaller. None: all of them."""
 
     rows: int | None
     columns: int | None
@@ -134,7 +134,7 @@ class Fp8Block:
 
     @property
     def by_channel(self) -> bool:
-        """Whether a scale for each row of a matrix, its output channel, says the same."""
+        """Whether one scale for each row of a matrix, its output channel, would mean the same."""
         return self.columns is None and self.rows in (1, None)
 
     @property

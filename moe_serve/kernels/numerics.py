@@ -1,4 +1,4 @@
-"""Which class of numerics the forward runs in: the one setting that every kernel of the forward takes.
+"""The class of numerics of a forward: the one setting that all its kernels take.
 
 compiled         the C kernels of kernels/cpu/: each result is computed in a fixed order that depends on its own row
                  only, so nothing is cut into tiles and nothing is padded

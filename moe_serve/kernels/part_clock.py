@@ -1,4 +1,4 @@
-"""Which part of a step the rank's main thread is in, and for how long it has been in each.
+"""Measures how long the main thread of a rank is in each part of a step.
 
 Python and C turn the same clock, so a part that is a few kernels in the middle of one C call is timed, too: a turn is
 one look at the host's monotonic clock, and none where the part does not change. Work is charged to the part that the

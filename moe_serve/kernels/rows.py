@@ -1,4 +1,4 @@
-"""What kernels do with rows: norms, rows multiplied, clipped and gated, sorted by expert, and added up at the end.
+"""Operations on rows: norms, products, clipping and gating, sorting by expert, and the sum at the end.
 
 Norms are of root mean squares (arXiv:1910.07467) or of layers (arXiv:1607.06450), each row by itself.
 """

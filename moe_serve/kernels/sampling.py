@@ -1,4 +1,4 @@
-"""Draws one token for each row of logits. What the compiled kernel (kernels/cpu/sampling.py) computes, in torch.
+"""Draws one token for each row of logits, in torch: the same as the compiled kernel (kernels/cpu/sampling.py).
 
 A token is a pure function of its own row: logits, parameters, seed and output index. Gumbel noise is added to the
 logits over the temperature, and the largest sum wins; equal sums go to the lowest id.
@@ -90,7 +90,7 @@ _LOG_ERROR = 1e-9  # far above that of torch.log, far below the usual distance o
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """How the tokens of a batch are chosen.
+    """The parameters by which the tokens of a batch are chosen.
 
     rows:    [num_rows] SAMPLING_ROW
     changes: of each row's logits; may be set anew between two calls; empty: of no row
@@ -327,7 +327,7 @@ def _series(factors: tuple[float, ...], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class WantedLogprobs:
-    """Which log probabilities of each row are wanted.
+    """The log probabilities to compute for each row.
 
     id_starts: [num_rows + 1] int64, row i wants those of ids[id_starts[i] : id_starts[i + 1]], one at least
     ids:       int64, each below the size of the vocabulary; the first of each row is the token whose rank is wanted

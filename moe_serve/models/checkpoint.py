@@ -176,7 +176,7 @@ def _check_no_overlap(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of a sharded or single-file checkpoint; a name that points out of the folder is refused."""
+    """Returns the files of a sharded or single-file checkpoint, and refuses a name that points out of the folder."""
     index = folder / INDEX
     if index.exists():
         names = sorted(_names_in(index))

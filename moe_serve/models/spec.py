@@ -1,4 +1,4 @@
-"""What a model is: one frozen value, read from a Hugging Face `config.json` by `families/`.
+"""The description of a model: one frozen value, read from a Hugging Face `config.json` by `families/`.
 
 One decoder serves all families and takes its form from here: a new family is a file in `families/`.
 
@@ -59,7 +59,7 @@ class GqaSpec:
         return self.window if layer_id in self.windowed_layer_ids else None
 
     def chunk_of(self, layer_id: int) -> int | None:
-        """Returns the size of the chunks that tokens of a layer see the last of; None: they see all."""
+        """Returns the chunk size of a layer whose tokens see their own chunk only; None: they see all keys."""
         return self.chunk if layer_id in self.chunked_layer_ids else None
 
     def num_parameters(self, hidden: int) -> int:
@@ -163,7 +163,7 @@ class RopeSpec:
     divisors: tuple[float, ...] = ()  # of each pair's frequency; empty: none
 
     def in_context(self, max_model_len: int) -> "RopeSpec":
-        """Returns the rotations of a model whose requests have up to so many tokens."""
+        """Returns the rotations for requests of up to max_model_len tokens."""
         if self.long is None:
             return self
         is_long = max_model_len > self.long.original_max_position
@@ -238,7 +238,7 @@ class ModelSpec:
         return self.max_position if long is None else min(long.original_max_position, self.max_position)
 
     def in_context(self, max_model_len: int) -> "ModelSpec":
-        """Returns the spec for requests of so many tokens, on which LongRoPE's rotations depend. No table is longer."""
+        """Returns the spec for requests of up to max_model_len tokens, on which LongRoPE's rotations depend."""
         return replace(self, rope=self.rope.in_context(max_model_len), max_position=max_model_len)
 
     @property

@@ -1,7 +1,7 @@
 """Turns a constraint into a grammar, and a grammar into the tokens that may come next, by llguidance.
 
-What may come next is a pure function of grammar, vocabulary and tokens so far. All limits below count operations, not
-seconds, so that a request fails on every machine or on none.
+The tokens that may come next are a pure function of grammar, vocabulary and tokens so far. All limits below
+count operations, not seconds, so that a request fails on every machine or on none.
 """
 
 import json
@@ -200,7 +200,7 @@ class Matcher:
         return cls(inner, vocabulary, name, limits)
 
     def copy(self, name: str | None = None) -> "Matcher":
-        """Returns another one in the same state, which shares nothing with this one. name: None: the same"""
+        """Returns a copy in the same state, which shares nothing with this one. name: None: the same"""
         return Matcher(self._inner.deep_copy(), self._vocabulary, name or self.name, self._limits)
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -214,13 +214,14 @@ class Matcher:
 
     @property
     def must_end(self) -> bool:
-        """Whether only the end can follow."""
+        """Whether the output is complete and nothing else may follow."""
         return bool(self._inner.is_stopped()) and not self._inner.is_error()
 
     def mask(self) -> NDArray[np.int32]:
         """Returns [ceil(vocab_size / 32)] int32: token i may come next where bit i % 32 of word i // 32 is set.
 
-        End-of-sequence tokens may where the output is complete. Raises RequestError where the grammar is too complex.
+        End-of-sequence tokens may come where the output is complete. Raises RequestError where the grammar is too
+        complex.
         """
         bits = np.empty(-(-self._vocabulary.size // 32), np.int32)
         self._inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)

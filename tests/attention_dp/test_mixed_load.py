@@ -87,7 +87,7 @@ def test_the_first_token_comes_within_the_stated_steps(
         prefilling = {name: r for name, r in left.items() if r.table_row >= 0 and not r.output_ids}
         for name in [name for name in waiting if left[name].table_row >= 0]:
             started[name] = turn
-            _note_admitted(name, prefilling, work)
+            _record_admitted(name, prefilling, work)
         for chunk in scheduler.commit(proposal):
             scheduler.complete(chunk, next_token(chunk.request) if chunk.samples else None)
             name = chunk.request.request_id
@@ -103,7 +103,7 @@ def test_the_first_token_comes_within_the_stated_steps(
         assert num_steps <= -(-work[name] // SMALLEST_HALF), f"{name}: {num_steps} steps for {work[name]} tokens"
 
 
-def _note_admitted(name: str, prefilling: dict[str, Request], work: dict[str, int]) -> None:
+def _record_admitted(name: str, prefilling: dict[str, Request], work: dict[str, int]) -> None:
     """A request is admitted: it may come before longer ones, and those that have fewer tokens left before it."""
     num_left = {other: request.num_known - request.num_computed for other, request in prefilling.items()}
     work[name] = num_left[name]

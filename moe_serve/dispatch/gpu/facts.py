@@ -1,4 +1,4 @@
-"""What decides whether GPU kernels of all ranks can write into each other's memory: looked up on each rank, gathered.
+"""The facts that decide whether GPU kernels can write into the memory of all ranks: looked up on each, gathered.
 
 The rules over these facts are pure functions, here and in choose.py, so that every rank comes to the same answer and a
 test can ask about machines that are not here.

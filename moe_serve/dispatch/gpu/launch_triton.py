@@ -37,7 +37,7 @@ _TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float
 
 @dataclass(frozen=True)
 class Slabs:
-    """What one dispatch brought, on the device, at addresses that never change.
+    """The rows that one dispatch brought, on the device, at addresses that never change.
 
     x:             [V, S, capacity, H] compute dtype, or float8_e4m3fn when FP8 rows stay FP8
     scale:         [V, S, capacity, ceil(H / 128)] float32 with FP8 rows, else None

@@ -1,4 +1,4 @@
-"""How one rank's region of symmetric memory is divided for low-latency dispatch and combine, and how large it is.
+"""The layout and size of a rank's region of symmetric memory for low-latency dispatch and combine.
 
 Every rank has a region of the same shape; peers write into it, its owner reads. One queue serves one handle in flight.
 A queue, in order (offsets in bytes):

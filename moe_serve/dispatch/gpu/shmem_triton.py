@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""What low-latency kernels need of symmetric memory: signal, put and signal, wait. Nothing else knows the transport.
+"""The calls of low-latency kernels on symmetric memory: signal, put and signal, wait. Nothing else knows the transport.
 
 NVSHMEM=True calls NVSHMEM's device functions through torch's Triton bindings. NVSHMEM=False reaches peers by plain
 addresses: virtual ranks on one GPU, GPUs that map each other's memory, and the interpreter on a CPU.
@@ -46,7 +46,7 @@ def signal(peers, me, pe, flag_at, value, NVSHMEM: tl.constexpr):
 
 @triton.jit
 def signal_each(peers, pe, flag_at, value, mask):
-    """As `signal`, for a block of flags at once, each of its own rank. Plain addresses only."""
+    """Sets a block of flags at once, each in the region of its own rank. Plain addresses only."""
     flags = (tl.load(peers + pe, mask=mask, other=0) + flag_at).to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(flags, value, mask=mask, sem="release", scope="sys")
 
@@ -89,7 +89,7 @@ def wait_for(region, flag_at, round, max_spins):
 
 @triton.jit
 def wait_for_each(region, flag_at, round, mask, max_spins):
-    """As wait_for, for a block of flags at once; returns which of them came (False outside mask)."""
+    """Waits for a block of flags at once; returns which of them came (False outside mask)."""
     flags = (region + flag_at).to(tl.pointer_type(tl.int64))
     nothing = tl.zeros_like(flag_at)
     seen = tl.atomic_add(flags, nothing, mask=mask, sem="acquire", scope="sys")

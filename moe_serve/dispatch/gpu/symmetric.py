@@ -74,7 +74,7 @@ def refuse_capture(what: str) -> None:
 
 
 class IpcDriver(Protocol):
-    """What is needed of CUDA's driver, for the device that is current."""
+    """The calls of CUDA's driver that regions need, for the current device."""
 
     def allocate(self, num_bytes: int) -> int:
         """Returns the address of new memory, all zeros, once the device has cleared it."""

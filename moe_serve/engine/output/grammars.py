@@ -1,7 +1,7 @@
 """Compiles the grammars of requests beside a rank's step loop, and keeps the last ones.
 
-What may come next under a grammar is a pure function of grammar and tokens (structured/grammar.py), so a request that
-starts again, here or on another rank, goes on as if nothing had been.
+The tokens that a grammar allows next are a pure function of grammar and tokens (structured/grammar.py), so a request
+that starts again, here or on another rank, goes on as if nothing had been.
 """
 
 import os

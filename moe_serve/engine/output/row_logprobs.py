@@ -1,8 +1,8 @@
 """Computes the log probabilities that requests ask for, from the logits of a step. logprobs.py defines them.
 
 A row's numbers depend on its logits alone (kernels/sampling.py), so batch, rank, chunks and preemption do not change a
-bit of them. Where nobody asks, nothing is computed. Rows of prompts are projected to logits a tile at a time, since a
-chunk of a long prompt has thousands of them.
+bit of them. Nothing is computed unless a request asks. Rows of prompts are projected to logits a tile at a time,
+since a chunk of a long prompt has thousands of them.
 """
 
 from collections.abc import Callable, Sequence

@@ -42,7 +42,7 @@ class Sampler:
         self._keep([], 0)
 
     def __call__(self, logits: Tensor, requests: list[Request]) -> list[int]:
-        """Returns one token id for each row; or NOT_FINITE or NONE_LEFT of kernels/sampling.py, why there is none.
+        """Returns one token id for each row; or the reason why there is none: NOT_FINITE or NONE_LEFT.
 
         logits:   [num_rows, vocab] float32, row i belongs to requests[i]; changed in place as parameters say
         requests: the output so far gives each row its output index

@@ -1,4 +1,4 @@
-"""What the kernels need of a tensor before they take its address. For assertions: a violation is our own mistake."""
+"""Checks of tensors before kernels take their addresses. For assertions: a violation is our own mistake."""
 
 import torch
 from torch import Tensor

@@ -17,7 +17,7 @@ from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.cpu.logprobs import row_logprobs
-from moe_serve.kernels.cpu.operations import EXAMPLE_ROWS, AnyOperation, declared_operations, noted_once
+from moe_serve.kernels.cpu.operations import EXAMPLE_ROWS, AnyOperation, declared_operations, recorded_once
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
@@ -90,15 +90,15 @@ def _attention() -> list[Tensor]:
 def _attended(shape: AttendShape) -> list[Tensor]:
     cache, q = _numbers(96, *shape.row_shape), 4 * _numbers(4, shape.heads, shape.group, shape.width, seed=2)
     rows, sinks = _attend_rows(shape), _numbers(shape.heads * shape.group, seed=3)
-    plain = noted_once(4, lambda do: do.attend_rows(q, cache, shape), rows.address)
-    return [plain, noted_once(4, lambda do: do.attend_rows(q, cache, shape, 3, sinks), rows.address)]
+    plain = recorded_once(4, lambda do: do.attend_rows(q, cache, shape), rows.address)
+    return [plain, recorded_once(4, lambda do: do.attend_rows(q, cache, shape, 3, sinks), rows.address)]
 
 
 def _indexed() -> list[Tensor]:
     shape, indexer = AttendShape(1, 4, 72, 0.2, latent=56), IndexerShape(3, 40, 9)
     index = _numbers(4, 3, 40, seed=3), _numbers(4, 3, seed=4), _numbers(96, 1, 40, seed=5)
     q, cache, rows = 4 * _numbers(4, 1, 4, 72, seed=2), _numbers(96, 1, 72), _attend_rows(shape)
-    return [noted_once(4, lambda do: do.attend_chosen(q, cache, shape, index, indexer), rows.address)]
+    return [recorded_once(4, lambda do: do.attend_chosen(q, cache, shape, index, indexer), rows.address)]
 
 
 def _attend_rows(shape: AttendShape) -> AttendRows:
@@ -118,7 +118,7 @@ def _operations() -> list[Tensor]:
 def _results(declared: AnyOperation, given: tuple[object, ...]) -> list[Tensor]:
     tensors = [argument for argument in given if isinstance(argument, Tensor)]
     before = [tensor.clone() for tensor in tensors]
-    result = noted_once(EXAMPLE_ROWS, lambda do: declared.note(do, *given))
+    result = recorded_once(EXAMPLE_ROWS, lambda do: declared.record(do, *given))
     changed = [now for now, then in zip(tensors, before, strict=True) if not torch.equal(now, then)]
     return [result, *changed] if isinstance(result, Tensor) else changed
 
@@ -136,7 +136,7 @@ def _gate() -> list[Tensor]:
 
 def _gated(spec: RouterSpec) -> list[Tensor]:
     logits, bias, load = 4 * _numbers(ROWS, 24), _numbers(24, seed=2), torch.zeros(24, dtype=torch.int64)
-    return [*noted_once(ROWS, lambda do: do.gate(logits, bias, spec, load)), load]
+    return [*recorded_once(ROWS, lambda do: do.gate(logits, bias, spec, load)), load]
 
 
 def _sampling() -> list[Tensor]:

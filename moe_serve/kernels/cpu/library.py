@@ -35,7 +35,7 @@ class CpuLibrary:
 
     @property
     def form(self) -> str:
-        """How this process computes: by `vectors`, or products with bfloat16 weights by AMX, which has other bits."""
+        """The form in use: `vectors`, or AMX where products with bfloat16 weights run on it, with other bits."""
         return AMX if self.call.uses_tiles() else self.vectors
 
     def use_amx(self, wanted: bool) -> bool:

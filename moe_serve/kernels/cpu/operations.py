@@ -1,8 +1,8 @@
-"""What a decoder does with the rows of a step, each operation declared once.
+"""The operations of a decoder on the rows of a step, each declared once.
 
 A declaration joins the plain function in torch, which says what is computed, with the compiled kernel of kernels/cpu/
 that computes the same. `Operations` does things at once, by the plain functions. A `Recorder` is a tape as well: on it
-the same calls note the kernels, and a step is a run of the tape. A declaration's examples are small inputs, on which
+the same calls record the kernels, and a step is a run of the tape. A declaration's examples are small inputs, on which
 the digest of this machine's bits (digest.py) and the tests run the operation.
 
 To add an operation: write the kernel in a .c file of kernels/cpu/ that all.c lists, the plain function, its declaration
@@ -62,18 +62,18 @@ class Operation(Generic[P, R]):
     """A declared operation, called as a method of Operations.
 
     plain:    does it at once; its signature and docstring are the operation's
-    note:     notes the kernel's calls on a tape, and returns where results will be
+    record:   records the kernel's calls on a tape, and returns where results will be
     examples: small arguments of it
     """
 
     def __init__(
         self,
         plain: Callable[P, R],
-        note: Callable[Concatenate[Tape, P], R],
+        record: Callable[Concatenate[Tape, P], R],
         examples: Callable[[Draw], Sequence[tuple[Any, ...]]],
     ):
         self.plain = plain
-        self.note = note
+        self.record = record
         self.examples = examples
 
     @overload
@@ -85,14 +85,14 @@ class Operation(Generic[P, R]):
     def __get__(self, do: "Operations | None", owner: type) -> "Operation[P, R] | Callable[P, R]":
         if do is None:
             return self
-        return functools.partial(self.note, do) if isinstance(do, Tape) else self.plain
+        return functools.partial(self.record, do) if isinstance(do, Tape) else self.plain
 
 
 def operation(
     plain: Callable[P, R], examples: Callable[[Draw], Sequence[tuple[Any, ...]]]
 ) -> Callable[[Callable[Concatenate[Tape, P], R]], Operation[P, R]]:
-    """Declares an operation; the decorated function is its `note`."""
-    return lambda note: Operation(plain, note, examples)
+    """Declares an operation; the decorated function is its `record`."""
+    return lambda record: Operation(plain, record, examples)
 
 
 AnyOperation = Operation[Any, Any]
@@ -140,7 +140,7 @@ class Operations:
     @operation(_gather, lambda draw: [("rows", RowTable.of(draw(20, _HIDDEN)), torch.arange(EXAMPLE_ROWS))])
     def gather(tape: Tape, name: str, table: RowTable, ids: Tensor) -> Tensor:
         out = tape.buffer(name, table.width)
-        _note_gather(tape, table, ids, ROWS, out)
+        _record_gather(tape, table, ids, ROWS, out)
         return out
 
     @operation(rows.rms_norm, lambda draw: [(draw(EXAMPLE_ROWS, _HIDDEN), draw(_HIDDEN), _EPS)])
@@ -217,7 +217,7 @@ class Operations:
     def absorb(tape: Tape, weight: PackedHeads, q: Tensor, nope: int) -> Tensor:
         _, heads, width = q.shape
         out = tape.buffer("latent_queries", heads, weight.out_features + width - nope)
-        _note_heads(tape, weight, q[..., :nope], out[..., : weight.out_features])
+        _record_heads(tape, weight, q[..., :nope], out[..., : weight.out_features])
         source, rest = q[..., nope:], out[..., weight.out_features :]
         tape.call("copy_heads", source, ROWS, heads, width - nope, *source.stride()[:2], rest, *rest.stride()[:2])
         return out
@@ -225,7 +225,7 @@ class Operations:
     @operation(_expand, lambda draw: [(PackedHeads(draw(3, 6, 11)), draw(EXAMPLE_ROWS, 3, 8)[..., 2:])])
     def expand(tape: Tape, weight: PackedHeads, latents: Tensor) -> Tensor:
         out = tape.buffer("expanded", weight.num_heads, weight.out_features)
-        _note_heads(tape, weight, latents, out)
+        _record_heads(tape, weight, latents, out)
         return out
 
     @operation(
@@ -292,16 +292,16 @@ class Operations:
 
     @operation(_mlp, lambda draw: [])  # the digest has experts of every kind of weight
     def mlp(tape: Tape, weights: AnyMlp, x: Tensor) -> Tensor:
-        return _note_ffn(tape, "mlp", x, ctypes.addressof(tape.num_rows), weights.experts)
+        return _record_ffn(tape, "mlp", x, ctypes.addressof(tape.num_rows), weights.experts)
 
 
 class Recorder(Operations, Tape):
-    """The operations noted on a tape, and those that the compiled kernels alone have. Rows are float32."""
+    """The operations recorded on a tape, and those that the compiled kernels alone have. Rows are float32."""
 
     def project_rows(self, weight: PackedLinear, x: Tensor) -> None:
-        """Notes the projection of the logit rows among x [rows, hidden] to the step's logits."""
+        """Records the projection of the logit rows among x [rows, hidden] to the step's logits."""
         wanted = self.buffer("logit_rows", x.shape[1])
-        _note_gather(self, RowTable.of(x), LOGIT_ROWS, NUM_LOGITS, wanted)
+        _record_gather(self, RowTable.of(x), LOGIT_ROWS, NUM_LOGITS, wanted)
         sizes = wanted, NUM_LOGITS, wanted.stride(0), 0, LOGITS, weight.out_features, 0
         self.call("linear", weight.facts, *sizes, keep=weight)
 
@@ -328,14 +328,9 @@ class Recorder(Operations, Tape):
         return out
 
     def attend_chosen(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        shape: AttendShape,
-        index: tuple[Tensor, Tensor, Tensor],
-        indexer: IndexerShape,
+        self, q: Tensor, cache: Tensor, shape: AttendShape, index: tuple[Tensor, Tensor, Tensor], indexer: IndexerShape
     ) -> Tensor:
-        """As attend_rows, over the keys that an indexer chooses; kernels/indexed_attention.py says how.
+        """Returns what attend_rows returns, over the keys that an indexer chooses (kernels/indexed_attention.py).
 
         index: queries [rows, heads, width], weights of their heads [rows, heads], cached keys [slots, 1, width]
         """
@@ -349,7 +344,7 @@ class Recorder(Operations, Tape):
     def gate(self, logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ids [rows, topk] int64 and weights [rows, topk], best first, and adds every choice to load.
 
-        What topk_gate_reference of kernels/topk_gate.py does. logits: [rows, E];  bias: [E] or None;  load: [E] int64
+        The contract is that of kernels/topk_gate.py. logits: [rows, E];  bias: [E] or None;  load: [E] int64
         """
         ids = self.buffer("topk_ids", spec.topk, dtype=torch.int64)
         weights = self.buffer("topk_weights", spec.topk)
@@ -378,35 +373,35 @@ class Recorder(Operations, Tape):
         self.part = DISPATCH
         self.call("pack_rows", x, x.stride(0), *sizes, packed, counts, index)
         self.part = EXPERTS
-        results = _note_ffn(self, "expert", packed.view(-1, hidden), counts, experts)
+        results = _record_ffn(self, "expert", packed.view(-1, hidden), counts, experts)
         out = self.buffer("expert_sum", hidden)
         self.part = COMBINE
         self.call("weighted_sum", results, hidden, index, ROWS, topk, weights, out)
         return out
 
 
-def noted_once(num_rows: int, note: Callable[[Recorder], R], attend: int = 0) -> R:
-    """Notes operations on `num_rows` rows, runs them, and returns what `note` has returned.
+def recorded_once(num_rows: int, record: Callable[[Recorder], R], attend: int = 0) -> R:
+    """Records operations on `num_rows` rows, runs them, and returns what `record` has returned.
 
     attend: address of the AttendRows
     """
     recorder = Recorder(cpu_library(), num_rows, PartClock())
-    results = note(recorder)
+    results = record(recorder)
     recorder.run(RecordedRun(RowInputs(num_rows, attend=attend), 1, False))
     return results
 
 
-def _note_gather(tape: Tape, table: RowTable, ids: Tensor | Input, num_ids: Input, out: Tensor) -> None:
+def _record_gather(tape: Tape, table: RowTable, ids: Tensor | Input, num_ids: Input, out: Tensor) -> None:
     facts = KINDS.index(table.data.dtype), int(table.is_packed), table.num_rows, table.width
     tape.call("gather_rows", table.data, *facts, ids, num_ids, out)
 
 
-def _note_heads(tape: Tape, weight: PackedHeads, x: Tensor, out: Tensor) -> None:
-    """Notes one projection per head of x [rows, heads, k] to out [rows, heads, n], of any strides."""
+def _record_heads(tape: Tape, weight: PackedHeads, x: Tensor, out: Tensor) -> None:
+    """Records one projection per head of x [rows, heads, k] to out [rows, heads, n], of any strides."""
     tape.call("linear", weight.facts, x, ROWS, *x.stride()[:2], out, *out.stride()[:2], keep=weight)
 
 
-def _note_ffn(tape: Tape, name: str, x: Tensor, counts: Tensor | int, experts: PackedExperts) -> Tensor:
+def _record_ffn(tape: Tape, name: str, x: Tensor, counts: Tensor | int, experts: PackedExperts) -> Tensor:
     per_row = x.shape[0] // max(tape.capacity, 1)
     middle = tape.buffer(name + "_middle", per_row * padded(experts.width))
     out = tape.buffer(name + "_out", per_row * experts.hidden)

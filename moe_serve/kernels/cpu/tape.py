@@ -1,10 +1,10 @@
-"""Kernel calls that are noted once and run many times, as one call into the library.
+"""Kernel calls that are recorded once and run many times, as one call into the library.
 
-A call through ctypes and the tensors around it cost more than a small kernel. Operations are therefore noted once, on
-buffers of as many rows as a step may have; afterwards a step of any number of rows is a run of the tape. Arguments are
-addresses of buffers that stay, and numbers; what changes from run to run is an `Input`, a place among the numbers that
-a run is given. Buffers are shared by layers: what one layer calls "qkv" is read by no one when the next layer writes
-its own.
+A call through ctypes and the tensors around it cost more than a small kernel. Operations are therefore recorded once,
+on buffers of as many rows as a step may have; afterwards a step of any number of rows is a run of the tape. Arguments
+are addresses of buffers that stay, and numbers; what changes from run to run is an `Input`, a place among the numbers
+that a run is given. Buffers are shared by layers: what one layer calls "qkv" is read by no one when the next layer
+writes its own.
 
 A step may need Python in between, such as an exchange between ranks: `call_python` cuts the program there.
 """
@@ -32,7 +32,7 @@ class Input:
 
 
 class RowInputs(NamedTuple):
-    """What changes from step to step: numbers of rows, and addresses.
+    """The arguments that change from step to step: numbers of rows, and addresses.
 
     ids, positions, slots: [num_rows] int64;  attend: AttendRows.address
     logit_rows: [num_logits] int64;  logits: [num_logits, vocab_size] float32
@@ -76,10 +76,10 @@ class Tape:
     def __init__(self, library: CpuLibrary, capacity: int, clock: PartClock, device: torch.device | str = "cpu"):
         """clock: is told which part of the step runs
 
-        device: of the buffers; meta counts them (`buffer_bytes`), and what is noted on them cannot run
+        device: of the buffers; meta counts them (`buffer_bytes`), and what is recorded on them cannot run
         """
         self.capacity = capacity
-        self.part = OTHER  # of what is noted next
+        self.part = OTHER  # of what is recorded next
         self.num_rows = ctypes.c_int64()  # of the step that runs
         self.ids, self.positions, self.slots = (torch.empty(capacity, dtype=torch.int64, device="meta") for _ in "123")
         self._inputs = {id(self.ids): IDS, id(self.positions): POSITIONS, id(self.slots): SLOTS}
@@ -104,17 +104,17 @@ class Tape:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def call(self, kernel: str, *arguments: Tensor | int | Input, keep: object = None) -> None:
-        """Notes a call. A tensor stands for its address, and lives as long as the tape, and so does `keep`."""
+        """Records a call. A tensor stands for its address, and lives as long as the tape, and so does `keep`."""
         self._kept += [keep, *(argument for argument in arguments if isinstance(argument, Tensor))]
         self._programs[-1].add(self.part, kernel, *map(self._word, arguments))
 
     def call_python(self, function: Part) -> None:
-        """Notes a call of Python at this point of every step."""
+        """Records a call of Python at this point of every step."""
         self._between.append(function)
         self._programs.append(Program(self._library, self._clock))
 
     def run(self, step: RecordedRun) -> None:
-        """Runs what was noted. Kernels are left out where the step has no rows; Python takes part in any case."""
+        """Runs what was recorded. Kernels are left out where the step has no rows; Python takes part in any case."""
         num_rows, inputs = step.rows.num_rows, _Inputs(*step.rows)
         assert num_rows <= self.capacity, f"{num_rows} rows, recorded for {self.capacity}"
         self.num_rows.value = num_rows

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""What every Triton kernel must know about where it runs.
+"""The differences between a GPU and Triton's interpreter that kernels must know.
 
 Under TRITON_INTERPRET=1 (set before triton is imported) kernels run on CPU tensors, one program after the other. This
 is for tests only, far too slow to serve with. Three things differ there, and kernels branch on INTERPRET only for them:

@@ -22,7 +22,7 @@ def silu_mul_triton(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> Ten
 
 
 def silu_mul_quantize_triton(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As silu_mul_triton -> (q [.., n] float8_e4m3fn, scale [.., ceil(n / 128)] float32)"""
+    """Returns silu_mul_triton's result quantised: (q [.., n] float8_e4m3fn, scale [.., ceil(n / 128)] float32)"""
     *rows, width = gate_up.shape
     q = torch.empty(*rows, width // 2, dtype=torch.float8_e4m3fn, device=gate_up.device)
     scale = torch.empty(*rows, num_groups(width // 2), dtype=torch.float32, device=gate_up.device)

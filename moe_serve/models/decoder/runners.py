@@ -76,12 +76,7 @@ class TorchStep(Step):
         self._clock.turn(part)
 
     def attend(
-        self,
-        q: Tensor,
-        layer: int,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        chunk: int | None = None,
+        self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None, chunk: int | None = None
     ) -> Tensor:
         assert self.has_rows, "nothing to attend"
         return self._attention(q, self.cache, layer, self._plan(window, chunk), sinks)
@@ -183,12 +178,7 @@ class RecordedStep(Step, Recorder):
         self.part = part
 
     def attend(
-        self,
-        q: Tensor,
-        layer: int,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        chunk: int | None = None,
+        self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None, chunk: int | None = None
     ) -> Tensor:
         return self.attend_rows(q, self.cache.layer(layer), self._shape, window, sinks, chunk)
 
@@ -213,7 +203,7 @@ class RecordedStep(Step, Recorder):
 
 
 class BatchInputs:
-    """Where the kernels find a batch. Batches of one size are often written to the same tensors.
+    """The addresses of a batch for the kernels. Batches of one size are often written to the same tensors.
 
     attend: None where the batch has no rows;  logits: where they go
     """

@@ -1,4 +1,4 @@
-"""What the layers of a decoder see of a step: operations on its rows, its cache, and attention and MoE as they run.
+"""A step as the layers of a decoder see it: operations on its rows, its cache, attention and the MoE layer.
 
 Shape words: T = rows of the step (padded; when recorded, as many as a step may have), H = hidden.
 """
@@ -34,7 +34,7 @@ class SharedExpert:
 
 @dataclass(frozen=True, eq=False)
 class IndexRows:
-    """What an indexer makes of a step's rows.
+    """The queries, keys and weights that an indexer computes for a step's rows.
 
     q: [T, heads, width];  k: [T, width];  weights: [T, heads];  layer: of the cache, that holds its keys
     """
@@ -73,12 +73,7 @@ class Step(Operations, ABC):
 
     @abstractmethod
     def attend(
-        self,
-        q: Tensor,
-        layer: int,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        chunk: int | None = None,
+        self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None, chunk: int | None = None
     ) -> Tensor:
         """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and long chunks.
 
@@ -90,7 +85,7 @@ class Step(Operations, ABC):
 
     @abstractmethod
     def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
-        """As `attend`, of the keys that an indexer chooses for each row; they are already in the cache."""
+        """Returns what `attend` returns, over the cached keys that an indexer chooses for each row."""
 
     @abstractmethod
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.attention import attention_reference
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
-from moe_serve.kernels.cpu.operations import noted_once
+from moe_serve.kernels.cpu.operations import recorded_once
 
 SHAPES = {
     "gqa": AttendShape(2, 4, 64, 0.125),
@@ -64,7 +64,7 @@ class Sequences:
             q[start : start + end - first] = self.queries[seq][first:end]
         rows = AttendRows(self.shape, positions, starts, tables, self.block_size)
         options = self.window, self.sinks, self.chunk
-        attended = noted_once(len(q), lambda do: do.attend_rows(q, self.cache, self.shape, *options), rows.address)
+        attended = recorded_once(len(q), lambda do: do.attend_rows(q, self.cache, self.shape, *options), rows.address)
         return list(attended.split(lengths))
 
     def slots(self, seq: int) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.cpu.operations import noted_once
+from moe_serve.kernels.cpu.operations import recorded_once
 from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.topk_gate import topk_gate_reference
 from tests.tolerance import FLOAT32, relative_error
@@ -38,7 +38,7 @@ def expected(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Ten
 
 def run(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor, Tensor]:
     load = torch.full((logits.shape[1],), 3, dtype=torch.int64)
-    ids, weights = noted_once(len(logits), lambda do: do.gate(logits, bias, spec, load))
+    ids, weights = recorded_once(len(logits), lambda do: do.gate(logits, bias, spec, load))
     return ids, weights, load - 3
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_serve.kernels import indexed_attention as plain
 from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
-from moe_serve.kernels.cpu.operations import noted_once
+from moe_serve.kernels.cpu.operations import recorded_once
 from moe_serve.kernels.indexed_attention import IndexerShape
 from tests.tolerance import FLOAT32, relative_error
 
@@ -48,7 +48,7 @@ def run(name: str, made: dict[str, Tensor]) -> Tensor:
     attention, indexer = SHAPES[name]
     rows = AttendRows(attention, made["positions"], made["starts"], made["tables"], BLOCK)
     index = made["index_q"], made["weights"], made["index_cache"]
-    return noted_once(
+    return recorded_once(
         len(made["q"]), lambda do: do.attend_chosen(made["q"], made["cache"], attention, index, indexer), rows.address
     )
 
@@ -120,7 +120,7 @@ def test_index_keys_are_rotated_and_cached_as_by_torch(heads, width, rotated, li
         wanted, wanted_cache = q.clone(), cache.clone()
         plain.index_write(wanted, k.clone(), turns, slots, wanted_cache)
         inputs = q, k, turns, slots, cache
-        noted_once(num_rows, lambda do, inputs=inputs: do.index_write(*inputs))
+        recorded_once(num_rows, lambda do, inputs=inputs: do.index_write(*inputs))
         wanted_cache[-1] = 0  # torch writes padding there
         assert relative_error(q, wanted) < FLOAT32
         assert relative_error(cache, wanted_cache) < FLOAT32

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.cpu.linear import RowTable
-from moe_serve.kernels.cpu.operations import EXAMPLE_ROWS, AnyOperation, declared_operations, noted_once
+from moe_serve.kernels.cpu.operations import EXAMPLE_ROWS, AnyOperation, declared_operations, recorded_once
 from tests.tolerance import FLOAT32, relative_error
 
 DECLARED = dict(declared_operations())
@@ -32,7 +32,7 @@ def test_every_operation_but_the_mlp_whose_kernel_is_that_of_experts_has_example
 def test_the_kernel_computes_what_the_plain_function_does(name, library):
     declared = DECLARED[name]
     for mine, theirs in zip(examples(declared), examples(declared), strict=True):
-        got = noted_once(EXAMPLE_ROWS, lambda do, mine=mine: declared.note(do, *mine))
+        got = recorded_once(EXAMPLE_ROWS, lambda do, mine=mine: declared.record(do, *mine))
         wanted = declared.plain(*(each.data if isinstance(each, RowTable) else each for each in theirs))
         arguments = [pair for at, pair in enumerate(zip(mine, theirs, strict=True)) if at != USED_UP.get(name)]
         pairs = [(got, wanted), *arguments]

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_serve.kernels import rope
 from moe_serve.kernels import rows as plain
 from moe_serve.kernels.cpu import rows
-from moe_serve.kernels.cpu.operations import noted_once
+from moe_serve.kernels.cpu.operations import recorded_once
 from moe_serve.kernels.rows import rms_norm_reference, weighted_sum_reference
 from tests.tolerance import FLOAT32, relative_error
 
@@ -25,7 +25,7 @@ def strided(num_rows: int, width: int) -> Tensor:
 def noted(name: str, *arguments: object) -> Tensor:
     """Runs a declared operation by its kernel, on all rows of its first argument that is a tensor."""
     num_rows = next(len(argument) for argument in arguments if isinstance(argument, Tensor))
-    return noted_once(num_rows, lambda do: getattr(do, name)(*arguments))
+    return recorded_once(num_rows, lambda do: getattr(do, name)(*arguments))
 
 
 def turns_of(num_rows: int, width: int) -> Tensor:
