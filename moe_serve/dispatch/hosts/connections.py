@@ -122,7 +122,9 @@ class Connections:
             return peer.why
         if self._library.link_generation(self._link, rank):
             return os.strerror(self._library.link_error(self._link, rank))
-        return "no answer so far" if peer.dials else f"it has not connected to {_text(self._own)}"
+        if peer.dials:
+            return f"no answer from {_text(peer.address)} so far"
+        return f"it has not connected to {_text(self._own)}"
 
     def not_joined(self, rank: int, deadline_s: float) -> PeerError:
         """Returns the error for a rank that has not come in time."""
@@ -330,6 +332,8 @@ def _probe(connected: socket.socket, until_s: float) -> None:
         _receive(connected, len(_PROBE), until_s)
     except TimeoutError:
         raise OSError(_LARGE_LOST) from None
+    except OSError as error:
+        raise OSError(f"{error.strerror or error}, as where {_LARGE_LOST}") from None
 
 
 def _receive(connected: socket.socket, size: int, until_s: float) -> bytes:

@@ -16,6 +16,7 @@ class Relay:
 
     swallows: directions whose bytes vanish without a sign, "out" (to the target) or "back"
     delay_s:  of every piece;  most_bytes: after so many to the target, in all, connections are closed; None: never
+    largest:  of a longer piece only so much comes, and nothing after it, as where large packets are lost; None: all
     stalls:   whether nothing is read, so that senders' buffers fill
     refuses:  whether new connections are closed at once;  num_taken: connections so far;  carried: bytes to the target
     """
@@ -25,6 +26,7 @@ class Relay:
     swallows: set[str] = field(default_factory=set)
     delay_s: float = 0.0
     most_bytes: int | None = None
+    largest: int | None = None
     stalls: bool = False
     refuses: bool = False
     num_taken: int = 0
@@ -60,6 +62,7 @@ class Relay:
             threading.Thread(target=self._carry, args=(near, far), daemon=True).start()
 
     def _carry(self, near: socket.socket, far: socket.socket) -> None:
+        lost: list[socket.socket] = []  # nothing more comes from there
         with near, far, contextlib.suppress(OSError):
             while not self._ends:
                 if self.stalls:
@@ -74,8 +77,10 @@ class Relay:
                         if self.most_bytes is not None and self.carried > self.most_bytes:
                             far.sendall(data[: max(len(data) - (self.carried - self.most_bytes), 0)])
                             return
-                    if ("out" if one is near else "back") not in self.swallows:
-                        (far if one is near else near).sendall(data)
+                    if ("out" if one is near else "back") not in self.swallows and one not in lost:
+                        (far if one is near else near).sendall(data[: self.largest])
+                    if self.largest is not None and len(data) > self.largest:
+                        lost.append(one)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,127 @@
+"""Networks that connect no hosts, or not well enough: one message on every host within the deadline of the start."""
+
+import contextlib
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+
+from moe_serve.dispatch.hosts import connections
+from moe_serve.dispatch.hosts.connections import listen
+from moe_serve.dispatch.hosts.link import HostLink, Hosts
+from moe_serve.errors import PeerError
+from tests.dispatch.hosts.relay import relay
+from tests.dispatch.hosts.test_link import KEY, join
+from tests.launcher.hosts import Host, can_make_hosts, cut_one_way, make_hosts
+
+
+@pytest.fixture
+def fast_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_HANDSHAKE_S", 0.5)
+
+
+@pytest.mark.usefixtures("fast_handshakes")
+def test_a_host_that_never_answers_is_told_from_one_where_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as fillers:
+        for _ in range(2):  # further ones are dropped without a sign, as by a firewall
+            filler = fillers.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        link = HostLink(1, Hosts.of([0, 1]), KEY, listen("127.0.0.1"), 10.0)
+        port = full.getsockname()[1]
+        with pytest.raises(PeerError, match=rf"no answer from 127.0.0.1 port {port} within 0.5 s: a firewall"):
+            link.connect({0: full.getsockname()}, 1.5)
+        link.close()
+
+
+@pytest.mark.usefixtures("fast_handshakes")
+def test_another_program_that_listens_there_is_told_from_a_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        link = HostLink(1, Hosts.of([0, 1]), KEY, listen("127.0.0.1"), 10.0)
+        with pytest.raises(PeerError, match="takes connections and says nothing: another program"):
+            link.connect({0: other.getsockname()}, 1.2)
+        link.close()
+
+
+@pytest.mark.usefixtures("fast_handshakes")
+def test_a_path_that_loses_large_packets_is_found_at_the_start_by_both_ends() -> None:
+    listeners = [listen("127.0.0.1") for _ in range(2)]
+    with relay(listeners[0].getsockname()[:2]) as between:
+        between.largest = 100
+        links = [HostLink(rank, Hosts.of([0, 1]), KEY, listeners[rank], 10.0) for rank in range(2)]
+        errors = join(links, [between.address, listeners[1].getsockname()[:2]], 1.5)
+        for link in links:
+            link.close()
+    assert all("large ones do not: some MTU on the way is too small" in str(error) for error in errors), errors
+
+
+@contextlib.contextmanager
+def links_of(hosts: list[Host]) -> Iterator[list[HostLink]]:
+    """Yields a link on each host, in this process; sockets are made in the network of the thread that connects."""
+    links = []
+    for rank, host in enumerate(hosts):
+        with host.network():
+            links.append(HostLink(rank, Hosts.of(range(len(hosts))), KEY, listen(host.address), 10.0))
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.close()
+
+
+def errors_of(hosts: list[Host], links: list[HostLink], deadline_s: float) -> list[str]:
+    """Returns what each link says when all connect at once; "": nothing."""
+    errors = [""] * len(links)
+    addresses = {rank: link.addresses[rank] for rank, link in enumerate(links)}
+
+    def connect(rank: int) -> None:
+        with hosts[rank].network():
+            try:
+                links[rank].connect(addresses, deadline_s)
+            except PeerError as error:
+                errors[rank] = str(error)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(len(links))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+@pytest.mark.parametrize("direction", ["in", "out"])
+@pytest.mark.usefixtures("fast_handshakes")
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns")
+def test_a_firewall_that_drops_silently_is_named_on_both_hosts(direction: Literal["in", "out"]) -> None:
+    with make_hosts(2) as hosts, links_of(hosts) as links:
+        cut_one_way(hosts[0], direction)
+        first, second = errors_of(hosts, links, 3.0)
+    assert (
+        f"rank 0 has no connection with rank 1 on another host after 3 s (it has not connected to {hosts[0].address}"
+        in first
+    )
+    assert f"(no answer from {hosts[0].address} port " in second
+    assert "a firewall drops it, or no such host" in second
+
+
+@pytest.mark.usefixtures("fast_handshakes")
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns")
+def test_an_mtu_on_the_way_that_is_too_small_is_named_on_both_hosts() -> None:
+    with make_hosts(2) as hosts, links_of(hosts) as links:
+        for host in hosts:  # a switch forwards packets that are not cut into pieces yet, whatever their size
+            subprocess.run(["ip", "-n", host.name, "link", "set", "eth0", "gso_max_segs", "1"], check=True)
+        subprocess.run(["ip", "-n", hosts[0].switch, "link", "set", hosts[1].name, "mtu", "1000"], check=True)
+        errors = errors_of(hosts, links, 3.0)
+    assert all("small packets pass and large ones do not" in error for error in errors), errors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns")
+def test_hosts_of_a_good_network_connect() -> None:
+    with make_hosts(3) as hosts, links_of(hosts) as links:
+        assert errors_of(hosts, links, 10.0) == ["", "", ""]
