@@ -1,6 +1,6 @@
 """The front end while ranks send many tokens, or more than it can pass on: /health, what clients get, and memory.
 
-    python -m benchmarks.token_flood [--rate 77000] [--streams 256] [--seconds 20] [--door chat] [--note TEXT]
+    python -m benchmarks.token_flood [--rate 77000] [--streams 256] [--seconds 20] [--route chat] [--note TEXT]
 
 The real front end, and in the ranks' place one process (tests/server/fake_worker.py) that makes tokens at this rate.
 One more process reads the streams, of /generate, /v1/completions or /v1/chat/completions. All share the machine's
@@ -43,7 +43,7 @@ _TOKEN, _TEXT = 7, b"&"  # of each token; stands nowhere else in an answer
 _NUM_TOKENS = 1_000_000
 _PARAMS = {"max_new_tokens": _NUM_TOKENS, "ignore_eos": True}
 _OPENAI = {"max_tokens": _NUM_TOKENS, "ignore_eos": True, "stream": True}
-DOORS: dict[str, tuple[str, dict[str, Any]]] = {  # path and body
+ROUTES: dict[str, tuple[str, dict[str, Any]]] = {  # path and body
     "generate": (
         "/generate",
         {"input_ids": [7], "stream": True, "stream_options": {"incremental": True}, "sampling_params": _PARAMS},
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=FLOOD, help="tokens per second of all ranks")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--door", choices=list(DOORS), default="generate", help="route of the streams")
+    parser.add_argument("--route", choices=list(ROUTES), default="generate", help="route of the streams")
     parser.add_argument("--note", default="", help="what else to say of the machine")
     args = parser.parse_args()
     facts = conditions("uvicorn", "h11", "pyzmq")
@@ -69,7 +69,7 @@ def main() -> None:
         before, began_cpu_s, began_s = Resources.of(pid), cpu_s(pid), time.monotonic()
         receiver, sender = multiprocessing.Pipe(duplex=False)
         reader = multiprocessing.Process(
-            target=read_streams, args=(port, args.door, args.streams, args.seconds, sender)
+            target=read_streams, args=(port, args.route, args.streams, args.seconds, sender)
         )
         reader.start()
         busy = health(port, args.seconds)
@@ -87,12 +87,12 @@ def main() -> None:
         {"what": "cores of the front end", "value": f"{cores:.2f}"},
     ]
     notes = (
-        f"{args.streams} incremental streams of {DOORS[args.door][0]} over {NUM_RANKS} ranks without a model, "
+        f"{args.streams} incremental streams of {ROUTES[args.route][0]} over {NUM_RANKS} ranks without a model, "
         f"{took_s:.0f} s at {args.rate:.0f} tokens/s asked for; {len(busy)} questions for /health, one after the "
         f"other, every {1e3 * _PERIOD_S:.0f} ms. Load average at the end: {os.getloadavg()[0]:.2f}. {args.note}"
     )
-    of_door = "" if args.door == "generate" else f"_{args.door}"
-    name = f"token_flood{of_door}" if args.rate == FLOOD else f"token_flood{of_door}_{args.rate:.0f}"
+    of_route = "" if args.route == "generate" else f"_{args.route}"
+    name = f"token_flood{of_route}" if args.rate == FLOOD else f"token_flood{of_route}_{args.rate:.0f}"
     print(save(name, f"{args.rate:.0f} tokens per second through one front end", rows, facts, notes, per_cpu=True))
 
 
@@ -186,9 +186,9 @@ def _flood(worker_port: int, rate: float, stop: Event, answer: Connection) -> No
     asyncio.run(run())
 
 
-def read_streams(port: int, door: str, num_streams: int, seconds: float, answer: Connection) -> None:
+def read_streams(port: int, route: str, num_streams: int, seconds: float, answer: Connection) -> None:
     """Reads streams for so long, then leaves; answers with the number of tokens that came."""
-    path, fields = DOORS[door]
+    path, fields = ROUTES[route]
     epoll, streams, num_tokens = select.epoll(), {}, 0
     until_s = time.monotonic() + seconds
     for _ in range(num_streams):

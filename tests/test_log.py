@@ -68,7 +68,7 @@ def test_a_flood_is_one_line_for_each_source_with_a_count(
     for _ in range(5000):
         warnings.warn("a", "bad bytes from %s", "a")
     for number in range(5000):
-        warnings.warn(f"stranger {number}", "bad bytes")
+        warnings.warn(f"peer {number}", "bad bytes")
     assert len(caplog.records) <= 1 + 256 + 1
     later_s = time.monotonic() + 1001
     monkeypatch.setattr("time.monotonic", lambda: later_s)

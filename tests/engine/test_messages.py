@@ -1,4 +1,4 @@
-"""Decoders: whatever a stranger sends, the answer is one kind of error."""
+"""Decoders: whatever an unauthenticated peer sends, the answer is one kind of error."""
 
 import random
 

@@ -267,16 +267,16 @@ def test_a_connection_that_is_cut_is_made_again_and_the_host_is_the_same(port: i
         assert found[0] == Start(Launch(7, "h", 1))
 
 
-def test_strangers_at_the_meeting_place_keep_nobody_out(port: int) -> None:
+def test_unauthenticated_peers_at_the_rendezvous_keep_nobody_out(port: int) -> None:
     first = Launcher(0, port, "launcher.nnodes=3")
     time.sleep(0.2)
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
-    for each in strangers[::2]:
+    peers = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+    for each in peers[::2]:
         with contextlib.suppress(OSError):
             each.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
     second = Launcher(1, port, "launcher.nnodes=3")
     time.sleep(0.5)
-    for each in strangers:
+    for each in peers:
         each.close()
     deadline_s = time.monotonic() + 10
     while not any("1 (" in line and "is here" in line for line in first.display.notes):

@@ -302,10 +302,10 @@ class RankTable:
         self._add_unattached(message)
         gone: list[RankView] = []
         back: list[RankView] = []
-        speaker = self._ranks[message.rank]
-        if speaker.times_masked < message.times_masked:
-            gone.append(speaker)
-            back.append(speaker)
+        reporter = self._ranks[message.rank]
+        if reporter.times_masked < message.times_masked:
+            gone.append(reporter)
+            back.append(reporter)
         if message.group_epoch > self.group_epoch:
             self.group_epoch = message.group_epoch
             for view in self:

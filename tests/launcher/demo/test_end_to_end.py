@@ -342,7 +342,7 @@ def test_generate_prints_the_text_of_the_server_and_ends(client):
     assert result.stdout == f"def __init__(self{text}\n"
 
 
-def test_no_port_but_that_of_http_takes_a_stranger(system, client):
+def test_no_port_but_that_of_http_takes_an_unauthenticated_peer(system, client):
     ports = {address for pid in system.descendants() for address in listening(pid)}
     assert {host for host, _ in ports} == {"127.0.0.1"}
     assert [port for host, port in ports if takes_connections((host, port))] == [client.base_url.port]

@@ -45,13 +45,13 @@ def test_a_pair_is_measured(listener: Listener) -> None:
     assert abs(pair.clock_s) < 5
 
 
-def test_strangers_get_no_answer_and_ranks_still_do(listener: Listener) -> None:
+def test_unauthenticated_peers_get_no_answer_and_ranks_still_do(listener: Listener) -> None:
     for data in (b"", b"p", b"fedcba9876543210ppp", bytes(100_000)):
-        stranger = socket.create_connection(("127.0.0.1", listener.port), timeout=10)
-        with stranger, contextlib.suppress(OSError):  # it may be closed with bytes unread
-            stranger.sendall(data)
-            stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(1) == b""
+        peer = socket.create_connection(("127.0.0.1", listener.port), timeout=10)
+        with peer, contextlib.suppress(OSError):  # it may be closed with bytes unread
+            peer.sendall(data)
+            peer.shutdown(socket.SHUT_WR)
+            assert peer.recv(1) == b""
     assert measure(0, Door(1, "127.0.0.1", listener.port), SECRET).error == ""
 
 

@@ -122,7 +122,7 @@ async def test_a_draining_server_tells_clients_in_a_batch_that_this_was_their_la
 
 
 @in_event_loop
-async def test_a_client_whose_request_waits_for_the_next_batch_does_not_yield_to_a_newcomer(monkeypatch):
+async def test_a_client_whose_request_waits_for_the_next_batch_does_not_yield_to_a_new_one(monkeypatch):
     monkeypatch.setattr(connection_module, "_PERIOD_S", 60.0)
     async with full() as (served, _):
         client = await refused(served)
@@ -134,7 +134,7 @@ async def test_a_client_whose_request_waits_for_the_next_batch_does_not_yield_to
 
 
 @in_event_loop
-async def test_newcomers_come_in_batches_while_calls_are_refused(monkeypatch):
+async def test_new_connections_come_in_batches_while_calls_are_refused(monkeypatch):
     async with full() as (served, _):
         await (await refused(served)).close()
         await until(lambda: len(served.server.table) == 2)
@@ -151,7 +151,7 @@ async def test_newcomers_come_in_batches_while_calls_are_refused(monkeypatch):
 
 
 @in_event_loop
-async def test_newcomers_wait_for_a_batch_only_while_calls_are_refused(monkeypatch):
+async def test_new_connections_wait_for_a_batch_only_while_calls_are_refused(monkeypatch):
     batches = BatchReader()
     monkeypatch.setattr(connection_module, "_PERIOD_S", 60.0)
     await batches.next_one()

@@ -92,7 +92,7 @@ async def test_a_body_that_does_not_arrive_gets_a_408():
 
 
 @in_event_loop
-async def test_a_newcomer_takes_the_place_of_the_oldest_silent_connection():
+async def test_a_new_connection_takes_the_place_of_the_oldest_silent_connection():
     async with serving(1, "server.max_connections=8", "server.max_connections_per_client=8") as served:
         silent = [await RawClient.connect(served) for _ in range(30)]
         client = await RawClient.connect(served)
@@ -103,7 +103,7 @@ async def test_a_newcomer_takes_the_place_of_the_oldest_silent_connection():
 
 
 @in_event_loop
-async def test_busy_connections_keep_their_places_and_a_newcomer_gets_a_503():
+async def test_busy_connections_keep_their_places_and_a_new_one_gets_a_503():
     async with serving(1, "server.max_connections=4", "server.max_connections_per_client=3") as served:
         served.workers[0].go.clear()
         busy = [await RawClient.connect(served) for _ in range(3)]
@@ -119,7 +119,7 @@ async def test_busy_connections_keep_their_places_and_a_newcomer_gets_a_503():
         assert served.server.table.num_refused == 1
 
 
-def test_newcomers_do_not_make_the_server_look_at_all_busy_connections_each_time():
+def test_new_connections_do_not_make_the_server_look_at_all_busy_connections_each_time():
     looked = 0
 
     class Busy:

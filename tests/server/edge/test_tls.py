@@ -37,7 +37,7 @@ async def test_https_is_served_and_garbage_on_its_port_ends():
 
 
 @in_event_loop
-async def test_silent_handshakes_count_as_connections_and_yield_to_newcomers():
+async def test_silent_handshakes_count_as_connections_and_yield_to_new_ones():
     async with serving(1, *TLS, "server.max_connections=5", "server.max_connections_per_client=5") as served:
         silent = [await RawClient.connect(served) for _ in range(20)]
         client = await RawClient.connect(served, ssl=client_context())

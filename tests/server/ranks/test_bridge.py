@@ -216,10 +216,10 @@ async def test_missing_tokens_are_asked_for_again_and_leave_no_hole():
 async def test_garbage_of_whoever_knows_the_token_is_dropped():
     async with serving() as served:
         sockets = LinkSockets(served.bridge.link)
-        stranger = sockets.connected(zmq.DEALER, served.bridge.link.front_end)
+        peer = sockets.connected(zmq.DEALER, served.bridge.link.front_end)
         for data in (b"", b"\x80\x04K\x01.", b"\xff" * 1000, encode(Fatal(0, 0, "I am not rank 0", 0))):
-            stranger.send(data)
-        stranger.send_multipart([b"a", b"b", b"c"])
+            peer.send(data)
+        peer.send_multipart([b"a", b"b", b"c"])
         await asyncio.sleep(0.1)
         assert (await served.generate(text="a", sampling_params=LONG)).status_code == 200
         assert served.bridge.problem() is None

@@ -99,7 +99,7 @@ async def test_a_full_queue_refuses_before_the_body_is_sent():
         assert served.bridge.book.counters["num_refused"] == 2
 
 
-def test_a_full_queue_tells_strangers_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_full_queue_tells_unauthenticated_peers_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(API_KEY_VARIABLE, "the-key-of-a-client")
 
     @in_event_loop
