@@ -22,9 +22,8 @@ from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts
-from moe_serve.eplb.replay.replay import replay
+from moe_serve.eplb.replay.replay import Scorer, replay
 from moe_serve.eplb.replay.run import make_run
-from moe_serve.eplb.replay.score import Scorer
 from moe_serve.eplb.replay.settings import ReplaySettings, starting_placement
 from moe_serve.eplb.replay.synthetic import FAMILIES, SyntheticLoad, synthetic_trace
 

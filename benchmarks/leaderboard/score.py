@@ -17,7 +17,7 @@ from benchmarks.leaderboard.entries import Entry
 from benchmarks.leaderboard.instances import Instance
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement, count_moves
-from moe_serve.eplb.replay.score import Scorer
+from moe_serve.eplb.replay.replay import Scorer
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 

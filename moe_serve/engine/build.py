@@ -41,8 +41,7 @@ from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
-from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
-from moe_serve.eplb.files.trace_jsonl import TraceMeta
+from moe_serve.eplb.files.trace_jsonl import RollingTrace, TraceMeta, begin_trace
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 from moe_serve.models.decoder.moe_decoder import build_decoder, kv_layouts

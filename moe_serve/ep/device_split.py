@@ -1,4 +1,4 @@
-"""The split of batches on accelerators: eplb/split/in_turn.py and assign.py in torch, with the same integers, and the
+"""The split of batches on accelerators: eplb/split/policy.py and make.py in torch, with the same integers, and the
 exact split by one small kernel. Nothing is read back to the host.
 
 The kernel bounds its work, so its split may differ from eplb/split/exact.py; the largest rank load is the same wherever
@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 
 from moe_serve.dispatch.layout import count_slots
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.split.in_turn import turn_tables
 from moe_serve.eplb.split.layer import LayerSlots, ReplicaGraph
 from moe_serve.eplb.split.make import layers_of
+from moe_serve.eplb.split.policy import turn_tables
 from moe_serve.kernels.exact_split import SplitTable, exact_split_reference
 from moe_serve.topology import Topology
 

@@ -15,9 +15,9 @@ from moe_serve.engine.protocol.messages import SetPlacement
 from moe_serve.eplb import read_trace
 from moe_serve.eplb.files.trace_jsonl import read_events, read_jsonl
 from moe_serve.eplb.rebalance.events import Event, RoundActivated
+from moe_serve.eplb.replay.replay import StepSplitter
 from moe_serve.eplb.replay.report import NUM_SHOWN
 from moe_serve.eplb.replay.run import LiveRun
-from moe_serve.eplb.replay.score import StepSplitter
 from moe_serve.eplb.replay.settings import EvenSteps
 from moe_serve.launcher.cli.replay import server_replay
 from moe_serve.topology import Topology

@@ -10,8 +10,14 @@ import pytest
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.model.load_windows import TraceWriter
 from moe_serve.eplb import read_trace
-from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
-from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, read_events, recorded_latency
+from moe_serve.eplb.files.trace_jsonl import (
+    JsonlWriter,
+    RollingTrace,
+    TraceMeta,
+    begin_trace,
+    read_events,
+    recorded_latency,
+)
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError

@@ -13,7 +13,7 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.ep.replica_map import LayerReplicas
 from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, read_events, read_jsonl
 from moe_serve.eplb.load import LoadRecord
-from moe_serve.eplb.replay.score import StepSplitter
+from moe_serve.eplb.replay.replay import StepSplitter
 from moe_serve.eplb.replay.settings import SPLIT_CHANGED, EvenSteps
 from moe_serve.eplb.split.make import assign_tokens, layers_of
 from moe_serve.topology import Topology

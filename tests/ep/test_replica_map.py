@@ -14,7 +14,7 @@ from moe_serve.ep.device_split import DeviceSplit
 from moe_serve.ep.replica_map import HostSplit, ReplicaMap
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.replay.score import StepSplitter
+from moe_serve.eplb.replay.replay import StepSplitter
 from moe_serve.eplb.split.layer import LayerSlots
 from moe_serve.eplb.split.make import assign_tokens, layers_of, split_batch
 from moe_serve.errors import PlacementError

@@ -12,8 +12,8 @@ from moe_serve.eplb import relabel
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement, count_moves
-from moe_serve.eplb.policies.locality import off_node_share
 from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.objectives import off_node_share
 from moe_serve.eplb.policies.packing import (
     duplicate_slots,
     list_replicas,

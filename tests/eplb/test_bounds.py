@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from moe_serve.eplb.policies.bounds import balancedness_bound, counting_bound, lightest_top
 from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.packing import balancedness_bound, counting_bound, lightest_top
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.topology import Topology
 from tests.eplb.brute_force import best_top

@@ -3,8 +3,8 @@
 import numpy as np
 
 from moe_serve.eplb.load import balancedness, rank_load
-from moe_serve.eplb.policies.locality import tokens_by_node
 from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.objectives import tokens_by_node
 from moe_serve.eplb.policies.packing import replicas_in
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.policies.problem import problem_of

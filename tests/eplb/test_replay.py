@@ -18,9 +18,8 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.policy import Plan, PlanRequest, PlanRules
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import arrivals
-from moe_serve.eplb.replay.replay import redundancy_curve, replay
+from moe_serve.eplb.replay.replay import Scorer, redundancy_curve, replay
 from moe_serve.eplb.replay.result import CEILING, FLOOR, ReplayReport
-from moe_serve.eplb.replay.score import Scorer
 from moe_serve.eplb.replay.settings import SPLIT_CHANGED, EvenSteps, ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError, PlacementError, TraceError

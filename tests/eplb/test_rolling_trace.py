@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from moe_serve.eplb import read_trace
-from moe_serve.eplb.files.rolling_trace import RollingTrace, begin_trace
-from moe_serve.eplb.files.trace_jsonl import TraceMeta, end_of_trace, older_part_of, read_events
+from moe_serve.eplb.files.trace_jsonl import (
+    RollingTrace,
+    TraceMeta,
+    begin_trace,
+    end_of_trace,
+    older_part_of,
+    read_events,
+)
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError

@@ -9,9 +9,9 @@ from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planning.worker import Ask, MessageReader, pieces
+from moe_serve.eplb.policies.incremental import best_edit, state_of
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
-from moe_serve.eplb.policies.series import best_edit, state_of
 from moe_serve.eplb.replay.plan_trace import TracePlanSettings, plan_from_trace
 from moe_serve.eplb.replay.replay import replay
 from moe_serve.eplb.replay.settings import ReplaySettings

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.shares import even_out_shares
+from moe_serve.eplb.policies.problem import even_out_shares
 from moe_serve.eplb.rebalance.events import PlanReady, RequestPlan, WindowClosed
 from moe_serve.eplb.rebalance.rebalancer import Rebalancer
 from moe_serve.eplb.rebalance.settings import RebalanceSettings

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from moe_serve.eplb.load import rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.objectives import MOST_RISE
 from moe_serve.eplb.policies.policy import PlanRequest
-from moe_serve.eplb.policies.spread import MOST_RISE
 from moe_serve.eplb.repair import with_second_slots
 from moe_serve.topology import Topology
 

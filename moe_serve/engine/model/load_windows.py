@@ -12,7 +12,7 @@ from typing import Any
 from moe_serve.dispatch.membership import Membership
 from moe_serve.engine.step.plan import StepPlan
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.eplb.files.rolling_trace import RollingTrace
+from moe_serve.eplb.files.trace_jsonl import RollingTrace
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError

@@ -15,7 +15,14 @@ from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.edits import Bools
 from moe_serve.eplb.policies.hierarchy import is_over_budget, num_homeless, plan_by_node, read_homes
-from moe_serve.eplb.policies.locality import improve_locality, off_node_share, price_of_locality
+from moe_serve.eplb.policies.objectives import (
+    improve_locality,
+    off_node_share,
+    price_of_locality,
+    sample_batches,
+    split_balance,
+    spread_over_nodes,
+)
 from moe_serve.eplb.policies.packing import (
     duplicate_slots,
     list_replicas,
@@ -25,9 +32,16 @@ from moe_serve.eplb.policies.packing import (
     replica_load,
 )
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.policies.problem import Floats, Ids, Problem, finish, holds, problem_of, unkept_limits
-from moe_serve.eplb.policies.shares import even_out_shares
-from moe_serve.eplb.policies.spread import spread_over_nodes
+from moe_serve.eplb.policies.problem import (
+    Floats,
+    Ids,
+    Problem,
+    even_out_shares,
+    finish,
+    holds,
+    problem_of,
+    unkept_limits,
+)
 from moe_serve.eplb.relabel import Relabel, cheapest_parts
 
 Ints = NDArray[np.int64]
@@ -150,8 +164,6 @@ def _is_legal(problem: Problem, table: Ids) -> Bools:
 def _is_better(problem: Problem, new: Ids, old: Ids, for_split: bool) -> Bools:
     """Returns whether a table is better than another by the objective, and by more than rounding, [L]."""
     if for_split and problem.request.planned_split == "exact" and problem.fixed is None:
-        from moe_serve.eplb.policies.split_aware import sample_batches, split_balance
-
         batches = sample_batches(problem.weight, problem.num_ranks, problem.request.seed)
         return np.asarray(split_balance(problem, new, batches) > split_balance(problem, old, batches) * (1 + ROUNDING))
     top, old_top = (_heaviest(problem, table) for table in (new, old))

@@ -82,11 +82,11 @@ def make_policy(name: str, **options: Any) -> PlacementPolicy:
 
                 return IncrementalPolicy(**options)
             case "series":
-                from moe_serve.eplb.policies.series import SeriesPolicy
+                from moe_serve.eplb.policies.incremental import SeriesPolicy
 
                 return SeriesPolicy(**options)
             case "milp":
-                from moe_serve.eplb.policies.exact import MilpPolicy
+                from moe_serve.eplb.policies.baselines import MilpPolicy
 
                 return MilpPolicy(**options)
             case "static":

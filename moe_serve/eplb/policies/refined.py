@@ -7,14 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.policies.anew import finish_anew, first_packing
-from moe_serve.eplb.policies.bounds import balancedness_bound, lightest_top
 from moe_serve.eplb.policies.edits import EditState
 from moe_serve.eplb.policies.hierarchy import has_single_homes, plan_by_node, read_homes
 from moe_serve.eplb.policies.legal import HomeRule, Ints
-from moe_serve.eplb.policies.locality import improve_locality
+from moe_serve.eplb.policies.objectives import best_for_exact_split, improve_locality
 from moe_serve.eplb.policies.packing import (
     Deadline,
     apportion,
+    balancedness_bound,
+    lightest_top,
     list_replicas,
     minimax_counts,
     pack_in_rounds,
@@ -82,8 +83,6 @@ class RefinedPolicy:
             return finish_anew(problem, table, truncated, homes)
         table, truncated = self.table(problem)
         if request.planned_split == "exact" and problem.fixed is None and not truncated:
-            from moe_serve.eplb.policies.split_aware import best_for_exact_split
-
             table = best_for_exact_split(problem, table, self.sweeps)
         table = improve_locality(problem, table, 200)
         return finish_anew(problem, table, truncated, tight=self.prove, for_split=True)

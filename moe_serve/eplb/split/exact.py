@@ -26,9 +26,8 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_serve.eplb.split.in_turn import TurnSplit
 from moe_serve.eplb.split.layer import Int64s, LayerSlots, ReplicaGraph
-from moe_serve.eplb.split.policy import NativeSplit, SplitPolicy
+from moe_serve.eplb.split.policy import NativeSplit, SplitPolicy, TurnSplit
 
 PROVEN, REPAIRED, UNPROVEN = 0, 1, 2  # outcomes: optimal at once, optimal after repair, not proven
 

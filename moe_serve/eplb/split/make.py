@@ -8,9 +8,8 @@ from numpy.typing import ArrayLike
 
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.exact import ExactSplit, FewestActivatedSplit
-from moe_serve.eplb.split.in_turn import TurnSplit
 from moe_serve.eplb.split.layer import Int64s, LayerSlots
-from moe_serve.eplb.split.policy import SplitPolicy
+from moe_serve.eplb.split.policy import SplitPolicy, TurnSplit
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
 

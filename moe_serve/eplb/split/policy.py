@@ -1,23 +1,32 @@
-"""The contract of every split of a batch: counts in, rows of every slot out.
+"""The contract of every split of a batch, counts in and rows of every slot out; and the even and the nearest split.
 
 Whole numbers in, whole numbers out: every rank that knows the same counts derives the same table. Serving, replay and
-simulation use the same policies; ep/device_split.py has their twins on accelerators.
+simulation use the same policies; ep/device_split.py has their twins on accelerators. split.c computes the same
+integers, faster. It is built at first use with the machine's C compiler and called through ctypes; it is never
+required.
 
-split.c computes the same integers, faster. It is built at first use with the machine's C compiler and called through
-ctypes; it is never required.
+In the even and the nearest split every source's tokens go in turn to the slots within its reach, a group of
+neighbouring ranks. A source uses the first of its reaches that holds a slot of the expert: the even split knows one,
+all ranks; the nearest split its own rank, then its node, then all. Sources of a group take their turns one after the
+other, so the slots of a group differ by one row at most. The first turn rotates with expert and layer, or the odd rows
+of all experts would pile up on the lowest slots.
 
-Shape words: E = num_logical, R = num_ranks, P = num_slots, S = sources: R, or 1 where sources are not known.
+Shape words: E = num_logical, R = num_ranks, P = num_slots, S = sources: R, or 1 where sources are not known; K =
+reaches.
 """
 
 import ctypes
 from abc import ABC, abstractmethod
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.c_library import find_c_library, load_c_library
 from moe_serve.eplb.split.layer import Int64s, LayerSlots, ReplicaGraph
+from moe_serve.errors import PlacementError
 
 _SOURCE = Path(__file__).with_name("split.c")
 _FUNCTIONS = {"split_counts": 4, "split_and_assign": 7, "count_ids": 4, "split_totals": 1}
@@ -69,7 +78,7 @@ class NativeSplit:
     def __init__(
         self, library: ctypes.CDLL, layer: LayerSlots, reaches: tuple[int, ...], graph: ReplicaGraph | None = None
     ):
-        """reaches: ranks that share their slots, ascending, see in_turn.py;  graph: for the exact split, else None"""
+        """reaches: ranks that share their slots, ascending, see `TurnSplit`;  graph: for the exact split, else None"""
         num_ranks = layer.topology.num_ranks
         self.outcomes: Int64s = np.zeros(3, dtype=np.int64)
         self._split, self._assign, self._count = library.split_counts, library.split_and_assign, library.count_ids
@@ -133,3 +142,75 @@ class NativeSplit:
     def count(self, ids_at: int, num_ids: int, counts_at: int) -> None:
         """Counts how many ids name each expert: [num_ids] -> [E], between addresses likewise."""
         self._count(ids_at, num_ids, self._num_logical, counts_at)
+
+
+@dataclass(frozen=True, eq=False)
+class TurnTables:
+    """The slots of one layer that take turns; see `turn_tables`.
+
+    size:   [K, P] int64, slots that the expert of a slot has within that slot's group
+    turn:   [K, P] int64, which of them the slot is, less the rotation
+    uses:   [K, R, E] bool, whether this is the first reach of a source that holds the expert
+    serves: [K, R, P] bool, whether a slot takes tokens of a source
+    """
+
+    size: Int64s
+    turn: Int64s
+    uses: NDArray[np.bool_]
+    serves: NDArray[np.bool_]
+
+
+class TurnSplit(SplitPolicy):
+    """Slots take tokens in turn. reaches: ranks of a group, ascending, each a multiple of the one before."""
+
+    def __init__(self, name: str, layer: LayerSlots, reaches: tuple[int, ...], library: ctypes.CDLL | None = None):
+        super().__init__(name, layer, None if library is None else NativeSplit(library, layer, reaches))
+        self.reaches = reaches
+
+    @cached_property
+    def _tables(self) -> TurnTables:
+        return turn_tables(self.layer, self.reaches)
+
+    def split(self, counts: Int64s) -> Int64s:
+        if counts.ndim != 2 and len(self.reaches) > 1:
+            raise PlacementError(
+                f"the {self.name} split needs counts by source rank [num_ranks, num_logical], not shape "
+                f"{counts.shape}; give them, or use even or exact"
+            )
+        return super().split(counts)
+
+    def split_plainly(self, counts: Int64s) -> Int64s:
+        tables, num_sources = self._tables, len(counts)
+        rows = np.zeros((num_sources, self.layer.num_slots), dtype=np.int64)
+        for k, width in enumerate(self.reaches):
+            tokens = np.where(tables.uses[k, :num_sources], counts, 0)
+            group = tokens.reshape(-1, min(width, num_sources), tokens.shape[1])
+            ahead = (group.cumsum(axis=1) - group).reshape(tokens.shape)  # tokens of lower ranks of the group
+            both = np.pad(np.stack([tokens, ahead]), ((0, 0), (0, 0), (0, 1)))  # a column for empty slots
+            mine, before = both[:, :, self.layer.physical_to_logical]
+            share = mine // tables.size[k] + ((tables.turn[k] - before) % tables.size[k] < mine % tables.size[k])
+            rows += np.where(tables.serves[k, :num_sources], share, 0)
+        return rows
+
+
+def turn_tables(layer: LayerSlots, reaches: tuple[int, ...]) -> TurnTables:
+    """Returns the tables of one layer; reaches as of TurnSplit."""
+    logical, num_columns = layer.physical_to_logical, layer.num_logical + 1  # the last one: empty slots
+    ranks = np.arange(layer.topology.num_ranks)
+    size, turn, uses, serves = [], [], [], []
+    served = np.zeros((len(ranks), num_columns), dtype=bool)
+    served[:, -1] = True
+    for width in reaches:
+        keys = layer.slot_rank // width * num_columns + logical  # equal for slots that take turns
+        order = np.argsort(keys, kind="stable")
+        ordinal = np.empty_like(order)
+        ordinal[order] = np.arange(len(order)) - np.searchsorted(keys[order], keys[order])
+        held = np.bincount(keys, minlength=len(ranks) // width * num_columns)
+        near = held.reshape(-1, num_columns)[ranks // width] > 0
+        used = near & ~served
+        served |= near
+        size.append(held[keys])
+        turn.append(ordinal - logical - layer.layer_row)
+        uses.append(used[:, :-1])
+        serves.append(used[:, logical] & (ranks[:, None] // width == layer.slot_rank // width))
+    return TurnTables(*(np.stack(table) for table in (size, turn, uses, serves)))

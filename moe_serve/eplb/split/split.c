@@ -1,4 +1,4 @@
-/* How replicas share a batch, and which slot serves each token, in C: the integers of in_turn.py, exact.py
+/* How replicas share a batch, and which slot serves each token, in C: the integers of policy.py, exact.py
    and make.py, with the same order and ties. See there for the methods.
    Shape words: R ranks, E experts, P slots, C replicas of experts that live on several ranks, S sources (R, or 1).
    Counts of one batch sum to at most 2^53, so only the product in the water level needs 128 bits. */
