@@ -100,10 +100,17 @@ class Connections:
         self._listener.settimeout(0)
         self._thread.start()
 
-    def wait(self, deadline_s: float) -> list[int]:
-        """Returns the ranks without a connection: none, or those left after so many seconds."""
+    def wait(self, deadline_s: float, tries_once: bool = False) -> list[int]:
+        """Returns the ranks without a connection: none, or those left after so many seconds.
+
+        tries_once: it does not wait longer for a rank whose first dial has failed
+        """
+
+        def is_done() -> bool:
+            return all(tries_once and self._peers[rank].why for rank in self.missing())
+
         with self._changed:
-            self._changed.wait_for(lambda: not self.missing(), deadline_s)
+            self._changed.wait_for(is_done, deadline_s)
         return self.missing()
 
     @property
@@ -232,6 +239,7 @@ class Connections:
             why = str(error.strerror or error)
         with self._changed:
             peer.is_dialled, peer.why = False, why
+            self._changed.notify_all()
             if why:
                 peer.at_s = time.monotonic() + self._lengthen(peer)
             if not self._ends:

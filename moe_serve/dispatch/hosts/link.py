@@ -114,7 +114,7 @@ class HostLink:
             raise ConfigError(f"no thread for the connections between hosts: {os.strerror(error)}; raise ulimit -u")
         dialled = [rank for rank in self._elsewhere if is_replacement or rank < self.rank]
         self._connections.start({rank: addresses[rank] for rank in self._elsewhere}, dialled)
-        missing = self._connections.wait(deadline_s)
+        missing = self._connections.wait(deadline_s, tries_once=is_replacement)
         if missing and not is_replacement:
             raise self._connections.not_joined(missing[0], deadline_s)
 

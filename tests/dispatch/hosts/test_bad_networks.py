@@ -20,7 +20,7 @@ from tests.launcher.hosts import Host, can_make_hosts, cut_one_way, make_hosts
 
 @pytest.fixture
 def fast_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(connections, "_HANDSHAKE_S", 0.3)
 
 
 @pytest.mark.usefixtures("fast_handshakes")
@@ -32,8 +32,8 @@ def test_a_host_that_never_answers_is_told_from_one_where_nobody_listens() -> No
             filler.connect_ex(full.getsockname())
         link = HostLink(1, Hosts.of([0, 1]), KEY, listen("127.0.0.1"), 10.0)
         port = full.getsockname()[1]
-        with pytest.raises(PeerError, match=rf"no answer from 127.0.0.1 port {port} within 0.5 s: a firewall"):
-            link.connect({0: full.getsockname()}, 1.5)
+        with pytest.raises(PeerError, match=rf"no answer from 127.0.0.1 port {port} within 0.3 s: a firewall"):
+            link.connect({0: full.getsockname()}, 0.8)
         link.close()
 
 
@@ -42,7 +42,7 @@ def test_another_program_that_listens_there_is_told_from_a_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         link = HostLink(1, Hosts.of([0, 1]), KEY, listen("127.0.0.1"), 10.0)
         with pytest.raises(PeerError, match="takes connections and says nothing: another program"):
-            link.connect({0: other.getsockname()}, 1.2)
+            link.connect({0: other.getsockname()}, 0.8)
         link.close()
 
 
@@ -52,7 +52,7 @@ def test_a_path_that_loses_large_packets_is_found_at_the_start_by_both_ends() ->
     with relay(listeners[0].getsockname()[:2]) as between:
         between.largest = 100
         links = [HostLink(rank, Hosts.of([0, 1]), KEY, listeners[rank], 10.0) for rank in range(2)]
-        errors = join(links, [between.address, listeners[1].getsockname()[:2]], 1.5)
+        errors = join(links, [between.address, listeners[1].getsockname()[:2]], 1.0)
         for link in links:
             link.close()
     assert all("large ones do not: some MTU on the way is too small" in str(error) for error in errors), errors

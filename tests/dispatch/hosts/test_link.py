@@ -102,7 +102,7 @@ def test_bytes_written_on_one_host_lie_in_the_region_of_another_before_their_fla
 
 
 def test_a_peer_without_the_key_joins_nobody_and_the_message_says_so() -> None:
-    links, errors = two_links((KEY, b"another key"), deadline_s=2.0)
+    links, errors = two_links((KEY, b"another key"), deadline_s=1.0)
     for error in errors:
         assert isinstance(error, PeerError)
         assert "on another host" in str(error)
