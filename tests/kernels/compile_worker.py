@@ -4,7 +4,9 @@ The real wrapper runs with tensors of device "meta"; where it would start a kern
 target instead: the same tile, specialisation and options as in production. One process per target, because Triton
 has one active target.
 
-    python -m tests.kernels.compile_worker 90 grouped_gemm_many_rows ...     -> JSON lines {launch, kernel, figures}
+    python -m tests.kernels.compile_worker 90 packed_gemm_many_rows ...     -> JSON lines {launch, kernel, figures}
+
+--ptx FOLDER: writes each kernel's text there, as KERNEL.ptx
 """
 
 import json
@@ -84,6 +86,9 @@ def figures(kernel: Any) -> dict[str, int]:
 
 def main() -> None:
     capability, *names = sys.argv[1:]
+    folder = None
+    if names[0] == "--ptx":
+        _, folder, *names = names
     triton.runtime.driver.set_active(AbsentGpu(int(capability)))
     # torch defines its NVSHMEM bindings only where it finds a GPU; compiling needs none.
     torch.utils._triton.has_triton = lambda: True
@@ -105,6 +110,8 @@ def main() -> None:
         for kernel in compiled:
             report = {"launch": name, "kernel": kernel.metadata.name, "cpu_s": round(time.process_time() - began, 1)}
             print(json.dumps({**report, **figures(kernel)}), flush=True)
+            if folder is not None:
+                Path(folder, f"{kernel.metadata.name}.ptx").write_text(kernel.asm["ptx"], encoding="ascii")
 
 
 if __name__ == "__main__":

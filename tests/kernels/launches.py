@@ -97,7 +97,7 @@ def low_latency(capability: int, fp8: bool = False, nvshmem: bool = False, topk:
 
     region = Region(8, EXPERTS, TOKENS, HIDDEN, topk, 1 if fp8 else 2, 2, stages=nvshmem, num_queues=1)
     peers = some(8, dtype=torch.int64)
-    launchers = nvshmem_launchers() if nvshmem else None
+    launchers = nvshmem_launchers(capability) if nvshmem else None
     regions = SymmetricRegions(region, peers, 0, 1, some(1, dtype=torch.uint8), nvshmem, launchers)
     ranks = SlabRanks(regions, torch.bfloat16)
     sent = ranks.dispatch_send(some(1, TOKENS, HIDDEN), some(1, TOKENS, topk, dtype=torch.int64))
@@ -148,7 +148,7 @@ def low_latency_nvshmem(capability: int) -> None:
     low_latency(capability, nvshmem=True)
 
 
-def nvshmem_launchers() -> dict[str, object]:
+def nvshmem_launchers(capability: int) -> dict[str, object]:
     from moe_serve.dispatch.gpu import symmetric
 
-    return symmetric.nvshmem_launchers()
+    return symmetric.nvshmem_launchers(divmod(capability, 10))

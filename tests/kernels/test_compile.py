@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,22 +28,39 @@ WITH_E4M3 = [
 ]
 USES_MATRIX_UNITS = {"grouped_gemm_kernel"}
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="triton is not installed: nothing to compile"
-    ),
-]
+CALLS_IN_ONE_THREAD = ("nvshmemx_signal_op",)  # what Triton would call in every thread of a program
+CALLS_IN_ALL_THREADS = ("nvshmemx_putmem_signal_block",)
+# In place of NVSHMEM's device library: functions that stay calls in the kernel's text.
+STAND_IN = """
+target triple = "nvptx64-nvidia-cuda"
+define i32 @nvshmemx_signal_op(i64 %at, i64 %value, i32 %how, i32 %pe) noinline {
+  %flag = inttoptr i64 %at to ptr
+  store volatile i64 %value, ptr %flag, align 8
+  ret i32 %pe
+}
+define i32 @nvshmemx_putmem_signal_block(i64 %to, i64 %from, i64 %size, i64 %at, i64 %value, i32 %how, i32 %pe) noinline {
+  %flag = inttoptr i64 %at to ptr
+  store volatile i64 %value, ptr %flag, align 8
+  ret i32 %pe
+}
+"""
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed: nothing to compile"
+)
 
 
-def compiled(capability: int, launches: list[str]) -> list[dict[str, int | str]]:
+def compiled(capability: int, launches: list[str], **environment: str) -> list[dict[str, int | str]]:
     worker = [sys.executable, "-m", "tests.kernels.compile_worker", str(capability), *launches]
-    done = subprocess.run(worker, cwd=ROOT, capture_output=True, text=True, check=False)
+    where = {**os.environ, **environment}
+    done = subprocess.run(worker, cwd=ROOT, capture_output=True, text=True, check=False, env=where)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
+)
 def test_kernels_compile_without_spilling(capability: int) -> None:
     launches = ANY_GPU + (WITH_E4M3 if capability >= 90 else [])
     reports = compiled(capability, launches)
@@ -60,10 +79,57 @@ def test_kernels_compile_without_spilling(capability: int) -> None:
             assert min(report["wide_loads"], report["wide_stores"]) > 0, report
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nvidia.nvshmem") is None if importlib.util.find_spec("nvidia") else True,
-                    reason="nvidia-nvshmem is not installed: its device library is needed")  # fmt: skip
-@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("nvshmem") is None,
+                    reason="nvshmem4py and its device library are not installed")  # fmt: skip
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_low_latency_kernels_link_with_nvshmem(capability: int) -> None:
     kernels = {report["kernel"] for report in compiled(capability, ["low_latency_nvshmem"])}
     assert kernels == {"dispatch_send_kernel", "dispatch_receive_kernel", "combine_send_kernel", "finish_kernel",
                        "combine_receive_kernel"}  # fmt: skip
+
+
+def test_one_thread_of_a_program_announces(tmp_path: Path) -> None:
+    (tmp_path / "libnvshmem_device.bc").write_text(STAND_IN)
+    compiled(90, ["--ptx", str(tmp_path), "low_latency_nvshmem"], NVSHMEM_LIB_DIR=str(tmp_path))
+    calls = {path.stem: (calls_of(path, first=True), calls_of(path, first=False)) for path in tmp_path.glob("*.ptx")}
+    alone, together = set(CALLS_IN_ONE_THREAD), set(CALLS_IN_ALL_THREADS)
+    assert calls == {
+        "dispatch_send_kernel": (alone | together, together),
+        "combine_send_kernel": (together, together),
+        "finish_kernel": (alone, set()),
+        "dispatch_receive_kernel": (set(), set()),
+        "combine_receive_kernel": (set(), set()),
+    }
+
+
+def calls_of(path: Path, first: bool) -> set[str]:
+    """Returns which functions a thread of a kernel may call: the first thread of a program, or another one."""
+    text = path.read_text(encoding="ascii")
+    kernel = text[text.index(".entry") :]
+    lines = [line.partition("//")[0].strip() for line in kernel[: kernel.index("\n}")].splitlines()]
+    numbers = set(re.findall(r"mov\.u32\s+(%r\d+), %tid\.x;", "\n".join(lines)))
+    guards = {  # predicates that hold exactly in the first thread, and those that hold in all others
+        predicate: how == "eq"
+        for how, predicate, number in re.findall(r"setp\.(eq|ne)\.\w+\s+(%p\d+), (%r\d+), 0;", "\n".join(lines))
+        if number in numbers
+    }
+    labels = {line[:-1]: number for number, line in enumerate(lines) if re.fullmatch(r"\$\w+:", line)}
+    seen, called, todo = set[int](), set[str](), [0]
+    while todo:
+        at = todo.pop()
+        if at in seen or at >= len(lines):
+            continue
+        seen.add(at)
+        line = lines[at]
+        called.update(re.findall(r"call\.uni (?:\(\w+\), )?(\w+),", line))
+        branch = re.fullmatch(r"(?:@(!?)(%p\d+)\s+)?bra(?:\.uni)?\s+(\$\w+);", line)
+        if branch is None:
+            todo += [] if line == "ret;" else [at + 1]
+            continue
+        negated, predicate, label = branch.groups()
+        takes: set[bool] = {True} if predicate is None else {True, False}
+        if predicate in guards:
+            takes = {(guards[predicate] == first) != bool(negated)}
+        todo += [labels[label]] * (True in takes) + [at + 1] * (False in takes)
+    return called

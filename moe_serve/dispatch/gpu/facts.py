@@ -4,8 +4,11 @@ The rules over these facts are pure functions, here and in choose.py, so that ev
 test can ask about machines that are not here.
 """
 
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +23,8 @@ NVSHMEM_LACKS = (
     "",
     "nvshmem4py is not installed; pip install nvshmem4py-cu13",
     "torch has no Triton bindings for NVSHMEM; they need a CUDA build of torch 2.11 or later, triton and a GPU",
-    "NVSHMEM's device library is not found; pip install nvidia-nvshmem-cu13, or set NVSHMEM_LIB_DIR to its lib folder",
+    "NVSHMEM has no device library for this GPU here; pip install 'nvshmem4py-cu13>=0.4' and nvidia-nvshmem-cu13, or set "
+    "NVSHMEM_LIB_DIR to a folder with libnvshmem_device.bc",
 )
 
 
@@ -51,7 +55,7 @@ def gather_facts(group: EpGroup) -> list[GpuFacts]:
             host_number(),
             *torch.cuda.get_device_capability(device),
             torch.cuda.mem_get_info(device)[0],
-            nvshmem_lacks(),
+            nvshmem_lacks(torch.cuda.get_device_capability(device)),
             not unlinked_pairs(),
             bool(rdma_devices()),
         ],
@@ -148,8 +152,8 @@ def unlinked_pairs() -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a in gpus for b in gpus if a < b and not torch.cuda.can_device_access_peer(a, b))
 
 
-def nvshmem_lacks() -> int:
-    """Returns what NVSHMEM needs and is not installed here: an index of NVSHMEM_LACKS."""
+def nvshmem_lacks(capability: tuple[int, int]) -> int:
+    """Returns what NVSHMEM needs and is not installed here: an index of NVSHMEM_LACKS. capability: of the GPU"""
     try:
         found = find_spec("nvshmem.core") is not None
     except ImportError:
@@ -160,10 +164,21 @@ def nvshmem_lacks() -> int:
 
     if not HAS_NVSHMEM:
         return 2
-    from torch.distributed._symmetric_memory._nvshmem_triton import NvshmemLibFinder
+    return 3 if device_library(capability) is None else 0
 
-    try:
-        NvshmemLibFinder.find_device_library()
-    except RuntimeError:
-        return 3
-    return 0
+
+def device_library(capability: tuple[int, int]) -> str | None:
+    """Returns the path of NVSHMEM's device library for a GPU; None where there is none.
+
+    $NVSHMEM_LIB_DIR goes first. The wheels have a file for some architectures; a GPU takes that of its own one, else that
+    of the first of its generation.
+    """
+    if folder := os.environ.get("NVSHMEM_LIB_DIR"):
+        path = Path(folder) / "libnvshmem_device.bc"
+        return str(path) if path.exists() else None
+    core = import_module("nvshmem.core")
+    major, minor = capability
+    for arch in dict.fromkeys((f"{major}{minor}", f"{major}0")):
+        with contextlib.suppress(core.NvshmemInvalid):
+            return str(core.find_device_bitcode_library(arch=arch))
+    return None

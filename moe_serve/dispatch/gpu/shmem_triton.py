@@ -36,9 +36,14 @@ def values_of(at, HEADER_INTS: tl.constexpr, WIRE: tl.constexpr):
 
 @triton.jit
 def signal(peers, me, pe, flag_at, value, NVSHMEM: tl.constexpr):
-    """Sets the flag at offset flag_at of rank pe's region to value (int64). Call tl.debug_barrier() before it."""
+    """Sets the flag at offset flag_at of rank pe's region to value (int64). Call tl.debug_barrier() before it.
+
+    One thread of the program sends: Triton executes a call of another library in all of them.
+    """
     if NVSHMEM:
-        signal_op(tl.load(peers + me) + flag_at, value, _SET, pe)
+        thread = tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], tl.int32, is_pure=True, pack=1)
+        if thread == 0:
+            signal_op(tl.load(peers + me) + flag_at, value, _SET, pe)
     else:
         flag = (tl.load(peers + pe) + flag_at).to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(flag, value, sem="release", scope="sys")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.dispatch.gpu.facts import NVSHMEM_LACKS, exchange_device
+from moe_serve.dispatch.gpu.facts import NVSHMEM_LACKS, device_library, exchange_device
 from moe_serve.dispatch.gpu.region import Region
 from moe_serve.dispatch.peer_calls import broadcast, gather_bytes
 from moe_serve.errors import CapacityError, ConfigError
@@ -167,8 +167,7 @@ def start_nvshmem(group: EpGroup, heap_bytes: int) -> None:
     """Starts NVSHMEM on all ranks, unless this process has done so before; a collective call.
 
     heap_bytes: what will be allocated of its heap; $NVSHMEM_SYMMETRIC_SIZE, where it is set, goes before
-    Raises ConfigError when nvshmem4py is missing, inside a graph capture, and when another library started NVSHMEM
-    for other ranks.
+    Raises ConfigError when nvshmem4py is missing, inside a graph capture, and when NVSHMEM runs for other ranks.
     """
     refuse_capture("NVSHMEM's heap")
     core = _library()
@@ -212,10 +211,17 @@ def nvshmem_regions(region: Region, group: EpGroup) -> SymmetricRegions:
     """
     if not region.stages:
         raise ConfigError("NVSHMEM sends rows from memory; build the Region with stages=True")
-    launchers = nvshmem_launchers()  # before anything is started, so that what is missing is reported first
+    # Before anything is started, so that what is missing is reported first.
+    launchers = nvshmem_launchers(torch.cuda.get_device_capability(group.device))
     start_nvshmem(group, region.region_bytes)
     core = _library()
-    memory = core.tensor((1, region.region_bytes), dtype=torch.uint8)
+    try:
+        memory = core.tensor((1, region.region_bytes), dtype=torch.uint8)
+    except core.NvshmemInvalid as error:
+        raise ConfigError(
+            f"NVSHMEM runs in this process, but nvshmem4py cannot allocate of its heap ({error}): another library has "
+            "started it; start it by nvshmem.core.init, or leave that to moe_serve, or set dispatch.backend: collective"
+        ) from error
     memory.zero_()
     torch.cuda.synchronize(group.device)
     # Nobody writes into a region that its owner is still clearing.
@@ -227,9 +233,10 @@ def nvshmem_regions(region: Region, group: EpGroup) -> SymmetricRegions:
     return SymmetricRegions(region, peers, group.rank, 1, memory, nvshmem=True, launchers=launchers)
 
 
-def nvshmem_launchers() -> dict[str, Any]:
+def nvshmem_launchers(capability: tuple[int, int]) -> dict[str, Any]:
     """Returns the low-latency kernels linked with NVSHMEM's device library, by kernel name.
 
+    capability: of the GPU, (9, 0) for sm_90
     Raises ConfigError when that library or torch's bindings are missing.
     """
     from moe_serve.dispatch.gpu import receive_triton as receive
@@ -238,14 +245,15 @@ def nvshmem_launchers() -> dict[str, Any]:
 
     if not HAS_NVSHMEM:
         raise ConfigError(NVSHMEM_LACKS[2])
-    from torch.distributed._symmetric_memory._nvshmem_triton import requires_nvshmem
+    from torch.distributed._symmetric_memory._nvshmem_triton import NvshmemLibFinder, requires_nvshmem
 
+    path = device_library(capability)
+    if path is None:
+        raise ConfigError(NVSHMEM_LACKS[3])
+    NvshmemLibFinder.found_device_lib_path = path  # torch looks for one file for all GPUs, which no wheel has now
     calls_nvshmem = (send.dispatch_send_kernel, send.combine_send_kernel, send.finish_kernel)
     plain = (receive.dispatch_receive_kernel, receive.combine_receive_kernel)  # they read their own memory only
-    try:
-        linked = {kernel.__name__: requires_nvshmem(kernel) for kernel in calls_nvshmem}  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise ConfigError(f"{NVSHMEM_LACKS[3]} ({error})") from error
+    linked = {kernel.__name__: requires_nvshmem(kernel) for kernel in calls_nvshmem}  # type: ignore[no-untyped-call]
     return linked | {kernel.__name__: kernel for kernel in plain}
 
 

@@ -78,7 +78,7 @@ def look_here(device: str, weight_bytes: int) -> Machine:
         return Machine(0, platform.machine())
     free = max(0, torch.cuda.mem_get_info()[0] - weight_bytes)
     capability = torch.cuda.get_device_capability()
-    facts = GpuFacts(0, capability, free, nvshmem_lacks(), not unlinked_pairs(), bool(rdma_devices()))
+    facts = GpuFacts(0, capability, free, nvshmem_lacks(capability), not unlinked_pairs(), bool(rdma_devices()))
     return Machine(free, platform.machine(), facts, torch.cuda.device_count())
 
 
