@@ -38,7 +38,8 @@ define i32 @nvshmemx_signal_op(i64 %at, i64 %value, i32 %how, i32 %pe) noinline 
   store volatile i64 %value, ptr %flag, align 8
   ret i32 %pe
 }
-define i32 @nvshmemx_putmem_signal_block(i64 %to, i64 %from, i64 %size, i64 %at, i64 %value, i32 %how, i32 %pe) noinline {
+define i32 @nvshmemx_putmem_signal_block(i64 %to, i64 %from, i64 %size, i64 %at, i64 %value, i32 %how, i32 %pe)
+  noinline {
   %flag = inttoptr i64 %at to ptr
   store volatile i64 %value, ptr %flag, align 8
   ret i32 %pe

@@ -23,7 +23,7 @@ NVSHMEM_LACKS = (
     "",
     "nvshmem4py is not installed; pip install nvshmem4py-cu13",
     "torch has no Triton bindings for NVSHMEM; they need a CUDA build of torch 2.11 or later, triton and a GPU",
-    "NVSHMEM has no device library for this GPU here; pip install 'nvshmem4py-cu13>=0.4' and nvidia-nvshmem-cu13, or set "
+    "NVSHMEM has no device library for this GPU here; pip install 'nvshmem4py-cu13>=0.4' nvidia-nvshmem-cu13, or set "
     "NVSHMEM_LIB_DIR to a folder with libnvshmem_device.bc",
 )
 
@@ -170,8 +170,8 @@ def nvshmem_lacks(capability: tuple[int, int]) -> int:
 def device_library(capability: tuple[int, int]) -> str | None:
     """Returns the path of NVSHMEM's device library for a GPU; None where there is none.
 
-    $NVSHMEM_LIB_DIR goes first. The wheels have a file for some architectures; a GPU takes that of its own one, else that
-    of the first of its generation.
+    $NVSHMEM_LIB_DIR goes first. The wheels have a file for some architectures: a GPU takes that of its own one, else
+    that of the first of its generation.
     """
     if folder := os.environ.get("NVSHMEM_LIB_DIR"):
         path = Path(folder) / "libnvshmem_device.bc"

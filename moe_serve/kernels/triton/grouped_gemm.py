@@ -49,6 +49,8 @@ _BF16 = (
     (64, GemmTile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2)),
     (None, GemmTile(128, 256, 64, num_warps=8, num_stages=3)),
 )
+# The last one where tiles come through plain loads: steps of 64 spill registers on sm_80.
+_BF16_LOADED = GemmTile(128, 256, 32, num_warps=8, num_stages=4)
 # block_k is the 128 of the scales, so one step has one pair of scales. block_n is at most 128, so that a tile lies in
 # one block of the weight.
 _FP8 = (
@@ -148,6 +150,8 @@ def launch(
     assert scales is None or (tile.block_k, FP8_GROUP % tile.block_n) == (FP8_GROUP, 0), "a step must lie in one block"
     if described is None:
         described = has_tensor_memory_accelerator(x, weight)
+    if not described and tile == _BF16[-1][1]:
+        tile = _BF16_LOADED
     rows_in = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if described else x
     weight_in = TensorDescriptor.from_tensor(weight.view(-1, k), [tile.block_n, tile.block_k]) if described else weight
     grid = (num_multiprocessors(x.device) * tile.programs_per_sm,)

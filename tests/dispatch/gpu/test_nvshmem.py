@@ -2,6 +2,8 @@
 
 import enum
 import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,6 +13,7 @@ import torch
 
 from moe_serve.dispatch.base import BufferLimits, EpGroup
 from moe_serve.dispatch.gpu import symmetric
+from moe_serve.dispatch.gpu.facts import device_library
 from moe_serve.dispatch.gpu.region import gpu_region
 from moe_serve.dispatch.gpu.symmetric import OWN_HEAP_BYTES, exchange_unique_id, nvshmem_regions, start_nvshmem
 from moe_serve.errors import ConfigError
@@ -92,6 +95,49 @@ def test_a_region_that_does_not_stage_is_refused() -> None:
     region = gpu_region(2, V3, torch.bfloat16, "auto", stages=False)
     with pytest.raises(ConfigError, match="stages=True"):
         nvshmem_regions(region, EpGroup(0, 2, torch.device("cpu")))
+
+
+class NvshmemInvalid(Exception):
+    """nvshmem4py's error."""
+
+
+def test_a_heap_that_another_library_started_is_refused_in_words() -> None:
+    def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        raise NvshmemInvalid("NVSHMEM Library is not initialized")
+
+    core = SimpleNamespace(tensor=tensor, NvshmemInvalid=NvshmemInvalid)
+    region = gpu_region(2, V3, torch.bfloat16, "auto", stages=True)
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.multiple(symmetric, nvshmem_launchers=lambda capability: {}, start_nvshmem=lambda *arguments: None),
+        mock.patch.object(symmetric, "_library", return_value=core),
+        pytest.raises(ConfigError, match=r"another library has started it; start it by nvshmem.core.init"),
+    ):
+        nvshmem_regions(region, EpGroup(0, 2, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    "capability, found", [((9, 0), "sm_90"), ((8, 6), "sm_80"), ((10, 3), "sm_100"), ((12, 0), None)]
+)
+def test_the_device_library_is_that_of_the_gpu_or_of_its_generation(
+    capability: tuple[int, int], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(arch: str) -> str:
+        if arch not in ("80", "90", "100"):
+            raise NvshmemInvalid(f"Tried: libnvshmem_device_sm_{arch}.bc")
+        return f"sm_{arch}"
+
+    core = SimpleNamespace(find_device_bitcode_library=find, NvshmemInvalid=NvshmemInvalid)
+    monkeypatch.delenv("NVSHMEM_LIB_DIR", raising=False)
+    monkeypatch.setitem(sys.modules, "nvshmem.core", core)
+    assert device_library(capability) == found
+
+
+def test_a_folder_that_is_named_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path))
+    assert device_library((9, 0)) is None
+    (tmp_path / "libnvshmem_device.bc").touch()
+    assert device_library((9, 0)) == str(tmp_path / "libnvshmem_device.bc")
 
 
 def test_without_nvshmem4py_the_error_says_what_to_install() -> None:
