@@ -62,7 +62,12 @@ class RateLimitError(QueueFullError):
 
 
 class PeerError(MoeServeError):
-    """A peer that did not arrive by the deadline, or ended. Its step is void: nothing is sampled from it."""
+    """A peer that did not arrive by the deadline, or ended. Its step is void: nothing is sampled from it.
+
+    layer_row: MoE layer in which it was missed; None: in none
+    """
+
+    layer_row: int | None = None
 
     def __init__(self, message: str, rank: int, phase: str, step: int):
         super().__init__(message)

@@ -149,6 +149,11 @@ class Membership:
         if self._watches_processes:
             self._heartbeat.start()
 
+    @property
+    def last_wait(self) -> tuple[list[int], str, int]:
+        """The ranks that were missing when this one last looked whether a wait is useless, and its phase and number."""
+        return self._waiting
+
     def describe_wait(self) -> str:
         """Returns for whom this rank is waiting, and what it knows of them; for a log line. "": it does not wait"""
         missing, phase, sequence = self._waiting

@@ -34,6 +34,7 @@ from moe_serve.engine.protocol.messages import (
     Submit,
     TokenEvent,
     Tokens,
+    Voided,
     Wake,
 )
 from moe_serve.engine.recovery.recovery import Recovery
@@ -126,6 +127,7 @@ class Engine:
                 plan = self.run_step()
             except PeerError as error:
                 self.watchdog.enter("the recovery", self.step)
+                self._tell_void(error)
                 if not self.recovery.recover(error, self._wait_masked):
                     return
                 continue
@@ -133,6 +135,25 @@ class Engine:
                 return
             if plan.sleep:
                 self._sleep()
+
+    def _tell_void(self, error: PeerError) -> None:
+        """Logs whom this rank waited for when its step ended, and tells the front end, which hears all ranks."""
+        membership, missing = self.served.membership, [error.rank]
+        if membership is not None:
+            missing, *wait = membership.last_wait
+            missing = missing if wait == [error.phase, error.step] else []
+        others = [rank for rank in self.recovery.members if rank != self.rank]
+        missing = [rank for rank in missing if rank in others]
+        received = [rank for rank in others if missing and rank not in missing]
+        layer = -1 if error.layer_row is None else self.served.placement.moe_layer_ids[error.layer_row]
+        at = "" if layer < 0 else f", layer {layer}"
+        waits = "waited for nobody"
+        if missing:
+            has, lacks = (", ".join(map(str, ranks)) or "none" for ranks in (received, missing))
+            waits = f"waited for rank {lacks}; of other ranks, it has the parts of: {has}"
+        log.warning("step %d%s, %s %d: %s; void: %s", self.step, at, error.phase, error.step, waits, error)
+        where = (self.step, layer, error.phase, error.step)
+        self.mailbox.send(Voided(self.rank, self.launch_id, *where, missing, received, str(error)))
 
     def run_step(self) -> StepPlan:
         """Runs one step with all ranks, and returns its plan. Raises PeerError when one is lost: the step is void."""

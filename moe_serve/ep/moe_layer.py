@@ -32,6 +32,7 @@ from moe_serve.ep.gate import CompiledGate, Gate
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
+from moe_serve.errors import PeerError
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun
 from moe_serve.kernels.forms import RouterSpec
@@ -194,7 +195,11 @@ class MoeLayer:
             num_rows = step.rows.num_rows
             if fused is not None and step.num_chunks == 1:
                 parallel.clock.turn(DISPATCH)
-                fused(num_rows)
+                try:
+                    fused(num_rows)
+                except PeerError as error:
+                    error.layer_row = self._layer_row
+                    raise
             else:  # kernels count no load where there are no rows
                 x_now, ids_now, weights_now, out_now = (rows[:num_rows] for rows in (x, ids, weights, out))
                 gated = Gated(x_now, ids_now, weights_now, load if num_rows else None)
@@ -207,6 +212,15 @@ class MoeLayer:
         self, gated: Gated, num_chunks: int, overlap: bool, x: Tensor
     ) -> tuple[list[Tensor], Tensor | None]:
         """Returns the sums of each round's rows, and of the shared expert for rows x while others are on their way."""
+        try:
+            return self._advance_rounds(gated, num_chunks, overlap, x)
+        except PeerError as error:
+            error.layer_row = self._layer_row
+            raise
+
+    def _advance_rounds(
+        self, gated: Gated, num_chunks: int, overlap: bool, x: Tensor
+    ) -> tuple[list[Tensor], Tensor | None]:
         parallel, num_tokens = self._parallel, len(gated.x)
         assert num_chunks >= 1, "every rank runs at least one round"
         capacity = parallel.max_tokens_per_rank

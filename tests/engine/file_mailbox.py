@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_serve.engine.protocol.mailbox import Inbound
-from moe_serve.engine.protocol.messages import Members, Message, Shutdown, Submit, Tokens
+from moe_serve.engine.protocol.messages import Members, Message, Shutdown, Submit, Tokens, Voided
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.engine.strikes import Fault
 
@@ -56,6 +56,7 @@ class FileMailbox(QueueMailbox):
         self.may_continue: Callable[[], bool] = lambda: True  # a stopped rank
         self.groups: list[list[int]] = []
         self.ended: list[list[int]] = []
+        self.voids: list[Voided] = []
         (folder / f"pid{rank}").write_text(str(os.getpid()))
 
     def begin_anew(self) -> None:
@@ -69,6 +70,8 @@ class FileMailbox(QueueMailbox):
             rows = [[event.request_id, event.index, event.token_ids, event.finish] for event in message.events]
             with (self._folder / f"tokens.{self._rank}").open("a") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
+        elif isinstance(message, Voided):
+            self.voids.append(message)
         elif isinstance(message, Members):
             self.ended.append(message.ended)
             self._regroup(message.members)

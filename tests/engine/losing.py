@@ -24,7 +24,7 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.shared_files import FileMark, SharedFiles
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
-from moe_serve.engine.protocol.messages import Submit
+from moe_serve.engine.protocol.messages import Submit, Voided
 from moe_serve.engine.status import totals_of
 from moe_serve.engine.step.exchange import ShmExchange, make_exchange, open_exchange
 from moe_serve.engine.step.plan import StepPlan
@@ -47,6 +47,7 @@ NUM_ROUNDS = 40  # of each leader
 class Outcome:
     """What one rank saw until its end. rows: computed by its finished steps. ended: the dead ranks of each group
 
+    voids: what it told of its void steps
     num_read: experts that it read again;  num_told: how often it was told a placement that it did not know
     version: of the placement at the end;  activated: how many ranks took part in each activation
     decisions: kinds of those that a real balancer made on this rank
@@ -54,6 +55,7 @@ class Outcome:
 
     groups: list[list[int]] = field(default_factory=list)
     ended: list[list[int]] = field(default_factory=list)
+    voids: list[Voided] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
     reported_by_victim: list[int] = field(default_factory=list)
     rows: int = 0
@@ -233,7 +235,10 @@ def run_anew(
 
 def go(engine: Engine, mailbox: FileMailbox, num_ranks: int, fault: Fault | None, moves: Moves) -> Outcome:
     """Runs an engine to its end, with its part of the fault."""
-    rank, outcome = engine.rank, Outcome(topk=engine.served.spec.topk, groups=mailbox.groups, ended=mailbox.ended)
+    rank, outcome = (
+        engine.rank,
+        Outcome(topk=engine.served.spec.topk, groups=mailbox.groups, ended=mailbox.ended, voids=mailbox.voids),
+    )
     be_patient_at_first(engine)
     count_repairs(engine, outcome)
     note_what_replacements_take_over(engine, outcome)

@@ -97,8 +97,14 @@ def test_the_others_go_on_and_every_token_is_right(
         assert outcome.error == ""
         assert outcome.groups == [survivors]
         assert outcome.ended == [[victim]], "the front end is told that this one will not rejoin"
+        (void,) = outcome.voids
+        in_layer = phase.partition(" ")[0] in ("counts", "dispatch", "combine", "activate")
+        assert (void.layer >= 0) == in_layer, "one that ends before a forward is missed in its first layer"
+        assert victim in void.missing or not void.missing, "none where it heard of the loss from the other one"
+        assert set(void.received) <= set(survivors) - set(void.missing)
         assert outcome.counters["num_voided_steps"] == 1
         assert outcome.step == outcomes[survivors[0]].step
+    assert any(outcome.voids[0].missing for outcome in outcomes.values())
     check_trace(trace, outcomes, victim)
 
 

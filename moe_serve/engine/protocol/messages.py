@@ -305,6 +305,26 @@ class Members(Message, tag="members", frozen=True):
     waits: bool = False
 
 
+class Voided(Message, tag="voided", frozen=True):
+    """A step of this rank is void; `Members` follows where the ranks go on, else `Fatal`.
+
+    layer:           model layer in which it ended; -1: in none
+    phase, sequence: of the call that ended, such as "exchange", and which one of its kind
+    missing:         ranks that this one waited for; []: it did not wait
+    received:        ranks whose part of that call had come
+    """
+
+    rank: int
+    launch_id: int
+    step: int
+    layer: int
+    phase: str
+    sequence: int
+    missing: list[int]
+    received: list[int]
+    reason: str
+
+
 class Answer(Message, tag="answer", frozen=True):
     """The answer to a command of the front end. text: the result, or the reason of a refusal;  facts: such as files"""
 
@@ -440,6 +460,7 @@ ToFrontEnd = (
     | Status
     | Pulse
     | Members
+    | Voided
     | Answer
     | BalanceReport
     | Exited

@@ -50,6 +50,7 @@ from moe_serve.engine.protocol.messages import (
     Status,
     ToFrontEnd,
     Tokens,
+    Voided,
     decode_to_front_end,
 )
 from moe_serve.errors import RequestError
@@ -60,6 +61,7 @@ from moe_serve.server.ranks.calls import ApiServers, Command, CommandBook
 from moe_serve.server.ranks.rank_table import Liveness, RankTable, RankView
 from moe_serve.server.ranks.request_book import RequestBook, RestartWait
 from moe_serve.server.ranks.router_socket import RouterSocket
+from moe_serve.server.ranks.void_reports import VoidReports
 from moe_serve.server.requests.open_request import Changes, Notifier, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.workers.grammar_check import GrammarCheck
 
@@ -98,6 +100,7 @@ class Bridge:
         self.balance = BalanceBook(config.eplb.mode)
         self.book = RequestBook(config, tokenizer, self._send_to_rank)
         self.grammars = GrammarCheck(None if tokenizer is None else str(model_dir(config.model)))
+        self._voids = VoidReports()
         self._commands = CommandBook(self._send_to_rank, secrets.randbits(52))
         self._link = link or find_link(server)
         self.api_servers = ApiServers(
@@ -402,8 +405,11 @@ class Bridge:
             case Status():
                 view.status = message
                 self.book.take_status(message)
+            case Voided():
+                self._voids.add(message)
             case Members():
                 self._regroup(message)
+                self._explain_void(message.members)
             case Answer():
                 self._commands.take(message)
             case BalanceReport() if view.mask_reason is None:  # a masked rank leads no more
@@ -464,7 +470,8 @@ class Bridge:
         elif message.lost_rank == view.rank:
             self.report_loss(f"rank {view.rank} on {view.host} failed: {message.message}", view.rank)
         elif message.lost_rank >= 0:
-            reason = f"rank {view.rank} reports that rank {message.lost_rank} is lost: {message.message}"
+            lost = f"rank {message.lost_rank} on {self.workers.host_of(message.lost_rank)}"
+            reason = f"rank {view.rank} on {view.host} reports that {lost} is lost: {message.message}"
             self._end_launch(reason, message.lost_rank)
         else:  # another peer or the launcher is about to report which rank it is
             reason = f"rank {view.rank} reports that a rank is lost: {message.message}"
@@ -486,6 +493,12 @@ class Bridge:
             log.warning("%s; serving: %s; requests moved: %d", reason, serving, num_moved)
         self._tell(message)
 
+    def _explain_void(self, members: list[int]) -> None:
+        """Logs why a step was void, once all ranks that go on have said what they know of it."""
+        sentence = self._voids.settle(members, self.workers.host_of)
+        if sentence is not None:
+            log.warning("%s", sentence)
+
     def _end_launch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
         """Ends the launch: no more requests are taken. After wait_s the open ones end, or wait for the next launch."""
         is_news = self.workers.end_launch(reason, lost_rank)
@@ -502,6 +515,7 @@ class Bridge:
             return  # the ranks were restarted
         if not self._is_draining and self._said != (launch_id, reason):
             log.error("%s", reason)
+            self._explain_void([])
         self._said = launch_id, reason
         self._commands.fail_all(reason)
         if self._awaits_restart:

@@ -331,6 +331,11 @@ class RankTable:
         """The masked ranks, and why."""
         return {view.rank: view.mask_reason for view in self if view.mask_reason is not None}
 
+    def host_of(self, rank: int) -> str:
+        """Returns the host of a rank, as it has said itself."""
+        view = self._ranks.get(rank)
+        return "an unknown host" if view is None else view.host
+
     def long_suspected(self, now_s: float, patience_s: float) -> RankView | None:
         """Returns a rank that has been suspected for longer than patience_s, without a report from its peers."""
         return next((view for view in self if view.suspicion and now_s - view.suspicion[0] > patience_s), None)

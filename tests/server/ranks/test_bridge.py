@@ -70,7 +70,7 @@ async def test_a_peer_names_the_rank_that_is_lost():
     async with serving() as served:
         calls = await waiting_calls(served)
         served.workers[0].say(Fatal(0, 0, "connection closed by peer", 1))
-        await all_fail(calls, "rank 0 reports that rank 1 is lost")
+        await all_fail(calls, "rank 0 on testhost reports that rank 1 on testhost is lost")
 
 
 @in_event_loop
