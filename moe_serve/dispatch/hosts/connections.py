@@ -1,7 +1,9 @@
 """Connections of one rank with ranks of other hosts: dialled, accepted, authenticated, and made anew when they end.
 
 Of two ranks the higher one dials. A rank that is started anew dials all, since only it knows where it listens now, and
-says so. A thread keeps the listener open and dials again as long as a rank has no connection; the newest one counts.
+says so. A thread keeps the listener open and dials again as long as a rank has no connection; the newest one counts. It
+also dials where a connection makes no progress: a new one comes as soon as a cable is mended, while the kernel would
+wait as long as it was cut.
 
 Each connection is authenticated in both directions by a key that only the ranks of the launch know (HMAC-SHA256 over
 the nonces of both ends, their ranks and the purpose); data are not encrypted, as with gloo and NCCL. Both ends then
@@ -36,6 +38,8 @@ _PROBE = bytes(32 << 10)  # several packets, jumbo frames too
 _HANDSHAKE_S = 5.0
 _MOST_HANDSHAKES = 64  # at once, of peers that have not proved anything yet
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # between two dials
+_STUCK_RESENT = 3  # data that the kernel has sent so often again in a row, within 1.4 s, find no way
+_LOOK_S = 1.0  # how often that is looked for
 _STEADY_S = 1.0  # a connection that has stood so long ends the series of failures before it
 _LARGE_LOST = (
     "small packets pass and large ones do not: some MTU on the way is too small; "
@@ -120,7 +124,7 @@ class Connections:
 
     def missing(self) -> list[int]:
         """Returns the ranks of other hosts with which there is no connection now."""
-        return [peer for peer in self._peers if self._library.link_error(self._link, peer)]
+        return [peer for peer in self._peers if self._is_missing(peer)]
 
     def why_missing(self, rank: int) -> str:
         """Returns what is known of why there is no connection with a rank."""
@@ -193,7 +197,7 @@ class Connections:
             while not self._ends:
                 self._note_ended()
                 pause_s = self._dial_missing()
-                for descriptor, _ in poller.poll(None if pause_s is None else 1000 * pause_s + 1):
+                for descriptor, _ in poller.poll(1000 * pause_s + 1):
                     if descriptor == self._listener.fileno():
                         self._take()
                     else:
@@ -212,19 +216,25 @@ class Connections:
                     peer.pause_s = _LEAST_PAUSE_S
                 peer.connected_s, peer.at_s = 0.0, now_s + self._lengthen(peer)
 
-    def _dial_missing(self) -> float | None:
-        """Dials the ranks whose time has come. Returns the seconds until the next one's; None: none is left."""
+    def _dial_missing(self) -> float:
+        """Dials the ranks whose time has come. Returns the seconds until the next look."""
         now_s = time.monotonic()
-        pauses_s = []
+        pauses_s = [_LOOK_S]
         with self._changed:
             for rank, peer in self._peers.items():
-                if not peer.dials or peer.is_dialled or not self._library.link_error(self._link, rank):
+                if not peer.dials or peer.is_dialled or not (self._is_missing(rank) or self._is_stuck(rank)):
                     continue
                 if peer.at_s <= now_s and _in_thread(self._dial_for_rows, rank, peer):
                     peer.is_dialled = True
                 else:
                     pauses_s.append(max(peer.at_s - now_s, _LEAST_PAUSE_S))
-        return min(pauses_s, default=None)
+        return min(pauses_s)
+
+    def _is_missing(self, rank: int) -> bool:
+        return bool(self._library.link_error(self._link, rank))
+
+    def _is_stuck(self, rank: int) -> bool:
+        return int(self._library.link_resent(self._link, rank)) >= _STUCK_RESENT
 
     def _lengthen(self, peer: _Peer) -> float:
         """Returns how long to pause now; next time it is longer. Two ranks that dial each other do not stay in step."""

@@ -25,6 +25,8 @@
 
 #define _GNU_SOURCE
 #include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <pthread.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -914,6 +916,18 @@ i64 link_broken(Link *link, i64 rank)
 {
     i64 left = link_generation(link, rank) - link->expected[rank];
     return left > 0 || (!left && link_error(link, rank));
+}
+
+/* Returns how often in a row the kernel has sent data of a connection again, and had no answer. */
+i64 link_resent(Link *link, i64 rank)
+{
+    struct tcp_info info = {0};
+    socklen_t size = sizeof info;
+    lock(link);
+    if (link->errors[rank] || getsockopt(link->sockets[rank], IPPROTO_TCP, TCP_INFO, &info, &size))
+        info.tcpi_retransmits = 0;
+    unlock(link);
+    return info.tcpi_retransmits;
 }
 
 /* Returns a descriptor that can be read once a connection has ended. */

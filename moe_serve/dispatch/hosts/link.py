@@ -30,7 +30,7 @@ _ARGUMENTS = {
     "link_new": 0, "link_attach": 3, "link_region": 5, "link_start": 1, "link_free": 1, "link_poll": 1,
     "link_write": 9, "link_later": 6, "link_tell": 7, "link_rows": 12, "link_results": 11, "link_void": 2,
     "link_begin_epoch": 2, "link_guard": 2, "link_fence": 2, "link_error": 2, "link_generation": 2, "link_broken": 2,
-    "link_news": 1, "link_bytes": 2, "link_unsent": 1,
+    "link_news": 1, "link_resent": 2, "link_bytes": 2, "link_unsent": 1,
 }  # fmt: skip
 _MOST_SPACES = 64
 _FENCE_S = 0.1  # a rank takes in what has come within microseconds, unless its process is stopped

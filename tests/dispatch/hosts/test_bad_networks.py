@@ -4,18 +4,20 @@ import contextlib
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from typing import Literal
 
 import pytest
+import torch
 
 from moe_serve.dispatch.hosts import connections
 from moe_serve.dispatch.hosts.connections import listen
 from moe_serve.dispatch.hosts.link import HostLink, Hosts
 from moe_serve.errors import PeerError
 from tests.dispatch.hosts.relay import relay
-from tests.dispatch.hosts.test_link import KEY, join
-from tests.launcher.hosts import Host, can_make_hosts, cut_one_way, make_hosts
+from tests.dispatch.hosts.test_link import KEY, join, until
+from tests.launcher.hosts import Host, can_make_hosts, cut_one_way, make_hosts, set_cable
 
 
 @pytest.fixture
@@ -118,6 +120,24 @@ def test_an_mtu_on_the_way_that_is_too_small_is_named_on_both_hosts() -> None:
         subprocess.run(["ip", "-n", hosts[0].switch, "link", "set", hosts[1].name, "mtu", "1000"], check=True)
         errors = errors_of(hosts, links, 3.0)
     assert all("small packets pass and large ones do not" in error for error in errors), errors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns")
+def test_a_cable_that_was_cut_for_seconds_and_mended_carries_a_new_connection_at_once() -> None:
+    regions = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    with make_hosts(2) as hosts, links_of(hosts) as links:
+        spaces = [link.share(regions) for link in links]
+        assert errors_of(hosts, links, 10.0) == ["", ""]
+        set_cable(hosts[0], "down")
+        for number, space in enumerate(spaces):
+            space.write(1 - number, 1 << (1 - number), 8, regions[number].data_ptr(), 0, 0, 7)
+        time.sleep(7)  # the kernel sends again after 6.2 s and after 12.6 s
+        assert [link.down() for link in links] == [{}, {}]
+        set_cable(hosts[0], "up")
+        until(lambda: all(link.generation(1 - rank) == 2 for rank, link in enumerate(links)))
+        assert [list(link.broken()) for link in links] == [[1], [0]]
+        assert [list(link.down()) for link in links] == [[], []]
 
 
 @pytest.mark.slow
