@@ -62,6 +62,11 @@ class SharedFiles:
         """Returns what a rank that comes later needs to open these files."""
         return {name: FileMark(descriptor, *_identity(descriptor)) for name, descriptor in self._kept.items()}
 
+    def close(self) -> None:
+        """Keeps no file any longer."""
+        while self._kept:
+            os.close(self._kept.popitem()[1])
+
     def _gone(self, name: str, why: str | None) -> PeerError:
         text = f"the shared memory {name!r} of process {self._pid} cannot be opened ({why}); start all ranks again"
         return PeerError(text, -1, "start", 0)

@@ -68,6 +68,13 @@ class EndRanks(HostMessage, tag="end_ranks", frozen=True):
     grace_s: float
 
 
+class Replace(HostMessage, tag="replace", frozen=True):
+    """Start a rank of your host anew, beside the others of its launch."""
+
+    launch_id: int
+    rank: int
+
+
 class End(HostMessage, tag="end", frozen=True):
     """The system ends, with this exit code. reason: "" where it ends as it should"""
 
@@ -102,7 +109,7 @@ class HostLost(HostMessage, tag="host_lost", frozen=True):
     host: str
 
 
-_Any = HostHello | Start | EndRanks | End | Note | Died | Signalled
+_Any = HostHello | Start | EndRanks | Replace | End | Note | Died | Signalled
 _decoder = msgspec.json.Decoder(_Any)
 
 
@@ -291,9 +298,9 @@ class Leader:
         now_s = time.monotonic()
         return [each.name for each in self._others.values() if each.channel is None and now_s - each.cut_s > after_s]
 
-    def tell(self, message: _Any) -> None:
-        """Sends a message to all others that are connected."""
-        for other in self._others.values():
+    def tell(self, message: _Any, node_rank: int | None = None) -> None:
+        """Sends a message to one of the others, or to all, where they are connected."""
+        for other in self._others.values() if node_rank is None else [self._others[node_rank]]:
             if other.channel is not None and not _say(other.channel, message):
                 self._cut(other)
 

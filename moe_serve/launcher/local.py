@@ -6,7 +6,6 @@ lines explain its end. Lost ones are restarted within bounds: how often and how 
 
 import contextlib
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -19,8 +18,10 @@ from pathlib import Path
 
 from moe_serve.child_process import describe_exit
 from moe_serve.config import LauncherConfig, ServeConfig
+from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.engine.protocol.messages import Members
-from moe_serve.launcher.rank_env import LAUNCH_FILES, NUM_BEFORE, STORE_FD
+from moe_serve.launcher.rank_env import LAUNCH_FILES, NUM_BEFORE, STORE_FD, new_launch_id
+from moe_serve.launcher.rank_start import keep_open
 from moe_serve.links.folder import not_writable
 from moe_serve.links.link import SOCKETS, TOKEN, Link
 
@@ -167,6 +168,7 @@ class LocalRanks:
         self._reported: set[int] = set()
         self._num_before: list[int] = []  # by rank: processes that ended in this launch
         self._files: list[int] = []  # of this launch, in memory: see LAUNCH_FILES
+        self._kept: SharedFiles | None = None  # shared memory of the ranks of this host
         self.launch_id = 0
         self.children: list[Child] = []
 
@@ -180,7 +182,6 @@ class LocalRanks:
 
         Raises FolderError where the folder cannot be written to at the first start.
         """
-        self._files = [os.memfd_create("moe_serve_launch") for _ in range(1 + self._num_local)]
         self._begin(new_launch_id(), None)
 
     def start_in(self, launch: Launch, store_fd: int | None = None) -> None:
@@ -195,6 +196,7 @@ class LocalRanks:
         if not self.launch_id:
             self._write_config()
         self.launch_id = launch_id
+        self._files = [os.memfd_create("moe_serve_launch") for _ in range(2 + self._num_local)]
         self._reported, self._num_before = set(), [0] * self._num_local
         self.children = []
         for number in range(self._num_local):
@@ -221,20 +223,27 @@ class LocalRanks:
                 "LOCAL_RANK": str(number),
                 "WORLD_SIZE": str(self.config.parallel.num_ranks),
                 "LOCAL_WORLD_SIZE": str(self._num_local),
+                LAUNCH_FILES: ",".join(map(str, self._files)),
                 "MOE_SERVE_LAUNCH_ID": str(self.launch_id),
                 "MOE_SERVE_RESTARTS_LEFT": str(max_restarts),
             }
         )
         passed = list(self._files)
-        if self._files:
-            environ[LAUNCH_FILES] = ",".join(map(str, self._files))
-            if max_restarts:
-                environ[NUM_BEFORE] = str(self._num_before[number])
+        if max_restarts:
+            environ[NUM_BEFORE] = str(self._num_before[number])
         if store_fd is not None:
             environ[STORE_FD] = str(store_fd)
             passed.append(store_fd)
         arguments = ["--config", str(self.config_file)]
         return Child(f"rank {rank}", self._module, arguments, environ, self._on_line, pass_fds=passed)
+
+    def keep_memory(self) -> None:
+        """Keeps the shared memory of this host's ranks, for one that is started anew when none of them is left.
+
+        Only where other hosts go on meanwhile. Called until the memory is there.
+        """
+        if self._meeting and self._kept is None and self._files:
+            self._kept = keep_open(self._files, self.launch_id)
 
     def _write_config(self) -> None:
         try:
@@ -256,6 +265,9 @@ class LocalRanks:
     def end(self, grace_s: float) -> None:
         """Ends all ranks; those that are ending get grace_s to do so."""
         end_children(self.children, grace_s)
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
         while self._files:
             os.close(self._files.pop())
 
@@ -271,11 +283,6 @@ def child_environment(link: Link) -> dict[str, str]:
         environ.pop(name, None)
     environ |= {TOKEN: link.token} if link.folder is None else {SOCKETS: str(link.folder)}
     return environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def new_launch_id() -> int:
-    """Returns a random number that names one launch, from 1 to 2^62."""
-    return 1 + secrets.randbits(62)
 
 
 def pause_s(num_failed: int) -> float:

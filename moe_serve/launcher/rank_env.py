@@ -5,6 +5,7 @@ between MPI implementations.
 """
 
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from moe_serve.errors import LaunchError
 
 # The environment variable by which our own launcher names the descriptors that its ranks have inherited, of files in
-# memory: the store through which they meet, and one for each rank (rank_start.py).
+# memory: the store through which they meet where all are on one host, one for each rank of this host, and one of the
+# launcher (rank_start.py).
 LAUNCH_FILES = "MOE_SERVE_LAUNCH_FILES"
 STORE_FD = "MOE_SERVE_STORE_FD"  # rank 0's, of a socket that listens at the master's address
 NUM_BEFORE = "MOE_SERVE_NUM_BEFORE"  # set by a launcher that replaces a lost rank alone
@@ -26,8 +28,8 @@ class RankEnv:
     launch_id:     as the launcher drew it; 0: rank 0 draws it when the ranks meet
     restarts_left: how often the launcher starts all ranks again when one is lost
     source:        the launcher, in words
-    launch_files:  descriptors of the store through which the ranks meet, and of what each rank leaves for new ones;
-                   (): they meet at the master's address
+    launch_files:  descriptors of our own launcher, as LAUNCH_FILES says; (): of another one
+    master_port:   0: the ranks meet in the first of these files
     num_before:    processes that were this rank before in this launch; None: lost ranks are not replaced alone
     store_fd:      a socket of the launcher that listens at the master's address, for rank 0's store
     """
@@ -48,7 +50,13 @@ class RankEnv:
     @property
     def store(self) -> str:
         """Where the ranks meet, in words."""
-        return "a file of their launcher" if self.launch_files else f"{self.master_addr}:{self.master_port}"
+        return f"{self.master_addr}:{self.master_port}" if self.master_port else "a file of their launcher"
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks of this host, under our own launcher."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.num_local_ranks)
 
     @property
     def store_path(self) -> str:
@@ -56,8 +64,8 @@ class RankEnv:
         return f"/proc/self/fd/{self.launch_files[0]}"
 
     def handover_file(self, rank: int) -> int:
-        """Returns the descriptor of what a rank leaves for new ones, under our own launcher."""
-        return self.launch_files[1 + rank]
+        """Returns the descriptor of what a rank of this host leaves for new ones, under our own launcher."""
+        return self.launch_files[1 + rank - self.local_ranks.start]
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
@@ -178,6 +186,11 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnv:
         launch_id=0,
         source="srun",
     )
+
+
+def new_launch_id() -> int:
+    """Returns a random number that names one launch, from 1 to 2^62."""
+    return 1 + secrets.randbits(62)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

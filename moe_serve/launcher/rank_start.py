@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from moe_serve.config import ServeConfig
-from moe_serve.dispatch.shared_files import FileMark
+from moe_serve.dispatch.shared_files import FileMark, SharedFiles
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Refused
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
-from moe_serve.errors import ConfigError, LaunchError, MoeServeError
+from moe_serve.errors import ConfigError, LaunchError, MoeServeError, PeerError
 from moe_serve.launcher.facts import Fact, facts_of, first_difference, front_end_facts
 from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.links.link import find_link
 from moe_serve.links.listeners import refuse_new_connections
 from moe_serve.log import get_logger
+from moe_serve.process_facts import runs
 
 if TYPE_CHECKING:
     from moe_serve.dispatch.base import EpGroup
@@ -50,6 +51,8 @@ class RankStart:
         self._config = config
         self._mailbox = mailbox
         self._watchdog = _start_watchdog(config, env)
+        self._wakes: list[str] = []  # the addresses of all ranks for wakes
+        self._link_ports: frozenset[int] = frozenset()  # of connections between hosts, which are made anew when cut
 
     def report(self, phase: str, fraction: float) -> None:
         """Shows what this rank does. Raises RefusedError where the front end has refused it by now."""
@@ -69,7 +72,7 @@ class RankStart:
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         engine = self._join_serving_ranks() if self.env.num_before else self._begin_together()
-        refuse_new_connections(self._mailbox.wake_ports)
+        refuse_new_connections(self._mailbox.wake_ports | self._link_ports)
         engine.served.info["start_s"] = round(time.monotonic() - started_s, 3)
         _end_on_signals(engine)
         self._watchdog.leave()
@@ -110,27 +113,38 @@ class RankStart:
     def _join_serving_ranks(self) -> "Engine":
         """Returns the engine of a replacement rank; its `run` joins the others."""
         from moe_serve.dispatch.base import EpGroup
-        from moe_serve.dispatch.shared_files import SharedFiles
         from moe_serve.engine.step.exchange import open_exchange
-        from moe_serve.launcher.rendezvous import device_of
+        from moe_serve.launcher.rendezvous import count_nodes, device_of, rejoin_hosts
 
         self.report("joining the ranks that serve", 0.0)
         config, env, link = self._config, self.env, find_link(self._config.server)
         theirs, device = find_handover(env), device_of(env, config)
         facts = facts_of(config, device.type)
         check_like(theirs, facts, env)
-        self._mailbox.connect_peers([link.wakes_of(rank, "") for rank in range(env.num_ranks) if rank != env.rank])
+        elsewhere, between = theirs.elsewhere, None
+        self._wakes = [link.wakes_of(rank, "") for rank in range(env.num_ranks)]
+        if elsewhere is not None:
+            before = left_before(env)
+            addresses = elsewhere.addresses | ({} if before is None else {env.rank: before.addresses[env.rank]})
+            between, self._wakes = rejoin_hosts(env, config, elsewhere.hosts, addresses), elsewhere.wakes
+        self._mailbox.connect_peers([each for rank, each in enumerate(self._wakes) if rank != env.rank])
         files = SharedFiles(theirs.pid, theirs.files, theirs.kernels)
-        exchange = open_exchange(files, env.rank, env.num_ranks, config.engine.step_deadline_s)
-        group = EpGroup(env.rank, env.num_ranks, device, files=files)
+        exchange = open_exchange(files, env.rank, env.num_ranks, config.engine.step_deadline_s, between)
+        num_nodes = 1 if elsewhere is None else count_nodes(elsewhere.hosts)
+        group = EpGroup(env.rank, env.num_ranks, device, num_nodes=num_nodes, files=files, link=between)
         engine = _build_engine(config, group, exchange, self._mailbox, env, self.report)
         self._leave_handover(group, facts)
         return engine
 
     def _leave_handover(self, group: "EpGroup", facts: Sequence[Fact]) -> None:
-        if group.files is not None:
-            files, env = group.files, self.env
-            leave_handover(env, Handover(env.launch_id, os.getpid(), files.marks(), files.kernels, list(facts)))
+        files, env, link, elsewhere = group.files, self.env, group.link, None
+        if link is not None:
+            self._link_ports = frozenset([link.addresses[env.rank][1]])
+            elsewhere = Elsewhere(list(link.hosts.of_rank), dict(link.addresses), self._wakes)
+        if files is not None:
+            marks = files.marks()
+            handover = Handover(env.launch_id, os.getpid(), marks, files.kernels, list(facts), elsewhere)
+            leave_handover(env.handover_file(env.rank), handover)
 
     def _meet(self) -> "tuple[Groups, Sequence[Fact]]":
         """Agrees with the other ranks on the launch and on what all must have in common, and joins them.
@@ -159,8 +173,8 @@ class RankStart:
         env, store = self.env, store_of_launch(store, launch_id)
         facts = check_facts(store, env, lambda: facts_of(config, device.type), deadline_s)
         groups = join_groups(env, config, device, store)
-        addresses = gather_bytes(self._mailbox.wake_address.encode(), groups.patient)
-        self._mailbox.connect_peers([address.decode() for rank, address in enumerate(addresses) if rank != env.rank])
+        self._wakes = [each.decode() for each in gather_bytes(self._mailbox.wake_address.encode(), groups.patient)]
+        self._mailbox.connect_peers([each for rank, each in enumerate(self._wakes) if rank != env.rank])
         return groups, facts
 
     def _say_hello(self) -> None:
@@ -237,13 +251,25 @@ def _end_on_signals(engine: "Engine") -> None:
     signal.signal(signal.SIGTERM, ask)
 
 
+class Elsewhere(msgspec.Struct, frozen=True):
+    """How a replacement rank finds the ranks of other hosts.
+
+    hosts: of all ranks;  addresses: where a rank and those of other hosts listen;  wakes: addresses of all ranks
+    """
+
+    hosts: list[int]
+    addresses: dict[int, tuple[str, int]]
+    wakes: list[str]
+
+
 class Handover(msgspec.Struct, frozen=True):
     """What a rank that serves leaves for a replacement rank: how to find its shared memory, and what must be equal.
 
     It lies in the files that a launcher shares with its ranks. These are in memory, and no other process has them: a
     rank comes back where no disk has room for a byte.
 
-    pid: of the rank that left it;  files, kernels: as in SharedFiles;  facts: what all ranks have in common
+    pid: of the process that has the files open: a rank, or the launcher, which keeps those of ranks that have ended
+    files, kernels: as in SharedFiles;  facts: what all ranks have in common;  elsewhere: None: all are on one host
     """
 
     launch_id: int
@@ -251,29 +277,58 @@ class Handover(msgspec.Struct, frozen=True):
     files: dict[str, FileMark]
     kernels: str
     facts: list[Fact]
+    elsewhere: Elsewhere | None = None
 
 
-def leave_handover(env: RankEnv, handover: Handover) -> None:
-    """Writes what replacement ranks need of this one. A reader that comes meanwhile finds nothing."""
-    own = env.handover_file(env.rank)
-    os.ftruncate(own, 0)
-    os.pwrite(own, msgspec.json.encode(handover), 0)
+def leave_handover(file: int, handover: Handover) -> None:
+    """Writes what replacement ranks need. A reader that comes meanwhile finds nothing. file: one of the launch"""
+    os.ftruncate(file, 0)
+    os.pwrite(file, msgspec.json.encode(handover), 0)
+
+
+def read_handover(file: int, launch_id: int) -> Handover | None:
+    """Returns what was left in a file for ranks of a launch; None: nothing."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        found = msgspec.json.decode(os.pread(file, os.fstat(file).st_size, 0), type=Handover)
+        return found if found.launch_id == launch_id else None
+    return None
 
 
 def find_handover(env: RankEnv) -> Handover:
-    """Returns what a living rank of this launch has left. Raises LaunchError where none has."""
-    for rank in range(env.num_ranks):
-        if rank == env.rank:
-            continue
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            theirs = env.handover_file(rank)
-            found = msgspec.json.decode(os.pread(theirs, os.fstat(theirs).st_size, 0), type=Handover)
-            os.kill(found.pid, 0)
-            if found.launch_id == env.launch_id:
-                return found
+    """Returns what a living rank of this host has left, or else the launcher. Raises LaunchError where neither has."""
+    others = [env.handover_file(rank) for rank in env.local_ranks if rank != env.rank]
+    for file in (*others, env.launch_files[-1]):
+        found = read_handover(file, env.launch_id)
+        if found is not None and runs(found.pid):
+            return found
     raise LaunchError(
         f"rank {env.rank} was restarted alone, but no other rank of its launch serves; start all ranks again"
     )
+
+
+def left_before(env: RankEnv) -> Elsewhere | None:
+    """Returns where the process listened that was this rank before; None where that does not matter."""
+    found = read_handover(env.handover_file(env.rank), env.launch_id) if env.num_before else None
+    return None if found is None else found.elsewhere
+
+
+def keep_open(files: Sequence[int], launch_id: int) -> SharedFiles | None:
+    """Keeps the shared memory of this host's ranks open in the launcher, and hands it on when none of them is left.
+
+    files: of the launch, as in LAUNCH_FILES
+    Returns what is kept; None where no rank has left it yet, or other hosts have no part in it.
+    """
+    for file in files[1:-1]:
+        found = read_handover(file, launch_id)
+        if found is None or found.elsewhere is None:
+            continue
+        kept = SharedFiles(found.pid, found.files, found.kernels)
+        with contextlib.suppress(PeerError):  # the rank has ended
+            for name in found.files:
+                os.close(kept.open(name, os.O_RDWR))
+            leave_handover(files[-1], msgspec.structs.replace(found, pid=os.getpid(), files=kept.marks()))
+            return kept
+    return None
 
 
 def check_like(theirs: Handover, own: list[Fact], env: RankEnv) -> None:

@@ -13,7 +13,7 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -33,8 +33,7 @@ from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.dispatch.shm.memory import STORE_ORDER, host_mark
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.facts import Fact, first_difference
-from moe_serve.launcher.local import new_launch_id
-from moe_serve.launcher.rank_env import RankEnv, address_of, interface_towards
+from moe_serve.launcher.rank_env import RankEnv, address_of, interface_towards, new_launch_id
 from moe_serve.links.link import find_link
 from moe_serve.log import get_logger
 from moe_serve.server.edge.ports import open_port
@@ -55,7 +54,7 @@ def open_store(env: RankEnv, deadline_s: float) -> Store:
     """
     if env.num_ranks == 1:
         return HashStore()
-    if env.launch_files:
+    if env.launch_files and not env.master_port:
         store = FileStore(env.store_path, env.num_ranks)
         store.set_timeout(timedelta(seconds=deadline_s))
         return store
@@ -299,24 +298,56 @@ def _join_hosts(
     asked = config.dispatch.backend in ("auto", "low_latency")
     if len(set(hosts)) == 1 or len(hosts) > most or not asked or not all(each.endswith(b"1") for each in found):
         return hosts, None
-    address = address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or env.master_addr
+    listener = listen(_own_host(env))
+    deadlines_s = config.server.attach_deadline_s, _quiet_s(config)
+    return hosts, connect_hosts(env.rank, Hosts.of(hosts), group, listener, _key_of_hosts(env, config), *deadlines_s)
+
+
+def _own_host(env: RankEnv) -> str:
+    """Returns the address of this host under which other hosts reach it."""
+    return address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or env.master_addr
+
+
+def _key_of_hosts(env: RankEnv, config: ServeConfig) -> bytes:
     token = find_link(config.server).token
-    key = hmac.digest(token.encode(), f"between hosts {env.launch_id}".encode(), "sha256")
-    deadlines_s = config.server.attach_deadline_s, config.dispatch.deadline_s or config.engine.step_deadline_s
-    return hosts, connect_hosts(env.rank, Hosts.of(hosts), group, address, key, *deadlines_s)
+    return hmac.digest(token.encode(), f"between hosts {env.launch_id}".encode(), "sha256")
+
+
+def _quiet_s(config: ServeConfig) -> float:
+    return config.dispatch.deadline_s or config.engine.step_deadline_s
+
+
+def rejoin_hosts(
+    env: RankEnv, config: ServeConfig, hosts: Sequence[int], addresses: Mapping[int, tuple[str, int]]
+) -> HostLink:
+    """Returns the connections of a replacement rank with the ranks of other hosts that serve.
+
+    hosts: of all ranks;  addresses: where they listen, and where this one did before
+    """
+    choose_interface(env)
+    listener = listen(_own_host(env), addresses.get(env.rank, ("", 0))[1])
+    link = HostLink(env.rank, Hosts(tuple(hosts)), _key_of_hosts(env, config), listener, _quiet_s(config))
+    link.connect(addresses, _quiet_s(config), is_replacement=True)
+    return link
 
 
 def connect_hosts(
-    rank: int, hosts: Hosts, group: dist.ProcessGroup, address: str, key: bytes, deadline_s: float, quiet_s: float
+    rank: int,
+    hosts: Hosts,
+    group: dist.ProcessGroup,
+    listener: socket.socket,
+    key: bytes,
+    deadline_s: float,
+    quiet_s: float,
 ) -> HostLink:
     """Returns a rank's connections with the other hosts; a collective call.
 
-    address: an IP address of this host that the others reach;  key: known to the ranks of this launch only
+    listener: at an IP address of this host that the others reach;  key: known to the ranks of this launch only
     quiet_s: a connection ends when the other host's kernel gives no sign for so long
     Raises PeerError where a rank cannot be reached within deadline_s.
     """
-    listener = listen(address)
-    found = gather_bytes(f"{listener.getsockname()[1]} {address}".encode(), group)
+    address, port = listener.getsockname()[:2]
+    found = gather_bytes(f"{port} {address}".encode(), group)
     words = [each.decode().split() for each in found]
     link = HostLink(rank, hosts, key, listener, quiet_s)
     link.connect({peer: (host, int(port)) for peer, (port, host) in enumerate(words)}, deadline_s)
@@ -334,11 +365,11 @@ def choose_interface(env: RankEnv) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
-def count_nodes(hosts: Sequence[bytes]) -> int:
+def count_nodes(hosts: Sequence[object]) -> int:
     """Returns how many nodes the ranks are on: equal ones, numbered one after the other.
 
     Where hosts hold unequal numbers of ranks, or ranks alternate between them, each rank counts as a node of its own.
-    hosts: of each rank, equal bytes for ranks of one host
+    hosts: of each rank, something that is equal for ranks of one host
     """
     num_nodes = len(set(hosts))
     per_node = len(hosts) // num_nodes

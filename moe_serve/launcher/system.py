@@ -34,6 +34,7 @@ from moe_serve.launcher.hosts import (
     HostLost,
     Leader,
     Note,
+    Replace,
     Signalled,
     Start,
     StoppedError,
@@ -41,8 +42,9 @@ from moe_serve.launcher.hosts import (
     token_of_hosts,
 )
 from moe_serve.launcher.launch_watch import LaunchWatch, Loss
-from moe_serve.launcher.local import WORKER, Death, Launch, LocalRanks, OnLine, Restarts, in_a_while, new_launch_id
+from moe_serve.launcher.local import WORKER, Death, Launch, LocalRanks, OnLine, Restarts, in_a_while
 from moe_serve.launcher.preflight import has_tokenizer
+from moe_serve.launcher.rank_env import new_launch_id
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.server.edge.ports import open_port
@@ -186,11 +188,15 @@ def _run_ranks(ranks: LocalRanks, launch: Launch, leader: Follower, here: Here) 
                     ranks.start_in(message.launch)
                 case EndRanks():
                     ranks.end(message.grace_s)
+                case Replace() if message.launch_id == ranks.launch_id:
+                    ranks.finish(message.rank)
+                    ranks.replace(message.rank)
                 case Note():
                     here.display.note(f"node rank 0: {message.text}", message.style)
                 case End():
                     ranks.end(message.grace_s)
                     return message
+        ranks.keep_memory()
         for death in ranks.deaths():
             leader.tell(Died(ranks.launch_id, death))
         if leader.cut_for_s > server.attach_deadline_s:
@@ -225,6 +231,16 @@ class RanksOfHosts(LocalRanks):
         """Notes how a rank of another host has ended."""
         if message.launch_id == self.launch_id:
             self._died.append(message.death)
+
+    def finish(self, rank: int) -> None:
+        if rank < self._num_local:  # another host does it before it replaces the rank
+            super().finish(rank)
+
+    def replace(self, rank: int) -> None:
+        if rank < self._num_local:
+            super().replace(rank)
+        else:
+            self._leader.tell(Replace(self.launch_id, rank), rank // self._num_local)
 
     def deaths(self) -> list[Death]:
         elsewhere, self._died = self._died, []
@@ -321,6 +337,7 @@ class _System:
 
     def _hear(self, hosts: Leader) -> None:
         """Takes what other hosts report."""
+        self.ranks.keep_memory()
         for _, message in hosts.turn():
             match message:
                 case Died() if isinstance(self.ranks, RanksOfHosts):

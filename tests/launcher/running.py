@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -101,6 +103,15 @@ class Running:
             raise AssertionError(f"still runs after {timeout_s} s, having said:\n{self.output}") from None
         self._reader.join(2)
         return code
+
+
+def quiet_port() -> int:
+    """Returns a free port that the kernel gives to no outgoing connection."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", random.randrange(15_000, 32_000, 2)))
+            port: int = probe.getsockname()[1]
+            return port
 
 
 def gone(pids: Sequence[int]) -> bool:

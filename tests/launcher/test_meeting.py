@@ -15,9 +15,9 @@ from moe_serve.errors import ConfigError, LaunchError, ModelError, MoeServeError
 from moe_serve.launcher import hosts
 from moe_serve.launcher.hosts import Follower, Leader, Start, StoppedError, token_of_hosts
 from moe_serve.launcher.local import Launch
-from moe_serve.launcher.rank_env import free_port
 from moe_serve.launcher.system import Here, Signals, follow, lead
 from moe_serve.links.link import Link
+from tests.launcher.running import quiet_port
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -79,7 +79,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def port() -> int:
-    return free_port()
+    return quiet_port()
 
 
 def test_two_hosts_that_say_node_rank_0_are_both_told(port: int) -> None:

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import subprocess
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
@@ -14,7 +16,15 @@ from moe_serve.errors import ConfigError, LaunchError, LostConnectionError, Peer
 from moe_serve.launcher import serve
 from moe_serve.launcher.facts import Fact
 from moe_serve.launcher.rank_env import RankEnv
-from moe_serve.launcher.rank_start import Handover, check_like, find_handover, import_engine, leave_handover
+from moe_serve.launcher.rank_start import (
+    Elsewhere,
+    Handover,
+    check_like,
+    find_handover,
+    import_engine,
+    keep_open,
+    leave_handover,
+)
 from moe_serve.launcher.serve import loss_message, run_worker
 
 GLOO = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:37298. Look at the remote worker."
@@ -88,7 +98,7 @@ def test_what_was_imported_is_not_looked_through_again_and_later_garbage_is() ->
 @pytest.fixture
 def files():
     """The files of a launch of three ranks."""
-    made = tuple(os.memfd_create("files of a launch") for _ in range(4))
+    made = tuple(os.memfd_create("files of a launch") for _ in range(5))
     yield made
     for each in made:
         os.close(each)
@@ -105,13 +115,13 @@ def handover(launch_id: int = 7, pid: int | None = None, **files: FileMark) -> H
 def test_a_new_process_finds_what_a_living_rank_of_its_launch_has_left(files: tuple[int, ...]):
     with pytest.raises(LaunchError, match="no other rank of its launch serves"):
         find_handover(env(1, files=files))
-    leave_handover(env(0, files=files), handover(pid=2**22 + 1))
-    leave_handover(env(1, files=files), handover())
+    leave_handover(files[1], handover(pid=2**22 + 1))
+    leave_handover(files[2], handover())
     with pytest.raises(LaunchError, match="no other rank"):  # one has ended, the other was its own
         find_handover(env(1, files=files))
     left = handover(pages=FileMark(3, 4, 5))
-    leave_handover(env(2, files=files), handover(pages=FileMark(3, 4, 5), longer_than_the_next=FileMark(6, 7, 8)))
-    leave_handover(env(2, files=files), left)
+    leave_handover(files[3], handover(pages=FileMark(3, 4, 5), longer_than_the_next=FileMark(6, 7, 8)))
+    leave_handover(files[3], left)
     assert find_handover(env(1, files=files)) == left
     with pytest.raises(LaunchError, match="no other rank"):
         find_handover(env(1, launch_id=8, files=files))
@@ -147,3 +157,29 @@ def test_shared_files_are_opened_again_and_another_file_is_not():
         SharedFiles(2**22 + 1, marks).open("first", os.O_RDWR)
     for files in (made, replacement):
         os.close(files.marks()["first"].descriptor)
+
+
+def test_where_no_rank_of_a_host_is_left_a_new_one_finds_what_the_launcher_has_kept(files: tuple[int, ...]):
+    elsewhere = Elsewhere([0, 0, 0, 1], {3: ("h", 1)}, ["a", "b", "c", "d"])
+    assert keep_open(files, 7) is None
+    held = os.memfd_create("memory of a rank")
+    os.write(held, b"bytes")
+    rank = subprocess.Popen(["sleep", "60"], pass_fds=[held])
+    made = SharedFiles()
+    made.keep("page", held)
+    (mark,) = made.marks().values()
+    left = handover(pid=rank.pid, page=mark._replace(descriptor=held))
+    leave_handover(files[1], left)
+    assert keep_open(files, 7) is None, "on one host no rank would be left to go on"
+    leave_handover(files[1], msgspec.structs.replace(left, elsewhere=elsewhere))
+    kept = keep_open(files, 7)
+    rank.kill()
+    rank.wait()
+    made.close()
+    os.close(held)
+    found = find_handover(env(1, files=files))
+    assert (found.pid, found.elsewhere) == (os.getpid(), elsewhere)
+    opened = SharedFiles(found.pid, found.files).open("page", os.O_RDWR)
+    assert os.pread(opened, 9, 0) == b"bytes"
+    os.close(opened)
+    kept.close()

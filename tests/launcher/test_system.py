@@ -15,11 +15,10 @@ import pytest
 from moe_serve.config import load_config
 from moe_serve.errors import LaunchError
 from moe_serve.launcher.display import StartDisplay
-from moe_serve.launcher.rank_env import free_port
 from moe_serve.launcher.system import serve_on_this_machine
 from moe_serve.links.folder import OwnFolder, remove_left_behind
 from tests.conftest import _descendants
-from tests.launcher.running import Running, eventually, gone, pid_of_rank
+from tests.launcher.running import Running, eventually, gone, pid_of_rank, quiet_port
 
 FIVE = {"input_ids": [7], "sampling_params": {"max_new_tokens": 5, "sampling_seed": 10}}
 ENDLESS = {"input_ids": [7], "sampling_params": {"max_new_tokens": 200}}
@@ -264,8 +263,8 @@ def test_one_of_two_front_ends_may_die_and_comes_back_while_the_other_serves():
 
 def test_launchers_of_two_hosts_start_all_ranks_again_where_one_is_lost_and_end_together(monkeypatch):
     monkeypatch.setenv("MOE_SERVE_TOKEN", "0123456789abcdef" * 2)
-    hosts = ["launcher.nnodes=2", f"launcher.dist_init_addr=127.0.0.1:{free_port()}"]
-    hosts += [f"server.worker_port={free_port()}"]
+    hosts = ["launcher.nnodes=2", f"launcher.dist_init_addr=127.0.0.1:{quiet_port()}"]
+    hosts += [f"server.worker_port={quiet_port()}"]
     with (
         serving(*hosts, "launcher.node_rank=1", mishap="all:slow") as other,
         serving(*hosts, mishap="all:slow") as system,

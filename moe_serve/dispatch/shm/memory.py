@@ -146,9 +146,17 @@ def share_regions(
     return memory
 
 
-def open_regions(files: SharedFiles, rank: int, num_ranks: int, num_bytes: int, use: SegmentUse) -> ShmMemory:
+def open_regions(
+    files: SharedFiles,
+    rank: int,
+    num_ranks: int,
+    num_bytes: int,
+    use: SegmentUse,
+    link: "HostLink | None" = None,
+) -> ShmMemory:
     """Returns the regions that the other ranks share, for a rank that is started anew in the place of a dead one.
 
+    link: with the other hosts; None: all ranks are on one
     The others must have masked it. Raises PeerError where the rank that hands the files on has ended, or shares less.
     """
     size = HEAD_BYTES + num_bytes
@@ -162,7 +170,10 @@ def open_regions(files: SharedFiles, rank: int, num_ranks: int, num_bytes: int, 
     finally:
         for descriptor in opened:
             os.close(descriptor)
-    return ShmMemory(rank, Mappings(segments, Log(files.open(log, os.O_RDWR | os.O_APPEND))))
+    memory = ShmMemory(rank, Mappings(segments, Log(files.open(log, os.O_RDWR | os.O_APPEND))))
+    if link is not None:
+        memory.join(link)
+    return memory
 
 
 def _names(use: SegmentUse, num_ranks: int) -> list[str]:

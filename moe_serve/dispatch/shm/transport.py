@@ -373,7 +373,8 @@ def make_shm(group: EpGroup, request: TransportRequest) -> ShmAllToAll:
     shape = region_shape(group.num_ranks, limits, wire)
     use = SegmentUse(advise=advise)
     if group.files is not None and group.files.is_replacement:
-        transport = ShmAllToAll(open_regions(group.files, group.rank, group.num_ranks, shape.num_bytes, use), request)
+        memory = open_regions(group.files, group.rank, group.num_ranks, shape.num_bytes, use, group.link)
+        transport = ShmAllToAll(memory, request)
         transport._members.begin_masked()
         return transport
     assert group.process_group is not None, "shared memory is mapped over a process group"

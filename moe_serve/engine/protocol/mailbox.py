@@ -107,16 +107,17 @@ class ZmqMailbox:
 
     own_host:       the host name or address under which peers reach this rank over TCP
     num_front_ends: more than one only on links within a folder
+    wakes:          the address for wakes, that of the process which was this rank before; "": a new one
     """
 
-    def __init__(self, link: Link, rank: int, own_host: str, num_front_ends: int = 1):
+    def __init__(self, link: Link, rank: int, own_host: str, num_front_ends: int = 1, wakes: str = ""):
         """Raises LaunchError when the address for wakes cannot be opened."""
         self._sockets = LinkSockets(link)
         self._pulse: threading.Thread | None = None
         self._is_closing = threading.Event()
         self._addresses = [link.front_end_at(number) for number in range(num_front_ends)]
         self._front_ends = [_FrontEndLink(self._sockets, address) for address in self._addresses]
-        address = link.wakes_of(rank, own_host)
+        address = wakes or link.wakes_of(rank, own_host)
         try:
             self._wakes = self._sockets.bound(zmq.PULL, address, _WAKE_BYTES)
         except zmq.ZMQError as error:

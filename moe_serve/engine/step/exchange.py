@@ -272,14 +272,19 @@ def make_exchange(
     return exchange
 
 
-def open_exchange(files: SharedFiles, rank: int, num_ranks: int, deadline_s: float) -> ShmExchange:
-    """Returns the exchange of a replacement rank, beside others that serve. Raises PeerError."""
+def open_exchange(
+    files: SharedFiles, rank: int, num_ranks: int, deadline_s: float, link: "HostLink | None" = None
+) -> ShmExchange:
+    """Returns the exchange of a replacement rank, beside others that serve. Raises PeerError.
+
+    link: with the other hosts, if there are any
+    """
     descriptor = files.open(_FILE, os.O_RDWR)
     try:
         page = mmap.mmap(descriptor, page_bytes(num_ranks))
     finally:
         os.close(descriptor)
-    return ShmExchange(page, rank, num_ranks, deadline_s)
+    return ShmExchange(page, rank, num_ranks, deadline_s, link)
 
 
 def page_bytes(num_ranks: int) -> int:
