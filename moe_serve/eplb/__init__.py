@@ -1,4 +1,4 @@
-"""Where experts live, and how a hot expert's tokens are shared. Numbers in, plans out; never imports torch.
+"""Plans where experts live and how a hot expert's tokens are shared. Numbers in, plans out; never imports torch.
 
 Names load on first use, so that importing one costs nothing of the others.
 """

@@ -1,4 +1,4 @@
-"""Which expert each slot holds, for every MoE layer. Nothing here knows of loads, weights or networks.
+"""A placement: the expert in each slot, for every MoE layer. It knows nothing of loads, weights or networks.
 
     layer            a MoE layer, one row of every table; moe_layer_ids says which layer of the model it is
     logical expert   an expert of the checkpoint, 0 .. E-1 in every layer
@@ -38,7 +38,7 @@ Array = TypeVar("Array", bound=NDArray[Any])
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the experts of all MoE layers live. Read-only; checked when built.
+    """The expert in every slot of all MoE layers. Read-only; checked when built.
 
     physical_to_logical: [L, P] int32, logical expert of each slot, -1 = empty slot (a read-only copy is kept)
     num_logical:         E, experts of each layer

@@ -59,7 +59,7 @@ def cheapest_parts(old: Ids, new: Ids, node_of: Ints, relabel: Relabel) -> Ints:
 
 
 def cheapest_parts_reference(old: Ids, new: Ids, node_of: Ints, relabel: Relabel) -> Ints:
-    """Like `cheapest_parts`, in numpy."""
+    """Same contract as `cheapest_parts`, in numpy."""
     part = _as_they_are(old)
     for layer in np.flatnonzero((old != new).any(axis=(1, 2))).tolist() if relabel in WHAT else ():
         price = _price(old[layer], new[layer], node_of)
@@ -160,7 +160,7 @@ def find_library() -> ctypes.CDLL | None:
 
 
 def cheapest_columns_reference(price: Ints) -> Ints:
-    """Like `cheapest_columns`, in numpy."""
+    """Same contract as `cheapest_columns`, in numpy."""
     size = len(price)
     of_row, of_column = price.min(axis=1), np.zeros(size, dtype=np.int64)
     row, column = np.full(size, -1), np.full(size, -1)

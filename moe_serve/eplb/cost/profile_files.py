@@ -122,7 +122,7 @@ class ModelProfile:
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """How close an engine comes to the modelled kernels.
+    """The distance of an engine from the modelled kernels.
 
     step_factor: whole step / its modelled parts, in both phases: launches, gaps, host work, kernels slower than the
                  published ones; 1 = nothing but the modelled parts

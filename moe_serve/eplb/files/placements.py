@@ -115,7 +115,7 @@ def write_placement(
 
 
 class _Target(NamedTuple):
-    """How placements are written for an engine. reader: what reads them, and takes no empty slot; "" = it takes them"""
+    """The form of placements for an engine. reader: reads them, and takes no empty slot; "" = it takes them"""
 
     reader: str
     write: Callable[[Placement, Path, int | None], None]

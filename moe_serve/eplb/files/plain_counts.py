@@ -92,7 +92,7 @@ def _described(path: Path) -> tuple[TraceMeta | None, int, str]:
 
 
 def _windows(path: Path, most: int, progress: ByteProgress | None) -> Iterator[np.ndarray]:
-    """Yields the rows of each window, [lines, 5] as of `_chunks`; of one with more than `most`, the first ones."""
+    """Yields the rows of each window, [lines, 5] as in `_chunks`; of one with more than `most`, the first ones."""
     pending = np.zeros((0, 5), dtype=np.int64)
     for rows in _chunks(path, progress):
         *whole, pending = np.split(both := np.concatenate([pending, rows]), np.flatnonzero(np.diff(both[:, 0])) + 1)

@@ -268,7 +268,7 @@ def _plain_meta(path: Path, where: str) -> TraceMeta:
 
 
 def _lines(path: Path, progress: ByteProgress | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the lines of a trace and where each stands, those of the older part first."""
+    """Yields the lines of a trace and where each is, those of the older part first."""
     parts = parts_of(path)
     total = sum(part.stat().st_size for part in parts)
     done = 0
@@ -503,7 +503,7 @@ class RollingTrace:
         self._writer.event(name, step, **fields)
 
     def close(self) -> None:
-        """Closes the file and gives up its lock; `open` opens it again."""
+        """Closes the file and releases its lock; `open` opens it again."""
         self._close_writer()
         if self._lock is not None:
             self._lock.close()

@@ -31,12 +31,12 @@ ByteProgress = Callable[[int, int], None]  # (bytes or records read, of them in 
 
 
 @contextmanager
-def naming(where: str, error: type[MoeServeError] = TraceError) -> Iterator[None]:
-    """Turns the refusal of a value into an `error` that begins with `where`, the file and the place in it."""
+def naming(where: str) -> Iterator[None]:
+    """Turns the refusal of a value into a TraceError that begins with `where`, the file and the place in it."""
     try:
         yield
     except (TypeError, ValueError, OverflowError) as problem:  # TraceError and PlacementError are ValueErrors
-        raise error(f"{where}: {problem}") from None
+        raise TraceError(f"{where}: {problem}") from None
 
 
 def counted(items: Iterable[T], total: int, progress: ByteProgress | None) -> Iterator[T]:

@@ -22,26 +22,21 @@ def folded(trace: LoadTrace, window_steps: int) -> LoadTrace:
     """
     if window_steps < 1:
         raise TraceError(f"window is {window_steps} steps; give a whole number of at least 1")
-    return replace(trace, open_records=_Folding(trace, window_steps), num_records=None)
 
-
-@dataclass(frozen=True)
-class _Folding:
-    trace: LoadTrace
-    window_steps: int
-
-    def __call__(self) -> Iterator[LoadRecord]:
+    def open_records() -> Iterator[LoadRecord]:
         pending: list[LoadRecord] = []
-        for record in self.trace:
+        for record in trace:
             if pending and pending[0].phase != record.phase and not (_is_idle(pending[0]) or _is_idle(record)):
                 yield _merged(pending)
                 pending = []
             # Reduce at once: a long record would keep its large optional parts in memory until the window closes.
             pending = [_merged([*pending, record])]
-            if pending[0].num_steps >= self.window_steps:
+            if pending[0].num_steps >= window_steps:
                 yield pending.pop()
         if pending:
             yield _merged(pending)
+
+    return replace(trace, open_records=open_records, num_records=None)
 
 
 def _is_idle(record: LoadRecord) -> bool:
@@ -106,28 +101,23 @@ def of_phase(trace: LoadTrace, phase: str) -> LoadTrace:
     """
     if phase not in PHASES:
         raise ConfigError(f"phase is {phase!r}; give one of {', '.join(PHASES)}")
-    words = f"{trace.source or 'trace'}, {phase} windows"
-    return replace(trace, open_records=_OnePhase(trace, phase), source=words, num_records=None)
 
-
-@dataclass(frozen=True)
-class _OnePhase:
-    trace: LoadTrace
-    phase: str
-
-    def __call__(self) -> Iterator[LoadRecord]:
+    def open_records() -> Iterator[LoadRecord]:
         seen: Counter[str] = Counter()
-        for record in self.trace:
+        for record in trace:
             if not record.tokens.any():
                 continue
             seen[record.phase] += 1
-            if record.phase == self.phase:
+            if record.phase == phase:
                 yield record
-        if not seen[self.phase]:
+        if not seen[phase]:
             raise TraceError(
-                f"{self.trace.source or 'the trace'} has no {self.phase} windows with tokens, but {_words(seen)}; "
-                "choose a phase that it has"
+                f"{trace.source or 'the trace'} has no {phase} windows with tokens, but {_words(seen)}; choose a phase "
+                "that it has"
             )
+
+    words = f"{trace.source or 'trace'}, {phase} windows"
+    return replace(trace, open_records=open_records, source=words, num_records=None)
 
 
 def load_by_phase(trace: LoadTrace, last: int = 0) -> tuple[PhaseLoad, ...]:

@@ -43,7 +43,7 @@ class PlanAnswer:
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """Why a request has no plan, in words."""
+    """The reason why a request has no plan, in words."""
 
     request_id: int
     reason: str

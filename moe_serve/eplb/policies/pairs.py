@@ -227,7 +227,7 @@ class _Search:
     """The state of a search.
 
     whole, paired: sum of the peaks of whole ranks, and of the pool's pairs
-    order, num_broken: all ranks, the broken ones first; place_of: where in it a rank stands
+    order, num_broken: all ranks, the broken ones first; place_of: the index of each rank in it
     count, pooled: [E + 1] replicas, and those in the pool; value: [E + 1] size of one replica now
     experts, falling: the pool, heaviest first, and minus its sizes
     """

@@ -33,7 +33,7 @@ _UNFUSED = "-ffp-contract=off"  # fused multiply-adds round once where numpy rou
 
 @dataclass(frozen=True, eq=False)
 class EditGoal:
-    """When a layer is done.
+    """The goal at which the edits of a layer end.
 
     target: [L] balancedness;  budget: [L] moves, those before the first edit included
     min_gain: least gain of an edit per move, in mean rank loads
@@ -98,7 +98,7 @@ def edit_layers(state: EditState, goal: EditGoal, rule: HomeRule | None, deadlin
 def edit_layers_reference(
     state: EditState, goal: EditGoal, rule: HomeRule | None, deadline: Deadline
 ) -> tuple[EditLog, bool]:
-    """Like `edit_layers`, in numpy; the order of edits of different layers differs."""
+    """Same contract as `edit_layers`, in numpy; the order of edits of different layers differs."""
     active, work = np.arange(len(goal.target)), state.rows(np.arange(len(goal.target)))
     made = [(np.empty(0, dtype=np.int64),) * 5]
     gains: list[Floats] = []

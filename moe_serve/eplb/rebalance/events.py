@@ -116,7 +116,7 @@ class PlaceAt:
 
 @dataclass(frozen=True)
 class SwitchOff:
-    """Nothing comes of what was asked or started; no more plans until a person or a new group begins anew."""
+    """Drops what was asked or started, and makes no more plans until a person or a new group begins anew."""
 
     step: int
     reason: str
@@ -181,7 +181,7 @@ DecisionKind = Literal["watch", "plan", "move", "restore", "manual", "keep", "fa
 
 @dataclass(frozen=True)
 class Decision:
-    """Why the rebalancer did or did not act at a step; reports and logs print it.
+    """The reason why the rebalancer did or did not act at a step; reports and logs print it.
 
     reason:     in words
     layer_rows: the layers it is about

@@ -318,7 +318,7 @@ class LoadMemory:
 
     Two guesses are compared: the latest window alone, and all windows with older ones fading. The one that has
     predicted new windows better is used. A window that is much further from both than windows usually are, and than its
-    number of tokens explains, has shifted: earlier windows count no longer. Where loads shift all the time, such errors
+    number of tokens explains, has shifted: earlier windows no longer count. Where loads shift all the time, such errors
     become usual, and windows are averaged again.
 
     shifted: [L] bool, whether the last window is the first one of another load

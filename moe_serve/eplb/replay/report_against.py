@@ -243,7 +243,7 @@ _Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 
 
 class _Row(msgspec.Struct):
-    """What a comparison needs of a policy's row; the names are those of NUMBERS."""
+    """The fields of a policy's row that a comparison needs, by the names of NUMBERS."""
 
     policy: str
     served_mean: _Number

@@ -67,7 +67,7 @@ class Sweep:
 
     @property
     def num_cases(self) -> int:
-        """How many combinations there are, at most: numbers of slots may be the same once rounded up."""
+        """The most combinations there can be: numbers of slots may be the same once rounded up."""
         return len(self.nodes) * len(self.slots or self.redundant) * len(self.window_steps)
 
 

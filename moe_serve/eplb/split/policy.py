@@ -72,7 +72,7 @@ def find_library() -> ctypes.CDLL | None:
 class NativeSplit:
     """One layer's split and assignment in C. Keeps its buffers, so use one per thread.
 
-    outcomes: as of SplitPolicy
+    outcomes: as in SplitPolicy
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class TurnSplit(SplitPolicy):
 
 
 def turn_tables(layer: LayerSlots, reaches: tuple[int, ...]) -> TurnTables:
-    """Returns the tables of one layer; reaches as of TurnSplit."""
+    """Returns the tables of one layer; reaches as in TurnSplit."""
     logical, num_columns = layer.physical_to_logical, layer.num_logical + 1  # the last one: empty slots
     ranks = np.arange(layer.topology.num_ranks)
     size, turn, uses, serves = [], [], [], []
