@@ -19,7 +19,7 @@ Shape words: L = MoE layers, E = logical experts, R = ranks, P = slots.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -161,17 +161,7 @@ class LoadTrace:
         if not kept:
             raise TraceError(f"{source or 'trace'} has no records; give at least one")
         ids = moe_layer_ids or tuple(range(kept[0].num_layers))
-        return cls(_Kept(kept), kept[0].num_logical, ids, topk, model_id, source, len(kept))
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """Opens records that are kept in memory."""
-
-    records: tuple[LoadRecord, ...] = field(repr=False)
-
-    def __call__(self) -> Iterator[LoadRecord]:
-        return iter(self.records)
+        return cls(lambda: iter(kept), kept[0].num_logical, ids, topk, model_id, source, len(kept))
 
 
 def checked_counts(value: ArrayLike, name: str, ndim: int) -> NDArray[np.int64]:

@@ -12,7 +12,6 @@ from moe_serve.eplb.policies.hierarchy import has_single_homes, plan_by_node, re
 from moe_serve.eplb.policies.legal import HomeRule, Ints
 from moe_serve.eplb.policies.objectives import best_for_exact_split, improve_locality
 from moe_serve.eplb.policies.packing import (
-    Deadline,
     apportion,
     balancedness_bound,
     lightest_top,
@@ -26,7 +25,7 @@ from moe_serve.eplb.policies.packing import (
     swap_until_even,
 )
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
-from moe_serve.eplb.policies.problem import Floats, Ids, Problem, problem_of
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, part_of, problem_of
 from moe_serve.eplb.policies.single_edits import (
     MIN_GAIN,
     SMALL_SLACK,
@@ -37,6 +36,9 @@ from moe_serve.eplb.policies.single_edits import (
 )
 
 MOST_EDITS = 1000  # of a layer under a hierarchy
+_EVEN = 0.999  # balancedness at which annealing leaves a layer alone, as it does where no placement can be better
+_REPLICAS_PER_ROUND = 10_000  # of all trials of a round of annealing; sets the number of chains
+_PROPOSALS = 16  # of each iteration of the search over pairs
 _AT_THE_BOUND = 1e-4  # a heaviest rank this share above what is proved is not worth a search
 # (rounding, power) of `apportion` that win on Zipf and lognormal loads where minimax (0, 1) does not.
 _APPORTIONMENTS = (
@@ -100,16 +102,7 @@ class RefinedPolicy:
         if problem.slots_per_rank <= 4 and not truncated:
             truncated = self._search_counts(problem, table, packed)
         if problem.num_slots <= 128 and not truncated:
-            truncated = _anneal_counts(
-                problem.weight,
-                table,
-                self.rounds,
-                problem.request.seed,
-                problem.fixed,
-                good_enough=0.999,
-                deadline=problem.deadline,
-                min_replicas=problem.min_replicas,
-            )
+            truncated = _anneal_counts(problem, table, self.rounds)
         return table, truncated
 
     def _search_counts(self, problem: Problem, table: Ids, packed: Floats) -> bool:
@@ -119,25 +112,14 @@ class RefinedPolicy:
         rows = np.flatnonzero(reached < self.good_enough * bound)
         if len(rows) == 0:
             return False
-        weight = problem.weight[rows]
-        fixed = None if problem.fixed is None else problem.fixed[rows]
+        part = part_of(problem, rows)
         truncated = False
         top = packed[rows].sum(axis=2).max(axis=1)
         if problem.slots_per_rank == 2:
-            counts, truncated = _search_pair_counts(
-                weight,
-                problem.num_ranks,
-                self.iterations,
-                problem.request.seed,
-                fixed,
-                deadline=problem.deadline,
-                min_replicas=problem.min_replicas,
-            )
-            candidates = iter([(*_pack_pairs(weight, counts, problem.num_ranks, fixed), truncated)])
-        elif fixed is None:
-            candidates = _try_apportionments(
-                weight, problem.num_ranks, problem.slots_per_rank, self.sweeps, problem.deadline, problem.min_replicas
-            )
+            counts, truncated = _search_pair_counts(part, self.iterations)
+            candidates = iter([(*_pack_pairs(part, counts), truncated)])
+        elif problem.fixed is None:
+            candidates = _try_apportionments(part, self.sweeps)
         else:
             return False
         for other, other_load, cut in candidates:
@@ -177,44 +159,30 @@ def _mean_over_max(packed: Floats) -> Floats:
     return np.where(top > 0, load.mean(axis=1) / np.where(top > 0, top, 1.0), 1.0)
 
 
-def _anneal_counts(
-    weight: Floats,
-    table: Ids,
-    rounds: int,
-    seed: int,
-    fixed: Floats | None = None,
-    good_enough: float = 0.999,
-    deadline: Deadline | None = None,
-    replicas_per_round: int = 10_000,
-    min_replicas: int = 1,
-) -> bool:
-    """Improves tables in place; returns whether the deadline cut the search short.
+def _anneal_counts(problem: Problem, table: Ids, rounds: int) -> bool:
+    """Improves the table [L, R, K] in place, a layer only by a better one; returns whether the deadline ended it.
 
     Anneals replica counts with a full packing for every trial: the thorough search for few slots.
 
     Each layer has several independent chains. A trial moves one or two replicas between experts, packs, swaps, and is
     kept unless it is much worse; the tolerance shrinks from round to round. Larger problems get fewer chains, so that a
     round costs about the same: small problems are searched nearly to the optimum, large ones only a little.
-
-    weight: [L, E]; table: [L, R, K], the start; a layer's table is replaced only by a better one
-    replicas_per_round: replicas in all trials of a round together; sets the number of chains
-    good_enough: balancedness at which a layer is left alone, as it is where no placement can be better
     """
     num_layers, num_ranks, slots = table.shape
+    weight, fixed, num_slots = problem.weight, problem.fixed, num_ranks * slots
     num_experts = weight.shape[1]
-    num_slots = num_ranks * slots
-    chains = int(np.clip(replicas_per_round // max(1, num_layers * num_slots), 1, 48))
-    limits = (min_replicas, num_ranks)
-    draw = np.random.default_rng(seed)
+    chains = int(np.clip(_REPLICAS_PER_ROUND // max(1, num_layers * num_slots), 1, 48))
+    limits = (problem.min_replicas, num_ranks)
+    draw = np.random.default_rng(problem.request.seed)
     top_of = _tops(weight, table, fixed)
     mean = weight.sum(axis=1) / num_ranks + (0.0 if fixed is None else fixed.sum(axis=1) / num_ranks)
-    lightest = lightest_top(weight, num_ranks, slots, fixed, min_replicas) * (1 + _AT_THE_BOUND)
+    lightest = lightest_top(weight, num_ranks, slots, fixed, problem.min_replicas) * (1 + _AT_THE_BOUND)
     counts = np.repeat(replicas_in(table, num_experts), chains, axis=0)
     current = np.repeat(top_of, chains)
     for step in range(rounds):
-        if deadline is not None and deadline.passed:
+        if problem.deadline.passed:
             return True
-        going = np.flatnonzero((top_of * good_enough > mean) & (top_of > lightest))
+        going = np.flatnonzero((top_of * _EVEN > mean) & (top_of > lightest))
         if len(going) == 0:
             return False
         rows = (going[:, None] * chains + np.arange(chains)).ravel()
@@ -308,16 +276,7 @@ def _tops(weight: Floats, table: Ids, fixed: Floats | None) -> Floats:
     return top
 
 
-def _search_pair_counts(
-    weight: Floats,
-    num_ranks: int,
-    iterations: int,
-    seed: int,
-    fixed: Floats | None = None,
-    proposals: int = 16,
-    deadline: Deadline | None = None,
-    min_replicas: int = 1,
-) -> tuple[Counts, bool]:
+def _search_pair_counts(problem: Problem, iterations: int) -> tuple[Counts, bool]:
     """Returns replica counts for two slots per rank, [L, E] int64, and whether the deadline cut the search short.
 
     Minimax replication makes the heaviest replica light. With few slots per rank, though, what a heavy replica shares
@@ -328,43 +287,41 @@ def _search_pair_counts(
     Every iteration proposes M exchanges in each layer (one or two replicas from experts that stay light without them go
     to others) and keeps the best if a steep power mean of the pair loads does not rise. Never worse than minimax.
     """
-    num_layers, num_experts = weight.shape
-    num_slots = 2 * num_ranks
-    mean = weight.sum(axis=1) / num_ranks
-    unit = weight / np.where(mean > 0, mean, 1.0)[:, None]
-    unit_fixed = None if fixed is None else fixed / np.where(mean > 0, mean, 1.0)[:, None]
-    counts, top = _start(unit, unit_fixed, num_slots, num_ranks, min_replicas)
+    (num_layers, num_experts), num_slots = problem.weight.shape, problem.num_slots
+    limits = (problem.min_replicas, problem.num_ranks)
+    mean = problem.weight.sum(axis=1) / problem.num_ranks
+    unit = problem.weight / np.where(mean > 0, mean, 1.0)[:, None]
+    unit_fixed = None if problem.fixed is None else problem.fixed / np.where(mean > 0, mean, 1.0)[:, None]
+    counts, top = _start(unit, unit_fixed, num_slots, limits)
     best, best_top = counts.copy(), top.copy()
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(problem.request.seed)
     layer = np.arange(num_layers)
-    many_unit = np.repeat(unit, proposals, axis=0)
-    many_fixed = None if unit_fixed is None else np.repeat(unit_fixed, proposals, axis=0)
+    many_unit = np.repeat(unit, _PROPOSALS, axis=0)
+    many_fixed = None if unit_fixed is None else np.repeat(unit_fixed, _PROPOSALS, axis=0)
     reference, value = top, np.zeros(num_layers, dtype=np.float32)
     for iteration in range(iterations):
-        if deadline is not None and deadline.passed:
+        if problem.deadline.passed:
             return best, True
         if iteration % 20 == 0:  # keep the power mean in the range of float32 as the maximum falls
             pairs = _pair_loads(unit, counts, unit_fixed, num_slots)
             reference = np.maximum(pairs.max(axis=1), np.float32(1e-30))
             value = _power_sum(pairs, reference)
-        tried = _propose(unit, counts, proposals, (min_replicas, num_ranks), draw)
+        tried = _propose(unit, counts, limits, draw)
         pairs = _pair_loads(many_unit, tried.reshape(-1, num_experts), many_fixed, num_slots)
-        values = _power_sum(pairs, np.repeat(reference, proposals)).reshape(num_layers, proposals)
+        values = _power_sum(pairs, np.repeat(reference, _PROPOSALS)).reshape(num_layers, _PROPOSALS)
         chosen = values.argmin(axis=1)
         ok = values[layer, chosen] <= value
         counts = np.where(ok[:, None], tried[layer, chosen], counts)
         value = np.where(ok, values[layer, chosen], value)
-        top = pairs.max(axis=1).reshape(num_layers, proposals)[layer, chosen]
+        top = pairs.max(axis=1).reshape(num_layers, _PROPOSALS)[layer, chosen]
         better = ok & (top < best_top)
         best[better], best_top[better] = counts[better], top[better]
     return best, False
 
 
-def _start(
-    unit: Floats, fixed: Floats | None, num_slots: int, num_ranks: int, min_replicas: int
-) -> tuple[Counts, Singles]:
+def _start(unit: Floats, fixed: Floats | None, num_slots: int, limits: tuple[int, int]) -> tuple[Counts, Singles]:
     """Returns the best counts over all a: minimax with a replicas fewer, and the a lightest experts split instead."""
-    num_experts = unit.shape[1]
+    num_experts, (min_replicas, num_ranks) = unit.shape[1], limits
     lightest = np.argsort(unit, axis=1, kind="stable")
     best, best_top = None, np.full(len(unit), np.inf, dtype=np.float32)
     spare = num_slots - num_experts * min_replicas
@@ -380,26 +337,24 @@ def _start(
     return best, best_top
 
 
-def _propose(
-    unit: Floats, counts: Counts, proposals: int, limits: tuple[int, int], draw: np.random.Generator
-) -> Counts:
+def _propose(unit: Floats, counts: Counts, limits: tuple[int, int], draw: np.random.Generator) -> Counts:
     """Returns counts [L, M, E] that differ from `counts` [L, E] by one or two replicas moved between experts.
 
     limits: fewest and most replicas of an expert
     """
     num_layers, num_experts = counts.shape
     min_replicas, max_replicas = limits
-    x, m = np.arange(num_layers)[:, None], np.arange(proposals)[None, :]
+    x, m = np.arange(num_layers)[:, None], np.arange(_PROPOSALS)[None, :]
     can_give = counts > min_replicas
     givers = np.argsort(np.where(can_give, unit / np.maximum(counts - 1, 1), np.inf), axis=1, kind="stable")
     takers = np.argsort(unit / (counts + 1), axis=1, kind="stable")
     num_givers = can_give.sum(axis=1, keepdims=True)
-    tried = np.repeat(counts[:, None], proposals, axis=1)
-    random = draw.random((4, num_layers, proposals))
+    tried = np.repeat(counts[:, None], _PROPOSALS, axis=1)
+    random = draw.random((4, num_layers, _PROPOSALS))
     for step in range(2):
         giver = givers[x, (num_givers * random[2 * step] ** 1.5).astype(np.int64)]
         position = random[2 * step + 1].copy()
-        position[:, : proposals // 2] **= 2  # half of the proposals prefer the lightest experts
+        position[:, : _PROPOSALS // 2] **= 2  # half of the proposals prefer the lightest experts
         taker = takers[x, (num_experts * position).astype(np.int64)]
         # Every third proposal moves two replicas.
         moved = (num_givers > 0) & ((m % 3 == 0) | (step == 0))
@@ -433,37 +388,30 @@ def _power_sum(pairs: Singles, reference: Singles) -> Singles:
     return total
 
 
-def _try_apportionments(
-    weight: Floats,
-    num_ranks: int,
-    slots_per_rank: int,
-    sweeps: int,
-    deadline: Deadline | None = None,
-    min_replicas: int = 1,
-) -> Iterator[tuple[Ids, Floats, bool]]:
+def _try_apportionments(problem: Problem, sweeps: int) -> Iterator[tuple[Ids, Floats, bool]]:
     """Yields (table [L, R, K], its loads [L, R, K], deadline passed) for each apportionment of replicas."""
-    num_layers = len(weight)
-    num_slots = num_ranks * slots_per_rank
+    weight, num_slots = problem.weight, problem.num_slots
     tried: list[Counts] = []
     for rounding, power in _APPORTIONMENTS:
-        how = np.full(num_layers, rounding), np.full(num_layers, power)
-        counts = apportion(weight, num_slots, num_ranks, *how, min_replicas)
+        how = np.full(len(weight), rounding), np.full(len(weight), power)
+        counts = apportion(weight, num_slots, problem.num_ranks, *how, problem.min_replicas)
         if any(np.array_equal(counts, other) for other in tried):
             continue  # all are the same where no slot is spare
         tried.append(counts)
         replicas = list_replicas(counts, num_slots)
         load = replica_load(weight, counts, replicas)
-        table, packed = pack_longest_first(replicas, load, num_ranks)
+        table, packed = pack_longest_first(replicas, load, problem.num_ranks)
         repair_duplicates(table, packed)
-        cut = swap_until_even(table, packed, sweeps, deadline=deadline)
+        cut = swap_until_even(table, packed, sweeps, deadline=problem.deadline)
         yield table, packed, cut
         if cut:
             return
 
 
-def _pack_pairs(weight: Floats, counts: Counts, num_ranks: int, fixed: Floats | None = None) -> tuple[Ids, Floats]:
+def _pack_pairs(problem: Problem, counts: Counts) -> tuple[Ids, Floats]:
     """Returns the best packing of these replicas with two slots per rank, free of duplicates."""
-    replicas = list_replicas(counts, 2 * num_ranks)
-    table, load = pack_in_rounds(replicas, replica_load(weight, counts, replicas, fixed), num_ranks)
+    replicas = list_replicas(counts, problem.num_slots)
+    load = replica_load(problem.weight, counts, replicas, problem.fixed)
+    table, load = pack_in_rounds(replicas, load, problem.num_ranks)
     repair_duplicates(table, load)
     return table, load

@@ -254,7 +254,7 @@ class Rebalancer:
         self._watch.complete(event.step)
         self._watch.rest()
         if not running.is_done:
-            self.journal.add(Decision(event.step, "failed", "the rest of the move is dropped: the balancer is switched off"))
+            self.journal.add(Decision(event.step, "failed", "the rest of the move is dropped: switched off"))
             return ()
         self.journal.succeed()
         if running.cause != "move":

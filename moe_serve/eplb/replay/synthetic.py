@@ -111,8 +111,15 @@ class SyntheticLoad:
 
 def synthetic_trace(load: SyntheticLoad) -> LoadTrace:
     """Returns the trace of a synthetic load; nothing is drawn before it is iterated."""
+
+    def open_records() -> Iterator[LoadRecord]:
+        # Its own stream, so that another number of tokens or steps leaves the popularity as it was.
+        rng = np.random.default_rng([load.seed, 1000 + FAMILIES.index(load.family)])
+        for window, weights in enumerate(popularity(load)):
+            yield window_counts(weights, load, rng, window * load.steps_per_window)
+
     return LoadTrace(
-        _Draw(load),
+        open_records,
         load.num_logical,
         tuple(range(load.num_layers)),
         load.topk,
@@ -168,17 +175,6 @@ def window_counts(weights: Floats, load: SyntheticLoad, rng: np.random.Generator
         by_source=by_source,
         activations=np.minimum(active, load.steps_per_window),
     )
-
-
-@dataclass(frozen=True)
-class _Draw:
-    load: SyntheticLoad
-
-    def __call__(self) -> Iterator[LoadRecord]:
-        # Its own stream, so that another number of tokens or steps leaves the popularity as it was.
-        rng = np.random.default_rng([self.load.seed, 1000 + FAMILIES.index(self.load.family)])
-        for window, weights in enumerate(popularity(self.load)):
-            yield window_counts(weights, self.load, rng, window * self.load.steps_per_window)
 
 
 def _walk(rng: np.random.Generator, shape: tuple[int, ...], rho: float) -> Iterator[Floats]:
