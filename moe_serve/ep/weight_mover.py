@@ -303,7 +303,8 @@ def make_carrier(group: EpGroup, slot_bytes: int, staging_slots: int) -> ExpertC
     """
     if group.num_ranks == 1:
         return NoCarrier()
-    if group.device.type == "cpu" and group.num_nodes == 1 and platform.machine() in STORE_ORDER:
+    is_shared = group.num_nodes == 1 or group.link is not None
+    if group.device.type == "cpu" and is_shared and platform.machine() in STORE_ORDER:
         from moe_serve.ep.expert_carrier_shm import make_shm_carrier
 
         return make_shm_carrier(group, slot_bytes, staging_slots)

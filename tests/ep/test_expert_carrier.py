@@ -26,6 +26,7 @@ from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError
 from moe_serve.topology import Topology
+from tests.dispatch.hosts.pretended import on_hosts
 from tests.ep.moving import BUSY_S, FORMS, check_slots, make_stores, random_placement
 from tests.ranks import run_ranks
 
@@ -34,13 +35,18 @@ SLOT_BYTES = sum(SIZES.values())
 GUARD_S = 30.0
 Edges = list[tuple[int, int]]  # source rank, destination rank of each expert
 
-carriers = pytest.mark.parametrize("kind", ["shm", "collective"])
+carriers = pytest.mark.parametrize("kind", ["shm", "hosts", "collective"])
 
 
 def make(kind: str, group: EpGroup, slot_bytes: int = SLOT_BYTES, staging_slots: int = 2) -> ExpertCarrier:
-    """Returns the carrier that ranks of one host, or of several, get, with pieces as small as the experts here."""
+    """Returns the carrier that ranks of one host, or of several, get, with pieces as small as the experts here.
+
+    kind: "hosts": of several with a link
+    """
+    if kind == "hosts":
+        group = on_hosts(group, (0, 0, 1))
     carrier = make_carrier(replace(group, num_nodes=1 if kind == "shm" else 2), slot_bytes, staging_slots)
-    assert isinstance(carrier, {"shm": ShmCarrier, "collective": CollectiveCarrier}[kind])
+    assert isinstance(carrier, CollectiveCarrier if kind == "collective" else ShmCarrier)
     carrier.piece_bytes = 24
     return carrier
 
