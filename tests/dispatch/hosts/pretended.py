@@ -1,5 +1,6 @@
 """Ranks of one machine that take each other for ranks of other hosts: rows go over TCP on the loopback interface."""
 
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,4 +15,5 @@ def on_hosts(group: EpGroup, host_of: Sequence[int]) -> EpGroup:
     if hosts.num_hosts == 1:
         return group
     assert group.process_group is not None
-    return replace(group, link=connect_hosts(group.rank, hosts, group.process_group, "127.0.0.1", b"key" * 11, 20, 20))
+    listener = socket.create_server(("127.0.0.1", 0))
+    return replace(group, link=connect_hosts(group.rank, hosts, group.process_group, listener, b"key" * 11, 20, 20))
