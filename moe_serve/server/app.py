@@ -31,7 +31,7 @@ from moe_serve.server.api.params import model_defaults
 from moe_serve.server.api.parsed_output import OutputParsers
 from moe_serve.server.edge.body import Bodies, BodyTooLarge
 from moe_serve.server.edge.client_limits import ClientTable
-from moe_serve.server.edge.errors import error_body, error_response, json_bytes
+from moe_serve.server.edge.errors import error_body, error_response, json_response
 from moe_serve.server.edge.gate import AdmissionGate, EarlyRefusal, RequestIds
 from moe_serve.server.edge.guard import OPEN, Access, Guard
 from moe_serve.server.edge.keys import KeyRing
@@ -57,9 +57,8 @@ def make_app(
 ) -> FastAPI:
     """Returns the application over a bridge, which the caller starts and closes.
 
-    clients:        what they may ask all front ends for; None: there is one front end
-    starts_helpers: the processes that render chats start with the application, while ranks load their weights;
-                    otherwise with their first use
+    clients:        limits shared with other front ends; None: this is the only one
+    starts_helpers: start the processes that render chats now, while ranks load their weights; otherwise at first use
     Raises ConfigError or ModelError where a file of keys or of a chat template cannot be used.
     """
     bodies, templates = Bodies(config.server), ChatTemplates.load(config)
@@ -139,20 +138,20 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
     @app.get("/v1/models")
     async def models() -> Response:
         """The one model that is served, as OpenAI lists them."""
-        return _json({"object": "list", "data": [model_object()]})
+        return json_response({"object": "list", "data": [model_object()]})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         """The model of this name; 404 for any other."""
         if model_id != name:
             raise HTTPException(404, f"there is no model {model_id[:100]!r}; this server serves {name!r}")
-        return _json(model_object())
+        return json_response(model_object())
 
     @app.get("/model_info")
     @app.get("/get_model_info")
     async def model_info() -> Response:
         """SGLang's facts about the model."""
-        return _json(
+        return json_response(
             {
                 "model_path": folder,
                 "tokenizer_path": folder if has_tokenizer else None,
@@ -167,7 +166,7 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
     async def server_info() -> Response:
         """The effective configuration, the limits of requests, and the state of every rank."""
         limits = bridge.workers.limits
-        return _json(
+        return json_response(
             {
                 "version": moe_serve.__version__,
                 "model_path": folder,
@@ -198,7 +197,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(MoeServeError)
     async def ours(request: Request, error: MoeServeError) -> Response:
         if isinstance(error, BodyTooLarge):
-            return _json(error_body(str(error), 413), 413)
+            return json_response(error_body(str(error), 413), 413)
         return error_response(error)
 
     @app.exception_handler(ClientDisconnect)
@@ -212,7 +211,7 @@ def _add_errors(app: FastAPI) -> None:
             message = f"there is no path {request.url.path[:200]}; /openapi.json lists the paths"
         elif error.status_code == 405:
             message = f"{request.url.path[:200]} does not take {request.method}"
-        response = _json(error_body(message, error.status_code), error.status_code)
+        response = json_response(error_body(message, error.status_code), error.status_code)
         response.headers.update(error.headers or {})
         return response
 
@@ -220,8 +219,4 @@ def _add_errors(app: FastAPI) -> None:
     async def mistake(request: Request, error: Exception) -> Response:
         # With a handler, Starlette logs nothing itself; it raises the error again after this answer.
         log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-        return _json(error_body("the server failed on this request; see its log", 500), 500)
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(json_bytes(value), status, media_type="application/json")
+        return json_response(error_body("the server failed on this request; see its log", 500), 500)

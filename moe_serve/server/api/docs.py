@@ -1,5 +1,6 @@
-"""The pages of the API's documentation, made of the OpenAPI document without a script: Swagger UI would be megabytes of
-somebody else's, and loads them from other servers.
+"""The pages of the API's documentation, made from the OpenAPI document, without scripts.
+
+Swagger UI would load megabytes of scripts from other servers.
 """
 
 import html
@@ -11,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.server.api.openapi import Schema
-from moe_serve.server.edge.errors import json_bytes
+from moe_serve.server.edge.errors import json_response
 from moe_serve.server.edge.guard import OPEN
 
 _METHODS = ("get", "post", "put")
@@ -66,7 +67,7 @@ def _head(title: str, style: str) -> str:
 def _route(method: str, path: str, operation: dict[str, Any], schemas: dict[str, Schema]) -> str:
     security = operation.get("security")
     key = "open to all" if not security else _KEYS[next(iter(security[0]))]
-    # Inside what is folded, so that a browser unfolds it where an address names it.
+    # The anchor is inside the folded part, so that a browser unfolds it for a link to it.
     about = _text(operation.get("description", ""))
     parts = [f'<p id="{_id(method, path)}">{about}</p><p class="soft">{_text(key)}</p>']
     parts += [
@@ -159,9 +160,9 @@ _HEADERS = {
 
 
 def add_docs(app: FastAPI, document: dict[str, Any]) -> None:
-    """Adds / and /docs. document: the OpenAPI document, for which an API key is needed where there are some"""
+    """Adds / and /docs. document: the OpenAPI document; where API keys exist, /docs needs one"""
     docs = docs_page(document).encode()
-    listed = document["paths"]  # those that are not are pages
+    listed = document["paths"]  # all others are pages
     methods = {path: "POST" if path in listed and "get" not in listed[path] else "GET" for path in LINKS}
     front = front_page([(methods[path], path, words) for path, words in LINKS.items()]).encode()
     paths = {path: words if methods[path] == "GET" else f"{words} (POST)" for path, words in LINKS.items()}
@@ -169,12 +170,10 @@ def add_docs(app: FastAPI, document: dict[str, Any]) -> None:
 
     @app.get("/", tags=[OPEN], include_in_schema=False)
     async def root(request: Request) -> Response:
-        """What is here: a page for browsers, else JSON. It says nothing of the model, since anybody may read it."""
+        """Lists the routes, for browsers as a page, else as JSON. It is open to all, and says nothing of the model."""
         if "text/html" in request.headers.get("accept", ""):
             return Response(front, media_type="text/html", headers=_HEADERS)
-        return Response(
-            json_bytes({"server": "moe_serve", "paths": paths}), media_type="application/json", headers=_HEADERS
-        )
+        return json_response({"server": "moe_serve", "paths": paths}, headers=_HEADERS)
 
     @app.get("/docs", include_in_schema=False)
     async def page() -> Response:

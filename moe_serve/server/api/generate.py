@@ -1,4 +1,4 @@
-"""A call of any API: its requests are submitted, and their results go out as one JSON answer or a stream.
+"""Submits the requests of a call, whatever its API, and sends their results as one JSON answer or a stream.
 
 When the client disconnects, its requests are aborted and free what they hold.
 """
@@ -56,8 +56,8 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 class Call:
     """The open requests of one HTTP call, in the order of its answer, and the id that the client knows each by.
 
-    groups:   for each prompt how many outputs are generated, and how many of them are in the answer
-    left_out: requests of outputs that are not, since others are better
+    groups:   for each prompt: how many outputs are generated, how many of them the answer has
+    left_out: requests whose outputs the answer leaves out, since others are better
     """
 
     requests: Sequence[OpenRequest]
@@ -68,7 +68,7 @@ class Call:
     left_out: Sequence[OpenRequest] = ()
 
     def with_best(self) -> "Call":
-        """Returns the call with the best outputs of each prompt alone, once all requests have ended."""
+        """Returns the call reduced to the best outputs of each prompt, once all requests have ended."""
         chosen = best_of_each(self.requests, self.groups)
         left_out = set(range(len(self.requests))) - set(chosen)
         return replace(
@@ -81,7 +81,7 @@ class Call:
     def failure_of(self, request: OpenRequest) -> MoeServeError | None:
         """Returns the failure of a request that ends the answer to the whole call.
 
-        One that was cut short before its first token has an empty output where others still have theirs to give.
+        A request that was cut short before its first token gets an empty output if others still have output to give.
         """
         if request.was_cut_short and request.failure is not None:
             others = (each for each in self.requests if each is not request and each.failure is None)
@@ -104,11 +104,11 @@ async def start_call(
     permit: Permit | None = None,
     client: str = "",
 ) -> Call:
-    """Submits all requests of a call, or none; those of one prompt follow each other.
+    """Submits all requests of a call, or none. Requests of one prompt are neighbours.
 
     Raises RequestError, QueueFullError or UnavailableError.
 
-    long_texts: the fair queue in which they are tokenized;  permit: of a client with limits;  client: who asks
+    long_texts: the fair queue for tokenizing long texts;  permit: of a client with limits;  client: its name
     """
     limits = bridge.limits
     specs: list[RequestSpec] = []
@@ -156,10 +156,10 @@ async def start_call(
 async def _tokenize(
     prompts: Sequence[Prompt], tokenizer: Tokenizer | None, limits: ModelLimits, long_texts: FairQueue, client: str
 ) -> Sequence[tuple[Prompt, list[int]]]:
-    """Returns the prompts with the ids of their bad words, and the ids of each.
+    """Returns each prompt with its token ids; bad words become ids as well.
 
-    A thread encodes all but short texts, so that other clients are served meanwhile. Long ones pass a fair queue, so
-    that they do not take all threads and cores from the others.
+    All but short texts are encoded in a thread, so that other clients are served meanwhile. Long ones pass a fair
+    queue, so that they do not take all threads and cores from the others.
     """
 
     def work() -> list[tuple[Prompt, list[int]]]:
@@ -192,7 +192,7 @@ def texts_of(tokenizer: Tokenizer | None) -> TextOf:
 
 
 class Answers(Protocol):
-    """The form in which the results of a call reach its client; it remembers what of a stream the client has.
+    """Formats the results of a call for its client, and remembers how much of a stream the client has.
 
     ends_at_failure: a stream ends with the first request that fails
     """
@@ -203,7 +203,7 @@ class Answers(Protocol):
         """Returns the body of the answer, once all requests have ended."""
 
     def event(self, call: Call, index: int) -> bytes:
-        """Returns the events of a stream about what is new of a request, nothing where that says nothing."""
+        """Returns the events for what is new of a request; empty if there is nothing to say."""
 
     def end(self, call: Call) -> bytes:
         """Returns the last events of a stream."""
@@ -218,7 +218,7 @@ class CallResponse(Response):
         self._bridge = bridge
         self._answers = answers
         self._stream = stream
-        self._is_sending = False  # events that must not be overtaken
+        self._is_sending = False  # events through ASGI, which chunks must not overtake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.ensure_future(self._send_stream(scope, send) if self._stream else self._send_json(send))
@@ -280,10 +280,10 @@ class CallResponse(Response):
         await send({"type": "http.response.body", "body": answers.end(call), "more_body": False})
 
     def _write(self, connection: Connection, index_of: dict[str, int], request: OpenRequest) -> bool:
-        """Sends what is new of a request; returns False where that is for `_send_stream` to do.
+        """Sends what is new of a request; returns False if `_send_stream` must do it.
 
-        A second way out beside ASGI's `send`, which wakes a task and passes all layers of the application: with that
-        alone, a token costs the front end 1.4 to 2.1 times the CPU (256 streams, 6,000 tokens per second, five rounds).
+        ASGI's `send` wakes a task and passes all layers of the application. With it alone a token costs the front end
+        1.4 to 2.1 times the CPU (256 streams, 6,000 tokens per second, five rounds).
         """
         if request.is_done or self._is_sending or not connection.takes_chunks:
             return False
@@ -307,9 +307,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RequestPipeline:
-    """The way of every request that generates: body, checks, degradation, submission.
+    """The steps of every call that generates: body, checks, degradation, submission.
 
-    large_bodies, long_texts: the fair queues in which those of all routes are parsed, and tokenized
+    large_bodies, long_texts: the fair queues of all routes for parsing and for tokenizing
     """
 
     bodies: Bodies
@@ -321,7 +321,7 @@ class RequestPipeline:
 
     @asynccontextmanager
     async def read(self, request: Request, parse: Callable[[bytes], T]) -> AsyncIterator[T]:
-        """Yields what `parse` makes of a request's body, whose bytes count until the block ends.
+        """Yields the parsed body of a request. Its bytes count as held until the block ends.
 
         Raises RequestError or QueueFullError.
         """
@@ -340,10 +340,10 @@ class RequestPipeline:
         call_of: Callable[[T], Awaitable[GenerateRequest]],
         in_words: Callable[[RequestError], RequestError] = lambda error: error,
     ) -> tuple[T, Call]:
-        """Returns the checked body of a request, and its call, which is submitted.
+        """Submits the call that a request asks for; returns its checked body and the call.
 
-        parse:    the body;  call_of: makes the call of the body, such as by a chat template
-        in_words: puts an error about SGLang's fields in the words of another API
+        call_of:  makes the call from the body, for instance by a chat template
+        in_words: translates an error about SGLang's fields into the names of another API
 
         Raises RequestError, QueueFullError or UnavailableError.
         """

@@ -1,23 +1,23 @@
-"""Routes that hold, go on with, and end generation, and empty the prefix caches, in SGLang's forms.
+"""Routes that pause, continue and abort generation, and empty the prefix caches, in SGLang's forms.
 
-`/pause_generation` takes all requests from the ranks. With mode `retract` they wait, with the output so far, and go on
-with the same tokens after `/continue_generation`; with mode `abort`, SGLang's default, they end with what they have.
+`/pause_generation` takes all requests from the ranks. With mode `retract` they keep their output, wait, and go on with
+the same tokens after `/continue_generation`. With mode `abort`, SGLang's default, they end with what they have.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import FastAPI, Request, Response
 from msgspec import Meta
 
 from moe_serve.errors import RequestError
 from moe_serve.server.edge.body import Bodies, Body, Name, read_body
-from moe_serve.server.edge.errors import json_bytes
+from moe_serve.server.edge.errors import json_response
 from moe_serve.server.edge.guard import ADMIN
 from moe_serve.server.ranks.bridge import Bridge
 
 
 class PauseBody(Body):
-    """What becomes of running requests: they end (abort), or wait (retract)."""
+    """mode: running requests end (abort, the default), or wait (retract)"""
 
     mode: (
         Annotated[
@@ -34,7 +34,7 @@ class PauseBody(Body):
 
 
 class AbortBody(Body):
-    """Which requests end."""
+    """Names the requests to end."""
 
     rid: Name | None = None
     abort_all: bool | None = None
@@ -47,22 +47,22 @@ def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None
     @app.post("/pause_generation", tags=[ADMIN])
     @app.post("/pause", tags=[ADMIN])
     async def pause(request: Request) -> Response:
-        """Sends nothing to the ranks any more, and takes back what they run. New requests wait."""
+        """Takes all requests from the ranks and sends none until /continue_generation. New requests wait."""
         async with bodies.read(request) as body:
             given = read_body(body, PauseBody, may_be_empty=True)
         await bridge.api_servers.pause(abort=given.mode != "retract")
-        return _json({"status": "ok", "message": "Generation paused successfully."})
+        return json_response({"status": "ok", "message": "Generation paused successfully."})
 
     @app.post("/continue_generation", tags=[ADMIN])
     @app.post("/resume", tags=[ADMIN])
     async def resume() -> Response:
         """Sends requests to the ranks again."""
         await bridge.api_servers.resume()
-        return _json({"status": "ok", "message": "Generation continued successfully."})
+        return json_response({"status": "ok", "message": "Generation continued successfully."})
 
     @app.post("/abort_request", tags=[ADMIN])
     async def abort(request: Request) -> Response:
-        """Ends the requests with this rid, or all: with finish_reason abort and the output so far, if there is any."""
+        """Ends the requests with this rid, or all, with finish_reason abort and any output so far."""
         async with bodies.read(request) as body:
             given = read_body(body, AbortBody, may_be_empty=True)
         if given.rid is None and not given.abort_all:
@@ -81,7 +81,3 @@ def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None
         flushed = ", ".join(f"{answer.text} of rank {answer.rank}" for answer in answers)
         masked = "".join(f"; rank {rank} is masked and keeps its own" for rank in bridge.workers.masked)
         return Response(f"Cache flushed.\n{flushed}{masked}\n", media_type="text/plain")
-
-
-def _json(value: Any) -> Response:
-    return Response(json_bytes(value), media_type="application/json")

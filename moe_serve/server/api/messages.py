@@ -1,4 +1,4 @@
-"""The messages of a chat, and what else a chat template is given."""
+"""The messages of a chat, and the other input of a chat template."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ MAX_KWARGS = 32  # of chat_template_kwargs
 MAX_MESSAGES = 1 << 14  # and tool calls in all of them; a template takes some 7 us for one
 MAX_DOCUMENTS = 1 << 10
 
-# What a template is given by the server: a client's variable of the same name would change what the others mean.
+# Variables that the server sets: a client's variable of the same name would change their meaning.
 _RESERVED = frozenset({
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
     "raise_exception", "strftime_now", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token",
@@ -46,7 +46,7 @@ class Message(Body):
     thinking: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
-    # What clients send back of an answer, without a meaning for the next one.
+    # Fields of earlier answers that clients send back; they mean nothing here.
     refusal: None = None
     audio: None = None
     annotations: OnlyEmpty | None = None
@@ -72,7 +72,7 @@ Kwargs = Annotated[dict[str, Any], Meta(max_length=MAX_KWARGS)]
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """What a chat template makes a text from.
+    """The input of a chat template.
 
     messages:               as templates read them: `content` is a text, arguments of tool calls are objects
     tools:                  as the client sent them; None = no tools
@@ -93,12 +93,12 @@ class ChatPrompt:
 
     @property
     def continued(self) -> str | None:
-        """The text of the last message where the output goes on with it."""
+        """The text of the last message if the output continues it."""
         return self.messages[-1]["content"] if self.continue_final_message else None
 
 
 def chat_prompt(given: Any) -> ChatPrompt:
-    """Returns what a template is given of a body with these fields. Raises RequestError."""
+    """Returns the template's input from a body with these fields. Raises RequestError."""
     continues, asks = bool(given.continue_final_message), given.add_generation_prompt
     if continues and asks:
         raise RequestError(
@@ -145,7 +145,7 @@ def _message(path: str, given: Message) -> dict[str, Any]:
     )
     if found is not None:
         message |= {"reasoning_content": found, "thinking": found}  # gpt-oss' templates read the second
-    # Templates ask whether there is one, so not of an empty list.
+    # No empty values: templates test whether the key exists.
     if given.name:
         message["name"] = given.name
     if given.tool_call_id:

@@ -71,14 +71,14 @@ def add_generate(app: FastAPI, pipeline: RequestPipeline) -> None:
 
 
 class StreamOptions(Body):
-    """How events of a stream are. incremental: each has only what is new"""
+    """incremental: each event of a stream holds only what is new"""
 
     incremental: bool | None = None
     include_usage: bool | None = None
 
 
 class GenerateBody(Body):
-    """A call of /generate. A field that prompts may have of their own takes one value for all, or a list of them."""
+    """A call of /generate. A field of a prompt takes one value for all prompts, or a list with one for each."""
 
     other_words: ClassVar[Mapping[str, str]] = OTHER_SGLANG_WORDS
     example: ClassVar[Mapping[str, Any]] = {"text": "def ", "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
@@ -125,7 +125,7 @@ class GenerateBody(Body):
 
 
 def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
-    """Returns the checked request in a JSON body. max_prompts: a longer batch can never be accepted.
+    """Returns the checked request in a JSON body. max_prompts: the server can never hold a longer batch.
 
     Raises RequestError with the field, its value and what was expected.
     """
@@ -167,12 +167,12 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
 
 
 def is_batch(value: Any) -> bool:
-    """Returns whether a value is a list of prompts, and not one prompt."""
+    """Returns whether a value is a list of prompts rather than one prompt."""
     return isinstance(value, list) and (not value or not isinstance(value[0], int))
 
 
 def prompts_of(field: str, value: Any, max_prompts: int) -> list[tuple[str | None, list[int] | None]]:
-    """Returns the prompts in a field, each a text or token ids. max_prompts: a longer batch can never be accepted
+    """Returns the prompts in a field, each a text or token ids. max_prompts: the server can never hold a longer batch
 
     Raises RequestError for no prompt, too many, or of several kinds.
     """
@@ -196,7 +196,7 @@ def prompts_of(field: str, value: Any, max_prompts: int) -> list[tuple[str | Non
 
 
 def salt_of(*given: str | None) -> str:
-    """Returns the salt of a call's prefixes, of all names that are given."""
+    """Returns the salt of a call's prefixes, which joins all given names."""
     return SALT_SEPARATOR.join(each for each in given if each is not None)
 
 
@@ -229,7 +229,7 @@ def _params_of(path: str, given: SglangParams | None) -> TakenParams:
     return sampling_params(given, SGLANG_NAMES, replace(SGLANG_DEFAULTS, constraint=constraint), f"{path}.")
 
 
-# What errors about the log probabilities of SamplingParams are to name.
+# The fields of /generate that stand for the log probabilities of SamplingParams, for errors.
 LOGPROB_NAMES = ParamNames(
     {
         "logprobs": ("top_logprobs_num",),
@@ -243,7 +243,7 @@ LOGPROB_NAMES = ParamNames(
 def _with_logprobs(given: GenerateBody, params: list[TakenParams], spread: Any) -> list[TakenParams]:
     """Returns parameters with the log probabilities that each prompt asks for.
 
-    Raises RequestError also for numbers that nobody would get, since return_logprob is not true.
+    Raises RequestError too if the body asks for numbers while return_logprob is not true.
     """
     if given.return_logprob is given.top_logprobs_num is given.logprob_start_len is given.token_ids_logprob is None:
         return params
@@ -293,17 +293,17 @@ def _logprob_ids_of_each(given: list[Any] | None, num_prompts: int) -> list[tupl
     return [tuple(each or ()) for each in given]
 
 
-_AT_ONCE = 4096  # places that are encoded in one go, so that a long answer leaves time for others
+_AT_ONCE = 4096  # tokens that are encoded in one go, so that other threads run during a long answer
 
 TextOf = Callable[[int], str | None]
 
 
 def _no_text(token_id: int) -> None:
-    """Stands for the text of each token where a client does not ask for it."""
+    """Returns None for every token, for clients that do not ask for texts."""
 
 
 def of_prompt(request: OpenRequest, text_of: TextOf) -> dict[str, msgspec.Raw]:
-    """Returns the fields of `meta_info` about the prompt, as far as it is computed; no entries if it did not ask."""
+    """Returns the fields of `meta_info` about the prompt computed so far; empty lists if they were not asked for."""
     entries, spec = request.prompt_logprobs, request.spec
     if entries is None:
         none = TokenLogprobs(spec.params.logprobs or 0, spec.params.logprob_token_ids)
@@ -358,13 +358,13 @@ WEIGHT_VERSION = "default"  # weights do not change while serving
 
 @dataclass
 class Shown:
-    """How much of a request a reader of increments has: characters and tokens."""
+    """How much of a request the reader of an incremental stream has: characters and tokens."""
 
     num_chars: int = 0
     num_tokens: int = 0
 
     def rest(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Returns a result with only what the reader does not have, which it has from now on."""
+        """Returns the part of a result that the reader does not have yet, and counts it as read."""
         text, output_ids = answer["text"], answer["output_ids"]
         new = {**answer, "text": text[self.num_chars :], "output_ids": output_ids[self.num_tokens :]}
         self.num_chars, self.num_tokens = len(text), len(output_ids)
@@ -404,7 +404,7 @@ class NativeAnswers:
         return b"data: " + json_bytes(chunk) + b"\n\n"
 
     def _result(self, request: OpenRequest, rid: str, shown: Shown | None = None) -> dict[str, Any]:
-        """Returns the object of a request. shown: what its reader has, who gets only new log probabilities"""
+        """Returns the object of a request. shown: what its reader has already; None = nothing"""
         found = result(request, rid)
         if request.output_logprobs is not None and request.spec.shows_logprobs:
             begin = 0 if shown is None else shown.num_tokens

@@ -18,14 +18,14 @@ from moe_serve.server.requests.open_request import OpenRequest
 
 
 class CompletionLogprobs:
-    """The `logprobs` of one choice of `/v1/completions`, in parts where it is streamed. offset: characters so far"""
+    """Makes the `logprobs` of one choice of `/v1/completions`, piece by piece if it is streamed."""
 
     def __init__(self, text_of: TextOf):
         self._text_of = text_of
         self._offset = 0
 
     def of_prompt(self, request: OpenRequest) -> dict[str, list[Any]]:
-        """Returns those of the prompt, where it is echoed: nothing is known about its first token."""
+        """Returns those of an echoed prompt. Its first token has none."""
         assert request.prompt_logprobs is not None
         first, *rest = request.spec.prompt_ids
         rest = rest[: len(request.prompt_logprobs)]  # fewer where the request was cut short
@@ -61,7 +61,7 @@ class CompletionLogprobs:
 
 
 def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Returns the log probabilities of two parts that follow each other."""
+    """Returns the log probabilities of two consecutive parts."""
     return {name: first[name] + second[name] for name in first}
 
 
@@ -103,7 +103,7 @@ def prompt_logprobs(request: OpenRequest, text_of: TextOf) -> list[dict[str, Any
 
 @dataclass(frozen=True)
 class Head:
-    """What every object of one answer begins with."""
+    """The fields with which every object of one answer begins."""
 
     id: str
     model: str
@@ -120,10 +120,9 @@ class Head:
 
 
 def usage(call: Call, requests: list[OpenRequest] | None = None) -> dict[str, Any]:
-    """Returns the numbers of tokens of a call; a prompt counts once, however many samples it has, and all samples count
-    from which the best were chosen.
+    """Returns the token counts of a call. A prompt counts once, all of its samples count, left out or not.
 
-    requests: only these
+    requests: count these only
     """
     prompts: dict[int, OpenRequest] = {}
     of = [*call.requests, *call.left_out] if requests is None else requests
@@ -166,7 +165,7 @@ def failure_event(request: OpenRequest) -> bytes:
 
 
 def stream_end(call: Call, head: Head, kind: str, options: CallOptions, numbers: dict[str, Any] | None = None) -> bytes:
-    """Returns the end of a stream, with the numbers of tokens where they are asked for. numbers: None = `usage`"""
+    """Returns the end of a stream, with token counts if they were asked for. numbers: the counts; None = `usage`"""
     if not options.include_usage or any(request.failure is not None for request in call.requests):
         return DONE
     return event_of({**head.fields(kind), "choices": [], "usage": numbers or usage(call)}) + DONE
@@ -220,7 +219,7 @@ class CompletionAnswers:
         return stream_end(call, self._head, _KIND, self._options)
 
     def _choice(self, index: int, request: OpenRequest, text: str) -> dict[str, Any]:
-        """Returns a choice with what is new of it. text: of the output"""
+        """Returns a choice with what is new. text: the new part of the output"""
         begins, first_token = not self._has_begun[index], self._num_tokens[index]
         self._has_begun[index], self._num_tokens[index] = True, request.num_output
         echoes = begins and self._given.echo
@@ -318,14 +317,14 @@ class ChatAnswers:
         return stream_end(call, self._head, _CHUNK, self._options, self._usage(call))
 
     def _usage(self, call: Call) -> dict[str, Any]:
-        """Returns the numbers of tokens, those of the reasoning among them where they are known."""
+        """Returns the token counts, including those of the reasoning where they are known."""
         counts = [parser.reasoning_tokens() for parser in self._parsers]
         known = [count for count in counts if count is not None]
         details = {"completion_tokens_details": {"reasoning_tokens": sum(known)}} if known else {}
         return usage(call) | details
 
     def _push(self, call: Call, index: int) -> list[Delta]:
-        """Hands what is new of a choice to its parser, and returns what that makes of it."""
+        """Feeds new output of a choice to its parser; returns the deltas of the message."""
         request = call.requests[index]
         text = request.matcher.text[self._num_chars[index] :]
         token_ids = request.matcher.output_ids[self._num_tokens[index] :]
@@ -351,7 +350,7 @@ class ChatAnswers:
         return event_of(self._fields(index, delta, {"finish_reason": None}))
 
     def _chunk(self, call: Call, index: int, delta: Delta, end: dict[str, Any], first_token: int) -> bytes:
-        """first_token: the first one of the output that the client does not have"""
+        """first_token: index of the first output token that the client does not have"""
         chunk, request = self._fields(index, delta, end), call.requests[index]
         if first_token < request.num_output:
             if self._options.return_token_ids:

@@ -1,7 +1,7 @@
 """The bodies of OpenAI's completions and chats, and of vLLM's /tokenize and /detokenize.
 
-A field that is not known is refused, as OpenAI does: a mistyped one that is ignored costs an afternoon. A known one
-that is not supported is accepted with null or a value that asks for nothing.
+An unknown field is refused, as at OpenAI: a typo that is ignored costs an afternoon. A known field whose feature is not
+supported is accepted with null, or with a value that asks for nothing.
 """
 
 import uuid
@@ -62,7 +62,7 @@ class OnlyNoCall(Only):
 
 
 class OpenAiStreamOptions(Body):
-    """include_usage: a stream ends with the numbers of tokens;  continuous_usage_stats: each of its events has them"""
+    """include_usage: a stream ends with token counts;  continuous_usage_stats: every event has them"""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -70,7 +70,7 @@ class OpenAiStreamOptions(Body):
 
 
 class OpenAiCall(SamplingFields):
-    """The fields of all calls of OpenAI's routes, and what vLLM and SGLang add."""
+    """The fields of all of OpenAI's routes, with those that vLLM and SGLang add."""
 
     other_words: ClassVar[Mapping[str, str]] = {  # names of the same fields in other APIs
         "text": "prompt",
@@ -218,11 +218,11 @@ class ChatBody(ChatFields, kw_only=True):
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What a call asks for beside its prompts.
+    """What a call asks for apart from its prompts.
 
-    model:            the client's name of it; None = whichever is served
-    include_usage:    a stream ends with the numbers of tokens;  continuous_usage: each of its events has them
-    rid:              how the client knows its request, chosen by the client or here
+    model:         the client's name for it; None = whichever is served
+    include_usage: a stream ends with token counts;  continuous_usage: every event has them
+    rid:           id of the request, chosen by the client or here
     """
 
     taken: TakenParams
@@ -268,9 +268,9 @@ class CallOptions:
 
 
 def call_options(given: CompletionBody | ChatBody, default_tokens: int, prefix: str) -> CallOptions:
-    """Returns what a body asks for beside its prompts.
+    """Returns what a body asks for apart from its prompts.
 
-    default_tokens: max_new_tokens of a body without a length;  prefix: of an id that the server chooses
+    default_tokens: max_new_tokens of a body without a length;  prefix: of ids that the server draws
 
     Raises RequestError with the field, its value and what was expected.
     """
@@ -296,7 +296,7 @@ class CompletionRequest:
     """One call of `/v1/completions`.
 
     echo:            texts begin with their prompts
-    logprobs:        choices have log probabilities;  prompt_logprobs: and those of the prompt in vLLM's form
+    logprobs:        choices have log probabilities;  prompt_logprobs: and those of their prompts, in vLLM's form
     """
 
     call: GenerateRequest
@@ -343,7 +343,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 
 def check_chat(given: ChatBody, id_prefix: str) -> ChatRequest:
-    """Returns the checked request of a body. id_prefix: of the id that the server gives it"""
+    """Returns the checked request of a body. id_prefix: of ids that the server draws"""
     prompt = chat_prompt(given)
     options = call_options(given, REST_OF_CONTEXT, id_prefix)
     tools = tool_use(prompt.tools, given.tool_choice, given.parallel_tool_calls)
@@ -360,7 +360,7 @@ def check_chat(given: ChatBody, id_prefix: str) -> ChatRequest:
         options = options.with_params(constraint=constraint)
         options.taken.params.validate()
     if tools.choice == "none":
-        prompt = replace(prompt, tools=None)  # a model that reads of tools would call them
+        prompt = replace(prompt, tools=None)  # a model that sees tools would call them
     return ChatRequest(prompt, options, tools, reasoning, bool(given.logprobs))
 
 
@@ -398,7 +398,7 @@ class DetokenizeBody(Body, kw_only=True):
 
 @dataclass(frozen=True)
 class TokenizeRequest:
-    """One call of `/tokenize`: text, or a chat; the other is None. return_token_strs: the tokens' own spellings, too"""
+    """One call of `/tokenize`: a text or a chat; the other is None. return_token_strs: the tokens' spellings, too"""
 
     model: str | None
     text: str | None

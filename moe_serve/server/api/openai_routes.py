@@ -1,6 +1,6 @@
 """OpenAI's routes and those of the tokenizer: from a request to its answer.
 
-They are as `/generate` is in all but the form of bodies and answers.
+They differ from `/generate` only in the form of bodies and answers.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from moe_serve.server.workers.chat_template import ChatTemplates
 
 
 def check_model(asked: str | None, name: str) -> None:
-    """Raises UnknownModelError for a model that is not served. name: of the one that is"""
+    """Raises UnknownModelError unless a call names no model, or the one that is served. name: the served model"""
     if asked not in (None, name):
         raise UnknownModelError(
             f"model is {asked[:100]!r}, but this server serves {name!r}; send this name, or none", field="model"
@@ -66,7 +66,7 @@ def add_openai(
     name: str,
     defaults: Mapping[str, Any],
 ) -> None:
-    """Adds the routes. name: of the model that is served;  defaults: fields of SamplingParams for calls without them"""
+    """Adds the routes. name: of the served model;  defaults: of SamplingParams, for fields that a call leaves out"""
     bridge = pipeline.bridge
 
     async def call_of_chat(request: Request, given: ChatRequest) -> GenerateRequest:
@@ -105,7 +105,7 @@ def add_openai(
 
     @app.post(CHAT)
     async def chat_completions(request: Request) -> Response:
-        """OpenAI's chat completions: messages, made one text by the model's chat template, JSON or a stream."""
+        """OpenAI's chat completions: the model's chat template makes one text of the messages; JSON or a stream."""
 
         words = partial(_in_openai_words, prompt="messages", names=CHAT_NAMES)
         given, call = await pipeline.open(request, parse_chat, partial(call_of_chat, request), words)
@@ -126,14 +126,14 @@ def add_openai(
 
 
 def _with_defaults(call: GenerateRequest, taken: TakenParams, defaults: Mapping[str, Any]) -> GenerateRequest:
-    """Returns the call with the defaults of fields that the client left out."""
+    """Returns the call with defaults in place of the fields that the client left out."""
     left_out = {name: value for name, value in defaults.items() if name not in taken.given}
     prompts = (replace(prompt, params=replace(prompt.params, **left_out)) for prompt in call.prompts)
     return replace(call, prompts=tuple(prompts)) if left_out else call
 
 
 def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENAI_NAMES) -> RequestError:
-    """Returns an error about SGLang's fields with OpenAI's names. prompt: the field that holds it"""
+    """Returns an error about SGLang's fields with OpenAI's names. prompt: OpenAI's field for the prompt"""
     message, field = str(error), error.field
     if field is None:
         return error
@@ -143,7 +143,7 @@ def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENA
     return names.translated(shorter)
 
 
-_SHORT = 4096  # characters, or tokens; more are worked on in a thread, so that other clients are served meanwhile
+_SHORT = 4096  # characters, or tokens; longer work runs in a thread, so that other clients are served meanwhile
 
 
 def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplates, name: str) -> None:
@@ -185,7 +185,7 @@ def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplat
         return _json(await beside_the_loop(client, len(ids), work))
 
     async def beside_the_loop(client: str, size: int, work: Callable[[], bytes]) -> bytes:
-        """Returns what the work gives; long work is done in a thread, clients in turns."""
+        """Returns the result of the work; long work runs in a thread, and clients take turns."""
         if size <= _SHORT:
             return work()
         async with pipeline.long_texts.turn(client):

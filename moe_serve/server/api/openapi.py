@@ -67,7 +67,7 @@ _REF = "#/components/schemas/"
 
 
 def body_schemas(bodies: Mapping[str, type[Body]] = BODIES) -> dict[str, Schema]:
-    """Returns the schema of each body, and of what it is made of, by name. bodies: by path"""
+    """Returns the schemas of all bodies, and of the structs inside them, by name. bodies: by path"""
     bodies_once = {body.__name__: body for body in bodies.values()}
     _, found = msgspec.json.schema_components(
         bodies_once.values(), schema_hook=_only_schema, ref_template=f"{_REF}{{name}}"

@@ -51,7 +51,7 @@ Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1,
 
 
 class SglangForm(Body):
-    """What an output must match in SGLang's names: one of these."""
+    """The form of an output in SGLang's names: at most one of these fields."""
 
     json_schema: JsonSchema | None = None
     regex: Text | None = None
@@ -60,7 +60,7 @@ class SglangForm(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's form of an output: one of the first six."""
+    """The form of an output in vLLM's names: at most one of the first six fields."""
 
     json: JsonSchema | None = None
     regex: Text | None = None
@@ -86,19 +86,18 @@ ResponseFormat = Annotated[
 
 
 def sglang_constraint(given: SglangForm, prefix: str = "") -> Constraint | None:
-    """Returns the one of json_schema, regex, ebnf and structural_tag that is given. prefix: of their names in errors
+    """Returns the constraint in SGLang's fields; None if none is given. prefix: of field names in errors
 
-    Raises RequestError for more than one, or one that is too long.
+    Raises RequestError if there are several, or if one is too long.
     """
     return _the_only(_sglang_forms(given, prefix), prefix)
 
 
 def openai_constraint(given: Any) -> Constraint | None:
-    """Returns the one form of a call of OpenAI's routes: OpenAI's response_format, or one of vLLM's structured_outputs,
-    guided_json, guided_regex, guided_choice and guided_grammar, or of SGLang's four. vLLM's guided_whitespace_pattern
-    goes with a JSON schema.
+    """Returns the constraint of a call of OpenAI's routes; None = any text, also for response_format {"type": "text"}.
 
-    None: any text, also for response_format {"type": "text"}. Raises RequestError.
+    It comes from one of: OpenAI's response_format; vLLM's structured_outputs, guided_json, guided_regex, guided_choice
+    and guided_grammar; SGLang's four. vLLM's guided_whitespace_pattern goes with a JSON schema. Raises RequestError.
     """
     found = {
         "response_format": _of_response_format("response_format", given.response_format),
@@ -114,10 +113,7 @@ def openai_constraint(given: Any) -> Constraint | None:
 
 
 def schema_constraint(schema: dict[str, Any] | bool, path: str) -> Constraint:
-    """Returns the constraint of a JSON schema, such as that of the parameters of a tool that must be called.
-
-    path: where the client has written it, for errors
-    """
+    """Returns the constraint of a JSON schema. path: the client's field that holds it, for errors"""
     return Constraint("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")), path=path)
 
 
@@ -221,10 +217,10 @@ def _of_structured_outputs(given: StructuredOutputs | None) -> Constraint | None
 
 
 def _with_white_space(constraint: Constraint | None, field: str, pattern: str | None = None) -> Constraint:
-    """Returns a JSON schema's constraint with what may stand between the parts of JSON.
+    """Returns the constraint of a JSON schema with a rule for white space between the parts of JSON.
 
-    field: that asks for it, for errors;  pattern: a regular expression; None: nothing may
-    Raises RequestError where there is no schema, or it says so itself.
+    field: asks for the rule, for errors;  pattern: a regular expression; None: no white space
+    Raises RequestError if there is no schema, or if it has a rule already.
     """
     if constraint is None or constraint.kind != "json_schema":
         raise RequestError(f"{field} is given, but it belongs to a JSON schema and there is none; leave it out", field)
@@ -243,7 +239,7 @@ SGLANG_DEFAULTS = plain(SamplingParams())
 
 
 def _shown(name: str) -> Meta:
-    """Returns what the schema says of a field's default."""
+    """Returns the default of a field of SamplingParams, for the OpenAPI schema."""
     return Meta(extra_json_schema={"default": getattr(SGLANG_DEFAULTS, name)})
 
 
@@ -326,7 +322,7 @@ class SglangParams(SamplingFields):
     n: Samples | None = None
 
 
-# Fields of SamplingParams that clients name; the others are made of fields that each API has of its own.
+# Fields of SamplingParams that clients set directly. The others come from fields that each API names differently.
 _TAKEN = tuple(each.name for each in fields(SamplingParams) if "logprob" not in each.name and each.name != "constraint")
 
 
@@ -334,8 +330,7 @@ _TAKEN = tuple(each.name for each in fields(SamplingParams) if "logprob" not in 
 class ParamNames:
     """What one API calls the fields of SamplingParams.
 
-    other: for each field that it names differently, its names there; errors show the first, and of several names in
-           one body all must have the same value
+    other: names of the fields that differ. Errors show the first name; several names in one body must agree
     """
 
     other: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -383,7 +378,7 @@ class TakenParams:
 def sampling_params(
     given: SamplingFields, names: ParamNames, defaults: SamplingParams = SGLANG_DEFAULTS, prefix: str = ""
 ) -> TakenParams:
-    """Returns the sampling parameters of a struct. defaults: of fields that are left out;  prefix: of names in errors
+    """Returns the sampling parameters in a body. defaults: of fields left out;  prefix: of field names in errors
 
     Raises RequestError with the field, its value and what was expected, in the client's names.
     """
@@ -444,7 +439,7 @@ _FIX = "correct it, or set server.sampling_defaults: openai"
 
 
 def model_defaults(config: ServeConfig) -> dict[str, Any]:
-    """Returns the fields of SamplingParams that the model recommends, by name; {} where it or the settings name none.
+    """Returns the model's own defaults for fields of SamplingParams, by name; {} if it has none or they are turned off.
 
     Raises ModelError for a file that cannot be read, or a value that no request could have.
     """

@@ -1,6 +1,6 @@
-"""The text of an answer as reasoning, content and calls, for a stream or a whole message, by the parsers that are set.
+"""Splits the text of an answer into reasoning, content and calls, by the configured parsers.
 
-The same parser reads an answer that is streamed and one that is not, which it gets in one piece.
+One parser serves both kinds of answers: it gets a streamed one in pieces, and a whole one in one piece.
 """
 
 import uuid
@@ -42,10 +42,10 @@ Delta = dict[str, Any]  # what is new of a message, as in OpenAI's chunks: {"con
 
 @dataclass(frozen=True)
 class NewOutput:
-    """What a model has written since the last one.
+    """Output of a model since the last piece.
 
-    text:      released by the StopMatcher; token_ids: the tokens that came with it, some of whose text may come later
-    finish:    why the output ends with it: "stop", "length" or "abort"; None: more comes
+    text:      released by the StopMatcher;  token_ids: new tokens; the text of some may come later
+    finish:    why the output ends here: "stop", "length" or "abort"; None: more comes
     """
 
     text: str
@@ -80,7 +80,7 @@ class PlainText:
 
 
 def merged(deltas: list[Delta]) -> Delta:
-    """Returns the fields of several deltas as those of one: their texts joined, calls by their index."""
+    """Returns one delta for several: texts are joined, calls by their index."""
     texts: dict[str, list[str]] = {}
     calls: dict[int, dict[str, Any]] = {}
     arguments: dict[int, list[str]] = {}
@@ -102,7 +102,7 @@ def merged(deltas: list[Delta]) -> Delta:
 
 
 def whole_message(deltas: list[Delta]) -> Delta:
-    """Returns the message of all deltas of an output, whose calls are numbered by their order alone."""
+    """Returns the message that all deltas of an output make. Its calls have no index: their order says it."""
     message: Delta = {"role": "assistant", "content": None, **merged(deltas)}
     if "tool_calls" in message:
         message["tool_calls"] = [
@@ -135,16 +135,16 @@ class OutputParsers:
         self._calls_hide = self._are_hidden(of_calls)
 
     def needs_special_tokens(self, tools: ToolUse) -> bool:
-        """Returns whether special tokens must be shown: markers are among them."""
+        """Returns whether special tokens must be shown, since markers are among them."""
         return self._reasoning_hides or (tools.choice == "auto" and self._calls_hide)
 
     def form_start(self, prompt: str, tools: ToolUse, continued: str | None = None) -> FormStart | None:
-        """Returns where a form that the output must have begins: behind its reasoning; None: with the first token.
+        """Returns where a constrained output begins to match its form: after its reasoning; None: at the first token.
 
-        A reasoning whose end is no token of its own cannot be told from the form, so there is none then. Nor is there
-        before a call that the client forces from a model of harmony, whose other channels may hold calls, too.
+        Reasoning whose end is not a single token cannot be told from the form, so None is returned. The same holds for
+        a forced call of a harmony model, whose other channels may hold calls too.
 
-        continued: the message that the output goes on with, None = none
+        continued: the message that the output continues; None = none
         """
         prompt_end = prompt[-_PROMPT_CHARS:]
         if self._is_harmony:
@@ -169,9 +169,9 @@ class OutputParsers:
         constraint: Constraint | None = None,
         continued: str | None = None,
     ) -> Callable[[], OutputParser]:
-        """Returns what makes the parser of one choice of an answer to a prompt.
+        """Returns a function that makes the parser of one choice.
 
-        constraint: the form of the output;  continued: the message that it goes on with, None = none
+        constraint: the form of the output;  continued: the message that it continues; None = none
         """
         calls, schemas = self._calls_of(tools)
         if self._is_harmony and not tools.is_forced:
@@ -196,7 +196,7 @@ class OutputParsers:
         return lambda: ParsedOutput(stages(), tools, reasoning, self._count)
 
     def _calls_of(self, tools: ToolUse) -> tuple[type[CallParser] | None, dict[str, dict[str, Any]]]:
-        """Returns what reads the calls of an output, None where there are none, and the functions it knows."""
+        """Returns the parser of calls, None if there can be none, and the functions it knows."""
         if tools.choice == "named":
             return NamedCallParser, {tools.name: tools.schemas[tools.name]}
         if tools.choice == "required":
@@ -206,7 +206,7 @@ class OutputParsers:
         return None, {}
 
     def _make_count(self) -> Callable[[Sequence[int]], int] | None:
-        """Returns what counts the tokens of the reasoning in an output that has one, None where they cannot be told."""
+        """Returns a function that counts the reasoning tokens of an output; None if they cannot be told."""
         if self._is_harmony:
             channel, analysis, start, end = (self._id_of(text) for text in (CHANNEL, ANALYSIS, START, END))
             if channel is None or analysis is None or start is None or end is None:
@@ -225,7 +225,7 @@ class OutputParsers:
 
 
 class ParsedOutput:
-    """Reads the output of one choice: each stage reads the content that the one before it leaves."""
+    """Reads the output of one choice. Each stage reads the content that the stage before it leaves."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class ParsedOutput:
         reasoning: ReasoningUse,
         count_reasoning: Callable[[Sequence[int]], int] | None = None,
     ):
-        """count_reasoning: returns how many tokens of an output with a reasoning are of it; None: not known"""
+        """count_reasoning: counts the reasoning tokens of an output that has some; None: not known"""
         self._stages = stages
         self._tools = tools
         self._reasoning = reasoning
@@ -253,11 +253,11 @@ class ParsedOutput:
         return deltas + (self._release() if new.finish is not None else [])
 
     def finish_reason(self, reason: str) -> str:
-        """Returns "tool_calls" for a "stop" behind calls that the model chose to make."""
+        """Returns "tool_calls" instead of "stop" after calls that the model chose to make."""
         return "tool_calls" if reason == "stop" and self._num_calls and self._tools.choice != "named" else reason
 
     def reasoning_tokens(self) -> int | None:
-        """Returns the tokens of the reasoning, with those that mark it; None where these are no tokens of their own."""
+        """Returns the number of reasoning tokens, markers included; None if the markers are not single tokens."""
         if self._count_reasoning is None:
             return None
         return self._count_reasoning(self._token_ids) if self._has_reasoning else 0

@@ -152,14 +152,14 @@ def parse_response(body: bytes) -> ResponseRequest:
 
 
 def _in_own_words(text: str) -> str:
-    """Returns a message or the name of a field of a chat as this route has it."""
+    """Returns a text about fields of a chat with the names that they have on this route."""
     for theirs, ours in _IN_OWN_WORDS:
         text = text.replace(theirs, ours)
     return text
 
 
 def _as_chat(given: ResponseBody) -> ChatBody:
-    """Returns the chat that a response is of. Raises RequestError."""
+    """Returns the body of the equivalent chat. Raises RequestError."""
     return ChatBody(
         messages=_messages(given.instructions, given.input),
         tools=_tools(given.tools),
@@ -172,7 +172,7 @@ def _as_chat(given: ResponseBody) -> ChatBody:
 
 
 def _messages(instructions: str | None, given: str | list[InputItem]) -> list[Message]:
-    """Returns the messages of a chat. Reasoning and calls in a row belong to one message of the assistant."""
+    """Returns the messages of a chat. Consecutive reasoning and calls form one message of the assistant."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
     for i, item in enumerate(items):
@@ -203,14 +203,14 @@ def _needed(path: str, value: str | None, do: str) -> str:
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the assistant's message at the end, a new one where there is none."""
+    """Returns the assistant's message at the end, after adding one if needed."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
 
 def _with_reasoning(messages: list[dict[str, Any]], message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message with the reasoning that stands before it, which is no message of its own then."""
+    """Returns a message joined with the reasoning before it, which then is no message of its own."""
     last = messages[-1] if messages else {}
     is_alone = "reasoning_content" in last and not last["content"] and "tool_calls" not in last
     return {**messages.pop(), **message} if message["role"] == "assistant" and is_alone else message
@@ -315,7 +315,7 @@ class ResponseAnswers:
         return b"".join(parts)
 
     def _response(self, call: Call, status: str | None = None) -> dict[str, Any]:
-        """Returns the object of the response so far. status: None = as the request ended"""
+        """Returns the response so far. status: None = as the request ended"""
         request = call.requests[0]
         details = None
         if status is None:
@@ -354,7 +354,7 @@ class ResponseAnswers:
 
 
 class _Items:
-    """The items of an output: one after the other, each with the events that say what is new of it."""
+    """The items of an output, one after the other, and the events that announce each change."""
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []
@@ -363,7 +363,7 @@ class _Items:
         self._call: object = None  # the index of the open call
 
     def take(self, delta: Delta) -> list[Event]:
-        """Returns the events of what is new of a message."""
+        """Returns the events for a delta of the message."""
         if "tool_calls" in delta:
             return [event for call in delta["tool_calls"] for event in self._of_call(call)]
         kind, text = ("message", delta["content"]) if "content" in delta else ("reasoning", delta["reasoning"])
@@ -374,7 +374,7 @@ class _Items:
         return [*events, self._event(f"{name}.delta", content_index=0, delta=text, **more)]
 
     def close(self, status: str = "completed") -> list[Event]:
-        """Ends the open item, and returns the events that say so."""
+        """Ends the open item; returns the events for that."""
         item = self._open
         if item is None:
             return []

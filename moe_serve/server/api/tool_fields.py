@@ -1,4 +1,4 @@
-"""What a chat says of its tools and of reasoning: which functions there are, whether one must be called."""
+"""The tools and the reasoning of a chat: which functions there are, and whether one must be called."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from moe_serve.structured.json_schema import moved, with_options
 
 MAX_TOOLS = 128
 MAX_BYTES = 1 << 20  # of all tools, as JSON
-# llguidance's word for JSON as json.dumps writes it: a model cannot lose itself in spaces between the values.
+# llguidance's options for JSON as json.dumps writes it, so that a model cannot go on writing spaces between values.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 EXAMPLE = 'send {"type": "function", "function": {"name": "f", "parameters": {…}}}'
 EXAMPLE_CHOICE = '{"type": "function", "function": {"name": "f"}}'
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What an answer may do with the client's functions.
+    """How an answer may call the client's functions.
 
     schemas:  of the parameters of each function, by name
     choice:   "named": `name` must be called, once;  "required": at least one must
@@ -37,17 +37,17 @@ class ToolUse:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer is calls and nothing else."""
+        """Whether the answer consists of calls alone."""
         return self.choice in ("named", "required")
 
     @property
     def _options(self) -> dict[str, Any]:
-        """llguidance's options in the schemas of all functions: a form has one set."""
+        """llguidance's options of all functions' schemas, merged: a form has one set."""
         given = [schema.get("x-guidance") for schema in self.schemas.values()]
         return {name: value for each in given if isinstance(each, dict) for name, value in each.items()}
 
     def constraint(self) -> Constraint | None:
-        """Returns the form that the output must have, None where it is free."""
+        """Returns the form of the output; None if it is free."""
         if self.choice == "named":
             path = f"tools[{list(self.schemas).index(self.name)}].function.parameters"
             return schema_constraint(with_options(_object_schema(self.schemas[self.name]), _ONE_LINE), path)
@@ -82,7 +82,7 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class ReasoningUse:
-    """What a client wants of the reasoning. separate: not in the content;  included: at all;  streamed: as it comes"""
+    """How the client wants the reasoning. separate: apart from the content;  included: at all;  streamed: at once"""
 
     separate: bool = True
     included: bool = True
@@ -90,7 +90,7 @@ class ReasoningUse:
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
-    """Returns what tools, tool_choice and parallel_tool_calls ask for, as the client sent them. Raises RequestError."""
+    """Returns the meaning of tools, tool_choice and parallel_tool_calls. Raises RequestError."""
     schemas = _schemas(tools or [])
     is_parallel = parallel is not False
     if choice is None:

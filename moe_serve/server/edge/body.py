@@ -1,8 +1,9 @@
-"""Receives the bodies of requests, and reads their JSON into typed structs, or refuses it in words that name the field.
+"""Receives the bodies of requests and reads their JSON into typed structs; a refusal names the field.
 
-Each body is bounded in size; those of a client, and all, in the bytes that they hold. A route declares each field once,
-in a subclass of `Body`: msgspec parses by the declaration, and openapi.py makes the schema of it. What msgspec refuses
-is looked for here once more, to say what is, what is needed and what to do. A field that is null counts as left out.
+The size of each body is bounded, and so are the bytes that the bodies of one client, and of all, hold. A route declares
+each field once, in a subclass of `Body`: msgspec parses by the declaration, and openapi.py makes the schema from it.
+When msgspec refuses a body, this module looks for the fault once more, to say what is, what is needed and what to do. A
+field that is null counts as left out.
 
 No body takes long to parse, so none needs a process of its own: the lists, objects and strings of a large one are
 counted before, and a list of numbers is cheap (16 MiB of token ids take 0.2 s of a core).
@@ -27,7 +28,7 @@ from moe_serve.attention_dp.request import MAX_SEED
 from moe_serve.config import ServerConfig
 from moe_serve.errors import QueueFullError, RequestError
 
-_FREE_BYTES = 1 << 16  # of each body: small ones must get through while others hold all that large ones may
+_FREE_BYTES = 1 << 16  # of each body: small bodies must pass even when large ones hold all they may
 
 
 class BodyTooLarge(RequestError):
@@ -37,7 +38,7 @@ class BodyTooLarge(RequestError):
 class Bodies:
     """The bodies that are being received and parsed.
 
-    num_bytes: what they hold, beyond the first 64 KiB of each;  by_client: the same of each client with such a body
+    num_bytes: held by them, without the first 64 KiB of each;  by_client: the same for each client with such a body
     """
 
     def __init__(self, server: ServerConfig):
@@ -50,10 +51,10 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request, max_bytes: int | None = None) -> AsyncIterator[bytes]:
-        """Yields the body of a request; it counts until the block ends. max_bytes: where less is of use
+        """Yields the body of a request, whose bytes count until the block ends. max_bytes: a lower bound on its size
 
-        Raises BodyTooLarge as soon as the size is known, QueueFullError where too many bytes are held already. How long
-        a client may take is up to its connection.
+        Raises BodyTooLarge as soon as the size is known, QueueFullError if too many bytes are held already. The
+        connection bounds how long a client may take.
         """
         client = str(request.state.client)
         most = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
@@ -80,7 +81,7 @@ class Bodies:
             del self.by_client[client]
 
     def _check(self, size: int, most: int, client: str, counted: int = 0) -> None:
-        """Raises an error for a body of this size, of which some bytes are counted already."""
+        """Raises an error if a body of this size is too large, or too much. counted: bytes counted already"""
         if size > most:
             why = "server.max_body_mib" if most == self._max_bytes else "no more are of use here"
             raise BodyTooLarge(f"the body has {size} bytes or more, at most {most} are allowed ({why}); send less")
@@ -103,10 +104,10 @@ _LARGE_BYTES = 1 << 20
 
 
 def give_large_blocks_back() -> bool:
-    """Makes malloc take each block of a megabyte or more from the kernel, to which it returns when it is freed.
+    """Makes malloc take every block of a megabyte or more from the kernel, so that freeing gives it back.
 
-    glibc raises that bound to the largest block that was freed, so after one body of 16 MiB later ones come from the
-    heap, and four at a time left 50 MiB there. Returns False where malloc has no such bound (not glibc).
+    By default glibc raises that bound to the largest block freed so far: after one body of 16 MiB later ones come from
+    the heap, and four at a time left 50 MiB there. Returns False if malloc has no such bound (not glibc).
     """
     try:
         return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES))
@@ -129,10 +130,9 @@ T = TypeVar("T")
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of a JSON object, all of which are known.
+    """The fields of a JSON object; others are refused.
 
-    other_words: names of the same fields in other APIs, for hints;  example: a body that is
-    taken; None: a call may do without a body
+    other_words: names of the same fields in other APIs, for hints;  example: a valid body; None: the body is optional
     """
 
     other_words: ClassVar[Mapping[str, str]] = {}
@@ -140,9 +140,9 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Only:
-    """A value that asks for nothing, of a field whose feature is not supported; any other value is refused.
+    """The values of an unsupported field that ask for nothing; any other value is refused.
 
-    A field that takes null alone is declared as None.
+    A field that takes only null is declared as None.
     """
 
     values: ClassVar[tuple[Any, ...]] = ()
@@ -172,11 +172,10 @@ def read_body(body: bytes, form: type[T], path: str = "", may_be_empty: bool = F
 @overload
 def read_body(body: bytes, form: Any, path: str = "", may_be_empty: bool = False) -> Any: ...
 def read_body(body: bytes, form: Any, path: str = "", may_be_empty: bool = False) -> Any:
-    """Returns what a body holds. path: of its value in errors;  may_be_empty: no bytes mean {}
+    """Returns the value in a JSON body. path: of the value, for errors;  may_be_empty: no bytes mean {}
 
-    Raises RequestError for what is no JSON or not of this form, for too much or too deeply nested JSON, and for an
-    object with a key twice: parsers differ in which value they take, and a proxy before this server may have checked
-    the other one.
+    Raises RequestError if it is not JSON or not of this form, too large or nested too deeply, and for an object with a
+    repeated key: parsers differ in which value they take, and a proxy before this server may have checked the other.
     """
     if may_be_empty and not body.strip():
         body = b"{}"
@@ -190,7 +189,7 @@ def read_body(body: bytes, form: Any, path: str = "", may_be_empty: bool = False
 
 
 def read_values(values: Mapping[str, Any], form: type[T]) -> T:
-    """Returns values of JSON that were read already as a struct. Raises RequestError for what is not of this form."""
+    """Returns parsed JSON values as a struct. Raises RequestError if they are not of this form."""
     kind: Any = form  # which mypy does not take for the key of a cache
     return msgspec.convert(_fitted("", dict(values), _type_of(kind)), form, dec_hook=_only)
 
@@ -267,7 +266,7 @@ def _check_shape(body: bytes, path: str) -> None:
     raise RequestError(f"{name} is nested deeper than {MAX_DEPTH} levels; send a flatter one", field=path or None)
 
 
-# Numbers in a row, but for the last. Without them JSON is still JSON, and has the same keys unless they are in a key.
+# A run of numbers without its last one. JSON without them is still JSON, with the same keys, unless they are in a key.
 _NUMBERS = re.compile(rb"([\[,])[-+.0-9eE\s,]{32,},")
 
 

@@ -1,15 +1,15 @@
-"""How much one client may ask for: requests and tokens per minute, and requests at a time.
+"""Limits of one client: requests and tokens per minute, and requests at a time.
 
-A client is an API key (all keys of one name are one client), or an address where the server has no keys. Limits count
-what the ranks compute: a prompt with `n: 4` is four requests, each with the tokens of the prompt and of the longest
-output; tokens that did not come out are given back at the end. Every call counts as one request at least, unless a
-limit or a full queue refuses it before its body is read. Time is an argument.
+A client is an API key (keys of one name are one client), or an address if the server has no keys. Limits count work of
+the ranks: a prompt with `n: 4` is four requests, each with the tokens of the prompt and of the longest output; unused
+tokens are given back at the end. Every call counts as at least one request, unless a limit or a full queue refuses it
+before its body is read. Time is an argument.
 
-Limits hold for all front ends of a system together. They share a `Ledger` in memory, a table of fixed size: a row for
-each client, found by a keyed hash within a set of 32 rows, where the longest idle one makes room. A client's buckets
-change under a lock that the kernel takes from a process that dies. Each front end counts open requests and calls in a
-column of its own, which the launcher clears when that front end has ended. A single front end has the table in its own
-memory, without a lock.
+Limits hold for all front ends of a system together. They share a `Ledger` in memory, a table of fixed size. Each
+client has a row, found by a keyed hash within a set of 32 rows; the row that was idle longest is reused. Buckets change
+under a lock, which the kernel releases if its holder dies. Each front end counts open requests and calls in its own
+column, which the launcher clears when that front end has ended. A single front end has a table of its own, without a
+lock.
 
 A share of each limit per front end (limit / server.api_workers) needs no ledger, but gives other limits: a connection
 stays at the front end that accepted it, so a client with one connection would get 1/N of its requests; with N = 4 and
@@ -34,7 +34,7 @@ from moe_serve.config import ServerConfig
 from moe_serve.errors import QueueFullError, RateLimitError, RequestError
 
 _MINUTE_S = 60.0
-_PARALLEL_RETRY_S = 1.0  # when one of the client's own requests ends is for the client to know
+_PARALLEL_RETRY_S = 1.0  # a guess: only the client knows when one of its own requests ends
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ClientLimits:
 
     @classmethod
     def of(cls, server: ServerConfig) -> Self:
-        """Returns the limits of a client about whom nothing else is said."""
+        """Returns the limits of clients without limits of their own."""
         return cls(server.rpm_limit, server.tpm_limit, server.max_parallel_requests)
 
     @property
@@ -62,7 +62,7 @@ LIMIT_NAMES = tuple(field.name for field in fields(ClientLimits))
 class Client:
     """Who asks. kind: "key", "admin key" or "address"; name: of its key, or its address
 
-    cache_scope: clients with different ones share no cached prefix; "": that of all addresses, and of all who share
+    cache_scope: clients of different scopes share no cached prefix; "": addresses, and keys that share with them
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Client:
         return cls("address", _network(address), limits)
 
     def cache_salt(self, own: str) -> str:
-        """Returns the salt of its requests: of its scope, and within that of the salt that it has chosen itself.
+        """Returns the salt of its requests: its scope, then the salt that the client has chosen.
 
         A scope has a fixed length and comes first, so no salt of a client reaches another client's scope.
         """
@@ -99,9 +99,9 @@ def _network(address: str) -> str:
 
 
 class Bucket:
-    """A minute's worth of something, which comes back evenly.
+    """A minute's worth of requests or tokens, refilled evenly.
 
-    state: holds the level at `at`, and behind it when it was that high; of all buckets
+    state: of all buckets; holds the level at `at`, and the time of that level at `at` + 1
     """
 
     __slots__ = ("_at", "_state", "limit")
@@ -116,7 +116,7 @@ class Bucket:
         self._state[self._at], self._state[self._at + 1] = float(self.limit), now_s
 
     def level(self, now_s: float) -> float:
-        """Returns what is left. Another front end may have been here a moment after now_s."""
+        """Returns the level. Another front end may have changed it a moment after now_s."""
         elapsed_s = max(0.0, now_s - self._state[self._at + 1])
         return min(self.limit, self._state[self._at] + elapsed_s * self.limit / _MINUTE_S)
 
@@ -126,12 +126,12 @@ class Bucket:
         self._state[self._at + 1] = max(now_s, self._state[self._at + 1])
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Returns how long until so much is there."""
+        """Returns the time until the level reaches an amount."""
         return max(0.0, amount - self.level(now_s)) * _MINUTE_S / self.limit
 
 
 class Excess(NamedTuple):
-    """limit: its name;  what: the client has and asks for;  wait_s: until there is enough"""
+    """limit: its name;  what: words for what the client has and asks for;  wait_s: until there is enough"""
 
     limit: str
     what: str
@@ -162,7 +162,7 @@ class _Account:
         return self._ledger.num_open(self.row)
 
     def excess(self, num_requests: int, num_tokens: int, now_s: float) -> Excess | None:
-        """Returns which limit keeps a client from asking for so much more; None where none does."""
+        """Returns the limit that refuses so much more; None if none does."""
         limits = self.client.limits
         most = limits.max_parallel_requests
         if most is not None and (num_open := self.num_open) + num_requests > most:
@@ -200,13 +200,13 @@ class Permit:
         self._num_tokens = 0  # taken, and not yet known to be used
 
     def enter(self, now_s: float) -> None:
-        """Takes the one request that every call is. Raises RateLimitError where a limit is in the way."""
+        """Takes the one request that every call counts as. Raises RateLimitError if a limit refuses it."""
         self._take(1, 1, now_s)
         with self._table.ledger.locked():
-            self._account.give_back_tokens(1, now_s)  # what it will ask for stands in its body
+            self._account.give_back_tokens(1, now_s)  # its body will say how many it asks for
 
     def take(self, num_requests: int, num_tokens: int, now_s: float) -> None:
-        """Takes what the call asks for. Raises RateLimitError where that is too much now, RequestError where always."""
+        """Takes what the call asks for. Raises RateLimitError if that is too much now, RequestError if it always is."""
         limits = self._account.client.limits
         for name, asked in zip(LIMIT_NAMES, (num_requests, num_tokens, num_requests), strict=True):
             limit = getattr(limits, name)
@@ -217,11 +217,11 @@ class Permit:
         self._num_tokens = num_tokens
 
     def use(self, num_tokens: int) -> None:
-        """Notes tokens that the call has used; the others of those it took are given back when it leaves."""
+        """Notes tokens that the call has used; when it leaves, it gives back the others that it took."""
         self._num_tokens -= num_tokens
 
     def leave(self, now_s: float) -> None:
-        """Ends the call, which has been answered, or whose client is gone."""
+        """Ends the call, after its answer or when its client has left."""
         ledger = self._table.ledger
         if self._num_tokens:
             with contextlib.suppress(QueueFullError), ledger.locked():  # else they come back with time
@@ -237,7 +237,7 @@ class Permit:
                 yield f"x-ratelimit-reset-{word}".encode(), _duration(bucket.wait_s(bucket.limit, now_s)).encode()
 
     def refusal(self, now_s: float, num_requests: int = 1, num_tokens: int = 1) -> RateLimitError | None:
-        """Returns why the client may not ask for so much now, and counts it; None where it may."""
+        """Returns the refusal of so much, and counts it; None if the client may ask for it."""
         excess = self._account.excess(num_requests, num_tokens, now_s)
         if excess is None:
             return None
@@ -254,17 +254,17 @@ class Permit:
 
 
 class ClientTable:
-    """What each client may ask for. refused: calls that were here, by the limit in the way"""
+    """The limits of all clients at this front end. refused: number of calls, by the limit that refused them"""
 
     def __init__(self, ledger: "Ledger | None" = None) -> None:
-        """ledger: what all front ends share; None: there is one"""
+        """ledger: shared by all front ends; None: this is the only one"""
         self.refused: Counter[str] = Counter()
         self.ledger = ledger if ledger is not None else Ledger()
 
     def permit(self, client: Client, now_s: float) -> Permit:
-        """Returns a permit for one call, with which it may try to enter, and must leave.
+        """Returns a permit for one call, which may enter and must leave.
 
-        Raises QueueFullError where what the client has used cannot be looked up now.
+        Raises QueueFullError if the client's row cannot be read now.
         """
         with self.ledger.locked():
             account = _Account(client, self.ledger, now_s)
@@ -289,10 +289,10 @@ NUM_ROWS = 16_384
 _WAYS = 32  # the rows of a set
 _CELL = 8  # bytes
 _SECRET_CELLS = 2
-_KEY_CELLS, _STATE_CELLS = 2, 5  # of a row: which client; level and time of two buckets, and when it was looked up
+_KEY_CELLS, _STATE_CELLS = 2, 5  # of a row: the client; level and time of two buckets, and the time of last use
 _USED_AT = 4
 _MOST_WAIT_S = 0.05  # for the lock, which is held for microseconds
-_HELD_S = 1.0  # after a wait for the lock was in vain, the next calls are refused without one for so long
+_HELD_S = 1.0  # after a wait for the lock has failed, calls are refused without waiting for so long
 _MOST_KNOWN = 4096
 
 
@@ -302,7 +302,7 @@ def memory_bytes(num_front_ends: int, num_rows: int = NUM_ROWS) -> int:
 
 
 def rows_for(max_connections: int) -> int:
-    """Returns how many rows leave room for one busy client on each connection: a quarter of each set on average."""
+    """Returns a number of rows of which one busy client on each connection fills a quarter."""
     return max(NUM_ROWS, -(-4 * max_connections // _WAYS) * _WAYS)
 
 
@@ -369,7 +369,7 @@ class Ledger:
                 return
 
     def find(self, name: str, now_s: float) -> tuple[int, bool]:
-        """Returns the row of a client, and whether it is new there. Under the lock.
+        """Returns the row of a client, and whether it is new. The caller holds the lock.
 
         Raises QueueFullError where all rows of its set have open calls.
         """
@@ -392,7 +392,7 @@ class Ledger:
         return row, is_new
 
     def _key(self, name: str) -> tuple[int, int]:
-        """Returns a client's key, not zero: by a secret, so that nobody can choose clients of one set."""
+        """Returns a client's key, which is not zero. A secret keeps others from filling one set on purpose."""
         if not any(self._secret):
             self._secret[:] = os.urandom(_CELL * _SECRET_CELLS)
         digest = hashlib.blake2b(name.encode(), digest_size=16, key=bytes(self._secret)).digest()
@@ -402,7 +402,7 @@ class Ledger:
         return self._keys[_KEY_CELLS * row] == high and self._keys[_KEY_CELLS * row + 1] == low
 
     def _age(self, row: int) -> float:
-        """Returns when a row was last looked up; an empty one comes first."""
+        """Returns the time at which a row was last used; less for an empty row."""
         return self.state[_STATE_CELLS * row + _USED_AT] if self._keys[_KEY_CELLS * row] else -1.0
 
     def buckets_of(self, row: int) -> tuple[int, int]:
@@ -418,13 +418,13 @@ class Ledger:
         return sum(self._calls[front_end * self.num_rows + row] for front_end in range(self._num))
 
     def add(self, row: int, num_open: int = 0, num_calls: int = 0) -> None:
-        """Changes what is open at this front end: its own column, which needs no lock."""
+        """Changes the counts in this front end's own column, which needs no lock."""
         at = self._number * self.num_rows + row
         self._open[at] += num_open
         self._calls[at] += num_calls
 
     def forget(self, number: int) -> None:
-        """Clears what was open at a front end that has ended. What its calls took comes back with time."""
+        """Clears the counts of a front end that has ended. Its buckets refill with time."""
         own = slice(number * self.num_rows, (number + 1) * self.num_rows)
         for column in (self._open, self._calls):
             column[own] = memoryview(bytes(_CELL * self.num_rows)).cast("q")

@@ -5,9 +5,9 @@ A connection is always in one phase, and each phase but `answer` has a deadline 
     headers  accepted, or the first byte of a request is here; its header is not complete
     body     the header is here, the body is not
     answer   the application works or sends; only a client that takes nothing of what is sent is cut off
-    idle     answered, and nothing of a next request is here
-    linger   refused, or answered before the body was complete: what still comes is dropped, so that the client, who is
-             still sending, can read the answer
+    idle     answered, and no byte of a next request is here
+    linger   refused, or answered before the body was complete: further bytes are dropped, so that a client that is
+             still sending can read the answer
 """
 
 import asyncio
@@ -129,14 +129,14 @@ class Connection(H11Protocol):
             self.timeout_keep_alive_handler()  # uvicorn's own timer is not set after an early refusal
 
     def end_after_answer(self) -> None:
-        """Makes the answer in progress, or else the next one, the last: it tells the client so, as far as it can."""
+        """Makes the answer in progress, or else the next one, the last, and tells the client so if possible."""
         self._is_last = True
         if self.cycle is not None and not self.cycle.response_complete:
             self._end_after_cycle()
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether `write_chunk` may be called: a stream has begun, and its client takes what is sent."""
+        """Whether `write_chunk` may be called: a stream has begun, and its client is reading."""
         cycle = self.cycle
         return (
             cycle.response_started
@@ -149,8 +149,8 @@ class Connection(H11Protocol):
     def write_chunk(self, data: bytes) -> None:
         """Sends the next piece of a stream, which is not empty.
 
-        ASGI's `send` does the same through all layers of the application, and a parser that only frames the piece; they
-        take as long as sending it.
+        ASGI's `send` does the same through all layers of the application and a parser that only frames the piece, which
+        costs as much as sending it.
         """
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
@@ -167,11 +167,11 @@ class Connection(H11Protocol):
             self.opening.cancel()
 
     def end_now(self) -> None:
-        """Answers the request whose answer the end of the server has cancelled with 503, or cuts its stream off."""
+        """Ends a call that the end of the server has cancelled: with 503, or by cutting its stream off."""
         self._refuse(503, "the server is ending")
 
     def _is_stalled(self, now_s: float) -> bool:
-        """Returns whether the client has taken next to nothing for longer than send_deadline_s, while bytes waited."""
+        """Returns whether bytes have waited for longer than send_deadline_s while the client took next to none."""
         size = self.transport.get_write_buffer_size()
         if not size or (self.phase == "answer" and not self.flow.write_paused):
             self._unsent = 0
@@ -222,9 +222,9 @@ class Connection(H11Protocol):
             start = end
 
     def _drop(self, data: bytes) -> bytes:
-        """Drops what comes of a body after its answer, unparsed; returns what comes behind its end.
+        """Drops the rest of a body after its answer, unparsed; returns the bytes after its end.
 
-        It may be as much as a client likes to send. The phase does not begin anew: it has its deadline.
+        A client may send any amount of it. The phase keeps its deadline.
         """
         num_missing = self.conn.num_missing
         if len(data) < num_missing:
@@ -235,7 +235,7 @@ class Connection(H11Protocol):
         return data[num_missing:]
 
     def _refuse_early(self, data: bytes) -> bool:
-        """Returns whether a call was refused before it is parsed."""
+        """Refuses a call before it is parsed, if possible; returns whether it did."""
         if not self._may_refuse_early():
             return False
         answer = self._early.answer(data, self.client, self.server_state.default_headers)
@@ -247,7 +247,7 @@ class Connection(H11Protocol):
         return True
 
     def _may_refuse_early(self) -> bool:
-        """Whether what arrives now begins a request, and its client has read the answers to others."""
+        """Whether arriving bytes begin a request, and the client has read all answers so far."""
         return (
             self.conn.states == _BETWEEN_REQUESTS
             and not self.conn.has_bytes
@@ -276,10 +276,10 @@ class Connection(H11Protocol):
             self._batches.add(self)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Keeps the connection where a client that has sent its request closes its own side and waits for the answer.
+        """Keeps the connection if the client has sent its request, closes its side and waits for the answer.
 
-        A client that has gone away looks the same until something is sent to it, so an interim response is: who is
-        gone replies with a reset. TLS has no half-closed connections.
+        A client that has gone away looks the same until something is sent to it. So an interim response is sent: a
+        client that is gone replies with a reset. TLS has no half-closed connections.
         """
         if self.scheme == "https" or self._drops or self.phase != "answer":
             return None
@@ -293,11 +293,11 @@ class Connection(H11Protocol):
     # --- refusals -------------------------------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this where the parser refuses what a client sends."""
+        """Answers what the parser has refused; uvicorn calls this."""
         self._refuse(*self.conn.refusal)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers with an error, then drops what still comes for a while."""
+        """Answers with an error, then drops further bytes for a while."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True  # its application need not go on
@@ -331,7 +331,7 @@ class Connection(H11Protocol):
 
 
 def abort_when_reset(transport: asyncio.Transport, wait_s: float = _FIRST_LOOK_S) -> None:
-    """Looks again and again whether a half-closed client has reset its connection: asyncio no longer does."""
+    """Aborts a half-closed connection once the client resets it. Polls for that, since asyncio no longer does."""
     if transport.is_closing():
         return
     poll = select.poll()
@@ -345,11 +345,10 @@ def abort_when_reset(transport: asyncio.Transport, wait_s: float = _FIRST_LOOK_S
 class BatchReader:
     """Reads connections in batches while calls that generate are refused. One for each front end.
 
-    An event loop wakes up for every request that arrives. At ten times the load that can be served these are thousands
-    of wakeups a second, and each takes a core from a rank in the middle of its step. So a connection whose call was
-    refused leaves the loop: what its client sends next is read with all that others have sent, a hundred times a
-    second. The same goes for connections that are answered meanwhile, which would otherwise always be the first to get
-    a free place.
+    An event loop wakes up for every arriving request. At ten times the load that can be served these are thousands of
+    wakeups a second, and each takes a core from a rank in the middle of its step. So a connection whose call was
+    refused leaves the loop: all such connections are read together, a hundred times a second. So are connections that
+    are answered meanwhile; otherwise they would always be the first to get a free place.
     """
 
     def __init__(self) -> None:
@@ -372,7 +371,7 @@ class BatchReader:
         self._until_s = time.monotonic() + _LASTS_S
 
     async def next_one(self) -> None:
-        """Waits for the next batch while calls are refused: new connections come in batches too, after the others."""
+        """Waits for the next batch while calls are refused: new connections come in batches, after the others."""
         if self.is_active:
             await asyncio.sleep(_PERIOD_S)
 
@@ -388,7 +387,7 @@ class BatchReader:
             self._next = asyncio.get_running_loop().call_later(_PERIOD_S, self._read)
 
     def release(self, connection: Connection) -> None:
-        """Gives a connection back to the event loop; nothing where it is not here."""
+        """Gives a connection back to the event loop, if it is here."""
         if self.remove(connection):
             connection.transport.resume_reading()
 

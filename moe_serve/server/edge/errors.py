@@ -1,4 +1,4 @@
-"""Errors as clients get them: one JSON form and one status for each kind."""
+"""Errors as clients see them: one JSON form, and a status for each kind."""
 
 import math
 from typing import Any
@@ -10,6 +10,11 @@ from moe_serve.errors import MoeServeError, QueueFullError, RequestError
 from moe_serve.server.requests.open_request import OwnTimeoutError, UnavailableError
 
 json_bytes = msgspec.json.encode
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Returns an answer with a value as JSON."""
+    return Response(json_bytes(value), status, headers, media_type="application/json")
 
 
 class UnknownModelError(RequestError):
@@ -34,7 +39,7 @@ def status_of(error: Exception) -> int:
 
 
 def error_body(message: str, status: int, field: str | None = None) -> dict[str, Any]:
-    """Returns the body of an error: what is wrong, the field to change (None: no single one), whether to try again."""
+    """Returns the JSON of an error. field: the one to change; None: no single one"""
     kind = {429: "rate_limit_error", 503: "unavailable_error"}.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "internal_error")
     return {
@@ -54,7 +59,7 @@ def error_response(error: MoeServeError) -> Response:
         headers["Retry-After"] = retry_after(error)
     elif status_of(error) == 503:
         headers["Retry-After"] = "1"
-    return Response(json_bytes(error_of(error)), status_of(error), headers, media_type="application/json")
+    return json_response(error_of(error), status_of(error), headers)
 
 
 def retry_after(error: QueueFullError) -> str:

@@ -1,9 +1,9 @@
-"""What a call passes before its route: it gets an id, and is refused early where it or its client may ask no more.
+"""Gives each call an id, and refuses it early if the queue is full or its client has reached a limit.
 
-`AdmissionGate` looks at calls that generate before their bodies are read. `EarlyRefusal` refuses by the bytes of a
+`AdmissionGate` checks calls that generate before their bodies are read. `EarlyRefusal` refuses by the bytes of a
 request, before it is parsed: HTTP's parser, the application's layers and an answer through them take 0.3 ms of Python,
-which at ten times the load that can be served would take the cores from the ranks. It looks at whole, plain requests;
-all others take the long way, which would give the same refusal.
+which at ten times the load that can be served would take the cores from the ranks. It handles whole, plain requests;
+all others take the long way, with the same refusal.
 """
 
 import hashlib
@@ -33,12 +33,12 @@ _ALLOWED = re.compile(rb"[\x21-\x7e]{1,128}")  # what is longer, or has other ch
 
 
 def checked_id(given: bytes) -> bytes:
-    """Returns the id that a client has sent, or a new one in the place of one that is none."""
+    """Returns the id that a client has sent if it is valid, else a new one."""
     return given if _ALLOWED.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 def id_in_header(data: bytes) -> bytes:
-    """Returns the same for the bytes of a request that was not parsed, whose fields are each there once."""
+    """Returns the same for the bytes of an unparsed request, in which each header field occurs once."""
     found = _ID_FIELD.search(data, 0, data.find(b"\r\n\r\n") + 2)
     return checked_id(b"" if found is None else found[1])
 
@@ -71,19 +71,19 @@ class RequestIds:
 
 # Paths of routes that generate.
 GENERATING = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"})
-# Those that count as requests of a client, too: they need no rank, but a core.
+# Paths that also count as requests of a client: they need no rank, but a core.
 _TOKENIZING = frozenset({"/tokenize", "/detokenize"})
 
 
 @dataclass
 class Terms:
-    """Under which a call is served. permit: None = its client has no limits; degraded: what was given up"""
+    """The terms of a call. permit: None = its client has no limits;  degraded: the steps that changed it"""
 
     permit: Permit | None = None
     degraded: list[str] = field(default_factory=list)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Returns what the answer says of them."""
+        """Returns the headers that tell the client."""
         found = [] if self.permit is None else list(self.permit.headers(time.monotonic()))
         return [*found, (DEGRADED_HEADER, ", ".join(self.degraded).encode())] if self.degraded else found
 
@@ -143,19 +143,19 @@ Header = tuple[bytes, bytes]
 
 
 class EarlyRefusal:
-    """What connections ask before they parse a request."""
+    """Answers requests that are refused, before they are parsed."""
 
     def __init__(self, app: FastAPI, access: Access, bridge: Bridge, clients: ClientTable):
         self._app = app
         self._access = access
         self._bridge = bridge
         self._clients = clients
-        # By keyed digest, since a header may hold a secret: who asks with it, and the bytes of the body.
+        # The client and the body's bytes for each header lately seen. Keyed digests, since a header may hold a secret.
         self._known: dict[bytes, tuple[Client, int]] = {}
         self._digest_key = secrets.token_bytes(16)
 
     def answer(self, data: bytes, address: tuple[str, int] | None, default_headers: Iterable[Header]) -> bytes | None:
-        """Returns the answer to a request that is refused; None where it takes the long way.
+        """Returns the answer to a refused request; None if it takes the long way.
 
         data: all that has arrived since the last request;  address: the client's
         """
@@ -175,9 +175,9 @@ class EarlyRefusal:
         return self._refuse_client(client, named)
 
     def _client_of(self, data: bytes, path: str, address: tuple[str, int] | None) -> Client | None:
-        """Returns who sends a whole, plain request that they may send; None for any other.
+        """Returns the client of a whole, plain and allowed request; None for any other.
 
-        Clients send the same header again and again: what it says is remembered.
+        Clients send the same header again and again, so the result is remembered.
         """
         end = data.find(b"\r\n\r\n", 0, PLAIN_HEADER_BYTES)
         if end < 0:

@@ -1,7 +1,7 @@
-"""Looks at a request's header before any route does: host, site, key, content type.
+"""Checks the header of a request before any route sees it: host, site, key, content type.
 
-Routes declare who may call them by a tag: OPEN ones anybody, ADMIN ones who has the admin key, all others who has an
-API key. Without an admin key, ADMIN routes are for those who reach a server that listens on this machine alone.
+A tag of each route says who may call it: OPEN: anybody; ADMIN: holders of the admin key; none: holders of an API key.
+If the server has no admin key, ADMIN routes are open only while it listens on this machine alone.
 
 A browser lets any page send requests to a server on the same machine. A page whose name resolves to 127.0.0.1 (DNS
 rebinding) may even read the answers; its name is then in `Host`, and browsers let no page change that.
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.config import ServerConfig
 from moe_serve.server.edge.client_limits import Client, ClientLimits
-from moe_serve.server.edge.errors import error_body, json_bytes
+from moe_serve.server.edge.errors import error_body, json_response
 from moe_serve.server.edge.keys import Key, KeyRing
 
 OPEN = "open"
@@ -30,7 +30,7 @@ _READS = ("GET", "HEAD", "OPTIONS")
 
 
 class Guard:
-    """An ASGI application before another one, which lets through what access allows."""
+    """An ASGI middleware that lets allowed requests through."""
 
     def __init__(self, app: ASGIApp, access: "Access"):
         self._app = app
@@ -49,10 +49,10 @@ class Guard:
 
 
 class Access:
-    """Who may do what, by the header of a request."""
+    """Decides by the header of a request who may do what."""
 
     def __init__(self, server: ServerConfig, keys: KeyRing):
-        """has_limits: whether any client has"""
+        """has_limits: whether any client has limits"""
         self._server = server
         self._keys = keys
         self._is_local = is_loopback(server.host)
@@ -61,7 +61,7 @@ class Access:
         self._tagged: dict[str, frozenset[tuple[str, str]]] | None = None
 
     def refusal(self, scope: Scope, headers: dict[str, str]) -> Response | None:
-        """Returns the answer to a request that is refused; None lets it through.
+        """Returns the answer to a refused request; None lets it through.
 
         Sets `request.state.client`: the caller, a Client. headers: by lower-case name
         """
@@ -156,13 +156,13 @@ def _secret(authorization: str) -> str | None:
 
 
 def _unauthorized(message: str, scope: Scope) -> Response:
-    """A browser that shows one of our pages asks a person for the key, as a password."""
+    """Returns a 401. On our pages it makes a browser ask for the key as a password."""
     is_page = scope["path"].startswith(("/dashboard", "/docs"))
     return _error(401, message, {"WWW-Authenticate": 'Basic realm="moe_serve"' if is_page else "Bearer"})
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    return Response(json_bytes(error_body(message, status)), status, headers, media_type="application/json")
+    return json_response(error_body(message, status), status, headers)
 
 
 ANY = "*"
@@ -177,7 +177,7 @@ def is_loopback(host: str) -> bool:
 def is_served_host(header: str | None, bind_host: str, allowed: Collection[str]) -> bool:
     """Returns whether a request may be answered under the name in its `Host` header.
 
-    bind_host: server.host;  allowed: server.allowed_hosts. Without them, any name where other machines can connect
+    bind_host: server.host;  allowed: server.allowed_hosts; if empty and other machines can connect, any name is fine
     An address is always fine: only names can be made to point elsewhere. So is no header: browsers always send one.
     """
     if header is None or ANY in allowed or (not allowed and not is_loopback(bind_host)):
@@ -209,7 +209,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _name(host: str) -> str | None:
-    """Returns the name in a `Host` header, without its port; None where it is none."""
+    """Returns the name in a `Host` header, without its port; None if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:

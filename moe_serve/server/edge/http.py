@@ -1,9 +1,8 @@
 """The HTTP server: it accepts connections, bounds them in all and by client, and ends within seconds when told to.
 
 It accepts connections itself (`Listener`): asyncio's servers accept up to a whole backlog in one turn, do not count
-connections before their handshake, and write a traceback to the log for each one beyond the limit of descriptors.
-Told to end, uvicorn cancels the tasks of late answers, and `asyncio.run` what a second signal left: `ending` ends
-these with an answer.
+connections before their handshake, and log a traceback for each one beyond the limit of descriptors. At the end uvicorn
+cancels the tasks of late answers, and `asyncio.run` those that a second signal left; `ending` answers them first.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ _SWEEP_S = 0.25  # between two looks at the deadlines of all connections
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with bounded connections, which ends without delay: no new calls, and open ones end with an error.
+    """uvicorn with bounded connections and a fast end: no new calls, and open ones get an error.
 
     Raises ConfigError where the files for TLS cannot be used.
     """
@@ -82,7 +81,7 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts no more, and ends the connections."""
+        """Stops accepting, and ends the connections."""
         accepting, sweeping = self._work[:-1], self._work[-1]
         for task in accepting:
             task.cancel()
@@ -111,9 +110,9 @@ class HttpServer(uvicorn.Server):
             self.table.sweep()
 
     def drain(self) -> None:
-        """Refuses new work with 503, lets open requests end within the deadline, then stops. Again: stops at once.
+        """Refuses new work with 503, lets open requests end within the deadline, then stops. A second call stops now.
 
-        Answers from now on say `connection: close`, so that clients go elsewhere with their next request.
+        Answers from now on say `connection: close`, so that clients send their next request elsewhere.
         """
         if self._draining is not None or self.should_exit:
             self.stop()
@@ -131,7 +130,7 @@ class HttpServer(uvicorn.Server):
         self.stop()
 
     def stop(self) -> None:
-        """Begins to end. A second call no longer waits for answers."""
+        """Stops the server. A second call no longer waits for answers."""
         self.force_exit = self.should_exit
         self.should_exit = True
         self._bridge.drain()
@@ -203,8 +202,8 @@ class Listener:
     async def _arrival(self) -> None:
         """Waits until a connection is there to accept.
 
-        loop.sock_accept() would accept it itself, and where it is cancelled just then, drop it: neither served nor
-        closed until the next garbage collection.
+        loop.sock_accept() would accept it itself; cancelled at that moment it would drop it, neither served nor closed
+        until the next garbage collection.
         """
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
@@ -256,7 +255,7 @@ class Listener:
 
 
 def _turn_away(accepted: socket.socket, has_tls: bool) -> None:
-    """Answers 503 as far as that goes without waiting, and closes."""
+    """Answers 503, if that is possible without waiting, and closes."""
     body = msgspec.json.encode(error_body("the server has no connection left; try again in a moment", 503))
     head = (
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
@@ -270,14 +269,14 @@ def _turn_away(accepted: socket.socket, has_tls: bool) -> None:
             accepted.recv(1 << 16)  # unread bytes would turn the close into a reset, which may overtake the answer
 
 
-_LOOK_AGAIN_S = 0.05  # where all connections were busy: looking at thousands for each new one takes the loop
+_LOOK_AGAIN_S = 0.05  # after all connections were busy: scanning thousands for each new one would block the loop
 
 
 class ConnectionTable:
     """Bounds the connections, in all and of one client (an address).
 
-    At a bound a new connection takes the place of the oldest one that waits for a request: of its own client, or of the
-    client with the most connections. So silent connections keep nobody out. Where all are busy, it is refused.
+    At a bound a new connection replaces the oldest one that waits for a request: one of its own client, or one of the
+    client with the most connections. So silent connections keep nobody out. If all are busy, it is refused.
     """
 
     def __init__(self, max_connections: int, max_per_client: int):
@@ -286,7 +285,7 @@ class ConnectionTable:
         self.num_refused = 0
         self._by_client: dict[str, dict[Connection, None]] = defaultdict(dict)  # each in the order of arrival
         self._client_of: dict[Connection, str] = {}
-        self._busy_until_s: dict[str, float] = {}  # clients of which no connection could yield; "": of all
+        self._busy_until_s: dict[str, float] = {}  # clients without a connection that may yield; "": all clients
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(list(self._client_of))
@@ -295,7 +294,7 @@ class ConnectionTable:
         return len(self._client_of)
 
     def admit(self, connection: Connection, client: str) -> bool:
-        """Returns whether there is room for a new connection of a client, after making some; adds it."""
+        """Adds a new connection of a client, after making room if needed; returns whether there was room."""
         own = self._by_client.get(client, {})
         full = client if len(own) >= self.max_per_client else "" if len(self) >= self.max_connections else None
         if full is not None and not self._yield_one(full):
@@ -306,13 +305,13 @@ class ConnectionTable:
         return True
 
     def make_room(self) -> None:
-        """Ends one waiting connection, where there is one: the process has run out of descriptors."""
+        """Ends one waiting connection, if there is one, since the process has run out of descriptors."""
         for client in sorted(self._by_client, key=self._num_of, reverse=True):
             if self._yield_one(client):
                 return
 
     def remove(self, connection: Connection) -> None:
-        """Forgets a connection; nothing where it is not known."""
+        """Forgets a connection, if it is known."""
         client = self._client_of.pop(connection, None)
         if client is None:
             return
@@ -332,7 +331,7 @@ class ConnectionTable:
         return len(self._by_client[client])
 
     def _yield_one(self, client: str) -> bool:
-        """Ends the oldest connection of a client that may yield; returns False where none may.
+        """Ends the oldest connection of a client that may yield; returns False if there is none.
 
         client: "" = the one with the most connections
         """
@@ -350,7 +349,7 @@ class ConnectionTable:
 
 
 def ending(app: ASGIApp, is_ending: Callable[[], bool]) -> ASGIApp:
-    """Returns an application whose calls, cancelled at the end of the server, get 503, or have their stream cut off."""
+    """Returns an application that ends calls that the end of the server has cancelled: with 503, or a cut stream."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -370,7 +369,7 @@ _UNLIMITED = resource.RLIM_INFINITY
 
 
 def connections_allowed(wanted: int) -> int:
-    """Returns how many of the wanted connections the limit of descriptors allows, after raising it as far as needed."""
+    """Returns how many of the wanted connections the descriptor limit allows, after raising it as far as needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = soft_limit(wanted, soft, hard)
     if target != soft:

@@ -1,11 +1,11 @@
 """Reads HTTP/1.1 requests: h11's parser, strict where h11 is lenient, and with bounds on what a request may make it do.
 
-What two parsers on the way of a request read differently lets a client hide a second request in the first one's body
+If two parsers on a request's way read it differently, a client can hide a second request in the body of the first
 (request smuggling). So whatever RFC 9112 lets a server refuse or repair is refused here, and the connection ends: two
 framings in one header, bare LF, folded lines, control characters, odd forms of numbers.
 
-`plain_headers` reads the header of a whole, plain request in one piece, for refusals that must cost little; it takes
-only what the parser reads in the same way.
+`plain_headers` reads the header of a whole, plain request in one piece, for cheap refusals; it takes only headers that
+the parser reads in the same way.
 """
 
 import re
@@ -18,7 +18,7 @@ _MAX_HEADERS = 100
 # A chunk costs the parser some 20 µs, whatever is in it: a body of one-byte chunks would keep it busy for minutes.
 _FREE_CHUNKS = 64
 _BYTES_PER_CHUNK = 64
-_MAX_EXTENSION_BYTES = 1024  # of all chunks of a body; nobody has a use for them
+_MAX_EXTENSION_BYTES = 1024  # of all chunks of a body; nobody uses them
 _LENGTH = re.compile(rb"[0-9]{1,18}")  # fits 64 bits with a sign, which is what other parsers may keep it in
 _CHUNK_LINE = re.compile(rb"[0-9A-Fa-f]{1,15}(?:;[\t !-~]*)?\r\n")
 # Lines without control characters that end with CRLF and are not folded; the last one may not have ended yet.
@@ -26,7 +26,7 @@ _LINES = re.compile(rb"(?:[\t -~\x80-\xff]*+\r\n(?![\t ]))*+[\t -~\x80-\xff]*+\r
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(?::[0-9]*)?", re.ASCII)
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)([^#]*)", re.IGNORECASE)
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"host"})
-# Where one of these comes twice, a proxy may go by the first and we by the last.
+# If one of these came twice, a proxy might go by the first and we by the last.
 _ONCE = _FRAMING | {b"authorization", b"content-type", b"content-encoding", b"expect", b"origin", b"sec-fetch-site"}
 
 
@@ -49,7 +49,7 @@ class BoundedParser(h11.Connection):
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes are here that no event has used."""
+        """Whether there are bytes that no event has used."""
         return bool(self._strict)
 
     @property
@@ -59,15 +59,15 @@ class BoundedParser(h11.Connection):
 
     @property
     def num_missing(self) -> int:
-        """Bytes of a body of known length that are still to come; all that have come were given to events."""
+        """Bytes of a body of known length that are still to come; events have used all others."""
         return self._length - self._num_bytes
 
     def skip(self, num_bytes: int) -> None:
-        """Counts bytes of a body that nobody reads as if they had come. No event may be asked for afterwards."""
+        """Counts bytes of a body as read without parsing them. `next_event` must not be called afterwards."""
         self._num_bytes += num_bytes
 
     def next_event(self) -> Any:
-        """Returns h11's next event. Raises RemoteProtocolError for what is not HTTP, or beyond a bound."""
+        """Returns h11's next event. Raises RemoteProtocolError for bytes that are not HTTP, or beyond a bound."""
         if self.their_state is h11.IDLE:
             self.is_head = False
         try:
@@ -89,7 +89,7 @@ class BoundedParser(h11.Connection):
         return event
 
     def _checked(self, request: h11.Request) -> h11.Request:
-        """Returns a request, its target as a path, whose end and whose host can be read in one way only."""
+        """Returns a request with its target as a path. Refuses one whose end or host can be read in two ways."""
         self.is_head = request.method == b"HEAD"
         if request.http_version not in (b"1.0", b"1.1"):
             self._refuse(400, "the request is not of HTTP/1.0 or HTTP/1.1; send one of these")
@@ -136,7 +136,7 @@ class BoundedParser(h11.Connection):
 
 
 class _StrictBuffer(ReceiveBuffer):
-    """h11's buffer of what has come. Its lines end with CRLF, and it refuses what else could be taken for an end.
+    """h11's receive buffer, strict: lines end with CRLF, and anything else that could pass for an end is refused.
 
     lines: of the header or trailer section that was read last, without their ends
     """
@@ -177,12 +177,12 @@ class _StrictBuffer(ReceiveBuffer):
 
 PLAIN_HEADER_BYTES = 4096
 _FIELD = re.compile(rb"([A-Za-z0-9-]+):[ \t]*([!-~](?:[ -~]*[!-~])?)[ \t]*")
-# They ask for something, or answers depend on them.
+# Fields that ask for something, or that change the answer.
 _UNUSUAL = frozenset({"transfer-encoding", "expect", "upgrade", "origin", "trailer", "connection"})
 
 
 def plain_headers(data: bytes) -> dict[str, str] | None:
-    """Returns the header fields of a request, by lower-case name; None unless it is whole, plain and alone in data."""
+    """Returns the header fields of a request by lower-case name; None unless data is one whole, plain request."""
     head, end, body = data.partition(b"\r\n\r\n")
     if not end or len(head) > PLAIN_HEADER_BYTES:
         return None

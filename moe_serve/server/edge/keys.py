@@ -1,7 +1,7 @@
-"""The secrets by which clients are known: API keys, and admin keys for what changes the server.
+"""API keys, which identify clients, and admin keys, for calls that change the server.
 
-Keys come from the environment or from files that only their owner reads; they are never in the configuration, which
-is shown. Of each key a digest is kept.
+Keys come from the environment or from files that only their owner can read, never from the configuration, which is
+shown to clients. Only a digest of each key is kept.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Key:
-    """One key. name: by which limits and logs know it; digest: SHA-256 of the secret; cache_scope: of its client"""
+    """One key. name: shown in limits and logs;  digest: SHA-256 of the secret;  cache_scope: of its client"""
 
     name: str
     digest: bytes
@@ -33,7 +33,7 @@ class Key:
 
     @property
     def client(self) -> Client:
-        """Whoever has this key."""
+        """The client with this key."""
         return Client("admin key" if self.is_admin else "key", self.name, self.limits, self.cache_scope)
 
 
@@ -50,8 +50,8 @@ class KeyRing:
     def load(cls, server: ServerConfig, environ: Mapping[str, str] = os.environ) -> Self:
         """Returns the keys of the environment and of the files in the configuration. Raises ConfigError.
 
-        One variable holds several keys with spaces between them; a file holds one on each line, with a name before it
-        or without, and limits of its own or without. Keys of one name are one client.
+        A variable holds keys separated by spaces. A file holds one key on each line, optionally after a name and limits
+        of its own. Keys of one name are one client.
         """
         keys: list[Key] = []
         for setting, path, variable, is_admin in (
@@ -76,7 +76,7 @@ class KeyRing:
         return cls(tuple(keys))
 
     def identify(self, secret: str | None) -> Key | None:
-        """Returns the key with this secret, None where there is none. Takes as long for one as for the other."""
+        """Returns the key with this secret; None if there is none. Takes the same time for any secret."""
         digest = _digest(secret or "")
         found = None
         for key in self._keys:
@@ -90,12 +90,12 @@ def _digest(secret: str) -> bytes:
 
 
 def _cache_scope(digest: bytes) -> str:
-    """Returns the scope of a client with this key: the same on all front ends, and known to no other client."""
+    """Returns the cache scope of a client with this key: equal on all front ends, and a secret to other clients."""
     return hmac.digest(digest, b"moe_serve prefix cache", "sha256").hex()
 
 
 def _read_limits(setting: str, line: str, limits: ClientLimits) -> tuple[list[str], ClientLimits]:
-    """Returns the other words of a line, and its limits. Raises ConfigError without showing a key."""
+    """Returns the words of a line without limits, and its limits. Raises ConfigError without showing a key."""
     words, given = line.split(), {}
     for word in words[:-1]:
         name, equals, value = word.partition("=")

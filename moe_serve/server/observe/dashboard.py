@@ -1,6 +1,6 @@
-"""The live page of the balancer: its files, and the data that it asks for every second.
+"""The live page of the balancer: its files, and the data that it fetches every second.
 
-The page asks nothing of other servers, and its Content-Security-Policy allows nothing else.
+The page loads nothing from other servers, and its Content-Security-Policy allows nothing else.
 """
 
 import time
@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 
 from moe_serve.config import ServeConfig, served_name
 from moe_serve.errors import RequestError
-from moe_serve.server.edge.errors import json_bytes
+from moe_serve.server.edge.errors import json_response
 from moe_serve.server.edge.guard import OPEN
 from moe_serve.server.observe.eplb import event_json, move_json, status_json
 from moe_serve.server.ranks.balance import BalanceBook
@@ -64,7 +64,7 @@ def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
             "requests": {"open": len(bridge.book), **bridge.book.counters},
         }
         answer = page_data(bridge.workers, bridge.balance, system, start, seen, time.time())
-        return Response(json_bytes(answer), media_type="application/json", headers=_HEADERS)
+        return json_response(answer, headers=_HEADERS)
 
 
 _Item = TypeVar("_Item")
@@ -72,9 +72,9 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class Seen:
-    """What a page has already: of this start of the front end, so many windows, events and placements.
+    """How many windows, events and placements of this start of the front end a page has already.
 
-    start: identifies one start of the front end; a page that knows another one has nothing
+    start: identifies one start of the front end; a page of another start has nothing
     """
 
     start: str = ""
@@ -84,7 +84,7 @@ class Seen:
 
     @classmethod
     def from_query(cls, query: Mapping[str, str]) -> Self:
-        """Raises RequestError for a number that is none; other keys are ignored."""
+        """Raises RequestError for a malformed number; ignores other keys."""
         numbers = {}
         for name in ("windows", "events", "placements"):
             text = query.get(name, "0")
@@ -97,7 +97,7 @@ class Seen:
 def page_data(
     workers: RankTable, book: BalanceBook, system: Mapping[str, Any], start: str, seen: Seen, now_s: float
 ) -> dict[str, Any]:
-    """Returns the news for a page. system: name of the model, state, requests, as they are
+    """Returns what is new for a page. system: name of the model, state, requests, passed on as they are
 
     points, events: those that the page has not seen;  load: of the newest window, None = the page has it;
     placement: None = the page has it, or none is known

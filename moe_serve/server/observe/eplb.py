@@ -1,6 +1,6 @@
 """The balancer over HTTP: its state as JSON, its placement, a rebalance, and a recording of the load.
 
-The parser of a placement checks types and sizes, before a rank sees them; the balancer says whether it is legal.
+The parser checks types and sizes of a placement before a rank sees it; the balancer says whether it is legal.
 """
 
 import time
@@ -15,7 +15,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import Answer, Rebalance, RecordCommand, SetPlacement
 from moe_serve.errors import RequestError
 from moe_serve.server.edge.body import Bodies, Body, Count, Name, read_body, show
-from moe_serve.server.edge.errors import error_body, json_bytes
+from moe_serve.server.edge.errors import error_body, json_response
 from moe_serve.server.edge.guard import ADMIN
 from moe_serve.server.ranks.balance import BalanceBook, Event, Move, summary_of
 from moe_serve.server.ranks.bridge import Bridge
@@ -27,8 +27,8 @@ def add_eplb(app: FastAPI, config: ServeConfig, bridge: Bridge, bodies: Bodies) 
 
     @app.get("/eplb/status")
     async def status() -> Response:
-        """What the balancer does and why: placement, decisions, moves, totals."""
-        return _json(status_json(bridge.balance, time.time()))
+        """The state of the balancer: placement, decisions with their reasons, moves, totals."""
+        return json_response(status_json(bridge.balance, time.time()))
 
     @app.post("/eplb/rebalance", tags=[ADMIN])
     async def rebalance() -> Response:
@@ -44,7 +44,7 @@ def add_eplb(app: FastAPI, config: ServeConfig, bridge: Bridge, bodies: Bodies) 
         rows = bridge.balance.placement
         if rows is None:
             raise UnavailableError("no rank has reported its placement yet; try again in a moment")
-        return _json(placement_json(rows, bridge.balance.version, placement_shape(bridge)))
+        return json_response(placement_json(rows, bridge.balance.version, placement_shape(bridge)))
 
     @app.post("/eplb/placement", tags=[ADMIN])
     async def set_placement(request: Request) -> Response:
@@ -57,7 +57,7 @@ def add_eplb(app: FastAPI, config: ServeConfig, bridge: Bridge, bodies: Bodies) 
 
 
 def placement_shape(bridge: Bridge) -> "PlacementShape":
-    """Returns what a placement must fit, as the ranks have reported. Raises UnavailableError while they start."""
+    """Returns the shape of placements, as reported by the ranks. Raises UnavailableError while they start."""
     info = bridge.workers.info
     if not info:
         raise UnavailableError(bridge.problem() or "the ranks are starting")
@@ -76,14 +76,10 @@ def _refuse_unless_dynamic(config: ServeConfig) -> None:
 
 
 def _answer(answer: Answer) -> Response:
-    """What the leader did; 400 with its reasons where it refuses."""
+    """Returns what the leader did. Raises RequestError with its reasons if it refuses."""
     if not answer.ok:
         raise RequestError(answer.text)
-    return _json({"ok": True, "message": answer.text, "facts": answer.facts})
-
-
-def _json(value: Any) -> Response:
-    return Response(json_bytes(value), media_type="application/json")
+    return json_response({"ok": True, "message": answer.text, "facts": answer.facts})
 
 
 PLACEMENT_FORMAT = "moe_serve.placement"  # of eplb/files/placements.py, which reads what is written here
@@ -92,7 +88,7 @@ _MAP = "physical_to_logical_map"
 
 @dataclass(frozen=True)
 class PlacementShape:
-    """What a placement must fit. moe_layer_ids: of the model, one for each row"""
+    """The shape of a placement. moe_layer_ids: of the model, one for each row"""
 
     num_ranks: int
     num_logical: int
@@ -101,7 +97,7 @@ class PlacementShape:
 
     @property
     def max_bytes(self) -> int:
-        """Returns more than any body with a placement of this shape has, rows of dense layers and indents included."""
+        """A bound on bodies with a placement of this shape, including rows of dense layers and indents."""
         return 2**16 + 32 * self.num_slots * (1 + max(self.moe_layer_ids, default=0))
 
 
@@ -127,7 +123,7 @@ _Rows = Annotated[
 
 
 class PlacementBody(Body, kw_only=True):
-    """Our placement file, as GET gives it; the map alone is taken, too. What the server knows must be equal to it."""
+    """Our placement file, as GET gives it, or its map alone. Other fields must agree with what is served."""
 
     other_words: ClassVar[Mapping[str, str]] = {"placement": _MAP, "map": _MAP}
     example: ClassVar[Mapping[str, Any]] = {_MAP: [[0, 1, 2, 3], [3, 2, 1, 0]]}
@@ -184,7 +180,7 @@ def _row(name: str, experts: Any, shape: PlacementShape) -> list[int]:
 
 
 def add_recorder(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
-    """Adds `/{start,stop,dump}_expert_distribution_record`: SGLang's plain text, then what was done, and the files.
+    """Adds `/{start,stop,dump}_expert_distribution_record`. Answers are SGLang's plain text, then details and files.
 
     GET and POST do the same, as in SGLang.
     """
@@ -196,14 +192,14 @@ def add_recorder(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
             )
         answer = await bridge.command(RecordCommand(0, command))
         if not answer.ok:
-            return Response(json_bytes(error_body(answer.text, 409)), 409, media_type="application/json")
+            return json_response(error_body(answer.text, 409), 409)
         lines = [done, answer.text, *answer.facts.get("files", [])]
         return Response("".join(f"{line}\n" for line in lines), media_type="text/plain")
 
     @app.get("/start_expert_distribution_record", tags=[ADMIN])
     @app.post("/start_expert_distribution_record", tags=[ADMIN])
     async def start() -> Response:
-        """Begins a recording; one that runs is dropped."""
+        """Begins a recording, and drops a running one."""
         return await run("start", "Start recording expert distribution.")
 
     @app.get("/stop_expert_distribution_record", tags=[ADMIN])
@@ -247,7 +243,7 @@ def status_json(book: BalanceBook, now_s: float) -> dict[str, Any]:
 
 
 def summary_json(book: BalanceBook, now_s: float) -> dict[str, Any]:
-    """Returns what the balancer does, and whether it works: progress is a window, a decision or a new placement."""
+    """Returns the balancer's state. progress_age_s: since a window, a decision or a new placement"""
     return {
         "mode": book.mode,
         "state": book.state,
@@ -258,7 +254,7 @@ def summary_json(book: BalanceBook, now_s: float) -> dict[str, Any]:
 
 
 def what_to_set(mode: str) -> str | None:
-    """Returns which setting makes the server balance its experts; None where it does."""
+    """Returns which setting makes the server balance its experts; None if it does."""
     match mode:
         case "off":
             return (
@@ -272,10 +268,10 @@ def what_to_set(mode: str) -> str | None:
 
 
 def event_json(event: Event) -> dict[str, Any]:
-    """Returns a decision or another event. at_s: seconds since 1970; gain and cost as predicted, over the horizon.
+    """Returns a decision or another event. at_s: seconds since 1970; gain and cost: predicted over the horizon
 
-    realised_gain_s: of "watch", what the last move has gained; predicted_gain_s is then what it had promised for the
-    same windows. None for all others.
+    realised_gain_s: of "watch", the gain of the last move; predicted_gain_s is then its promise for the same windows.
+    None for all others.
     """
     return {
         "at_s": round(event.at_s, 3),
@@ -290,7 +286,7 @@ def event_json(event: Event) -> dict[str, Any]:
 
 
 def move_json(move: Move) -> dict[str, Any]:
-    """Returns a move and what it brought. Realised values are None until windows have closed after it."""
+    """Returns a move and its effect. Realised values are None until windows have closed after it."""
     return {
         "began_s": round(move.decision.at_s, 3),
         "ended_s": None if move.ended_s is None else round(move.ended_s, 3),

@@ -1,18 +1,17 @@
-"""Is this process alive, does it take requests, do tokens come out?
+"""Health checks: is this process alive, does it take requests, do tokens come out?
 
-Three questions for three askers. A supervisor restarts a process whose `/health` fails, so a lost rank must not fail
-it. A load balancer sends requests where `/ready` is 200. A person, or a slow probe, asks `/health_generate`.
+Each is for another caller. A supervisor restarts a process whose `/health` fails, so a lost rank must not fail it. A
+load balancer sends requests where `/ready` is 200. A person, or a slow probe, asks `/health_generate`.
 """
 
 import asyncio
 import time
-from typing import Any
 
 from fastapi import FastAPI, Response
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import ServeConfig
-from moe_serve.server.edge.errors import error_response, json_bytes
+from moe_serve.server.edge.errors import error_response, json_response
 from moe_serve.server.edge.guard import OPEN
 from moe_serve.server.observe.eplb import summary_json
 from moe_serve.server.ranks.bridge import Bridge
@@ -29,26 +28,28 @@ def add_health(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
     @app.get("/ping", tags=[OPEN])
     async def health() -> Response:
         """200 while this process answers. The body says whether it serves, and what the balancer does."""
-        return _json({"status": bridge.problem() or "ready", "balancer": summary_json(bridge.balance, time.time())})
+        return json_response(
+            {"status": bridge.problem() or "ready", "balancer": summary_json(bridge.balance, time.time())}
+        )
 
     @app.get("/ready", tags=[OPEN])
     @app.get("/readyz", tags=[OPEN])
     async def ready() -> Response:
         """200 while new requests are accepted; 503 says why not, and names the rank."""
         problem = bridge.problem()
-        return _json({"status": "ready"}) if problem is None else error_response(UnavailableError(problem))
+        return json_response({"status": "ready"}) if problem is None else error_response(UnavailableError(problem))
 
     @app.get("/health_generate", tags=[OPEN])
     async def health_generate() -> Response:
         """200 when a token has come out of every rank that serves since this call; 503 names the ranks without one."""
         try:
-            return _json({"status": "ready", "seconds": await probe.run()})
+            return json_response({"status": "ready", "seconds": await probe.run()})
         except UnavailableError as error:
             return error_response(error)
 
 
 class TokenProbe:
-    """Asks every rank for a token. Callers that come while a probe runs share its result, so asking costs little."""
+    """Asks every rank for a token. Callers that come during a probe share its result, so asking costs little."""
 
     def __init__(self, bridge: Bridge, deadline_s: float):
         self._bridge = bridge
@@ -56,7 +57,7 @@ class TokenProbe:
         self._running: asyncio.Task[dict[str, float]] | None = None
 
     async def run(self) -> dict[str, float]:
-        """Returns the seconds until a token of each rank. Raises UnavailableError naming those without one in time."""
+        """Returns the seconds until a token of each rank. Raises UnavailableError naming ranks without one in time."""
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._ask())
         return await asyncio.shield(self._running)
@@ -93,7 +94,3 @@ class TokenProbe:
                 f"{self._deadline_s:g} s; see /server_info and the log of that rank"
             )
         return took_s
-
-
-def _json(value: Any) -> Response:
-    return Response(json_bytes(value), media_type="application/json")

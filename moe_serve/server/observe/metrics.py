@@ -1,10 +1,10 @@
-"""The metrics of a front end in Prometheus' text form, read from what is counted anyway when a scraper asks.
+"""The metrics of a front end in Prometheus' text form, read from existing counts when a scraper asks.
 
-Every front end shows the same of the ranks. Totals restart with a rank's process, as counters may. Labels are layers,
-ranks and a few fixed words, never experts, and never layers times ranks, so the number of series is fixed.
+All front ends show the same values of the ranks. Totals restart with a rank's process, as counters may. Labels are
+layers, ranks and a few fixed words, never experts, and never layers times ranks, so the number of series is fixed.
 
-`PeerMetrics` adds names of SGLang or vLLM: those that they export and that mean the same here. (vLLM 0.33 exports
-nothing about its balancer.)
+`PeerMetrics` adds metrics of SGLang or vLLM that mean the same here, under their names. (vLLM 0.33 exports nothing
+about its balancer.)
 """
 
 import time
@@ -109,7 +109,7 @@ class ServingRanks(Collector):
 
 
 def make_registry(bridge: Bridge, peer: str | None = None) -> CollectorRegistry:
-    """Returns the metrics of one front end. peer: also under the names of this engine, one of PEERS"""
+    """Returns the metrics of one front end. peer: one of PEERS, under whose names metrics are shown as well"""
     registry = CollectorRegistry()
     registry.register(WaitMatrix(bridge.workers))
     registry.register(ServingRanks(bridge.workers))
@@ -123,7 +123,7 @@ def make_registry(bridge: Bridge, peer: str | None = None) -> CollectorRegistry:
 
 
 class RequestMetrics(Collector):
-    """Each front end counts for itself: where there are several, a label `front_end` says which."""
+    """Metrics of requests. Each front end counts its own; if there are several, a label `front_end` says which."""
 
     def __init__(self, bridge: Bridge):
         self._bridge = bridge
@@ -204,7 +204,7 @@ _TOKENS = (("decode", "num_decode_tokens"), ("prefill", "num_prefill_tokens"), (
 
 
 class RankMetrics(Collector):
-    """What each rank has told of itself."""
+    """What each rank has reported of itself."""
 
     def __init__(self, workers: RankTable):
         self._workers = workers
@@ -274,7 +274,7 @@ _BALANCE_GAUGES = {
 
 
 class BalanceMetrics(Collector):
-    """moe_serve_eplb_…: the load of the newest window, the placement, decisions, moves, and whether all that works."""
+    """moe_serve_eplb_…: the load of the newest window, the placement, decisions, moves, and ages of reports."""
 
     def __init__(self, book: BalanceBook, workers: RankTable):
         self._book = book
@@ -427,7 +427,7 @@ _RANK_LABEL = {"sglang": "dp_rank", "vllm": "engine"}
 class PeerMetrics(Collector):
     """Requests, tokens, times, cache and balancedness by the names of one engine. peer: one of PEERS
 
-    What the front end counts has no label of a rank, as it is about requests, which may move.
+    Counts of the front end have no label of a rank: they are about requests, which may move.
     """
 
     def __init__(self, peer: str, bridge: Bridge):

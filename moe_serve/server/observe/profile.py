@@ -1,12 +1,12 @@
-"""Profiles on request: the ranks record their steps, and a trace in Chrome's JSON form shows them beside the requests.
+"""Profiles on request: ranks record their steps, and a trace in Chrome's JSON form shows them beside the requests.
 
-The file's name is ours; no request says where anything is written. The ranks stop by themselves at the bounds below.
+The server chooses the file's name; no request says where anything is written. Ranks stop at the bounds below.
 
 In ui.perfetto.dev each rank is a process with one track: its steps, and below each step its parts. The front end is a
-process with the requests that ended meanwhile. Ranks of the front end's host read the same monotonic clock. Those of
-other hosts leave the exchange of a step together with the others, up to the time of a message: the median difference
-over all steps that both have recorded sets their clock. Without a common step the hosts' wall clocks do, and the trace
-says so.
+process with the requests that ended meanwhile. Ranks of the front end's host read the same monotonic clock. For ranks
+of other hosts, all ranks leave the exchange of a step together, up to the time of a message: the median difference over
+the steps that both have recorded gives the offset. Without a common step the hosts' wall clocks do, and the trace says
+so.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from moe_serve.engine.protocol.messages import STEP_WORDS, Answer, Profile
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.process_facts import boot_id
 from moe_serve.server.edge.body import Bodies, Body, read_body
-from moe_serve.server.edge.errors import error_body, json_bytes
+from moe_serve.server.edge.errors import error_body, json_bytes, json_response
 from moe_serve.server.edge.guard import ADMIN
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.ranks.request_book import EndListener
@@ -125,7 +125,7 @@ def add_profile(app: FastAPI, config: ServeConfig, bridge: Bridge, bodies: Bodie
             refusal = _refusal(await bridge.profile(Profile(0, "start", *limits)))
             if refusal is None:
                 spans.start()
-        return refusal or _json({"status": "ok", "message": "Start profiling.", "duration_s": limits[0]})
+        return refusal or json_response({"status": "ok", "message": "Start profiling.", "duration_s": limits[0]})
 
     @app.post("/stop_profile", tags=[ADMIN])
     async def stop() -> Response:
@@ -138,7 +138,9 @@ def add_profile(app: FastAPI, config: ServeConfig, bridge: Bridge, bodies: Bodie
                 return refusal
             # In a thread, a few events at a time: requests go on meanwhile.
             path = await asyncio.to_thread(write_profile, into, answers, requests)
-        return _json({"status": "ok", "message": "Stop profiling.", "file": path.name, "num_ranks": len(answers)})
+        return json_response(
+            {"status": "ok", "message": "Stop profiling.", "file": path.name, "num_ranks": len(answers)}
+        )
 
 
 def write_profile(folder: Path, answers: Sequence[Answer], requests: "Sequence[RequestSpan]") -> Path:
@@ -178,11 +180,7 @@ def write_profile(folder: Path, answers: Sequence[Answer], requests: "Sequence[R
 
 def _refusal(answers: Sequence[Answer]) -> Response | None:
     refused = [f"rank {answer.rank}: {answer.text}" for answer in answers if not answer.ok]
-    return _json(error_body("; ".join(refused), 409), 409) if refused else None
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(json_bytes(value), status, media_type="application/json")
+    return json_response(error_body("; ".join(refused), 409), 409) if refused else None
 
 
 Int64Array = NDArray[np.int64]
@@ -236,7 +234,7 @@ class RequestSpan:
 
 @dataclass(frozen=True)
 class Offset:
-    """What is added to a rank's times. how: it was found;  spread_ns: half the middle half's range"""
+    """Added to a rank's times. how: it was found;  spread_ns: half the interquartile range"""
 
     ns: int
     how: str
@@ -268,7 +266,7 @@ def align(ranks: Sequence[RankProfile], clock: str, wall_ns: int) -> list[Offset
 
 
 def _differences(first: RankProfile, other: RankProfile) -> Int64Array:
-    """Returns by how much the first rank's clock is ahead when both leave an exchange, for each step that both have."""
+    """Returns how far the first rank's clock is ahead as both leave an exchange, for each step that both have."""
     _, mine, theirs = np.intersect1d(first.steps[:, _STEP], other.steps[:, _STEP], return_indices=True)
     differences: Int64Array = first.steps[mine, _AGREED] - other.steps[theirs, _AGREED]
     return differences
@@ -325,7 +323,7 @@ def _steps(rank: RankProfile, origin_ns: int) -> Iterator[dict[str, Any]]:
 
 
 def _parts(rank: RankProfile, origin_ns: int) -> Iterator[dict[str, Any]]:
-    """A part lasts to the next turn; the last one has no end."""
+    """Yields the parts. Each lasts until the next turn; the last one has no end and is left out."""
     turns = rank.turns.tolist()
     for (began_ns, part), (ended_ns, _) in pairwise(turns):
         if rank.parts[part] != _BETWEEN:

@@ -1,8 +1,8 @@
-"""What the front end knows of the balancer, for status, metrics and dashboard: built from the leader's reports.
+"""The balancer as the front end knows it from the leader's reports, for status, metrics and dashboard.
 
-The leader may change, and the ranks may be restarted: what is known here lives on, and totals go on from where they
-were. The leader reports decisions, windows and running totals; `MoveLog` puts each move together from these, with the
-balancedness and step time before and after it. Every list is bounded. Pure state: time is an argument (wall clock).
+All of it outlives a change of the leader and a restart of the ranks; totals go on from their last values. The leader
+reports decisions, windows and running totals. `MoveLog` derives each move from them, with the balancedness and step
+time before and after it. Every list is bounded. Pure state: time is an argument (wall clock).
 """
 
 import logging
@@ -20,7 +20,7 @@ log = get_logger(__name__)
 
 
 NUM_MOVES = 50
-TRIAL_WINDOWS = 4  # a move is judged by the mean of so many windows after it
+TRIAL_WINDOWS = 4  # a move is judged by the mean of this many windows after it
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Move:
-    """A change of the placement, from the decision until its last round is live, and what it brought.
+    """A change of the placement, from the decision until its last round is live, and its effect.
 
     decision:      why, with the predicted gain and cost
     version:       of the placement: before the move, then of the newest round that is live
@@ -95,7 +95,7 @@ class Move:
 
     @property
     def summary(self) -> str:
-        """What moved and what it brought, in words."""
+        """Says in words what moved and with what effect."""
         text = f"{_count(self.num_experts, 'expert')} moved in {_count(self.num_rounds, 'round')}"
         if self.failed is not None:
             return f"given up after {text}: {self.failed}"
@@ -105,7 +105,7 @@ class Move:
 
 
 class MoveLog:
-    """The newest moves, oldest first; the last one may be under way."""
+    """The newest moves, oldest first. The last one may still be running."""
 
     def __init__(self) -> None:
         self._moves: deque[Move] = deque(maxlen=NUM_MOVES)
@@ -117,7 +117,7 @@ class MoveLog:
 
     @property
     def running(self) -> Move | None:
-        """The move that is under way; None: there is none."""
+        """The running move; None: there is none."""
         return self._moves[-1] if self._moves and self._moves[-1].ended_s is None else None
 
     @property
@@ -135,7 +135,7 @@ class MoveLog:
         self._moves.append(Move(decision, version, before=_balance(before), step_before_s=_step_time(before)))
 
     def grow(self, version: int, totals: Mapping[str, float]) -> None:
-        """Notes what has moved so far."""
+        """Notes how much has moved so far."""
         if self.running is None:
             return
         experts, rounds, num_bytes = (
@@ -147,24 +147,24 @@ class MoveLog:
         )
 
     def end(self, at_s: float, step: int) -> None:
-        """Notes that the last round of the move under way is live."""
+        """Notes that the last round of the running move is live."""
         if self.running is not None:
             self._moves[-1] = replace(self._moves[-1], ended_s=at_s, ended_step=step)
             self._num_after = 0
 
     def give_up(self, at_s: float, step: int, reason: str) -> None:
-        """Notes that the move under way, if there is one, was given up."""
+        """Notes that the running move, if there is one, was given up."""
         if self.running is not None:
             self._moves[-1] = replace(self._moves[-1], ended_s=at_s, ended_step=step, failed=reason)
 
     def stop_trial(self) -> None:
-        """The ranks were restarted: later windows say nothing about moves before that."""
+        """Ends the trial of the last move, since windows after a restart say nothing about it."""
         self._num_after = TRIAL_WINDOWS
 
     def judge(self, points: Sequence[WindowPoint]) -> Move | None:
-        """Measures the last move by this launch's windows that ended after it. Returns it when it is judged first.
+        """Measures the last move by this launch's windows that ended after it. Returns it at its first judgement.
 
-        The first of them is usually the one in which it moved, by which the balancer judges it, too.
+        The first of these windows usually is the one in which it moved; the balancer judges by it as well.
         """
         if not self._moves or self._moves[-1].ended_s is None or self._moves[-1].failed is not None:
             return None
@@ -212,7 +212,7 @@ class BalanceBook:
     decisions:   how many of each kind there were
     rank_tokens: for each rank, the tokens of all windows and layers
     by_phase:    for each phase, the number of windows and the sum of their mean balancedness
-    heard_s:     when the newest report came;  progress_s: the newest one that told something new
+    heard_s:     when the newest report came;  progress_s: when one last said something new
     """
 
     def __init__(self, mode: str):
@@ -251,7 +251,7 @@ class BalanceBook:
         return joined
 
     def take(self, report: BalanceReport, now_s: float) -> None:
-        """Takes a report of the leader, and logs what people want to know."""
+        """Takes a report of the leader, and logs what matters to operators."""
         has_news = self.heard_s is None or bool(report.decisions) or report.window is not None
         if self.leader != (report.launch_id, report.rank):
             self._follow(report, now_s)
@@ -284,7 +284,7 @@ class BalanceBook:
             self.progress_s = now_s
 
     def _follow(self, report: BalanceReport, now_s: float) -> None:
-        """Takes another rank's reports from now on; its totals, steps and versions begin anew."""
+        """Follows another rank from now on, whose totals, steps and versions begin anew."""
         if self.leader is not None:
             self._earlier, self._totals = self.totals, {}
             restarted = report.launch_id != self.leader[0]

@@ -1,15 +1,15 @@
-"""The serving system as the HTTP server and `LLM` see it: is it ready, submit, abort, end.
+"""The ranks as the HTTP server and `LLM` use them: ready or not, submit, abort, end.
 
-Every accepted request ends, with tokens or with an error. Messages of ranks are handled as they arrive on the socket
-that all ranks attach to. One task looks for silent ranks, one for requests that have taken too long.
+Every accepted request ends, with tokens or with an error. All ranks attach to one socket, whose messages are handled as
+they arrive. One task looks for silent ranks, another for requests that have taken too long.
 
 A launcher that watches the processes may attach to the same socket, as *supervisor*. It is the first to report that the
-launch is over (`Fatal`), or that a rank has died which the others may go on without (`Exited`). A front end that was
-started beside running ranks may hear that before any rank has attached to it: it takes the launcher's word, and
-concludes nothing from what it does not know yet.
+launch is over (`Fatal`), or that a rank has died without which the others may go on (`Exited`). A front end that starts
+beside running ranks may hear this before any rank has attached: it believes the launcher, and draws no conclusions
+about ranks that it does not know yet.
 
 A lost rank ends the launch, unless the ranks have said at their start that they can go on without one. Then the front
-end waits for their report: `Members` when they go on, and the requests of the lost rank move to others; `Fatal` when
+end waits for their report: with `Members` they go on, and the requests of the lost rank move to others; with `Fatal`
 they cannot.
 """
 
@@ -69,8 +69,8 @@ log = get_logger(__name__)
 Observer = Callable[[ToFrontEnd], None]
 
 _MAX_SUPERVISORS = 4
-_DEADLINE_LOOK_S = 0.05  # between two looks for requests that have taken too long
-_LOOK_S = 0.02  # between two looks at whether the last request has ended
+_DEADLINE_LOOK_S = 0.05  # between two searches for requests that have taken too long
+_LOOK_S = 0.02  # between two checks whether the last request has ended
 _WRITE_S = 60.0  # for what a rank does to carry out a command, such as writing a dump
 _UNNAMED_LOSS_S = 0.5  # how long a report that cannot name the lost rank waits for one that can
 _GOODBYE_S = 3.0  # how long the ranks may take to end
@@ -113,7 +113,7 @@ class Bridge:
         self._supervisors = Supervisors(observer, self._send)
         self._liveness = Liveness(config)
         self._restart = RestartWait(self.workers, self.book, server.restart_deadline_s)
-        self._drained: tuple[int | None, str] = None, ""  # the launch whose ranks were asked to end, and why
+        self._drained: tuple[int | None, str] = None, ""  # the last launch that was asked to end, and why
         self._changed = Condition()  # a rank has attached, got ready, ended or was lost
         self._is_finishing = False  # no new requests are accepted
         self._is_draining = False  # and ranks are expected to end
@@ -138,7 +138,7 @@ class Bridge:
         return self._socket.link
 
     async def finish(self, deadline_s: float) -> int:
-        """Takes no more requests, and returns when the open ones have ended, or how many have not by the deadline."""
+        """Takes no more requests, and waits for the open ones. Returns how many are still open at the deadline."""
         self._is_finishing = True
         return await self._let_end(deadline_s)
 
@@ -198,7 +198,7 @@ class Bridge:
         return limits
 
     def problem(self) -> str | None:
-        """Returns why no request can be served now, naming the rank where one is to blame; None if all is well."""
+        """Returns why no request can be served now, with the rank to blame if there is one; None if all is well."""
         if self._is_draining or self._is_finishing:
             return "the server is ending"
         if self._awaits_restart:
@@ -213,17 +213,17 @@ class Bridge:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether the ranks were lost and are started again, or start for the first time."""
+        """Whether the ranks are starting, for the first time or again."""
         starts = self.workers.loss is None and not self.workers.is_ready and not self._is_draining
         return starts or self._awaits_restart
 
     async def wait_for_restart(self) -> None:
-        """Waits while the ranks are started again, for a caller who prefers that to an UnavailableError."""
+        """Waits while the ranks start again, for callers that prefer waiting to an UnavailableError."""
         while self.is_restarting:
             await self._changed.wait(0.2)
 
     def give_up(self, reason: str) -> None:
-        """Ends the open requests with an error: the caller does not start lost ranks again."""
+        """Ends the open requests with an error, since nobody starts the lost ranks again."""
         self._restart.give_up()
         self.book.fail_all(reason)
 
@@ -235,7 +235,7 @@ class Bridge:
         return await self._commands.call(command, self._serving(), self._command_deadline_s)
 
     async def flush_cache(self) -> list[Answer]:
-        """Empties the prefix caches of the ranks that take part, and returns what each of them has done.
+        """Empties the prefix caches of the ranks that take part, and returns the answer of each.
 
         Raises RequestError while requests are open, and UnavailableError and QueueFullError as `command` does.
         """
@@ -246,14 +246,14 @@ class Bridge:
         return answers
 
     async def profile(self, command: Profile) -> list[Answer]:
-        """Tells the ranks that take part to start or to end a profile, and returns what each of them answers.
+        """Tells the ranks that take part to start or end a profile, and returns the answer of each.
 
         Raises as `command` does.
         """
         return await self._commands.call_each(command, self._serving(), self._command_deadline_s)
 
     def _serving(self) -> list[int]:
-        """Returns the ranks that take part. Raises UnavailableError when none can serve now."""
+        """Returns the ranks that take part. Raises UnavailableError if none can serve now."""
         problem = self.problem()
         if problem is not None:
             raise UnavailableError(problem)
@@ -298,7 +298,7 @@ class Bridge:
         return [self._open(spec, changes) for spec in specs]
 
     def ask_rank(self, spec: RequestSpec, changes: Changes) -> OpenRequest:
-        """Sends a request of the server's own to the rank that the spec names, however many are open."""
+        """Sends a request of the server itself to the rank in its spec, however many requests are open."""
         return self._open(spec, changes, at_once=True)
 
     def _open(self, spec: RequestSpec, changes: Changes, at_once: bool = False) -> OpenRequest:
@@ -325,9 +325,9 @@ class Bridge:
     # --- ranks that attach, end and are lost -------------------------------------------------------------------------
 
     def report_loss(self, reason: str, rank: int = SUPERVISOR) -> None:
-        """Takes the word of a caller who watches the processes: a rank is gone (SUPERVISOR: all are started again).
+        """Takes a report from a caller that watches the processes: a rank is gone (SUPERVISOR: all are started again).
 
-        Where others may go on without it, they will say so.
+        If the others can go on without it, they will say so.
         """
         if rank == SUPERVISOR or not self.workers.can_spare(rank):
             self._end_launch(reason, None if rank == SUPERVISOR else rank)
@@ -340,12 +340,12 @@ class Bridge:
         self._changed.notify_all()
 
     def _asked_to_end(self) -> str | None:
-        """Returns why no request is taken; None where the ranks of this launch were not asked to end."""
+        """Returns why the ranks of this launch were asked to end; None if they were not."""
         launch_id, reason = self._drained
         return reason if launch_id == self.workers.launch_id else None
 
     def _drain_ranks(self, view: RankView) -> None:
-        """A rank was asked to end: ends all of them when the open requests have ended, or at the deadline."""
+        """Ends all ranks, since one was asked to: once the open requests have ended, or at the deadline."""
         if self._asked_to_end() is not None:
             return
         deadline_s = self.config.server.drain_deadline_s
@@ -434,7 +434,7 @@ class Bridge:
                 self._tell(message)
 
     def _take_of_launcher(self, message: ToFrontEnd) -> None:
-        """Takes the word of the launcher, which knows of all ranks, for a launch that may be news here."""
+        """Takes a report of the launcher, possibly about a launch that is not known here yet."""
         match message:
             case Exited() if self.workers.has_process(message):
                 self._suspect(message.reason, message.rank)
@@ -500,7 +500,7 @@ class Bridge:
             log.warning("%s", sentence)
 
     def _end_launch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
-        """Ends the launch: no more requests are taken. After wait_s the open ones end, or wait for the next launch."""
+        """Ends the launch: no requests are taken. After wait_s the open ones end, or wait for the next launch."""
         is_news = self.workers.end_launch(reason, lost_rank)
         if wait_s > 0:
             if is_news:
@@ -573,7 +573,7 @@ class Bridge:
 
 
 class Supervisors:
-    """The launchers that watch the ranks through this front end, and an observer in its process: they hear the reports.
+    """Passes reports on to the launchers that watch the ranks through this front end, and to an observer.
 
     send: sends a message to a socket
     """
@@ -590,7 +590,7 @@ class Supervisors:
         return len(self._identities)
 
     def attach(self, identity: bytes, story: Iterable[Message]) -> None:
-        """Adds one, and tells it what the ranks have reported so far; beyond a few the oldest is dropped."""
+        """Adds one, and sends it the reports so far. Drops the oldest if there are too many."""
         self._identities.pop(identity, None)
         while len(self._identities) >= _MAX_SUPERVISORS:  # the oldest is gone, most likely
             self._identities.pop(next(iter(self._identities)))

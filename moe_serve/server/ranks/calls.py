@@ -1,12 +1,12 @@
-"""Calls that wait for answers: commands to the ranks, and what all front ends of a port do together.
+"""Calls that wait for answers: commands to the ranks, and actions of all front ends of a port.
 
-A command, such as those of the load recorder, goes to every rank that takes part; the lowest of them, the leader,
-answers for all, or each for itself.
+A command goes to every rank that takes part. The lowest of them, the leader, answers for all, or each answers for
+itself.
 
-Front ends have no connections to each other: the ranks, which all of them reach, pass messages on. A rank tells the
-newest pause, or its end, to a front end that starts anew; a new rank hears of it from the front ends. A rank that was
-masked meanwhile knows an older one, so these calls are numbered by the time of their host, which all front ends share:
-what is not newer than what was done last is not done.
+Front ends have no connections to each other; the ranks pass messages on between them. A rank tells a newly started
+front end of the last pause, or of its end; front ends tell a new rank. A rank that was masked meanwhile may know an
+older one, so these calls are numbered by the clock of their host, which all front ends share, and a call that is not
+newer than the last one is ignored.
 """
 
 import asyncio
@@ -51,10 +51,10 @@ class _Command:
 
 
 class CommandBook:
-    """Sends commands to the ranks and hands their answers out.
+    """Sends commands to the ranks and hands out their answers.
 
     send:     sends a message to a rank
-    first_id: of the commands; drawn at random, so that an answer to another front end is never taken for one to this
+    first_id: of the commands; random, so that an answer to another front end is never mistaken for one to this
     """
 
     def __init__(self, send: Callable[[int, Message], None], first_id: int = 0):
@@ -63,10 +63,10 @@ class CommandBook:
         self._last_id = first_id
 
     async def call(self, command: Command, ranks: Sequence[int], deadline_s: float) -> Answer:
-        """Returns the answer to a command, which is sent to ranks, ascending and not empty. Fills in its call_id.
+        """Sends a command to ranks, ascending and not empty, and returns the leader's answer. Fills in its call_id.
 
-        Raises QueueFullError when too many commands are open, and UnavailableError when the ranks end, the leader is
-        lost or does not answer within deadline_s: whether the command was carried out is not known then.
+        Raises QueueFullError if too many commands are open, and UnavailableError if the ranks end, or the leader is
+        lost or does not answer within deadline_s. Then it is not known whether the command was carried out.
         """
         return (await self._ask(command, ranks, ranks[:1], deadline_s))[0]
 
@@ -99,7 +99,7 @@ class CommandBook:
             del self._open[call_id]
 
     def take(self, answer: Answer) -> None:
-        """Hands an answer to its caller; drops it where nobody waits any more."""
+        """Hands an answer to its caller, if that still waits."""
         call = self._open.get(answer.call_id)
         if call is None:
             return
@@ -109,14 +109,14 @@ class CommandBook:
             future.set_result(answer)
 
     def lose(self, masked: Collection[int]) -> None:
-        """Fails the commands that a masked rank was to answer: the ranks that go on have dropped them."""
+        """Fails the commands that masked ranks should answer, since the others have dropped them."""
         for call in self._open.values():
             lost = [rank for rank in call.silent if rank in masked]
             if lost:
                 self._fail(call, f"rank {_listed(lost)} was lost")
 
     def fail_all(self, reason: str) -> None:
-        """Fails all commands: the launch or the server ends."""
+        """Fails all commands, since the launch or the server ends."""
         for call in self._open.values():
             self._fail(call, f"rank {_listed(call.silent)} will not answer ({reason})")
 
@@ -139,18 +139,18 @@ _ASK_AGAIN_S = 0.5
 
 @dataclass
 class _Shared:
-    """A call to the other front ends. unconfirmed: have not answered;  told: by rank, the front ends that it reaches"""
+    """A call to the other front ends. unconfirmed: without an answer;  told: by rank, the front ends it reaches"""
 
     unconfirmed: set[int]
     told: dict[int, set[int]] = field(default_factory=dict)
 
     def awaited(self, ranks: Sequence[int]) -> set[int]:
-        """Returns the front ends that have not answered and may live: a serving rank reaches them, or may do so."""
+        """Returns the front ends without an answer that may live, since a serving rank may reach them."""
         return {each for each in self.unconfirmed if any(each in self.told.get(rank, (each,)) for rank in ranks)}
 
 
 class ApiServers:
-    """All front ends of one port (server.api_workers): does everywhere what one of them is asked to do.
+    """All front ends of one port (server.api_workers). Does on all of them what one is asked to do.
 
     number, num: this one's number, and how many there are
     send:        sends a message to a rank
@@ -179,15 +179,15 @@ class ApiServers:
 
     @property
     def label(self) -> int | None:
-        """The number of this one where there are several."""
+        """This front end's number if there are several, else None."""
         return self.number if self.num > 1 else None
 
     async def pause(self, abort: bool) -> None:
         """Takes all requests from the ranks, and sends none until `resume`. abort: open ones end with what they have
 
-        As the next two, it is done by all front ends that live. One that no rank reaches has ended and need not be
-        waited for: when it starts again, the ranks tell it before it may send a request. Raises UnavailableError where
-        no rank serves, or one that lives does not confirm it in time.
+        This call and the next two run on all live front ends. One that no rank reaches has ended and is not awaited:
+        when it starts again, the ranks tell it before it may send a request. Raises UnavailableError if no rank serves,
+        or if a live front end does not confirm in time.
         """
         await self._do_everywhere("abort_and_pause" if abort else "pause")
 
@@ -196,7 +196,7 @@ class ApiServers:
         await self._do_everywhere("resume")
 
     async def cut_short(self, rid: str | None) -> None:
-        """Ends the open requests that a client knows by this id, with what they have. rid: None = all"""
+        """Ends the open requests with this id of their client, with their output so far. rid: None = all"""
         await self._do_everywhere("abort", rid)
 
     async def _do_everywhere(self, what: What, rid: str | None = None) -> None:
@@ -213,7 +213,7 @@ class ApiServers:
             del self._calls[call_id]
 
     async def _tell(self, message: ForFrontEnds, call: _Shared) -> None:
-        """Tells the ranks until all have answered, again and again: one may have ended, or be connected again."""
+        """Tells the ranks, repeatedly, until all front ends have answered: a rank may end or reconnect meanwhile."""
         deadline_s = time.monotonic() + _DEADLINE_S
         while time.monotonic() < deadline_s:
             ranks = self._serving()
@@ -264,12 +264,12 @@ class ApiServers:
                 self._book.cut_short_all(message.rid)
 
     def tell_again(self, rank: int) -> None:
-        """Tells a rank that gets ready, and may be new, of the newest pause or its end."""
+        """Tells a rank that gets ready, and may be new, of the last pause or its end."""
         if self.num > 1 and self._newest is not None:
             self._send(rank, self._newest)
 
     def take(self, message: ForFrontEnds, answer_by: int) -> None:
-        """Takes a message that a rank has passed on. answer_by: the rank that passes on the answer"""
+        """Handles a message that a rank has passed on. answer_by: the rank that passes on the answer"""
         own = self._calls.get(message.call_id)
         if message.what == _DONE:
             if own is not None:

@@ -1,12 +1,12 @@
-"""The ranks as the front end sees them: the state of each, that of their launch, and which of them live.
+"""The ranks as the front end sees them: the state of each and of their launch, and which of them live.
 
 Pure state: no socket, and time is an argument. `Bridge` feeds it messages and acts on its answers.
 
 A *launch* is all ranks that started together. It is over when a rank is lost that the others cannot spare; the first
 rank that attaches with another launch id then begins the next one. Ranks of another launch that come while this one
-lives wait: they say hello until this one is lost, or are refused. Within a launch ranks may be masked and rejoin: the
-ranks agree on that among themselves and report it (`Members`). Until then, a launcher's report of a dead rank, or a
-rank's report of its own failure, is a suspicion. A table may begin in the middle of a launch: ranks that have not
+lives wait: they repeat their hello until this one is lost, or are refused. Within a launch ranks may be masked and
+rejoin: they agree on that among themselves and report it (`Members`). Until then a launcher's report of a dead rank, or
+a rank's report of its own failure, is a suspicion. A table may begin in the middle of a launch: ranks that have not
 attached to it yet may serve all the same.
 """
 
@@ -34,10 +34,10 @@ log = get_logger(__name__)
 
 @dataclass
 class RankView:
-    """One rank, as far as it has reported. identity: its socket's name at our ROUTER.
+    """What one rank has reported. identity: its socket's name at our ROUTER
 
     mask_reason:  why it is masked; None while it takes part
-    suspicion:    (since when, why) it is presumed lost; its peers are about to report that they go on, or that they end
+    suspicion:    (since when, why) it is presumed lost; its peers will report whether they go on
     times_masked: how often it was masked
     pulse_s:      when its process last showed that it lives; None: not yet
     last_phase:   what it was doing then
@@ -69,12 +69,12 @@ class RankView:
 
     @property
     def serves(self) -> bool:
-        """Whether it takes requests, as far as is known here."""
+        """Whether it takes requests, as far as this front end knows."""
         return self.limits is not None and self.may_serve
 
     @property
     def may_serve(self) -> bool:
-        """Whether nothing is known that keeps it from serving, though it may not have said here that it does."""
+        """Whether nothing known keeps it from serving, even if it has not said here that it serves."""
         return not self.ended and self.mask_reason is None and self.suspicion is None
 
     @property
@@ -83,21 +83,21 @@ class RankView:
         return self.info.get("on_lost_rank") == "mask"
 
     def replaced_by(self, identity: bytes, hello: Hello, now_s: float) -> Self:
-        """Returns the new process of this rank, which was killed: masked until the others say that it takes part."""
+        """Returns the replacement of this rank, masked until the others say that it takes part."""
         view = type(self)(hello.rank, identity, hello.pid, hello.host, now_s, limits=self.limits, info=self.info)
         view.num_reconnects, view.num_before = hello.num_reconnects, hello.num_before
         view.restarts_left, view.mask_reason = hello.restarts_left, self.mask_reason
         return view
 
 
-GONE_S = 5.0  # a launch of which nothing is heard for so long is gone when another one says hello
+GONE_S = 5.0  # a launch that was silent for so long is gone when another one says hello
 
 
 @dataclass(frozen=True)
 class Regrouped:
-    """What a new group changes. A rank may be in both lists: it rejoined before we heard that it was masked.
+    """The changes of a new group. A rank that rejoined before we heard that it was masked is in both lists.
 
-    masked: their requests must move; ended: those of them whose process has ended, the others are late
+    masked: their requests must move;  ended: masked ranks whose process has ended; the others are late
     """
 
     masked: list[int]
@@ -107,7 +107,7 @@ class Regrouped:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a `Hello` has led to.
+    """The outcome of a `Hello`.
 
     refusal:      why the rank is not taken; None: it is, or it waits
     waits:        it may say hello again later
@@ -125,7 +125,7 @@ class RankTable:
     """All ranks of the current launch.
 
     launch_id: -1 before any rank has attached
-    began_s:   when its first rank attached; before, when the front end began to wait for one
+    began_s:   when its first rank attached; before that, when the front end began to wait for one
     loss:      why the launch is over, naming the rank; None while it lives
     lost_rank: the rank that is held responsible; None where that is unknown
     """
@@ -170,7 +170,7 @@ class RankTable:
         return next((view.info for view in self if view.is_ready), {})
 
     def attach(self, identity: bytes, hello: Hello, now_s: float) -> Arrival:
-        """Adds a rank, or finds that it is here; a rank of another launch begins that one if this one is over."""
+        """Adds a rank, unless it is here already. If this launch is over, a rank of another one begins that one."""
         if hello.num_ranks != self.num_ranks:
             return Arrival(
                 f"rank {hello.rank} belongs to {hello.num_ranks} ranks but this front end serves {self.num_ranks}; "
@@ -220,16 +220,16 @@ class RankTable:
         self._ranks.clear()
 
     def _wait_or_refuse(self, hello: Hello) -> Arrival:
-        """A rank of another launch waits while this one may be lost, and is refused once it is ready in vain."""
+        """Lets a rank of another launch wait; refuses it once both it and this launch are ready."""
         known = self._ranks.get(hello.rank)
         if hello.is_ready and self.is_ready and known is not None:
             return Arrival(_taken(hello, known))
         return Arrival(waits=True)
 
     def find_replaced_by(self, hello: Hello, now_s: float) -> bool:
-        """Notes and returns whether a rank of another launch shows that this one is gone: none of its ranks is heard.
+        """Returns whether a rank of another launch shows that this one is gone, since all of its ranks are silent.
 
-        Ranks that start may be silent for long, so then only one that is ready shows it.
+        Starting ranks may be silent for long, so until this launch is ready only a rank that is ready shows it.
         """
         if self.loss is not None or not self._ranks or hello.launch_id in (self.launch_id, *self._over):
             return False
@@ -238,7 +238,7 @@ class RankTable:
         return self._next_is_here
 
     def pulse(self, message: Pulse, now_s: float) -> None:
-        """Notes that the process of a rank lives, and what it is doing."""
+        """Notes that the process of a rank lives, and its phase."""
         view = self._ranks.get(message.rank)
         if view is not None and message.launch_id == self.launch_id:
             view.pulse_s = now_s
@@ -246,7 +246,7 @@ class RankTable:
                 view.last_phase = f"last seen in {message.phase} of step {message.step}"
 
     def excuse(self, late_s: float, now_s: float) -> None:
-        """Lets time in which this process did not run, just now, count for no rank."""
+        """Does not hold against the ranks the time in which this process itself did not run just now."""
         self.began_s = min(now_s, self.began_s + late_s)
         for view in self:
             view.heard_s = min(now_s, view.heard_s + late_s)
@@ -263,28 +263,28 @@ class RankTable:
         view.limits, view.info = message.limits, message.info
 
     def story(self, view: RankView) -> list[Progress | Ready]:
-        """Returns what a rank has reported so far, for a listener that attaches later."""
+        """Returns the reports of a rank so far, for a listener that attaches later."""
         reported: list[Progress | Ready] = [Progress(view.rank, self.launch_id, view.phase, view.fraction)]
         if view.limits is not None:
             reported.append(Ready(view.rank, self.launch_id, view.limits, view.info))
         return reported
 
     def has_process(self, exited: Exited) -> bool:
-        """Returns whether a process that has ended is attached. Of another one the ranks say what has become of it."""
+        """Returns whether an ended process is the attached one of its rank. The ranks report about all others."""
         view = self._ranks.get(exited.rank) if exited.launch_id == self.launch_id else None
         return view is not None and view.pid > 0 and view.num_before == exited.num_before
 
     @property
     def goes_on(self) -> bool:
-        """Whether the ranks go on without a lost one if they can, as they have reported when they were ready.
+        """Whether the ranks are set up to go on without a lost one, as they have said when they were ready.
 
-        What one says holds for all: none is ready before all are.
+        One rank's word holds for all: none is ready before all are.
         """
         known = [view for view in self if view.limits is not None]
         return self.loss is None and bool(known) and all(view.can_be_spared for view in known)
 
     def can_spare(self, rank: int) -> bool:
-        """Returns whether the peers of a rank may go on without it; they report themselves whether they do."""
+        """Returns whether the peers of a rank may go on without it. They report themselves whether they do."""
         peers = [self._ranks.get(peer) for peer in range(self.num_ranks) if peer != rank]
         return self.goes_on and any(peer is None or peer.may_serve for peer in peers)
 
@@ -321,7 +321,7 @@ class RankTable:
         return Regrouped(masked, [view.rank for view in back], [rank for rank in masked if rank in ended])
 
     def _add_unattached(self, message: Members) -> None:
-        """Adds the ranks that the others have masked before this front end was there to see them."""
+        """Adds the ranks that the others masked before they could attach to this front end."""
         for rank in range(self.num_ranks):
             if rank not in self._ranks and rank not in message.members:
                 self._ranks[rank] = RankView(rank, b"", 0, "unknown host", 0.0)
@@ -341,7 +341,7 @@ class RankTable:
         return next((view for view in self if view.suspicion and now_s - view.suspicion[0] > patience_s), None)
 
     def end_launch(self, reason: str, lost_rank: int | None) -> bool:
-        """Notes that the launch is over; returns whether that is news.
+        """Notes that the launch is over; returns whether that was not known.
 
         A report that names the rank replaces an earlier one that does not.
         """
@@ -352,7 +352,7 @@ class RankTable:
 
     @property
     def is_restarted(self) -> bool:
-        """Whether all ranks are started again when this launch is lost, as far as their launcher has said."""
+        """Whether the launcher starts all ranks again when this launch is lost, as far as it has said."""
         return self._next_is_here or any(view.restarts_left > 0 for view in self)
 
     def missing(self) -> str:
@@ -398,11 +398,11 @@ _REGROUP_GRACE_S = 2.0
 class Liveness:
     """Finds ranks that are silent for too long.
 
-    A rank shows once a second that its process lives (`Pulse`, from a thread of its own), and after each step that it
-    gets on (`Status`, `Tokens`). A long step is no sign of death while its process pulses, up to the deadline of a
-    step. Time in which this front end did not run itself (starved, stopped) counts for no rank.
+    Once a second a rank shows that its process lives (`Pulse`, from a thread of its own), and after each step that it
+    makes progress (`Status`, `Tokens`). While its process pulses, a step may take up to its deadline. Time in which
+    this front end itself did not run (starved, stopped) does not count.
 
-    limit_s: how long a rank may take for a step, and so send nothing about its steps
+    limit_s: how long a rank may send nothing about its steps, since one may take so long
     """
 
     def __init__(self, config: ServeConfig):
@@ -416,8 +416,8 @@ class Liveness:
         self._ran_s: float | None = None
 
     def discount_own(self, workers: RankTable, now_s: float) -> None:
-        """Subtracts the time in which this process was late from the ranks' silence. Called every ALIVE_PERIOD_S at
-        least."""
+        """Subtracts from the ranks' silence the time by which this process was late. Called every ALIVE_PERIOD_S or
+        more often."""
         late_s = 0.0 if self._ran_s is None else max(0.0, now_s - self._ran_s - ALIVE_PERIOD_S)
         self._ran_s = now_s
         workers.excuse(late_s, now_s)

@@ -29,11 +29,11 @@ MAX_LOSSES = 3  # ranks that may end while they serve one request, without a tok
 class RequestBook:
     """All open requests, their ranks, and counters.
 
-    Requests for which no rank has capacity wait here, where they can be put in order, dropped, or sent to another rank.
+    Requests wait here until a rank has capacity; here they can be ordered, dropped, or sent to another rank.
 
     send:     sends a message to a rank, without waiting
-    capacity: requests that are open at most
-    is_held:  no request is sent to a rank
+    capacity: the most requests that may be open
+    is_held:  whether requests are kept from the ranks
     """
 
     def __init__(self, config: ServeConfig, tokenizer: Decoder | None, send: Callable[[int, Message], None]):
@@ -62,13 +62,13 @@ class RequestBook:
         return len(self._open)
 
     def refusal(self, num_requests: int = 1, num_tokens: int = 1) -> QueueFullError | None:
-        """Returns why no call of this size may wait now; None where one may."""
+        """Returns the refusal of a call of this size; None if it may wait."""
         load = Load(len(self), self.waiting_tokens)
         return self._admission.refusal(load, self._drain_rate.per_s(time.monotonic()), num_requests, num_tokens)
 
     @property
     def queue(self) -> Queue:
-        """What waits for a rank. Its share is that of requests or of tokens, whichever is more."""
+        """The requests that wait for a rank. Its share is of requests or of tokens, whichever is larger."""
         share = max(
             self.num_waiting / self._config.engine.max_queued_requests,
             self.waiting_tokens / self._config.server.max_waiting_tokens,
@@ -88,9 +88,9 @@ class RequestBook:
         return num_again
 
     def wait_for_launch(self, lost_rank: int | None) -> None:
-        """All ranks are lost and are started again: their requests wait, unless they may be the reason too often.
+        """Makes all requests wait for ranks that are started again. Fails those that may have caused too many losses.
 
-        lost_rank: the rank that caused it; None: not known, so each request may be the reason
+        lost_rank: the rank that caused it; None: not known, so any request may be the cause
         """
         self._capacity.lose(self._capacity.ranks)
         for request in list(self._open.values()):
@@ -99,7 +99,7 @@ class RequestBook:
         self.take_back()
 
     def resubmit(self, rank: int) -> None:
-        """Submits the requests of a rank to it again: messages to or from it were lost, and it has dropped them."""
+        """Submits the requests of a rank to it again, after messages were lost and the rank has dropped them."""
         for request in self._open.values():
             if request.rank == rank:
                 self._submit_again(request, rank)
@@ -122,9 +122,9 @@ class RequestBook:
         changes: Changes,
         at_once: bool = False,
     ) -> OpenRequest:
-        """Takes a new request, which waits until a rank has space. prefix: makes its id unique among front ends
+        """Takes a new request, which waits for a rank with room. prefix: makes its id unique among front ends
 
-        at_once: it goes to the rank of its spec, space or not
+        at_once: send it to the rank in its spec, with room or without
         """
         request_id = f"{prefix}-{next(self._numbers)}"
         request = OpenRequest(request_id, spec, self._tokenizer, eos_token_ids, changes)
@@ -143,7 +143,7 @@ class RequestBook:
         return rid in self._by_client_id
 
     def with_client_id(self, rid: str | None) -> list[OpenRequest]:
-        """Returns the open requests that a client knows by this id: one, or the samples of one prompt. None: all"""
+        """Returns the open requests with this id of their client: one, or the samples of one prompt. None: all"""
         return list(self._open.values()) if rid is None else self._by_client_id.find(rid)
 
     def hold(self) -> None:
@@ -157,12 +157,12 @@ class RequestBook:
         self.send_waiting()
 
     def cut_short_all(self, rid: str | None) -> None:
-        """Ends the open requests that a client knows by this id, with what they have. rid: None = all"""
+        """Ends the open requests with this id of their client, with their output so far. rid: None = all"""
         for request in self.with_client_id(rid):
             self.cut_short(request, "the request was aborted")
 
     def cut_short(self, request: OpenRequest, why: str) -> None:
-        """Ends a request: with the output that it has, or with an error where there is none."""
+        """Ends a request with its output so far, or with an error if it has none."""
         self.counters["num_aborted"] += 1
         if request.rank is not None:
             self._send(request.rank, Abort(request.request_id))
@@ -178,7 +178,7 @@ class RequestBook:
         self._forget(request)
 
     def end_overdue(self, now_s: float) -> None:
-        """Cuts short what has run or waited for longer than it may. now_s: time.monotonic()"""
+        """Cuts short requests that have run or waited for too long. now_s: time.monotonic()"""
         for request in list(self._open.values()):
             if (why := why_overdue(request, self._config.server, self.is_held, now_s)) is not None:
                 self.cut_short(request, why)
@@ -189,7 +189,7 @@ class RequestBook:
             self._start(self._open[request_id])
 
     def take_back(self) -> None:
-        """Takes all requests from their ranks; they wait again, in their old order, with their output so far."""
+        """Takes all requests from their ranks. They wait again in their old order, with their output so far."""
         for request in self._open.values():
             if request.rank is not None:
                 self._send(request.rank, Abort(request.request_id))
@@ -197,7 +197,7 @@ class RequestBook:
                 self._queue(request)
 
     def abort(self, request: OpenRequest) -> None:
-        """Ends a request that nobody waits for any more."""
+        """Ends a request whose reader has left."""
         if request.request_id in self._open:
             self.counters["num_aborted"] += 1
             if request.rank is not None:
@@ -242,14 +242,14 @@ class RequestBook:
             self._fail(request, reason)
 
     def suspect(self, rank: int) -> None:
-        """Sends nothing new to a rank; its requests stay until it is known to be masked."""
+        """Sends nothing new to a rank. Its requests stay there until it is known to be masked."""
         self._capacity.lose([rank])
 
     def regroup(self, change: Regrouped) -> int:
         """Moves the requests of masked ranks to others; returns how many moved.
 
-        A request fails when MAX_LOSSES ranks have ended with it and the next one ends, too: then it may be the reason.
-        A late rank is not counted, and a new token shows that the request was not the reason.
+        A request fails if more than MAX_LOSSES ranks end while they serve it, since it may be the cause. A late rank is
+        not counted, and a new token shows that the request is not the cause.
         """
         self._capacity.lose(change.masked)
         self._capacity.regain(change.rejoined)
@@ -268,7 +268,7 @@ class RequestBook:
         return num_moved
 
     def _count_loss(self, request: OpenRequest, rank: int) -> bool:
-        """Counts that a rank has ended with this request; returns False where it fails now: it may be the reason."""
+        """Counts that a rank has ended with this request. Fails it after too many; returns whether it goes on."""
         num_losses = request.count_loss()
         if num_losses > MAX_LOSSES:
             who = f"{num_losses} ranks were lost while they served this request, the last one was rank {rank}"
@@ -280,7 +280,7 @@ class RequestBook:
         self._lines.push(spec.rank, request.request_id, request.submitted_s, spec.priority, spec.num_tokens)
 
     def _start(self, request: OpenRequest, may_choose: bool = True) -> None:
-        """Sends a request to a rank. may_choose: to that of its caller, if it named one that serves"""
+        """Sends a request to a rank. may_choose: the one that its caller named, if that serves"""
         rank = self._capacity.send(request, may_choose)
         request.go_to(rank)
         self._send(rank, request.submit_message())
@@ -317,7 +317,7 @@ class RequestBook:
 
 
 def why_overdue(request: OpenRequest, server: ServerConfig, is_held: bool, now_s: float) -> str | None:
-    """Returns why a request is to be cut short; None while it may go on. is_held: a pause keeps it from its rank"""
+    """Returns why a request must be cut short; None while it may go on. is_held: a pause keeps it from its rank"""
     age_s = now_s - request.submitted_s
     limits_s = [each for each in (request.spec.timeout_s, server.request_deadline_s) if each is not None]
     if limits_s and age_s > min(limits_s):
@@ -330,7 +330,7 @@ def why_overdue(request: OpenRequest, server: ServerConfig, is_held: bool, now_s
 
 
 class RequestsByClientId:
-    """The open requests that their clients have named (`rid`), each by another name."""
+    """The open requests that have an id of their client (`rid`), by that id."""
 
     def __init__(self) -> None:
         self._requests: dict[str, OpenRequest] = {}
@@ -339,7 +339,7 @@ class RequestsByClientId:
         return rid in self._requests
 
     def add(self, request: OpenRequest) -> None:
-        """Adds a request, if its client named it."""
+        """Adds a request, if it has an id of its client."""
         if request.spec.rid is not None:
             self._requests[request.spec.rid] = request
 
@@ -348,12 +348,12 @@ class RequestsByClientId:
         self._requests.pop(request.spec.rid or "", None)
 
     def find(self, rid: str) -> list[OpenRequest]:
-        """Returns the requests that a client knows by this id: one, or the prompts of one call, or their samples."""
+        """Returns the requests with this id: one, or the prompts of one call, or their samples."""
         return [request for each, request in self._requests.items() if each == rid or _is_part(each, rid)]
 
 
 def _is_part(rid: str, of: str) -> bool:
-    """Returns whether this is the id of a call's prompt or sample: the call's, and one or two hyphens and numbers."""
+    """Returns whether an id belongs to a prompt or sample of a call: the call's id, then one or two of -NUMBER."""
     whole, _, number = rid.rpartition("-")
     if not number.isdecimal():
         return False
@@ -361,13 +361,13 @@ def _is_part(rid: str, of: str) -> bool:
     return whole == of or (call == of and prompt.isdecimal())
 
 
-_AHEAD = 2  # requests beyond those that a rank runs, at least; they start without a round trip
+_AHEAD = 2  # the fewest requests at a rank beyond those it runs; they start without a round trip
 
 
 def ranks_to_choose_from(num_requests: Mapping[int, int], slots: int, most: int) -> list[int]:
-    """Returns the ranks that a request may go to: those with a free slot; where none has one, those with room.
+    """Returns the ranks that a request may go to: those with a free slot, or else those with room.
 
-    So no prefix or session draws a request to a rank where it would wait while another rank would run it at once.
+    So no prefix or session draws a request to a rank where it must wait while another rank could run it at once.
 
     num_requests: by rank, that it has now;  slots: requests that a rank runs;  most: requests that it may have
     """
@@ -379,7 +379,7 @@ class RankCapacity:
     """The number of requests at each rank, and the router that chooses among the ranks with room.
 
     A rank gets as many requests as it can run and a few more, so that it never idles between two of them. Front ends
-    do not know of each other's requests, so each of several takes its share of a rank's slots for those that are free.
+    do not know each other's requests, so each of several counts with its share of a rank's slots.
     """
 
     def __init__(self, config: ServeConfig):
@@ -396,7 +396,7 @@ class RankCapacity:
         return self._router.ranks
 
     def begin_launch(self, block_size: int, masked: Collection[int]) -> None:
-        """All ranks are new and have no requests. block_size: of their caches, in tokens;  masked: are lost already"""
+        """Begins with new ranks without requests. block_size: of their caches, in tokens;  masked: lost ranks"""
         self._router = self._new_router(block_size)
         self._num_sent.clear()
         self.lose(masked)
@@ -417,7 +417,7 @@ class RankCapacity:
         return any(self._num_sent[each] < self._most_sent for each in asked)
 
     def send(self, request: OpenRequest, may_choose: bool) -> int:
-        """Returns the rank that a request goes to, and counts it there. may_choose: that of its caller, if it serves"""
+        """Returns the rank for a request, and counts it there. may_choose: the one its caller named, if that serves"""
         spec, output = request.spec, request.matcher.output_ids
         # The load of a rank that the caller chose shows in that rank's own reports.
         if may_choose and spec.rank is not None and spec.rank in self._router.ranks:
@@ -438,12 +438,12 @@ class RankCapacity:
         return rank
 
     def free(self, rank: int, request_id: str) -> None:
-        """A request has left its rank."""
+        """Notes that a request has left its rank."""
         self._num_sent[rank] -= 1
         self._router.finished(request_id)
 
     def started(self, request_id: str) -> None:
-        """The first token of a request has come."""
+        """Notes that the first token of a request has come."""
         self._router.started(request_id)
 
     def update(self, status: Status) -> None:
@@ -463,17 +463,16 @@ class RankCapacity:
 class RestartWait:
     """Keeps the requests of a lost launch for the next one, for a bounded time.
 
-    Prompt, parameters, seed and output so far of each are known here, so it goes on after the restart with the same
-    tokens.
+    The prompt, parameters, seed and output of each are known here, so it goes on afterwards with the same tokens.
 
-    deadline_s: how long they wait, counted from the first loss until ranks serve again
+    deadline_s: the longest wait, from the first loss until ranks serve again
     """
 
     def __init__(self, workers: RankTable, book: RequestBook, deadline_s: float):
         self._workers = workers
         self._book = book
         self._deadline_s = deadline_s
-        # Ids of launches: the last one that was ready, that was lost, and after which nobody waits any more.
+        # Ids of launches: the last one that was ready, that was lost, and whose restart is no longer awaited.
         self._serving = self._lost = self._given_up = -1
         self._ends_s: float | None = None
 
@@ -484,14 +483,14 @@ class RestartWait:
         return workers.loss is not None and workers.is_restarted and workers.launch_id != self._given_up
 
     def lose(self, lost_rank: int | None) -> None:
-        """The launch is lost and will be restarted: its requests wait. lost_rank: the reason, None = not known"""
+        """Lets the requests of a lost launch wait for its restart. lost_rank: the cause; None = not known"""
         if self._lost != self._workers.launch_id:
             self._lost = self._workers.launch_id
             self._book.wait_for_launch(lost_rank)
             self._ends_s = self._ends_s or time.monotonic() + self._deadline_s
 
     def serve(self) -> None:
-        """Submits what has waited, once for each launch, as soon as its ranks serve."""
+        """Submits the waiting requests as soon as ranks serve, once for each launch."""
         limits = self._workers.limits
         if not self._workers.is_ready or limits is None or self._serving == self._workers.launch_id:
             return
@@ -501,11 +500,11 @@ class RestartWait:
             log.warning("the ranks were started again; requests that go on: %d", num_again)
 
     def give_up(self) -> None:
-        """Nobody starts the lost ranks again."""
+        """Stops waiting: nobody starts the lost ranks again."""
         self._ends_s, self._given_up = None, self._workers.launch_id
 
     def overdue(self, now_s: float) -> str | None:
-        """Returns why requests wait no longer, once; None while they may wait."""
+        """Returns, once, why requests no longer wait; None while they may."""
         if self._ends_s is None or now_s < self._ends_s:
             return None
         self.give_up()

@@ -1,7 +1,7 @@
 """The socket that all ranks attach to: a ZeroMQ ROUTER in the event loop of the front end.
 
-Not `zmq.asyncio`: sending must never wait, since a rank that reads nothing must not stop the others; and a future costs
-more than a small message.
+It does not use `zmq.asyncio`: sending must never wait, so that a rank that reads nothing cannot stop the others, and a
+future costs more than a small message.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class RouterSocket:
         self._pulse = threading.Thread(target=self._show_life, name="signs of life", daemon=True)
         self._read_is_due = False
         self._loop = asyncio.get_running_loop()
-        # What ranks say belongs to no call, though a call that sends has the next messages read: the log would name it.
+        # Messages of ranks belong to no call. Without a context of its own, the log would name the call that sent last.
         self._context = contextvars.copy_context()
         self._file = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._file, self._read_soon)
@@ -85,7 +85,7 @@ class RouterSocket:
         return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def _show_life(self) -> None:
-        """Runs in a thread of its own. A loop that has not turned for minutes is no life."""
+        """Sends signs of life from a thread of its own, unless the event loop has not turned for minutes."""
         while not self._is_closing.wait(ALIVE_PERIOD_S):
             if self._refusals is not None:
                 self._refusals.look()

@@ -1,14 +1,14 @@
-"""What may wait for a rank, in which order, and what the server gives up first while too much waits.
+"""Bounds and orders the requests that wait for a rank, and reduces service step by step while too much waits.
 
-`Admission` bounds what waits, in requests and in tokens. It measures how fast that drains: tokens (prompt and longest
-output) of the requests that ended in the last seconds. So a refusal says when there will be space, and a request that
-would wait beyond its deadline is refused at once.
+`Admission` bounds the requests and the tokens that wait. `DrainRate` measures how fast they drain: tokens (prompt and
+longest output) of the requests that ended in the last seconds. So a refusal says when there will be space, and a
+request that would wait beyond its deadline is refused at once.
 
-`WaitingLines` order it. A priority is a head start: a request of priority p is served as if it had come p head starts
-earlier. So no request starves: only those of a higher priority that come soon enough after it overtake it.
+`WaitingLines` order them. A priority is a head start: a request of priority p is served as if it had come p head starts
+earlier. So no request starves: only requests of a higher priority that come soon after it overtake it.
 
-`Degradation` takes the steps of `server.degrade`, in order; none by default. A step changes only the calls that it is
-about, and each of their answers names it in a header.
+`Degradation` takes the steps of `server.degrade`, in order; none by default. A step changes only the calls that it
+concerns, and a header of their answers names it.
 
 All are pure: time is an argument.
 """
@@ -24,7 +24,7 @@ from moe_serve.errors import QueueFullError
 from moe_serve.server.requests.prompts import GenerateRequest, Prompt
 
 _WINDOW_S = 10
-_MOST_S = 60.0  # a client is never told to stay away for longer
+_MOST_S = 60.0  # the longest time that a client is told to stay away
 
 
 class DrainRate:
@@ -44,7 +44,7 @@ class DrainRate:
         self._seconds.append((second, num_tokens))
 
     def per_s(self, now_s: float) -> float | None:
-        """Returns the rate; None where nothing has ended lately. Times never go back."""
+        """Returns the rate; None if nothing has ended lately. Times never go back."""
         self._forget_old(now_s)
         return self._sum / max(1.0, now_s - self._seconds[0][0]) if self._seconds else None
 
@@ -55,7 +55,7 @@ class DrainRate:
 
 @dataclass(frozen=True)
 class Load:
-    """What a front end holds. num_open: requests that run or wait; waiting_tokens: of those that wait"""
+    """The load of a front end. num_open: requests that run or wait;  waiting_tokens: of those that wait"""
 
     num_open: int
     waiting_tokens: int
@@ -63,14 +63,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Queue:
-    """What waits. share: of what may wait, 0 to 1;  num_tokens: that wait;  rate: tokens per second that drain"""
+    """The waiting requests. share: of the bound, 0 to 1;  num_tokens: that wait;  rate: tokens drained per second"""
 
     share: float
     num_tokens: int
     rate: float | None
 
     def seconds_until(self, share: float) -> float:
-        """Returns how long until only this share of what may wait does."""
+        """Returns the time until the queue has drained to this share."""
         return _seconds(self.num_tokens * max(0.0, 1 - share / self.share), self.rate) if self.share else 0.0
 
 
@@ -85,9 +85,9 @@ class Admission:
     def refusal(
         self, load: Load, rate: float | None, num_requests: int = 1, num_tokens: int = 1
     ) -> QueueFullError | None:
-        """Returns why a call may not wait, None where it may. rate: tokens per second that drain, None = not known
+        """Returns the refusal of a call; None if it may wait. rate: tokens drained per second; None = not known
 
-        A call that finds nothing waiting is let in whatever its tokens are, so that none is refused for ever.
+        While nothing waits, a call of any number of tokens is let in, so that none is refused for ever.
         """
         if load.num_open + num_requests > self.max_open:
             return QueueFullError(
@@ -113,7 +113,7 @@ class Admission:
 
 
 def _seconds(num_tokens: float, rate: float | None) -> float:
-    """Returns how long so many tokens take to drain."""
+    """Returns the time that this many tokens take to drain."""
     return 1.0 if not rate else min(_MOST_S, num_tokens / rate)
 
 
@@ -123,14 +123,14 @@ MAX_PRIORITY = 100  # and, below zero, the least
 @dataclass(order=True, slots=True)
 class _Entry:
     due_s: float
-    number: int  # among equal ones, the first to come is the first to be served
+    number: int  # equal due times are served in order of arrival
     request_id: str = field(compare=False)
     num_tokens: int = field(compare=False)
     is_gone: bool = field(compare=False, default=False)
 
 
 class WaitingLine:
-    """Ids of requests. num_tokens: of all of them, prompt and longest output. head_start_s: of one step of priority"""
+    """A queue of request ids. num_tokens: of all, prompt and longest output;  head_start_s: of one step of priority"""
 
     def __init__(self, head_start_s: float):
         self.num_tokens = 0
@@ -146,7 +146,7 @@ class WaitingLine:
         return request_id in self._entries
 
     def push(self, request_id: str, arrival_s: float, priority: int, num_tokens: int) -> None:
-        """Adds a request. arrival_s: when it came; one that comes back to the line keeps its time"""
+        """Adds a request. arrival_s: when it came first, also for a request that returns to the line"""
         due_s = arrival_s - priority * self._head_start_s
         entry = _Entry(due_s, next(self._numbers), request_id, num_tokens)
         self._entries[request_id] = entry
@@ -154,19 +154,19 @@ class WaitingLine:
         heapq.heappush(self._heap, entry)
 
     def first_due_s(self) -> float:
-        """Returns the due time of the next request, infinity where nobody waits."""
+        """Returns the due time of the next request; infinity if none waits."""
         self._drop_gone()
         return self._heap[0].due_s if self._heap else float("inf")
 
     def pop(self) -> str:
-        """Returns the id of the next request, which leaves the line. The line is not empty."""
+        """Removes the next request, and returns its id. The line must not be empty."""
         self._drop_gone()
         request_id = self._heap[0].request_id
         self.remove(request_id)
         return request_id
 
     def remove(self, request_id: str) -> None:
-        """Takes a request out of the line, wherever it stands. Unknown ids are ignored."""
+        """Removes a request, wherever it stands. Ignores unknown ids."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
@@ -182,7 +182,7 @@ class WaitingLine:
 
 
 class WaitingLines:
-    """One line for each rank that callers have chosen, and one for requests that any rank may serve (None).
+    """One line for each rank that callers have chosen, and one (None) for requests that any rank may serve.
 
     head_start_s: as in WaitingLine
     """
@@ -205,12 +205,12 @@ class WaitingLines:
         line.push(request_id, arrival_s, priority, num_tokens)
 
     def pop(self, has_space: Callable[[int | None], bool]) -> str | None:
-        """Returns the id of the next request whose rank has space, which leaves its line; None where there is none."""
+        """Removes the next request whose rank has space, and returns its id; None if there is none."""
         lines = [line for rank, line in self._lines.items() if line and has_space(rank)]
         return min(lines, key=WaitingLine.first_due_s).pop() if lines else None
 
     def remove(self, rank: int | None, request_id: str) -> None:
-        """Takes a request out of the line of its rank. Unknown ids are ignored."""
+        """Removes a request from the line of its rank. Ignores unknown ids."""
         if rank in self._lines:
             self._lines[rank].remove(request_id)
 
@@ -224,7 +224,7 @@ STEPS = ("max_new_tokens", "min_priority", "max_samples")
 
 
 class Degradation:
-    """The steps. counts: calls that each has changed or refused"""
+    """The configured steps. counts: number of calls that each has changed or refused"""
 
     def __init__(self, steps: Sequence[DegradeStep]):
         self.counts: Counter[str] = Counter(
@@ -233,11 +233,11 @@ class Degradation:
         self._steps = steps
 
     def num_active(self, queue_share: float) -> int:
-        """Returns how many steps are taken. queue_share: of what may wait, how much does"""
+        """Returns how many steps are active. queue_share: as in Queue"""
         return sum(queue_share > step.above for step in self._steps)
 
     def apply(self, call: GenerateRequest, queue: Queue, named: list[str]) -> GenerateRequest:
-        """Returns the call as it is served now; adds to `named` what has changed it. Raises QueueFullError."""
+        """Returns the call as it is served now; adds the steps that changed it to `named`. Raises QueueFullError."""
         active = self._steps[: self.num_active(queue.share)]
         for step in active:
             if step.min_priority is not None and call.priority < step.min_priority:

@@ -1,4 +1,4 @@
-"""An open request: what was submitted, what has come back, and how its reader is notified."""
+"""An open request: its spec, its output so far, and how its reader is notified."""
 
 import asyncio
 import time
@@ -21,22 +21,22 @@ class UnavailableError(MoeServeError):
 
 
 class OwnTimeoutError(RequestError):
-    """No token had come out within the time that the client itself gave the request."""
+    """No token came within the time that the client itself gave the request."""
 
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """What to generate: a value that may be submitted again at any time.
+    """What to generate. A value, so it may be submitted again at any time.
 
     salt:       requests share cached prefixes only with those of the same salt
     session_id: requests of one session go to one rank
     rank:       the rank that the caller chose; None = any
-    priority:   head starts in the line of requests that wait (admission.py)
-    rid:        how its client knows it; among open requests there is one of each
+    priority:   head starts in the line of waiting requests (admission.py)
+    rid:        id chosen by its client, or for it; unique among open requests
     timeout_s:  it is cut short after so long; None = never
 
-    group:          of the outputs of one prompt
-    shows_logprobs: its client asked for those of its output; otherwise they only serve to choose the best output
+    group:          shared by the outputs of one prompt
+    shows_logprobs: the answer shows the log probabilities of its output; otherwise they only choose the best output
     """
 
     prompt_ids: list[int]
@@ -58,9 +58,9 @@ class RequestSpec:
 
 
 class Changes:
-    """Tells one reader which of its requests have changed; a request with several unread changes is told once.
+    """Tells one reader which of its requests have changed. Several unread changes of a request are told once.
 
-    ends_only: the reader hears of a request when it is done, not of its tokens before, each of which would wake it
+    ends_only: tell of a request only when it is done, so that its tokens do not wake the reader
     """
 
     def __init__(self, ends_only: bool = False) -> None:
@@ -80,20 +80,20 @@ class Changes:
             self._notifier.add(self)
 
     def notify_by(self, notifier: "Notifier", take: "Callable[[OpenRequest], bool]") -> None:
-        """Lets a notifier hand requests over as they change, without waking the reader.
+        """Lets a notifier hand over changed requests without waking the reader.
 
-        take: gets a request; returns False if the reader must be woken, which then gets it from `next`
+        take: gets a request; returns False to wake the reader, which then gets it from `next`
         """
         self._notifier, self._take = notifier, take
 
     def deliver(self) -> None:
-        """Hands over what has changed."""
+        """Hands over the requests that have changed."""
         assert self._take is not None
         while self._changed:
             key = next(iter(self._changed))
             try:
                 is_taken = self._take(self._changed[key])
-            except Exception:  # the reader makes the same mistake where its answer can end for it
+            except Exception:  # the reader repeats the mistake where its answer can end with an error
                 self._notifier = None
                 is_taken = False
             if not is_taken:
@@ -110,10 +110,10 @@ class Changes:
 
 
 class Notifier:
-    """Hands changed requests over to all readers that asked for it, once per turn of the event loop.
+    """Hands changed requests to the readers that asked for it, once per turn of the event loop.
 
-    Waking a task for each token of each stream would take as long as sending it. A turn takes a millisecond, so
-    that others have theirs; what changes again meanwhile is handed over once.
+    Waking a task for each token of each stream would cost as much as sending it. A turn takes at most a millisecond, so
+    that other work gets its share. Changes that come meanwhile are handed over together.
     """
 
     def __init__(self) -> None:
@@ -141,16 +141,15 @@ class OpenRequest:
     """One submitted request.
 
     rank:       the rank that serves it now; None while it waits for one
-    attempt:    the submit that counts; events of other attempts are dropped
+    attempt:    number of the valid submit; events of other attempts are dropped
     matcher:    its output as the reader sees it
-    failure:    set when it ends without an answer; RequestError: the client's fault
+    failure:    why it ended without an answer; RequestError: the client's fault
     num_cached: prompt tokens from the prefix cache
     call_id:    the X-Request-Id of its call
-    queued_s:   how long it has waited: here for a rank, and on ranks until they began with it
+    queued_s:   its wait so far: here for a rank, and on ranks until they began with it
 
-    output_logprobs, prompt_logprobs: what has come of the log probabilities that it asks for
-    (engine/output/logprobs.py says what each entry is); None: it asks for none. Those of the output are as many as
-    `matcher.output_ids`.
+    output_logprobs, prompt_logprobs: log probabilities so far (engine/output/logprobs.py says what each entry is);
+    None: it asks for none. Those of the output are as many as `matcher.output_ids`.
     """
 
     def __init__(
@@ -195,15 +194,15 @@ class OpenRequest:
         return len(self.matcher.output_ids)
 
     def take_prompt_logprobs_of(self, first: "OpenRequest") -> None:
-        """Shares the log probabilities of another request's prompt, which is the same; this one does not ask for any.
+        """Shares the log probabilities of another request with the same prompt; this one does not ask for any itself.
 
-        Its reader hears nothing of it before they are complete.
+        Its reader is told nothing before they are complete.
         """
         self.prompt_logprobs = first.prompt_logprobs
         self._prompt_from = first
 
     def submit_message(self) -> Submit:
-        """Returns what a rank needs to start, or to continue where an earlier attempt stopped."""
+        """Returns the message with which a rank starts, or continues where an earlier attempt stopped."""
         return Submit(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -227,14 +226,14 @@ class OpenRequest:
         self.queued_s += time.monotonic() - self._waits_since_s
 
     def leave_rank(self) -> None:
-        """Takes a request from its rank, to be submitted again; its output so far stays."""
+        """Takes the request from its rank. It keeps its output, and can be submitted again."""
         self.rank = None
         self._waits_since_s = time.monotonic()
         self.attempt += 1
         self.has_started = False
 
     def count_loss(self) -> int:
-        """Counts that its rank has ended; returns how many ranks have since the last token."""
+        """Counts that its rank has ended. Returns how many have since its last token."""
         if self.num_output > self._num_output_at_loss:
             self._num_losses = 0
         self._num_losses += 1
@@ -242,7 +241,7 @@ class OpenRequest:
         return self._num_losses
 
     def apply(self, event: TokenEvent) -> None:
-        """Handles an event of its rank: drops old and repeated tokens. None may be missing before it."""
+        """Handles an event of its rank; drops old and repeated tokens. No tokens may be missing before it."""
         if self.is_done or event.attempt != self.attempt:
             return
         if event.finish == "error":
@@ -272,20 +271,20 @@ class OpenRequest:
         self._tell()
 
     def cut_short(self, why: str) -> None:
-        """Ends the request with the output that it has."""
+        """Ends the request with its output so far."""
         if not self.is_done:
             self.matcher.close(FinishReason("abort", matched=why))
             self.finished_s = time.monotonic()
             self._tell()
 
     def end_empty(self) -> None:
-        """Makes a request that was cut short before its first token one that has ended with an empty output."""
+        """Turns a request that was cut short before its first token into one with an empty output."""
         assert self.was_cut_short
         self.matcher.close(FinishReason("abort", matched=str(self.failure)))
         self.failure = None
 
     def fail(self, failure: MoeServeError, was_cut_short: bool = False) -> None:
-        """Ends the request without an answer. was_cut_short: for a reason that is its alone, such as its timeout"""
+        """Ends the request without an answer. was_cut_short: for a reason of its own, such as its timeout"""
         if not self.is_done:
             self.failure = failure
             self.was_cut_short = was_cut_short
@@ -293,7 +292,7 @@ class OpenRequest:
             self._tell()
 
     def _tell(self) -> None:
-        """Tells the reader that this has changed, and those who wait for this one's prompt that it is computed."""
+        """Tells the reader of a change, and requests that share this one's prompt that it is computed."""
         first = self._prompt_from
         if first is not None and not first.has_prompt:
             if self not in first._waiting_for_prompt:
@@ -305,7 +304,7 @@ class OpenRequest:
 
     @property
     def has_prompt(self) -> bool:
-        """Whether all is known of the prompt that will be."""
+        """Whether the log probabilities of the prompt are complete."""
         return self.num_output > 0 or self.is_done
 
 

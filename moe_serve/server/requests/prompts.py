@@ -1,7 +1,7 @@
 """Turns a checked prompt into requests: token ids, parameters within the limits of the model, a seed for each sample.
 
-The HTTP server and `LLM` use it. Each sample is a request of its own, with a seed derived from the prompt's. The
-samples of a prompt are sent together, so that a rank computes its blocks once; one brings the prompt's logprobs.
+The HTTP server and `LLM` use it. Each sample is a request of its own, with a seed derived from the prompt's. Samples of
+a prompt are sent together, so that a rank computes its blocks once; the first brings the prompt's logprobs.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, limits: ModelLimi
 
 
 def check_num_expressions(prompts: Sequence[Prompt]) -> None:
-    """Raises RequestError where the prompts of one call have too many different stop_regex."""
+    """Raises RequestError if the prompts of one call have too many different stop_regex."""
     num = len({pattern for prompt in prompts for pattern in prompt.params.stop_regex})
     if num > MAX_OF_A_CALL:
         raise RequestError(
@@ -90,9 +90,9 @@ def check_num_expressions(prompts: Sequence[Prompt]) -> None:
 
 
 def with_bad_words(prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> list[Prompt]:
-    """Returns prompts whose bad_words are token ids: of each word as it stands at the beginning, and after a space.
+    """Returns the prompts with bad_words as token ids: of each word at the beginning of a text, and after a space.
 
-    Raises RequestError where there is no tokenizer, and for a word of too many tokens.
+    Raises RequestError if there is no tokenizer, or if a word has too many tokens.
     """
     every = {prompt.params.bad_words for prompt in prompts}
     ids_of = {words: _ids_of_bad_words(words, tokenizer) for words in every}  # a batch may share them
@@ -190,15 +190,15 @@ def derived_seed(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "little") & MAX_SEED
 
 
-MAX_STREAMED = 2**24  # numbers in a stream whose events each have all again
+MAX_STREAMED = 2**24  # numbers in a stream whose events repeat all earlier ones
 MAX_STREAMED_PROMPT = 2**16  # those of prompts come in one event
 
 
 def fit_logprobs(params: SamplingParams, num_prompt: int, limits: ModelLimits) -> SamplingParams:
-    """Returns the parameters with at most the vocabulary as likeliest tokens. num_prompt: tokens
+    """Returns the parameters with at most a vocabulary of likeliest tokens. num_prompt: tokens
 
-    Raises RequestError where more likeliest tokens are asked for than this server gives, the first prompt token that is
-    meant is not in the prompt, or the answer could have more numbers than MAX_ENTRIES.
+    Raises RequestError if more likeliest tokens are asked for than this server gives, if the start is not in the
+    prompt, or if the answer could have more numbers than MAX_ENTRIES.
     """
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(params, name)
@@ -231,7 +231,7 @@ def fit_logprobs(params: SamplingParams, num_prompt: int, limits: ModelLimits) -
 def check_call(specs: Sequence[RequestSpec], streams: bool, incremental: bool) -> None:
     """Raises RequestError for a call whose answer, or any event of it, could hold too many log probabilities.
 
-    incremental: the events of its stream hold only what is new; otherwise each has all again
+    incremental: the events of its stream hold only what is new; otherwise each repeats all
     """
     counts = [num_entries(spec.params, len(spec.prompt_ids)) for spec in specs]
     if sum(counts) > MAX_ENTRIES:
@@ -276,7 +276,7 @@ def num_entries(params: SamplingParams, num_prompt: int) -> int:
 
 
 def samples_of(params: SamplingParams, seed: int) -> list[tuple[SamplingParams, int]]:
-    """Returns the parameters and the seed of each output that a prompt's parameters ask for. seed: the prompt's"""
+    """Returns the parameters and the seed of each output of a prompt. seed: the prompt's"""
     if params.num_samples == 1:
         return [(params, seed)]
     logprobs = 0 if params.chooses and params.logprobs is None else params.logprobs
@@ -287,7 +287,7 @@ def samples_of(params: SamplingParams, seed: int) -> list[tuple[SamplingParams, 
 
 
 def link_samples(requests: Sequence[OpenRequest], groups: Sequence[tuple[int, int]]) -> None:
-    """Lets the outputs of one prompt share its log probabilities. groups: as in `generate.Call`"""
+    """Makes the outputs of each prompt share its log probabilities. groups: as in `generate.Call`"""
     first = 0
     for count, _ in groups:
         for other in requests[first : first + count]:
@@ -296,15 +296,16 @@ def link_samples(requests: Sequence[OpenRequest], groups: Sequence[tuple[int, in
 
 
 def share_prompt_logprobs(first: OpenRequest, other: OpenRequest) -> None:
-    """Lets an output of a prompt have the log probabilities that the first one has of it."""
+    """Gives another output of a prompt the prompt's log probabilities of the first."""
     if other is not first and first.prompt_logprobs is not None:
         other.take_prompt_logprobs_of(first)
 
 
 def best_of_each(requests: Sequence[OpenRequest], groups: Sequence[tuple[int, int]]) -> list[int]:
-    """Returns which requests are in the answer: of each prompt those that are likeliest per token, the best one first
-    (as OpenAI's best_of), of equal ones the earlier first; all in their order where all are. groups: as in
-    `generate.Call`
+    """Returns the indices of the requests in the answer. groups: as in `generate.Call`
+
+    Of each prompt these are the likeliest per token, best first, as for OpenAI's best_of; equal ones, and a group that
+    is in the answer as a whole, stay in their order.
     """
     chosen: list[int] = []
     first = 0

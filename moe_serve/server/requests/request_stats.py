@@ -1,6 +1,6 @@
-"""What has become of requests: histograms of their times and tokens, and one line in the log for each, never with text.
+"""Statistics of requests: histograms of times and tokens, and a line in the log for each, never with its text.
 
-Tokens come by the ten thousand a second, so counting one is a few additions, and no lock.
+Tens of thousands of tokens come per second, so counting one is a few additions without a lock.
 """
 
 import time
@@ -23,7 +23,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts a value, as often as it was seen."""
+        """Counts a value. times: how often it was seen"""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -52,10 +52,10 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class RequestStats:
-    """Totals since this front end has started; they only grow.
+    """Totals since the start of this front end. They only grow.
 
-    num_prompt_tokens, num_cached_tokens: of requests that had a first token; of those, from a prefix cache
-    queue_s:   until a rank began with a request: waiting here, and on the rank
+    num_prompt_tokens: of requests that had a first token;  num_cached_tokens: of these, from a prefix cache
+    queue_s:           until a rank began with a request: the waits here and on the rank
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class RequestStats:
             self.between_tokens_s.observe((now_s - last_s) / num_new, num_new)
 
     def count_end(self, request: OpenRequest, now_s: float) -> None:
-        """Counts the end of a request, of which nothing more is heard."""
+        """Counts the end of a request."""
         reason = finish_of(request)
         self.num_ended[reason] += 1
         if request.first_token_s is None and reason in ("stop", "length"):
@@ -106,7 +106,7 @@ class RequestStats:
 def finish_of(request: OpenRequest) -> str:
     """Returns why a request has ended, one of FINISH_REASONS.
 
-    abort: its reader left, or its own time was over, too;  refused: what it asks for turned out to be impossible
+    abort: also if its reader left, or its own time was over;  refused: it turned out to ask for the impossible
     """
     match request.failure:
         case OwnTimeoutError():
@@ -119,11 +119,11 @@ def finish_of(request: OpenRequest) -> str:
     return "abort" if reason is None else reason.kind
 
 
-MAX_LINES = 200  # a second; what is beyond is counted in the next line
+MAX_LINES = 200  # a second; the next line counts those left out
 
 
 class RequestLog:
-    """Writes the lines, as many as MAX_LINES in a second. clock: in seconds"""
+    """Writes the lines, at most MAX_LINES in a second. clock: in seconds"""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

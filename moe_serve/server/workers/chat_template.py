@@ -1,6 +1,6 @@
-"""Makes one text of the messages of a chat, by the model's chat template.
+"""Renders the messages of a chat as one text, by the model's chat template.
 
-Templates run in processes of their own (chat_template_process.py), which are killed where one does not end.
+Templates run in processes of their own (chat_template_process.py), which are killed if a template does not end.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_toke
 
 
 class RenderJob(msgspec.Struct, frozen=True):
-    """What the process gets. special_tokens, kwargs: more variables;  max_chars: a longer text is refused
+    """A job of the process. special_tokens, kwargs: more variables;  max_chars: a longer text is refused
 
-    is_own: the template is the server's, which may be compiled outside of the time of this job
+    is_own: the template is the server's own; compiling it does not count as time of the job
     """
 
     template: str
@@ -41,14 +41,14 @@ class RenderJob(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """What the process answers: the text, or what is wrong."""
+    """The answer of the process: the text, or what is wrong."""
 
     text: str | None
     message: str = ""
 
 
 class ChatTemplates:
-    """The templates of a model, by name, and the processes that render them, which `start` or the first chats start.
+    """The templates of a model by name, and the processes that render them, started by `start` or the first chats.
 
     trust_requests: clients may send templates of their own
     """
@@ -65,7 +65,7 @@ class ChatTemplates:
 
     @classmethod
     def load(cls, config: ServeConfig) -> Self:
-        """Returns those of server.chat_template, or else of the model folder, which may have none.
+        """Returns the templates of server.chat_template, or else of the model folder, which may have none.
 
         Raises ConfigError or ModelError for files that cannot be read.
         """
@@ -78,15 +78,15 @@ class ChatTemplates:
         return cls(templates, tokens, config.server.trust_request_chat_template)
 
     async def start(self) -> None:
-        """Starts the processes where the model has a template, so that the first chat need not wait for them."""
+        """Starts the processes if the model has a template, so that the first chat need not wait for them."""
         if self._templates:
             job = RenderJob("", True, [], None, None, False, False, {}, {}, max_chars=1)
             await self._processes.start(msgspec.msgpack.encode(job))
 
     def job(self, prompt: Any, max_chars: int) -> RenderJob:
-        """Returns what the process gets for a chat. prompt: a ChatPrompt;  max_chars: a longer text is refused
+        """Returns the job for a chat. prompt: a ChatPrompt;  max_chars: a longer text is refused
 
-        Raises RequestError where the model has no template, or the messages are too long for any.
+        Raises RequestError if the model has no template, or if the messages are too long for any.
         """
         if len(prompt.messages) > max_chars or sum(len(each["content"]) for each in prompt.messages) > max_chars:
             raise RequestError(
@@ -107,9 +107,10 @@ class ChatTemplates:
         )
 
     async def render(self, prompt: Any, max_chars: int, client: str = "") -> str:
-        """Returns the text of a chat, as `job`, and raises as it; also where the template refuses the messages.
+        """Returns the text of a chat. Arguments and errors as of `job`; client: its name
 
-        client: who asks. Raises QueueFullError where too many of its chats wait.
+        Raises RequestError too if the template refuses the messages, and QueueFullError if too many of the client's
+        chats wait.
         """
         try:
             reply = await self._processes.ask(client, msgspec.msgpack.encode(self.job(prompt, max_chars)))
@@ -183,6 +184,6 @@ def _of_folder(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _token(given: Any) -> str | None:
-    """Returns the text of a special token, which older files wrap in an object with its content."""
+    """Returns the text of a special token, which older files wrap in an object."""
     text = given.get("content") if isinstance(given, dict) else given
     return text if isinstance(text, str) else None

@@ -1,8 +1,8 @@
-"""The process that renders chat templates: `python -m …_process PARENT_PID`.
+"""The process that renders chat templates: `python -m …_process PARENT_PID NICENESS`.
 
 A template is a program from a model folder, and its input comes from clients. So it runs in jinja2's sandbox, in a
-process of its own with bounded memory, and a bounded time of a core. It may use what transformers'
-`apply_chat_template` offers; a test holds both against each other.
+process of its own with bounded memory and CPU time. It may use all that transformers' `apply_chat_template` offers; a
+test compares the two.
 """
 
 import datetime
@@ -35,7 +35,7 @@ class _OutputTooLong(Exception):
 
 
 def render(job: RenderJob) -> Rendered:
-    """Returns the text that a template makes, or what is wrong with it or its input."""
+    """Returns the rendered text, or what is wrong with the template or its input."""
     try:
         if job.is_own:  # and is kept, so that it delays nobody again
             with unbounded_time():
@@ -83,7 +83,7 @@ def _render(job: RenderJob) -> str:
 
 
 def _as_known_to(template: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages in the words of a template that knows others for the same, and would leave them out."""
+    """Returns the messages adapted to a template that would not know some role or value."""
     knows_developers = "developer" in template
     asks_for_none = _ASKS_FOR_NONE.search(template) is not None
     known = [dict(message) for message in messages]
@@ -96,7 +96,7 @@ def _as_known_to(template: str, messages: list[dict[str, Any]]) -> list[dict[str
 
 
 def _cut_at_tag(text: str, continued: str) -> str:
-    """Returns the text up to the end of its last message, as transformers finds it."""
+    """Returns the text up to the end of its last message, as transformers does."""
     if continued.strip() not in text or _TAG.strip() not in text:
         raise TemplateError("it does not write the last message as it is, so continue_final_message is not possible")
     end = text.rindex(_TAG.strip())
@@ -135,7 +135,7 @@ def _environment() -> Environment:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant says, for training; here its body is the text."""
+    """`{% generation %}` marks text of the assistant for training; here it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -149,7 +149,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """jinja2's, without names that reach Python's insides."""
+    """jinja2's namespace without names that reach Python's internals."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):

@@ -1,6 +1,6 @@
 """A semaphore that is fair to clients: each has a line of its own, and the lines take turns.
 
-So a client with slow work waits for itself, and delays another client by one piece of work.
+So a client with slow work waits for itself, and delays other clients by one piece of work at most.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from moe_serve.errors import QueueFullError
 
 
 class FairQueue:
-    """Lets few pieces of work run at once. Each line is bounded, since its client may leave while its work waits."""
+    """Lets a few pieces of work run at once. Each line is bounded, since clients may leave while their work waits."""
 
     def __init__(self, what: str, max_waiting: int = 2048, at_once: int = 1):
         """what: names the work in errors;  max_waiting: in the line of one client;  at_once: pieces that run"""
@@ -23,7 +23,7 @@ class FairQueue:
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """Waits for the client's turn, which ends with the block. Raises QueueFullError where its line is full."""
+        """Waits for the client's turn, which ends with the block. Raises QueueFullError if its line is full."""
         if self._num_free:
             self._num_free -= 1
         else:

@@ -1,7 +1,7 @@
-"""Refuses constraints that no rank should see: each is compiled and tried in a process of its own first.
+"""Compiles and tries each constraint in a process of its own, and refuses those that no rank should see.
 
-A rank compiles what has passed here once more. So a schema that explodes costs its client a 400, and others nothing:
-the process has so much time and memory, and gives way to all others.
+A rank compiles again what has passed here. So a schema that explodes costs its client a 400 and others nothing: time
+and memory of the process are bounded, and it gives way to all others.
 """
 
 import hashlib
@@ -33,16 +33,16 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class TrialJob(msgspec.Struct):
-    """What the process gets."""
+    """A job of the process."""
 
     model: Model
     constraint: Constraint
 
 
 class Checked(msgspec.Struct):
-    """What the process answers: the grammar for ranks, or what is wrong with the constraint.
+    """The answer of the process: the grammar for ranks, or what is wrong with the constraint.
 
-    busy: nothing is wrong with it, but the machine had no time to compile it
+    busy: nothing is wrong, but the machine had no time to compile it
     """
 
     grammar: str | None
@@ -64,10 +64,10 @@ class GrammarCheck:
         self._kept_chars = 0
 
     async def checked(self, params: SamplingParams, limits: ModelLimits, client: str = "") -> SamplingParams:
-        """Returns parameters that ranks can take: those given, which have a constraint, with it compiled.
+        """Returns the parameters with their constraint compiled for ranks.
 
-        Raises RequestError for a constraint that is wrong, or takes too much time or memory; QueueFullError where too
-        many of the client wait for an answer, or the machine has no time to compile it.
+        Raises RequestError if the constraint is wrong, or takes too much time or memory; QueueFullError if too many of
+        the client's wait, or if the machine has no time to compile it.
         """
         given = params.constraint
         assert given is not None, "parameters without a constraint need no check"

@@ -45,7 +45,7 @@ _WALKS_S = 0.15  # of CPU time, of the whole form, and of all parts: what comes 
 _LARGE_PART, _MOST_PARTS = 48, 8  # properties or alternatives of a part that is tried by itself; parts of one schema
 _MOST_MASK_S = 0.01  # of CPU time, of a mask on the average: ordinary ones take 0.01 to 0.5 ms
 _FEWEST_MASKS = 16  # for an average
-# Any token that may come soon begins a long text, so most are drawn from those that end a text, or lead on after it.
+# Drawn freely, an output soon is inside a long text. So most tokens are drawn from those that lead out of one.
 _ONWARD, _SEEKS = b'"{[,:(', 0.75
 
 
@@ -81,7 +81,7 @@ def _check_encoded(walks: "Walks | MoeServeError", data: bytes) -> bytes:
 
 
 class Walks:
-    """Outputs drawn by the masks of a form, as ranks draw them, to see what its masks take."""
+    """Draws outputs by the masks of a form, as ranks do, to measure what the masks cost."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
@@ -92,11 +92,11 @@ class Walks:
         self._ends = _packed(ends)
 
     def take(self, matcher: Matcher, num: int, until_s: float, begin: str = "") -> None:
-        """Draws so many outputs, fewer where they take longer than until this thread has used its CPU time.
+        """Draws outputs, fewer than `num` if this thread has used until_s of CPU time before.
 
         begin: of all outputs but the first
 
-        Raises FormTooComplex for a mask, or where masks take too long on the average, and RequestError as masks do.
+        Raises FormTooComplex if a mask is too complex or masks take too long on average, and RequestError as masks do.
         """
         masks_s, num_masks = 0.0, 0
         for number in range(num):
@@ -121,7 +121,7 @@ class Walks:
             )
 
     def _drawn(self, allowed: NDArray[np.uint32], draw: random.Random, seeks: bool) -> int | None:
-        """Returns one of the tokens, None where there is none. seeks: rather one that leads on"""
+        """Returns one of the allowed tokens; None if there is none. seeks: prefer one that leads out of a text"""
         if seeks and draw.random() < _SEEKS:
             onward = allowed & self._onward
             allowed = onward if onward.any() else allowed
@@ -138,7 +138,7 @@ def _packed(flags: NDArray[np.bool_]) -> NDArray[np.uint32]:
 
 
 def check(given: Constraint, walks: Walks | MoeServeError) -> Checked:
-    """Compiles a constraint and draws some outputs by it. walks: or why the model has no vocabulary"""
+    """Compiles a constraint and draws some outputs by it. walks: an error if the model has no vocabulary"""
     try:
         if isinstance(walks, MoeServeError):
             raise RequestError(f"{given.name} cannot be served: {walks}", field=given.name)
@@ -157,7 +157,7 @@ def check(given: Constraint, walks: Walks | MoeServeError) -> Checked:
 
 
 def _try_part(schema: Any, begin: str, given: Constraint, walks: Walks, until_s: float) -> None:
-    """Raises FormTooComplex as a part of a form does. What else may be wrong with it alone need not be where it is."""
+    """Raises FormTooComplex if a part of a form is. Other faults of the part alone need not be faults in the whole."""
     part = replace(given, kind="json_schema", text=json.dumps(schema, ensure_ascii=False))
     try:
         walks.take(Matcher.compiled(part, walks.vocabulary, tries=True), _FEWEST_WALKS, until_s, begin)
@@ -168,8 +168,7 @@ def _try_part(schema: Any, begin: str, given: Constraint, walks: Walks, until_s:
 
 
 def _parts(given: Constraint) -> Iterator[tuple[Any, str]]:
-    """Yields parts of a form that outputs drawn at random hardly come to, and how each may begin: what follows a tag,
-    and large objects."""
+    """Yields parts of a form that random outputs rarely reach (after a tag, large objects), and how each may begin."""
     if given.kind == "structural_tag":
         for each in json.loads(given.text)["structures"]:
             schema = each.get("schema", {})
@@ -181,7 +180,7 @@ def _parts(given: Constraint) -> Iterator[tuple[Any, str]]:
 
 CPU_S = 1.0  # for one constraint
 _ADDRESS_BYTES = 512 << 20  # of addresses, beyond what the fork begins with
-_GROWN_BYTES = 64 << 20  # of addresses; beyond it the fork ends after its answer, so that the next one has its room
+_GROWN_BYTES = 64 << 20  # of addresses; a fork that grows beyond it ends after its answer
 _SOON_S = 0.1  # most constraints take a few ms
 _STARVED_S = 0.02  # of CPU: a fork that has had less after _SOON_S waits for the core
 _PATIENCE_S = 10.0  # for an answer on a busy machine
@@ -192,23 +191,23 @@ Check = Callable[[bytes], bytes]
 
 
 class TooMuchTime(Exception):
-    """The constraint took all the CPU time that one may take."""
+    """The constraint has used up its CPU time."""
 
 
 class TooMuchMemory(Exception):
-    """The fork ended over the constraint otherwise: for the memory that it takes, as a rule."""
+    """The fork ended in another way over the constraint: usually for want of memory."""
 
 
 class _Killed(Exception):
-    """Somebody has killed the fork, as the kernel does where memory runs out."""
+    """The fork was killed, as by the kernel when memory runs out."""
 
 
 class Busy(Exception):
-    """The machine left the fork too little time to say anything about the constraint."""
+    """The machine gave the fork too little time for a verdict."""
 
 
 class Trials:
-    """The fork, made with the first constraint. check: what it does with each, from encoded to encoded"""
+    """Tries constraints in a fork, made with the first one. check: from an encoded constraint to an encoded answer"""
 
     def __init__(self, check: Check):
         self._check = check
@@ -253,7 +252,7 @@ class Trials:
 
 
 class _Fork:
-    """A process that tries one constraint after the other. gives_way: runs only while nobody else wants the core"""
+    """A process that tries one constraint after another. gives_way: it runs only on an otherwise idle core"""
 
     def __init__(self, check: Check, gives_way: bool):
         ours, its = socket.socketpair()
@@ -286,7 +285,7 @@ class _Fork:
             raise _Killed from None
 
     def answers_within(self, seconds: float) -> bool:
-        """Returns whether an answer begins to come, or the fork ends, within so many seconds."""
+        """Returns whether an answer begins, or the fork ends, within so many seconds."""
         return bool(select.select([self._ours], [], [], seconds)[0])
 
     def cpu_s(self) -> float:
@@ -294,7 +293,7 @@ class _Fork:
         return core_seconds(self._pid) - self._began_s
 
     def give_way(self) -> None:
-        """Lets the fork run only while nobody else wants the core."""
+        """Lets the fork run only on an otherwise idle core."""
         if not self.gives_way:
             os.sched_setscheduler(self._pid, os.SCHED_IDLE, os.sched_param(0))
             self.gives_way = True

@@ -1,8 +1,8 @@
-"""Helper processes for jobs that may take long or much memory: one at a time in each, and clients take turns.
+"""Helper processes for jobs that may take long or much memory. Each does one job at a time, and clients take turns.
 
-While Python works no other thread runs; a process can be bounded in seconds and bytes, and killed. `HelperPair` has a
-second process for clients whose jobs take long, so that they hold up no others. Time is that of a core, not of a clock:
-on a busy machine all jobs are late. `serve_jobs` is the child's side, which reads jobs from stdin and writes answers to
+A thread would block all other Python; a process can be bounded in seconds and bytes, and killed. `HelperPair` has a
+second process for clients with long jobs, so that they hold up no others. Time is CPU time, not that of a clock: on a
+busy machine all jobs are late. `serve_jobs` is the child's side, which reads jobs from stdin and writes answers to
 stdout.
 """
 
@@ -37,33 +37,33 @@ _KEPT_BYTES = 256 << 20  # a process that has grown beyond this ends after its a
 
 
 class HelperEnded(Exception):
-    """The process was killed over a job twice: for the memory that it takes, most likely."""
+    """The process was killed twice over a job, most likely for want of memory."""
 
 
 class TooLongError(Exception):
-    """A job has used up the time of a core that it was given."""
+    """A job has used up its CPU time."""
 
 
 class HelperPair:
-    """Two processes, one for short jobs and one for long ones, each started by `start` or with its first job."""
+    """Two processes, for short jobs and for long ones, each started by `start` or with its first job."""
 
     def __init__(self, module: str, deadline_s: float, short_s: float, core_s: float, memory_s: float = 60.0):
         """module, deadline_s: as of HelperProcess
 
-        short_s:  of a core: a job that takes longer is ended, and begun again in the second process
-        core_s:   of a core, in the second process
-        memory_s: after such a job, its client's jobs go to the second process at once for so long
+        short_s:  CPU time after which a job is ended, and begun again in the second process
+        core_s:   CPU time in the second process
+        memory_s: how long after such a job its client's jobs go to the second process at once
         """
         self._module = module
         self._first = HelperProcess(module, deadline_s, short_s, niceness=0)
         self._second = HelperProcess(module, deadline_s, core_s, _SLOW_NICENESS)
         self._memory_s = memory_s
-        self._slow: dict[str, float] = {}  # clients, and until when they are; who was noted last comes last
+        self._slow: dict[str, float] = {}  # until when each slow client counts as one; the last noted comes last
 
     async def start(self, job: bytes) -> None:
         """Starts both processes before the first client asks, and returns when each has answered a job.
 
-        What keeps one from it now is logged; it is tried again with the first client's job.
+        Logs what keeps a process from starting now; the first client's job tries it again.
         """
         started = (self._first.ask("", job), self._second.ask("", job))
         for problem in await asyncio.gather(*started, return_exceptions=True):
@@ -114,8 +114,8 @@ class HelperProcess:
     async def ask(self, client: str, *job: bytes) -> bytes:
         """Returns the answer to a job of a client, given in parts.
 
-        Raises TooLongError, HelperEnded, TimeoutError where nothing but the deadline ends the job, and QueueFullError
-        where too many of the client wait, or the machine has no time or no process for the job.
+        Raises TooLongError, HelperEnded, TimeoutError if only the deadline ends the job, and QueueFullError if too many
+        of the client's wait, or if the machine has no time or no process for the job.
         """
         async with self._queue.turn(client):
             try:
@@ -230,7 +230,7 @@ def serve_one(
 
 @contextmanager
 def bounded_time(core_s: float) -> Iterator[None]:
-    """Ends the block once it has used its time of a core, however busy the machine is, by a BaseException."""
+    """Ends the block by a BaseException once it has used its CPU time, however busy the machine is."""
 
     def stop(signum: int, frame: object) -> None:
         raise _TakesTooLong
