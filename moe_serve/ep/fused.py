@@ -40,10 +40,10 @@ class FusedMoe:
         self._block = torch.empty(bookkeeping + 1, dtype=torch.int64)
         self._middle = torch.empty(0, 0)
         library = cpu_library()
-        assert peers.wait.words is not None, "waits are in C where rows are"
+        assert peers.wait.first is not None, "waits are in C where rows are"
         words = [0] * _CHANGING
         words += [address(carried.copier.facts), self._block.data_ptr(), carried.staging.data_ptr()]
-        words += [library.address("expert_ffn"), address(peers.wait.words)]
+        words += [library.address("expert_ffn"), peers.wait.first.at]
         words += [library.address("turn_part"), clock.address, EXPERTS, COMBINE]
         for slices in (buffers.received, buffers.to_peers):
             for buffer in (0, 1):

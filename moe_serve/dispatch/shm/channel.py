@@ -156,6 +156,34 @@ def check_epoch(peers: Peers, epoch: int, phase: str) -> None:
         raise PeerError(f"{phase} belongs to epoch {epoch}, which was voided; run the step again", -1, phase, epoch)
 
 
+class FirstWait:
+    """The first milliseconds of a wait, in the C helper (wait.h)."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        rank: int,
+        waited_ns: Int64Array,
+        looks: int,
+        link: "HostLink | None" = None,
+        cores_at: int = 0,
+    ):
+        """waited_ns: [R], counts waits for each rank;  looks: before the core is given away between two of them
+
+        link: to poll;  cores_at: `SharedCores.table_at`, 0: each thread has a core
+        """
+        poll = (0, 0) if link is None else link.poll_at
+        words = [rank, len(waited_ns), looks, cores_at, *poll, waited_ns.__array_interface__["data"][0], 0, 0]
+        self._words, self._waited_ns = np.array(words, dtype=np.int64), waited_ns
+        self.at: int = self._words.__array_interface__["data"][0]
+        self._call = library.wait_flags
+
+    def __call__(self, flags: Int64Array, wanted: int, ranks: int, or_more: bool = False) -> bool:
+        """Returns whether flags[r] is `wanted` (or more) for every r of `ranks`, which are bits. flags: [R], a view"""
+        at = flags.__array_interface__["data"][0]
+        return bool(self._call(self.at, at, flags.strides[0], ranks, wanted, or_more))
+
+
 class FlagWait:
     """Waits until flags hold a value: spins, then yields, then sleeps. `check` decides whether to go on waiting.
 
@@ -182,17 +210,13 @@ class FlagWait:
         self.poll: Callable[[], object] | None = None
         """Takes in what other hosts have sent."""
         self.spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) and cores is None else 1
-        self.words: Int64Array | None = None
-        """Of `Waits` in wait.h, once the C helper makes the first milliseconds of each wait."""
-        self._in_c: Callable[..., int] | None = None
+        self.first: FirstWait | None = None
+        """Makes the first milliseconds of each wait, once the C helper is there."""
 
     def use(self, library: ctypes.CDLL, rank: int, link: "HostLink | None") -> None:
         """Waits in the C helper first. rank: of this process"""
         table = self._cores.table_at if self._cores else 0
-        poll = (0, 0) if link is None else link.poll_at
-        waited_at = self.waited_ns.__array_interface__["data"][0]
-        words = [rank, len(self.waited_ns), LOOKS_PER_SPIN * self.spins, table, *poll, waited_at]
-        self.words, self._in_c = np.array(words, dtype=np.int64), library.wait_flags
+        self.first = FirstWait(library, rank, self.waited_ns, LOOKS_PER_SPIN * self.spins, link, table)
 
     def keep(self) -> None:
         """Keeps the waits so far: their step is done."""
@@ -215,10 +239,8 @@ class FlagWait:
 
         Raises PeerError naming rank, phase and sequence number.
         """
-        if self._in_c is not None and self.words is not None:
-            at = self.words.__array_interface__["data"][0], flags.__array_interface__["data"][0]
-            if self._in_c(*at, flags.strides[0], as_bits(ranks), wanted, or_more):
-                return None
+        if self.first is not None and self.first(flags, wanted, as_bits(ranks), or_more):
+            return None
         if self._cores is None:
             return self._wait(flags, wanted, ranks, phase, sequence, or_more)
         with self._cores.lent():
@@ -238,7 +260,7 @@ class FlagWait:
                 if started_s == 0.0:
                     started_s = checked_s = counted_s = now_s
                 waited_s = now_s - started_s
-                if waited_s < YIELD_S:
+                if waited_s < YIELD_S and self.first is None:
                     os.sched_yield()
                 else:
                     time.sleep(min(LONGEST_SLEEP_S, waited_s / 20))

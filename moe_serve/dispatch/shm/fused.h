@@ -34,7 +34,7 @@ typedef struct { /* as ep/fused.py fills it */
     i64 *block; /* of Exchange */
     uint8_t *staging;
     ExpertFfn expert_ffn;
-    const Waits *waits;
+    Waits *waits;
     TurnPart turn_part; /* kernels/cpu/part_clock.c: a part has the waits that it begins with */
     i64 clock, experts_part, combine_part;
     i64 here[]; /* for each rank, addresses of its flags here, then of this rank's flags there: of each buffer */

@@ -10,7 +10,13 @@
 #include <unistd.h>
 
 typedef int64_t i64;
-enum { YIELD_NS = 2000000 }; /* then Python waits: it checks whether the peer lives */
+enum {
+    YIELD_NS = 2000000, /* then Python waits: it checks whether the peer lives */
+    LOST_NS = 1000000, /* the core was somebody else's for so long; a front end keeps it for less */
+    AGAIN_NS = 20000000, /* if it is lost again within this time, it is shared with threads that sched_yield does not reach, */
+    SLEEPS_NS = 100000000, /* and waits sleep between two looks for so long */
+    SLEEP_NS = 20000,
+};
 #define WAITS 0x80000000u /* as in shared_cores.py */
 extern int sched_getcpu(void); /* only declared for _GNU_SOURCE */
 
@@ -21,6 +27,7 @@ typedef struct { /* as channel.py fills it */
     i64 (*poll)(i64 link); /* NULL: all ranks are on this host */
     i64 link;
     i64 *waited_ns; /* [R] for each rank, without the first looks */
+    i64 lost_ns, sleeps_until_ns; /* when the core was lost last; until when waits sleep between two looks */
 } Waits;
 
 static int flag_is(const i64 *flag, i64 wanted, int or_more)
@@ -62,10 +69,11 @@ static void move_apart(const Waits *w)
 }
 
 /* Returns whether the flag of a rank is raised; gives up after YIELD_NS. */
-static int wait_for(const Waits *w, i64 peer, const i64 *flag, i64 wanted, int or_more)
+static int wait_for(Waits *w, i64 peer, const i64 *flag, i64 wanted, int or_more)
 {
     uint32_t *own = w->core_of ? w->core_of[w->rank] : NULL;
-    i64 began, now;
+    const struct timespec pause = {0, SLEEP_NS};
+    i64 began, now, before;
     int raised = flag_is(flag, wanted, or_more);
     for (i64 look = 0; !raised && look < w->looks; look++) {
         if (w->poll)
@@ -76,18 +84,26 @@ static int wait_for(const Waits *w, i64 peer, const i64 *flag, i64 wanted, int o
     }
     if (raised)
         return 1;
-    began = now_ns();
+    began = now = now_ns();
     if (own)
         move_apart(w);
     do {
+        before = now;
         if (own)
             __atomic_store_n(own, core_here() | WAITS, __ATOMIC_RELEASE);
         if (w->poll)
             w->poll(w->link);
         raised = flag_is(flag, wanted, or_more);
-        if (!raised)
+        if (!raised && now < w->sleeps_until_ns)
+            nanosleep(&pause, NULL);
+        else if (!raised)
             sched_yield();
         now = now_ns();
+        if (!own && now - before > LOST_NS) {
+            if (now - w->lost_ns < AGAIN_NS)
+                w->sleeps_until_ns = now + SLEEPS_NS;
+            w->lost_ns = now;
+        }
     } while (!raised && now - began < YIELD_NS);
     if (own)
         __atomic_store_n(own, core_here(), __ATOMIC_RELEASE);
@@ -96,7 +112,7 @@ static int wait_for(const Waits *w, i64 peer, const i64 *flag, i64 wanted, int o
 }
 
 /* Returns whether the flags of all `others` are raised; the flags of two ranks are `stride` bytes apart. */
-i64 wait_flags(const Waits *w, const uint8_t *flags, i64 stride, i64 others, i64 wanted, i64 or_more)
+i64 wait_flags(Waits *w, const uint8_t *flags, i64 stride, i64 others, i64 wanted, i64 or_more)
 {
     for (i64 rank = 0; rank < w->num_ranks; rank++)
         if ((others >> rank & 1) && !wait_for(w, rank, (const i64 *)(flags + rank * stride), wanted, or_more))

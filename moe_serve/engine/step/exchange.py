@@ -22,7 +22,8 @@ import torch.distributed as dist
 from moe_serve.dispatch.membership import Membership
 from moe_serve.dispatch.peer_calls import barrier, broadcast, reason_of
 from moe_serve.dispatch.shared_files import SharedFiles
-from moe_serve.dispatch.shm.channel import EPOCH_SHIFT
+from moe_serve.dispatch.shm.channel import EPOCH_SHIFT, FirstWait, as_bits
+from moe_serve.dispatch.shm.row_copy_native import load_library
 from moe_serve.engine.step.plan import ROW_LENGTH, Int64Array, RankState
 from moe_serve.errors import ConfigError, PeerError
 from moe_serve.process_facts import runs
@@ -34,6 +35,7 @@ _ALL_RANKS = slice(None)
 _LINE = 8  # int64 words of a cache line
 _BUFFER_WORDS = -(-(ROW_LENGTH + 1) // _LINE) * _LINE
 _FILE = "exchange"  # its name among shared files
+_MOST_BITS = 62  # of a set of ranks in a word
 _SPINS = 200  # checks of a flag before the waiting rank yields its time slice
 _PID_CHECK_S = 0.02  # how often a waiting rank checks that its peers are alive
 _MEMBER_CHECK_S = 0.005  # the same where ranks can be masked; often enough for peers to see that it waits
@@ -136,6 +138,11 @@ class ShmExchange(Exchange):
         self._buffers = words[self._num_ranks * _LINE :].reshape(self._num_ranks, 2, _BUFFER_WORDS)
         self._pids[self._rank] = os.getpid()
         self._spins = _SPINS if self._num_ranks <= (os.cpu_count() or 1) and link is None else 1
+        self._member_bits = (1 << num_ranks) - 1
+        library, _ = load_library() if num_ranks <= _MOST_BITS else (None, "")
+        self._first: FirstWait | None = None
+        if library is not None:
+            self._first = FirstWait(library, rank, np.zeros(num_ranks, dtype=np.int64), self._spins, link)
 
     def follow(self, membership: Membership) -> None:
         """Gathers from now on without masked ranks, whose rows are zeros. Called before any gather.
@@ -151,6 +158,7 @@ class ShmExchange(Exchange):
             self._epoch, self._sequence = membership.epoch, 0
             self._masked = tuple(membership.masked)
             self._members = np.array(membership.members) if self._masked else _ALL_RANKS
+            self._member_bits = as_bits(membership.members)
         self._sequence += 1
         flag = self._epoch << EPOCH_SHIFT | self._sequence
         buffers = self._buffers[:, self._sequence % 2]
@@ -170,6 +178,8 @@ class ShmExchange(Exchange):
     def _wait(self, flags: Int64Array, flag: int, step: int, spins: int) -> None:
         members = self._members
         started_s = checked_s = time.monotonic()
+        if self._first is not None and self._first(flags, flag, self._member_bits):
+            return
         checks = 0
         while not (flags[members] == flag).all():
             checks += 1
