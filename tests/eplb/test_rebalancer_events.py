@@ -71,7 +71,7 @@ def test_a_lost_rank_ends_plan_and_move_and_second_slots_come_back_first():
 
 def test_restoring_needs_no_load_and_no_gain():
     rebalancer = make(TWICE)
-    rebalancer._gate.cost.transfer_s = 1e9
+    rebalancer.cost.transfer_s = 1e9
     run_rounds(rebalancer, lose_rank_one(rebalancer))
     assert kinds(rebalancer) == ["group", "restore", "done"]
     assert (num_ranks_of(rebalancer.placement) >= 2).all()
@@ -131,7 +131,7 @@ def test_a_person_gets_a_plan_without_a_trigger():
 
 def test_a_person_places_experts_at_any_cost_and_the_gate_keeps_that_placement():
     rebalancer = make(trigger=0.0)
-    rebalancer._gate.cost.transfer_s = 1e9
+    rebalancer.cost.transfer_s = 1e9
     table = np.roll(START.physical_to_logical, 3, axis=1).tolist()
     run_rounds(rebalancer, rebalancer.handle(PlaceAt(7, table)))
     assert rebalancer.placement.physical_to_logical.tolist() == table
