@@ -145,10 +145,9 @@ class Contestant:
 
     def load(self) -> torch.Tensor:
         """Returns how many rows each expert of each layer has had."""
-        recorder = self.engine.served.recorder
-        assert recorder is not None
-        recorder._add_up()
-        return recorder._counts.clone()
+        served = self.engine.served
+        assert served.recorder is not None
+        return torch.stack([served.recorder.row(layer) for layer in range(served.placement.num_layers)])
 
     def step(self) -> tuple[float, float]:
         """Returns the seconds of one step, and the CPU seconds of this thread outside of the library."""

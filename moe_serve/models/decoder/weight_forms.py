@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.activation import silu_mul
-from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
+from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
@@ -28,7 +28,7 @@ class GatedMlp:
 
 
 class PackedMlp:
-    """The same function by the compiled kernel of experts, with one slot."""
+    """The weights of the same function for the compiled kernel of experts: those of one slot."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, scales: Scales = (None, None)):
         """gate_up: [2 I, H], gate rows first;  down: [H, I]; float32, bfloat16, or FP8 with scales"""
@@ -39,10 +39,6 @@ class PackedMlp:
         pack(down, packed_down[0])
         gate_up_scale, down_scale = (None if scale is None else scale[None] for scale in scales)
         self.experts = PackedExperts(packed_gate_up, packed_down, hidden, width, gate_up_scale, down_scale)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, H] float32 -> [T, H]"""
-        return packed_ffn(x, torch.tensor([x.shape[0]]), self.experts)
 
 
 class WeightForms:
