@@ -21,7 +21,7 @@ pytestmark = [
 WORKER = "moe_serve.launcher.serve"
 SETTINGS = (
     "parallel.num_ranks=2", "parallel.device=cpu", "engine.step_deadline_s=5", "server.worker_deadline_s=10",
-    "engine.numerics=batch_invariant", "server.attach_deadline_s=60",
+    "engine.numerics=batch_invariant", "server.attach_deadline_s=60", "eplb.mode=dynamic",
 )  # fmt: skip
 URL = "http://127.0.0.1:30000"
 CALL = json.dumps({"text": "def ", "sampling_params": {"temperature": 0, "max_new_tokens": 5}})
@@ -50,7 +50,7 @@ def torchrun(host: Host, rank: int, first: Host, *module: str) -> Running:
     return host.start("torch.distributed.run", *join, "--master-port=29511", "-m", *module, *settings(first))
 
 
-def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections(
+def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections_while_experts_move(
     hosts: tuple[Host, Host],
 ) -> None:
     a, b = hosts
@@ -60,6 +60,15 @@ def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections(
         for each in (first, second):
             each.wait_for("ready after", 120)
         status, text = a.ask(f"{URL}/generate", json.dumps(body))
+        placement = json.loads(a.ask(f"{URL}/eplb/placement")[1])
+        placement["physical_to_logical_map"] = [row[::-1] for row in placement["physical_to_logical_map"]]
+        assert a.ask(f"{URL}/eplb/placement", json.dumps(placement))[0] == 200
+        answers = [a.ask(f"{URL}/generate", json.dumps(body)) for _ in range(3)]
+        wanted = placement["physical_to_logical_map"]
+        assert eventually(
+            lambda: json.loads(a.ask(f"{URL}/eplb/placement")[1])["physical_to_logical_map"] == wanted, 60
+        ), a.ask(f"{URL}/eplb/status")[1] + first.output
+        answers.append(a.ask(f"{URL}/generate", json.dumps(body)))
         info = json.loads(a.ask(f"{URL}/server_info")[1])
         assert "dispatch.backend auto: hosts (2 CPU ranks on 2 hosts)" in first.output
         assert "GlooExchange" not in json.dumps(info)
@@ -69,9 +78,11 @@ def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections(
         assert (first.wait(), second.wait()) == (0, 0)
         assert gone(pids)
     assert status == 200, text
+    tokens = [answer["output_ids"] for answer in json.loads(text)]
+    assert [[answer["output_ids"] for answer in json.loads(later)] for _, later in answers] == [tokens] * 4
     with LLM("demo", num_ranks=1, numerics="batch_invariant") as llm:
         alone = llm.generate(prompts, SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True))
-    assert [answer["output_ids"] for answer in json.loads(text)] == [output.token_ids for output in alone]
+    assert tokens == [output.token_ids for output in alone]
 
 
 @pytest.mark.slow
