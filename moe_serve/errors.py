@@ -4,6 +4,11 @@ A message has three parts: what is, what is needed, what to do. It names the set
 A command that ends with one of these prints one line and exits with 2; an HTTP request gets a 4xx with the text.
 """
 
+LARGE_PACKETS_LOST = (
+    "small packets pass and large ones do not: some MTU on the way is too small; "
+    "lower that of the interface (ip link set dev NAME mtu 1400), or let ICMP 'fragmentation needed' pass"
+)
+
 
 class MoeServeError(Exception):
     """Base of all errors that say what the user can do about them."""

@@ -212,7 +212,7 @@ class Leader:
                 elif time.monotonic() - since_s < _PROVE_S:
                     self._arriving.append((channel, address, since_s))
                 else:
-                    raise OSError("it has not said who it is")
+                    raise OSError(f"it has not said who it is ({channel.silence})")
             except (NotOursError, OSError, msgspec.DecodeError) as error:
                 channel.close()
                 self._refuse(f"{address}: {error}")
@@ -379,7 +379,7 @@ class Follower:
             if channel.is_open and not self._is_known:
                 self._is_known = self._has_met = _say(channel, self._hello)
             if not channel.is_open and time.monotonic() - self._dialled_s > _DIAL_S:
-                raise OSError(errno.ETIMEDOUT, "no answer, as where a firewall drops what is sent there")
+                raise OSError(errno.ETIMEDOUT, channel.silence)
         except NotOursError as error:
             self._cut(str(error))
             if not self._has_met:

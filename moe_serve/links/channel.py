@@ -2,7 +2,8 @@
 
 Both ends say at once who they are: a line that other programs refuse, and a nonce. Each proves that it knows the token
 (HMAC-SHA256 over both nonces), and each message carries a code over its number and text, so none can be changed, sent
-again or left out. The text itself is not encrypted.
+again or left out. The text itself is not encrypted. Both ends first send more than a packet holds, so that a path that
+loses large packets is told from one that works.
 """
 
 import hashlib
@@ -14,11 +15,12 @@ import struct
 import sys
 from collections.abc import Iterator
 
-from moe_serve.errors import LaunchError
+from moe_serve.errors import LARGE_PACKETS_LOST, LaunchError
 
 _GREETING = b"moe-serve channel 1\r\n\r\n"  # the empty line ends an HTTP request, so an HTTP server answers it
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
+_PROBE = bytes(32 << 10)  # several packets, jumbo frames too
 _HEAD = struct.Struct(">I32s")  # bytes of the text, its code
 MAX_TEXT_BYTES = 1 << 20
 _MOST_UNSENT_BYTES = 8 << 20
@@ -36,11 +38,11 @@ class Channel:
     """Sends and receives texts. `turn` is called often; nothing else reads or writes the socket.
 
     connected: a TCP socket, which may be connecting still;  dials: whether this end has made the connection
-    is_open:   the other end has proved itself
+    is_open:   the other end has proved itself, and large packets pass
     """
 
     def __init__(self, connected: socket.socket, token: str, dials: bool):
-        self.is_open = False
+        self.is_open = self._has_proved = False
         self.socket = connected
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -73,14 +75,25 @@ class Channel:
 
         Raises NotOursError where the other end is no process of this system, OSError where the connection has ended.
         """
-        self._flush()
-        if not self.is_open:
-            self._read(len(_GREETING) + _NONCE_BYTES + _PROOF_BYTES)
-            self._shake_hands()
+        try:
+            self._flush()
+            if not self.is_open:
+                self._read(len(_GREETING) + _NONCE_BYTES + _PROOF_BYTES + len(_PROBE))
+                self._shake_hands()
+        except OSError as error:
+            if not self._has_proved or self.is_open:
+                raise
+            raise OSError(f"{error.strerror or error}, as where {LARGE_PACKETS_LOST}") from None
         while self.is_open and (text := self._next()) is not None:
             yield text
         if self._has_ended:
-            raise OSError("it closed the connection")
+            why = f", as where {LARGE_PACKETS_LOST}" if self._has_proved and not self.is_open else ""
+            raise OSError(f"it closed the connection{why}")
+
+    @property
+    def silence(self) -> str:
+        """What it means that the other end has said nothing more so far."""
+        return LARGE_PACKETS_LOST if self._has_proved else "no answer, as where a firewall drops what is sent there"
 
     def close(self) -> None:
         """Closes the connection; what the kernel has taken is still delivered."""
@@ -123,11 +136,14 @@ class Channel:
             theirs = after[:_NONCE_BYTES]
             both = self._nonce + theirs if self._dials else theirs + self._nonce
             self._key = hmac.digest(self._token, b"moe_serve channel" + both, "sha256")
-            self._unsent += self._proof(self._dials)
+            self._unsent += self._proof(self._dials) + _PROBE
             self._flush()
-        if len(after) == _NONCE_BYTES + _PROOF_BYTES:
-            if not hmac.compare_digest(after[_NONCE_BYTES:], self._proof(not self._dials)):
+        if len(after) >= _NONCE_BYTES + _PROOF_BYTES and not self._has_proved:
+            proof = after[_NONCE_BYTES : _NONCE_BYTES + _PROOF_BYTES]
+            if not hmac.compare_digest(proof, self._proof(not self._dials)):
                 raise NotOursError("it has another token (MOE_SERVE_TOKEN); give all hosts the same")
+            self._has_proved = True
+        if len(after) == _NONCE_BYTES + _PROOF_BYTES + len(_PROBE):
             self.is_open, self._arrived = True, b""
 
     def _proof(self, of_dialler: bool) -> bytes:

@@ -17,6 +17,7 @@ from moe_serve.launcher.hosts import Follower, Leader, Start, StoppedError, toke
 from moe_serve.launcher.local import Launch
 from moe_serve.launcher.system import Here, Signals, follow, lead
 from moe_serve.links.link import Link
+from tests.dispatch.hosts.relay import relay
 from tests.launcher.running import quiet_port
 
 TOKEN = "0123456789abcdef" * 2
@@ -155,6 +156,15 @@ def test_an_address_where_nobody_listens_is_named_at_the_deadline(port: int) -> 
     said = Launcher(1, port, "server.attach_deadline_s=0.5").end()
     assert f"waiting for node rank 0 at 127.0.0.1:{port}: nothing listens there" in said
     assert f"node rank 0 was not met at 127.0.0.1:{port} within 0.5 s: nothing listens there" in said
+
+
+def test_a_path_that_loses_large_packets_is_named_on_both_hosts(port: int) -> None:
+    with relay(("127.0.0.1", port)) as between:
+        between.largest = 100
+        leader = Launcher(0, port, "server.attach_deadline_s=1.5")
+        follower = Launcher(1, between.address[1], "server.attach_deadline_s=1.5")
+        for said in (leader.end(), follower.end()):
+            assert "small packets pass and large ones do not: some MTU on the way is too small" in said
 
 
 def test_a_host_that_does_not_come_is_named_at_the_deadline(port: int) -> None:

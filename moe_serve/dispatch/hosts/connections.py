@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from moe_serve.errors import PeerError
+from moe_serve.errors import LARGE_PACKETS_LOST, PeerError
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
@@ -41,10 +41,6 @@ _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # between two dials
 _STUCK_RESENT = 3  # data that the kernel has sent so often again in a row, within 1.4 s, find no way
 _LOOK_S = 1.0  # how often that is looked for
 _STEADY_S = 1.0  # a connection that has stood so long ends the series of failures before it
-_LARGE_LOST = (
-    "small packets pass and large ones do not: some MTU on the way is too small; "
-    "lower that of the interface (ip link set dev NAME mtu 1400), or let ICMP 'fragmentation needed' pass"
-)
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -349,9 +345,9 @@ def _probe(connected: socket.socket, until_s: float) -> None:
         connected.sendall(_PROBE)
         _receive(connected, len(_PROBE), until_s)
     except TimeoutError:
-        raise OSError(_LARGE_LOST) from None
+        raise OSError(LARGE_PACKETS_LOST) from None
     except OSError as error:
-        raise OSError(f"{error.strerror or error}, as where {_LARGE_LOST}") from None
+        raise OSError(f"{error.strerror or error}, as where {LARGE_PACKETS_LOST}") from None
 
 
 def _receive(connected: socket.socket, size: int, until_s: float) -> bytes:
