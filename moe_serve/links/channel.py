@@ -136,8 +136,9 @@ class Channel:
             theirs = after[:_NONCE_BYTES]
             both = self._nonce + theirs if self._dials else theirs + self._nonce
             self._key = hmac.digest(self._token, b"moe_serve channel" + both, "sha256")
-            self._unsent += self._proof(self._dials) + _PROBE
-            self._flush()
+            for part in (self._proof(self._dials), _PROBE):  # in packets of their own
+                self._unsent += part
+                self._flush()
         if len(after) >= _NONCE_BYTES + _PROOF_BYTES and not self._has_proved:
             proof = after[_NONCE_BYTES : _NONCE_BYTES + _PROOF_BYTES]
             if not hmac.compare_digest(proof, self._proof(not self._dials)):
