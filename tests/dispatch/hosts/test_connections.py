@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -327,19 +326,17 @@ def test_threads_that_send_and_take_in_while_connections_are_reset_read_nothing_
         link.leave_epoch(epoch + 1)
 
     with two_hosts() as scene:
-        end_s = time.monotonic() + 1.0
-        while time.monotonic() < end_s and not problems:
-            epoch += 1
+        for epoch in range(1, 13):
             is_void.clear()
+            before = list(counts)
             scene.begin(epoch)
             threads = [threading.Thread(target=run, args=(rank, scene)) for rank in range(2)]
             for thread in threads:
                 thread.start()
             scene.write(0, epoch << 40 | 1, 50_000)
-            time.sleep(0.02)
+            until(lambda before=before: is_void.is_set() or all(map(int.__gt__, counts, before)))
             scene.between.reset()
             for thread in threads:
                 thread.join()
     assert problems == []
-    assert epoch > 5
-    assert min(counts) > epoch
+    assert min(counts) >= epoch // 2
