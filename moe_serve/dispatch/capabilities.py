@@ -61,7 +61,7 @@ TRANSPORTS = {
     ),
     "hosts": Capabilities(
         "low_latency", "low_latency (shared memory, TCP between hosts)", PACKED | MASKED, frozenset({"cpu"}),
-        BOTH_COMBINES, max_ranks=62,
+        BOTH_COMBINES, max_ranks=62, survives_lost_rank=True,
     ),
     "nvshmem": Capabilities("low_latency", "low_latency (NVSHMEM)", MASKED, GPU, live_handles=2),
     "cuda_ipc": Capabilities(

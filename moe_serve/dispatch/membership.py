@@ -17,26 +17,34 @@ Not hanging: each wait is for ranks that are not masked, and those are masked in
 decided waits for nobody. A masked rank finds that in `decisions` whenever it comes.
 """
 
+import contextlib
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_serve.dispatch.capabilities import TRANSPORTS
-from moe_serve.dispatch.votes import Decision, Log
+from moe_serve.dispatch.votes import Decision, Electorate, Log
 from moe_serve.errors import PeerError
+
+if TYPE_CHECKING:
+    from moe_serve.dispatch.hosts.other_hosts import OtherHosts
 
 Int64Array = npt.NDArray[np.int64]
 BEAT_S = 0.25
-_PROPOSED, _MASK, _WAITING_NS, _WANTS_REJOIN = range(4)  # words of a page
+_PROPOSED, _MASK, _WAITS, _WANTS_REJOIN, _DEAD, _INCARNATION = range(6)  # words of a page
 _BEAT = 8  # the word that counts beats, on a cache line of its own: a beat disturbs no flag
 _WAITING_NOW_S = 0.03  # a rank that was seen waiting so recently is held up by another one
 _PAUSE_S = 0.5  # a waiting process checks every few milliseconds; after such a gap it was suspended
 _POLL_S = 0.0002
+_LEAST_SHOW_S = 0.005  # how often a page is copied to other hosts, at most, while its rank only waits
+_TURN_S = 0.05  # for which a rank leaves it to each lower one to ask the hosts for a decision
+_VOTE_S = 3.0  # how long the hosts are asked, at most
 _SILENT_S = 1.0  # several beats: a rank that is silent for so long does not rejoin now
 
 
@@ -57,13 +65,17 @@ class Membership:
         decisions: Log,
         lives: Callable[[int], bool] | None,
         deadline_s: float,
+        hosts: "OtherHosts | None" = None,
     ):
-        """pages: of all ranks;  lives: whether the process of a rank lives; None: ranks are threads of one process"""
+        """pages: of all ranks;  lives: whether the process of a rank lives; None: ranks are threads of one process
+
+        decisions: of this host;  hosts: the other ones; None: all ranks are on this one
+        """
         max_ranks = TRANSPORTS["shm"].max_ranks
         assert max_ranks is None or len(pages) <= max_ranks, f"more than {max_ranks} ranks on one host"
         self.epoch = 0
         self.others = [other for other in range(len(pages)) if other != rank]
-        self.is_masked = False
+        self.is_masked = self.is_apart = False
         self.suspect_after_s: float | None = None
         self.lend_core: Callable[[], AbstractContextManager[None]] | None = None
         self._rank = rank
@@ -75,9 +87,16 @@ class Membership:
         self._deadline_s = deadline_s
         self._begin_epoch: Callable[[int, list[int]], None] = lambda epoch, others: None
         self._suspects: set[int] = set()
-        self._heartbeat = Heartbeat(rank, pages)
+        self._wish = 0  # to rejoin: 1, or 2 as a new process
+        self._hosts = hosts
+        self._heartbeat = Heartbeat(rank, pages, None if hosts is None else self._show_life)
         self._waiting: tuple[list[int], str, int] = ([], "", 0)
+        self._waited_s = self._shown_s = 0.0  # when this rank was last waiting, and its page was shown
+        self._seen_waits: dict[int, tuple[int, float]] = {}  # by rank: its count, and when that changed
         self._checked_s = self._paused_s = 0.0
+        if hosts is not None:
+            self._own[_INCARNATION] = decisions.incarnation
+            hosts.show_page()
 
     def on_epoch(self, begin: Callable[[int, list[int]], None]) -> None:
         """Calls this with each new epoch and the other ranks, also where this rank finds itself masked."""
@@ -101,7 +120,8 @@ class Membership:
     @property
     def is_void(self) -> bool:
         """Whether this epoch is over, for this rank or for another one: all must regroup."""
-        return bool(self._suspects) or any(self._proposal(rank)[0] > self.epoch for rank in self.others)
+        left = any(self._proposal(rank)[0] > self.epoch for rank in self.others)
+        return bool(self._suspects) or left or bool(self._broken())
 
     def check(
         self, missing: list[int], phase: str, sequence: int, waited_s: float, deadline_s: float | None = None
@@ -112,12 +132,15 @@ class Membership:
         """
         deadline_s = deadline_s or self._deadline_s
         self._waiting = (missing, phase, sequence)
-        self._own[_WAITING_NS] = time.monotonic_ns()
+        self._note_waits(missing)
         self.check_epoch_stands(phase, sequence)
-        dead = [rank for rank in missing if not self._lives(rank)]
+        dead = [rank for rank in missing if self._is_dead(rank)]
         if dead:
             self._suspects.update(dead)
             raise PeerError(f"rank {dead[0]} died before {phase} {sequence}", dead[0], phase, sequence)
+        for rank, why in self._broken().items():  # proves nothing of the rank: whoever comes back in time stays in
+            text = f"the connection with rank {rank}, on another host, ended before {phase} {sequence} ({why})"
+            raise PeerError(text, rank, phase, sequence)
         silent = [rank for rank in missing if self._is_silent(rank)]
         if silent:
             self._suspects.update(silent)
@@ -157,7 +180,7 @@ class Membership:
     def describe_wait(self) -> str:
         """Returns for whom this rank is waiting, and what it knows of them; for a log line. "": it does not wait"""
         missing, phase, sequence = self._waiting
-        if not missing or (time.monotonic_ns() - int(self._own[_WAITING_NS])) * 1e-9 > _PAUSE_S:
+        if not missing or time.monotonic() - self._waited_s > _PAUSE_S:
             return ""
         silent_s = max(map(self._heartbeat.silent_s, missing))
         state = f"without a sign of life for {silent_s:.1f} s" if silent_s > 1 else "which is alive"
@@ -176,7 +199,7 @@ class Membership:
 
         suspects: ranks to mask beside those that `check` found late or dead
         joining:  masked ranks that wait to rejoin, the same on all ranks
-        Raises PeerError, naming this rank, when the others have masked it.
+        Raises PeerError, naming this rank, when the others have masked it, and where it is cut off from most of them.
         """
         all_ranks = set(range(len(self._pages)))
         members = {self._rank, *self.others, *joining} - ({*suspects, *self._suspects} - {self._rank})
@@ -191,7 +214,7 @@ class Membership:
         if not masked >> self._rank & 1:
             text = f"rank {self._rank} is started anew, but the others have not masked the one before"
             raise PeerError(text, self._rank, "start", epoch)
-        self._own[_WANTS_REJOIN] = 0
+        self._wish = self._own[_WANTS_REJOIN] = 0
         self._propose(epoch, masked)
         self._begin(epoch, self.others, is_masked=True)
 
@@ -200,14 +223,31 @@ class Membership:
 
         It has ended all its calls: whatever it wrote in them lies before this word in the order of its stores.
         """
-        self._own[_WANTS_REJOIN] = 2 if is_new else 1
+        self._wish = 2 if is_new else 1
+        self._show_wish()
+
+    def _show_wish(self) -> None:
+        """Shows the wish to rejoin once this rank hears all others: it would want others masked."""
+        if self._hosts is not None:
+            _, newest = self._decisions.read().newest() or (0, self._decisions.begin)
+            heard = [rank for rank in range(len(self._pages)) if newest.masked >> rank & 1 or not self._is_away(rank)]
+            wish = self._wish if len(heard) == len(self._pages) else 0
+        else:
+            wish = self._wish
+        if wish != self._own[_WANTS_REJOIN]:
+            self._own[_WANTS_REJOIN] = wish
+            self._show()
+
+    def _is_away(self, rank: int) -> bool:
+        """Returns whether this rank does not hear another one now."""
+        return rank != self._rank and (self._heartbeat.silent_s(rank) >= _SILENT_S or self._is_dead(rank))
 
     def try_rejoin(self) -> bool:
         """Returns whether the others have regrouped with this rank; to be called again until they have.
 
         Raises PeerError when no other rank lives.
         """
-        others = [rank for rank in range(len(self._pages)) if rank != self._rank and self._lives(rank)]
+        others = [rank for rank in range(len(self._pages)) if rank != self._rank and not self._is_dead(rank)]
         if not others:
             raise PeerError(
                 f"rank {self._rank} was masked and no other rank lives; start the ranks again",
@@ -215,20 +255,44 @@ class Membership:
                 "rejoin",
                 self.epoch,
             )
+        self._show_wish()
         for rank in others:
             proposed, masked = self._proposal(rank)
-            if proposed > self.epoch and not masked >> self._rank & 1:
+            if proposed > self.epoch and not masked >> self._rank & 1 and self._knows_before(proposed):
                 try:
                     self._agree(proposed, masked)
                 except PeerError:
                     return False  # some of them have not seen the request yet
-                self._own[_WANTS_REJOIN] = 0
+                self._wish = 0
+                self._show_wish()
                 return True
         return False
 
+    def try_return(self) -> bool:
+        """Returns whether this rank, which was cut off from most of the others, knows now how they go on.
+
+        It is masked then, or takes part. To be called again until it does.
+        """
+        hosts = self._hosts
+        assert hosts is not None, "no rank is cut off from others of its host"
+        hosts.catch_up()
+        newest = self._decisions.read().newest()
+        if newest is not None and newest[0] > self.epoch:
+            with contextlib.suppress(PeerError):
+                self._enter(*newest)
+            return True
+        away = set(filter(self._is_away, self.others))
+        here = {hosts.host_of[rank] for rank in self.others if rank not in away} | {hosts.host_of[self._rank]}
+        if not Electorate(self._decided(self.epoch), hosts.host_of).is_quorum(here):
+            return False
+        self._suspects.clear()
+        with contextlib.suppress(PeerError):
+            self.regroup(away)
+        return not self.is_apart
+
     def waiting_to_rejoin(self) -> list[int]:
         """Returns the masked ranks that want to rejoin."""
-        asking = [rank for rank in self.masked if self._pages[rank][_WANTS_REJOIN] and self._lives(rank)]
+        asking = [rank for rank in self.masked if self._pages[rank][_WANTS_REJOIN] and not self._is_dead(rank)]
         # A new process in the place of one that died while it asked is not there yet.
         return [rank for rank in asking if self._heartbeat.silent_s(rank) < _SILENT_S]
 
@@ -237,13 +301,17 @@ class Membership:
         return int(self._pages[rank][_WANTS_REJOIN]) == 2
 
     def _agree(self, epoch: int, masked: int) -> list[int]:
-        decisions = self._decisions
+        decisions, hosts = self._decisions, self._hosts
+        if hosts is not None:
+            hosts.leave_epoch(epoch)
         self._propose(epoch, masked)
         deadline_s = time.monotonic() + 2 * self._deadline_s  # a rank sees that the step is void only once it waits
         while decisions.read().decided(epoch) is None:
             waiting_for = []
+            is_masked = False  # by another one
             for rank in range(len(self._pages)):
                 proposed, theirs = self._proposal(rank)
+                is_masked |= proposed >= epoch and bool(theirs >> self._rank & 1)
                 if rank == self._rank or masked >> rank & 1 or proposed > epoch:
                     continue
                 # A rank that masks this one may have decided so: wait for that, do not copy it.
@@ -258,27 +326,111 @@ class Membership:
             if not waiting_for:
                 break
             late = time.monotonic() > deadline_s
-            gone = [rank for rank in waiting_for if late or self._is_silent(rank) or not self._lives(rank)]
+            gone = [rank for rank in waiting_for if late or self._is_silent(rank) or self._is_dead(rank)]
             if gone:
                 masked |= _mask(gone)
                 self._propose(epoch, masked)
             time.sleep(_POLL_S)
-        decided, _ = decisions.decide(epoch, Decision(masked, (0,)))
+            if hosts is not None:
+                hosts.poll()
+                self._show_now_and_then()
+                if is_masked and self._missed(hosts, epoch):
+                    break
+        return self._enter(*self._decide(epoch, masked))
+
+    def _missed(self, hosts: "OtherHosts", epoch: int) -> bool:
+        """Returns whether the others have decided this epoch, or a later one, without a word to this host."""
+        hosts.catch_up()
+        newest = self._decisions.read().newest()
+        return newest is not None and newest[0] >= epoch
+
+    def _decide(self, epoch: int, masked: int) -> tuple[int, Decision]:
+        """Returns who takes part in an epoch, or in a later one that others have begun meanwhile.
+
+        Raises PeerError where the hosts that answer are no quorum.
+        """
+        hosts, decisions = self._hosts, self._decisions
+        if hosts is None:
+            return epoch, decisions.decide(epoch, Decision(masked, (0,)))
+        members = [rank for rank in range(len(self._pages)) if not masked >> rank & 1]
+        turn_s = time.monotonic() + _TURN_S * members.index(self._rank)
+        while (newest := decisions.read().newest()) is None or newest[0] < epoch:
+            if time.monotonic() < turn_s:
+                time.sleep(_POLL_S)
+                continue
+            before = self._decided(epoch - 1)
+            of_hosts = list(before.incarnations)
+            for rank in members:
+                of_hosts[hosts.host_of[rank]] = int(self._pages[rank][_INCARNATION])
+            wanted = Decision(masked, tuple(of_hosts))
+            decided = hosts.decide(epoch, wanted, before, min(_VOTE_S, 2 * self._deadline_s))
+            if decided is None:
+                raise self._cut_off(hosts, epoch)
+        own = decisions.read().decided(epoch)
+        return newest if own is None else (epoch, own)
+
+    def _decided(self, epoch: int) -> Decision:
+        """Returns who takes part in an epoch that this host knows."""
+        decided = self._decisions.read().decided(epoch) if epoch else self._decisions.begin
+        assert decided is not None, f"epoch {epoch} is decided"
+        return decided
+
+    def _knows_before(self, epoch: int) -> bool:
+        """Returns whether this host knows who takes part in the epoch before, who decide about this one."""
+        if self._hosts is None or epoch == 1 or self._decisions.read().decided(epoch - 1) is not None:
+            return True
+        self._hosts.catch_up()
+        return self._decisions.read().decided(epoch - 1) is not None
+
+    def _cut_off(self, hosts: "OtherHosts", epoch: int) -> PeerError:
+        """Withdraws this rank's proposal, which nobody may go on with, and returns the error."""
+        self.is_apart = True
         self._suspects.clear()
-        if decided >> self._rank & 1:
+        self._propose(self.epoch, _mask(self.masked))
+        why = hosts.why_down()
+        text = f"rank {self._rank} does not reach the hosts of most ranks{f' ({why})' if why else ''}"
+        return PeerError(f"{text}; it waits until it does: look at the network between", self._rank, "regroup", epoch)
+
+    def _enter(self, epoch: int, decided: Decision) -> list[int]:
+        """Begins an epoch that was decided; returns its ranks. Raises PeerError when this one is not among them."""
+        self._suspects.clear()
+        members = [rank for rank in range(len(self._pages)) if not decided.masked >> rank & 1]
+        if self._rank not in members:
             self._begin(epoch, self.others, is_masked=True)
             raise self._masked_by("by the others", "regroup", epoch)
-        members = [rank for rank in range(len(self._pages)) if not decided >> rank & 1]
         self._begin(epoch, [rank for rank in members if rank != self._rank], is_masked=False)
         return members
 
     def _begin(self, epoch: int, others: list[int], is_masked: bool) -> None:
-        self.epoch, self.others, self.is_masked = epoch, others, is_masked
+        self.epoch, self.others, self.is_masked, self.is_apart = epoch, others, is_masked, False
         self._begin_epoch(epoch, others)
 
     def _propose(self, epoch: int, masked: int) -> None:
         self._own[_MASK] = masked
         self._own[_PROPOSED] = epoch
+        self._show()
+
+    def _show(self) -> None:
+        """Shows this rank's page to the other hosts."""
+        if self._hosts is not None:
+            self._shown_s = time.monotonic()
+            self._hosts.show_page()
+
+    def _show_now_and_then(self) -> None:
+        if time.monotonic() - self._shown_s > max(_LEAST_SHOW_S, self._deadline_s / 16):
+            self._show()
+
+    def _show_life(self) -> None:
+        """Shows a sign of life to the other hosts, and which ranks of this host are dead."""
+        assert self._hosts is not None
+        self._own[_DEAD] = _mask(rank for rank in self._hosts.neighbours if not self._lives(rank))
+        self._hosts.show_page()
+
+    def _broken(self) -> dict[int, str]:
+        """Returns the ranks that take part whose connection has ended in this epoch, and why."""
+        if self._hosts is None:
+            return {}
+        return {rank: why for rank, why in self._hosts.broken().items() if rank in self.others}
 
     def _proposal(self, rank: int) -> tuple[int, int]:
         """Returns a rank's proposed epoch, and the ranks that it masks in it."""
@@ -288,13 +440,36 @@ class Membership:
             if proposed == page[_PROPOSED]:
                 return proposed, masked
 
+    def _is_dead(self, rank: int) -> bool:
+        """Returns whether the process of a rank is known to be dead: only its own host can tell."""
+        hosts = self._hosts
+        if hosts is None or rank in hosts.neighbours:
+            return not self._lives(rank)
+        told = any(
+            int(page[_DEAD]) >> rank & 1
+            for page, host in zip(self._pages, hosts.host_of, strict=True)
+            if host == hosts.host_of[rank]
+        )
+        return told and self._heartbeat.silent_s(rank) > 0  # else another process is in its place by now
+
     def _is_silent(self, rank: int) -> bool:
         return self.suspect_after_s is not None and self._heartbeat.silent_s(rank) > self.suspect_after_s
+
+    def _note_waits(self, missing: list[int]) -> None:
+        """Counts up while this rank waits, and notes who else does. Counts, since hosts have no clock in common."""
+        self._waited_s = now_s = time.monotonic()
+        self._own[_WAITS] += 1
+        for rank in missing:
+            count = int(self._pages[rank][_WAITS])
+            if self._seen_waits.get(rank, (-1, 0.0))[0] != count:
+                self._seen_waits[rank] = count, now_s
+        if self._hosts is not None:
+            self._show_now_and_then()
 
     def _is_waiting(self, rank: int) -> bool:
         # A rank that hangs shows no sign for a whole deadline; on a busy machine a healthy one may pause briefly.
         recent_s = max(_WAITING_NOW_S, self._deadline_s / 4)
-        return (time.monotonic_ns() - int(self._pages[rank][_WAITING_NS])) * 1e-9 < recent_s
+        return time.monotonic() - self._seen_waits[rank][1] < recent_s
 
     def _own_pause_s(self, waited_s: float) -> float:
         """Returns for how long of this wait this process was suspended; no peer is late for that."""
@@ -328,9 +503,9 @@ class Heartbeat:
     listens, so time in which that rank itself was stopped counts for nobody.
     """
 
-    def __init__(self, rank: int, pages: Sequence[Int64Array]):
-        """pages: of all ranks"""
-        self._rank = rank
+    def __init__(self, rank: int, pages: Sequence[Int64Array], show: Callable[[], None] | None = None):
+        """pages: of all ranks;  show: called after each sign of life of this one; None: the others see it at once"""
+        self._rank, self._show = rank, show
         self._beats = [page[_BEAT : _BEAT + 1] for page in pages]
         self._seen = [0] * len(pages)
         self._silent = [0] * len(pages)
@@ -344,7 +519,8 @@ class Heartbeat:
 
     def silent_s(self, rank: int) -> float:
         """Returns for how long a rank has given no sign of life; 0 before its first one."""
-        return self._silent[rank] * BEAT_S
+        has_beaten = int(self._beats[rank][0]) != self._seen[rank]  # since this rank looked
+        return 0.0 if has_beaten else self._silent[rank] * BEAT_S
 
     def beat(self) -> None:
         """Gives a sign of life, and looks for those of the others."""
@@ -353,6 +529,8 @@ class Heartbeat:
             count = int(beats[0])
             self._silent[rank] = self._silent[rank] + 1 if count == self._seen[rank] and count else 0
             self._seen[rank] = count
+        if self._show is not None:
+            self._show()
 
 
 def _beat(reference: "weakref.ref[Heartbeat]") -> None:

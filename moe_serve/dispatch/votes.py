@@ -19,6 +19,7 @@ and as a model under all of them (tests/dispatch/models/).
 
 import os
 import struct
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -161,6 +162,7 @@ class Log:
         self._format = VoteFormat(num_hosts)
         self._acceptor = Acceptor()
         self._num_read = 0
+        self._reading = threading.Lock()
         # Also takes a page now: there may be none when it is needed.
         self._append(Vote(Kind.INCARNATION, 0, incarnation, self.begin))
 
@@ -171,14 +173,22 @@ class Log:
 
     def read(self) -> Acceptor:
         """Returns what all records so far amount to."""
-        data = os.pread(self._descriptor, 1 << 20, self._num_read)
-        for record in self._format.decode(data):
-            self._acceptor.read(record)
-        self._num_read += len(data) - len(data) % self._format.num_bytes
+        with self._reading:
+            data = os.pread(self._descriptor, 1 << 20, self._num_read)
+            for record in self._format.decode(data):
+                self._acceptor.read(record)
+            self._num_read += len(data) - len(data) % self._format.num_bytes
         return self._acceptor
 
+    @property
+    def incarnation(self) -> int:
+        """Of this log, among those that the host has had."""
+        return self.read().incarnation
+
     def answer(self, asked: Vote) -> Vote:
-        """Returns this host's answer to a request."""
+        """Returns this host's answer to a request. Raises ValueError for what is none."""
+        if asked.kind not in (Kind.PREPARE, Kind.ACCEPT, Kind.DECIDED, Kind.NEWEST):
+            raise ValueError(f"{asked.kind} is no request")
         if asked.kind is not Kind.NEWEST and self.read().decided(asked.epoch) is None:
             self._append(asked)
         return self.read().answer(asked)

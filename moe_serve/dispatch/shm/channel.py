@@ -53,6 +53,8 @@ class Peers:
         """Starts over with these peers; what is in flight is never received."""
         self.epoch, self.others, self.mask = epoch, others, as_bits(others)
         self.wait.drop()
+        if self.remote is not None:
+            self.remote.begin_epoch(epoch, others)
         if self.cores is not None:
             self.cores.give_all_but([self.rank, *others])
         for channel in self.channels:

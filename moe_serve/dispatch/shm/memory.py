@@ -133,7 +133,7 @@ def share_regions(
                 files.keep(name, descriptor)
         for descriptor in opened:
             os.close(descriptor)
-        decisions = Log(decided)
+        decisions = Log(decided, 1 if link is None else link.hosts.num_hosts)
         barrier(group)
     finally:
         for path, descriptor in zip(made, own, strict=True):
@@ -170,7 +170,8 @@ def open_regions(
     finally:
         for descriptor in opened:
             os.close(descriptor)
-    memory = ShmMemory(rank, Mappings(segments, Log(files.open(log, os.O_RDWR | os.O_APPEND))))
+    decisions = Log(files.open(log, os.O_RDWR | os.O_APPEND), 1 if link is None else link.hosts.num_hosts)
+    memory = ShmMemory(rank, Mappings(segments, decisions))
     if link is not None:
         memory.join(link)
     return memory

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from torch import Tensor
 
 from moe_serve.dispatch.hosts.link import Space
 from moe_serve.dispatch.shm.region import COUNTS, RESULTS, ROWS, Int64Array, ReceiveSlice
@@ -20,25 +21,46 @@ Check = Callable[[list[int], str, int, float], None]
 
 
 class RemotePeers:
-    """The ranks of other hosts."""
+    """The ranks of other hosts.
 
-    def __init__(self, space: Space, slices: list[ReceiveSlice], others: list[int], deadline_s: float):
-        """slices: where this rank writes in the region of each rank;  others: the ranks that take part beside it"""
-        self._space, self._link, self._deadline_s = space, space.link, deadline_s
-        hosts, link = space.link.hosts, space.link
+    borrowed: what is sent last. It must not change on the way, also where the step is void and its caller gone
+    """
+
+    borrowed: Tensor | None = None
+
+    def __init__(self, space: Space, slices: list[ReceiveSlice], others: list[int], deadline_s: float, check: Check):
+        """slices: where this rank writes in the region of each rank;  others: the ranks that take part beside it
+
+        check(missing ranks, phase, sequence, waited_s): raises PeerError where waiting is useless
+        """
+        self._space, self._link, self._deadline_s, self._check = space, space.link, deadline_s, check
+        self._slices, self._counts = slices, [(0, 0)]
+        some = space.link.hosts.elsewhere(space.link.rank)[0]  # a slice lies at the same place of every region
+        self._flags_at = _address(slices[some].flags) - space.regions[some].data_ptr()
+        words = [*space.calls_at, self._flags_at, *space.functions_at]
+        self._head = len(words)
+        self._words = np.array(words + [0] * (1 + 2 * len(space.link.others)), dtype=np.int64)
+        self.table_at = _address(self._words)
+        """Where these calls stand for the C helper: `Remote` of fused.h."""
+        self._take_part(others)
+
+    def begin_epoch(self, epoch: int, others: list[int]) -> None:
+        """Goes on with these ranks; what was not sent before is dropped."""
+        self._link.begin_epoch(epoch, [*others, self._link.rank])
+        self._take_part(others)
+
+    def _take_part(self, others: list[int]) -> None:
+        hosts, link = self._link.hosts, self._link
         self._ranks = [rank for rank in others if rank not in link.local_ranks]
         on = {host: [rank for rank in hosts.ranks(host) if rank in others] for host in link.others}
         self._on = {host: sum(1 << rank for rank in ranks) for host, ranks in on.items() if ranks}
-        some = self._ranks[0]  # a slice lies at the same place of every region
-        base, slice_there = space.regions[some].data_ptr(), slices[some]
-        self._flags_at = _address(slice_there.flags) - base
-        self._counts = [(_address(counts), _address(counts) - base) for counts in slice_there.counts]
-        words = [*space.calls_at, self._flags_at, *space.functions_at, len(self._on)]
+        for some in self._ranks[:1]:  # what is sent to all of them lies in the slice of each
+            base = self._space.regions[some].data_ptr()
+            self._counts = [(_address(counts), _address(counts) - base) for counts in self._slices[some].counts]
+        words = [len(self._on)]
         for host, ranks in self._on.items():
-            words += [space.entry(host), ranks]
-        self._words = np.array(words, dtype=np.int64)
-        self.table_at = _address(self._words)
-        """Where these calls stand for the C helper: `Remote` of fused.h."""
+            words += [self._space.entry(host), ranks]
+        self._words[self._head : self._head + len(words)] = words
 
     def counts(self, buffer: int, num_counts: int, flag: int) -> None:
         """Sends the counts that lie in the slice of every rank."""
@@ -65,11 +87,11 @@ class RemotePeers:
     def finish_sending(self, phase: str, sequence: int) -> None:
         """Waits until the connections have taken all rows, which the caller may change from then on.
 
-        Raises PeerError where a host takes nothing for a whole deadline.
+        Raises PeerError where the epoch is void, and where a host takes nothing for a whole deadline.
         """
         started_s = time.monotonic()
         while (rank := self._link.unsent()) is not None:
-            self._raise_lost(phase, sequence)
+            self._check([rank], phase, sequence, time.monotonic() - started_s)
             if time.monotonic() - started_s > self._deadline_s:
                 text = (
                     f"rank {rank}, on another host, has taken no rows for {self._deadline_s:g} s in {phase} {sequence}"
@@ -77,21 +99,6 @@ class RemotePeers:
                 raise PeerError(f"{text}; look at its last lines, and at the network between", rank, phase, sequence)
             self._link.poll()
             os.sched_yield()
-
-    def checked(self, check: Check) -> Check:
-        """Returns a check of a wait that also looks whether a connection has ended."""
-
-        def both(missing: list[int], phase: str, sequence: int, waited_s: float) -> None:
-            self._raise_lost(phase, sequence)
-            check(missing, phase, sequence, waited_s)
-
-        return both
-
-    def _raise_lost(self, phase: str, sequence: int) -> None:
-        for rank, why in self._link.broken().items():
-            if rank in self._ranks:
-                text = f"rank {rank}, on another host, was lost before {phase} {sequence}: {why}"
-                raise PeerError(text, rank, phase, sequence)
 
     @property
     def poll(self) -> Callable[[], object]:

@@ -38,6 +38,7 @@ from moe_serve.dispatch.base import (
 )
 from moe_serve.dispatch.buffer_sizes import check_capacity
 from moe_serve.dispatch.capabilities import TRANSPORTS
+from moe_serve.dispatch.hosts.other_hosts import OtherHosts
 from moe_serve.dispatch.membership import Membership
 from moe_serve.dispatch.peer_calls import barrier
 from moe_serve.dispatch.shm.channel import Channel, FlagWait, Peers, check_epoch
@@ -102,8 +103,11 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         self._received = [ReceiveSlice(memory.region(self._rank), self._shape, r) for r in range(self._num_ranks)]
         pages = [owner_words(memory.region(rank)) for rank in range(self._num_ranks)]
         lives = memory.lives if memory.watches_processes else None
-        self._members = Membership(self._rank, pages, memory.decisions, lives, request.deadline_s)
-        self.membership = self._members if link is None else None  # across hosts a lost rank ends the epoch
+        hosts = None
+        if memory.space is not None:
+            hosts = OtherHosts(self._rank, memory.space, pages[self._rank], memory.decisions)
+        self._members = Membership(self._rank, pages, memory.decisions, lives, request.deadline_s, hosts)
+        self.membership = self._members
         shares = request.cpu_kernels and are_shared(self._num_ranks, request.threads) and memory.watches_processes
         shares = shares and link is None
         self._cores = SharedCores(self._rank, pages) if shares else None
@@ -153,8 +157,8 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         for each in slices:
             each.set_canaries()
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]
-        remote = None if memory.space is None else RemotePeers(memory.space, slices, others, deadline_s)
-        check = self._members.check if remote is None else remote.checked(self._members.check)
+        check = self._members.check
+        remote = None if memory.space is None else RemotePeers(memory.space, slices, others, deadline_s, check)
         wait = FlagWait(self._num_ranks, deadline_s, check, self._cores)
         if remote is not None:
             wait.poll, wait.spins = remote.poll, 1
@@ -201,6 +205,7 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         if (remote := self._peers.remote) is not None:
             at = self._facts_at, call % 2, sent.num_tokens, sent.topk, own.data_ptr(), sent.at
             remote.rows(*at, self._rows.flag(call))
+            remote.borrowed = own
 
         def receive() -> Dispatched[ShmHandle]:
             check_epoch(self._peers, epoch, "dispatch receive")

@@ -27,6 +27,7 @@ from zmq.utils.monitor import parse_monitor_message
 from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
     Alive,
+    Apart,
     BalanceReport,
     ForFrontEnds,
     Hello,
@@ -323,7 +324,7 @@ class Greeting:
         self._timeout_s = timeout_s
         self._hello: Hello | None = None
         self._ready: Ready | None = None
-        self._members: Members | None = None
+        self._members: Members | Apart | None = None
         self._placement: BalanceReport | None = None
         self._for_front_ends: ForFrontEnds | None = None
         self._newest_call = 0  # front ends repeat calls to new ranks, also one that is over
@@ -336,7 +337,7 @@ class Greeting:
                 self._hello, self._said_s = message, now_s
             case Ready():
                 self._ready = message
-            case Members():
+            case Members() | Apart():
                 self._members = message
             case ForFrontEnds() if message.lasts and message.call_id >= self._newest_call:
                 self._for_front_ends, self._newest_call = message, message.call_id

@@ -305,6 +305,18 @@ class Members(Message, tag="members", frozen=True):
     waits: bool = False
 
 
+class Apart(Message, tag="apart", frozen=True):
+    """A rank does not reach the hosts of most ranks. It has dropped its requests, and serves none until `Members`.
+
+    group_epoch: of the group that it was in
+    """
+
+    rank: int
+    launch_id: int
+    group_epoch: int
+    reason: str
+
+
 class Voided(Message, tag="voided", frozen=True):
     """A step of this rank is void; `Members` follows where the ranks go on, else `Fatal`.
 
@@ -461,6 +473,7 @@ ToFrontEnd = (
     | Pulse
     | Members
     | Voided
+    | Apart
     | Answer
     | BalanceReport
     | Exited

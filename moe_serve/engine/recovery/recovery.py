@@ -36,7 +36,7 @@ from moe_serve.dispatch.capabilities import survivors
 from moe_serve.dispatch.membership import Membership
 from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.protocol.mailbox import Mailbox
-from moe_serve.engine.protocol.messages import Members
+from moe_serve.engine.protocol.messages import Apart, Members
 from moe_serve.engine.recovery import full_placement
 from moe_serve.engine.step.exchange import Exchange
 from moe_serve.engine.step.plan import StepPlan, mask_of
@@ -192,16 +192,36 @@ class MaskingRecovery(Recovery):
 
     def recover(self, error: PeerError, wait: Callable[[], bool]) -> bool:
         membership = self._membership
-        if not (membership.is_void or membership.is_masked):
+        if not (membership.is_void or membership.is_masked or membership.is_apart):
             raise error  # the group is intact, so a new one would not help
         self.num_voided_steps += 1
-        if not membership.is_masked:
+        if not (membership.is_masked or membership.is_apart):
             try:
                 self._regroup(str(error))
-            except PeerError:
-                if not membership.is_masked:
+            except PeerError as newer:
+                if not (membership.is_masked or membership.is_apart):
                     raise
+                error = newer
+        if membership.is_apart and not self._wait_apart(str(error), wait):
+            return False
         return not membership.is_masked or self._rejoin(wait)
+
+    def _wait_apart(self, reason: str, wait: Callable[[], bool]) -> bool:
+        """Drops all requests and waits until this rank is a member again, or masked; returns False when it should end.
+
+        The others may go on without it, so it must not answer; and it cannot mask them.
+        """
+        own, membership = self._own, self._membership
+        log.warning("%s; it has dropped its %d requests", reason, own.drop_requests())
+        own.mailbox.send(Apart(own.rank, own.launch_id, membership.epoch, reason))
+        while wait():
+            if membership.try_return():
+                if not membership.is_masked:
+                    self.num_times_left_out += 1
+                    self._serve(self._full)
+                    self._begin_group(f"rank {own.rank} reaches the others again")
+                return True
+        return False
 
     def _regroup(self, reason: str, joining: Sequence[int] = ()) -> None:
         """Voids the running step, agrees with the remaining ranks on a new group, and serves with its placement.

@@ -30,6 +30,7 @@ from moe_serve.engine.protocol.messages import (
     SUPERVISOR,
     Alive,
     Answer,
+    Apart,
     BalanceReport,
     Draining,
     Exited,
@@ -205,6 +206,8 @@ class Bridge:
             return f"the ranks are being started again: {self.workers.loss}"
         if self.workers.loss is not None:
             return self.workers.loss
+        if self.workers.apart is not None:
+            return self.workers.apart
         if (asked := self._asked_to_end()) is not None:
             return asked
         if not self.workers.is_ready:
@@ -410,6 +413,9 @@ class Bridge:
             case Members():
                 self._regroup(message)
                 self._explain_void(message.members)
+            case Apart():
+                if self.workers.set_apart(message):
+                    log.warning("%s; no request is served here until then", message.reason)
             case Answer():
                 self._commands.take(message)
             case BalanceReport() if view.mask_reason is None:  # a masked rank leads no more

@@ -18,6 +18,7 @@ from typing import Any, Self
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
+    Apart,
     Exited,
     Hello,
     Members,
@@ -128,6 +129,7 @@ class RankTable:
     began_s:   when its first rank attached; before that, when the front end began to wait for one
     loss:      why the launch is over, naming the rank; None while it lives
     lost_rank: the rank that is held responsible; None where that is unknown
+    apart:     why ranks that are heard here may not serve: they do not reach the others; None: they may
     """
 
     def __init__(self, num_ranks: int):
@@ -137,6 +139,7 @@ class RankTable:
         self.loss: str | None = None
         self.lost_rank: int | None = None
         self.group_epoch = 0  # counts the groups of ranks within a launch
+        self.apart: str | None = None
         self._ranks: dict[int, RankView] = {}
         self._next_is_here = False  # ranks of another launch have shown that this one is gone
         self._over: deque[int] = deque(maxlen=64)  # ids of launches that were lost
@@ -216,7 +219,7 @@ class RankTable:
         self.launch_id, self.began_s = launch_id, now_s
         self.loss, self.lost_rank = None, None
         self._next_is_here = False
-        self.group_epoch = 0
+        self.group_epoch, self.apart = 0, None
         self._ranks.clear()
 
     def _wait_or_refuse(self, hello: Hello) -> Arrival:
@@ -296,6 +299,13 @@ class RankTable:
         elif view.suspicion is None:
             view.suspicion = (now_s, reason)
 
+    def set_apart(self, message: Apart) -> bool:
+        """Takes a rank's word that it reaches too few others; returns whether that is news: no group has gone on."""
+        is_news = self.apart is None and message.group_epoch >= self.group_epoch
+        if is_news:
+            self.group_epoch, self.apart = message.group_epoch, message.reason
+        return is_news
+
     def regroup(self, message: Members) -> Regrouped:
         """Takes a rank's report of its group and returns what is new in it."""
         ended = [view.rank for view in self if view.suspicion is not None or view.rank in message.ended]
@@ -307,7 +317,7 @@ class RankTable:
             gone.append(reporter)
             back.append(reporter)
         if message.group_epoch > self.group_epoch:
-            self.group_epoch = message.group_epoch
+            self.group_epoch, self.apart = message.group_epoch, None
             for view in self:
                 if view.mask_reason is None and view.rank not in message.members:
                     view.mask_reason, view.suspicion = view.suspicion[1] if view.suspicion else message.reason, None
@@ -428,6 +438,8 @@ class Liveness:
 
     def look(self, workers: RankTable, now_s: float) -> tuple[str, int] | None:
         """Returns why a rank is lost, and which; None while none is. Warns of ranks that have been silent a while."""
+        if workers.apart is not None:
+            return None  # the others are not heard here, but they may serve
         suspect = workers.long_suspected(now_s, self._regroup_s)
         if suspect is not None and suspect.suspicion is not None:
             why = f"{suspect.suspicion[1]}; its peers did not report within {self._regroup_s:g} s whether they go on"

@@ -218,7 +218,7 @@ def error_of_a_lost_rank(rank: int, group: EpGroup) -> str:
 
 
 def test_a_lost_connection_is_reported_at_once_with_the_rank_and_the_call() -> None:
-    assert "rank 1, on another host, was lost before counts" in run_ranks(2, error_of_a_lost_rank)[0]
+    assert "the connection with rank 1, on another host, ended before counts" in run_ranks(2, error_of_a_lost_rank)[0]
 
 
 def bits_of_results(rank: int, group: EpGroup, hosts: Sequence[int]) -> Tensor:

@@ -8,9 +8,9 @@ from moe_serve.dispatch.shm.region import CANARY, ReceiveSlice, SendBuffer
 from moe_serve.dispatch.votes import Log
 
 
-def map_anonymous(num_ranks: int, num_bytes: int) -> Mappings:
+def map_anonymous(num_ranks: int, num_bytes: int, num_hosts: int = 1) -> Mappings:
     """Returns zeroed regions of num_bytes, one for each rank."""
-    return Mappings([mmap.mmap(-1, HEAD_BYTES + num_bytes) for _ in range(num_ranks)], empty_log())
+    return Mappings([mmap.mmap(-1, HEAD_BYTES + num_bytes) for _ in range(num_ranks)], empty_log(num_hosts))
 
 
 def empty_log(num_hosts: int = 1) -> Log:

@@ -1,6 +1,6 @@
 """RankTable: the front end's state of its ranks."""
 
-from moe_serve.engine.protocol.messages import Hello, Members, ModelLimits, Progress, Ready
+from moe_serve.engine.protocol.messages import Apart, Hello, Members, ModelLimits, Progress, Ready
 from moe_serve.server.ranks.rank_table import GONE_S, Arrival, RankTable, Regrouped
 
 
@@ -169,3 +169,16 @@ def test_a_new_process_takes_the_place_of_a_masked_rank_and_takes_part_once_the_
     assert "process 300" in table.attach(b"socket1", hello(1), 7.0).refusal
     assert table.regroup(Members(0, 0, 2, [0, 1], "rank 1 rejoined")) == Regrouped([], [1], ended=[])
     assert table.is_ready, "also before it has said so itself"
+
+
+def test_ranks_that_are_cut_off_serve_nothing_until_a_group_goes_on() -> None:
+    table = attached(0, 1)
+    make_ready(table, 10, 10)
+    assert table.set_apart(Apart(1, 0, 3, "rank 1 does not reach the hosts of most ranks"))
+    assert not table.set_apart(Apart(0, 0, 3, "rank 0 does not reach the hosts of most ranks"))
+    assert table.apart == "rank 1 does not reach the hosts of most ranks"
+    table.regroup(Members(0, 0, 3, [0, 1], "old news"))
+    assert table.apart is not None
+    table.regroup(Members(0, 0, 4, [0], "rank 1 was late"))
+    assert table.apart is None
+    assert not table.set_apart(Apart(1, 0, 3, "rank 1 does not reach the hosts of most ranks")), "it has not heard yet"

@@ -1,0 +1,148 @@
+"""Over hosts as on one: a lost rank, host or cable costs no more than it must, and no two groups ever go on."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.dispatch.hosts import group_faults as hosts
+from tests.dispatch.hosts.group_faults import Network, Story, network, until
+from tests.dispatch.shm import faults
+
+Fault = Callable[[Network, dict[int, int]], None]
+DEADLINE_S = 8.0
+
+
+def body(rank: int, net: Network) -> Story:
+    story = Story()
+    transport = hosts.make_transport(rank, net, DEADLINE_S)
+    net.show_pid(rank)
+    hosts.serve(rank, transport, net, story)
+    return story
+
+
+def run(host_of: Sequence[int], fault: Fault, dies: tuple[int, ...] = ()) -> dict[int, Story]:
+    """Returns what each rank went through while a thread of this process made a fault."""
+    errors: list[BaseException] = []
+
+    def make_fault(net: Network) -> None:
+        try:
+            until(lambda: all(net.num_steps(rank) > 2 for rank in range(len(host_of))))
+            fault(net, {rank: net.pid(rank) for rank in range(len(host_of))})
+        except BaseException as error:
+            errors.append(error)
+        net.end()
+
+    with network(host_of) as net:
+        thread = threading.Thread(target=make_fault, args=(net,))
+        thread.start()
+        stories: dict[int, Story] = faults.run_forked(len(host_of), body, net, dies=dies)
+        thread.join()
+    assert not errors, f"{errors[0]}: {stories}"
+    epochs: dict[int, list[int]] = {}
+    for story in stories.values():
+        for epoch, members in story.groups.items():
+            assert epochs.setdefault(epoch, members) == members, f"epoch {epoch} has two groups"
+    return stories
+
+
+def go_on(net: Network, ranks: Sequence[int], num_steps: int = 5) -> None:
+    """Returns once all these ranks have made so many more steps."""
+    before = {rank: net.num_steps(rank) for rank in ranks}
+    until(lambda: all(net.num_steps(rank) >= before[rank] + num_steps for rank in ranks))
+
+
+def reset_links(net: Network, pids: dict[int, int]) -> None:
+    for _ in range(3):
+        net.set_cables(hosts.RESET)
+        go_on(net, range(len(net.host_of)))
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "host_of", [(0, 1, 0), pytest.param((0, 1), marks=slow), pytest.param((0, 0, 1, 1), marks=slow)], ids=str
+)
+def test_connections_that_are_reset_lose_nobody(host_of: Sequence[int]) -> None:
+    for story in run(host_of, reset_links).values():
+        assert (story.apart, story.masked) == (0, 0), story.said
+        assert max(story.groups) >= 3
+        assert all(members == list(range(len(host_of))) for members in story.groups.values())
+
+
+@pytest.mark.parametrize(
+    ("host_of", "winners"),
+    [
+        pytest.param((0, 1), [0], marks=slow),
+        ((0, 0, 1, 1), [0, 1]),
+        pytest.param((0, 1, 1), [1, 2], marks=slow),
+    ],
+    ids=["1+1", "2+2", "1+2"],
+)
+def test_the_side_with_most_ranks_goes_on_and_the_other_joins_again_when_the_cable_is_back(
+    host_of: Sequence[int], winners: list[int]
+) -> None:
+    losers = [rank for rank in range(len(host_of)) if rank not in winners]
+
+    def cut_and_mend(net: Network, pids: dict[int, int]) -> None:
+        net.set_cables(hosts.CUT)
+        go_on(net, winners)
+        before = [net.num_steps(rank) for rank in losers]
+        go_on(net, winners, 50)
+        assert before == [net.num_steps(rank) for rank in losers], "both sides go on"
+        net.set_cables(hosts.OPEN)
+        go_on(net, range(len(host_of)))
+
+    stories = run(host_of, cut_and_mend)
+    for rank in winners:
+        assert (stories[rank].apart, stories[rank].masked) == (0, 0), stories[rank].said
+        assert winners in stories[rank].groups.values()
+    for rank in losers:
+        assert stories[rank].apart + stories[rank].masked >= 1, stories[rank].said
+        assert losers not in stories[rank].groups.values()
+
+
+@slow
+@pytest.mark.parametrize(("host_of", "victim"), [((0, 1, 1), 2), ((0, 0, 1), 2), ((0, 1, 2), 1)], ids=str)
+def test_ranks_go_on_without_one_that_was_killed_on_another_host(host_of: Sequence[int], victim: int) -> None:
+    others = [rank for rank in range(len(host_of)) if rank != victim]
+
+    def kill(net: Network, pids: dict[int, int]) -> None:
+        os.kill(pids[victim], signal.SIGKILL)
+        go_on(net, others)
+
+    for story in run(host_of, kill, dies=(victim,)).values():
+        assert story.groups[max(story.groups)] == others
+
+
+@slow
+@pytest.mark.parametrize(("host_of", "victim"), [((0, 1, 1), 2), ((0, 1, 1), 0)], ids=str)
+def test_a_rank_that_was_stopped_is_masked_and_joins_again(host_of: Sequence[int], victim: int) -> None:
+    everybody = range(len(host_of))
+
+    def stop(net: Network, pids: dict[int, int]) -> None:
+        hosts.stop(pids[victim], for_s=2.5 * hosts.SUSPECT_S)
+        go_on(net, everybody)
+
+    stories = run(host_of, stop)
+    assert stories[victim].masked >= 1
+    assert [rank for rank in everybody if rank != victim] in stories[0 if victim else 1].groups.values()
+
+
+@slow
+def test_a_group_without_any_quorum_waits_and_goes_on_whole() -> None:
+    def cut_and_mend(net: Network, pids: dict[int, int]) -> None:
+        net.set_cables(hosts.CUT)
+        time.sleep(hosts.SUSPECT_S + 4.0)
+        steps = [net.num_steps(rank) for rank in range(3)]
+        time.sleep(0.5)
+        assert steps == [net.num_steps(rank) for rank in range(3)], "a side without most ranks goes on"
+        net.set_cables(hosts.OPEN)
+        go_on(net, range(3))
+
+    stories = run((0, 1, 2), cut_and_mend)
+    assert all(story.apart for story in stories.values())
