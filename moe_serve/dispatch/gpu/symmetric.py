@@ -9,7 +9,7 @@ import ctypes
 import os
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,32 +73,15 @@ def refuse_capture(what: str) -> None:
 # Tests run the protocol on memory that processes share, in Triton's interpreter.
 
 
-class IpcDriver(Protocol):
-    """The calls of CUDA's driver that regions need, for the current device."""
-
-    def allocate(self, num_bytes: int) -> int:
-        """Returns the address of new memory, all zeros, once the device has cleared it."""
-        ...
-
-    def handle_of(self, address: int) -> bytes:
-        """Returns the HANDLE_BYTES by which another process opens allocated memory."""
-        ...
-
-    def open(self, handle: bytes) -> int:
-        """Returns where another process's memory is mapped here."""
-        ...
-
-
-def ipc_regions(region: Region, group: EpGroup, driver: IpcDriver | None = None) -> SymmetricRegions:
+def ipc_regions(region: Region, group: EpGroup) -> SymmetricRegions:
     """Allocates this rank's region, and maps those of all others; a collective call. Regions live with the process.
 
-    driver: None: CUDA's, for group.device
     Raises CapacityError when the GPU's memory does not suffice, ConfigError when a handle cannot be opened and in a
     graph capture.
     """
     refuse_capture("regions of GPU memory")
     assert group.process_group is not None, "several ranks have a process group"
-    driver = driver or CudaDriver(group.device)
+    driver = CudaDriver(group.device)
     own = driver.allocate(region.region_bytes)
     # Ranks send their handle once their region is cleared, so no peer writes into it before.
     handles = [each.ljust(HANDLE_BYTES, b"\0") for each in gather_bytes(driver.handle_of(own), group.process_group)]
@@ -112,7 +95,7 @@ class _Handle(ctypes.Structure):
 
 
 class CudaDriver:
-    """IpcDriver over libcuda. Maps a peer's memory for the device of this rank, also where it lies on another one."""
+    """The calls of libcuda. Maps a peer's memory for the device of this rank, also where it lies on another one."""
 
     def __init__(self, device: torch.device, library: Any = None):
         """library: what has the driver's functions; None: libcuda.so.1"""
@@ -124,6 +107,7 @@ class CudaDriver:
         self._cuda = library or ctypes.CDLL("libcuda.so.1")
 
     def allocate(self, num_bytes: int) -> int:
+        """Returns the address of new memory, all zeros, once the device has cleared it."""
         address = ctypes.c_uint64()
         code = self._cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes))
         if code == _OUT_OF_MEMORY:
@@ -137,11 +121,13 @@ class CudaDriver:
         return address.value
 
     def handle_of(self, address: int) -> bytes:
+        """Returns the HANDLE_BYTES by which another process opens allocated memory."""
         handle = _Handle()
         self._check(self._cuda.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address)), "cuIpcGetMemHandle")
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
+        """Returns where another process's memory is mapped here."""
         address = ctypes.c_uint64()
         theirs = _Handle.from_buffer_copy(handle)
         code = self._cuda.cuIpcOpenMemHandle_v2(ctypes.byref(address), theirs, ctypes.c_uint(_LAZY_PEER_ACCESS))

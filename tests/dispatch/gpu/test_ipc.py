@@ -81,7 +81,7 @@ def test_what_the_driver_refuses_is_said_with_what_to_do() -> None:
 
 @dataclass
 class SharedFiles:
-    """An IpcDriver whose memory is a file for each rank; a handle is its name."""
+    """A CudaDriver whose memory is a file for each rank; a handle is its name."""
 
     folder: str
     rank: int
