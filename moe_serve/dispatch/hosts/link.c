@@ -46,6 +46,7 @@ enum {
     BUFFER_BYTES = 1 << 17,    /* what is taken in at once where it goes to many places */
     DIRECT_BYTES = 1 << 14,    /* what is left of a write is received in place from this size on */
     MOST_VECTORS = 256,        /* of one system call */
+    MOST_TOLD = 64,            /* batches of link_tell that wait for a connection that makes no progress */
     MOST_LATER = 16,           /* flags that wait for the next batch */
     ACTIVE_NS = 20 * 1000000,  /* the thread looks for so long after the last frame, then sleeps until one comes */
     PAUSE_NS = 150 * 1000,     /* of the thread, while more can be sent soon, or somebody who waits polls */
@@ -86,6 +87,7 @@ typedef struct {
     int fd;
     Batch *head, *tail;
     i64 sent;
+    i64 num_told;  /* batches of link_tell */
     i64 num_later; /* flags that go with the next batch */
     Frame later[MOST_LATER];
 } Outgoing;
@@ -209,6 +211,7 @@ static void drop_all(Link *link, Outgoing *out)
         give_back(link, batch);
     }
     out->head = NULL;
+    out->num_told = 0;
 }
 
 static void add_vector(Batch *batch, const void *data, i64 size)
@@ -267,6 +270,7 @@ static i64 push(Link *link, Outgoing *out)
             continue;
         }
         out->head = batch->next;
+        out->num_told -= batch->epoch == ANY_EPOCH;
         give_back(link, batch);
     }
     __atomic_add_fetch(&out->sent, all, __ATOMIC_RELAXED);
@@ -276,8 +280,13 @@ static i64 push(Link *link, Outgoing *out)
 static void post(Link *link, i64 to, Batch *batch)
 {
     Outgoing *out = link->out + to;
-    if (out->fd < 0 && (batch->epoch == ANY_EPOCH || link->expected[to] <= link->generations[to])) {
-        if (batch->epoch != ANY_EPOCH)
+    int is_told = batch->epoch == ANY_EPOCH;
+    if (is_told && out->num_told == MOST_TOLD) {
+        give_back(link, batch);
+        return;
+    }
+    if (out->fd < 0 && (is_told || link->expected[to] <= link->generations[to])) {
+        if (!is_told)
             out->num_later = 0;
         give_back(link, batch); /* else it waits for the first connection of this epoch */
         return;
@@ -290,6 +299,7 @@ static void post(Link *link, i64 to, Batch *batch)
     else
         out->head = batch;
     out->tail = batch;
+    out->num_told += is_told;
     push(link, out);
     __atomic_store_n(&link->busy_ns, now_ns(), __ATOMIC_RELAXED);
     if (out->head) /* the thread goes on with it */

@@ -269,7 +269,7 @@ class Space:
     def tell(self, rank: int, mask: int, offset: int, data: int, num_bytes: int) -> None:
         """Copies bytes into regions of a rank's host over the connection with this very rank, in whatever epoch it is.
 
-        They are lost where there is no connection. mask: regions as bits
+        They are lost where there is no connection, or none that makes progress. mask: regions as bits
         """
         calls = self._calls
         calls.library.link_tell(calls.at, rank, self._number, mask, offset, data, num_bytes)

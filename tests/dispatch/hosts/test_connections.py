@@ -123,6 +123,23 @@ def test_a_cable_that_swallows_one_direction_is_noticed_and_mended() -> None:
         scene.arrives(0, 3)
 
 
+def test_what_is_told_over_a_connection_without_progress_is_bounded() -> None:
+    with two_hosts() as scene:
+        scene.between.stalls = True
+        words = torch.zeros(1 << 17, dtype=torch.int64)
+        sent_at_most = 200 * words.nbytes
+        for number in range(200):
+            words.fill_(number)
+            scene.spaces[0].tell(1, 0b10, 0, words.data_ptr(), words.nbytes)
+        assert scene.links[0].sent_bytes < sent_at_most // 4
+        scene.between.stalls = False
+        until(lambda: scene.links[0].unsent() is None)
+        assert scene.links[0].sent_bytes < sent_at_most // 2
+        words.fill_(200)
+        scene.spaces[0].tell(1, 0b10, 0, words.data_ptr(), words.nbytes)
+        until(lambda: scene.flag(1) == 200)
+
+
 def test_frames_of_an_epoch_that_was_left_are_ignored_and_what_is_told_is_not() -> None:
     with two_hosts() as scene:
         scene.arrives(0, 5)
