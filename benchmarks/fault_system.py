@@ -23,7 +23,7 @@ from moe_serve.links.link import SOCKETS
 
 _START_S = 120.0
 _KINDS = {
-    "moe_serve.launcher.serve": "rank", "launcher.frontend": "front end", "planning.worker": "planner",
+    "moe_serve.launcher.serve": "rank", "launcher.frontend": "front end", "planner_process": "planner",
 }  # fmt: skip
 _PIDFD_GETFD = 438  # the number of the system call
 

@@ -117,7 +117,7 @@ EPLB_LIBRARY = {
     "split": {"placement", "load"},
     "migration": {"placement", "policies.policy", "relabel"},
     "cost": {"placement", "load", "migration"},
-    "planning": {"policies", "migration", "relabel"},
+    "planner_process": {"policies", "migration", "relabel"},
     "rebalance": {"placement", "load", "policies.policy", "migration", "cost", "repair", "relabel", "split"},
 }
 EPLB_WORKBENCH = {

@@ -8,7 +8,7 @@ from moe_serve.engine.balancing.balancer import Balancer, BalanceReports
 from moe_serve.eplb.load import LoadRecord, rank_load
 from moe_serve.eplb.migration.plan import migration_to
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.planning.process import PlanAnswer, PlanProblem
+from moe_serve.eplb.planner_process import PlanAnswer, PlanProblem
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
 

@@ -10,7 +10,7 @@ import pytest
 from moe_serve.config import load_config
 from moe_serve.eplb.load import rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.planning.process import PlannerProcess
+from moe_serve.eplb.planner_process import PlannerProcess
 from moe_serve.eplb.policies.names import POLICIES, SERVED
 from moe_serve.eplb.rebalance.settings import BalancerSettings
 from moe_serve.errors import PlacementError

@@ -15,7 +15,7 @@ from moe_serve.engine.protocol.mailbox import Inbound
 from moe_serve.engine.protocol.messages import Rebalance, SetPlacement, Submit
 from moe_serve.ep.expert_transfer import OutgoingExpert
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.planning.process import PlannerProcess
+from moe_serve.eplb.planner_process import PlannerProcess
 from tests.engine.losing import check_slots
 from tests.engine.moving import DYNAMIC, lead_restlessly, real_balancer
 from tests.engine.offline import Served, serve, tiny_model

@@ -20,8 +20,18 @@ import pytest
 from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.migration.plan import migration_to
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.planning.process import PlanAnswer, PlannerProcess, PlanProblem
-from moe_serve.eplb.planning.worker import PIECE_BYTES, Ask, MessageReader, Reply, WireError, answer, pieces
+from moe_serve.eplb.planner_process import (
+    PIECE_BYTES,
+    Ask,
+    MessageReader,
+    PlanAnswer,
+    PlannerProcess,
+    PlanProblem,
+    Reply,
+    WireError,
+    answer,
+    pieces,
+)
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest, RankCost
 from moe_serve.topology import Topology
@@ -173,7 +183,7 @@ def test_whatever_a_process_does_is_a_problem_in_words(planners, code, reason):
 def test_an_answer_to_another_request_is_refused(planners):
     code = (
         "import sys\n"
-        "from moe_serve.eplb.planning.worker import Reply, pieces\n"
+        "from moe_serve.eplb.planner_process import Reply, pieces\n"
         "sys.stdout.buffer.write(b''.join(pieces(Reply(77, None, None, 'x')))); sys.stdout.flush(); input()"
     )
     planner = planners(command=python(code))
@@ -256,7 +266,7 @@ def test_a_planner_that_was_given_up_leaves_no_zombie_while_nobody_asks(planners
 def test_it_ends_with_its_parent():
     code = (
         "import os, signal, sys\n"
-        "from moe_serve.eplb.planning.process import PlannerProcess\n"
+        "from moe_serve.eplb.planner_process import PlannerProcess\n"
         "planner = PlannerProcess('greedy', 60.0)\n"
         "planner.start()\n"
         "print(planner.pid, flush=True)\n"

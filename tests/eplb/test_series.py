@@ -8,7 +8,7 @@ import pytest
 from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.planning.worker import Ask, MessageReader, pieces
+from moe_serve.eplb.planner_process import Ask, MessageReader, pieces
 from moe_serve.eplb.policies.incremental import best_edit, state_of
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest

@@ -154,7 +154,7 @@ def balance(client: httpx.Client) -> dict:
 
 
 def planners(system: Running) -> list[int]:
-    return [pid for pid in system.descendants() if "planning.worker" in _command(pid)]
+    return [pid for pid in system.descendants() if "planner_process" in _command(pid)]
 
 
 def test_experts_move_where_a_person_wants_them(client, right):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from moe_serve.engine.protocol.messages import BalanceReport, DecisionReport, WindowReport
 from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.planning.process import PlanAnswer, PlannerProcess, PlanProblem
+from moe_serve.eplb.planner_process import PlanAnswer, PlannerProcess, PlanProblem
 from moe_serve.eplb.rebalance.events import (
     REQUESTED,
     STARTED,

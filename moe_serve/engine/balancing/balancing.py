@@ -33,7 +33,7 @@ from moe_serve.engine.step.plan import MOVE_FAULTS, PHASES, MoveCancelled, StepP
 from moe_serve.ep.weight_mover import MoveSettings, WeightMover, make_carrier
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove
-from moe_serve.eplb.planning.process import PlannerProcess
+from moe_serve.eplb.planner_process import PlannerProcess
 from moe_serve.eplb.rebalance.events import StartRound
 from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
 from moe_serve.errors import PlacementError
