@@ -190,7 +190,7 @@ def buffer_facts(buffers: RowBuffers) -> Int64Array:
         shape.result_row_bytes,
         buffers.hidden,
         int(buffers.dtype == torch.bfloat16),
-        cached_bytes(shape.num_ranks),
+        cached_bytes(shape.num_ranks, all_local=buffers.local_mask == -1),
         buffers.slab_rows,
         int(buffers.rank_sum),
         shape.topk,
@@ -206,17 +206,18 @@ def buffer_facts(buffers: RowBuffers) -> Int64Array:
     return np.array(facts, dtype=np.int64)
 
 
-def cached_bytes(num_ranks: int) -> int:
+def cached_bytes(num_ranks: int, all_local: bool) -> int:
     """Returns how many bytes of arriving rows are written through the caches: half of a rank's share of the largest.
 
     The rest is streamed past the caches. Each path has a limit of its own, so both together are faster than either.
+    Where some ranks are on other hosts, it is half of the core's own cache: the kernel's copies fill the larger ones.
     """
     sizes = [
         int(path.read_text().strip().removesuffix("K")) << 10
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-        if path.read_text().strip().endswith("K")
+        if path.read_text().strip().endswith("K") and (all_local or (path.parent / "level").read_text().strip() == "2")
     ]
-    return max(sizes, default=1 << 20) // num_ranks // 2
+    return max(sizes, default=1 << 20) // (num_ranks if all_local else 1) // 2
 
 
 def native_row_copier(buffers: RowBuffers) -> tuple[NativeRowCopier | None, str]:
