@@ -69,50 +69,9 @@ def one_histogram(name: str, text: str, histogram: Histogram, labels: Labels = (
     return histograms(name, text, [label for label, _ in labels], [values])
 
 
-class WaitMatrix(Collector):
-    """How long each rank has waited for each peer: moe_serve_all_to_all_wait_seconds_total{rank, peer}.
-
-    A slow rank shows as a peer that every rank waits for. A rank that waits for all peers has less work than they, or a
-    faster machine. A transport that does not measure its waits has no series. The totals restart with a launch, as
-    counters may.
-    """
-
-    def __init__(self, workers: RankTable):
-        self._workers = workers
-
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(
-            "moe_serve_all_to_all_wait_seconds",
-            "Seconds that a rank has waited for the rows of a peer, after its first polls.",
-            labels=("rank", "peer"),
-        )
-        for view in self._workers:
-            for peer, waited_s in enumerate(view.status.waited_s if view.status else ()):
-                if peer != view.rank:
-                    family.add_metric((str(view.rank), str(peer)), waited_s)
-        yield family
-
-
-class ServingRanks(Collector):
-    """Which ranks take requests: moe_serve_rank_serving{rank}, 0 for a rank that is masked, lost or not ready."""
-
-    def __init__(self, workers: RankTable):
-        self._workers = workers
-
-    def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(
-            "moe_serve_rank_serving", "Whether a rank takes requests: 1, or 0 while it is masked.", labels=("rank",)
-        )
-        for view in self._workers:
-            family.add_metric((str(view.rank),), float(view.serves and self._workers.loss is None))
-        yield family
-
-
 def make_registry(bridge: Bridge, peer: str | None = None) -> CollectorRegistry:
     """Returns the metrics of one front end. peer: one of PEERS, under whose names metrics are shown as well"""
     registry = CollectorRegistry()
-    registry.register(WaitMatrix(bridge.workers))
-    registry.register(ServingRanks(bridge.workers))
     registry.register(RankMetrics(bridge.workers))
     registry.register(RequestMetrics(bridge))
     registry.register(BalanceMetrics(bridge.balance, bridge.workers))
@@ -204,13 +163,35 @@ _TOKENS = (("decode", "num_decode_tokens"), ("prefill", "num_prefill_tokens"), (
 
 
 class RankMetrics(Collector):
-    """What each rank has reported of itself."""
+    """What each rank has reported of itself.
+
+    In the waits of each rank for each peer, a slow rank shows as a peer that every rank waits for. A rank that waits for
+    all peers has less work than they, or a faster machine. A transport that does not measure its waits has no series.
+    """
 
     def __init__(self, workers: RankTable):
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        told = [(str(view.rank), view.status) for view in self._workers if view.status is not None]
+        workers = self._workers
+        yield gauges(
+            "moe_serve_rank_serving",
+            "Whether a rank takes requests: 1, or 0 while it is masked.",
+            ("rank",),
+            [((str(view.rank),), float(view.serves and workers.loss is None)) for view in workers],
+        )
+        told = [(str(view.rank), view.status) for view in workers if view.status is not None]
+        yield counters(
+            "moe_serve_all_to_all_wait_seconds",
+            "Seconds that a rank has waited for the rows of a peer, after its first polls.",
+            ("rank", "peer"),
+            [
+                ((rank, str(peer)), waited_s)
+                for rank, status in told
+                for peer, waited_s in enumerate(status.waited_s)
+                if str(peer) != rank
+            ],
+        )
         for name, text, value in _RANK_GAUGES:
             yield gauges(name, text, ("rank",), [((rank,), value(status)) for rank, status in told])
         for name, text, key in _RANK_COUNTERS:
@@ -346,17 +327,14 @@ class BalanceMetrics(Collector):
                 yield _gauge(name, text, totals[name])
 
     def _splits(self) -> Metric:
-        family = CounterMetricFamily(
-            "moe_serve_eplb_splits",
-            "Batches of the exact split: proven optimal, proven after repair, or not proven.",
-            labels=("rank", "outcome"),
-        )
-        for view in self._workers:
-            counters = view.status.counters if view.status is not None else {}
-            for outcome in _OUTCOMES:
-                if f"num_splits_{outcome}" in counters:
-                    family.add_metric((str(view.rank), outcome), counters[f"num_splits_{outcome}"])
-        return family
+        found = [
+            ((str(view.rank), outcome), view.status.counters[f"num_splits_{outcome}"])
+            for view in self._workers
+            for outcome in _OUTCOMES
+            if view.status is not None and f"num_splits_{outcome}" in view.status.counters
+        ]
+        text = "Batches of the exact split: proven optimal, proven after repair, or not proven."
+        return counters("moe_serve_eplb_splits", text, ("rank", "outcome"), found)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
@@ -389,28 +367,23 @@ class AdmissionMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         number = self._bridge.api_servers.label
         names, own = ((), ()) if number is None else (("front_end",), (str(number),))
-        refused = CounterMetricFamily(
+        refused = {"queue": self._bridge.book.counters["num_refused"]}
+        refused |= {name: self._clients.refused[name] for name in LIMIT_NAMES}
+        yield counters(
             "moe_serve_requests_refused",
             "Requests that were refused: the queue was full, or a client had reached this limit of its own.",
-            labels=("reason", *names),
+            ("reason", *names),
+            [((reason, *own), count) for reason, count in refused.items()],
         )
-        refused.add_metric(("queue", *own), self._bridge.book.counters["num_refused"])
-        for name in LIMIT_NAMES:
-            refused.add_metric((name, *own), self._clients.refused[name])
-        yield refused
-        degraded = CounterMetricFamily(
+        yield counters(
             "moe_serve_degraded_calls",
             "Calls that a step of server.degrade has changed or refused.",
-            labels=("step", *names),
+            ("step", *names),
+            [((step, *own), count) for step, count in self._degradation.counts.items()],
         )
-        for step, count in self._degradation.counts.items():
-            degraded.add_metric((step, *own), count)
-        yield degraded
-        active = GaugeMetricFamily(
-            "moe_serve_degradation_steps", "How many steps of server.degrade are taken now.", labels=names
-        )
-        active.add_metric(own, self._degradation.num_active(self._bridge.book.queue.share))
-        yield active
+        active = self._degradation.num_active(self._bridge.book.queue.share)
+        text = "How many steps of server.degrade are taken now."
+        yield gauges("moe_serve_degradation_steps", text, names, [(own, active)])
 
 
 PEERS = ("sglang", "vllm")
