@@ -58,7 +58,10 @@ def counting(submit: Submit) -> list[int]:
 
 @dataclass
 class FakeWorker:
-    """One rank. reply: the output ids of a request; go: cleared = produce nothing for now."""
+    """One rank. reply: the output ids of a request;  go: cleared = produce nothing for now
+
+    failure: message and field of the error with which every request ends; None: requests get their output
+    """
 
     rank: int
     num_ranks: int
@@ -69,6 +72,7 @@ class FakeWorker:
     restarts_left: int = 0
     info: dict[str, object] = field(default_factory=lambda: {"backend": "fake"})
     reply: Callable[[Submit], list[int]] = counting
+    failure: tuple[str, str | None] | None = None
     tokens_at_once: int = 1
     round_s: float = 0.001  # between two rounds of tokens
     go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -155,6 +159,10 @@ class FakeWorker:
             await asyncio.sleep(self.round_s)
 
     def _step(self, submit: Submit) -> TokenEvent:
+        if self.failure is not None:
+            del self.running[submit.request_id]
+            message, field = self.failure
+            return TokenEvent(submit.request_id, submit.attempt, 0, [], "error", message=message, field=field)
         start = self.produced[submit.request_id]
         token_ids: list[int] = []
         finish = matched = None

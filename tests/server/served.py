@@ -37,6 +37,15 @@ class Served:
     async def generate(self, **fields: object) -> httpx.Response:
         return await self.client.post("/generate", json=fields)
 
+    def hold(self) -> None:
+        """Keeps the ranks from producing tokens, until `go_on`."""
+        for worker in self.workers:
+            worker.go.clear()
+
+    def go_on(self) -> None:
+        for worker in self.workers:
+            worker.go.set()
+
     def kill(self, rank: int) -> None:
         """Ends a rank without a word."""
         self.tasks[rank].cancel()

@@ -89,8 +89,7 @@ async def test_a_body_beyond_the_bound_gets_a_413_announced_or_not():
 @in_event_loop
 async def test_a_full_queue_gets_a_429_with_retry_after_and_drains():
     async with serving(2, "engine.max_running_requests=1", "engine.max_queued_requests=1") as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         calls = [asyncio.create_task(served.generate(text="a", sampling_params=FIVE)) for _ in range(3)]
         await until(lambda: len(served.bridge.book) == 3)
         refused = await served.generate(text="a")
@@ -98,8 +97,7 @@ async def test_a_full_queue_gets_a_429_with_retry_after_and_drains():
         assert int(refused.headers["retry-after"]) >= 1
         assert "max_queued_requests" in refused.json()["error"]["message"]
         assert refused.json()["error"]["retryable"]
-        for worker in served.workers:
-            worker.go.set()
+        served.go_on()
         assert [(await call).status_code for call in calls] == [200] * 3
         assert (await served.generate(text="a", sampling_params=FIVE)).status_code == 200
         too_many = await served.generate(text="a", sampling_params={"n": 5})

@@ -165,8 +165,8 @@ _TOKENS = (("decode", "num_decode_tokens"), ("prefill", "num_prefill_tokens"), (
 class RankMetrics(Collector):
     """What each rank has reported of itself.
 
-    In the waits of each rank for each peer, a slow rank shows as a peer that every rank waits for. A rank that waits for
-    all peers has less work than they, or a faster machine. A transport that does not measure its waits has no series.
+    A slow rank shows as a peer that every rank waits for. A rank that waits for all peers has less work than they, or a
+    faster machine. A transport that does not measure its waits has no series of them.
     """
 
     def __init__(self, workers: RankTable):

@@ -174,8 +174,7 @@ def test_a_client_that_goes_away_aborts_its_requests(stream):
     @in_event_loop
     async def check():
         async with serving() as served:
-            for worker in served.workers:
-                worker.go.clear()
+            served.hold()
             fields = {"input_ids": [[1], [2], [3]], "stream": stream}
             with pytest.raises(httpx.ReadTimeout):
                 await served.client.post("/generate", json=fields, timeout=0.2)
@@ -199,16 +198,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_it():
 
 @in_event_loop
 async def test_a_request_that_the_rank_refuses_gets_its_words():
-    from moe_serve.engine.protocol.messages import TokenEvent
-
-    async with serving() as served:
-        for worker in served.workers:
-            worker._step = lambda submit, worker=worker: (
-                worker.running.pop(submit.request_id)
-                and TokenEvent(
-                    submit.request_id, 0, 0, [], "error", message="input_ids needs 9 blocks, 5 exist", field="input_ids"
-                )
-            )
+    async with serving(failure=("input_ids needs 9 blocks, 5 exist", "input_ids")) as served:
         response = await served.generate(text="a")
         (chunk, end) = await events(served, text="a")
     assert response.status_code == 400
@@ -219,14 +209,7 @@ async def test_a_request_that_the_rank_refuses_gets_its_words():
 
 @in_event_loop
 async def test_a_request_that_the_model_failed_is_not_worth_another_try():
-    from moe_serve.engine.protocol.messages import TokenEvent
-
-    async with serving() as served:
-        for worker in served.workers:
-            worker._step = lambda submit, worker=worker: (
-                worker.running.pop(submit.request_id)
-                and TokenEvent(submit.request_id, 0, 0, [], "error", message="the logits of this request are NaN")
-            )
+    async with serving(failure=("the logits of this request are NaN", None)) as served:
         response = await served.generate(text="a")
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "the logits of this request are NaN"

@@ -52,8 +52,7 @@ async def test_a_drain_ends_a_pause_and_finishes_what_it_held():
 @in_event_loop
 async def test_what_does_not_end_by_the_deadline_ends_with_an_error():
     async with serving(2, "server.drain_deadline_s=0.1") as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         call = asyncio.create_task(served.generate(input_ids=[7]))
         await until(lambda: len(served.bridge.book) == 1)
         served.server.drain()
@@ -110,8 +109,7 @@ def test_a_second_request_to_end_cancels_what_is_open_without_a_traceback(
 @in_event_loop
 async def test_while_draining_every_answer_asks_its_client_to_close_the_connection():
     async with serving(2) as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         plain, stream, idle = [await RawClient.connect(served) for _ in range(3)]
         await plain.post({"input_ids": [7], "sampling_params": PARAMS})
         await stream.post({"input_ids": [7], "sampling_params": PARAMS, "stream": True})
@@ -125,8 +123,7 @@ async def test_while_draining_every_answer_asks_its_client_to_close_the_connecti
             answer = await client.answer()
             assert (answer.status, answer.headers["connection"]) == (503, "close")
             assert await client.closed() == b""
-        for worker in served.workers:
-            worker.go.set()
+        served.go_on()
         answer = await plain.answer()
         assert (answer.status, answer.headers["connection"]) == (200, "close")
         answer = await stream.answer()
@@ -139,8 +136,7 @@ async def test_while_draining_every_answer_asks_its_client_to_close_the_connecti
 @in_event_loop
 async def test_a_rank_that_is_asked_to_end_ends_all_once_open_requests_have_ended_and_others_may_come():
     async with serving(2) as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         calls = [asyncio.create_task(served.generate(input_ids=[7], sampling_params=PARAMS)) for _ in range(4)]
         await until(lambda: sum(len(worker.running) for worker in served.workers) == 4)
         for _ in range(2):  # a rank repeats it
@@ -149,8 +145,7 @@ async def test_a_rank_that_is_asked_to_end_ends_all_once_open_requests_have_ende
         assert "rank 1 on testhost was asked to end" in (await served.generate(input_ids=[7])).text
         assert (await served.client.get("/ready")).status_code == 503
         assert not any(worker.was_shut_down for worker in served.workers)
-        for worker in served.workers:
-            worker.go.set()
+        served.go_on()
         assert [(await call).json()["output_ids"] for call in calls] == [OUTPUT] * 4
         await until(lambda: all(worker.was_shut_down for worker in served.workers))
         await until(lambda: served.bridge.workers.loss is not None)
@@ -165,8 +160,7 @@ async def test_a_rank_that_is_asked_to_end_ends_all_once_open_requests_have_ende
 @in_event_loop
 async def test_ranks_that_are_asked_to_end_do_so_at_the_deadline():
     async with serving(2, "server.drain_deadline_s=0.1") as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         call = asyncio.create_task(served.generate(input_ids=[7]))
         await until(lambda: len(served.bridge.book) == 1)
         served.workers[0].say(Draining(0, 0))

@@ -27,14 +27,12 @@ async def test_no_new_tokens_computes_the_prompt_and_answers_with_none():
 @in_event_loop
 async def test_an_rid_is_taken_while_its_request_is_open_and_free_again_after_it():
     async with serving() as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         first = asyncio.create_task(served.generate(input_ids=[7], rid="mine", sampling_params=FIVE))
         await until(lambda: len(served.bridge.book) == 1)
         second = await served.generate(input_ids=[7], rid="mine")
         both = await served.generate(input_ids=[[7], [8]], rid=["other", "other"])
-        for worker in served.workers:
-            worker.go.set()
+        served.go_on()
         assert (await first).status_code == 200
         again = await served.generate(input_ids=[7], rid="mine", sampling_params=FIVE)
     for refused in (second, both):

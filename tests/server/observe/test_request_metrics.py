@@ -75,13 +75,8 @@ async def test_waiting_on_the_rank_counts_as_queue_time():
 
 @in_event_loop
 async def test_a_request_that_fails_is_an_error_and_has_no_times():
-    async with serving(1) as served:
-        (worker,) = served.workers
-        worker.go.clear()
-        call = asyncio.create_task(served.generate(**body(max_new_tokens=1)))
-        await until(lambda: bool(worker.submitted))
-        worker.say(Tokens(0, 0, [TokenEvent(worker.submitted[0].request_id, 0, 0, [], "error", message="NaN")]))
-        assert (await call).status_code == 500
+    async with serving(1, failure=("NaN", None)) as served:
+        assert (await served.generate(**body(max_new_tokens=1))).status_code == 500
         found = await samples(served)
     assert found["moe_serve_requests_finished_total", "error"] == 1
     assert found["moe_serve_e2e_request_latency_seconds_count",] == 0
@@ -89,14 +84,9 @@ async def test_a_request_that_fails_is_an_error_and_has_no_times():
 
 @in_event_loop
 async def test_a_request_that_cannot_be_served_to_its_end_is_its_clients_and_no_error():
-    async with serving(1) as served:
-        (worker,) = served.workers
-        worker.go.clear()
-        call = asyncio.create_task(served.generate(**body(max_new_tokens=9)))
-        await until(lambda: bool(worker.submitted))
-        end = TokenEvent(worker.submitted[0].request_id, 0, 0, [], "error", message="no token", field="sampling_params")
-        worker.say(Tokens(0, 0, [end]))
-        assert (await call).status_code == 400
+    async with serving(1, failure=("no token", "sampling_params")) as served:
+        assert (await served.generate(**body(max_new_tokens=9))).status_code == 400
+        served.hold()
         assert (await served.generate(**body(), timeout=0.01)).status_code == 408
         found = await samples(served)
     finished = {key[1]: value for key, value in found.items() if key[0] == "moe_serve_requests_finished_total"}

@@ -33,8 +33,7 @@ def spec(ids=(5, 6), seed=1, **fields) -> RequestSpec:
 
 async def waiting_calls(served: Served, count: int = 4) -> list[asyncio.Task]:
     """Open HTTP calls, some streaming, on ranks that produce nothing."""
-    for worker in served.workers:
-        worker.go.clear()
+    served.hold()
     calls = [
         asyncio.create_task(served.generate(input_ids=[7], sampling_params=LONG, stream=bool(i % 2)))
         for i in range(count)
@@ -65,12 +64,16 @@ async def test_a_rank_that_reports_its_own_failure_ends_every_request():
         assert len(served.bridge.book) == 0
 
 
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [(1, "rank 0 on testhost reports that rank 1 on testhost is lost"), (-1, "rank 0 reports that a rank is lost")],
+)
 @in_event_loop
-async def test_a_peer_names_the_rank_that_is_lost():
+async def test_a_peer_ends_every_request_with_its_report_of_a_lost_rank_whether_it_can_name_it_or_not(lost, words):
     async with serving() as served:
         calls = await waiting_calls(served)
-        served.workers[0].say(Fatal(0, 0, "connection closed by peer", 1))
-        await all_fail(calls, "rank 0 on testhost reports that rank 1 on testhost is lost")
+        served.workers[0].say(Fatal(0, 0, "connection closed by peer", lost))
+        await all_fail(calls, words)
 
 
 @in_event_loop
@@ -87,14 +90,6 @@ async def test_a_loss_without_a_name_waits_for_one():
         launcher.send(encode(Fatal(SUPERVISOR, 0, "rank 1 was killed by SIGKILL", 1)))
         await all_fail(calls, "rank 1 was killed by SIGKILL")
         sockets.close()
-
-
-@in_event_loop
-async def test_a_loss_that_nobody_can_name_still_ends_every_request():
-    async with serving() as served:
-        calls = await waiting_calls(served)
-        served.workers[0].say(Fatal(0, 0, "connection closed by peer", -1))
-        await all_fail(calls, "rank 0 reports that a rank is lost")
 
 
 @in_event_loop
@@ -161,8 +156,7 @@ async def test_ranks_of_a_new_launch_serve_on_and_the_old_ones_are_not_heard():
 @in_event_loop
 async def test_old_and_repeated_events_are_dropped():
     async with serving() as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         changes = Changes()
         (request,) = served.bridge.submit([spec(max_new_tokens=6)], changes)
         rank, name = request.rank, request.request_id
@@ -197,8 +191,7 @@ async def test_a_reader_of_ends_is_woken_once_for_each_request_with_all_its_toke
 @in_event_loop
 async def test_missing_tokens_are_asked_for_again_and_leave_no_hole():
     async with serving() as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         changes = Changes()
         (request,) = served.bridge.submit([spec()], changes)
         worker = served.workers[request.rank]
@@ -243,15 +236,13 @@ async def test_ranks_hear_that_the_front_end_lives():
 @in_event_loop
 async def test_a_session_stays_with_its_rank_and_a_chosen_rank_is_obeyed():
     async with serving() as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         changes = Changes()
         same = served.bridge.submit([spec(ids=(i,), session_id="s") for i in range(6)], changes)
         chosen = served.bridge.submit([spec(rank=rank) for rank in (1, 0, 1)], changes)
         assert len({request.rank for request in same}) == 1
         assert [request.rank for request in chosen] == [1, 0, 1]
-        for worker in served.workers:
-            worker.go.set()
+        served.go_on()
         await finished(changes, 9)
 
 

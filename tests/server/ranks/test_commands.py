@@ -131,8 +131,7 @@ async def test_flush_cache_asks_every_rank_and_is_refused_while_requests_are_ope
         served.workers[1].answer = lambda call_id: Answer(1, 0, call_id, False, "1 requests are open")
         response = await served.client.post("/flush_cache")
         assert (response.status_code, response.json()["error"]["message"]) == (400, "rank 1: 1 requests are open")
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         call = asyncio.create_task(served.generate(input_ids=[7]))
         await until(lambda: len(served.bridge.book) == 1)
         response = await served.client.post("/flush_cache")

@@ -23,8 +23,7 @@ async def open_on_each(served: Served, changes: Changes, max_new_tokens: int = 4
     specs = [spec(seed=10 * i, rank=i % 3, max_new_tokens=max_new_tokens) for i in range(6)]
     requests = served.bridge.submit(specs, changes)
     await until(lambda: all(request.num_output >= 2 for request in requests))
-    for worker in served.workers:
-        worker.go.clear()
+    served.hold()
     return requests
 
 
@@ -56,8 +55,7 @@ async def test_a_request_keeps_its_salt_on_the_rank_that_goes_on_with_it():
 
 
 async def all_right(served: Served, changes: Changes, requests: list[OpenRequest]) -> None:
-    for worker in served.workers:
-        worker.go.set()
+    served.go_on()
     await finished(changes, len(requests))
     for request in requests:
         wanted = [2 + (request.spec.seed + i) % 2000 for i in range(request.spec.params.max_new_tokens)]
@@ -137,8 +135,7 @@ async def test_a_rank_that_was_out_for_a_moment_only_has_dropped_its_requests_al
 @in_event_loop
 async def test_a_request_that_ends_every_rank_that_gets_it_is_not_tried_for_ever():
     async with serving(6, info=GOES_ON) as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         changes = Changes()
         (request,) = served.bridge.submit([spec()], changes)
         members = list(range(6))
@@ -154,8 +151,7 @@ async def test_a_request_that_ends_every_rank_that_gets_it_is_not_tried_for_ever
 @in_event_loop
 async def test_a_request_whose_ranks_are_only_late_goes_on_however_often():
     async with three_ranks() as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         changes = Changes()
         (request,) = served.bridge.submit([spec(max_new_tokens=3)], changes)
         for turn in range(MAX_LOSSES + 3):
@@ -171,8 +167,7 @@ async def test_a_request_whose_ranks_are_only_late_goes_on_however_often():
 @in_event_loop
 async def test_a_request_with_new_tokens_since_the_last_loss_is_not_blamed():
     async with serving(7, info=GOES_ON) as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         changes = Changes()
         (request,) = served.bridge.submit([spec(max_new_tokens=100)], changes)
         members = list(range(7))

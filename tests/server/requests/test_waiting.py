@@ -12,8 +12,7 @@ SENT = 3  # one that runs and two ahead
 
 async def full(served: Served) -> list[asyncio.Task]:
     """Calls that fill all ranks; the ranks stand still."""
-    for worker in served.workers:
-        worker.go.clear()
+    served.hold()
     count = SENT * len(served.workers)
     calls = [
         asyncio.create_task(served.generate(input_ids=[7], sampling_params={"max_new_tokens": 3})) for _ in range(count)
@@ -30,14 +29,12 @@ def seeds(served: Served) -> list[int]:
 async def test_a_rank_gets_what_it_runs_and_a_few_more_and_all_are_served():
     async with serving(2, *ONE) as served:
         changes = Changes()
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         requests = served.bridge.submit([spec(seed=10 * i) for i in range(20)], changes)
         info = (await served.client.get("/server_info")).json()["requests"]
         assert (info["open"], info["waiting"]) == (20, 20 - 2 * SENT)
         assert info["waiting_tokens"] == (20 - 2 * SENT) * (2 + 4)
-        for worker in served.workers:
-            worker.go.set()
+        served.go_on()
         await finished(changes, 20)
         assert [request.matcher.output_ids[0] for request in requests] == [2 + 10 * i for i in range(20)]
         assert seeds(served) != sorted(seeds(served)) or len(set(seeds(served))) == 20
@@ -62,8 +59,7 @@ async def test_a_priority_goes_first_among_those_that_wait():
 @in_event_loop
 async def test_requests_for_a_chosen_rank_do_not_hold_up_those_for_any():
     async with serving(2, *ONE) as served:
-        for worker in served.workers:
-            worker.go.clear()
+        served.hold()
         changes = Changes()
         served.bridge.submit([spec(rank=1) for _ in range(50)], changes)
         others = Changes()
