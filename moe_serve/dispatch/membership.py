@@ -45,6 +45,7 @@ _POLL_S = 0.0002
 _LEAST_SHOW_S = 0.005  # how often a page is copied to other hosts, at most, while its rank only waits
 _TURN_S = 0.05  # for which a rank leaves it to each lower one to ask the hosts for a decision
 _VOTE_S = 3.0  # how long the hosts are asked, at most
+_SETTLE_S = 2.0  # how long ranks that reach most hosts again wait for those that they do not hear yet
 _SILENT_S = 1.0  # several beats: a rank that is silent for so long does not rejoin now
 
 
@@ -92,6 +93,7 @@ class Membership:
         self._heartbeat = Heartbeat(rank, pages, None if hosts is None else self._show_life)
         self._waiting: tuple[list[int], str, int] = ([], "", 0)
         self._waited_s = self._shown_s = 0.0  # when this rank was last waiting, and its page was shown
+        self._returns_s = 0.0  # when a rank that was cut off goes on without those that it does not hear
         self._seen_waits: dict[int, tuple[int, float]] = {}  # by rank: its count, and when that changed
         self._checked_s = self._paused_s = 0.0
         if hosts is not None:
@@ -208,9 +210,15 @@ class Membership:
     def begin_masked(self) -> None:
         """Begins as a masked rank, in the place of a process that died: what that one proposed last counts no more.
 
-        Raises PeerError where the others have not masked it.
+        Raises PeerError where the others have not masked it. Those of other hosts may need the vote of this one for
+        that, and have two deadlines.
         """
         epoch, (masked, _) = self._decisions.read().newest() or (0, self._decisions.begin)
+        until_s = time.monotonic() + 2 * self._deadline_s
+        while self._hosts is not None and not masked >> self._rank & 1 and time.monotonic() < until_s:
+            self._hosts.catch_up()
+            epoch, (masked, _) = self._decisions.read().newest() or (0, self._decisions.begin)
+            time.sleep(_POLL_S)
         if not masked >> self._rank & 1:
             text = f"rank {self._rank} is started anew, but the others have not masked the one before"
             raise PeerError(text, self._rank, "start", epoch)
@@ -275,17 +283,19 @@ class Membership:
         """
         hosts = self._hosts
         assert hosts is not None, "no rank is cut off from others of its host"
-        hosts.catch_up()
+        answering = hosts.catch_up() | {hosts.host_of[self._rank]}
         newest = self._decisions.read().newest()
         if newest is not None and newest[0] > self.epoch:
             with contextlib.suppress(PeerError):
                 self._enter(*newest)
             return True
-        away = set(filter(self._is_away, self.others))
-        here = {hosts.host_of[rank] for rank in self.others if rank not in away} | {hosts.host_of[self._rank]}
-        if not Electorate(self._decided(self.epoch), hosts.host_of).is_quorum(here):
+        now_s = time.monotonic()
+        if not Electorate(self._decided(self.epoch), hosts.host_of).is_quorum(answering):
+            self._returns_s = now_s + _SETTLE_S
             return False
-        self._suspects.clear()
+        away = set(filter(self._is_away, self.others))
+        if away and now_s < self._returns_s:
+            return False  # their connections are on the way
         with contextlib.suppress(PeerError):
             self.regroup(away)
         return not self.is_apart
@@ -302,8 +312,6 @@ class Membership:
 
     def _agree(self, epoch: int, masked: int) -> list[int]:
         decisions, hosts = self._decisions, self._hosts
-        if hosts is not None:
-            hosts.leave_epoch(epoch)
         self._propose(epoch, masked)
         deadline_s = time.monotonic() + 2 * self._deadline_s  # a rank sees that the step is void only once it waits
         while decisions.read().decided(epoch) is None:
@@ -385,6 +393,7 @@ class Membership:
     def _cut_off(self, hosts: "OtherHosts", epoch: int) -> PeerError:
         """Withdraws this rank's proposal, which nobody may go on with, and returns the error."""
         self.is_apart = True
+        self._returns_s = time.monotonic() + _SETTLE_S
         self._suspects.clear()
         self._propose(self.epoch, _mask(self.masked))
         why = hosts.why_down()
@@ -398,6 +407,8 @@ class Membership:
         if self._rank not in members:
             self._begin(epoch, self.others, is_masked=True)
             raise self._masked_by("by the others", "regroup", epoch)
+        if self._hosts is not None:
+            self._hosts.leave_epoch(epoch, decided.masked)  # ranks that this one has not proposed to mask, too
         self._begin(epoch, [rank for rank in members if rank != self._rank], is_masked=False)
         return members
 
@@ -406,6 +417,8 @@ class Membership:
         self._begin_epoch(epoch, others)
 
     def _propose(self, epoch: int, masked: int) -> None:
+        if self._hosts is not None:
+            self._hosts.leave_epoch(epoch, masked)
         self._own[_MASK] = masked
         self._own[_PROPOSED] = epoch
         self._show()

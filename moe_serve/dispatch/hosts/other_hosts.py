@@ -46,6 +46,7 @@ class OtherHosts:
         self._elsewhere = space.link.hosts.elsewhere(rank)
         self._voters = Voters(space.link, log)
         self._caught_up_s = 0.0
+        self._answering: frozenset[int] = frozenset()
         self._link.on_votes(self._voters.serve)
 
     def show_page(self) -> None:
@@ -58,9 +59,12 @@ class OtherHosts:
         """Takes in what has come."""
         self._link.poll()
 
-    def leave_epoch(self, epoch: int) -> None:
-        """Takes in nothing of epochs before this one; called before this rank proposes it."""
-        self._link.leave_epoch(epoch)
+    def leave_epoch(self, epoch: int, masked: int) -> None:
+        """Takes in nothing of epochs before this one; called before this rank proposes it, or begins it.
+
+        masked: ranks, as bits; those of this host take in nothing of these epochs either
+        """
+        self._link.leave_epoch(epoch, [rank for rank in self.neighbours if masked >> rank & 1])
 
     def broken(self) -> dict[int, str]:
         """Returns the ranks whose connection has ended in this epoch, and why: something may be lost."""
@@ -79,11 +83,15 @@ class OtherHosts:
         decided = self._voters.decide(proposer, time.monotonic() + deadline_s)
         return None if decided is None else self._log.decide(epoch, decided)
 
-    def catch_up(self) -> None:
-        """Asks the other hosts for the newest decision, and writes it into the log of this host; not too often."""
+    def catch_up(self) -> frozenset[int]:
+        """Asks the other hosts for the newest decision, and writes it into the log of this host; not too often.
+
+        Returns the hosts that have answered. Of one whose ranks all start anew, these answer before they take part.
+        """
         if time.monotonic() - self._caught_up_s > _CATCH_UP_S:
-            self._voters.ask_newest()
+            self._answering = self._voters.ask_newest()
             self._caught_up_s = time.monotonic()
+        return self._answering
 
 
 @dataclass(frozen=True)
@@ -136,19 +144,22 @@ class Voters:
                     request = proposer.hear(answer.host, answer.incarnation, answer.vote)
         return proposer.decided
 
-    def ask_newest(self) -> None:
-        """Writes the newest decision that another host knows into the log; waits a second for answers at most."""
+    def ask_newest(self) -> frozenset[int]:
+        """Writes the newest decision of the other hosts into the log; returns those that answer within a second."""
         answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         until_s = time.monotonic() + _DIAL_S
         with self._asked(answers) as ask:
             ask(Vote(Kind.NEWEST, 0, 0, self._log.begin))
-            for _ in self._link.others:
+            heard: set[int] = set()
+            while len(heard) < len(self._link.others):
                 try:
-                    vote = answers.get(timeout=max(until_s - time.monotonic(), 0.0)).vote
+                    answer = answers.get(timeout=max(until_s - time.monotonic(), 0.0))
                 except queue.Empty:
-                    return
-                if vote.kind is Kind.DECIDED:
-                    self._log.decide(vote.epoch, vote.decision)
+                    break
+                heard.add(answer.host)
+                if answer.vote.kind is Kind.DECIDED:
+                    self._log.decide(answer.vote.epoch, answer.vote.decision)
+        return frozenset(heard)
 
     @contextlib.contextmanager
     def _asked(self, answers: "queue.SimpleQueue[_Answer]") -> Iterator[Callable[[Vote], None]]:

@@ -123,14 +123,17 @@ def connect(rank: int, net: Network, is_replacement: bool = False) -> HostLink:
 def make_transport(rank: int, net: Network, deadline_s: float, is_replacement: bool = False) -> ShmAllToAll:
     link = connect(rank, net, is_replacement)
     memory = ShmMemory(rank, net.mappings[net.host_of[rank]])
-    memory.space = link.share([memory.region(owner) for owner in range(len(net.host_of))])
+    memory.join(link)
     if not is_replacement:
         until(lambda: all(link.generation(peer) for peer in link.hosts.elsewhere(rank)))
         time.sleep(0.2)  # the others have shared their regions
     request = TransportRequest("shm", faults.LIMITS, torch.float32, deadline_s=deadline_s)
     transport = ShmAllToAll(memory, request)
-    transport.membership.suspect_after_s = SUSPECT_S
-    transport.membership.begin_heartbeat()
+    membership = transport.membership
+    membership.suspect_after_s = SUSPECT_S
+    if is_replacement:
+        membership.begin_masked()
+    membership.begin_heartbeat()
     return transport
 
 
@@ -152,7 +155,7 @@ def serve(rank: int, transport: ShmAllToAll, net: Network, story: Story) -> None
     while True:
         try:
             if membership.is_masked:
-                raise PeerError("masked", rank, "start", 0)
+                raise PeerError("it is a new process", rank, "start", 0)
             members = membership.members
             story.groups[membership.epoch] = members
             shown = torch.tensor([step, sum(1 << each for each in membership.waiting_to_rejoin()), net.ends])
@@ -191,7 +194,7 @@ def recover(transport: ShmAllToAll, net: Network, story: Story) -> bool:
             time.sleep(0.01)
     if membership.is_masked:
         story.masked += 1
-        membership.ask_to_rejoin()
+        membership.ask_to_rejoin(is_new="it is a new process" in story.said)
         while not membership.try_rejoin():
             if net.ends:
                 return False

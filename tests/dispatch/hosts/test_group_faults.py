@@ -24,8 +24,16 @@ def body(rank: int, net: Network) -> Story:
     return story
 
 
-def run(host_of: Sequence[int], fault: Fault, dies: tuple[int, ...] = ()) -> dict[int, Story]:
-    """Returns what each rank went through while a thread of this process made a fault."""
+def body_anew(rank: int, net: Network) -> Story:
+    story = Story()
+    hosts.serve(rank, hosts.make_transport(rank, net, DEADLINE_S, is_replacement=True), net, story)
+    return story
+
+
+def run(
+    host_of: Sequence[int], fault: Fault, dies: tuple[int, ...] = (), anew: Callable[..., Story] | None = None
+) -> dict[int, Story]:
+    """Returns what each rank went through while a thread of this process made a fault. anew: as in `run_forked`"""
     errors: list[BaseException] = []
 
     def make_fault(net: Network) -> None:
@@ -39,7 +47,7 @@ def run(host_of: Sequence[int], fault: Fault, dies: tuple[int, ...] = ()) -> dic
     with network(host_of) as net:
         thread = threading.Thread(target=make_fault, args=(net,))
         thread.start()
-        stories: dict[int, Story] = faults.run_forked(len(host_of), body, net, dies=dies)
+        stories: dict[int, Story] = faults.run_forked(len(host_of), body, net, dies=dies, anew=anew)
         thread.join()
     assert not errors, f"{errors[0]}: {stories}"
     epochs: dict[int, list[int]] = {}
@@ -146,3 +154,18 @@ def test_a_group_without_any_quorum_waits_and_goes_on_whole() -> None:
 
     stories = run((0, 1, 2), cut_and_mend)
     assert all(story.apart for story in stories.values())
+
+
+@slow
+@pytest.mark.parametrize(("host_of", "victim"), [((0, 1, 1), 2), ((0, 1), 0), ((0, 0, 1), 2)], ids=str)
+def test_a_rank_that_was_killed_comes_back_as_a_new_process(host_of: Sequence[int], victim: int) -> None:
+    """Also the only one of its host, and where the others are no quorum without the vote of that host."""
+
+    def kill(net: Network, pids: dict[int, int]) -> None:
+        before = net.num_steps(victim)
+        os.kill(pids[victim], signal.SIGKILL)
+        until(lambda: net.num_steps(victim) > before + 5)
+        go_on(net, range(len(host_of)))
+
+    for story in run(host_of, kill, dies=(victim,), anew=body_anew).values():
+        assert story.groups[max(story.groups)] == list(range(len(host_of)))
