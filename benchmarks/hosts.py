@@ -11,7 +11,8 @@ Steps: decode steps of an engine without a front end, so that each rank has a co
 host, and on two that take each other for ranks of two hosts. They take turns.
 
 Serving: the demo model on two network namespaces joined by a cable, each with a /dev/shm of its own (needs root), by
-the same connections and by gloo, and on one host over shared memory. Systems are started one after the other.
+the same connections and by gloo, and on one host over shared memory; then over a cable with a delay, which a process of
+the benchmark makes. Systems are started one after the other.
 """
 
 import argparse
@@ -54,6 +55,9 @@ from tests.ranks import run_ranks
 
 NUM_TOKENS, HIDDEN, TOPK, NUM_EXPERTS = 128, 7168, 8, 64
 ROW_BYTES = 2 * HIDDEN
+STREAMS = "plain stream of its bytes", "plain stream of combine's bytes"
+DELAY_S = 0.001
+WAYS = 2 * 4 + 1  # between hosts in a step: rows and results of each layer of the demo model, and the exchange
 Times = dict[str, list[float]]
 TOKEN = "0123456789abcdef" * 2
 URL = "http://127.0.0.1:30000"
@@ -121,11 +125,15 @@ def transport_rows(hosts: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     sent, expected = found[0][1], found[0][2]
     layout = f"2 hosts x {len(hosts) // 2} rank{'s' if len(hosts) > 2 else ''}"
     rows = []
+    for call, stream in (("dispatch of 128 tokens", STREAMS[0]), ("combine of 128 tokens", STREAMS[1])):
+        times[f"{stream}, then over shared memory"] = times[stream] + times[f"{call}, shared memory"]
     for name, yardstick, goal in (
         ("one token there and back", "one token there and back, gloo", "≤ 0.1"),
-        ("dispatch of 128 tokens", "plain stream of its bytes", "≤ 1.25"),
+        ("dispatch of 128 tokens", STREAMS[0], "≤ 1.25"),
+        ("dispatch of 128 tokens", f"{STREAMS[0]}, then over shared memory", ""),
         ("dispatch of 128 tokens", "dispatch of 128 tokens, gloo", ""),
-        ("combine of 128 tokens", "plain stream of combine's bytes", "≤ 1.25"),
+        ("combine of 128 tokens", STREAMS[1], "≤ 1.25"),
+        ("combine of 128 tokens", f"{STREAMS[1]}, then over shared memory", ""),
         ("combine of 128 tokens", "combine of 128 tokens, gloo", ""),
         ("exchange of counts", "exchange of counts, gloo", ""),
     ):
@@ -157,6 +165,7 @@ def measure(rank: int, group: EpGroup, hosts: tuple[int, ...], rounds: int) -> t
     assert process_group is not None
     limits = BufferLimits(NUM_TOKENS, HIDDEN, TOPK, NUM_EXPERTS // group.num_ranks)
     ours = make_all_to_all(linked, TransportRequest("low_latency", limits, torch.bfloat16))
+    shared = make_all_to_all(group, TransportRequest("low_latency", limits, torch.bfloat16))
     gloo = make_all_to_all(group, TransportRequest("collective", limits, torch.bfloat16))
     hidden = torch.randn(NUM_TOKENS, HIDDEN).bfloat16()
     ids = torch.rand(NUM_TOKENS, NUM_EXPERTS).topk(TOPK, dim=1).indices
@@ -181,7 +190,7 @@ def measure(rank: int, group: EpGroup, hosts: tuple[int, ...], rounds: int) -> t
 
     one = hidden[:1].clone(), ids[:1].clone(), weights[:1].clone()
     for _ in range(rounds + 2):
-        for name, transport in (("", ours), (", gloo", gloo)):
+        for name, transport in (("", ours), (", shared memory", shared), (", gloo", gloo)):
             timed(f"exchange of counts{name}", lambda t=transport: t.exchange_counts(torch.ones(1).long()).wait())
             timed(f"one token there and back{name}", lambda t=transport: round_trip(t, *one))
             arrived = timed(
@@ -192,8 +201,8 @@ def measure(rank: int, group: EpGroup, hosts: tuple[int, ...], rounds: int) -> t
                 f"combine of 128 tokens{name}",
                 lambda t=transport, out=out, arrived=arrived: t.combine(out, weights, arrived.handle).wait(),
             )
-        timed("plain stream of its bytes", lambda: stream(num_rows * ROW_BYTES))
-        timed("plain stream of combine's bytes", lambda: stream(sum(there) * ROW_BYTES))
+        timed(STREAMS[0], lambda: stream(num_rows * ROW_BYTES))
+        timed(STREAMS[1], lambda: stream(sum(there) * ROW_BYTES))
     dist.barrier(process_group)
     return {name: each[2:] for name, each in times.items()}, sent, num_rows * ROW_BYTES
 
@@ -315,7 +324,40 @@ def serving_rows(rounds: int) -> list[dict[str, Any]]:
             value = f"{rate:.0f} tokens/s"
             row = {"what": f"serving, batch {batch}", "value": value, "ratio": ", ".join(ratios), "goal": wanted}
             rows.append({"system": name, **row})
+    return rows + delayed_rows(rounds, {batch: batch / rates["2 hosts x 1 rank", batch] for batch in (1, 16)})
+
+
+def delayed_rows(rounds: int, steps_s: dict[int, float]) -> list[dict[str, Any]]:
+    """Returns what steps over a cable with a delay take. steps_s: without delay, by batch"""
+    rows = []
+    with make_hosts(2, DELAY_S) as (a, b):
+        way_s = one_way_s(a, b)
+        for settings, batches in (([], (1, 16)), (["dispatch.overlap_from_tokens=2"], (16,))):
+            served = serve((a, b), [1, 1], settings, rounds)
+            for batch in batches:
+                step_s, least_s = batch / statistics.median(served[batch][0]), steps_s[batch] + WAYS * way_s
+                ratio = f"{step_s / least_s:.2f} × its time without delay and {WAYS} ways of {1e3 * way_s:.2f} ms"
+                what = f"step with {1e3 * DELAY_S:g} ms of delay, batch {batch}{', two rounds' if settings else ''}"
+                row = {"system": "2 hosts x 1 rank", "what": what, "value": f"{1e3 * step_s:.1f} ms", "ratio": ratio}
+                rows.append(row | {"goal": ""})
     return rows
+
+
+def one_way_s(a: Host, b: Host) -> float:
+    """Returns half of the time that a few bytes take from a host to another and back."""
+    with b.network():
+        listener = socket.create_server((b.address, 0))
+    with listener, a.network(), socket.create_connection(listener.getsockname()) as here, listener.accept()[0] as there:
+        for each in (here, there):
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        times = []
+        for _ in range(50):
+            started_s = time.perf_counter()
+            here.sendall(b"x")
+            there.sendall(there.recv(1))
+            here.recv(1)
+            times.append(time.perf_counter() - started_s)
+    return statistics.median(times) / 2
 
 
 def serve(
