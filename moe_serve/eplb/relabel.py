@@ -154,7 +154,7 @@ def cheapest_columns(price: Ints) -> Ints:
 
 @cache
 def find_library() -> ctypes.CDLL | None:
-    """Returns assignment.c, built where no earlier build is found; None, said once, where it cannot be built."""
+    """Returns assignment.c, or None where it cannot be built, which the log says once."""
     otherwise = "ranks are relabelled by numpy, about a hundred times slower"
     return find_c_library(_SOURCE, {"cheapest_columns": 3, "cheapest_parts": 1}, otherwise)
 

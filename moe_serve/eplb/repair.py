@@ -164,7 +164,7 @@ class _Holders:
         return num_given > 0
 
     def write(self, table: Ints) -> int:
-        """Writes the experts that ranks got into empty, then repeated, then given-up slots. Returns their number."""
+        """Writes new experts into empty slots, then repeated ones, then those that experts left; returns how many."""
         num_written = 0
         for rank in self._live:
             row = table[rank]
@@ -276,7 +276,7 @@ def fill_empty_slots(
     lost_ranks: Collection[int] = (),
     in_use: Placement | None = None,
 ) -> Placement:
-    """Returns the placement with one more replica of an expert in every empty slot, but in those of lost ranks.
+    """Returns the placement with one more replica of an expert in every empty slot, except those of lost ranks.
 
     Our planners leave a slot empty where a replica brings nothing.
 

@@ -294,7 +294,7 @@ def _counts(value: Any, where: str, name: str, ndim: int) -> np.ndarray:
 
 
 def older_part_of(path: Path) -> Path:
-    """Returns where the older part of a trace lies, if it has one."""
+    """Returns the path of a trace's older part, if it has one."""
     return path.with_name(f"{path.stem}.1{path.suffix}")
 
 
@@ -362,7 +362,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path, meta: TraceMeta, append: bool = False, step_zero: int = 0):
-        """append: write behind what the file holds. step_zero: added to all steps, so that those of a trace go on"""
+        """append: write behind what the file holds. step_zero: added to all steps, to continue those of the trace"""
         self.step_zero = step_zero
         self.file = path.open("ab" if append else "wb")
         self._placement: Placement | None = None
@@ -459,7 +459,7 @@ def begin_trace(path: Path, meta: TraceMeta) -> IO[bytes]:
 
 
 class RollingTrace:
-    """Appends the records and events of one run to a trace. Its steps go on after those of earlier runs.
+    """Appends the records and events of one run to a trace. Its steps continue those of earlier runs.
 
     max_bytes: of the trace; at half of it the file becomes the older part, in place of the one before
     lock:      of the rank that began the trace
@@ -478,7 +478,7 @@ class RollingTrace:
         return self._writer is not None
 
     def open(self, next_step: int) -> None:
-        """Opens the file, behind what an earlier run or another rank has written. next_step: of the run, not yet in it
+        """Opens the file to append to what an earlier run or another rank wrote. next_step: the next one of this run
 
         Raises OSError, and TraceError where the file does not hold a trace.
         """
@@ -514,7 +514,7 @@ class RollingTrace:
             self._writer = None
 
     def _roll(self, run_begins: int, next_step: int) -> None:
-        """Goes on in a new file, which is complete up to here before it has its name."""
+        """Continues in a new file, which gets its name once it is complete up to here."""
         unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         writer = JsonlWriter(unfinished, self._meta, step_zero=run_begins)
         try:

@@ -199,7 +199,7 @@ def unkept_homes(problem: Problem, table: Ids, homes: Ints) -> tuple[Unkept, ...
 class _Mending:
     """One layer of a hierarchy on its way to a legal table, slot by slot.
 
-    most: moves it may come to;  num_moves: so far
+    most: moves that it may make;  num_moves: made so far
     """
 
     def __init__(self, problem: Problem, row: int, table: Ids, home: Ints) -> None:

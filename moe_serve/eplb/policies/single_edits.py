@@ -157,7 +157,7 @@ def balance_reached(state: EditState) -> Floats:
 
 @cache
 def find_library() -> ctypes.CDLL | None:
-    """Returns edits.c, built where no earlier build is found; None, said once, where it cannot be built."""
+    """Returns edits.c, or None where it cannot be built, which the log says once."""
     otherwise = "plans are edited by numpy, about ten times slower"
     return find_c_library(_SOURCE, {"edit_layer": 1}, otherwise, (*processor_flags(), _UNFUSED))
 

@@ -44,7 +44,7 @@ class Serving:
     overlap:     two half-batches overlap in every step or in none; auto: in those that they make shorter
     utilisation: share of the time in which steps run; in the rest ranks wait for requests
     cache_hit:   share of the prompts that the cache holds: prefill computes the others, and serves all
-    Raises ConfigError for values that cannot be.
+    Raises ConfigError for impossible values.
     """
 
     phase: Phase = "decode"

@@ -51,7 +51,7 @@ class Sweep:
     slots:        physical experts per layer; () = experts + redundant, rounded up to the ranks
     redundant:    used where slots is (): extra slots per layer
     window_steps: steps per window of load
-    Raises ConfigError for values that cannot be.
+    Raises ConfigError for impossible values.
     """
 
     nodes: tuple[int, ...] = (4,)

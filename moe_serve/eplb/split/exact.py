@@ -42,7 +42,7 @@ class ExactSplit(SplitPolicy):
 
     @cached_property
     def _near(self) -> TurnSplit:
-        """The split of the start: within all reaches but the last, over the replicas of the graph."""
+        """The split to begin from: within all reaches but the last, over the replicas of the graph."""
         layer, graph = self.layer, self._graph
         slots = np.full(layer.num_slots, layer.num_logical)
         slots[list(graph.replica_slot)] = np.array(graph.experts, dtype=np.int64)[list(graph.owner)]
@@ -107,9 +107,8 @@ def split_exact(graph: ReplicaGraph, counts: Sequence[int], start: Sequence[int]
     """Returns the split with the smallest possible largest rank load. See the module for the method.
 
     counts: [E] whole numbers >= 0
-    start:  [C] tokens per replica to begin from, at most its tokens for each expert; only the rest is water-filled, and
-            of the start only what must move is moved: one that is good for another reason, such as short routes, stays
-            mostly as it is. None = nothing
+    start:  [C] tokens per replica to begin from, at most its tokens for each expert; None = nothing. The rest is
+            water-filled, and only what must leave the start does: one with short routes mostly keeps them
     """
     load = [0] * graph.num_ranks
     slots_per_rank = graph.layer.slots_per_rank

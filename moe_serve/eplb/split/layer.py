@@ -112,7 +112,6 @@ class ReplicaGraph:
     A replica here is a (replicated expert, rank) pair: two slots of one expert on the same rank are one replica, served
     by the lower slot, because a rank streams the weights only once.
 
-
     fixed_slot:    [E] int64, the slot of an expert that lives on one rank only; -1 for a replicated or lost expert
     experts:       [X] ids of the experts that live on two or more ranks, ascending; "replicated" below
     replica_start: [X + 1]: replicas replica_start[i] .. replica_start[i + 1] - 1 belong to experts[i]
@@ -188,7 +187,7 @@ class ReplicaGraph:
 class Forest:
     """A maximum spanning forest of the graph in which two ranks with replicas of one expert are neighbours.
 
-    An edge weighs as much as its expert has replicas: of such an expert a replica tends to have more tokens to pass on.
+    An edge weighs the number of its expert's replicas: with many, each tends to have more tokens to pass on.
 
     child, parent: [T] ranks of each edge, leaves first: the edges to a rank's children come before that to its parent
     child_replica, parent_replica: [T] the replicas, on these two ranks, of the expert that connects them
