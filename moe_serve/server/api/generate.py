@@ -191,6 +191,22 @@ def texts_of(tokenizer: Tokenizer | None) -> TextOf:
     return text_of
 
 
+@dataclass
+class Cursor:
+    """How much of a request's output its client has: characters and tokens."""
+
+    num_chars: int = 0
+    num_tokens: int = 0
+
+    def advance(self, request: OpenRequest) -> tuple[str, list[int]]:
+        """Returns the new text and tokens of the output, which the client has from now on."""
+        text = request.matcher.text[self.num_chars :]
+        token_ids = request.matcher.output_ids[self.num_tokens :]
+        self.num_chars += len(text)
+        self.num_tokens += len(token_ids)
+        return text, token_ids
+
+
 class Answers(Protocol):
     """Formats the results of a call for its client, and remembers how much of a stream the client has.
 

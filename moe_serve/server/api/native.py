@@ -5,7 +5,7 @@ first prompt token has null instead of a log probability, and null instead of a 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -16,7 +16,7 @@ from msgspec import Meta
 from moe_serve.attention_dp.sampling_params import MAX_LOGPROB_IDS, MAX_SEED, SamplingParams
 from moe_serve.engine.output.logprobs import Logprob, TokenLogprobs
 from moe_serve.errors import RequestError
-from moe_serve.server.api.generate import DONE, Call, CallResponse, RequestPipeline, texts_of
+from moe_serve.server.api.generate import DONE, Call, CallResponse, Cursor, RequestPipeline, texts_of
 from moe_serve.server.api.params import (
     OTHER_SGLANG_WORDS,
     SGLANG_DEFAULTS,
@@ -356,21 +356,6 @@ def _encoded(make: Callable[[int], Any], places: range) -> msgspec.Raw:
 WEIGHT_VERSION = "default"  # weights do not change while serving
 
 
-@dataclass
-class Shown:
-    """How much of a request the reader of an incremental stream has: characters and tokens."""
-
-    num_chars: int = 0
-    num_tokens: int = 0
-
-    def rest(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Returns the part of a result that the reader does not have yet, and counts it as read."""
-        text, output_ids = answer["text"], answer["output_ids"]
-        new = {**answer, "text": text[self.num_chars :], "output_ids": output_ids[self.num_tokens :]}
-        self.num_chars, self.num_tokens = len(text), len(output_ids)
-        return new
-
-
 class NativeAnswers:
     """An object for each request, or a list of them; see `generate.Answers`."""
 
@@ -382,7 +367,7 @@ class NativeAnswers:
         text_of: texts of tokens beside their log probabilities
         """
         self._is_batch = is_batch
-        self._shown = [Shown() for _ in call.requests] if incremental else None
+        self._cursors = [Cursor() for _ in call.requests] if incremental else None
         self._text_of = text_of
 
     def whole(self, call: Call) -> bytes:
@@ -395,19 +380,17 @@ class NativeAnswers:
         if request.failure is not None:
             chunk = error_of(request.failure)
         else:
-            shown = None if self._shown is None else self._shown[index]
-            chunk = self._result(request, call.client_ids[index], shown)
-            if shown is not None:
-                chunk = shown.rest(chunk)
+            cursor = Cursor() if self._cursors is None else self._cursors[index]
+            chunk = self._result(request, call.client_ids[index], cursor.num_tokens)
+            chunk["text"], chunk["output_ids"] = cursor.advance(request)
         if self._is_batch:
             chunk["index"] = index
         return b"data: " + json_bytes(chunk) + b"\n\n"
 
-    def _result(self, request: OpenRequest, rid: str, shown: Shown | None = None) -> dict[str, Any]:
-        """Returns the object of a request. shown: what its reader has already; None = nothing"""
+    def _result(self, request: OpenRequest, rid: str, begin: int = 0) -> dict[str, Any]:
+        """Returns the object of a request. begin: the first token whose log probabilities are shown"""
         found = result(request, rid)
         if request.output_logprobs is not None and request.spec.shows_logprobs:
-            begin = 0 if shown is None else shown.num_tokens
             if not begin:  # those of the prompt are complete by now
                 found["meta_info"] |= of_prompt(request, self._text_of)
             found["meta_info"] |= of_output(request, self._text_of, begin)

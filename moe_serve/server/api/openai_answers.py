@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_serve.engine.output.logprobs import TokenLogprobs
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.api.generate import DONE, Call, TextOf, texts_of
+from moe_serve.server.api.generate import DONE, Call, Cursor, TextOf, texts_of
 from moe_serve.server.api.openai_requests import CallOptions, ChatRequest, CompletionRequest
 from moe_serve.server.api.parsed_output import Delta, NewOutput, OutputParser, merged, whole_message
 from moe_serve.server.edge.errors import error_of, json_bytes
@@ -187,8 +187,7 @@ class CompletionAnswers:
         self._text_of = texts_of(tokenizer)
         self._head = Head.of(given.options, model)
         num_choices = len(call.requests)
-        self._num_chars = [0] * num_choices  # of each choice's output, that the client has
-        self._num_tokens = [0] * num_choices
+        self._cursors = [Cursor() for _ in range(num_choices)]
         self._has_begun = [False] * num_choices
         self._logprobs = [CompletionLogprobs(self._text_of) for _ in range(num_choices)]
         # An event with text alone is written by parts: at 30,000 tokens per second every microsecond counts.
@@ -199,18 +198,17 @@ class CompletionAnswers:
         )
 
     def whole(self, call: Call) -> bytes:
-        choices = [self._choice(i, request, request.matcher.text) for i, request in enumerate(call.requests)]
+        choices = [self._choice(i, request) for i, request in enumerate(call.requests)]
         return json_bytes({**self._head.fields(_KIND), "choices": choices, "usage": usage(call)})
 
     def event(self, call: Call, index: int) -> bytes:
         request = call.requests[index]
         if request.failure is not None:
             return failure_event(request)
-        text = request.matcher.text[self._num_chars[index] :]
-        self._num_chars[index] += len(text)
         if self._is_plain and not request.is_done:
+            text, _ = self._cursors[index].advance(request)
             return self._starts[index] + json_bytes(text) + _COMPLETION_TAIL if text else b""
-        chunk = {**self._head.fields(_KIND), "choices": [self._choice(index, request, text)]}
+        chunk = {**self._head.fields(_KIND), "choices": [self._choice(index, request)]}
         if self._options.continuous_usage:
             chunk["usage"] = usage(call, [request])
         return event_of(chunk)
@@ -218,10 +216,11 @@ class CompletionAnswers:
     def end(self, call: Call) -> bytes:
         return stream_end(call, self._head, _KIND, self._options)
 
-    def _choice(self, index: int, request: OpenRequest, text: str) -> dict[str, Any]:
-        """Returns a choice with what is new. text: the new part of the output"""
-        begins, first_token = not self._has_begun[index], self._num_tokens[index]
-        self._has_begun[index], self._num_tokens[index] = True, request.num_output
+    def _choice(self, index: int, request: OpenRequest) -> dict[str, Any]:
+        """Returns a choice with what is new."""
+        begins, first_token = not self._has_begun[index], self._cursors[index].num_tokens
+        self._has_begun[index] = True
+        text, token_ids = self._cursors[index].advance(request)
         echoes = begins and self._given.echo
         logprobs = None
         if self._given.logprobs:
@@ -238,7 +237,7 @@ class CompletionAnswers:
         if self._given.prompt_logprobs and begins:
             choice["prompt_logprobs"] = prompt_logprobs(request, self._text_of)
         if self._options.return_token_ids:
-            choice["token_ids"] = request.matcher.output_ids[first_token:]
+            choice["token_ids"] = token_ids
             if begins:
                 choice["prompt_token_ids"] = request.spec.prompt_ids
         return choice
@@ -271,8 +270,7 @@ class ChatAnswers:
         self._has_logprobs = given.logprobs
         self._head = Head.of(given.options, model)
         self._parsers = [make_parser() for _ in range(num_choices)]
-        self._num_chars = [0] * num_choices  # of each choice, that its parser has
-        self._num_tokens = [0] * num_choices
+        self._cursors = [Cursor() for _ in range(num_choices)]  # what the parsers have
         self._has_begun = [False] * num_choices
         # An event with content alone is written by parts: at 30,000 tokens per second every microsecond counts.
         start = json_bytes(self._head.fields(_CHUNK))[:-1]
@@ -298,7 +296,7 @@ class ChatAnswers:
         request = call.requests[index]
         if request.failure is not None:
             return failure_event(request)
-        first_token = self._num_tokens[index]
+        first_token = self._cursors[index].num_tokens
         deltas = self._push(call, index)
         events = []
         if not self._has_begun[index]:
@@ -326,11 +324,7 @@ class ChatAnswers:
     def _push(self, call: Call, index: int) -> list[Delta]:
         """Feeds new output of a choice to its parser; returns the deltas of the message."""
         request = call.requests[index]
-        text = request.matcher.text[self._num_chars[index] :]
-        token_ids = request.matcher.output_ids[self._num_tokens[index] :]
-        self._num_chars[index] += len(text)
-        self._num_tokens[index] += len(token_ids)
-        return self._parsers[index].push(NewOutput(text, token_ids, finish_reason(request)))
+        return self._parsers[index].push(NewOutput(*self._cursors[index].advance(request), finish_reason(request)))
 
     def _end_of(self, index: int, request: OpenRequest) -> dict[str, Any]:
         reason = finish_reason(request)

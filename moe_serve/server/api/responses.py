@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from moe_serve.errors import RequestError
-from moe_serve.server.api.generate import Call
+from moe_serve.server.api.generate import Call, Cursor
 from moe_serve.server.api.messages import MAX_MESSAGES, Content, Message, Part, text_of
 from moe_serve.server.api.openai_answers import finish_reason, usage
 from moe_serve.server.api.openai_requests import ChatBody, ChatFields, ChatRequest, check_chat
@@ -264,7 +264,7 @@ class ResponseAnswers:
         self._model = model
         self._parser = parser
         self._created_s = int(time.time())
-        self._num_chars = self._num_tokens = 0  # that the parser has
+        self._cursor = Cursor()  # what the parser has
         self._num_events = 0
         self._items = _Items()
 
@@ -294,14 +294,10 @@ class ResponseAnswers:
 
     def _push(self, request: OpenRequest) -> list[Event]:
         """Hands what is new of the output to the parser, and returns the events of what that makes of it."""
-        text = request.matcher.text[self._num_chars :]
-        token_ids = request.matcher.output_ids[self._num_tokens :]
-        self._num_chars += len(text)
-        self._num_tokens += len(token_ids)
         finish = finish_reason(request)
         events = [
             event
-            for delta in self._parser.push(NewOutput(text, token_ids, finish))
+            for delta in self._parser.push(NewOutput(*self._cursor.advance(request), finish))
             for event in self._items.take(delta)
         ]
         return events + (self._items.close("completed" if finish == "stop" else "incomplete") if finish else [])
