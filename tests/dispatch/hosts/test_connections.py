@@ -357,3 +357,21 @@ def test_threads_that_send_and_take_in_while_connections_are_reset_read_nothing_
                 thread.join()
     assert problems == []
     assert min(counts) >= epoch // 2
+
+
+def test_flags_that_are_raised_later_all_come_also_where_nothing_is_sent_and_those_of_a_left_epoch_do_not() -> None:
+    with two_hosts() as scene:
+        for flag in range(1, 41):  # more than wait at once
+            scene.spaces[0].later(1, 0b10, 0, flag)
+        until(lambda: scene.flag(1) == 40)
+        scene.between.refuses = True
+        scene.between.reset()
+        until(lambda: all(link.down() for link in scene.links))
+        for flag in range(41, 81):
+            scene.spaces[0].later(1, 0b10, 0, flag)
+        scene.between.refuses = False
+        scene.begin(1)
+        scene.arrives(1, 7)
+        scene.spaces[0].later(1, 0b10, 8, 9)
+        until(lambda: int(scene.regions[1][1][8]) == 9)
+        assert scene.flag(1) == 40
