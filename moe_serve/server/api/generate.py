@@ -191,7 +191,7 @@ def texts_of(tokenizer: Tokenizer | None) -> TextOf:
     return text_of
 
 
-@dataclass
+@dataclass(slots=True)
 class Cursor:
     """How much of a request's output its client has: characters and tokens."""
 
@@ -200,8 +200,8 @@ class Cursor:
 
     def advance(self, request: OpenRequest) -> tuple[str, list[int]]:
         """Returns the new text and tokens of the output, which the client has from now on."""
-        text = request.matcher.text[self.num_chars :]
-        token_ids = request.matcher.output_ids[self.num_tokens :]
+        matcher = request.matcher
+        text, token_ids = matcher.text[self.num_chars :], matcher.output_ids[self.num_tokens :]
         self.num_chars += len(text)
         self.num_tokens += len(token_ids)
         return text, token_ids
