@@ -5,6 +5,7 @@ lines explain its end. Lost ones are restarted within bounds: how often and how 
 """
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -31,6 +32,7 @@ LAST_LINES = 15  # of a child's output, kept for a report of its end
 TERMINATE_S = 2.0  # between SIGTERM and SIGKILL
 _FIRST_PAUSE_S = 5.0  # before a restart that follows a failed start; doubled for each further one
 _MOST_PAUSE_S = 60.0
+_UNMASKED_S = 3.0  # after which a rank of several hosts is replaced though the others have not masked it
 # Set by a launcher that started this process.
 _LAUNCH_VARIABLES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")
 
@@ -384,6 +386,7 @@ class Replacements:
     def __init__(self, config: ServeConfig, restarts: Restarts):
         self._restarts = restarts
         self._num_ranks = config.parallel.num_ranks
+        self._unmasked_s = math.inf if config.launcher.nnodes == 1 else _UNMASKED_S
         self._deadline_s = config.server.attach_deadline_s
         self._group_epoch = 0
         self._masked: set[int] = set()
@@ -415,8 +418,13 @@ class Replacements:
         return f"{failed.reason}; the next start is due{in_a_while(wait_s) or ' now'}"
 
     def due(self, now_s: float) -> list[Death]:
-        """Returns the ends of the ranks to be replaced now, each once."""
-        ranks = [rank for rank in sorted(self._masked & set(self._ended)) if self._ended[rank][1] <= now_s]
+        """Returns the ends of the ranks to be replaced now, each once.
+
+        On several hosts also one that the others have not masked for a while: where no rank of its host is left, they
+        may need the vote of that host, which a replacement gives from the memory that the launcher has kept.
+        """
+        waits_s = {rank: 0.0 if rank in self._masked else self._unmasked_s for rank in self._ended}
+        ranks = [rank for rank in sorted(self._ended) if self._ended[rank][1] + waits_s[rank] <= now_s]
         return [self._ended.pop(rank)[0] for rank in ranks]
 
     def may_replace(self, death: Death) -> bool:

@@ -40,6 +40,7 @@ class RankView:
     mask_reason:  why it is masked; None while it takes part
     suspicion:    (since when, why) it is presumed lost; its peers will report whether they go on
     times_masked: how often it was masked
+    masked_before: how often it had been when a new process in its place first said hello; None: none has
     pulse_s:      when its process last showed that it lives; None: not yet
     last_phase:   what it was doing then
     """
@@ -58,6 +59,7 @@ class RankView:
     mask_reason: str | None = None
     suspicion: tuple[float, str] | None = None
     times_masked: int = 0
+    masked_before: int | None = None
     pulse_s: float | None = None
     last_phase: str = "its phase is not known"
     num_reconnects: int = 0
@@ -187,7 +189,9 @@ class RankTable:
             return self._wait_or_refuse(hello)
         known = self._ranks.get(hello.rank) if hello.launch_id == self.launch_id else None
         if known is not None and known.pid and hello.num_before > known.num_before:
-            if known.mask_reason is None:
+            if known.masked_before is None:
+                known.masked_before = known.times_masked
+            if known.mask_reason is None and known.times_masked == known.masked_before:
                 return Arrival(waits=True)  # the others are about to say that the process before it is lost
             self._ranks[hello.rank] = known.replaced_by(identity, hello, now_s)
             return Arrival()

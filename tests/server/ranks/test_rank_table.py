@@ -171,6 +171,18 @@ def test_a_new_process_takes_the_place_of_a_masked_rank_and_takes_part_once_the_
     assert table.is_ready, "also before it has said so itself"
 
 
+def test_a_new_process_that_waited_until_its_rank_was_masked_and_back_is_taken() -> None:
+    """On several hosts its vote may be what lets the others mask the one before."""
+    table = group_of("mask", "mask")
+    new = Hello(1, 2, 0, pid=300, host="h", num_before=1)
+    assert table.attach(b"new", new, 5.0).waits
+    table.regroup(Members(0, 0, 1, [0], "rank 1 died"))
+    table.regroup(Members(0, 0, 2, [0, 1], "rank 1 rejoined"))
+    assert table.attach(b"new", new, 8.0) == Arrival()
+    assert table.by_identity(b"new").pid == 300
+    assert not table.masked
+
+
 def test_ranks_that_are_cut_off_serve_nothing_until_a_group_goes_on() -> None:
     table = attached(0, 1)
     make_ready(table, 10, 10)
