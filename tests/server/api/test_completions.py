@@ -127,31 +127,28 @@ async def test_a_stop_string_and_a_stop_token_are_named_and_an_end_of_sequence_i
 
 @in_event_loop
 async def test_an_id_is_the_clients_own_and_aborts_all_of_its_choices():
-    async with serving() as served:
-        for worker in served.workers:
-            worker.reply = lambda submit: [5] * 200
-            worker.round_s = 0.05
-        async with served.client.stream(
+    async with (
+        serving(reply=lambda submit: [5] * 200, round_s=0.05) as served,
+        served.client.stream(
             "POST", COMPLETIONS, json={"prompt": ["a", "b"], "n": 2, "max_tokens": 150, "rid": "mine", "stream": True}
-        ) as response:
-            events = (json.loads(line[6:]) async for line in response.aiter_lines() if line.startswith("data: {"))
-            begun = set()
-            async for event in events:  # one that had no token yet would end with an error: see the next test
-                assert event["id"] == "mine"
-                begun.add(event["choices"][0]["index"])
-                if len(begun) == 4:
-                    break
-            assert (await served.client.post("/abort_request", json={"rid": "mine"})).status_code == 200
-            rest = [event async for event in events]
+        ) as response,
+    ):
+        events = (json.loads(line[6:]) async for line in response.aiter_lines() if line.startswith("data: {"))
+        begun = set()
+        async for event in events:  # one that had no token yet would end with an error: see the next test
+            assert event["id"] == "mine"
+            begun.add(event["choices"][0]["index"])
+            if len(begun) == 4:
+                break
+        assert (await served.client.post("/abort_request", json={"rid": "mine"})).status_code == 200
+        rest = [event async for event in events]
     ends = {event["choices"][0]["index"]: event["choices"][0]["finish_reason"] for event in rest}
     assert ends == dict.fromkeys(range(4), "abort")
 
 
 @in_event_loop
 async def test_an_aborted_choice_without_a_token_leaves_the_others_their_ends():
-    async with serving(1) as served:
-        (worker,) = served.workers
-        worker.reply = lambda submit: [5] * (200 if submit.prompt_ids == [6] else 0)
+    async with serving(1, reply=lambda submit: [5] * (200 if submit.prompt_ids == [6] else 0)) as served:
         body = {"prompt": [[7], [6]], "max_tokens": 150, "rid": "mine"}
         async with served.client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as response:
             lines = response.aiter_lines()
@@ -163,7 +160,7 @@ async def test_an_aborted_choice_without_a_token_leaves_the_others_their_ends():
         await served.client.post("/abort_request", json={"rid": "later"})
         answer = (await whole).json()
         await until(lambda: len(served.bridge.book) == 0)
-        await until(lambda: len(worker.aborted) == 4)
+        await until(lambda: len(served.workers[0].aborted) == 4)
     assert done == "data: [DONE]"
     choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in rest]
     ends = {choice["index"]: choice["finish_reason"] for choice in choices if choice["finish_reason"]}
@@ -176,11 +173,9 @@ async def test_an_aborted_choice_without_a_token_leaves_the_others_their_ends():
 @pytest.mark.parametrize("stream", [False, True])
 @in_event_loop
 async def test_a_call_that_is_aborted_before_any_token_fails(stream):
-    async with serving(1) as served:
-        (worker,) = served.workers
-        worker.reply = lambda submit: []
+    async with serving(1, reply=lambda submit: []) as served:
         call = asyncio.create_task(post(served, COMPLETIONS, prompt=[[6], [7]], rid="mine", stream=stream))
-        await until(lambda: len(worker.submitted) == 2)
+        await until(lambda: len(served.workers[0].submitted) == 2)
         await served.client.post("/abort_request", json={"rid": "mine-1"})
         await asyncio.sleep(0.1)
         assert not call.done(), "the other one may still have an answer"
@@ -294,16 +289,13 @@ async def test_a_stop_regex_and_the_stop_string_that_a_text_keeps():
 
 @in_event_loop
 async def test_a_request_that_fails_in_a_stream_is_an_error_event_and_the_last():
-    async with serving(1) as served:
-        worker = served.workers[0]
-        worker.reply = lambda submit: [5] * 200
-        worker.round_s = 0.02
-        async with served.client.stream(
-            "POST", COMPLETIONS, json={"prompt": [5], "max_tokens": 150, "stream": True}
-        ) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            served.bridge.drain()
-            rest = [line async for line in lines if line]
+    async with (
+        serving(1, reply=lambda submit: [5] * 200, round_s=0.02) as served,
+        served.client.stream("POST", COMPLETIONS, json={"prompt": [5], "max_tokens": 150, "stream": True}) as response,
+    ):
+        lines = response.aiter_lines()
+        await anext(lines)
+        served.bridge.drain()
+        rest = [line async for line in lines if line]
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == 503
     assert rest[-1] == "data: [DONE]"

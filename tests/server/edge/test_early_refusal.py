@@ -4,6 +4,8 @@ import asyncio
 import json
 import multiprocessing
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
 
 import h11
@@ -47,14 +49,21 @@ async def ask(served: Served, *parts: bytes) -> Answer:
     return answer
 
 
+@contextmanager
+def parsing() -> Iterator[list[bytes]]:
+    """Gives what the parser gets."""
+    parsed: list[bytes] = []
+    receive = BoundedParser.receive_data
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundedParser, "receive_data", lambda self, data: (parsed.append(data), receive(self, data)))
+        yield parsed
+
+
 @in_event_loop
 async def test_a_whole_request_is_refused_as_one_in_parts_is_and_the_parser_never_sees_it():
     async with serving(1, *FULL) as served:
         calls = await fill(served)
-        parsed: list[bytes] = []
-        receive = BoundedParser.receive_data
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BoundedParser, "receive_data", lambda self, data: (parsed.append(data), receive(self, data)))
+        with parsing() as parsed:
             request = whole("X-Request-Id: trace-7\r\n")
             early = await ask(served, request)
             assert parsed == []
@@ -231,10 +240,7 @@ def test_headers_are_plain_only_where_h11_reads_the_same_and_the_whole_body(
 async def test_a_header_that_is_known_refuses_its_own_body_and_client_only():
     async with serving(1, *FULL) as served:
         calls = await fill(served)
-        parsed: list[bytes] = []
-        receive = BoundedParser.receive_data
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BoundedParser, "receive_data", lambda self, data: (parsed.append(data), receive(self, data)))
+        with parsing() as parsed:
             for _ in range(2):
                 assert (await ask(served, whole())).status == 429
             assert parsed == []

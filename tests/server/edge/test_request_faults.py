@@ -71,9 +71,7 @@ async def test_a_server_may_send_increments_unless_a_request_wants_all():
 
 @in_event_loop
 async def test_a_request_beyond_its_timeout_keeps_what_it_has_and_frees_its_rank():
-    async with serving(2) as served:
-        for worker in served.workers:
-            worker.round_s = 0.02
+    async with serving(2, round_s=0.02) as served:
         params = {"max_new_tokens": 200, "sampling_seed": 10}
         answer = (await served.generate(input_ids=[7], timeout=0.3, sampling_params=params)).json()
         await until(lambda: any(worker.aborted for worker in served.workers))

@@ -41,9 +41,7 @@ async def test_a_stuck_rank_is_named_where_tokens_are_asked_for_and_left_without
 
 @in_event_loop
 async def test_tokens_of_others_count_and_askers_share_a_probe():
-    async with serving(2, "engine.max_running_requests=1", "engine.max_queued_requests=1") as served:
-        for worker in served.workers:
-            worker.round_s = 0.01
+    async with serving(2, "engine.max_running_requests=1", "engine.max_queued_requests=1", round_s=0.01) as served:
         calls = [
             asyncio.create_task(served.generate(text="a", sampling_params={"max_new_tokens": 200})) for _ in range(3)
         ]

@@ -119,9 +119,7 @@ def test_a_full_queue_tells_unauthenticated_peers_nothing(monkeypatch: pytest.Mo
 
 @in_event_loop
 async def test_a_pause_keeps_streams_and_they_go_on_with_the_same_tokens():
-    async with serving(2) as served:
-        for worker in served.workers:
-            worker.round_s = 0.01
+    async with serving(2, round_s=0.01) as served:
         params = {"max_new_tokens": 40, "sampling_seed": 10}
         call = asyncio.create_task(served.generate(input_ids=[7], sampling_params=params))
         await until(lambda: any(worker.submitted for worker in served.workers))
@@ -141,9 +139,7 @@ async def test_a_pause_keeps_streams_and_they_go_on_with_the_same_tokens():
 
 @in_event_loop
 async def test_abort_request_ends_one_its_samples_or_all():
-    async with serving(2) as served:
-        for worker in served.workers:
-            worker.round_s = 0.02
+    async with serving(2, round_s=0.02) as served:
         params = {"max_new_tokens": 200, "sampling_seed": 10}
         calls = {
             rid: asyncio.create_task(served.generate(input_ids=[7], sampling_params=params | {"n": n}, rid=rid))
