@@ -17,7 +17,7 @@ from moe_serve.dispatch.hosts.link import HostLink, Hosts
 from moe_serve.errors import PeerError
 from tests.dispatch.hosts.relay import relay
 from tests.dispatch.hosts.test_link import KEY, join, until
-from tests.launcher.hosts import Host, can_make_hosts, cut_one_way, make_hosts, set_cable
+from tests.launcher.hosts import Host, can_make_hosts, cut_one_way, make_hosts, mend, set_cable
 
 
 @pytest.fixture
@@ -61,12 +61,12 @@ def test_a_path_that_loses_large_packets_is_found_at_the_start_by_both_ends() ->
 
 
 @contextlib.contextmanager
-def links_of(hosts: list[Host]) -> Iterator[list[HostLink]]:
+def links_of(hosts: list[Host], quiet_s: float = 10.0) -> Iterator[list[HostLink]]:
     """Yields a link on each host, in this process; sockets are made in the network of the thread that connects."""
     links = []
     for rank, host in enumerate(hosts):
         with host.network():
-            links.append(HostLink(rank, Hosts.of(range(len(hosts))), KEY, listen(host.address), 10.0))
+            links.append(HostLink(rank, Hosts.of(range(len(hosts))), KEY, listen(host.address), quiet_s))
     try:
         yield links
     finally:
@@ -138,6 +138,23 @@ def test_a_cable_that_was_cut_for_seconds_and_mended_carries_a_new_connection_at
         until(lambda: all(link.generation(1 - rank) == 2 for rank, link in enumerate(links)))
         assert [list(link.broken()) for link in links] == [[1], [0]]
         assert [list(link.down()) for link in links] == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns")
+@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "sending"])
+def test_a_cut_cable_ends_connections_at_both_ends_and_they_come_back(is_idle: bool) -> None:
+    regions = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    with make_hosts(2) as hosts, links_of(hosts, quiet_s=3.0) as links:
+        spaces = [link.share(regions) for link in links]
+        assert errors_of(hosts, links, 10.0) == ["", ""]
+        cut_one_way(hosts[0], "in")
+        for number, space in enumerate([] if is_idle else spaces):
+            space.write(1 - number, 1 << (1 - number), 8, regions[number].data_ptr(), 0, 0, 7)
+        until(lambda: all(link.down() for link in links))
+        assert "Connection timed out" in [why for link in links for why in link.down().values()]
+        mend(hosts[0])
+        until(lambda: not any(link.down() for link in links))
 
 
 @pytest.mark.slow
