@@ -73,12 +73,14 @@ class ExpertParallel:
         "rounds": replicas, dispatch, experts and combine one after the other: serves every layer
         "local":  compiled kernels pack, compute and add rows that all stay on this rank
         "fused":  a step of one round does dispatch, experts and combine in one call into C, other steps run in rounds
-        The last two need the compiled kernels, no replicas to choose, and nobody who records passes.
+        The last two need the compiled kernels and nobody who records passes, "local" also no replicas to choose.
         """
         can = self.all_to_all.capabilities
-        if not self.numerics.compiled or self.replica_map.has_replicas or self.passes is not None:
+        if not self.numerics.compiled or self.passes is not None:
             return "rounds"
-        return "local" if can.keeps_rows else "fused" if can.fuses else "rounds"
+        if can.keeps_rows and not self.replica_map.has_replicas:
+            return "local"
+        return "fused" if can.fuses else "rounds"
 
     @cached_property
     def fused(self) -> FusedMoe | None:
@@ -187,15 +189,21 @@ class MoeLayer:
         if parallel.form == "local":
             return recorder.experts(x, ids, weights, self.experts.packed)
         out = recorder.buffer("moe_out", x.shape[1])
+        slots = torch.empty_like(ids) if replicas.needs_counts else ids
         fused = None
         if parallel.fused is not None:
-            fused = parallel.fused.bind(x, ids, weights, self.experts.packed, out)
+            fused = parallel.fused.bind(x, slots, weights, self.experts.packed, out)
 
         def call(step: RecordedRun) -> None:
             num_rows = step.rows.num_rows
             if fused is not None and step.num_chunks == 1:
                 parallel.clock.turn(DISPATCH)
                 try:
+                    if replicas.needs_counts:
+                        ids_now = ids[:num_rows]
+                        counts = load if load is not None and num_rows else replicas.count(ids_now)
+                        all_counts = parallel.all_to_all.exchange_counts(counts).wait()
+                        slots[:num_rows] = replicas.split(ids_now, all_counts, parallel.rank)[0]
                     fused(num_rows)
                 except PeerError as error:
                     error.layer_row = self._layer_row

@@ -1,7 +1,8 @@
 """Counts the rows that each slot of this rank receives, where tests need to see who served what."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep import moe_layer
 from moe_serve.ep.expert_store import ExpertStore
+from moe_serve.ep.fused import FusedMoe
+from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.numerics import Numerics
 
 
@@ -18,9 +21,10 @@ class ReceivedRows:
     def __init__(self) -> None:
         self._of_layer: dict[int, Tensor] = {}
 
-    def add(self, experts: ExpertStore, rows_per_slot: Tensor) -> None:
-        before = self._of_layer.get(id(experts), torch.zeros_like(rows_per_slot))
-        self._of_layer[id(experts)] = before + rows_per_slot
+    def add(self, experts: ExpertStore | PackedExperts, rows_per_slot: Tensor) -> None:
+        layer = id(experts.packed if isinstance(experts, ExpertStore) and experts.is_packed else experts)
+        before = self._of_layer.get(layer, torch.zeros_like(rows_per_slot))
+        self._of_layer[layer] = before + rows_per_slot
 
     @property
     def slot_rows(self) -> Tensor:
@@ -31,7 +35,7 @@ class ReceivedRows:
 @contextmanager
 def count_received() -> Iterator[ReceivedRows]:
     """Counts rows of every MoE layer of this process as long as the context is open."""
-    received, expert_ffn = ReceivedRows(), moe_layer.expert_ffn
+    received, expert_ffn, bind = ReceivedRows(), moe_layer.expert_ffn, FusedMoe.bind
 
     def count(
         rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Numerics, out: Tensor | None = None
@@ -39,8 +43,20 @@ def count_received() -> Iterator[ReceivedRows]:
         received.add(experts, rows.rows_per_slot)
         return expert_ffn(rows, experts, numerics, out)
 
+    def bind_counted(
+        fused: FusedMoe, x: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts, out: Tensor
+    ) -> Callable[[int], None]:
+        call = bind(fused, x, slots, weights, experts, out)
+
+        def counted(num_rows: int) -> None:
+            call(num_rows)
+            received.add(experts, fused._block[: fused._carried.buffers.shape.slots_per_rank])
+
+        return counted
+
     moe_layer.expert_ffn = count
-    try:
-        yield received
-    finally:
-        moe_layer.expert_ffn = expert_ffn
+    with patch.object(FusedMoe, "bind", bind_counted):
+        try:
+            yield received
+        finally:
+            moe_layer.expert_ffn = expert_ffn

@@ -147,7 +147,7 @@ def forms_of(rank: int, group: EpGroup) -> list[str]:
 
 FORMS: list[tuple[dict[str, Any], int, PassRecorder | None, str]] = [
     ({}, 0, None, "fused"),
-    ({}, 2, None, "rounds"),
+    ({}, 2, None, "fused"),
     ({}, 0, PassRecorder(1, 4, per_token=False), "rounds"),
     ({"cpu_kernels": False}, 0, None, "rounds"),
     ({"compiled": False}, 0, None, "rounds"),
@@ -157,5 +157,5 @@ FORMS: list[tuple[dict[str, Any], int, PassRecorder | None, str]] = [
 ]
 
 
-def test_replicas_recorded_passes_and_other_forms_of_rows_and_sums_take_the_way_in_rounds() -> None:
+def test_recorded_passes_and_other_forms_of_rows_and_sums_take_the_way_in_rounds() -> None:
     assert run_ranks(2, forms_of) == [[form for *_, form in FORMS]] * 2
