@@ -62,6 +62,10 @@ class SharedFiles:
         """Returns what a rank that comes later needs to open these files."""
         return {name: FileMark(descriptor, *_identity(descriptor)) for name, descriptor in self._kept.items()}
 
+    def sizes(self) -> dict[str, int]:
+        """Returns the bytes of each file."""
+        return {name: os.fstat(descriptor).st_size for name, descriptor in self._kept.items()}
+
     def close(self) -> None:
         """Keeps no file any longer."""
         while self._kept:

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+LOG_NAME = "decisions"  # the end of the name of a log among shared files
+
 
 class Decision(NamedTuple):
     """Who takes part in an epoch.

@@ -22,6 +22,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.facts import Fact, first_difference, launcher_facts
 from moe_serve.launcher.local import Death, Launch
+from moe_serve.launcher.rank_start import HostMemory
 from moe_serve.links.channel import Channel, NotOursError
 from moe_serve.links.link import TOKEN, shared_token
 from moe_serve.server.edge.ports import open_port
@@ -68,6 +69,17 @@ class EndRanks(HostMessage, tag="end_ranks", frozen=True):
     grace_s: float
 
 
+class Join(HostMessage, tag="join", frozen=True):
+    """Start the ranks of your host, which have all ended, beside the others of a launch that goes on.
+
+    num_before: of each of its ranks, processes that were this rank before
+    """
+
+    launch: Launch
+    memory: HostMemory
+    num_before: list[int]
+
+
 class Replace(HostMessage, tag="replace", frozen=True):
     """Start a rank of your host anew, beside the others of its launch."""
 
@@ -109,7 +121,7 @@ class HostLost(HostMessage, tag="host_lost", frozen=True):
     host: str
 
 
-_Any = HostHello | Start | EndRanks | Replace | End | Note | Died | Signalled
+_Any = HostHello | Start | EndRanks | Join | Replace | End | Note | Died | Signalled
 _decoder = msgspec.json.Decoder(_Any)
 
 
@@ -424,8 +436,8 @@ class Follower:
             self._cut("it reads nothing")
         return self._is_known
 
-    def meet(self, is_stopped: Callable[[], bool]) -> Launch | End:
-        """Waits for node rank 0 and for all others; returns the first launch, or why there is none.
+    def meet(self, is_stopped: Callable[[], bool]) -> Start | Join | End:
+        """Waits for node rank 0 and for all others; returns how the first launch begins, or why there is none.
 
         Raises LaunchError where node rank 0 is not reached in time, StoppedError where this launcher is told to end.
         """
@@ -436,9 +448,7 @@ class Follower:
                 raise StoppedError
             for message in self.turn():
                 match message:
-                    case Start():
-                        return message.launch
-                    case End():
+                    case Start() | Join() | End():
                         return message
                     case Note():
                         self._note(f"node rank 0: {message.text}")

@@ -5,7 +5,7 @@ without a lost one; their decision is printed.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moe_serve.config import ServeConfig
@@ -123,6 +123,16 @@ class LaunchWatch:
             case Fatal():
                 self._fatal, self._blamed = message.message, message.lost_rank
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether ranks take part that go on without others, and take replacements back."""
+        return self.is_ready and self._may_go_on and self._fatal is None and self._has_members
+
+    def replaced(self, ranks: Iterable[int]) -> None:
+        """Notes that ranks of a host that is back are started beside the others."""
+        for rank in ranks:
+            self._replacements.started(rank, time.monotonic())
+
     def lose(self, reason: str) -> None:
         """Notes that this launch cannot go on, for a reason that no rank reports."""
         if self._fatal is None:
@@ -139,7 +149,7 @@ class LaunchWatch:
         if self._fatal is None and self._not_replaced is not None:
             self._tell_end(str(self._not_replaced), SUPERVISOR)
             return Loss(self._not_replaced, None, others_run=True)
-        if self.is_ready and self._may_go_on and self._fatal is None and self._has_members:
+        if self.goes_on:
             return None
         if not (self._deaths or self._fatal):
             return None

@@ -22,7 +22,7 @@ from moe_serve.config import LauncherConfig, ServeConfig
 from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.engine.protocol.messages import Members
 from moe_serve.launcher.rank_env import LAUNCH_FILES, NUM_BEFORE, STORE_FD, new_launch_id
-from moe_serve.launcher.rank_start import keep_open
+from moe_serve.launcher.rank_start import HostMemory, describe_memory, keep_open, make_memory
 from moe_serve.links.folder import not_writable
 from moe_serve.links.link import SOCKETS, TOKEN, Link
 
@@ -194,12 +194,32 @@ class LocalRanks:
         self._meeting = {"MASTER_ADDR": launch.store_host, "MASTER_PORT": str(launch.store_port)}
         self._begin(launch.launch_id, store_fd)
 
-    def _begin(self, launch_id: int, store_fd: int | None) -> None:
+    def join(self, launch: Launch, memory: HostMemory, num_before: Sequence[int]) -> None:
+        """Starts the ranks of this host beside those of other hosts, which go on with a launch.
+
+        num_before: processes that were these ranks before
+        """
+        self._meeting = {"MASTER_ADDR": launch.store_host, "MASTER_PORT": str(launch.store_port)}
+        self._begin(launch.launch_id, None, memory, num_before)
+
+    def memory_of_hosts(self) -> HostMemory | None:
+        """Returns what another host needs to join the launch; None: its ranks cannot."""
+        return None if self._kept is None else describe_memory(self._files, self.launch_id, self._kept)
+
+    def _begin(
+        self,
+        launch_id: int,
+        store_fd: int | None,
+        memory: HostMemory | None = None,
+        num_before: Sequence[int] | None = None,
+    ) -> None:
         if not self.launch_id:
             self._write_config()
         self.launch_id = launch_id
         self._files = [os.memfd_create("moe_serve_launch") for _ in range(2 + self._num_local)]
-        self._reported, self._num_before = set(), [0] * self._num_local
+        if memory is not None:
+            self._kept = make_memory(self._files, memory)
+        self._reported, self._num_before = set(), list(num_before or [0] * self._num_local)
         self.children = []
         for number in range(self._num_local):
             self.children.append(self._start(number, store_fd if self._first + number == 0 else None))
@@ -436,6 +456,7 @@ class Replacements:
 
     def started(self, rank: int, now_s: float) -> None:
         """Notes that a replacement has been started."""
+        self._ended.pop(rank, None)
         self._started_s[rank] = now_s
 
     def late(self, now_s: float) -> dict[int, str]:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib
 import os
+import secrets
 import signal
 import socket
 import time
@@ -16,6 +17,7 @@ import msgspec
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.shared_files import FileMark, SharedFiles
+from moe_serve.dispatch.votes import LOG_NAME, Log
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Refused
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
@@ -329,6 +331,48 @@ def keep_open(files: Sequence[int], launch_id: int) -> SharedFiles | None:
             leave_handover(files[-1], msgspec.structs.replace(found, pid=os.getpid(), files=kept.marks()))
             return kept
     return None
+
+
+class HostMemory(msgspec.Struct, frozen=True):
+    """What a host whose processes have all ended needs to join a launch that goes on. sizes: of its files, by name"""
+
+    handover: Handover
+    sizes: dict[str, int]
+
+
+def describe_memory(files: Sequence[int], launch_id: int, kept: SharedFiles) -> HostMemory | None:
+    """Returns what another host needs, from what the ranks of this one have left; None: they have left nothing.
+
+    files: as for keep_open;  kept: what that has returned
+    """
+    found = [each for file in files[1:-1] if (each := read_handover(file, launch_id)) is not None]
+    addresses = {rank: at for each in found if each.elsewhere for rank, at in each.elsewhere.addresses.items()}
+    if not found or found[0].elsewhere is None:
+        return None
+    elsewhere = msgspec.structs.replace(found[0].elsewhere, addresses=addresses)
+    return HostMemory(msgspec.structs.replace(found[0], elsewhere=elsewhere), kept.sizes())
+
+
+def make_memory(files: Sequence[int], memory: HostMemory) -> SharedFiles:
+    """Makes the memory that the ranks of this host share anew, and leaves it to all of them. files: as for keep_open
+
+    Its log has another incarnation than the one before: what that had promised is forgotten.
+    """
+    assert memory.handover.elsewhere is not None
+    num_hosts = max(memory.handover.elsewhere.hosts) + 1
+    kept = SharedFiles()
+    for name, size in memory.sizes.items():
+        descriptor = os.memfd_create("moe_serve_memory")
+        if name.endswith(LOG_NAME):
+            own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            Log(own, num_hosts, 1 + secrets.randbits(61))
+        else:
+            os.ftruncate(descriptor, size)
+        kept.keep(name, descriptor)
+        os.close(descriptor)
+    for file in files[1:]:
+        leave_handover(file, msgspec.structs.replace(memory.handover, pid=os.getpid(), files=kept.marks()))
+    return kept
 
 
 def check_like(theirs: Handover, own: list[Fact], env: RankEnv) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from moe_serve.launcher.hosts import (
     EndRanks,
     Follower,
     HostLost,
+    Join,
     Leader,
     Note,
     Replace,
@@ -175,10 +177,13 @@ def follow(config: ServeConfig, here: Here) -> int:
     return end.code
 
 
-def _run_ranks(ranks: LocalRanks, launch: Launch, leader: Follower, here: Here) -> End:
+def _run_ranks(ranks: LocalRanks, begun: Start | Join, leader: Follower, here: Here) -> End:
     """Runs the ranks of this host until node rank 0 says that the system ends, or is gone for long; returns why."""
     server, signals = ranks.config.server, here.signals
-    ranks.start_in(launch)
+    if isinstance(begun, Join):
+        ranks.join(begun.launch, begun.memory, begun.num_before)
+    else:
+        ranks.start_in(begun.launch)
     num_told, ends_s = 0, 0.0
     while True:
         for message in leader.turn():
@@ -218,12 +223,15 @@ class RanksOfHosts(LocalRanks):
         super().__init__(config, on_line, folder, module, link)
         self._leader = leader
         self._died: list[Death] = []  # elsewhere, and not asked for yet
+        self._launch: Launch | None = None
+        self._num_replaced = Counter[int]()  # of each rank elsewhere, its replacements in this launch
 
     def start(self) -> None:
         host, _ = self.config.launcher.meeting_place()
         with open_port(host, 0, "launcher.dist_init_addr") as store:
             launch = Launch(new_launch_id(), host, store.getsockname()[1])
             self.start_in(launch, store.fileno())
+        self._launch, self._num_replaced = launch, Counter[int]()
         self._died = []
         self._leader.tell(Start(launch))
 
@@ -240,7 +248,19 @@ class RanksOfHosts(LocalRanks):
         if rank < self._num_local:
             super().replace(rank)
         else:
+            self._num_replaced[rank] += 1
             self._leader.tell(Replace(self.launch_id, rank), rank // self._num_local)
+
+    def take_back(self, node_rank: int) -> range:
+        """Lets a host whose processes have all ended join the launch; returns its ranks, none where it cannot."""
+        memory = self.memory_of_hosts()
+        if self._launch is None or memory is None:
+            return range(0)
+        ranks = range(node_rank * self._num_local, (node_rank + 1) * self._num_local)
+        self._num_replaced.update(ranks)
+        num_before = [self._num_replaced[rank] for rank in ranks]
+        self._leader.tell(Join(self._launch, memory, num_before), node_rank)
+        return ranks
 
     def deaths(self) -> list[Death]:
         elsewhere, self._died = self._died, []
@@ -338,14 +358,20 @@ class _System:
     def _hear(self, hosts: Leader) -> None:
         """Takes what other hosts report."""
         self.ranks.keep_memory()
-        for _, message in hosts.turn():
+        assert isinstance(self.ranks, RanksOfHosts), "there are several hosts"
+        for node_rank, message in hosts.turn():
             match message:
-                case Died() if isinstance(self.ranks, RanksOfHosts):
+                case Died():
                     self.ranks.note_death(message)
                 case Signalled():
                     self.signals.count(message.number)
                 case HostLost() if self._starts_at_s is None:
-                    self._launch.lose(f"the launcher of {message.host} was started again")
+                    back = self.ranks.take_back(node_rank) if self._launch.goes_on else ()
+                    self._launch.replaced(back)
+                    if back:
+                        self._note(f"{message.host} is back; its ranks join the others", style="yellow")
+                    else:
+                        self._launch.lose(f"the launcher of {message.host} was started again")
         if self._starts_at_s is None and not self._launch.is_ready:
             for name in hosts.gone(_HOST_GONE_S):
                 self._launch.lose(f"{name} is gone")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from moe_serve.config import load_config
 from moe_serve.dispatch.peer_calls import barrier
 from moe_serve.dispatch.shared_files import FileMark, SharedFiles
+from moe_serve.dispatch.votes import LOG_NAME, Log
 from moe_serve.engine.protocol.messages import Fatal, Message
 from moe_serve.errors import ConfigError, LaunchError, LostConnectionError, PeerError
 from moe_serve.launcher import serve
@@ -20,10 +21,13 @@ from moe_serve.launcher.rank_start import (
     Elsewhere,
     Handover,
     check_like,
+    describe_memory,
     find_handover,
     import_engine,
     keep_open,
     leave_handover,
+    left_before,
+    make_memory,
 )
 from moe_serve.launcher.serve import loss_message, run_worker
 
@@ -134,6 +138,34 @@ def test_a_new_process_with_another_setting_is_refused_by_name():
     check_like(handover(), [Fact("cache.block_size", "16")], env(1))
     with pytest.raises(ConfigError, match=r"cache\.block_size: 16 on ranks 0, 2; 32 on rank 1"):
         check_like(handover(), [Fact("cache.block_size", "32")], env(1))
+
+
+def test_a_host_that_is_back_makes_memory_of_the_same_sizes_and_a_log_of_another_incarnation(files: tuple[int, ...]):
+    made = SharedFiles()
+    for name, size in (("pages", 4096), (f"pages {LOG_NAME}", 160)):
+        descriptor = os.memfd_create(name)
+        os.ftruncate(descriptor, size)
+        made.keep(name, descriptor)
+        os.close(descriptor)
+    for rank in (0, 1):
+        elsewhere = Elsewhere([0, 0, 1], {rank: ("h", 10 + rank), 2: ("h", 12)}, ["a", "b", "c"])
+        leave_handover(files[1 + rank], msgspec.structs.replace(handover(), elsewhere=elsewhere))
+    memory = describe_memory(files, 7, made)
+    assert memory.handover.elsewhere.addresses == {0: ("h", 10), 1: ("h", 11), 2: ("h", 12)}
+    there = tuple(os.memfd_create("files of a launch") for _ in range(3))
+    kept = make_memory(there, memory)
+    place = RankEnv(2, 3, 0, 1, "h", 1, 7, "the launcher", launch_files=there, num_before=1)
+    found = find_handover(place)
+    assert found.pid == os.getpid()
+    assert left_before(place).addresses[2] == ("h", 12)
+    opened = SharedFiles(found.pid, found.files)
+    pages, log = opened.open("pages", os.O_RDWR), opened.open(f"pages {LOG_NAME}", os.O_RDWR | os.O_APPEND)
+    assert os.pread(pages, 5000, 0) == bytes(4096)
+    assert Log(log, 2).incarnation > 0
+    for each in (pages, *there):
+        os.close(each)
+    for each in (made, kept, opened):
+        each.close()
 
 
 def test_shared_files_are_opened_again_and_another_file_is_not():

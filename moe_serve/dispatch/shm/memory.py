@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.peer_calls import all_gather, barrier
 from moe_serve.dispatch.shared_files import SharedFiles
-from moe_serve.dispatch.votes import Log
+from moe_serve.dispatch.votes import LOG_NAME, Log
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from moe_serve.process_facts import runs
 
@@ -179,7 +179,7 @@ def open_regions(
 
 def _names(use: SegmentUse, num_ranks: int) -> list[str]:
     """Returns the names of the segments among shared files, by rank, and that of the decisions."""
-    return [f"{use.what} {owner}" for owner in [*map(str, range(num_ranks)), "decisions"]]
+    return [f"{use.what} {owner}" for owner in [*map(str, range(num_ranks)), LOG_NAME]]
 
 
 def check_machine(machine: str) -> None:
