@@ -240,6 +240,8 @@ class Membership:
             _, newest = self._decisions.read().newest() or (0, self._decisions.begin)
             heard = [rank for rank in range(len(self._pages)) if newest.masked >> rank & 1 or not self._is_away(rank)]
             wish = self._wish if len(heard) == len(self._pages) else 0
+            if not wish and self._wish:
+                self._hosts.catch_up()  # they may have masked those that this rank does not hear
         else:
             wish = self._wish
         if wish != self._own[_WANTS_REJOIN]:

@@ -40,9 +40,9 @@ def settings(first: Host) -> list[str]:
     return [word for value in values for word in ("--set", value)]
 
 
-def serve(host: Host, node_rank: int, first: Host) -> Running:
+def serve(host: Host, node_rank: int, first: Host, *more: str) -> Running:
     own = ("--nnodes", "2", "--node-rank", str(node_rank), "--dist-init-addr", f"{first.address}:20000")
-    return host.start("moe_serve", "serve", *own, *settings(first))
+    return host.start("moe_serve", "serve", *own, *settings(first), *more)
 
 
 def torchrun(host: Host, rank: int, first: Host, *module: str) -> Running:
@@ -114,6 +114,35 @@ def test_a_lost_rank_or_host_comes_back_into_the_running_launch_and_no_request_i
         assert status == 200, text
         assert [each["output_ids"] for each in json.loads(text)] == [each["output_ids"] for each in undisturbed]
         assert first.end(signal.SIGINT) == other.wait() == 0
+
+
+@pytest.mark.slow
+def test_one_side_of_a_cut_cable_goes_on_with_all_requests_and_the_other_joins_again(hosts: tuple[Host, Host]) -> None:
+    a, b = hosts
+    params = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
+    call = json.dumps({"text": ["def ", "The king ", "x = [1, ", "Once"], "sampling_params": params})
+    answers: list[tuple[int, str]] = []
+
+    def out() -> list[int]:
+        ranks = json.loads(a.ask(f"{URL}/server_info")[1])["ranks"]
+        return [rank["rank"] for rank in ranks if rank["out"] is not None]
+
+    spare = ("--set", "eplb.num_redundant_experts=64")
+    with serve(a, 0, a, *spare) as first, serve(b, 1, a, *spare) as second:
+        first.wait_for("ready after", 120)
+        thread = threading.Thread(target=lambda: answers.append(a.ask(f"{URL}/generate", call)))
+        thread.start()
+        assert eventually(lambda: json.loads(a.ask(f"{URL}/server_info")[1])["requests"]["open"] == 4)
+        set_cable(b, "down")
+        assert eventually(lambda: out() == [1], 30), first.output
+        assert a.ask(f"{URL}/generate", CALL)[0] == 200
+        set_cable(b, "up")
+        assert eventually(lambda: out() == [], 30), first.output + second.output
+        thread.join(120)
+        (status, text), undisturbed = answers[0], json.loads(a.ask(f"{URL}/generate", call)[1])
+        assert status == 200, text
+        assert [each["output_ids"] for each in json.loads(text)] == [each["output_ids"] for each in undisturbed]
+        assert first.end(signal.SIGINT) == second.wait() == 0
 
 
 @pytest.mark.slow
