@@ -226,7 +226,8 @@ def _params_of(path: str, given: SglangParams | None) -> TakenParams:
     if given is None:
         return TakenParams(SGLANG_DEFAULTS)
     constraint = sglang_constraint(given, f"{path}.")
-    return sampling_params(given, SGLANG_NAMES, replace(SGLANG_DEFAULTS, constraint=constraint), f"{path}.")
+    defaults = SGLANG_DEFAULTS if constraint is None else replace(SGLANG_DEFAULTS, constraint=constraint)
+    return sampling_params(given, SGLANG_NAMES, defaults, f"{path}.")
 
 
 # The fields of /generate that stand for the log probabilities of SamplingParams, for errors.
