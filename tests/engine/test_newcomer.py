@@ -76,7 +76,7 @@ def test_ranks_that_lack_experts_wait_until_the_deadline_and_not_at_all_where_no
         void_step=lambda: None,
     )
     membership = SimpleNamespace(
-        masked=[1], members=[0], epoch=1, suspect_after_s=None, is_void=True, is_masked=False,
+        masked=[1], members=[0], epoch=1, suspect_after_s=None, is_void=True, is_masked=False, is_apart=False,
         regroup=lambda joining: None,
     )  # fmt: skip
     sent: list[Any] = []
