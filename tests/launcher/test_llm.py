@@ -13,7 +13,7 @@ from moe_serve.attention_dp.constraint import Constraint, FormStart
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config, model_dir
 from moe_serve.errors import ConfigError, MoeServeError, RequestError
-from moe_serve.launcher import background, restarts
+from moe_serve.launcher import background, local
 from moe_serve.launcher.llm import LLM, Output, with_overrides
 from moe_serve.launcher.local import Death, Replacements, Restarts
 from moe_serve.server.requests.open_request import UnavailableError
@@ -291,7 +291,7 @@ def test_lost_ranks_are_started_again_and_close_leaves_nothing():
 
 def test_ranks_that_end_at_every_start_end_the_calls_with_the_report(monkeypatch):
     monkeypatch.setenv("FAKE_RANK", "all:slow,1:dies when started again")
-    monkeypatch.setattr(restarts, "_FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(local, "_FIRST_PAUSE_S", 0.1)
     with fake_llm("launcher.max_restarts=2") as llm:
         outputs = llm.stream([[5]] * 4, greedy(100))
         next(outputs)
