@@ -54,6 +54,7 @@ from moe_serve.server.edge.ports import open_port
 _POLL_MS = 50
 _END_GRACE_S = 4.0  # for the front end and the ranks to end in order
 _LOSS_GRACE_S = 3.0  # for the ranks that are left when one is lost
+_GONE_S = 3.0  # after which it is said that node rank 0 is not reached
 _HOST_GONE_S = 10.0  # a launcher whose connection was cut for so long is gone, while the ranks start
 
 
@@ -184,7 +185,7 @@ def _run_ranks(ranks: LocalRanks, begun: Start | Join, leader: Follower, here: H
         ranks.join(begun.launch, begun.memory, begun.num_before)
     else:
         ranks.start_in(begun.launch)
-    num_told, ends_s = 0, 0.0
+    num_told, ends_s, is_gone_said = 0, 0.0, False
     while True:
         for message in leader.turn():
             match message:
@@ -204,6 +205,9 @@ def _run_ranks(ranks: LocalRanks, begun: Start | Join, leader: Follower, here: H
         ranks.keep_memory()
         for death in ranks.deaths():
             leader.tell(Died(ranks.launch_id, death))
+        if leader.cut_for_s > _GONE_S and not is_gone_said:
+            here.display.note(f"node rank 0 is not reached at {leader.where} ({leader.why}); waiting for it", "yellow")
+        is_gone_said = leader.cut_for_s > _GONE_S
         if leader.cut_for_s > server.attach_deadline_s:
             return End(f"node rank 0 was not reached at {leader.where} for {leader.cut_for_s:.0f} s: {leader.why}", 1)
         if signals.num > num_told:

@@ -146,6 +146,19 @@ def test_one_side_of_a_cut_cable_goes_on_with_all_requests_and_the_other_joins_a
 
 
 @pytest.mark.slow
+def test_the_host_of_the_front_end_that_is_started_again_serves_with_the_others(hosts: tuple[Host, Host]) -> None:
+    a, b = hosts
+    with serve(a, 0, a) as first, serve(b, 1, a) as other:
+        first.wait_for("ready after", 120)
+        a.kill_all()
+        other.wait_for(r"node rank 0 is not reached at .* \(nothing listens there\); waiting for it", 60)
+        with serve(a, 0, a) as again:
+            again.wait_for("ready after", 120)
+            assert a.ask(f"{URL}/generate", CALL)[0] == 200
+            assert (other.end(signal.SIGINT), again.wait()) == (0, 0)
+
+
+@pytest.mark.slow
 def test_the_doctor_sees_both_hosts_and_who_is_missing_without_a_cable(hosts: tuple[Host, Host]) -> None:
     a, b = hosts
     doctor = ("moe_serve", "doctor", "--json")
