@@ -15,7 +15,8 @@ from tests.engine.offline import tiny_model
 from tests.models.mxfp4_checkpoint import write_mxfp4_config
 
 WAITS = "the others wait until it is started again (moe-serve serve, LLM), or all are (torchrun, mpirun)"
-GO_ON = "low_latency (shared memory) with engine.exchange shm can go on"
+SURVIVORS = "low_latency (shared memory) or low_latency (shared memory, TCP between hosts)"
+GO_ON = f"{SURVIVORS} with engine.exchange shm can go on"
 
 
 def checked(*overrides: str) -> Report:
