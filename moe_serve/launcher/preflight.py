@@ -59,8 +59,10 @@ def _check_memory(config: "ServeConfig", spec: "ModelSpec") -> None:
     """Raises CapacityError where one CPU rank's weights cannot fit this machine, however small they are stored."""
     if config.parallel.device == "cuda" or (config.parallel.device == "auto" and Path("/dev/nvidiactl").exists()):
         return
+    from moe_serve.models.weight_plan import dense_parameters
+
     experts = spec.num_moe_layers * spec.num_logical * spec.expert_parameters
-    least_bytes = spec.dense_parameters + experts // config.parallel.num_ranks  # one byte each
+    least_bytes = dense_parameters(spec) + experts // config.parallel.num_ranks  # one byte each
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if least_bytes > memory_bytes:
         raise CapacityError(

@@ -62,14 +62,6 @@ class GqaSpec:
         """Returns the chunk size of a layer whose tokens see their own chunk only; None: they see all keys."""
         return self.chunk if layer_id in self.chunked_layer_ids else None
 
-    def num_parameters(self, hidden: int) -> int:
-        """Returns the parameters of one layer's attention."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        matrices = hidden * (2 * q + 2 * kv)
-        vectors = sum(self.norm_widths) + (q + 2 * kv if self.qkv_bias else 0)
-        vectors += (hidden if self.out_bias else 0) + (self.num_heads if self.has_sinks else 0)
-        return matrices + vectors
-
 
 @dataclass(frozen=True)
 class IndexerSpec:
@@ -102,20 +94,6 @@ class MlaSpec:
     def latent_dim(self) -> int:
         """Width of one cached row."""
         return self.kv_lora_rank + self.rope_dim
-
-    def num_parameters(self, hidden: int) -> int:
-        """Returns the parameters of one layer's attention."""
-        q, rank = self.num_heads * self.query_dim, self.q_lora_rank
-        first = q if rank is None else rank
-        total = hidden * (first + self.latent_dim) + (0 if rank is None else rank * (q + 1))
-        total += self.kv_lora_rank * (1 + self.num_heads * (self.nope_dim + self.value_dim))
-        total += self.num_heads * self.value_dim * hidden
-        if self.bias:
-            total += (0 if rank is None else rank) + self.latent_dim + hidden
-        if self.indexer is not None:
-            heads, width = self.indexer.num_heads, self.indexer.width
-            total += (rank or 0) * heads * width + hidden * (width + heads) + 2 * width
-        return total
 
 
 @dataclass(frozen=True)
@@ -258,20 +236,3 @@ class ModelSpec:
         """Parameters of one expert of one layer."""
         bias = 2 * self.moe_intermediate + self.hidden if self.expert_bias else 0
         return 3 * self.hidden * self.moe_intermediate + bias
-
-    @property
-    def dense_parameters(self) -> int:
-        """Parameters that every rank holds: all but the routed experts."""
-        hidden, num_moe, router = self.hidden, self.num_moe_layers, self.router
-        per_layer = self.attention.num_parameters(hidden)
-        moe = self.num_logical * hidden + 3 * hidden * self.shared_intermediate
-        moe += hidden if self.has_shared_gate else 0
-        moe += self.num_logical * (int(router.has_bias) + int(router.has_logit_bias))
-        dense = 3 * hidden * self.dense_intermediate
-        embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
-        embeddings += self.vocab_size if self.head_bias else 0
-        norm = 2 * hidden if self.layer_norm else hidden
-        return (
-            embeddings + norm + self.num_layers * (per_layer + 2 * norm)
-            + num_moe * moe + (self.num_layers - num_moe) * dense
-        )  # fmt: skip

@@ -7,6 +7,7 @@ it, and the reader brings them into our form.
 Shape words: H = hidden, I = width of an MLP, E = num_logical.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -81,6 +82,11 @@ def dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
     """Yields every tensor that all ranks hold, in the order of the forward pass."""
     for plan in _dense_tensors(spec):
         yield replace(plan, parts=tuple(_prefixed(spec, part) for part in plan.parts))
+
+
+def dense_parameters(spec: ModelSpec) -> int:
+    """Returns the number of parameters that every rank holds: all but those of the routed experts."""
+    return sum(math.prod(tensor.shape) for tensor in dense_tensors(spec))
 
 
 def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:

@@ -17,6 +17,7 @@ from moe_serve.errors import CapacityError, ConfigError, ModelError, PlacementEr
 from moe_serve.launcher.preflight import look_for_files
 from moe_serve.models.checkpoint import INDEX
 from moe_serve.models.families.registry import read_spec
+from moe_serve.models.weight_plan import dense_parameters
 from tests.models.published import PUBLISHED
 
 DEMO = model_dir(ModelConfig())
@@ -276,7 +277,7 @@ def test_any_value_is_read_or_refused_in_one_line(model_type: str, tmp_path: Pat
         except ModelError as error:
             messages.append(str(error))
         else:
-            assert spec.dense_parameters > 0, change
+            assert dense_parameters(spec) > 0, change
             assert spec.attention.softmax_scale > 0, change
     assert not [message for message in messages if "\n" in message]
     assert len(messages) > len(changes) // 4

@@ -16,6 +16,7 @@ from moe_serve.kernels.forms import Fp8Block
 from moe_serve.models.families.common import mscale_of
 from moe_serve.models.families.registry import FAMILIES, read_spec
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
+from moe_serve.models.weight_plan import dense_parameters
 from tests.models.families import MLA, QWEN, YARN
 from tests.models.published import (
     DOTS_LLM1,
@@ -90,7 +91,7 @@ GPT_OSS_20B: dict[str, Any] = {
 
 
 def total_parameters(spec: ModelSpec) -> int:
-    return spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
+    return dense_parameters(spec) + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
 
 
 def folder(tmp_path: Path, config: dict[str, Any] | str, generation: dict[str, Any] | None = None) -> Path:
@@ -104,8 +105,7 @@ def test_qwen3_30b_has_the_published_sizes(tmp_path: Path) -> None:
     spec = read_spec(folder(tmp_path, QWEN_30B, {"eos_token_id": [151645, 151643]}))
     assert spec.attention == GqaSpec(32, 4, 128, qk_norm="head")
     assert (spec.num_logical, spec.topk, spec.num_moe_layers) == (128, 8, 48)
-    total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
-    assert total == pytest.approx(30.5e9, rel=0.01)
+    assert total_parameters(spec) == pytest.approx(30.5e9, rel=0.01)
     assert spec.expert_parameters == 3 * 2048 * 768
     assert spec.eos_token_ids == (151645, 151643)
 
@@ -119,8 +119,7 @@ def test_deepseek_v3_has_the_published_sizes(tmp_path: Path) -> None:
     assert spec.rope.interleaved
     assert spec.moe_layer_ids == tuple(range(3, 61))
     assert (spec.router.num_groups, spec.router.topk_groups, spec.router.has_bias) == (8, 4, True)
-    total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
-    assert total == pytest.approx(671e9, rel=0.005)
+    assert total_parameters(spec) == pytest.approx(671e9, rel=0.005)
     assert (spec.fp8_block, spec.checkpoint_dtype) == (Fp8Block(128, 128), "bfloat16")
 
 
@@ -151,8 +150,7 @@ def test_gpt_oss_has_the_published_sizes(num_layers: int, num_experts: int, publ
     sizes = {"num_hidden_layers": num_layers, "num_local_experts": num_experts}
     kinds = ["sliding_attention", "full_attention"] * (num_layers // 2)
     spec = read_spec(folder(tmp_path, GPT_OSS_20B | sizes | {"layer_types": kinds}))
-    total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
-    assert total == pytest.approx(published, rel=0.005)
+    assert total_parameters(spec) == pytest.approx(published, rel=0.005)
     attention = spec.attention
     assert isinstance(attention, GqaSpec)
     assert [attention.window_of(layer) for layer in range(4)] == [128, None, 128, None]
@@ -165,8 +163,7 @@ def test_gpt_oss_has_the_published_sizes(num_layers: int, num_experts: int, publ
 def test_published_configurations_give_the_published_number_of_parameters(name: str, tmp_path: Path) -> None:
     config, published = PUBLISHED[name]
     spec = read_spec(folder(tmp_path, config))
-    total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
-    assert total == pytest.approx(published, rel=0.01)
+    assert total_parameters(spec) == pytest.approx(published, rel=0.01)
 
 
 def test_old_and_new_keys_of_the_rotation_are_the_same(tmp_path: Path) -> None:

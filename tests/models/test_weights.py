@@ -18,6 +18,7 @@ from moe_serve.errors import ModelError
 from moe_serve.kernels.numerics import COMPILED, FAST
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
+from moe_serve.models.weight_plan import dense_parameters
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
 from tests.models.families import FAMILIES, oracle_logits
@@ -140,7 +141,7 @@ def test_dummy_weights_have_the_form_of_loaded_ones_and_follow_the_expert(name: 
     loaded = load(folder, one_rank(spec))
     whole = dummy_weights(share_of(spec, one_rank(spec)), seed=1)
     assert {k: v.shape for k, v in whole.dense.items()} == {k: v.shape for k, v in loaded.dense.items()}
-    assert sum(t.numel() for t in loaded.dense.values()) == spec.dense_parameters
+    assert sum(t.numel() for t in loaded.dense.values()) == dense_parameters(spec)
     width = spec.num_logical // 2
     for rank in range(2):
         half = dummy_weights(share_of(spec, placed(spec, 2), rank), seed=1)

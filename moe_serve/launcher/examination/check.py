@@ -30,6 +30,7 @@ from moe_serve.models.decoder.gqa import rope_table_bytes
 from moe_serve.models.decoder.moe_decoder import kv_layouts
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import GqaSpec, ModelSpec
+from moe_serve.models.weight_plan import dense_parameters
 from moe_serve.server.edge.ports import open_port
 
 _FILE_WIDTH = 400  # a file has no width, and wrapped cells are hard to search
@@ -160,8 +161,8 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
 
 
 def _shape_lines(config: ServeConfig, spec: ModelSpec) -> list[Line]:
-    total = spec.dense_parameters + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
-    active = spec.dense_parameters + spec.num_moe_layers * spec.topk * spec.expert_parameters
+    dense, per_choice = dense_parameters(spec), spec.num_moe_layers * spec.expert_parameters
+    total, active = dense + spec.num_logical * per_choice, dense + spec.topk * per_choice
     router = spec.router
     groups = "" if router.num_groups == 1 else f"{router.topk_groups} of {router.num_groups} groups are chosen first"
     return [

@@ -17,6 +17,7 @@ from moe_serve.models import families
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.model_files import read_json, shown
 from moe_serve.models.spec import ModelSpec
+from moe_serve.models.weight_plan import dense_parameters
 
 Reader = Callable[[HfConfig], ModelSpec]
 
@@ -76,7 +77,7 @@ def _check_total(where: str, spec: ModelSpec) -> None:
             f"{where}: {layers} layers of {experts} experts are {layers * experts} experts, expected "
             f"at most {_MOST_EXPERTS}; correct num_hidden_layers or the number of experts"
         )
-    parameters = spec.dense_parameters + spec.num_moe_layers * experts * spec.expert_parameters
+    parameters = dense_parameters(spec) + spec.num_moe_layers * experts * spec.expert_parameters
     if parameters > _MOST_PARAMETERS:
         raise ModelError(
             f"{where}: its sizes make {parameters} parameters, expected at most {_MOST_PARAMETERS}; correct the sizes"
