@@ -108,8 +108,11 @@ class HostsSystem:
             except OSError as error:
                 problem = str(error)
             await asyncio.sleep(0.1)
-        said = "\n".join(f"--- {name}:\n{each.output[-3000:]}" for name, each in self.running.items())
-        raise TimeoutError(f"not {num_ranks} ranks within {timeout_s:g} s: {problem}\n{said}")
+        raise TimeoutError(f"not {num_ranks} ranks within {timeout_s:g} s: {problem}\n{self.said()}")
+
+    def said(self) -> str:
+        """Returns the last lines of all hosts."""
+        return "\n".join(f"--- {name}:\n{each.output[-4000:]}" for name, each in self.running.items())
 
     def ranks_of(self, host: Host) -> range:
         """Returns the ranks of a host."""

@@ -175,7 +175,17 @@ class RunOfHosts(Run):
         """right: the tokens of each request of the list"""
         self.faults = HostFaults(system, args.seed)
         super().__init__(args, system, self.faults)
-        self._right = right
+        self._right, self._hosts = right, system
+
+    async def _inject(self, name: str) -> None:
+        before = self.num_launches_lost
+        try:
+            await super()._inject(name)
+        except Exception:
+            print(self._hosts.said(), flush=True)
+            raise
+        if self.num_launches_lost > before:
+            print(f"all ranks were started again\n{self._hosts.said()}", flush=True)
 
     async def _disturb(self) -> None:
         args, system = self._args, self._system
