@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from moe_serve.config import ServeConfig
+from moe_serve.dispatch.hosts.speed import Speed
 from moe_serve.dispatch.shared_files import FileMark, SharedFiles
 from moe_serve.dispatch.votes import LOG_NAME, Log
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
@@ -128,7 +129,8 @@ class RankStart:
         if elsewhere is not None:
             before = left_before(env)
             addresses = elsewhere.addresses | ({} if before is None else {env.rank: before.addresses[env.rank]})
-            between, self._wakes = rejoin_hosts(env, config, elsewhere.hosts, addresses), elsewhere.wakes
+            between = rejoin_hosts(env, config, elsewhere.hosts, addresses, elsewhere.speed)
+            self._wakes = elsewhere.wakes
         self._mailbox.connect_peers([each for rank, each in enumerate(self._wakes) if rank != env.rank])
         files = SharedFiles(theirs.pid, theirs.files, theirs.kernels)
         exchange = open_exchange(files, env.rank, env.num_ranks, config.engine.step_deadline_s, between)
@@ -142,7 +144,7 @@ class RankStart:
         files, env, link, elsewhere = group.files, self.env, group.link, None
         if link is not None:
             self._link_ports = frozenset([link.addresses[env.rank][1]])
-            elsewhere = Elsewhere(list(link.hosts.of_rank), dict(link.addresses), self._wakes)
+            elsewhere = Elsewhere(list(link.hosts.of_rank), dict(link.addresses), self._wakes, link.speed)
         if files is not None:
             marks = files.marks()
             handover = Handover(env.launch_id, os.getpid(), marks, files.kernels, list(facts), elsewhere)
@@ -257,11 +259,13 @@ class Elsewhere(msgspec.Struct, frozen=True):
     """How a replacement rank finds the ranks of other hosts.
 
     hosts: of all ranks;  addresses: where a rank and those of other hosts listen;  wakes: addresses of all ranks
+    speed: of the network between hosts; None: unknown
     """
 
     hosts: list[int]
     addresses: dict[int, tuple[str, int]]
     wakes: list[str]
+    speed: Speed | None = None
 
 
 class Handover(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.capabilities import TRANSPORTS
 from moe_serve.dispatch.hosts.connections import listen
 from moe_serve.dispatch.hosts.link import HostLink, Hosts
+from moe_serve.dispatch.hosts.speed import Speed
 from moe_serve.dispatch.peer_calls import barrier, gather_bytes, reason_of
 from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.dispatch.shm.memory import STORE_ORDER, host_mark
@@ -43,6 +44,7 @@ _POLL_S = 0.02
 _FAILED = "failed"  # under this key a rank says that it will not come
 _MOST_SAID = 2000  # characters
 _WARN_S = 5.0  # a rank that is not there by then is named in the log, and again whenever the wait has doubled
+_MEASURE_S = 5.0  # for a connection over which the network is measured
 _LEAVE_S = 5.0  # how long rank 0 waits for the others to have read
 
 
@@ -300,7 +302,23 @@ def _join_hosts(
         return hosts, None
     listener = listen(_own_host(env))
     deadlines_s = config.server.attach_deadline_s, _quiet_s(config)
-    return hosts, connect_hosts(env.rank, Hosts.of(hosts), group, listener, _key_of_hosts(env, config), *deadlines_s)
+    link = connect_hosts(env.rank, Hosts.of(hosts), group, listener, _key_of_hosts(env, config), *deadlines_s)
+    link.speed = _measure_speed(link, group)
+    return hosts, link
+
+
+def _measure_speed(link: HostLink, group: dist.ProcessGroup) -> Speed | None:
+    """Returns the rate of the slowest connection between hosts, and the longest delay; a collective call."""
+    own = link.measure(_MEASURE_S) if link.rank == link.local_ranks[0] else None
+    found = gather_bytes(b"" if own is None else f"{own.delay_s} {own.bytes_per_s}".encode(), group)
+    speeds = [Speed(*map(float, each.split())) for each in found if each]
+    if not speeds:
+        return None
+    speed = Speed(max(each.delay_s for each in speeds), min(each.bytes_per_s for each in speeds))
+    if link.rank == 0:
+        text = "the network between %d hosts: %.0f MB/s, %.0f µs one way (the slowest way from a host to the next)"
+        log.info(text, link.hosts.num_hosts, speed.bytes_per_s / 1e6, 1e6 * speed.delay_s)
+    return speed
 
 
 def _own_host(env: RankEnv) -> str:
@@ -318,15 +336,20 @@ def _quiet_s(config: ServeConfig) -> float:
 
 
 def rejoin_hosts(
-    env: RankEnv, config: ServeConfig, hosts: Sequence[int], addresses: Mapping[int, tuple[str, int]]
+    env: RankEnv,
+    config: ServeConfig,
+    hosts: Sequence[int],
+    addresses: Mapping[int, tuple[str, int]],
+    speed: Speed | None,
 ) -> HostLink:
     """Returns the connections of a replacement rank with the ranks of other hosts that serve.
 
-    hosts: of all ranks;  addresses: where they listen, and where this one did before
+    hosts: of all ranks;  addresses: where they listen, and where this one did before;  speed: as the others measured it
     """
     choose_interface(env)
     listener = listen(_own_host(env), addresses.get(env.rank, ("", 0))[1])
     link = HostLink(env.rank, Hosts(tuple(hosts)), _key_of_hosts(env, config), listener, _quiet_s(config))
+    link.speed = speed
     link.connect(addresses, _quiet_s(config), is_replacement=True)
     return link
 

@@ -50,12 +50,12 @@ def loads(number, seed=3):
         yield rng.poisson(base * rng.uniform(0.5, 1.5)) + 1
 
 
-def replayed(path, **changes):
+def replayed(path, topology=Topology(1, 4), **changes):
     """Returns the result of a replay of the trace with the server's settings, or with changes."""
     trace = read_jsonl(path)
     settings = BalancerSettings(**(CHOICES | changes))
     server = ServerReplay.of(settings, replace(FACTS, token_s=1.0), events_between_records(path))
-    report = replay(trace, ["live"], ReplaySettings(Topology(1, 4), START.num_slots, start=START, server=server))
+    report = replay(trace, ["live"], ReplaySettings(topology, START.num_slots, start=START, server=server))
     return report.policies[0]
 
 
@@ -74,6 +74,19 @@ def test_the_same_decisions_in_the_same_windows_and_the_same_placements(tmp_path
     assert {"plan", "move", "done", "watch"} <= {kind for _, kind, _, _ in engine.said()}
     assert engine.balancer.placement.version > 2
     same_decisions(replayed(path), engine)
+
+
+def test_a_trace_of_two_hosts_is_replayed_at_the_prices_of_its_measured_network(tmp_path):
+    moves = {}
+    for rate in (1e9, 333.3):  # bytes a second; an expert has 1,000 bytes
+        path = tmp_path / f"{rate}.jsonl"
+        facts = replace(FACTS, num_nodes=2, link_bytes_per_s=rate, link_delay_s=1e-4)
+        engine = RecordedEngine(path, facts=facts)
+        for load in loads(50):
+            engine.window(load)
+        same_decisions(replayed(path, Topology(2, 2)), engine)
+        moves[rate] = [words for step, kind, *words in engine.said() if kind == "move"]
+    assert moves[1e9] != moves[333.3], "what crosses the network is dear"
 
 
 def test_failures_commands_and_lost_ranks_are_repeated(tmp_path):

@@ -15,7 +15,7 @@ from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.rebalance.events import PlanReady, RequestPlan, RoundActivated, StartRound, WindowClosed
-from moe_serve.eplb.rebalance.rebalancer import make_rebalancer
+from moe_serve.eplb.rebalance.rebalancer import _costs_by_layer, make_rebalancer
 from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
@@ -322,11 +322,46 @@ def test_windows_without_a_time_teach_nothing():
 def test_the_price_of_a_moved_expert_is_the_median_of_measured_rounds():
     cost = MeasuredCost(PriorPrices(TOKEN_S, 1.0), 0.05)
     for move_s in (0.2, 0.2, 30.0, 0.2, 0.2):
-        cost.learn_round(TWO_EACH, move_s, 0.01)
+        cost.learn_round(TWO_EACH, Topology(1, 4), move_s, 0.01)
     assert cost.expert_s == pytest.approx((0.01 + 0.05 * 0.2) / 2)
     wanted = Placement(np.roll(START.physical_to_logical, 1, axis=1), 16, 4)
     plan = plan_migration(START, wanted, Topology(1, 4))
     assert cost.migration_seconds(plan, Topology(1, 4)) == pytest.approx(cost.expert_s * len(plan.rounds))
+
+
+def test_experts_that_cross_a_slow_network_have_a_price_of_their_own():
+    rate, delay_s = 1e6, 1e-3
+    facts = SystemFacts(2, 1000, TOKEN_S, 1e-6, False, link_bytes_per_s=rate, link_delay_s=delay_s)
+    nodes = Topology(2, 2)
+    cost = MeasuredCost(PriorPrices(facts.token_s, facts.expert_s, facts.off_node_s), 0.5)
+    inside = MigrationRound((SlotMove(0, 0, 0, 1, 5), SlotMove(0, 2, 8, 3, 12)))
+    across = MigrationRound((SlotMove(0, 0, 0, 2, 8), SlotMove(1, 1, 4, 3, 12), SlotMove(1, 3, 13, 3, 12)))
+    assert (inside.busiest_node(nodes), across.busiest_node(nodes), across.busiest()) == (0, 2, 1)
+    assert cost.off_node_s == pytest.approx(delay_s + 1000 / rate), "as the network was measured"
+    for _ in range(15):
+        cost.learn_round(inside, nodes, 2e-3, 0.0)
+        cost.learn_round(across, nodes, 0.4, 0.1)
+    assert (cost.expert_s, cost.off_node_s) == pytest.approx((1e-3, 0.15))
+    assert cost.off_node_weight == pytest.approx(150)
+    fast = MeasuredCost(PriorPrices(TOKEN_S, 1e-3, 1e-6), 0.5)
+    for _ in range(15):
+        fast.learn_round(across, nodes, 0.04, 0.0)
+    assert fast.expert_s == pytest.approx(0.02), "the network is not what these rounds wait for"
+    assert fast.off_node_weight == 1
+
+
+def test_a_layer_whose_experts_stay_on_their_nodes_moves_where_the_network_is_too_slow_for_others():
+    """Two layers gain alike; only in the first can the load be levelled inside the nodes."""
+    start = Placement([[0, 1, 2, 3], [0, 1, 2, 3]], 4, 4, (0, 1))
+    table = [[1, 0, 3, 2], [2, 3, 0, 1]]
+    nodes = Topology(2, 2)
+    target = Placement(table, 4, 4, (0, 1))
+    cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-6, 1e-3), 0.05)
+    move = plan_migration(start, target, nodes, relabel="exact")
+    costs, price = _costs_by_layer(cost, move, start, target, nodes)
+    assert costs.sum() == pytest.approx(cost.migration_seconds(move, nodes))
+    assert costs[1] == pytest.approx(1000 * costs[0])
+    assert price == pytest.approx(costs[0] / 4)
 
 
 def moves_made(skew_s, move_s, num_windows=90):

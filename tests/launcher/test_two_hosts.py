@@ -71,6 +71,7 @@ def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections_while_
         answers.append(a.ask(f"{URL}/generate", json.dumps(body)))
         info = json.loads(a.ask(f"{URL}/server_info")[1])
         assert "dispatch.backend auto: hosts (2 CPU ranks on 2 hosts)" in first.output
+        assert "the network between 2 hosts: " in first.output
         assert "GlooExchange" not in json.dumps(info)
         assert os.environ["MOE_SERVE_TOKEN"] not in first.output + second.output
         pids = [*first.descendants(), *second.descendants()]

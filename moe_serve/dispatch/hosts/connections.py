@@ -25,12 +25,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from moe_serve.dispatch.hosts.speed import answer
 from moe_serve.errors import LARGE_PACKETS_LOST, PeerError
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
 Address = tuple[str, int]
-ROWS, VOTES = 1, 2  # what a connection is for
+ROWS, VOTES, SPEED = 1, 2, 3  # what a connection is for
 _HELLO = struct.Struct("<8sHHI16sI46s")  # magic, speaking rank, the rank it wants, purpose, nonce, its port and host
 _MAGIC = b"moelink2"
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
@@ -299,7 +300,9 @@ class Connections:
             self._peers[source].why = why
         elif purpose == VOTES and self.on_votes is not None:
             self.on_votes(connected, source)
-        if why or (purpose == VOTES and self.on_votes is None):
+        elif purpose == SPEED:
+            answer(connected)
+        if why or purpose == SPEED or (purpose == VOTES and self.on_votes is None):
             connected.close()
 
     def _attach(self, rank: int, connected: socket.socket) -> None:

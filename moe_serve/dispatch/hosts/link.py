@@ -20,7 +20,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from moe_serve.c_library import load_c_library
-from moe_serve.dispatch.hosts.connections import VOTES, Address, Connections
+from moe_serve.dispatch.hosts.connections import SPEED, VOTES, Address, Connections
+from moe_serve.dispatch.hosts.speed import Speed, measure
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 from moe_serve.process_facts import has_ended
@@ -78,7 +79,10 @@ class HostLink:
     """Writes into the memory of other hosts. Regions have the numbers of the ranks that they belong to.
 
     hosts: of all ranks;  others: the hosts that this rank is not on;  local_ranks: those on its own
+    speed: of the slowest connection between two hosts, as measured at the start, and the longest delay; None: unknown
     """
+
+    speed: Speed | None = None
 
     def __init__(self, rank: int, hosts: Hosts, key: bytes, listener: socket.socket, quiet_s: float):
         """key: known to the ranks of this launch only;  listener: of this rank, for life
@@ -125,6 +129,20 @@ class HostLink:
     def dial_votes(self, rank: int, deadline_s: float) -> socket.socket:
         """Returns a new connection with a rank of another host, for votes. Raises OSError."""
         return self._connections.dial(rank, VOTES, deadline_s)
+
+    def measure(self, deadline_s: float) -> Speed | None:
+        """Returns the speed of the network towards the next host, counted round; None: it could not be measured.
+
+        The lowest rank of each host calls it at about the same time, so that every host sends and receives.
+        """
+        following = (self.hosts.of_rank[self.rank] + 1) % self.hosts.num_hosts
+        rank = self.hosts.ranks(following)[0]
+        try:
+            with self._connections.dial(rank, SPEED, deadline_s) as connected:
+                return measure(connected)[0]
+        except OSError as error:
+            log.warning("rank %d cannot measure the network towards rank %d: %s", self.rank, rank, error)
+            return None
 
     def share(self, regions: Sequence[Tensor]) -> "Space":
         """Lets other hosts write into memory of this one; all ranks call it in the same order.

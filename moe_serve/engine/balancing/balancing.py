@@ -16,7 +16,7 @@ The leader also reports the load to the front end. A mistake of the balancer end
 
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -324,6 +324,9 @@ def make_balancing(
             num_nodes=group.num_nodes,
             survives_loss=recovery.why_end is None,
         )
+        speed = None if group.link is None else group.link.speed
+        if speed is not None:
+            facts = replace(facts, link_bytes_per_s=speed.bytes_per_s, link_delay_s=speed.delay_s)
         settings = msgspec.convert(eplb, BalancerSettings, from_attributes=True)
         planner = PlannerProcess(eplb.policy, eplb.plan_deadline_s)
         return Balancer(served.placement, settings, facts, planner, reports, on_event=on_event, step=step)

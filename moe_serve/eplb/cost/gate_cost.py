@@ -42,6 +42,11 @@ class GateCost(Protocol):
         """Takes a window that this placement served from its first step to its last; returns whether prices changed."""
         return False
 
-    def learn_round(self, finished: MigrationRound, move_s: float, pause_s: float) -> None:
+    def learn_round(self, finished: MigrationRound, topology: Topology, move_s: float, pause_s: float) -> None:
         """Takes a round of moves. move_s: from its start to its activation;  pause_s: for which serving stood still"""
         return
+
+    @property
+    def off_node_weight(self) -> float:
+        """What an expert that crosses from one node to another costs, as times one that stays on its node."""
+        return 1.0

@@ -7,8 +7,11 @@ A step is taken to last
 with tokens counted as (token, expert) pairs and summed over layers. Attention and all else that grows with the batch is
 in token_s, so that a larger batch is not mistaken for a worse placement: what a better placement saves is skew_s. The
 three are fitted by least squares over the last windows, of which older ones fade and outliers count less. Until the
-load has varied enough to tell them apart, weak assumptions from the sizes of the model hold. The price of moved experts
-is the median over the last rounds.
+load has varied enough to tell them apart, weak assumptions from the sizes of the model hold.
+
+A round of moves is taken to cost the longer of two: a price for each expert that its busiest rank sends or receives,
+and one for each that crosses the network of its busiest node. Either is the median over the last rounds in which it was
+the longer one; that of the network begins with the measured rate and delay.
 
 Shape words: L = MoE layers, E = experts, R = ranks.
 """
@@ -40,12 +43,14 @@ NUM_ROUNDS = 15  # rounds whose median is the price of a moved expert
 class PriorPrices:
     """Prices before anything is measured, in seconds.
 
-    token_s:  of a (token, expert) pair on its rank, attention and all
-    expert_s: of serving time, for each expert that the busiest rank of a round receives
+    token_s:    of a (token, expert) pair on its rank, attention and all
+    expert_s:   of serving time, for each expert that the busiest rank of a round receives
+    off_node_s: likewise, for each that the busiest node of a round sends to other nodes, or receives; 0: not known
     """
 
     token_s: float
     expert_s: float
+    off_node_s: float = 0.0
 
 
 class MeasuredCost(GateCost):
@@ -63,6 +68,7 @@ class MeasuredCost(GateCost):
         self._rows: deque[Floats] = deque(maxlen=NUM_WINDOWS)  # of each window: 1, tokens of the mean rank, and beyond
         self._step_s: deque[float] = deque(maxlen=NUM_WINDOWS)
         self._expert_s: deque[float] = deque([prior.expert_s], maxlen=NUM_ROUNDS)
+        self._off_node_s: deque[float] = deque([prior.off_node_s], maxlen=NUM_ROUNDS)
 
     @property
     def base_s(self) -> float:
@@ -84,6 +90,16 @@ class MeasuredCost(GateCost):
         """Seconds of serving time for each expert that the busiest rank of a round receives."""
         return _median(np.array(self._expert_s))
 
+    @property
+    def off_node_s(self) -> float:
+        """Seconds of serving time for each expert that crosses the network of the busiest node of a round."""
+        return _median(np.array(self._off_node_s))
+
+    @property
+    def off_node_weight(self) -> float:
+        near_s, far_s = self.expert_s, self.off_node_s
+        return far_s / near_s if far_s > near_s > 0 else 1.0
+
     def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
         busiest: Floats = rank_load(tokens, placement).max(axis=1)
         return self.skew_s * busiest
@@ -93,7 +109,7 @@ class MeasuredCost(GateCost):
         return self.base_s + (self.token_s - self.skew_s) * mean
 
     def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:
-        return self.expert_s * sum(max(moves.busiest(), 1) for moves in plan.rounds)
+        return sum(max(self._in_ranks_s(each), self._network_s(each, topology)) for each in plan.rounds)
 
     def learn_window(self, record: LoadRecord, placement: Placement) -> bool:
         if record.step_time_s is None or not record.busy_steps:
@@ -105,8 +121,18 @@ class MeasuredCost(GateCost):
         self._fit()
         return True
 
-    def learn_round(self, finished: MigrationRound, move_s: float, pause_s: float) -> None:
-        self._expert_s.append((pause_s + self._step_share * move_s) / max(finished.busiest(), 1))
+    def learn_round(self, finished: MigrationRound, topology: Topology, move_s: float, pause_s: float) -> None:
+        cost_s = pause_s + self._step_share * move_s
+        if self._network_s(finished, topology) > self._in_ranks_s(finished):
+            self._off_node_s.append(cost_s / finished.busiest_node(topology))
+        else:
+            self._expert_s.append(cost_s / max(finished.busiest(), 1))
+
+    def _in_ranks_s(self, moves: MigrationRound) -> float:
+        return self.expert_s * max(moves.busiest(), 1)
+
+    def _network_s(self, moves: MigrationRound, topology: Topology) -> float:
+        return self.off_node_s * moves.busiest_node(topology)
 
     def _fit(self) -> None:
         """Fits the prices to the last windows, again with less weight on those that fitted badly."""

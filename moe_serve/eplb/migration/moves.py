@@ -3,10 +3,13 @@
 Shape words: L = MoE layers, P = slots, R = ranks.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PlacementError
+from moe_serve.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +45,19 @@ class MigrationRound:
 
     def busiest(self) -> int:
         """Returns the most experts that one rank sends or receives."""
-        sent: dict[int, int] = {}
-        received: dict[int, int] = {}
+        return self._most(lambda rank: rank)
+
+    def busiest_node(self, topology: Topology) -> int:
+        """Returns the most experts that one node sends to others over its network, or receives."""
+        return self._most(topology.node_of)
+
+    def _most(self, place_of: Callable[[int], int]) -> int:
+        """Returns the most experts that one place sends to others, or receives. place_of: of each rank"""
+        sent, received = Counter[int](), Counter[int]()
         for move in self.moves:
-            if move.src_rank not in (move.dst_rank, -1):
-                sent[move.src_rank] = sent.get(move.src_rank, 0) + 1
-                received[move.dst_rank] = received.get(move.dst_rank, 0) + 1
+            if move.src_rank >= 0 and (source := place_of(move.src_rank)) != (destination := place_of(move.dst_rank)):
+                sent[source] += 1
+                received[destination] += 1
         return max([0, *sent.values(), *received.values()])
 
 

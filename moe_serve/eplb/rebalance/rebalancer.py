@@ -188,7 +188,7 @@ class Rebalancer:
             return self._fail(event.step, f"the plan is not legal: {error}")
         gains = self._gate.gains(self._placement, target)
         costs, price = _costs_by_layer(self.cost, move, self._placement, target, self.topology)
-        revert_costs = price * _arrivals(target, self._gate.baseline)
+        revert_costs = price * _arrivals(target, self._gate.baseline, self.topology, self.cost.off_node_weight)
         rows = self._gate.choose_layers(gains, costs, revert_costs, self._placement, target)
         if not len(rows):
             self._keep(event.step, target, gains, costs)
@@ -247,7 +247,7 @@ class Rebalancer:
             )
         finished = running.activate(event.step, event.version)
         self._placement = running.placement
-        self.cost.learn_round(finished, event.move_s, event.pause_s)
+        self.cost.learn_round(finished, self.topology, event.move_s, event.pause_s)
         if not running.is_done and not self.journal.alarm:
             return (running.start_round(event.step),)
         self._running = None
@@ -341,7 +341,8 @@ def make_rebalancer(placement: Placement, settings: BalancerSettings, facts: Sys
         rules=PlanRules(planned_split="exact" if settings.split == "exact" else "even", two_nodes=facts.survives_loss),
         min_replicas=2 if facts.survives_loss else 1,
     )
-    cost = MeasuredCost(PriorPrices(facts.token_s, facts.expert_s), settings.move_step_share)
+    prices = PriorPrices(facts.token_s, facts.expert_s, facts.off_node_s)
+    cost = MeasuredCost(prices, settings.move_step_share)
     return Rebalancer(placement, topology, eagerness, cost)
 
 
@@ -472,20 +473,27 @@ def _placed_as(current: Placement, table: Sequence[Sequence[int]]) -> Placement:
 def _costs_by_layer(
     cost: GateCost, move: MigrationPlan, current: Placement, target: Placement, topology: Topology
 ) -> tuple[Floats, float]:
-    """Returns the cost of a migration in seconds, shared out over layers by transfers [L], and that of one.
+    """Returns the cost of a migration in seconds, shared out over layers by transfers [L], and that of one in a node.
 
     move: from current to target; of all layers, or only of those that change
     """
-    received = _arrivals(current, target)
+    received = _arrivals(current, target, topology, cost.off_node_weight)
     price = cost.migration_seconds(move, topology) / max(float(received.sum()), 1.0)
     return price * received, price
 
 
-def _arrivals(old: Placement, new: Placement) -> Floats:
-    """Returns [L], how many experts ranks of each layer must receive to get from old to new."""
+def _arrivals(old: Placement, new: Placement, topology: Topology, off_node_weight: float) -> Floats:
+    """Returns [L], how many experts ranks of each layer must receive to get from old to new.
+
+    off_node_weight: of one that its node has not
+    """
     out = np.zeros(old.num_layers)
     changed = np.flatnonzero((old.physical_to_logical != new.physical_to_logical).any(axis=1))
-    out[changed] = count_moves(old.by_rank[changed], new.by_rank[changed])
+    before, after = old.by_rank[changed], new.by_rank[changed]
+    out[changed] = count_moves(before, after)
+    if off_node_weight > 1 and topology.num_nodes > 1:
+        of_nodes = before.reshape(len(changed), topology.num_nodes, -1).repeat(topology.ranks_per_node, axis=1)
+        out[changed] += (off_node_weight - 1) * count_moves(of_nodes, after)
     return out
 
 

@@ -92,6 +92,8 @@ class SystemFacts:
     bytes_per_expert: weights of one expert of one layer, scales and all
     token_s, expert_s: see PriorPrices
     survives_loss:    serving goes on without a lost rank, so plans should keep every expert on two
+    link_bytes_per_s, link_delay_s: of the network between nodes, the slowest way from one to another, as measured at
+                      the start; 0: it was not measured
     """
 
     num_nodes: int
@@ -99,6 +101,13 @@ class SystemFacts:
     token_s: float
     expert_s: float
     survives_loss: bool
+    link_bytes_per_s: float = 0.0
+    link_delay_s: float = 0.0
+
+    @property
+    def off_node_s(self) -> float:
+        """See PriorPrices."""
+        return self.link_delay_s + self.bytes_per_expert / self.link_bytes_per_s if self.link_bytes_per_s else 0.0
 
     @classmethod
     def of_model(
@@ -119,6 +128,8 @@ class SystemFacts:
                 float(fields["token_s"]),
                 float(fields["expert_s"]),
                 bool(fields["survives_loss"]),
+                float(fields.get("link_bytes_per_s", 0.0)),
+                float(fields.get("link_delay_s", 0.0)),
             )
         except (KeyError, TypeError, ValueError) as problem:
             raise TraceError(f"an event balancer_started lacks facts of the system ({problem!r})") from None

@@ -7,20 +7,17 @@ store, and all that a listener reads is bounded.
 import contextlib
 import hmac
 import socket
-import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from statistics import median
 
 import msgspec
 
+from moe_serve.dispatch.hosts.speed import answer, receive
+from moe_serve.dispatch.hosts.speed import measure as measure_speed
+
 SECRET_BYTES = 16
-_PINGS = 30
-_BULK_BYTES = 8 << 20
 _TIMEOUT_S = 5.0
 _MAX_CALLERS = 64  # at once
-_PING, _BULK, _TIME = b"p", b"b", b"t"
 
 
 class Door(msgspec.Struct, frozen=True):
@@ -75,22 +72,8 @@ class Listener:
         try:
             with caller, contextlib.suppress(OSError):
                 caller.settimeout(_TIMEOUT_S)
-                caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if not hmac.compare_digest(_read(caller, SECRET_BYTES), self._secret):
-                    return
-                while True:
-                    match _read(caller, 1):
-                        case b"p":
-                            caller.sendall(_PING)
-                        case b"b":
-                            left = _BULK_BYTES
-                            while left:
-                                left -= len(_read_some(caller, min(left, 1 << 20)))
-                            caller.sendall(_BULK)
-                        case b"t":
-                            caller.sendall(struct.pack("<d", time.time()))
-                        case _:
-                            return
+                if hmac.compare_digest(receive(caller, SECRET_BYTES), self._secret):
+                    answer(caller)
         finally:
             self._room.release()
 
@@ -99,18 +82,9 @@ def measure(rank: int, door: Door, secret: bytes) -> Pair:
     """Measures one pair: from this rank to another."""
     try:
         with socket.create_connection((door.address, door.port), timeout=_TIMEOUT_S) as peer:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer.sendall(secret)
-            times = [_round_trip(peer) for _ in range(_PINGS)]
-            started_s = time.perf_counter()
-            peer.sendall(_BULK + bytes(_BULK_BYTES))
-            _read(peer, 1)
-            bulk_s = time.perf_counter() - started_s
-            before_s = time.time()
-            peer.sendall(_TIME)
-            (theirs_s,) = struct.unpack("<d", _read(peer, 8))
-            clock_s = theirs_s - (before_s + time.time()) / 2
-        return Pair(rank, door.rank, median(times) * 1e6 / 2, _BULK_BYTES / bulk_s / 1e6, clock_s)
+            speed, clock_s = measure_speed(peer)
+        return Pair(rank, door.rank, speed.delay_s * 1e6, speed.bytes_per_s / 1e6, clock_s)
     except OSError as error:
         return Pair(rank, door.rank, error=str(error) or type(error).__name__)
 
@@ -134,24 +108,3 @@ def partners(rank: int, num_ranks: int) -> Iterator[int]:
 def measure_all(rank: int, doors: Sequence[Door], secret: bytes) -> list[Pair]:
     """Measures all pairs of this rank, one after the other. doors: by rank"""
     return [measure(rank, doors[other], secret) for other in partners(rank, len(doors))]
-
-
-def _round_trip(peer: socket.socket) -> float:
-    started_s = time.perf_counter()
-    peer.sendall(_PING)
-    _read(peer, 1)
-    return time.perf_counter() - started_s
-
-
-def _read(peer: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        data += _read_some(peer, num_bytes - len(data))
-    return data
-
-
-def _read_some(peer: socket.socket, num_bytes: int) -> bytes:
-    data = peer.recv(num_bytes)
-    if not data:
-        raise ConnectionResetError("the connection was closed")
-    return data

@@ -93,6 +93,21 @@ def test_a_connection_that_was_reset_is_made_anew_and_both_ends_know_that_frames
         assert [link.generation(1 - rank) for rank, link in enumerate(scene.links)] == [4, 4]
 
 
+def test_the_speed_of_the_network_is_measured_beside_the_rows(caplog: pytest.LogCaptureFixture) -> None:
+    with two_hosts() as scene:
+        fast = scene.links[1].measure(5.0)
+        scene.between.delay_s = 0.005
+        slow = scene.links[1].measure(5.0)
+        assert fast is not None
+        assert slow is not None
+        assert 0 < fast.delay_s < 0.005 <= slow.delay_s < 0.05
+        assert fast.bytes_per_s > slow.bytes_per_s > 0
+        scene.arrives(0, 3)
+        scene.between.refuses = True
+        assert scene.links[1].measure(5.0) is None
+        assert "rank 1 cannot measure the network towards rank 0" in caplog.text
+
+
 @pytest.mark.parametrize("where", [0, 30, 56, 57, 100_000, (1 << 20) + 55])
 def test_a_frame_that_was_cut_raises_no_flag_and_does_not_spoil_the_next_connection(where: int) -> None:
     with two_hosts() as scene:
