@@ -305,8 +305,10 @@ def overlapped(num_rounds: int, live_handles: int) -> tuple[int, ...]:
     """Returns the order in which, under the experts of a round, the rows of the next one and the results of the last
     one are on their way.
 
-    At any time at most two calls that carry rows are in flight, received in the order of their sends, and the counts of
-    one round ahead of them. A handle lives from dispatch to the receipt of its combine, so three handles are alive.
+    At any time at most two dispatches and two combines are in flight, received in the order of their sends, and the
+    counts of one round ahead of them. Results are sent before those of the last round are waited for: behind a link
+    with a delay two rounds wait as often as one. A handle lives from dispatch to the receipt of its combine, so three
+    handles are alive.
     With live_handles = 2 the results of the last round are received before the next one dispatches.
     The shared expert computes under the last combine, where no experts are left to hide it, and where no rank waits for
     what comes after it.
@@ -325,7 +327,6 @@ def overlapped(num_rounds: int, live_handles: int) -> tuple[int, ...]:
             order.append(number + 1)  # dispatches
             if number + 2 < num_rounds:
                 order.append(number + 2)  # sends counts
-        order.append(number)  # experts
+        order += [number, number]  # experts, then sends results
         order += last  # receives the results of the last round
-        order.append(number)  # sends results
     return (*order, SHARED, num_rounds - 1)
