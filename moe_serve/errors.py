@@ -30,6 +30,10 @@ class FolderError(LaunchError):
     """A folder of sockets that cannot be written to now, such as on a full disk: no setting is wrong."""
 
 
+class ReplacedError(LaunchError):
+    """A newer process is this rank; this one must end, without a word to the others."""
+
+
 class ModelError(MoeServeError):
     """A model folder, architecture or checkpoint that cannot be served."""
 

@@ -348,7 +348,8 @@ def rejoin_hosts(
     """
     choose_interface(env)
     listener = listen(_own_host(env), addresses.get(env.rank, ("", 0))[1])
-    link = HostLink(env.rank, Hosts(tuple(hosts)), _key_of_hosts(env, config), listener, _quiet_s(config))
+    number = env.num_before or 0
+    link = HostLink(env.rank, Hosts(tuple(hosts)), _key_of_hosts(env, config), listener, _quiet_s(config), number)
     link.speed = speed
     link.connect(addresses, _quiet_s(config), is_replacement=True)
     return link

@@ -21,7 +21,7 @@ import typer
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Fatal, Goodbye
-from moe_serve.errors import ConfigError, FolderError, LostConnectionError, MoeServeError, PeerError
+from moe_serve.errors import ConfigError, FolderError, LostConnectionError, MoeServeError, PeerError, ReplacedError
 from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, own_address, read_rank_env
@@ -86,7 +86,7 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
         if engine.refusal is not None:
             log.error("the front end refused this rank: %s", engine.refusal)
         code = 1 if engine.lost_front_end or engine.refusal is not None else 0
-    except RefusedError as error:
+    except (RefusedError, ReplacedError) as error:
         log.error("%s", error)
         code = 1
     except LostConnectionError as error:

@@ -3,40 +3,26 @@
 Of two ranks the higher one dials. A rank that is started anew dials all, since only it knows where it listens now, and
 says so. A thread keeps the listener open and dials again as long as a rank has no connection; the newest one counts. It
 also dials where a connection makes no progress: a new one comes as soon as a cable is mended, while the kernel would
-wait as long as it was cut.
-
-Each connection is authenticated in both directions by a key that only the ranks of the launch know (HMAC-SHA256 over
-the nonces of both ends, their ranks and the purpose); data are not encrypted, as with gloo and NCCL. Both ends then
-send more than a packet holds, so that a path that loses large packets is found here and not in a step.
+wait as long as it was cut. How a connection begins, and who is refused, stands in handshake.py.
 """
 
 import contextlib
 import ctypes
-import hashlib
-import hmac
 import os
 import random
-import secrets
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from moe_serve.dispatch.hosts.handshake import HANDSHAKE_S, ROWS, SPEED, VOTES, Address, Party, Visit, text_of
 from moe_serve.dispatch.hosts.speed import answer
-from moe_serve.errors import LARGE_PACKETS_LOST, PeerError
+from moe_serve.errors import PeerError, ReplacedError
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
-Address = tuple[str, int]
-ROWS, VOTES, SPEED = 1, 2, 3  # what a connection is for
-_HELLO = struct.Struct("<8sHHI16sI46s")  # magic, speaking rank, the rank it wants, purpose, nonce, its port and host
-_MAGIC = b"moelink2"
-_NONCE_BYTES, _PROOF_BYTES = 16, 32
-_PROBE = bytes(32 << 10)  # several packets, jumbo frames too
-_HANDSHAKE_S = 5.0
 _MOST_HANDSHAKES = 64  # at once, of peers that have not proved anything yet
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # between two dials
 _STUCK_RESENT = 3  # data that the kernel has sent so often again in a row, within 1.4 s, find no way
@@ -61,6 +47,7 @@ class _Peer:
     """A rank of another host, under the lock of `Connections`.
 
     dials: whether this rank dials it;  at_s: not before;  why: the last dial or handshake failed; "": it did not
+    number: the highest of its processes that has connected
     """
 
     address: Address
@@ -70,23 +57,32 @@ class _Peer:
     pause_s: float = _LEAST_PAUSE_S
     connected_s: float = 0.0
     why: str = ""
+    number: int = 0
 
 
 class Connections:
     """Keeps the connections of a link (link.c), until `close`.
 
     on_votes: takes a connection that a rank has dialled for votes; None: nobody does
-    refused:  connections that did not prove to be of this launch
+    refused:  connections that did not prove to be of this launch, and of processes that were replaced
+    replaced: a newer process is this rank; None: none is known
     """
 
-    def __init__(self, library: ctypes.CDLL, link: int, rank: int, key: bytes, listener: socket.socket, quiet_s: float):
-        """quiet_s: a connection whose peer's kernel gives no sign for so long has ended"""
+    def __init__(
+        self, library: ctypes.CDLL, link: int, rank: int, number: int, key: bytes, listener: socket.socket,
+        quiet_s: float,
+    ):  # fmt: skip
+        """number: processes that were this rank before
+
+        quiet_s: a connection whose peer's kernel gives no sign for so long has ended
+        """
         self.on_votes: Callable[[socket.socket, int], object] | None = None
         self.refused = 0
+        self.replaced: ReplacedError | None = None
         self._library, self._link = library, link
-        self._rank, self._key, self._quiet_s = rank, key, quiet_s
+        self._quiet_s = quiet_s
         self._listener = listener
-        self._own: Address = listener.getsockname()[:2]
+        self.own = Party(rank, number, key, listener.getsockname()[:2])
         self._peers: dict[int, _Peer] = {}
         self._changed = threading.Condition()
         self._handshakes: list[socket.socket] = []  # the oldest first
@@ -117,7 +113,7 @@ class Connections:
     @property
     def addresses(self) -> dict[int, Address]:
         """Where this rank and those of other hosts listen now."""
-        return {self._rank: self._own} | {rank: peer.address for rank, peer in self._peers.items()}
+        return {self.own.rank: self.own.address} | {rank: peer.address for rank, peer in self._peers.items()}
 
     def missing(self) -> list[int]:
         """Returns the ranks of other hosts with which there is no connection now."""
@@ -131,46 +127,26 @@ class Connections:
         if self._library.link_generation(self._link, rank):
             return os.strerror(self._library.link_error(self._link, rank))
         if peer.dials:
-            return f"no answer from {_text(peer.address)} so far"
-        return f"it has not connected to {_text(self._own)}"
+            return f"no answer from {text_of(peer.address)} so far"
+        return f"it has not connected to {text_of(self.own.address)}"
 
     def not_joined(self, rank: int, deadline_s: float) -> PeerError:
         """Returns the error for a rank that has not come in time."""
-        text = f"rank {self._rank} has no connection with rank {rank} on another host after {deadline_s:g} s"
+        text = f"rank {self.own.rank} has no connection with rank {rank} on another host after {deadline_s:g} s"
         others = f"; {self.refused} peers without the key of this launch have connected" if self.refused else ""
         advice = "open TCP between the hosts for all ports, or name the interface (GLOO_SOCKET_IFNAME)"
         return PeerError(f"{text} ({self.why_missing(rank)}{others}); {advice}", rank, "start", 0)
 
     def dial(self, rank: int, purpose: int, deadline_s: float) -> socket.socket:
         """Returns a connection with a rank that has proved to be of this launch. Raises OSError."""
-        address = self._peers[rank].address
-        until_s = time.monotonic() + deadline_s
+        if self.replaced is not None:
+            raise OSError(str(self.replaced))
+        peer = self._peers[rank]
         try:
-            connected = socket.create_connection(address, timeout=deadline_s)
-        except TimeoutError:
-            text = f"no answer from {_text(address)} within {deadline_s:g} s: a firewall drops it, or no such host"
-            raise OSError(text) from None
-        except OSError as error:
-            raise OSError(f"{_text(address)}: {error.strerror or error}") from None
-        try:
-            host, port = self._own
-            words = _MAGIC, self._rank, rank, purpose, secrets.token_bytes(_NONCE_BYTES), port, host.encode()
-            hello = _HELLO.pack(*words)
-            connected.sendall(hello)
-            nonce = _receive(connected, _NONCE_BYTES, until_s)
-            proof = _receive(connected, _PROOF_BYTES, until_s)
-            if not hmac.compare_digest(proof, _proof(self._key, b"accepts", hello, nonce)):
-                raise OSError("it has another key, so it belongs to another launch")
-            connected.sendall(_proof(self._key, b"connects", hello, nonce))
-            _probe(connected, until_s)
-        except TimeoutError:
-            connected.close()
-            text = "takes connections and says nothing: another program listens there, or packets are lost"
-            raise OSError(f"{_text(address)} {text}") from None
-        except OSError:
-            connected.close()
-            raise
-        return connected
+            return self.own.dial(rank, peer.address, peer.number, purpose, deadline_s)
+        except ReplacedError as error:
+            self.replaced = error
+            raise OSError(str(error)) from None
 
     def close(self) -> None:
         """Ends the thread and closes the listener. Connections belong to the link."""
@@ -181,6 +157,7 @@ class Connections:
         os.eventfd_write(self._wake, 1)
         if self._thread.is_alive():
             self._thread.join()
+        os.close(self._wake)
         self._listener.close()
 
     # --- the thread ---
@@ -190,24 +167,21 @@ class Connections:
         poller = select.poll()
         for descriptor in (self._listener.fileno(), self._wake, news):
             poller.register(descriptor, select.POLLIN)
-        try:
-            while not self._ends:
-                self._note_ended()
-                pause_s = self._dial_missing()
-                for descriptor, _ in poller.poll(1000 * pause_s + 1):
-                    if descriptor == self._listener.fileno():
-                        self._take()
-                    else:
-                        os.eventfd_read(descriptor)
-        finally:
-            os.close(self._wake)
+        while not self._ends:
+            self._note_ended()
+            pause_s = self._dial_missing()
+            for descriptor, _ in poller.poll(1000 * pause_s + 1):
+                if descriptor == self._listener.fileno():
+                    self._take()
+                else:
+                    os.eventfd_read(descriptor)
 
     def _note_ended(self) -> None:
         with self._changed:
             for rank, peer in self._peers.items():
                 if not peer.connected_s or not (error := self._library.link_error(self._link, rank)):
                     continue
-                log.info("rank %d has no connection with rank %d any more: %s", self._rank, rank, os.strerror(error))
+                log.info("rank %d has no connection with rank %d any more: %s", self.own.rank, rank, os.strerror(error))
                 now_s = time.monotonic()
                 if now_s - peer.connected_s > _STEADY_S:
                     peer.pause_s = _LEAST_PAUSE_S
@@ -218,7 +192,7 @@ class Connections:
         now_s = time.monotonic()
         pauses_s = [_LOOK_S]
         with self._changed:
-            for rank, peer in self._peers.items():
+            for rank, peer in self._peers.items() if self.replaced is None else ():
                 if not peer.dials or peer.is_dialled or not (self._is_missing(rank) or self._is_stuck(rank)):
                     continue
                 if peer.at_s <= now_s and _in_thread(self._dial_for_rows, rank, peer):
@@ -239,9 +213,9 @@ class Connections:
         return pause_s * random.uniform(0.5, 1.0)
 
     def _dial_for_rows(self, rank: int, peer: _Peer) -> None:
-        why = ""
+        why, number = "", peer.number
         try:
-            self._attach(rank, self.dial(rank, ROWS, _HANDSHAKE_S))
+            self._attach(rank, self.dial(rank, ROWS, HANDSHAKE_S), number)
         except OSError as error:
             why = str(error.strerror or error)
         with self._changed:
@@ -272,40 +246,46 @@ class Connections:
             if connected in self._handshakes:
                 self._handshakes.remove(connected)
 
+    def _newest(self, rank: int) -> int | None:
+        return self._peers[rank].number if rank in self._peers and self.replaced is None else None
+
     def _welcome(self, connected: socket.socket) -> None:
         """Takes a connection of a rank that proves itself."""
-        source, purpose, proved, why = -1, 0, False, ""
+        taken = False
         try:
-            until_s = time.monotonic() + _HANDSHAKE_S
-            hello = _receive(connected, _HELLO.size, until_s)
-            magic, source, here, purpose, _, port, host = _HELLO.unpack(hello)
-            if magic == _MAGIC and here == self._rank and source in self._peers:
-                nonce = secrets.token_bytes(_NONCE_BYTES)
-                connected.sendall(nonce + _proof(self._key, b"accepts", hello, nonce))
-                proof = _receive(connected, _PROOF_BYTES, until_s)
-                proved = hmac.compare_digest(proof, _proof(self._key, b"connects", hello, nonce))
-            if not proved:
-                raise OSError("it has not proved to be of this launch")
-            _probe(connected, until_s)
-            self._peers[source].address = host.rstrip(b"\0").decode(), port
-            if purpose == ROWS:
-                self._attach(source, connected)
-        except (OSError, ValueError) as error:
-            why = str(error)
+            visit = self.own.welcome(connected, self._newest)
+            self._end_handshake(connected)
+            taken = self._take_in(visit, connected)
+        except OSError:
+            self.refused += 1
+        except ReplacedError as error:
+            self.replaced = error
         finally:
             self._end_handshake(connected)
-        if not proved:
-            self.refused += 1
-        elif why:
-            self._peers[source].why = why
-        elif purpose == VOTES and self.on_votes is not None:
-            self.on_votes(connected, source)
-        elif purpose == SPEED:
-            answer(connected)
-        if why or purpose == SPEED or (purpose == VOTES and self.on_votes is None):
-            connected.close()
+            if not taken:
+                connected.close()
 
-    def _attach(self, rank: int, connected: socket.socket) -> None:
+    def _take_in(self, visit: Visit, connected: socket.socket) -> bool:
+        """Returns whether somebody has the connection now."""
+        with self._changed:
+            peer = self._peers[visit.rank]
+            if visit.number < peer.number:
+                return False
+            peer.number, peer.address, peer.why = visit.number, visit.address, visit.problem
+        if visit.problem:
+            return False
+        if visit.purpose == ROWS:
+            self._attach(visit.rank, connected, visit.number)
+            return True
+        if visit.purpose == VOTES and self.on_votes is not None:
+            self.on_votes(connected, visit.rank)
+            return True
+        if visit.purpose == SPEED:
+            answer(connected)
+        return False
+
+    def _attach(self, rank: int, connected: socket.socket, number: int) -> None:
+        """Hands a connection to the link. number: of the process at the other end, as known when it began"""
         quiet_s = max(1, round(self._quiet_s / 4))
         for option, value in (
             (socket.TCP_NODELAY, 1),
@@ -318,11 +298,11 @@ class Connections:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setblocking(False)
         with self._changed:
-            if self._ends:
+            if self._ends or number < self._peers[rank].number:
                 connected.close()
                 return
             if again := self._library.link_generation(self._link, rank):
-                log.info("rank %d is connected with rank %d again (connection %d)", self._rank, rank, again + 1)
+                log.info("rank %d is connected with rank %d again (connection %d)", self.own.rank, rank, again + 1)
             self._library.link_attach(self._link, rank, connected.detach())
             self._peers[rank].why, self._peers[rank].connected_s = "", time.monotonic()
             self._changed.notify_all()
@@ -335,34 +315,3 @@ def _in_thread(run: Callable[..., None], *arguments: object) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _proof(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
-    return hmac.new(key, role + hello + nonce, hashlib.sha256).digest()
-
-
-def _probe(connected: socket.socket, until_s: float) -> None:
-    """Sends and takes more than a packet holds. Raises OSError where it does not come through."""
-    try:
-        connected.settimeout(max(until_s - time.monotonic(), 0.001))
-        connected.sendall(_PROBE)
-        _receive(connected, len(_PROBE), until_s)
-    except TimeoutError:
-        raise OSError(LARGE_PACKETS_LOST) from None
-    except OSError as error:
-        raise OSError(f"{error.strerror or error}, as where {LARGE_PACKETS_LOST}") from None
-
-
-def _receive(connected: socket.socket, size: int, until_s: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        connected.settimeout(max(until_s - time.monotonic(), 0.001))
-        part = connected.recv(size - len(data))
-        if not part:
-            raise OSError("it closed the connection")
-        data += part
-    return data
-
-
-def _text(address: Address) -> str:
-    return f"{address[0]} port {address[1]}"

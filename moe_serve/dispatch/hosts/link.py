@@ -20,7 +20,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from moe_serve.c_library import load_c_library
-from moe_serve.dispatch.hosts.connections import SPEED, VOTES, Address, Connections
+from moe_serve.dispatch.hosts.connections import Connections
+from moe_serve.dispatch.hosts.handshake import SPEED, VOTES, Address
 from moe_serve.dispatch.hosts.speed import Speed, measure
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
@@ -84,10 +85,11 @@ class HostLink:
 
     speed: Speed | None = None
 
-    def __init__(self, rank: int, hosts: Hosts, key: bytes, listener: socket.socket, quiet_s: float):
-        """key: known to the ranks of this launch only;  listener: of this rank, for life
+    def __init__(self, rank: int, hosts: Hosts, key: bytes, listener: socket.socket, quiet_s: float, number: int = 0):
+        """key: known to the processes of this launch only;  listener: of this rank, for life
 
         quiet_s: a connection ends when the other host's kernel gives no sign for so long
+        number:  processes that were this rank before, in the same launch
         """
         self.rank, self.hosts = rank, hosts
         own = hosts.of_rank[rank]
@@ -98,7 +100,7 @@ class HostLink:
         self._link = 0
         self._library, _ = load_c_library(_SOURCE, _ARGUMENTS)
         self._link = self._library.link_new()
-        self._connections = Connections(self._library, self._link, rank, key, listener, quiet_s)
+        self._connections = Connections(self._library, self._link, rank, number, key, listener, quiet_s)
         self._entries: dict[int, int] = {}  # the rank that takes in what goes to each other host
         self._choose_entries(range(len(hosts.of_rank)))
         self._heads: dict[int, Int64Array] = {}
@@ -207,8 +209,15 @@ class HostLink:
         """Returns the ranks whose connection has ended in this epoch, and why: what they sent or were sent may be lost.
 
         A rank without a connection since before the epoch is not among them: frames wait for the first one.
+        Raises ReplacedError as `check_not_replaced`.
         """
+        self.check_not_replaced()
         return {rank: self._why(rank) for rank in self._elsewhere if self._library.link_broken(self._link, rank)}
+
+    def check_not_replaced(self) -> None:
+        """Raises ReplacedError where the others go on with a newer process of this rank."""
+        if self._connections.replaced is not None:
+            raise self._connections.replaced
 
     def down(self) -> dict[int, str]:
         """Returns the ranks with which there is no connection now, and why."""

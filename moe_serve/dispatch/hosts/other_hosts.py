@@ -87,7 +87,9 @@ class OtherHosts:
         """Asks the other hosts for the newest decision, and writes it into the log of this host; not too often.
 
         Returns the hosts that have answered. Of one whose ranks all start anew, these answer before they take part.
+        Raises ReplacedError where the others go on with a newer process of this rank.
         """
+        self._link.check_not_replaced()
         if time.monotonic() - self._caught_up_s > _CATCH_UP_S:
             self._answering = self._voters.ask_newest()
             self._caught_up_s = time.monotonic()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.hosts.connections import listen
 from moe_serve.dispatch.hosts.link import _GUARD_WORD, HostLink, Hosts, Int64Array, Space
+from moe_serve.errors import ReplacedError
 from tests.dispatch.hosts.relay import Relay, relay
 from tests.dispatch.hosts.test_link import KEY, join, until
 
@@ -55,15 +56,15 @@ class Scene:
         for link in self.links:
             link.begin_epoch(epoch, [0, 1])
 
-    def renew(self, rank: int) -> None:
-        """Puts a new process in the place of a rank."""
-        self.links[rank].close()
-        listener = listen("127.0.0.1")
+    def renew(self, rank: int, number: int = 1) -> HostLink:
+        """Puts a new process in the place of a rank; returns the old one, which still runs."""
+        old, listener = self.links[rank], listen("127.0.0.1")
         self.addresses[rank] = listener.getsockname()[:2]
-        self.links[rank] = HostLink(rank, Hosts.of([0, 1]), KEY, listener, self._quiet_s)
+        self.links[rank] = HostLink(rank, Hosts.of([0, 1]), KEY, listener, self._quiet_s, number)
         self.regions[rank] = self._new_regions()
         self.spaces[rank] = self.links[rank].share(self.regions[rank])
         self.links[rank].connect(dict(enumerate(self.addresses)), 5.0, is_replacement=True)
+        return old
 
 
 @contextlib.contextmanager
@@ -267,15 +268,54 @@ def results_of_one_slot(rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_rank_that_is_started_anew_dials_all_and_is_dialled_where_it_listens_now() -> None:
     with two_hosts() as scene:
         scene.arrives(1, 5)
-        scene.renew(0)
+        scene.renew(0).close()
         scene.begin(1)
         scene.arrives(0, 6)
         scene.arrives(1, 7)
         assert scene.links[1].addresses == dict(enumerate(scene.addresses)), "rank 1 knows where the new one listens"
-        scene.renew(1)
+        scene.renew(1).close()
         scene.begin(2)
         scene.arrives(0, 8)
         scene.arrives(1, 9)
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["is dialled", "dials"])
+def test_a_process_that_was_replaced_and_wakes_later_is_refused_for_good_and_learns_it(rank: int) -> None:
+    """It was stopped, say, and nobody could tell that it is not dead."""
+    with two_hosts() as scene:
+        scene.arrives(1, 5)
+        old = scene.renew(rank)
+        try:
+            scene.begin(1)
+            scene.arrives(0, 6)
+            generation = scene.links[1 - rank].generation(rank)
+            with pytest.raises(OSError, match=f"process 0 of rank {rank} was replaced"):
+                old.dial_votes(1 - rank, 5.0)
+            with pytest.raises(ReplacedError, match=rf"process 0 of rank {rank} was replaced by a newer one"):
+                until(old.check_not_replaced)
+            with pytest.raises(ReplacedError):
+                old.broken()
+            scene.arrives(1, 7)
+            assert scene.links[1 - rank].generation(rank) == generation, "it has disturbed nobody"
+            newest = scene.renew(rank, number=2)
+            until(lambda: newest.down())
+            newest.close()
+            scene.begin(2)
+            scene.arrives(0, 8)
+        finally:
+            old.close()
+
+
+def test_a_process_learns_that_it_was_replaced_from_who_dials_it_where_it_listened() -> None:
+    with two_hosts() as scene:
+        old = scene.renew(1)
+        old_address = old.addresses[1]
+        scene.links[0]._connections._peers[1].address = old_address
+        with contextlib.suppress(OSError):
+            scene.links[0].dial_votes(1, 5.0).close()
+        with pytest.raises(ReplacedError):
+            until(old.check_not_replaced)
+        old.close()
 
 
 def test_a_rank_that_is_started_anew_does_not_wait_for_ranks_that_are_dead() -> None:

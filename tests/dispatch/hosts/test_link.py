@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
-from moe_serve.dispatch.hosts.connections import _HELLO, _MAGIC, ROWS
+from moe_serve.dispatch.hosts.handshake import _HELLO, _MAGIC, ROWS
 from moe_serve.dispatch.hosts.link import HostLink, Hosts
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.step.exchange import make_exchange
@@ -116,8 +116,8 @@ def test_a_peer_without_the_key_joins_nobody_and_the_message_says_so() -> None:
     [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
-        bytes(82),
-        _HELLO.pack(_MAGIC, 1, 0, 1, b"", 1, b"") + bytes(40),
+        bytes(_HELLO.size),
+        _HELLO.pack(_MAGIC, 1, 0, 1, 0, 0, b"", 1, b"") + bytes(40),
     ],
     ids=["closed", "http", "zeros", "guessed proof"],
 )
