@@ -54,8 +54,8 @@ class Network:
             if self.board[_CABLES] >= 16:
                 state = self.board[_CABLES] - 16
                 for each in self.relays:
-                    each.reset()  # what was swallowed is missing in the middle of a stream
                     each.refuses = state == CUT
+                    each.reset()  # what was swallowed is missing in the middle of a stream
                 self.board[_CABLES] = state
             time.sleep(0.001)
 

@@ -59,6 +59,8 @@ class Relay:
                 continue
             far.settimeout(None)
             self._pairs.append((near, far))
+            if self.refuses:  # by now
+                self.reset()
             threading.Thread(target=self._carry, args=(near, far), daemon=True).start()
 
     def _carry(self, near: socket.socket, far: socket.socket) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 import torch
 
-from moe_serve.dispatch.hosts import connections
+from moe_serve.dispatch.hosts import connections, handshake
 from moe_serve.dispatch.hosts.connections import listen
 from moe_serve.dispatch.hosts.link import HostLink, Hosts
 from moe_serve.errors import PeerError
@@ -22,7 +22,8 @@ from tests.launcher.hosts import Host, can_make_hosts, cut_one_way, make_hosts, 
 
 @pytest.fixture
 def fast_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_HANDSHAKE_S", 0.3)
+    for module in (connections, handshake):
+        monkeypatch.setattr(module, "HANDSHAKE_S", 0.3)
 
 
 @pytest.mark.usefixtures("fast_handshakes")
