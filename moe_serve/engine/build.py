@@ -128,8 +128,11 @@ def _report_on_lost_rank(recovery: Recovery, group: EpGroup, served: ServedModel
     else:
         served.info |= {"on_lost_rank": "mask", "spareable_ranks": spareable_ranks(served.placement)}
         meaning = "a lost rank: " + ", ".join(meaning_of_a_loss(served.placement, restarts=group.files is not None))
-        if 1 < group.num_nodes < group.num_ranks:
-            meaning += "; a lost host: " + ", ".join(meaning_of_a_lost_host(served.placement, group.num_nodes))
+        if group.link is not None:
+            hosts = group.link.hosts
+            meaning += "; a lost host: " + ", ".join(
+                meaning_of_a_lost_host(served.placement, hosts.of_rank, hosts.names)
+            )
     if group.rank == 0 and group.num_ranks > 1 and not group.is_replacement:
         log.info("%s", meaning)
 

@@ -201,6 +201,18 @@ def free_port(host: str = "127.0.0.1") -> int:
         return port
 
 
+def host_name(env: RankEnv) -> str:
+    """Returns the name of this host for people; with its address where the ranks are on several hosts."""
+    name = socket.gethostname()
+    address = None if env.num_local_ranks == env.num_ranks else own_host(env)
+    return f"{name} ({address})" if address else name
+
+
+def own_host(env: RankEnv) -> str | None:
+    """Returns the address of this host under which the ranks of others reach it; None where it cannot be determined."""
+    return address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or own_address(env.master_addr)
+
+
 def interface_towards(address: str) -> str | None:
     """Returns the name of the network interface that routes to an address; None if it cannot be determined.
 

@@ -6,7 +6,6 @@ import importlib
 import os
 import secrets
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Re
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError, PeerError
 from moe_serve.launcher.facts import Fact, facts_of, first_difference, front_end_facts
-from moe_serve.launcher.rank_env import RankEnv
+from moe_serve.launcher.rank_env import RankEnv, host_name
 from moe_serve.links.link import find_link
 from moe_serve.links.listeners import refuse_new_connections
 from moe_serve.log import get_logger
@@ -116,6 +115,7 @@ class RankStart:
     def _join_serving_ranks(self) -> "Engine":
         """Returns the engine of a replacement rank; its `run` joins the others."""
         from moe_serve.dispatch.base import EpGroup
+        from moe_serve.dispatch.hosts.link import Hosts
         from moe_serve.engine.step.exchange import open_exchange
         from moe_serve.launcher.rendezvous import count_nodes, device_of, rejoin_hosts
 
@@ -129,7 +129,8 @@ class RankStart:
         if elsewhere is not None:
             before = left_before(env)
             addresses = elsewhere.addresses | ({} if before is None else {env.rank: before.addresses[env.rank]})
-            between = rejoin_hosts(env, config, elsewhere.hosts, addresses, elsewhere.speed)
+            hosts = Hosts(tuple(elsewhere.hosts), tuple(elsewhere.names))
+            between = rejoin_hosts(env, config, hosts, addresses, elsewhere.speed)
             self._wakes = elsewhere.wakes
         self._mailbox.connect_peers([each for rank, each in enumerate(self._wakes) if rank != env.rank])
         files = SharedFiles(theirs.pid, theirs.files, theirs.kernels)
@@ -144,7 +145,8 @@ class RankStart:
         files, env, link, elsewhere = group.files, self.env, group.link, None
         if link is not None:
             self._link_ports = frozenset([link.addresses[env.rank][1]])
-            elsewhere = Elsewhere(list(link.hosts.of_rank), dict(link.addresses), self._wakes, link.speed)
+            hosts = link.hosts
+            elsewhere = Elsewhere(list(hosts.of_rank), list(hosts.names), dict(link.addresses), self._wakes, link.speed)
         if files is not None:
             marks = files.marks()
             handover = Handover(env.launch_id, os.getpid(), marks, files.kernels, list(facts), elsewhere)
@@ -188,7 +190,7 @@ class RankStart:
             env.num_ranks,
             env.launch_id,
             os.getpid(),
-            socket.gethostname(),
+            host_name(env),
             restarts_left=env.restarts_left,
             num_before=env.num_before or 0,
         )
@@ -258,11 +260,13 @@ def _end_on_signals(engine: "Engine") -> None:
 class Elsewhere(msgspec.Struct, frozen=True):
     """How a replacement rank finds the ranks of other hosts.
 
-    hosts: of all ranks;  addresses: where a rank and those of other hosts listen;  wakes: addresses of all ranks
+    hosts: of all ranks;  names: of the hosts
+    addresses: where a rank and those of other hosts listen;  wakes: addresses of all ranks
     speed: of the network between hosts; None: unknown
     """
 
     hosts: list[int]
+    names: list[str]
     addresses: dict[int, tuple[str, int]]
     wakes: list[str]
     speed: Speed | None = None

@@ -34,7 +34,7 @@ from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.dispatch.shm.memory import STORE_ORDER, host_mark
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.facts import Fact, first_difference
-from moe_serve.launcher.rank_env import RankEnv, address_of, interface_towards, new_launch_id
+from moe_serve.launcher.rank_env import RankEnv, host_name, interface_towards, new_launch_id, own_host
 from moe_serve.links.link import find_link
 from moe_serve.log import get_logger
 from moe_serve.server.edge.ports import open_port
@@ -294,15 +294,18 @@ def _join_hosts(
 ) -> tuple[Sequence[bytes], HostLink | None]:
     """Returns the mark of each rank's host, and this rank's connections with other hosts where CPU ranks use them."""
     able = device.type == "cpu" and platform.machine() in STORE_ORDER and find_compiler() is not None
-    found = gather_bytes(f"{host_mark()} {int(able)}".encode(), group)
-    hosts = [each.split()[0] for each in found]
+    found = [
+        each.split(maxsplit=2) for each in gather_bytes(f"{host_mark()} {int(able)} {host_name(env)}".encode(), group)
+    ]
+    hosts = [each[0] for each in found]
     most = TRANSPORTS["hosts"].max_ranks or len(hosts)
     asked = config.dispatch.backend in ("auto", "low_latency")
-    if len(set(hosts)) == 1 or len(hosts) > most or not asked or not all(each.endswith(b"1") for each in found):
+    if len(set(hosts)) == 1 or len(hosts) > most or not asked or not all(each[1] == b"1" for each in found):
         return hosts, None
-    listener = listen(_own_host(env))
+    listener = listen(own_host(env) or env.master_addr)
+    of_hosts = Hosts.of(hosts, [each[2].decode() for each in found])
     deadlines_s = config.server.attach_deadline_s, _quiet_s(config)
-    link = connect_hosts(env.rank, Hosts.of(hosts), group, listener, _key_of_hosts(env, config), *deadlines_s)
+    link = connect_hosts(env.rank, of_hosts, group, listener, _key_of_hosts(env, config), *deadlines_s)
     link.speed = _measure_speed(link, group)
     return hosts, link
 
@@ -321,11 +324,6 @@ def _measure_speed(link: HostLink, group: dist.ProcessGroup) -> Speed | None:
     return speed
 
 
-def _own_host(env: RankEnv) -> str:
-    """Returns the address of this host under which other hosts reach it."""
-    return address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or env.master_addr
-
-
 def _key_of_hosts(env: RankEnv, config: ServeConfig) -> bytes:
     token = find_link(config.server).token
     return hmac.digest(token.encode(), f"between hosts {env.launch_id}".encode(), "sha256")
@@ -338,18 +336,18 @@ def _quiet_s(config: ServeConfig) -> float:
 def rejoin_hosts(
     env: RankEnv,
     config: ServeConfig,
-    hosts: Sequence[int],
+    hosts: Hosts,
     addresses: Mapping[int, tuple[str, int]],
     speed: Speed | None,
 ) -> HostLink:
     """Returns the connections of a replacement rank with the ranks of other hosts that serve.
 
-    hosts: of all ranks;  addresses: where they listen, and where this one did before;  speed: as the others measured it
+    addresses: where they listen, and where this one did before;  speed: as the others measured it
     """
     choose_interface(env)
-    listener = listen(_own_host(env), addresses.get(env.rank, ("", 0))[1])
+    listener = listen(own_host(env) or env.master_addr, addresses.get(env.rank, ("", 0))[1])
     number = env.num_before or 0
-    link = HostLink(env.rank, Hosts(tuple(hosts)), _key_of_hosts(env, config), listener, _quiet_s(config), number)
+    link = HostLink(env.rank, hosts, _key_of_hosts(env, config), listener, _quiet_s(config), number)
     link.speed = speed
     link.connect(addresses, _quiet_s(config), is_replacement=True)
     return link

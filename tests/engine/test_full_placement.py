@@ -84,7 +84,8 @@ def test_what_a_loss_means_follows_from_slots_and_replicas() -> None:
     assert meaning_of_a_loss(twice) == ("the others serve on without any", "every expert has slots on two ranks")
     some = Placement([[0, 1, 2, 2, 3, 0, 0, 1, 2]], 4, 3)
     assert meaning_of_a_loss(some)[1] == (
-        "after the loss of rank 1 they first read up to 1 experts from the checkpoint again"
+        "after the loss of rank 1 they first read up to 1 experts from the checkpoint again (layer 0); another "
+        "placement would leave none to read (eplb.init_expert_location)"
     )
     assert spareable_ranks(some) == [0, 1, 2]
     none = Placement([[0, 1, 2, 3, 4, 0]], 5, 3)
@@ -100,19 +101,30 @@ def test_what_a_loss_means_follows_from_slots_and_replicas() -> None:
 
 
 def test_what_the_loss_of_a_host_means_follows_from_slots_and_replicas() -> None:
+    pairs, names = [0, 0, 1, 1, 2, 2], ["a", "b", "c"]
     spread = Placement.trivial(1, 12, 6, 12)
-    assert meaning_of_a_lost_host(spread, 3) == (
+    assert meaning_of_a_lost_host(spread, pairs, names) == (
         "the others serve on without any",
         "every expert has slots on two hosts",
     )
-    neighbours = Placement([[0, 1, 2, 0, 2, 3, 0, 1, 3, 4, 5, 5]], 6, 6)
-    assert meaning_of_a_lost_host(neighbours, 3)[1] == (
-        "after the loss of host 2 they first read up to 2 experts from the checkpoint again"
+    neighbours = Placement([[0, 1, 2, 0, 2, 3, 0, 1, 3, 4, 5, -1]] * 8, 6, 6, tuple(range(3, 11)))
+    assert meaning_of_a_lost_host(neighbours, pairs, names)[1] == (
+        "after the loss of c they first read up to 16 experts from the checkpoint again (layers 3, 4, 5, 6, 7, …); "
+        "another placement would leave none to read (eplb.init_expert_location)"
     )
-    two = meaning_of_a_lost_host(Placement.trivial(1, 8, 4, 8), 2)
-    assert two[0] == "host 0 serves on without host 1"
-    assert "a half without rank 0 stops" in two[1]
-    assert meaning_of_a_lost_host(Placement.trivial(1, 8, 4, 4), 2) == (
+    few = Placement.trivial(1, 12, 6, 6)
+    assert meaning_of_a_lost_host(few, pairs, names)[1].endswith(
+        "eplb.num_redundant_experts: 12 would leave none to read"
+    )
+    two = meaning_of_a_lost_host(Placement.trivial(1, 8, 4, 8), [0, 0, 1, 1], names[:2])
+    assert two == (
+        "the others serve on without b",
+        "every expert has slots on two hosts; without a they wait until it is back: as fewer than half of the ranks, "
+        "or a half without rank 0, they cannot tell its loss from that of the cable",
+    )
+    unequal = meaning_of_a_lost_host(Placement.trivial(1, 2, 4, 6), [0, 1, 1, 1], names[:2])
+    assert unequal[0] == "the others serve on without a", "rank 0 decides between halves only"
+    assert meaning_of_a_lost_host(Placement.trivial(1, 8, 4, 4), [0, 0, 1, 1], names[:2]) == (
         "the others wait until it is back",
         "the 2 ranks that are left have 6 slots per layer for 8 experts; to go on, raise eplb.num_redundant_experts to "
         "8, or change the file in eplb.init_expert_location",

@@ -148,7 +148,7 @@ def test_a_host_that_is_back_makes_memory_of_the_same_sizes_and_a_log_of_another
         made.keep(name, descriptor)
         os.close(descriptor)
     for rank in (0, 1):
-        elsewhere = Elsewhere([0, 0, 1], {rank: ("h", 10 + rank), 2: ("h", 12)}, ["a", "b", "c"])
+        elsewhere = Elsewhere([0, 0, 1], ["a", "b"], {rank: ("h", 10 + rank), 2: ("h", 12)}, ["a", "b", "c"])
         leave_handover(files[1 + rank], msgspec.structs.replace(handover(), elsewhere=elsewhere))
     memory = describe_memory(files, 7, made)
     assert memory.handover.elsewhere.addresses == {0: ("h", 10), 1: ("h", 11), 2: ("h", 12)}
@@ -192,7 +192,7 @@ def test_shared_files_are_opened_again_and_another_file_is_not():
 
 
 def test_where_no_rank_of_a_host_is_left_a_new_one_finds_what_the_launcher_has_kept(files: tuple[int, ...]):
-    elsewhere = Elsewhere([0, 0, 0, 1], {3: ("h", 1)}, ["a", "b", "c", "d"])
+    elsewhere = Elsewhere([0, 0, 0, 1], ["a", "b"], {3: ("h", 1)}, ["a", "b", "c", "d"])
     assert keep_open(files, 7) is None
     held = os.memfd_create("memory of a rank")
     os.write(held, b"bytes")

@@ -46,15 +46,27 @@ class Hosts:
     """Which ranks share a host.
 
     of_rank: a number for each rank, equal for ranks of one host, counted from 0 in the order of their first ranks
+    names:   of the hosts, for people
     """
 
     of_rank: tuple[int, ...]
+    names: tuple[str, ...]
 
     @classmethod
-    def of(cls, marks: Sequence[object]) -> "Hosts":
-        """Returns hosts from something for each rank that is equal exactly for ranks of one host."""
+    def of(cls, marks: Sequence[object], names: Sequence[str] | None = None) -> "Hosts":
+        """Returns hosts from something for each rank that is equal exactly for ranks of one host.
+
+        names: of each rank's host; None: by number
+        """
         first = list(dict.fromkeys(marks))
-        return cls(tuple(map(first.index, marks)))
+        called = [f"host {host}" for host in range(len(first))]
+        if names is not None:
+            called = [names[marks.index(mark)] for mark in first]
+        return cls(tuple(map(first.index, marks)), tuple(called))
+
+    def named(self, rank: int) -> str:
+        """Returns a rank and its host, for people."""
+        return f"rank {rank} on {self.names[self.of_rank[rank]]}"
 
     @property
     def num_hosts(self) -> int:

@@ -4,19 +4,20 @@ A masked rank keeps the slots that it had when it was masked, and the others go 
 full placement has the slots of live ranks as they serve, and those of a masked rank as it holds them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 
+from moe_serve.dispatch.votes import Decision, Electorate
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.repair import ReloadedExpert, with_lost_experts
 from moe_serve.errors import PeerError, PlacementError
 from moe_serve.models.weights import ExpertToRead
 
 _FORM = 1  # of the message
-_NAMED_EXPERTS = 5  # of those that are lost, in a message
+_NAMED = 5  # of several, in a message
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -82,33 +83,47 @@ def meaning_of_a_loss(placement: Placement, restarts: bool = False) -> tuple[str
     if not has_slots_without(placement, 1):
         return "the others wait until it is started again" if restarts else "ends serving", _slots_without(placement, 1)
     return "the others serve on without any", _reloads(
-        placement, [[rank] for rank in range(placement.num_ranks)], "rank"
+        placement, {f"rank {rank}": [rank] for rank in range(placement.num_ranks)}, "ranks"
     )
 
 
-def meaning_of_a_lost_host(placement: Placement, num_hosts: int) -> tuple[str, str]:
-    """Returns what the loss of a whole host means for serving, and why. num_hosts: with equally many ranks each"""
-    per_host = placement.num_ranks // num_hosts
-    if not has_slots_without(placement, per_host):
-        return "the others wait until it is back", _slots_without(placement, per_host)
-    hosts = [range(host * per_host, (host + 1) * per_host) for host in range(num_hosts)]
-    why = _reloads(placement, hosts, "host")
-    if num_hosts > 2:
+def meaning_of_a_lost_host(placement: Placement, host_of: Sequence[int], names: Sequence[str]) -> tuple[str, str]:
+    """Returns what the loss of a whole host means for serving, and why. host_of: of each rank;  names: of the hosts"""
+    ranks_of = {host: [rank for rank, its in enumerate(host_of) if its == host] for host in range(len(names))}
+    most = max(map(len, ranks_of.values()))
+    if not has_slots_without(placement, most):
+        return "the others wait until it is back", _slots_without(placement, most)
+    rule = Electorate(Decision(0, ()), host_of)
+    spared = {names[host]: ranks for host, ranks in ranks_of.items() if rule.is_quorum(ranks_of.keys() - {host})}
+    why = _reloads(placement, spared, "hosts")
+    waited_for = [name for name in names if name not in spared]
+    if not waited_for:
         return "the others serve on without any", why
-    tie = (
-        "host 1 waits for host 0, since it cannot tell its loss from that of the cable, and a half without rank 0 stops"
+    return f"the others serve on without {_list(spared)}", (
+        f"{why}; without {_list(waited_for)} they wait until it is back: as fewer than half of the ranks, or a half "
+        "without rank 0, they cannot tell its loss from that of the cable"
     )
-    return "host 0 serves on without host 1", f"{why}; {tie}"
 
 
-def _reloads(placement: Placement, parts: Sequence[Sequence[int]], what: str) -> str:
-    """Returns what a loss of any one of these parts of the ranks leaves to read. what: "rank" or "host" """
-    lost = [len(placement.without_ranks(part)[1]) for part in parts]
-    if not any(lost):
-        return f"every expert has slots on two {what}s"
-    which = [str(number) for number, experts in enumerate(lost) if experts]
-    of = "any" if len(which) == len(lost) else f"{what} {', '.join(which[:8])}" + (", …" if len(which) > 8 else "")
-    return f"after the loss of {of} they first read up to {max(lost)} experts from the checkpoint again"
+def _reloads(placement: Placement, parts: Mapping[str, Sequence[int]], what: str) -> str:
+    """Returns what a loss of any one of these parts of the ranks leaves to read. what: "ranks" or "hosts" """
+    lost = {name: experts for name, ranks in parts.items() if (experts := placement.without_ranks(ranks)[1])}
+    if not lost:
+        return f"every expert has slots on two {what}"
+    of = "any" if len(lost) == len(parts) > 1 else _list(lost)
+    rows = sorted({row for experts in lost.values() for row, _ in experts})
+    layers = f"layer{'s' * (len(rows) > 1)} {_list(str(placement.moe_layer_ids[row]) for row in rows)}"
+    most = max(map(len, lost.values()))
+    text = f"after the loss of {of} they first read up to {most} experts from the checkpoint again ({layers})"
+    if placement.num_slots < 2 * placement.num_logical:
+        return f"{text}; eplb.num_redundant_experts: {placement.num_logical} would leave none to read"
+    return f"{text}; another placement would leave none to read (eplb.init_expert_location)"
+
+
+def _list(names: Iterable[str]) -> str:
+    """Returns such as "a, b, c, …": some of them."""
+    named = list(names)
+    return ", ".join(named[:_NAMED]) + (", …" if len(named) > _NAMED else "")
 
 
 def too_few_slots(full: Placement, masked: Sequence[int]) -> str:
@@ -131,8 +146,8 @@ def what_is_lost(full: Placement, masked: Sequence[int], lost: Sequence[tuple[in
     """Returns a message that names the lost ranks and experts. lost: (row, expert) without other slots, ascending"""
     row = lost[0][0]
     experts = [str(expert) for lost_row, expert in lost if lost_row == row]
-    named = ", ".join(experts[:_NAMED_EXPERTS]) + (", …" if len(experts) > _NAMED_EXPERTS else "")
     ranks = " and ".join(f"rank {rank}" for rank in masked)
     layers = len({lost_row for lost_row, _ in lost})
     over = f" over {layers} layers" if layers > 1 else ""
-    return f"{ranks} held the only slots of {len(lost)} experts{over} (layer {full.moe_layer_ids[row]}: {named})"
+    layer = full.moe_layer_ids[row]
+    return f"{ranks} held the only slots of {len(lost)} experts{over} (layer {layer}: {_list(experts)})"

@@ -29,7 +29,7 @@ from moe_serve.dispatch.gpu.region import gpu_buffer_sizes, most_gpu_tokens
 from moe_serve.dispatch.shm.region import buffer_sizes, most_tokens
 from moe_serve.dispatch.shm.row_copy_native import load_library
 from moe_serve.dispatch.wire import make_wire
-from moe_serve.engine.recovery.full_placement import has_slots_without, meaning_of_a_loss
+from moe_serve.engine.recovery.full_placement import has_slots_without, meaning_of_a_loss, meaning_of_a_lost_host
 from moe_serve.eplb.placement import Placement
 
 SHARED = "/dev/shm"
@@ -125,8 +125,11 @@ def describe_transport(
 
 
 def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool) -> list[tuple[str, str, str]]:
-    """Returns facts on what the loss of a rank would mean. shares_memory: whether rows go through shared memory"""
-    num_ranks = placement.num_ranks
+    """Returns facts on what the loss of a rank, or a host, would mean.
+
+    shares_memory: whether rows go through shared memory, and between hosts over their connections
+    """
+    num_ranks, num_hosts = placement.num_ranks, config.launcher.nnodes
     if num_ranks == 1:
         return []
     ends = ("a lost rank", "ends serving")
@@ -134,10 +137,15 @@ def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool
         return [(*ends, "engine.on_lost_rank is end")]
     if not shares_memory or config.engine.exchange == "gloo":
         return [(*ends, f"{survivors()} with engine.exchange shm can go on")]
-    if has_slots_without(placement, 1) or not config.launcher.max_restarts:
-        return [("a lost rank", *meaning_of_a_loss(placement))]
-    meaning, why = meaning_of_a_loss(placement, restarts=True)
-    return [("a lost rank", f"{meaning} (moe-serve serve, LLM), or all are (torchrun, mpirun)", why)]
+    meaning, why = meaning_of_a_loss(placement, restarts=config.launcher.max_restarts > 0)
+    if not has_slots_without(placement, 1) and config.launcher.max_restarts:
+        meaning += " (moe-serve serve, LLM), or all are (torchrun, mpirun)"
+    facts = [("a lost rank", meaning, why)]
+    if num_hosts > 1:
+        host_of = [rank * num_hosts // num_ranks for rank in range(num_ranks)]
+        names = [f"node rank {host}" for host in range(num_hosts)]
+        facts.append(("a lost host", *meaning_of_a_lost_host(placement, host_of, names)))
+    return facts
 
 
 def _request(config: ServeConfig, limits: BufferLimits, dtype: torch.dtype) -> TransportRequest:

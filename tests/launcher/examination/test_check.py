@@ -130,9 +130,17 @@ def test_one_rank_sends_nothing():
     ],
 )
 def test_what_a_lost_rank_means_is_said(overrides: list[str], value: str, why: str) -> None:
-    (line,) = [line for line in checked("parallel.num_ranks=3", *overrides).model if line.name == "a lost rank"]
-    assert line.value == value
+    (line,) = [line for line in checked("parallel.num_ranks=3", *overrides).model if line.name.startswith("a lost")]
+    assert (line.name, line.value) == ("a lost rank", value)
     assert line.why.startswith(why)
+
+
+def test_what_a_lost_host_means_is_said_where_there_are_several() -> None:
+    meet = ("launcher.nnodes=2", "launcher.dist_init_addr=10.0.0.1:20000", "server.worker_port=30001")
+    lines = checked("parallel.num_ranks=4", "eplb.num_redundant_experts=32", *meet).model
+    (line,) = [line for line in lines if line.name == "a lost host"]
+    assert line.value == "the others serve on without node rank 1"
+    assert line.why.startswith("every expert has slots on two hosts; without node rank 0 they wait")
 
 
 def test_buffers_that_steps_cannot_fill_are_not_counted() -> None:
