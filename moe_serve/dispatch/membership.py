@@ -342,6 +342,8 @@ class Membership:
                 self._propose(epoch, masked)
             time.sleep(_POLL_S)
             if hosts is not None:
+                if set(waiting_for) & set(hosts.broken()):
+                    hosts.catch_up()  # a host of which no rank is left says so by its launcher
                 hosts.poll()
                 self._show_now_and_then()
                 if is_masked and self._missed(hosts, epoch):
@@ -456,7 +458,7 @@ class Membership:
                 return proposed, masked
 
     def _is_dead(self, rank: int) -> bool:
-        """Returns whether the process of a rank is known to be dead: only its own host can tell."""
+        """Returns whether the process of a rank is known to be dead: only its own host can tell, or its launcher."""
         hosts = self._hosts
         if hosts is None or rank in hosts.neighbours:
             return not self._lives(rank)
@@ -465,7 +467,8 @@ class Membership:
             for page, host in zip(self._pages, hosts.host_of, strict=True)
             if host == hosts.host_of[rank]
         )
-        return told and self._heartbeat.silent_s(rank) > 0  # else another process is in its place by now
+        # One that gives signs of life is another process in its place.
+        return (told or hosts.is_said_dead(rank)) and self._heartbeat.silent_s(rank) > 0
 
     def _is_silent(self, rank: int) -> bool:
         return self.suspect_after_s is not None and self._heartbeat.silent_s(rank) > self.suspect_after_s

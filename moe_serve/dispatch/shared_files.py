@@ -58,6 +58,10 @@ class SharedFiles:
         self.keep(name, descriptor)
         return descriptor
 
+    def open_again(self, name: str, flags: int) -> int:
+        """Returns another descriptor of a file that is kept. flags: as for `open`"""
+        return os.open(f"/proc/self/fd/{self._kept[name]}", flags | os.O_CLOEXEC)
+
     def marks(self) -> dict[str, FileMark]:
         """Returns what a rank that comes later needs to open these files."""
         return {name: FileMark(descriptor, *_identity(descriptor)) for name, descriptor in self._kept.items()}

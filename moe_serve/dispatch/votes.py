@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+BUFFERS = "low-latency buffers"  # the shared files whose log decides who takes part
 LOG_NAME = "decisions"  # the end of the name of a log among shared files
 
 
@@ -161,7 +162,7 @@ class Log:
         incarnation: of this log, where it has none yet
         """
         self._descriptor = descriptor
-        self._format = VoteFormat(num_hosts)
+        self.format = VoteFormat(num_hosts)
         self._acceptor = Acceptor()
         self._num_read = 0
         self._reading = threading.Lock()
@@ -171,15 +172,15 @@ class Log:
     @property
     def begin(self) -> Decision:
         """Who takes part in the first epoch: all."""
-        return Decision(0, (0,) * self._format.num_hosts)
+        return Decision(0, (0,) * self.format.num_hosts)
 
     def read(self) -> Acceptor:
         """Returns what all records so far amount to."""
         with self._reading:
             data = os.pread(self._descriptor, 1 << 20, self._num_read)
-            for record in self._format.decode(data):
+            for record in self.format.decode(data):
                 self._acceptor.read(record)
-            self._num_read += len(data) - len(data) % self._format.num_bytes
+            self._num_read += len(data) - len(data) % self.format.num_bytes
         return self._acceptor
 
     @property
@@ -204,7 +205,7 @@ class Log:
         return decided
 
     def _append(self, record: Vote) -> None:
-        os.write(self._descriptor, self._format.encode(record))
+        os.write(self._descriptor, self.format.encode(record))
 
     def __del__(self) -> None:
         os.close(self._descriptor)

@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,10 +20,19 @@ from pathlib import Path
 
 from moe_serve.child_process import describe_exit
 from moe_serve.config import LauncherConfig, ServeConfig
+from moe_serve.dispatch.hosts.handshake import key_of_launch, listen
+from moe_serve.dispatch.hosts.stand_in import StandIn
 from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.engine.protocol.messages import Members
-from moe_serve.launcher.rank_env import LAUNCH_FILES, NUM_BEFORE, STORE_FD, new_launch_id
-from moe_serve.launcher.rank_start import HostMemory, describe_memory, keep_open, make_memory
+from moe_serve.launcher.rank_env import LAUNCH_FILES, LINK_FD, NUM_BEFORE, STORE_FD, new_launch_id, own_host
+from moe_serve.launcher.rank_start import (
+    HostMemory,
+    describe_memory,
+    has_left_memory,
+    keep_open,
+    log_of_host,
+    make_memory,
+)
 from moe_serve.links.folder import not_writable
 from moe_serve.links.link import SOCKETS, TOKEN, Link
 
@@ -171,6 +181,9 @@ class LocalRanks:
         self._num_before: list[int] = []  # by rank: processes that ended in this launch
         self._files: list[int] = []  # of this launch, in memory: see LAUNCH_FILES
         self._kept: SharedFiles | None = None  # shared memory of the ranks of this host
+        self._listeners: dict[int, socket.socket] = {}  # of each rank of one of several hosts
+        self._stand_in: StandIn | None = None  # votes where they cannot
+        self._serving: set[int] = set()  # ranks that listen themselves
         self.launch_id = 0
         self.children: list[Child] = []
 
@@ -217,6 +230,10 @@ class LocalRanks:
             self._write_config()
         self.launch_id = launch_id
         self._files = [os.memfd_create("moe_serve_launch") for _ in range(2 + self._num_local)]
+        if self._meeting:
+            master = self._meeting["MASTER_ADDR"]
+            own = own_host(master) or master
+            self._listeners = {self._first + number: listen(own) for number in range(self._num_local)}
         if memory is not None:
             self._kept = make_memory(self._files, memory)
         self._reported, self._num_before = set(), list(num_before or [0] * self._num_local)
@@ -251,6 +268,10 @@ class LocalRanks:
             }
         )
         passed = list(self._files)
+        if rank in self._listeners:
+            environ[LINK_FD] = str(self._listeners[rank].fileno())
+            passed.append(self._listeners[rank].fileno())
+        self._serving.discard(rank)
         if max_restarts:
             environ[NUM_BEFORE] = str(self._num_before[number])
         if store_fd is not None:
@@ -259,13 +280,27 @@ class LocalRanks:
         arguments = ["--config", str(self.config_file)]
         return Child(f"rank {rank}", self._module, arguments, environ, self._on_line, pass_fds=passed)
 
-    def keep_memory(self) -> None:
-        """Keeps the shared memory of this host's ranks, for one that is started anew when none of them is left.
+    def keep_host(self) -> None:
+        """Does what keeps this one of several hosts in the launch where none of its ranks is left. Called all the time.
 
-        Only where other hosts go on meanwhile. Called until the memory is there.
+        It keeps their shared memory, for ranks that are started anew, and votes in the place of those that have ended.
         """
-        if self._meeting and self._kept is None and self._files:
+        if not self._meeting or not self._files:
+            return
+        if self._kept is None:
             self._kept = keep_open(self._files, self.launch_id)
+        if self._kept is None:
+            return
+        if self._stand_in is None:
+            key = key_of_launch(self._link.token, self.launch_id)
+            self._stand_in = StandIn(key, self._listeners, log_of_host(self._files, self.launch_id, self._kept))
+        ended = {rank for rank, child in enumerate(self.children, self._first) if child.code is not None}
+        for rank in set(self._listeners) - self._serving - ended:
+            child = self.children[rank - self._first]
+            if has_left_memory(self._files, self.launch_id, rank - self._first, child.process.pid):
+                self._serving.add(rank)
+        self._serving -= ended
+        self._stand_in.stand_for(set(self._listeners) - self._serving, ended)
 
     def _write_config(self) -> None:
         try:
@@ -287,9 +322,14 @@ class LocalRanks:
     def end(self, grace_s: float) -> None:
         """Ends all ranks; those that are ending get grace_s to do so."""
         end_children(self.children, grace_s)
+        if self._stand_in is not None:
+            self._stand_in.close()
+            self._stand_in = None
         if self._kept is not None:
             self._kept.close()
             self._kept = None
+        while self._listeners:
+            self._listeners.popitem()[1].close()
         while self._files:
             os.close(self._files.pop())
 
@@ -440,8 +480,7 @@ class Replacements:
     def due(self, now_s: float) -> list[Death]:
         """Returns the ends of the ranks to be replaced now, each once.
 
-        On several hosts also one that the others have not masked for a while: where no rank of its host is left, they
-        may need the vote of that host, which a replacement gives from the memory that the launcher has kept.
+        On several hosts also one that the others have not masked for a while: it waits for that itself.
         """
         waits_s = {rank: 0.0 if rank in self._masked else self._unmasked_s for rank in self._ended}
         ranks = [rank for rank in sorted(self._ended) if self._ended[rank][1] + waits_s[rank] <= now_s]

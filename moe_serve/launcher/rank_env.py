@@ -17,6 +17,7 @@ from moe_serve.errors import LaunchError
 # launcher (rank_start.py).
 LAUNCH_FILES = "MOE_SERVE_LAUNCH_FILES"
 STORE_FD = "MOE_SERVE_STORE_FD"  # rank 0's, of a socket that listens at the master's address
+LINK_FD = "MOE_SERVE_LINK_FD"  # of a socket at which a rank of several hosts listens for those of others
 NUM_BEFORE = "MOE_SERVE_NUM_BEFORE"  # set by a launcher that replaces a lost rank alone
 _MPI_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -32,6 +33,7 @@ class RankEnv:
     master_port:   0: the ranks meet in the first of these files
     num_before:    processes that were this rank before in this launch; None: lost ranks are not replaced alone
     store_fd:      a socket of the launcher that listens at the master's address, for rank 0's store
+    link_fd:       one at which this rank listens for ranks of other hosts; the launcher has it, too
     """
 
     rank: int
@@ -46,6 +48,7 @@ class RankEnv:
     launch_files: tuple[int, ...] = ()
     num_before: int | None = None
     store_fd: int | None = None
+    link_fd: int | None = None
 
     @property
     def store(self) -> str:
@@ -130,6 +133,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         launch_files=tuple(int(each) for each in environ.get(LAUNCH_FILES, "").split(",") if each),
         num_before=_number(environ, NUM_BEFORE, "moe-serve") if NUM_BEFORE in environ else None,
         store_fd=_number(environ, STORE_FD, "moe-serve") if STORE_FD in environ else None,
+        link_fd=_number(environ, LINK_FD, "moe-serve") if LINK_FD in environ else None,
         source="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher",
     )
 
@@ -204,13 +208,16 @@ def free_port(host: str = "127.0.0.1") -> int:
 def host_name(env: RankEnv) -> str:
     """Returns the name of this host for people; with its address where the ranks are on several hosts."""
     name = socket.gethostname()
-    address = None if env.num_local_ranks == env.num_ranks else own_host(env)
+    address = None if env.num_local_ranks == env.num_ranks else own_host(env.master_addr)
     return f"{name} ({address})" if address else name
 
 
-def own_host(env: RankEnv) -> str | None:
-    """Returns the address of this host under which the ranks of others reach it; None where it cannot be determined."""
-    return address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or own_address(env.master_addr)
+def own_host(master: str) -> str | None:
+    """Returns the address of this host under which others reach it; None where it cannot be determined.
+
+    master: the address where all ranks meet
+    """
+    return address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or own_address(master)
 
 
 def interface_towards(address: str) -> str | None:

@@ -17,7 +17,7 @@ import msgspec
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.hosts.speed import Speed
 from moe_serve.dispatch.shared_files import FileMark, SharedFiles
-from moe_serve.dispatch.votes import LOG_NAME, Log
+from moe_serve.dispatch.votes import BUFFERS, LOG_NAME, Log
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Refused
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
@@ -127,10 +127,8 @@ class RankStart:
         elsewhere, between = theirs.elsewhere, None
         self._wakes = [link.wakes_of(rank, "") for rank in range(env.num_ranks)]
         if elsewhere is not None:
-            before = left_before(env)
-            addresses = elsewhere.addresses | ({} if before is None else {env.rank: before.addresses[env.rank]})
             hosts = Hosts(tuple(elsewhere.hosts), tuple(elsewhere.names))
-            between = rejoin_hosts(env, config, hosts, addresses, elsewhere.speed)
+            between = rejoin_hosts(env, config, hosts, elsewhere.addresses, elsewhere.speed)
             self._wakes = elsewhere.wakes
         self._mailbox.connect_peers([each for rank, each in enumerate(self._wakes) if rank != env.rank])
         files = SharedFiles(theirs.pid, theirs.files, theirs.kernels)
@@ -316,10 +314,10 @@ def find_handover(env: RankEnv) -> Handover:
     )
 
 
-def left_before(env: RankEnv) -> Elsewhere | None:
-    """Returns where the process listened that was this rank before; None where that does not matter."""
+def wakes_before(env: RankEnv) -> str:
+    """Returns the address for wakes of the process that was this rank before; "" where that does not matter."""
     found = read_handover(env.handover_file(env.rank), env.launch_id) if env.num_before else None
-    return None if found is None else found.elsewhere
+    return "" if found is None or found.elsewhere is None else found.elsewhere.wakes[env.rank]
 
 
 def keep_open(files: Sequence[int], launch_id: int) -> SharedFiles | None:
@@ -339,6 +337,24 @@ def keep_open(files: Sequence[int], launch_id: int) -> SharedFiles | None:
             leave_handover(files[-1], msgspec.structs.replace(found, pid=os.getpid(), files=kept.marks()))
             return kept
     return None
+
+
+def has_left_memory(files: Sequence[int], launch_id: int, number: int, pid: int) -> bool:
+    """Returns whether a process has left what replacement ranks need: it is connected with the others by then.
+
+    files: as for keep_open;  number: of its rank on this host
+    """
+    found = read_handover(files[1 + number], launch_id)
+    return found is not None and found.pid == pid
+
+
+def log_of_host(files: Sequence[int], launch_id: int, kept: SharedFiles) -> Log:
+    """Returns the log in which this host votes. files: as for keep_open;  kept: what that or make_memory returns"""
+    found = read_handover(files[-1], launch_id)
+    assert found is not None
+    assert found.elsewhere is not None, "there are several hosts"
+    descriptor = kept.open_again(f"{BUFFERS} {LOG_NAME}", os.O_RDWR | os.O_APPEND)
+    return Log(descriptor, max(found.elsewhere.hosts) + 1)
 
 
 class HostMemory(msgspec.Struct, frozen=True):

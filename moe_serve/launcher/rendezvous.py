@@ -7,7 +7,6 @@ rendezvous joins agents, not ranks, and only under torchrun.
 `rank` is a process of the launch, `dp_rank` says whose requests it owns, `ep_rank` whose experts: today one number.
 """
 
-import hmac
 import os
 import platform
 import secrets
@@ -26,7 +25,7 @@ from moe_serve.c_library import find_compiler
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.capabilities import TRANSPORTS
-from moe_serve.dispatch.hosts.connections import listen
+from moe_serve.dispatch.hosts.handshake import key_of_launch, listen
 from moe_serve.dispatch.hosts.link import HostLink, Hosts
 from moe_serve.dispatch.hosts.speed import Speed
 from moe_serve.dispatch.peer_calls import barrier, gather_bytes, reason_of
@@ -302,7 +301,7 @@ def _join_hosts(
     asked = config.dispatch.backend in ("auto", "low_latency")
     if len(set(hosts)) == 1 or len(hosts) > most or not asked or not all(each[1] == b"1" for each in found):
         return hosts, None
-    listener = listen(own_host(env) or env.master_addr)
+    listener = _listener(env)
     of_hosts = Hosts.of(hosts, [each[2].decode() for each in found])
     deadlines_s = config.server.attach_deadline_s, _quiet_s(config)
     link = connect_hosts(env.rank, of_hosts, group, listener, _key_of_hosts(env, config), *deadlines_s)
@@ -324,9 +323,15 @@ def _measure_speed(link: HostLink, group: dist.ProcessGroup) -> Speed | None:
     return speed
 
 
+def _listener(env: RankEnv) -> socket.socket:
+    """Returns where this rank listens for ranks of other hosts: made by our own launcher, or now."""
+    if env.link_fd is not None:
+        return socket.socket(fileno=env.link_fd)
+    return listen(own_host(env.master_addr) or env.master_addr)
+
+
 def _key_of_hosts(env: RankEnv, config: ServeConfig) -> bytes:
-    token = find_link(config.server).token
-    return hmac.digest(token.encode(), f"between hosts {env.launch_id}".encode(), "sha256")
+    return key_of_launch(find_link(config.server).token, env.launch_id)
 
 
 def _quiet_s(config: ServeConfig) -> float:
@@ -342,12 +347,10 @@ def rejoin_hosts(
 ) -> HostLink:
     """Returns the connections of a replacement rank with the ranks of other hosts that serve.
 
-    addresses: where they listen, and where this one did before;  speed: as the others measured it
+    addresses: where they listen;  speed: as the others measured it
     """
-    choose_interface(env)
-    listener = listen(own_host(env) or env.master_addr, addresses.get(env.rank, ("", 0))[1])
     number = env.num_before or 0
-    link = HostLink(env.rank, hosts, _key_of_hosts(env, config), listener, _quiet_s(config), number)
+    link = HostLink(env.rank, hosts, _key_of_hosts(env, config), _listener(env), _quiet_s(config), number)
     link.speed = speed
     link.connect(addresses, _quiet_s(config), is_replacement=True)
     return link

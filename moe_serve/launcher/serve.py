@@ -25,7 +25,7 @@ from moe_serve.errors import ConfigError, FolderError, LostConnectionError, MoeS
 from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, own_address, read_rank_env
-from moe_serve.launcher.rank_start import RankStart, RefusedError, left_before
+from moe_serve.launcher.rank_start import RankStart, RefusedError, wakes_before
 from moe_serve.links.link import check_front_ends, find_link
 from moe_serve.log import configure_logging, get_logger
 
@@ -69,9 +69,7 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
         link = find_link(config.server)
         check_front_ends(config.server, link)
         address = own_address(config.server.worker_host) or "127.0.0.1"
-        before = left_before(env)
-        wakes = "" if before is None else before.wakes[env.rank]
-        mailbox = ZmqMailbox(link, env.rank, address, config.server.api_workers, wakes)
+        mailbox = ZmqMailbox(link, env.rank, address, config.server.api_workers, wakes_before(env))
     except MoeServeError as error:
         log.error("%s", error)
         return 1 if isinstance(error, FolderError) else 2

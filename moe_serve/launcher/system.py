@@ -202,7 +202,7 @@ def _run_ranks(ranks: LocalRanks, begun: Start | Join, leader: Follower, here: H
                 case End():
                     ranks.end(message.grace_s)
                     return message
-        ranks.keep_memory()
+        ranks.keep_host()
         for death in ranks.deaths():
             leader.tell(Died(ranks.launch_id, death))
         if leader.cut_for_s > _GONE_S and not is_gone_said:
@@ -361,7 +361,7 @@ class _System:
 
     def _hear(self, hosts: Leader) -> None:
         """Takes what other hosts report."""
-        self.ranks.keep_memory()
+        self.ranks.keep_host()
         assert isinstance(self.ranks, RanksOfHosts), "there are several hosts"
         for node_rank, message in hosts.turn():
             match message:

@@ -30,18 +30,6 @@ _LOOK_S = 1.0  # how often that is looked for
 _STEADY_S = 1.0  # a connection that has stood so long ends the series of failures before it
 
 
-def listen(host: str, port: int = 0) -> socket.socket:
-    """Returns the listener of a rank: at this port, or at any where it is taken.
-
-    port: of the process before in the place of this one; 0: there was none
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError:
-        return socket.create_server((host, 0), family=family)
-
-
 @dataclass
 class _Peer:
     """A rank of another host, under the lock of `Connections`.

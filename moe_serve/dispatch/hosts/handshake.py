@@ -14,21 +14,27 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_serve.errors import LARGE_PACKETS_LOST, ReplacedError
 
 Address = tuple[str, int]
-ROWS, VOTES, SPEED = 1, 2, 3  # what a connection is for
+PURPOSES = ROWS, VOTES, SPEED = 1, 2, 3  # what a connection is for
 HANDSHAKE_S = 5.0
+MOST_NUMBER = 2**32 - 1  # of a process
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 # magic, speaking rank, the rank it wants, purpose, their numbers, nonce, port and host of the one that speaks
 _HELLO = struct.Struct("<8sHHIII16sI46s")
 _MAGIC = b"moelink3"
 _PROBE = bytes(32 << 10)  # several packets, jumbo frames too
 _ACCEPTS, _REPLACED, _CONNECTS = b"accepts", b"replaced", b"connects"  # what a proof says
+
+
+def listen(host: str) -> socket.socket:
+    """Returns a socket at which a rank listens, at any port. host: an address of this host"""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 class Visit(NamedTuple):
@@ -91,15 +97,18 @@ class Party:
             raise
         return connected
 
-    def welcome(self, connected: socket.socket, newest: Callable[[int], int | None]) -> Visit:
-        """Lets a rank prove itself that has connected. newest(rank): highest number seen of it; None: it may not come
+    def welcome(
+        self, connected: socket.socket, newest: Callable[[int], int | None], purposes: Sequence[int] = PURPOSES
+    ) -> Visit:
+        """Lets a rank prove itself that has connected.
 
+        newest(rank): highest number seen of it; None: it may not come;  purposes: for which it may
         Raises ReplacedError where that rank knows a newer process in the place of this one, else OSError.
         """
         until_s, nonce = time.monotonic() + HANDSHAKE_S, secrets.token_bytes(_NONCE_BYTES)
         hello = receive(connected, _HELLO.size, until_s)
         magic, rank, here, purpose, number, own_number, _, port, host = _HELLO.unpack(hello)
-        seen = newest(rank) if magic == _MAGIC and here == self.rank else None
+        seen = newest(rank) if magic == _MAGIC and here == self.rank and purpose in purposes else None
         if seen is None:
             raise OSError("it is no rank of this launch")
         connected.sendall(nonce + self._proof(_REPLACED if number < seen else _ACCEPTS, hello, nonce))
@@ -148,6 +157,11 @@ def receive(connected: socket.socket, size: int, until_s: float) -> bytes:
             raise OSError("it closed the connection")
         data += part
     return data
+
+
+def key_of_launch(token: str, launch_id: int) -> bytes:
+    """Returns the key that the processes of a launch prove to each other. token: of the system"""
+    return hmac.digest(token.encode(), f"between hosts {launch_id}".encode(), "sha256")
 
 
 def text_of(address: Address) -> str:

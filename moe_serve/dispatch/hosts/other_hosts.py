@@ -10,7 +10,6 @@ import queue
 import random
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +18,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from moe_serve.dispatch.hosts.handshake import receive
 from moe_serve.dispatch.hosts.link import HostLink, Space
+from moe_serve.dispatch.hosts.stand_in import ANSWER_HEAD, answer_votes
 from moe_serve.dispatch.votes import Decision, Electorate, Kind, Log, Proposer, Vote, VoteFormat
 
 Int64Array = npt.NDArray[np.int64]
 PAGE_WORDS = 16  # of a page that others see; the first one, written last, is the epoch that the rank proposes
 _DIAL_S = 1.0  # for a connection for votes, and for an answer
-_IDLE_S = 30.0  # a connection without requests ends
 _ATTEMPT_S = 0.5  # at most, before a proposer asks again with a higher ballot
 _CATCH_UP_S = 0.2  # between two questions for decisions that were missed
-_INCARNATION = struct.Struct("<q")
 
 
 class OtherHosts:
@@ -45,7 +44,7 @@ class OtherHosts:
         self._page: int = page.__array_interface__["data"][0]
         self._elsewhere = space.link.hosts.elsewhere(rank)
         self._voters = Voters(space.link, log)
-        self._caught_up_s = 0.0
+        self._asks, self._asked_s = threading.Lock(), 0.0
         self._answering: frozenset[int] = frozenset()
         self._link.on_votes(self._voters.serve)
 
@@ -84,16 +83,30 @@ class OtherHosts:
         return None if decided is None else self._log.decide(epoch, decided)
 
     def catch_up(self) -> frozenset[int]:
-        """Asks the other hosts for the newest decision, and writes it into the log of this host; not too often.
+        """Asks the other hosts for the newest decision, from a thread and not too often; it comes into this host's log.
 
-        Returns the hosts that have answered. Of one whose ranks all start anew, these answer before they take part.
-        Raises ReplacedError where the others go on with a newer process of this rank.
+        Returns the hosts that answered last. Of one whose ranks all start anew, these answer before they take part, and
+        before them its launcher. Raises ReplacedError where the others go on with a newer process of this rank.
         """
         self._link.check_not_replaced()
-        if time.monotonic() - self._caught_up_s > _CATCH_UP_S:
-            self._answering = self._voters.ask_newest()
-            self._caught_up_s = time.monotonic()
+        if time.monotonic() - self._asked_s > _CATCH_UP_S and self._asks.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._ask, name="newest decision", daemon=True).start()
+            except RuntimeError:  # no thread is left now
+                self._asks.release()
         return self._answering
+
+    def _ask(self) -> None:
+        try:
+            self._answering = self._voters.ask_newest()
+        finally:
+            self._asked_s = time.monotonic()
+            self._asks.release()
+
+    def is_said_dead(self, rank: int) -> bool:
+        """Returns whether the launcher of a rank's host has said that it has no process, since it last connected."""
+        ended, generations = self._voters.ended[self.host_of[rank]]
+        return bool(ended >> rank & 1) and generations[rank] == self._link.generation(rank)
 
 
 @dataclass(frozen=True)
@@ -104,28 +117,24 @@ class _Answer:
 
 
 class Voters:
-    """The votes of all hosts: this one's from its log, the others' from whichever of their ranks answers."""
+    """The votes of all hosts: this one's from its log, the others' from whichever of their processes answers.
+
+    ended: as each host has said last: ranks without a process, as bits, and the connections so far with each rank
+    """
 
     def __init__(self, link: HostLink, log: Log):
         self._link, self._log = link, log
         self._own = link.hosts.of_rank[link.rank]
         self._format = VoteFormat(link.hosts.num_hosts)
+        self.ended: list[tuple[int, list[int]]] = [(0, [])] * link.hosts.num_hosts
 
     def serve(self, connected: socket.socket, rank: int) -> None:
         """Answers the requests of a rank of another host, from a thread, until it ends the connection."""
-        run = threading.Thread(target=self._serve, args=(connected,), name=f"votes of rank {rank}", daemon=True)
+        name = f"votes of rank {rank}"
         try:
-            run.start()
+            threading.Thread(target=answer_votes, args=(connected, self._log), name=name, daemon=True).start()
         except RuntimeError:  # no thread is left; it asks another rank
             connected.close()
-
-    def _serve(self, connected: socket.socket) -> None:
-        with connected, contextlib.suppress(OSError, ValueError):
-            connected.settimeout(_IDLE_S)
-            while True:
-                for request in self._format.decode(_receive(connected, self._format.num_bytes)):
-                    answer = self._log.answer(request)
-                    connected.sendall(_INCARNATION.pack(self._log.incarnation) + self._format.encode(answer))
 
     def decide(self, proposer: Proposer, until_s: float) -> Decision | None:
         """Returns the decision that a proposer finds; None: no quorum has answered by then."""
@@ -192,11 +201,13 @@ class Voters:
         while request is not None:
             try:
                 connected = connected or self._link.dial_votes(ranks[failures % len(ranks)], _DIAL_S)
-                connected.settimeout(_DIAL_S)
+                generations = [self._link.generation(rank) for rank in range(len(self._link.hosts.of_rank))]
                 connected.sendall(self._format.encode(request))
-                data = _receive(connected, _INCARNATION.size + self._format.num_bytes)
-                (incarnation,) = _INCARNATION.unpack_from(data)
-                for vote in self._format.decode(data[_INCARNATION.size :]):
+                size = ANSWER_HEAD.size + self._format.num_bytes
+                data = receive(connected, size, time.monotonic() + _DIAL_S)
+                incarnation, ended = ANSWER_HEAD.unpack_from(data)
+                self.ended[host] = ended, generations
+                for vote in self._format.decode(data[ANSWER_HEAD.size :]):
                     answers.put(_Answer(host, incarnation, vote))
                 request = requests.get()
             except (OSError, ValueError):
@@ -208,16 +219,6 @@ class Voters:
                 request = _newest(requests, request)
         if connected is not None:
             connected.close()
-
-
-def _receive(connected: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connected.recv(size - len(data))
-        if not part:
-            raise OSError("it closed the connection")
-        data += part
-    return data
 
 
 def _newest(requests: "queue.SimpleQueue[Vote | None]", request: Vote | None) -> Vote | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.peer_calls import all_gather, barrier
 from moe_serve.dispatch.shared_files import SharedFiles
-from moe_serve.dispatch.votes import LOG_NAME, Log
+from moe_serve.dispatch.votes import BUFFERS, LOG_NAME, Log
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from moe_serve.process_facts import runs
 
@@ -39,7 +39,7 @@ class SegmentUse:
     advise: returns from the free bytes which setting to lower
     """
 
-    what: str = "low-latency buffers"
+    what: str = BUFFERS
     advise: Callable[[int], str] = lambda free_bytes: "lower dispatch.max_tokens_per_rank"
 
 

@@ -11,12 +11,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from moe_serve.dispatch.base import TransportRequest
-from moe_serve.dispatch.hosts.connections import listen
+from moe_serve.dispatch.hosts.handshake import listen
 from moe_serve.dispatch.hosts.link import HostLink, Hosts
 from moe_serve.dispatch.shm.memory import Mappings, ShmMemory
 from moe_serve.dispatch.shm.region import region_shape
@@ -114,7 +114,8 @@ def connect(rank: int, net: Network, is_replacement: bool = False) -> HostLink:
     listener = listen("127.0.0.1") if is_replacement else net.listeners[rank]
     link = HostLink(rank, Hosts.of(net.host_of), KEY, listener, quiet_s=5.0)
     if not is_replacement:
-        link._connections._own = net.relays[rank].address  # others dial the relay
+        connections = link._connections
+        connections.own = replace(connections.own, address=net.relays[rank].address)  # others dial the relay
     addresses = {peer: each.address for peer, each in enumerate(net.relays)}
     link.connect(addresses, 20, is_replacement)
     return link

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_serve.dispatch.hosts import connections, handshake
-from moe_serve.dispatch.hosts.connections import listen
+from moe_serve.dispatch.hosts.handshake import listen
 from moe_serve.dispatch.hosts.link import HostLink, Hosts
 from moe_serve.errors import PeerError
 from tests.dispatch.hosts.relay import relay

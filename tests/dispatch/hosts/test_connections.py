@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.hosts.connections import listen
+from moe_serve.dispatch.hosts.handshake import listen
 from moe_serve.dispatch.hosts.link import _GUARD_WORD, HostLink, Hosts, Int64Array, Space
+from moe_serve.dispatch.hosts.stand_in import ANSWER_HEAD, StandIn
+from moe_serve.dispatch.votes import Kind, Vote
 from moe_serve.errors import ReplacedError
 from tests.dispatch.hosts.relay import Relay, relay
 from tests.dispatch.hosts.test_link import KEY, join, until
+from tests.dispatch.shm.regions import empty_log
 
 SIZE = 1 << 23
 
@@ -328,13 +331,22 @@ def test_a_rank_that_is_started_anew_does_not_wait_for_ranks_that_are_dead() -> 
     link.close()
 
 
-def test_a_new_process_listens_where_the_one_before_did_unless_the_port_is_taken() -> None:
-    with listen("127.0.0.1") as first:
-        address = first.getsockname()
-        with listen(*address) as other:
-            assert other.getsockname()[1] != address[1]
-    with listen(*address) as second:
-        assert second.getsockname() == address
+def test_who_stands_in_for_a_rank_takes_votes_and_no_rows() -> None:
+    log = empty_log(num_hosts=2)
+    with listen("127.0.0.1") as listener:
+        link = HostLink(1, Hosts.of([0, 1]), KEY, listen("127.0.0.1"), 10.0)
+        stand_in = StandIn(KEY, {0: listener}, log)
+        stand_in.stand_for([0], [0])
+        link.connect({0: listener.getsockname()[:2]}, 5.0, is_replacement=True)
+        assert link.generation(0) == 0
+        asked = Vote(Kind.NEWEST, 0, 0, log.begin)
+        with link.dial_votes(0, 5.0) as connected:
+            connected.sendall(log.format.encode(asked))
+            data = connected.recv(1000)
+        assert ANSWER_HEAD.unpack_from(data) == (0, 0b1)
+        assert list(log.format.decode(data[ANSWER_HEAD.size :])) == [log.answer(asked)]
+        stand_in.close()
+        link.close()
 
 
 def test_a_connection_for_votes_is_handed_on_with_the_rank_that_dialled() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from moe_serve.dispatch.hosts.stand_in import StandIn
 from tests.dispatch.hosts import group_faults as hosts
 from tests.dispatch.hosts.group_faults import Network, Story, network, until
 from tests.dispatch.shm import faults
@@ -154,6 +155,27 @@ def test_a_group_without_any_quorum_waits_and_goes_on_whole() -> None:
 
     stories = run((0, 1, 2), cut_and_mend)
     assert all(story.apart for story in stories.values())
+
+
+@pytest.mark.parametrize("host_of", [(0, 1), pytest.param((0, 0, 1), marks=slow)], ids=str)
+def test_the_launcher_of_a_host_votes_where_no_rank_of_it_is_left_and_says_so(host_of: Sequence[int]) -> None:
+    """The others are no quorum without that vote, and nobody else can say that its ranks have ended."""
+    dead = [rank for rank, host in enumerate(host_of) if host == 0]
+    left = [rank for rank, host in enumerate(host_of) if host == 1]
+
+    def kill(net: Network, pids: dict[int, int]) -> None:
+        stand_in = StandIn(hosts.KEY, dict(enumerate(net.listeners)), net.mappings[0].decisions)
+        try:
+            for rank in dead:
+                os.kill(pids[rank], signal.SIGKILL)
+            stand_in.stand_for(dead, dead)
+            go_on(net, left)
+        finally:
+            stand_in.close()
+
+    for story in run(host_of, kill, dies=tuple(dead)).values():
+        assert story.groups[max(story.groups)] == left
+        assert not story.apart, story.said
 
 
 @slow
