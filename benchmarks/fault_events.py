@@ -33,7 +33,7 @@ class Faults:
 
     def __init__(self, system: FaultySystem, seed: int, spared: int | None = None):
         self.kills: Counter[str] = Counter()
-        self.num_resets = 0
+        self.num_resets = self.num_two_sides = 0
         self.cut_off: set[int] = set()
         self._system = system
         self._spared = spared

@@ -39,6 +39,8 @@ CYCLE = (
     "cut a cable for 6 s", "reset links", "stop a rank for 6 s", "cut a cable inwards for 6 s",
     "reset links", "cut a cable outwards for 6 s", "kill a rank", "kill a host",
 )  # fmt: skip
+# When the others may take ranks for lost. Nobody can tell a dead host, or a stopped rank, from a slow network.
+CERTAIN_AFTER_S = {name: 0.0 if name in ("kill a rank", "reset links") else STEP_DEADLINE_S for name in CYCLE}
 
 
 async def tokens_of_one_rank(count: int, num_tokens: int) -> list[list[int]]:

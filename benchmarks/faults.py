@@ -25,6 +25,7 @@ deadline, a cable is cut in both directions or one and mended, and connections b
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import signal
 import statistics
@@ -34,14 +35,15 @@ from dataclasses import dataclass
 
 from benchmarks.conditions import conditions, save, table
 from benchmarks.fault_events import CYCLE, FRONT_ENDS, SPARES_ONE_RANK, SPARES_RANKS, Faults
+from benchmarks.fault_hosts import CERTAIN_AFTER_S, STEP_DEADLINE_S, HostFaults, HostsSystem, tokens_of_one_rank
 from benchmarks.fault_hosts import CYCLE as CYCLE_OF_HOSTS
-from benchmarks.fault_hosts import STEP_DEADLINE_S, HostFaults, HostsSystem, tokens_of_one_rank
 from benchmarks.fault_soak import Soak
 from benchmarks.fault_streams import Load, Tally, body, right_tokens, stream
 from benchmarks.fault_system import FaultySystem
 
 _READY_S = 120.0  # within which the system must answer again after a fault
 _WHOLE_S = 180.0  # within which all ranks must serve again
+_LATE_S = 15.0  # after which the last lines of all hosts are printed
 _REST_S = 3.0  # after which ranks have reported that they hold nothing
 _SPARED_SHARE = 1 / 3  # of a soak, at its end: no rank is killed, so that it shows what old ranks hold
 _PARTS = 10  # of the life of a spared rank, a row each
@@ -52,12 +54,21 @@ AnyFaults = Faults | HostFaults
 
 @dataclass(frozen=True)
 class Event:
-    """One fault. answers_s: until the system answered a new request again;  whole_s: until all ranks served again"""
+    """One fault.
+
+    lasted_s:  until it was over, as a cable was mended;  answers_s: until the system answered a new request again
+    whole_s:   until all ranks served again
+    lost, wrong: streams meanwhile;  two_sides: whether two sides answered
+    """
 
     name: str
     begin_s: float
+    lasted_s: float
     answers_s: float
     whole_s: float
+    lost: int
+    wrong: int
+    two_sides: int
 
 
 class Run:
@@ -104,10 +115,11 @@ class Run:
 
     async def _inject(self, name: str) -> None:
         await asyncio.sleep(self._args.pause)
-        system, begin_s, before = self._system, time.monotonic(), self.tally.finished
-        launch_id = system.info()["launch_id"]
+        system, begin_s, before = self._system, time.monotonic(), dataclasses.replace(self.tally)
+        launch_id, two_sides = system.info()["launch_id"], self._faults.num_two_sides
         if await self._faults.by_name[name]() is False:
             return
+        lasted_s = time.monotonic() - begin_s
         status = 0
         while status != 200:
             assert time.monotonic() - begin_s < _READY_S, f"no answer {_READY_S:g} s after: {name}"
@@ -116,12 +128,13 @@ class Run:
         answers_s = time.monotonic() - begin_s
         await system.serves_with(self._args.ranks, _WHOLE_S)
         self.num_launches_lost += name != "kill all ranks" and system.info()["launch_id"] != launch_id
-        self.events.append(Event(name, begin_s, answers_s, time.monotonic() - begin_s))
-        tally = self.tally
+        tally, whole_s = self.tally, time.monotonic() - begin_s
+        became = tally.lost - before.lost, tally.wrong - before.wrong, self._faults.num_two_sides - two_sides
+        self.events.append(Event(name, begin_s, lasted_s, answers_s, whole_s, *became))
         print(
-            f"{len(self.events)}: {name}: answers after {answers_s:.1f} s, all ranks after "
-            f"{self.events[-1].whole_s:.1f} s; streams ended {tally.finished - before}, in all lost {tally.lost}, "
-            f"wrong {tally.wrong}, cut off {tally.cut_off}",
+            f"{len(self.events)}: {name}: answers after {answers_s:.1f} s, all ranks after {whole_s:.1f} s; streams "
+            f"ended {tally.finished - before.finished}, in all lost {tally.lost}, wrong {tally.wrong}, cut off "
+            f"{tally.cut_off}",
             flush=True,
         )
 
@@ -178,7 +191,7 @@ class RunOfHosts(Run):
         self._right, self._hosts = right, system
 
     async def _inject(self, name: str) -> None:
-        before = self.num_launches_lost
+        before, num = self.num_launches_lost, len(self.events)
         try:
             await super()._inject(name)
         except Exception:
@@ -186,6 +199,8 @@ class RunOfHosts(Run):
             raise
         if self.num_launches_lost > before:
             print(f"all ranks were started again\n{self._hosts.said()}", flush=True)
+        elif any(event.whole_s - event.lasted_s > _LATE_S for event in self.events[num:]):
+            print(f"a rank came back late\n{self._hosts.said()}", flush=True)
 
     async def _disturb(self) -> None:
         args, system = self._args, self._system
@@ -212,10 +227,12 @@ def report_of_hosts(args: argparse.Namespace, facts: dict[str, object], run: Run
         f"experts, engine.step_deadline_s {STEP_DEADLINE_S:g}, {args.streams} streams of {args.tokens} tokens at a "
         f"time, {len(run.events)} faults. Streams offered {tally.offered}, finished {tally.finished}, refused "
         f"{tally.refused} (429 or 503), lost {tally.lost}, with tokens other than one rank's {tally.wrong}; cuts "
-        f"during which two sides answered {two_sides}; restarts of all ranks {run.num_launches_lost}. {run.stopped_by} "
+        f"during which two sides answered {two_sides}; restarts of all ranks {run.num_launches_lost}. A loss is "
+        f"certain, and streams may go on elsewhere, once the deadline of a step has passed; that of a rank whose host "
+        f"can tell at once. Back: from the kill, or the end of the fault, until all ranks serve. {run.stopped_by} "
         f"{args.note}"
     )
-    rows = list(rows_of(run.events, tally.pauses))
+    rows = list(rows_of_hosts(run.events, tally.pauses))
     name = f"faults_{args.hosts}_hosts_{args.ranks}_ranks_{args.redundant}_redundant"
     print(save(name, "Requests while ranks, hosts and cables fail", rows, facts, notes, per_cpu=True))
     if tally.lost or tally.wrong or two_sides or run.stopped_by or run.num_launches_lost:
@@ -226,12 +243,6 @@ def rows_of(events: list[Event], pauses: list[tuple[float, float]]) -> Iterator[
     """Yields one row for each kind of fault. A stream's pause is of the fault during which it ended."""
     for name in dict.fromkeys(event.name for event in events):
         of_name = [event for event in events if event.name == name]
-        of_streams = [
-            length
-            for event in of_name
-            for ended_s, length in pauses
-            if event.begin_s <= ended_s <= event.begin_s + event.whole_s + 1
-        ]
         yield {
             "fault": name,
             "times": len(of_name),
@@ -239,8 +250,35 @@ def rows_of(events: list[Event], pauses: list[tuple[float, float]]) -> Iterator[
             "longest, s": max(event.answers_s for event in of_name),
             "all ranks serve again after, median s": statistics.median(event.whole_s for event in of_name),
             "longest, s ": max(event.whole_s for event in of_name),
-            "longest pause of a stream, s": max(of_streams, default=0.0),
+            "longest pause of a stream, s": max(longest_pause_s(event, pauses) for event in of_name),
         }
+
+
+def rows_of_hosts(events: list[Event], pauses: list[tuple[float, float]]) -> Iterator[dict[str, object]]:
+    """Yields one row for each kind of fault of hosts."""
+    for name in dict.fromkeys(event.name for event in events):
+        of_name = [event for event in events if event.name == name]
+        certain_s = CERTAIN_AFTER_S[name]
+        waits = [max(longest_pause_s(event, pauses) - certain_s, 0.0) for event in of_name]
+        back = [event.whole_s - event.lasted_s for event in of_name]
+        yield {
+            "fault": name,
+            "times": len(of_name),
+            "certain after, s": certain_s,
+            "longest pause of a stream after that, median s": statistics.median(waits),
+            "longest, s": max(waits),
+            "back after, median s": statistics.median(back),
+            "longest, s ": max(back),
+            "streams lost": sum(event.lost for event in of_name),
+            "with wrong tokens": sum(event.wrong for event in of_name),
+            "two sides answered": sum(event.two_sides for event in of_name),
+        }
+
+
+def longest_pause_s(event: Event, pauses: list[tuple[float, float]]) -> float:
+    """Returns the longest pause of a stream that ended during a fault."""
+    until_s = event.begin_s + event.whole_s + 1
+    return max((length for ended_s, length in pauses if event.begin_s <= ended_s <= until_s), default=0.0)
 
 
 def report(args: argparse.Namespace, facts: dict[str, object], run: RunOfOneHost) -> None:
