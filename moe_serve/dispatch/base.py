@@ -88,26 +88,31 @@ class Deferred(Generic[T]):
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows without gaps, grouped by slot, in a slot by source rank, then by token (prefill; sizes are dynamic).
+    """Rows without gaps, grouped by slot, in a slot by source rank, then by token.
 
-    x:             [num_rows, H] compute dtype
-    rows_per_slot: [slots_per_rank] int64 on the CPU, summing to num_rows
+    x:             [num_rows, H] compute dtype, or e4m3 with a scale
+    rows_per_slot: [slots_per_rank] int64 on the CPU, summing to num_rows; or on the accelerator: what lies behind the
+                   rows that it counts is undefined, before and after the experts
+    scale:         [num_rows, ceil(H / 128)] float32, of rows that are quantised already; results are bfloat16 then
     """
 
     x: Tensor
     rows_per_slot: Tensor
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class MaskedRows:
     """One slab for each slot, its first rows filled in the same order (decode; sizes are static).
 
-    x:             [slots_per_rank, capacity, H] compute dtype; rows beyond the count are undefined
+    x:             [slots_per_rank, capacity, H], dtype as of PackedRows; rows beyond the count are undefined
     rows_per_slot: [slots_per_rank] int64 on the compute device
+    scale:         [slots_per_rank, capacity, ceil(H / 128)] float32, as of PackedRows
     """
 
     x: Tensor
     rows_per_slot: Tensor
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,7 @@ class TransportRequest:
     compiled:   let shared memory move rows by a C helper where a compiler is found; the bits are the same
     cpu_kernels: one rank packs and adds rows by the compiled CPU kernels; the bits are the same
     threads:    of this rank's CPU kernels
+    fp8_rows:   experts take rows in e4m3 as they arrive, and give bfloat16
     """
 
     backend: str
@@ -161,6 +167,7 @@ class TransportRequest:
     compiled: bool = True
     cpu_kernels: bool = False
     threads: int = 1
+    fp8_rows: bool = False
 
     def wanted(self, group: EpGroup) -> Wanted:
         """Returns what is asked of the transport, to be held against capabilities."""

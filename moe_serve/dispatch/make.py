@@ -28,6 +28,10 @@ def make_all_to_all(group: EpGroup, request: TransportRequest) -> AnyAllToAll:
             from moe_serve.dispatch.local import OneRank
 
             return OneRank(slots_per_rank, wire)
+        case "local" if group.device.type == "cuda" and request.combine == "ordered":
+            from moe_serve.dispatch.local import OneGpu
+
+            return OneGpu(slots_per_rank, wire, request.fp8_rows)
         case "local":
             from moe_serve.dispatch.local import LocalAllToAll
 

@@ -284,6 +284,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
         compiled=dispatch.compiled,
         cpu_kernels=plan.numerics.compiled,
         threads=num_threads,
+        fp8_rows=plan.expert_form == "fp8" and (plan.device.type, plan.dtype) == ("cuda", torch.bfloat16),
     )
     all_to_all = make_all_to_all(group, request)
     check_bits(all_to_all, config)

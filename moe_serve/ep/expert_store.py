@@ -1,7 +1,6 @@
 """The experts of one rank and one layer: their weights by slot, and the gated MLP over rows that arrive there.
 
-Addresses of weights never change: new experts are copied into slots. Biases, and activations other than SiLU, are for
-CPUs.
+Addresses of weights never change: new experts are copied into slots.
 """
 
 import math
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, bias_of, scale_of
-from moe_serve.kernels.activation import clamped_swiglu_, silu_mul, silu_mul_quantize
+from moe_serve.kernels.activation import activate, silu_mul_quantize
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.forms import SILU, Activation, BlockScaled
-from moe_serve.kernels.grouped_gemm import group_rows, slab_gemm
+from moe_serve.kernels.grouped_gemm import gpu_gemm, group_rows
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.kernels.quantised import grouped_gemm_fp8, grouped_gemm_int8, quantize, quantize_int8, slab_gemm_fp8
 
@@ -156,10 +155,10 @@ def expert_ffn(
         out = None if out is None else out.flatten(0, 1)
         slab_rows = rows.x.shape[1]
         return packed_ffn(rows.x.flatten(0, 1), rows.rows_per_slot, experts.packed, out, slab_rows).view_as(rows.x)
+    if rows.x.device.type != "cpu":
+        return _gpu_ffn(rows, experts, numerics)
     if isinstance(rows, PackedRows):
         return _packed_ffn(rows.x, rows.rows_per_slot, experts, numerics, out)
-    if rows.x.device.type != "cpu":
-        return _slab_ffn(rows.x, rows.rows_per_slot, experts, numerics)
     # Static sizes serve graphs; a CPU has none, and gathering the filled rows once is cheaper than computing all.
     filled = torch.arange(rows.x.shape[1]) < rows.rows_per_slot[:, None]
     slabs = torch.empty_like(rows.x)
@@ -194,12 +193,7 @@ def _packed_ffn(
 
 def _activate(gate_up: Tensor, experts: ExpertStore, counts: Tensor) -> Tensor:
     """Returns the input of the down projection. gate_up: [rows, 2 I] without biases, which is used up"""
-    gate_up = _add_bias(gate_up, experts.bias("gate_up"), counts)
-    match experts.activation.kind:
-        case "silu":
-            return silu_mul(gate_up)
-        case "clamped_swiglu":
-            return clamped_swiglu_(gate_up, experts.activation)
+    return activate(_add_bias(gate_up, experts.bias("gate_up"), counts), experts.activation)
 
 
 def _add_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
@@ -209,17 +203,24 @@ def _add_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
     return rows
 
 
-def _slab_ffn(x: Tensor, counts: Tensor, experts: ExpertStore, numerics: Numerics) -> Tensor:
-    """x: [slots, capacity, H], counts: [slots] int64 on the accelerator, never read by the host -> like x"""
+def _gpu_ffn(rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Numerics) -> Tensor:
+    """Returns the rows' results. Counts on the accelerator are never read by the host."""
+    x, counts = rows.x, rows.rows_per_slot
+    filled = counts if isinstance(rows, MaskedRows) else None
     match experts.form:
         case "dense":
-            between = slab_gemm(x, experts.matrix("gate_up"), counts, numerics)
-            return slab_gemm(silu_mul(between, counts), experts.matrix("down"), counts, numerics)
+            between = gpu_gemm(x, experts.matrix("gate_up"), counts, numerics, experts.bias("gate_up"))
+            middle = activate(between, experts.activation, filled)
+            return gpu_gemm(middle, experts.matrix("down"), counts, numerics, experts.bias("down"))
         case "fp8":
+            assert experts.bias("down") is None, "no FP8 checkpoint has biases"
             gate_up, down = experts.block_scaled("gate_up"), experts.block_scaled("down")
-            between = slab_gemm_fp8(*quantize(x, counts), gate_up, counts, x.dtype, numerics)
-            return slab_gemm_fp8(*silu_mul_quantize(between, counts), down, counts, x.dtype, numerics)
+            product = grouped_gemm_fp8 if filled is None else slab_gemm_fp8
+            arrived = quantize(x, filled) if rows.scale is None else (x, rows.scale)
+            dtype = x.dtype if rows.scale is None else torch.bfloat16
+            between = product(*arrived, gate_up, counts, dtype, numerics)
+            return product(*silu_mul_quantize(between, filled), down, counts, dtype, numerics)
         case "int8":
-            raise AssertionError("int8 experts live on CPUs, where slabs are packed")
+            raise AssertionError("int8 experts live on CPUs")
         case "mxfp4":
             raise AssertionError(_MXFP4)

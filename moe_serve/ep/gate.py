@@ -31,24 +31,36 @@ class Gate:
         _check_biases(spec, bias, logit_bias)
         self._spec = spec
         self._logit_bias = None if logit_bias is None else logit_bias.float()
-        self._weight = weight.float().t().contiguous().t()  # k-major, as row_gemm needs it
+        self._narrow = weight.t() if weight.is_cuda and weight.dtype == torch.bfloat16 else None  # as stored, [H, E]
+        if self._narrow is None or numerics.invariant:
+            self._weight = weight.float().t().contiguous().t()  # k-major, as row_gemm needs it
         self._bias = None if bias is None else bias.float()
         self._numerics = numerics
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ids [T, topk] int64, weights [T, topk] float32, and how many ids name each expert, [E] int64.
+    @property
+    def num_logical(self) -> int:
+        return self._spec.num_logical
 
-        x: [T, H] compute dtype; T may be 0
+    def __call__(self, x: Tensor, load: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns ids [T, topk] int64 and weights [T, topk] float32, and adds every choice to load, [E] int64.
+
+        x: [T, H] compute dtype; T may be 0;  slots: as topk_gate takes them
         """
+        return topk_gate(self._logits(x).contiguous(), self._bias, self._spec, load, slots)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Returns the logits of rows x, [T, E] float32."""
+        if self._narrow is not None and not self._numerics.invariant:
+            # Products of bfloat16 are exact in float32, in which they are added: nothing is rounded on the way.
+            if self._logit_bias is None:
+                return torch.mm(x, self._narrow, out_dtype=torch.float32)
+            return torch.addmm(self._logit_bias, x, self._narrow, out_dtype=torch.float32)
         x = x.float()
         if self._numerics.invariant:
             num_rows = torch.full((1,), x.shape[0], dtype=torch.int64)
             logits = grouped_gemm(x, self._weight[None], num_rows, self._numerics)
-            logits = logits if self._logit_bias is None else logits + self._logit_bias
-        else:
-            logits = functional.linear(x, self._weight, self._logit_bias)
-        load = torch.zeros(self._spec.num_logical, dtype=torch.int64, device=x.device)
-        return *topk_gate(logits.contiguous(), self._bias, self._spec, load), load
+            return logits if self._logit_bias is None else logits + self._logit_bias
+        return functional.linear(x, self._weight, self._logit_bias)
 
 
 class CompiledGate:

@@ -42,6 +42,7 @@ from moe_serve.kernels.rows import multiply_rows
 
 Form = Literal["rounds", "local", "fused"]
 Round = Generator[None, None, Tensor]
+AddTo = Callable[[Tensor], Tensor]  # adds rows to its argument, which is used up
 SHARED = -1  # in an order: now the shared expert computes
 ADVANCES = 6
 
@@ -65,6 +66,14 @@ class ExpertParallel:
     numerics: Numerics
     passes: PassRecorder | None = None
     clock: PartClock = field(default_factory=PartClock)
+
+    def ones(self, num_rows: int) -> Tensor:
+        """Returns [num_rows, 1] float32 ones: the weights of results whose input was scaled."""
+        return self._ones[:num_rows] if num_rows <= len(self._ones) else self._ones.new_ones(num_rows, 1)
+
+    @cached_property
+    def _ones(self) -> Tensor:
+        return torch.ones(self.max_tokens_per_rank, 1, device=self.replica_map.device)
 
     @cached_property
     def form(self) -> Form:
@@ -94,14 +103,14 @@ class MoeWeights:
 
     gate:    [E, H];  correction_bias: [E] float32, or None
     experts: of this rank's slots
-    shared:  the shared expert, [T, H] -> [T, H]; None: there is none
+    shared:  the shared expert: computes rows [T, H], and returns what adds them to others in place; None: there is none
     logit_bias: [E] float32 of the gate's logits, or None
     """
 
     gate: Tensor
     correction_bias: Tensor | None
     experts: ExpertStore
-    shared: Callable[[Tensor], Tensor] | None = None
+    shared: Callable[[Tensor], AddTo] | None = None
     logit_bias: Tensor | None = None
 
 
@@ -155,19 +164,24 @@ class MoeLayer:
         parallel, gate = self._parallel, self._gate
         assert isinstance(gate, Gate), "a layer of compiled kernels is recorded, not called"
         parallel.clock.turn(GATE)
-        rows = x[:num_tokens]
-        ids, weights, load = gate(rows)
-        if parallel.recorder is not None:
-            parallel.recorder.add(self._layer_row, load)
+        rows, replicas, load = x[:num_tokens], self._replicas, None
+        if replicas.needs_counts:
+            load = torch.zeros(parallel.router.num_logical, dtype=torch.int64, device=x.device)
+            ids, weights = gate(rows, load)
+            if parallel.recorder is not None:
+                parallel.recorder.add(self._layer_row, load)
+        else:
+            ids, weights = gate(rows, self._load_row, replicas.first_slot)
         if parallel.router.scales_input:
-            rows, weights = multiply_rows(rows, weights), torch.ones_like(weights)
-        replicas = self._replicas
-        ids = ids if replicas.needs_counts else replicas.only_slots(ids)
+            rows, weights = multiply_rows(rows, weights), parallel.ones(num_tokens)
         parts, shared = self._run_rounds(Gated(rows, ids, weights, load), num_chunks, overlap, x)
         if num_tokens < x.shape[0]:
             parts.append(x.new_zeros(x.shape[0] - num_tokens, x.shape[1]))
         routed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return routed if shared is None else routed.add_(shared)
+        if shared is None:
+            return routed
+        parallel.clock.turn(MLP)
+        return shared(routed)
 
     def record(self, recorder: Recorder, x: Tensor) -> Tensor:
         """Records the layer for rows x, [T, H] -> [T, H], without the shared expert.
@@ -177,7 +191,7 @@ class MoeLayer:
         """
         parallel, gate, replicas = self._parallel, self._gate, self._replicas
         assert isinstance(gate, CompiledGate), "without compiled kernels a layer is called, not recorded"
-        ids, weights = gate.record(recorder, x, self._load_row())
+        ids, weights = gate.record(recorder, x, self._load_row)
         if parallel.router.scales_input:
             x = recorder.multiply_rows(x, weights)
             weights = torch.ones(recorder.capacity, 1)
@@ -216,10 +230,8 @@ class MoeLayer:
         recorder.call_python(call)
         return out
 
-    def _run_rounds(
-        self, gated: Gated, num_chunks: int, overlap: bool, x: Tensor
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """Returns the sums of each round's rows, and of the shared expert for rows x while others are on their way."""
+    def _run_rounds(self, gated: Gated, num_chunks: int, overlap: bool, x: Tensor) -> tuple[list[Tensor], AddTo | None]:
+        """Returns the sums of each round's rows, and the shared expert's of x, computed while rows are on their way."""
         try:
             return self._advance_rounds(gated, num_chunks, overlap, x)
         except PeerError as error:
@@ -228,7 +240,7 @@ class MoeLayer:
 
     def _advance_rounds(
         self, gated: Gated, num_chunks: int, overlap: bool, x: Tensor
-    ) -> tuple[list[Tensor], Tensor | None]:
+    ) -> tuple[list[Tensor], AddTo | None]:
         parallel, num_tokens = self._parallel, len(gated.x)
         assert num_chunks >= 1, "every rank runs at least one round"
         capacity = parallel.max_tokens_per_rank
@@ -276,10 +288,12 @@ class MoeLayer:
         clock.turn(COMBINE)
         return pending_results.wait()
 
+    @cached_property
     def _load_row(self) -> Tensor:
-        """Returns where the gate's kernel counts the load, [E] int64."""
+        """Where the gate counts the load, [E] int64."""
         if self._parallel.recorder is None:
-            return torch.zeros(self._parallel.router.num_logical, dtype=torch.int64)
+            like = self._replicas.first_slot
+            return torch.zeros(self._parallel.router.num_logical, dtype=like.dtype, device=like.device)
         return self._parallel.recorder.row(self._layer_row)
 
 

@@ -55,6 +55,11 @@ class ReplicaMap:
                 self._split = DeviceSplit(placement, split, topology, device)
 
     @property
+    def device(self) -> torch.device:
+        """Where the tables are, and rows are routed."""
+        return self._first_slot.device
+
+    @property
     def version(self) -> int:
         """The version of the placement in use."""
         return self._placement.version
@@ -108,19 +113,15 @@ class ReplicaMap:
 class LayerReplicas:
     """The choice of replica in one layer.
 
-    needs_counts: whether `split`, with the counts of all ranks, has to choose; False: `only_slots` does without
+    first_slot:   [E + 1] int64, lowest slot of each expert, which where none has replicas is its only one; [E] = -1
+    needs_counts: whether `split`, with the counts of all ranks, has to choose; False: `first_slot` does without
     """
 
     def __init__(self, first_slot: Tensor, layer_row: int, split: "HostSplit | DeviceSplit | None"):
-        self.first_slot = first_slot  # [E + 1] lowest slot of an expert; [E] = -1; `activate` writes to it
+        self.first_slot = first_slot  # `activate` writes to it
         self._layer_row = layer_row
         self._split = split
         self.needs_counts = split is not None
-
-    def only_slots(self, topk_ids: Tensor) -> Tensor:
-        """Returns the slot of each expert where none has replicas: [T, K] (-1 stays -1)."""
-        assert not self.needs_counts, "experts may have replicas: the split needs the counts of all ranks"
-        return self.first_slot[topk_ids]  # -1 reads the last entry, which holds -1
 
     def count(self, topk_ids: Tensor) -> Tensor:
         """Returns how many ids name each expert: [T, K] int64, -1 = none -> [E] int64."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.forms import Activation
+from moe_serve.kernels.forms import SILU, Activation
 from moe_serve.kernels.quantised import quantize_reference
 
 
@@ -49,6 +49,17 @@ def silu_mul_quantize(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> t
 
         return silu_mul_quantize_triton(gate_up, rows_per_slot)
     return quantize_reference(silu_mul(gate_up.float()))
+
+
+def activate(gate_up: Tensor, activation: Activation, rows_per_slot: Tensor | None = None) -> Tensor:
+    """Returns the middle of an MLP; gate_up may be used up. Arguments as of silu_mul; Triton on CUDA."""
+    if activation == SILU:
+        return silu_mul(gate_up, rows_per_slot)
+    if gate_up.is_cuda:
+        from moe_serve.kernels.triton.silu_mul import silu_mul_triton
+
+        return silu_mul_triton(gate_up.contiguous(), rows_per_slot, activation)
+    return clamped_swiglu_(gate_up, activation)
 
 
 def clamped_swiglu_reference(gate_up: Tensor, activation: Activation) -> Tensor:

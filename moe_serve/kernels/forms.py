@@ -40,6 +40,15 @@ SILU = Activation()
 
 
 @dataclass(frozen=True)
+class MlaWidths:
+    """The parts of a query head, [nope | rope], and of a cached row, [latent | rope]."""
+
+    nope: int
+    latent: int
+    rope: int
+
+
+@dataclass(frozen=True)
 class RouterSpec:
     """The router of a model: its gate turns logits into experts and weights.
 

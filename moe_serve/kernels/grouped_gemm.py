@@ -40,22 +40,16 @@ class GroupedRows:
 
     def gemm(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns [rows, n] of x [rows, k] and weight [groups, n, k]. BLAS by group writes to `out`."""
+        if x.is_cuda and weight.is_contiguous():
+            return gpu_gemm(x, weight, self.rows_per_group, self.numerics)
         if self.group_of_row is not None:
             if is_k_major(weight):
                 return row_gemm(x, weight, self.group_of_row)
             if self.numerics.invariant:
                 # Not by BLAS tiles: on some CPUs the bits of a row depend on its position in a tile of two.
                 return row_gemm(x, weight.transpose(1, 2).contiguous().transpose(1, 2), self.group_of_row)
-        if x.is_cuda and x.dtype == torch.bfloat16 and weight.is_contiguous():
-            from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
-
-            return grouped_gemm_triton(x, weight, self.rows_per_group, self.numerics)
         if self.numerics.invariant:
             return _by_tiles(x, weight, self.rows_per_group, self.numerics)
-        if x.is_cuda and x.dtype == torch.bfloat16:
-            ends = self.rows_per_group.cumsum(0).to(device=x.device, dtype=torch.int32)
-            product: Tensor = functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-            return product
         return _by_group(x, weight, self.rows_per_group, out)
 
 
@@ -88,14 +82,26 @@ def slab_gemm(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numer
         filled = torch.arange(x.shape[1]) < rows_per_group[:, None]
         out[filled] = grouped_gemm(x[filled], weight, rows_per_group, numerics)
         return out
-    if x.is_cuda and x.dtype == torch.bfloat16 and weight.is_contiguous():
-        from moe_serve.kernels.triton.grouped_gemm import slab_gemm_triton
-
-        return slab_gemm_triton(x, weight, rows_per_group, numerics)
+    if x.is_cuda:
+        return gpu_gemm(x, weight, rows_per_group, numerics)
     capacity = x.shape[1]
     tile = numerics.row_tile or max(capacity, 1)
     tiles = torch.split(functional.pad(x, (0, 0, 0, -capacity % tile)), tile, dim=1)
     return torch.cat([torch.bmm(part, weight.transpose(1, 2)) for part in tiles], dim=1)[:, :capacity]
+
+
+def gpu_gemm(
+    x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics = FAST, bias: Tensor | None = None
+) -> Tensor:
+    """Returns the products of packed rows [rows, k] or of slabs [groups, capacity, k], by Triton.
+
+    rows_per_group: on the host or on the device, where the host never reads it
+    bias: [groups, n] float32, added to each row of its group; None: nothing is
+    """
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton, slab_gemm_triton
+
+    product = slab_gemm_triton if x.dim() == 3 else grouped_gemm_triton
+    return product(x, weight, rows_per_group, numerics, bias=bias)
 
 
 def _by_group(x: Tensor, weight: Tensor, rows_per_group: Tensor, out: Tensor | None = None) -> Tensor:

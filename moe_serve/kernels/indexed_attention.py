@@ -30,9 +30,14 @@ def index_write(q: Tensor, k: Tensor, turns: Tensor, slots: Tensor, cache_layer:
     slots: [T] int64, -1 = the spare row;  cache_layer: [slots, 1, width]
     """
     k = k[:, None]
+    if q.is_cuda:
+        from moe_serve.kernels.triton.rope import rope_write_triton
+
+        return rope_write_triton(q, k, None, 0.0, turns, slots, cache_layer)
     rotate_(q[..., : 2 * turns.shape[1]], turns)
     rotate_(k[..., : 2 * turns.shape[1]], turns)
     cache_layer.index_put_((slots,), k)
+    return None
 
 
 def attend_row(q: Tensor, rows: Tensor, scale: float) -> Tensor:

@@ -70,6 +70,12 @@ class Linear:
         y = torch.cat([self._multiply(x[start:end]) for start, end in cut(num_rows + padding, self._tiles)])
         return y[:num_rows, : self.out_features]
 
+    def add_to_(self, total: Tensor, x: Tensor) -> Tensor:
+        """Adds the projection of x [rows, k] to total [rows, n] in place, and returns it; for weights without bias."""
+        if self._row_tile is not None or self._packed is not None or self._bias is not None:
+            return total.add_(self(x))
+        return total.addmm_(x, self._weight.t())
+
     def _multiply(self, x: Tensor) -> Tensor:
         if self._packed is None:
             return functional.linear(x, self._weight, self._bias)

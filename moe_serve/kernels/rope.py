@@ -5,24 +5,14 @@ i + dim/2 have their projection rows reordered at load (`pair_order`): queries a
 product keeps its value.
 
 `rope_write` and `mla_rope_write` prepare the rows of one layer for attention: queries are normed and rotated in place,
-keys and values go to the cache.
+keys and values go to the cache; on CUDA one launch of Triton does it.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.forms import MlaWidths
 from moe_serve.kernels.rows import rms_norm, rms_norm_heads_
-
-
-@dataclass(frozen=True)
-class MlaWidths:
-    """The parts of a query head, [nope | rope], and of a cached row, [latent | rope]."""
-
-    nope: int
-    latent: int
-    rope: int
 
 
 def rotate_reference(x: Tensor, turns: Tensor) -> Tensor:
@@ -69,6 +59,11 @@ def rope_write(
     norm_last:   the norm comes behind the rotation
     """
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, cache_layer.shape[2])
+    if qkv.is_cuda:
+        from moe_serve.kernels.triton.rope import rope_write_triton
+
+        q, k = heads[:, :num_heads], heads[:, num_heads:]
+        return rope_write_triton(q, k, head_norm, eps, turns, slots, cache_layer, norm_last)
     rotated = heads[:, : num_heads + num_kv_heads]
     if head_norm is not None and not norm_last:
         rms_norm_heads_(rotated, head_norm, eps)
@@ -76,6 +71,7 @@ def rope_write(
     if head_norm is not None and norm_last:
         rms_norm_heads_(rotated, head_norm, eps)
     cache_layer.index_put_((slots,), heads[:, num_heads:])
+    return None
 
 
 def mla_rope_write(
@@ -94,12 +90,17 @@ def mla_rope_write(
     latent_norm: [latent];  turns, slots: as in rope_write
     cache_layer: [slots, 1, latent + rope]
     """
+    if q.is_cuda:
+        from moe_serve.kernels.triton.rope import mla_rope_write_triton
+
+        return mla_rope_write_triton(q, row, latent_norm, eps, turns, slots, cache_layer, widths)
     row = row[:, None]
     rotate_(q[..., widths.nope :], turns)
     rotate_(row[..., widths.latent :], turns)
     latent = row[..., : widths.latent]
     latent.copy_(rms_norm(latent, latent_norm, eps))
     cache_layer.index_put_((slots,), row)
+    return None
 
 
 def pair_order(dim: int, device: torch.device) -> Tensor:

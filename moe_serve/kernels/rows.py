@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moe_serve.kernels.quantised import quantize_reference
+
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x: [..., width], weight: [width] -> like x; computed in float32, scaled in x's dtype."""
@@ -18,21 +20,44 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Same contract as the reference, in one call."""
+    """Same contract as the reference, in one call; Triton on CUDA."""
+    if x.is_cuda:
+        return _norm_on_gpu(x, None, weight, None, eps)
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
     """The same in place. x: [rows, width], may be a slice of wider rows"""
-    x.copy_(rms_norm(x, weight, eps))
+    if x.is_cuda:
+        _norm_on_gpu(x, None, weight, None, eps, out=x)
+    else:
+        x.copy_(rms_norm(x, weight, eps))
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
     """Adds factor * delta to x in place, and returns the normed sum, like x. delta: like x, not x itself"""
+    if x.is_cuda:
+        return _norm_on_gpu(x, delta, weight, None, eps, factor)
     # The product is rounded by itself: fused with the sum in some of a loop's instructions only, a row's bits would
     # depend on its place in the batch.
     x.add_(delta if factor == 1 else delta * factor)
     return rms_norm(x, weight, eps)
+
+
+def _norm_on_gpu(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    factor: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Returns what norm_triton does, in new rows where `out` does not say otherwise."""
+    from moe_serve.kernels.triton.norm import norm_triton
+
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    return norm_triton(x, delta, weight, bias, eps, factor, out)
 
 
 def rms_norm_heads_(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -58,6 +83,8 @@ def layer_norm_reference(x: Tensor, norm: LayerNorm, eps: float) -> Tensor:
 
 def layer_norm(x: Tensor, delta: Tensor | None, norm: LayerNorm, eps: float) -> Tensor:
     """Adds delta, if given, to x in place, and returns the normed sum, like x. delta: like x, not x itself"""
+    if x.is_cuda:
+        return _norm_on_gpu(x, delta, norm.weight, norm.bias, eps)
     if delta is not None:
         x.add_(delta)
     return functional.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, eps)
@@ -70,12 +97,23 @@ def scale_(x: Tensor, factor: float) -> None:
 
 def multiply_rows(x: Tensor, factors: Tensor) -> Tensor:
     """Returns x with row i multiplied by factors[i]. x: [rows, width];  factors: [rows, 1] float32"""
+    if x.is_cuda:
+        return _multiply_on_gpu(x, factors, torch.empty_like(x))
     return x * factors.to(x.dtype)
 
 
 def multiply_rows_(x: Tensor, factors: Tensor) -> None:
     """The same in place, of float32 products. x may be a slice of wider rows"""
-    x.copy_(x * factors)
+    if x.is_cuda:
+        _multiply_on_gpu(x, factors, x)
+    else:
+        x.copy_(x * factors)
+
+
+def _multiply_on_gpu(x: Tensor, factors: Tensor, out: Tensor, sigmoid: bool = False) -> Tensor:
+    from moe_serve.kernels.triton.row_factors import multiply_rows_triton
+
+    return multiply_rows_triton(x, factors, out, sigmoid)
 
 
 def clip_(x: Tensor, limit: float) -> None:
@@ -94,6 +132,8 @@ def multiply_by_sigmoid_(x: Tensor, logits: Tensor) -> Tensor:
     The logits are read with a stride: over adjacent ones the CPU loop would take several at once and the last ones one
     by one, with other instructions, so that a row's bits would depend on its place in the batch.
     """
+    if x.is_cuda:
+        return _multiply_on_gpu(x, logits, x, sigmoid=True)
     return x.mul_(logits.expand(-1, 2).contiguous()[:, :1].sigmoid())
 
 
@@ -115,6 +155,38 @@ def pack_rows(x: Tensor, ids: Tensor, num_slots: int) -> tuple[Tensor, Tensor, T
     index[order] = torch.arange(len(order))
     counts = torch.bincount(flat[order], minlength=num_slots)
     return x[order.div(ids.shape[1], rounding_mode="floor")], counts, index.view(ids.shape)
+
+
+def pack_all_rows_reference(
+    x: Tensor, ids: Tensor, num_slots: int, quantised: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Returns (rows, scale, counts, index), as pack_rows but of a size that no id changes, so the host reads nothing.
+
+    rows:  [T * topk, width], ordered by slot, then by token and k; what lies behind the last one is undefined
+    scale: of rows that are quantised to e4m3 (kernels/quantised.py); else None
+    """
+    flat, topk = ids.reshape(-1), ids.shape[1]
+    order = torch.sort(torch.where(flat < 0, num_slots, flat), stable=True).indices
+    index = torch.empty_like(flat).scatter_(0, order, torch.arange(len(flat), device=x.device))
+    index = torch.where(flat < 0, -1, index)
+    counts = torch.zeros(num_slots + 1, dtype=torch.int64, device=x.device).index_add_(
+        0, flat + 1, flat.new_ones(len(flat))
+    )
+    rows, scale = x[order.div(topk, rounding_mode="floor")], None
+    if quantised:
+        rows, scale = quantize_reference(rows)
+    return rows, scale, counts[1:], index.view(ids.shape)
+
+
+def pack_all_rows(
+    x: Tensor, ids: Tensor, num_slots: int, quantised: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Same contract as the reference; Triton on CUDA."""
+    if x.is_cuda:
+        from moe_serve.kernels.triton.pack_rows import pack_all_rows_triton
+
+        return pack_all_rows_triton(x, ids, num_slots, quantised)
+    return pack_all_rows_reference(x, ids, num_slots, quantised)
 
 
 def weighted_sum_reference(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -13,10 +13,13 @@ from moe_serve.kernels.forms import LOWEST_CHOICE, RouterSpec
 _WHOLE_VECTORS = 64  # rows; 64 rows of any width fill whole vector registers on every CPU
 
 
-def topk_gate_reference(logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:
+def topk_gate_reference(
+    logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns ids [T, topk] int64, best first, and weights [T, topk] float32, and adds every choice to load.
 
     logits: [T, E] float32;  bias: [E] float32, added for the choice only, or None;  load: [E] int64
+    slots:  [E or more] int64, returned in place of each chosen expert; None: the ids of experts are
     A token whose logits are NaN still has topk different experts, and weights that are NaN.
     """
     scores = torch.softmax(logits, -1) if spec.scoring == "softmax" else _sigmoid_by_row(logits)
@@ -35,7 +38,7 @@ def topk_gate_reference(logits: Tensor, bias: Tensor | None, spec: RouterSpec, l
     if spec.norm_topk:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.norm_eps).clamp(min=spec.norm_min)
     load.index_add_(0, ids.flatten(), torch.ones_like(ids).flatten())
-    return ids, weights * spec.scaling
+    return ids if slots is None else slots[ids], weights * spec.scaling
 
 
 def _sparsemixer_weights(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
@@ -62,10 +65,12 @@ def _sigmoid_by_row(logits: Tensor) -> Tensor:
     return functional.pad(logits, (0, 0, 0, -num_tokens % _WHOLE_VECTORS)).sigmoid_()[:num_tokens]
 
 
-def topk_gate(logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:
+def topk_gate(
+    logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Same contract as the reference; Triton on CUDA."""
     if logits.is_cuda:
         from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
-        return topk_gate_triton(logits, bias, spec, load)
-    return topk_gate_reference(logits, bias, spec, load)
+        return topk_gate_triton(logits, bias, spec, load, slots)
+    return topk_gate_reference(logits, bias, spec, load, slots)

@@ -14,7 +14,7 @@ from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.gate import Gate
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
+from moe_serve.ep.moe_layer import AddTo, ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.forms import RouterSpec
@@ -68,8 +68,8 @@ def tokens(num_tokens: int) -> Tensor:
     return torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(99))[:num_tokens] + 0.2
 
 
-def double(x: Tensor) -> Tensor:
-    return 2 * x
+def double(x: Tensor) -> AddTo:
+    return (2 * x).add_
 
 
 def build(group: EpGroup, case: Case) -> tuple[list[MoeLayer], LoadRecorder]:
@@ -130,7 +130,8 @@ def serve(case: Case) -> tuple[Tensor, np.ndarray, np.ndarray]:
 
 def moe_reference(x: Tensor, layer_row: int, shared: bool) -> Tensor:
     gate, gate_up, down = (w.double() for w in weights(layer_row))
-    topk_ids, topk_weights, _ = Gate(SPEC, gate.float())(x.float())
+    load = torch.zeros(SPEC.num_logical, dtype=torch.int64)
+    topk_ids, topk_weights = Gate(SPEC, gate.float())(x.float(), load)
     out = torch.zeros_like(x)
     for token, (ids, scale) in enumerate(zip(topk_ids, topk_weights, strict=True)):
         for expert, weight in zip(ids.tolist(), scale.double(), strict=True):

@@ -147,7 +147,7 @@ def test_without_redundant_slots_no_counts_are_needed() -> None:
     for split in SPLITS:
         replicas = ReplicaMap(Placement(np.array([[2, 0, 3, 1]]), 4, 2), split=split).layer(0)
         assert not replicas.needs_counts
-        assert replicas.only_slots(torch.tensor([[0, 1], [-1, 3]])).tolist() == [[1, 3], [-1, 2]]
+        assert replicas.first_slot[torch.tensor([[0, 1], [-1, 3]])].tolist() == [[1, 3], [-1, 2]]
 
 
 @pytest.mark.parametrize("split", SPLITS)

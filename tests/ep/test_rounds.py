@@ -25,7 +25,7 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.ep import moe_layer
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import ADVANCES, SHARED, ExpertParallel, MoeLayer, MoeWeights, in_turn, overlapped
+from moe_serve.ep.moe_layer import ADVANCES, SHARED, AddTo, ExpertParallel, MoeLayer, MoeWeights, in_turn, overlapped
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.forms import RouterSpec
@@ -41,7 +41,7 @@ ROUND_BYTES = 8 * 2 * 16 * 4  # of the rows, or the results, of one round
 
 def a_layer(
     transport: AnyAllToAll,
-    shared: Callable[[Tensor], Tensor] | None = None,
+    shared: Callable[[Tensor], AddTo] | None = None,
     num_redundant: int = 0,
     num_ranks: int = 1,
     rank: int = 0,
@@ -92,9 +92,9 @@ def total_s(
         clock.spend(compute_s)
         return x * 2
 
-    def shared(x: Tensor) -> Tensor:
+    def shared(x: Tensor) -> AddTo:
         clock.spend(shared_s)
-        return x
+        return x.clone().add_
 
     rows = ONE.inputs(0)[0].repeat(num_rounds, 1)
     with experts_that(experts):
@@ -267,9 +267,9 @@ def test_the_shared_expert_computes_while_rows_travel(overlap: bool) -> None:
     for compute_s in (0.0, 1.0):
         delayed = DelayedAllToAll(inner, bytes_per_s=ROUND_BYTES / 2.0, clock=clock)  # 2 s out, 2 s home
 
-        def shared(x: Tensor, compute_s: float = compute_s) -> Tensor:
+        def shared(x: Tensor, compute_s: float = compute_s) -> AddTo:
             clock.spend(compute_s)
-            return x
+            return x.clone().add_
 
         layer = a_layer(delayed, shared)
         started_s = clock.now_s()

@@ -126,6 +126,53 @@ def exact_split(capability: int) -> None:
         exact_split_triton(some(256, dtype=torch.int64), SplitTable(*numbers, 288), some(3, dtype=torch.int64))
 
 
+def norms(capability: int) -> None:
+    from moe_serve.kernels.triton.norm import norm_triton
+
+    for width in (2880, HIDDEN):
+        for bias in (None, some(width)):
+            x = some(TOKENS, width)
+            norm_triton(x, x, some(width), bias, 1e-6, 1.0, some(TOKENS, width))
+
+
+def rope_write(capability: int) -> None:
+    from moe_serve.kernels.forms import MlaWidths
+    from moe_serve.kernels.triton.rope import mla_rope_write_triton, rope_write_triton
+
+    slots, complexes = some(TOKENS, dtype=torch.int64), torch.complex64
+    q, k, cache, norm = some(TOKENS, 32, 128), some(TOKENS, 8, 128), some(999, 8, 128), some(36, 128)
+    rope_write_triton(q, k, norm, 1e-6, some(TOKENS, 64, dtype=complexes), slots, cache)
+    rows, turns = some(TOKENS, 576), some(TOKENS, 32, dtype=complexes)
+    q, cache, widths = some(TOKENS, 128, 192), some(999, 1, 576), MlaWidths(128, 512, 64)
+    mla_rope_write_triton(q, rows, some(512), 1e-6, turns, slots, cache, widths)
+
+
+def row_factors(capability: int) -> None:
+    from moe_serve.kernels.triton.row_factors import multiply_rows_triton
+
+    multiply_rows_triton(some(TOKENS, HIDDEN), some(TOKENS, 1, dtype=torch.float32), some(TOKENS, HIDDEN))
+
+
+def pack_rows(capability: int, quantised: bool = False) -> None:
+    from moe_serve.kernels.triton.pack_rows import pack_all_rows_triton
+
+    pack_all_rows_triton(some(TOKENS, HIDDEN), some(TOKENS, TOPK, dtype=torch.int64), 256, quantised)
+
+
+def pack_rows_fp8(capability: int) -> None:
+    pack_rows(capability, quantised=True)
+
+
+def gpt_oss_experts(capability: int) -> None:
+    from moe_serve.kernels.forms import Activation
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
+    from moe_serve.kernels.triton.silu_mul import silu_mul_triton
+
+    bias, counts = some(32, 5760, dtype=torch.float32), some(32, dtype=torch.int64)
+    rows = grouped_gemm_triton(some(512, 2880), some(32, 5760, 2880), counts, described=capability >= 90, bias=bias)
+    silu_mul_triton(rows, activation=Activation("clamped_swiglu", 1.702, 7.0))
+
+
 def weighted_sum(capability: int) -> None:
     from moe_serve.kernels.triton.weighted_sum import weighted_sum_triton
 
@@ -138,7 +185,8 @@ def topk_gate(capability: int) -> None:
     from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
     deepseek = RouterSpec(256, TOPK, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)
-    for spec, bias in ((deepseek, some(256, dtype=torch.float32)), (RouterSpec(128, TOPK), None)):
+    phi = RouterSpec(16, 2, "sparsemixer", norm_topk=False, jitter=0.01)
+    for spec, bias in ((deepseek, some(256, dtype=torch.float32)), (RouterSpec(128, TOPK), None), (phi, None)):
         experts = spec.num_logical
         logits = some(TOKENS, experts, dtype=torch.float32)
         topk_gate_triton(logits, bias, spec, some(experts, dtype=torch.int64))

@@ -15,11 +15,13 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # what one pro
 MAX_REGISTERS = 255  # of a thread; the hardware's limit, at which values start to spill
 MAX_STACK_BYTES = 16  # a few bytes of addressing; a spilled block is hundreds
 
-ANY_GPU = ["packed_gemm_few_rows", "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "silu_mul",
-           "weighted_sum", "topk_gate", "exact_split", "low_latency", "low_latency_top16"]  # fmt: skip
+ANY_GPU = ["norms", "rope_write", "row_factors", "pack_rows", "gpt_oss_experts", "packed_gemm_few_rows",
+           "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "silu_mul", "weighted_sum", "topk_gate",
+           "exact_split", "low_latency", "low_latency_top16"]  # fmt: skip
 # sm_89 and later have e4m3.
 WITH_E4M3 = [
     "quantize",
+    "pack_rows_fp8",
     "packed_gemm_fp8",
     "packed_gemm_fp8_by_channel",
     "slab_gemm_fp8",

@@ -23,7 +23,12 @@ def check_packed(device: str, rows: list[int], n: int, k: int, small: bool) -> N
     tile = GemmTile(16, 16, 16, num_warps=4, num_stages=2, group_m=2) if small else None
     y = grouped_gemm_triton(x, weight, torch.tensor(rows), tile=tile)
     assert y.dtype == x.dtype
-    assert relative_error(y, expected_rows(x, weight, rows)) < BF16_LIMIT
+    expected = expected_rows(x, weight, rows)
+    assert relative_error(y, expected) < BF16_LIMIT
+    bias = randn(device, len(rows), n, dtype=torch.float32, seed=2)
+    y = grouped_gemm_triton(x.float(), weight.float(), torch.tensor(rows), tile=tile, bias=bias)
+    expected += bias.cpu().repeat_interleave(torch.tensor(rows), dim=0)
+    assert relative_error(y, expected) < FLOAT32_LIMIT
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=str)

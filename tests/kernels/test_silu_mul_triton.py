@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from moe_serve.kernels.activation import silu_mul_quantize_reference, silu_mul_reference
+from moe_serve.kernels.activation import clamped_swiglu_reference, silu_mul_quantize_reference, silu_mul_reference
+from moe_serve.kernels.forms import Activation
 from moe_serve.kernels.quantised import dequantize_reference
 from tests.kernels.conftest import RunCheck
 from tests.kernels.data import randn, relative_error
@@ -22,6 +23,18 @@ def check_silu_mul(device: str, rows: int, width: int) -> None:
     # exp differs in its last bit between devices, so e4m3 values may differ by one step where it rounds the other way
     same = q.view(torch.uint8).cpu() == silu_mul_quantize_reference(gate_up.cpu())[0].view(torch.uint8)
     assert same.float().mean() > 0.99 if rows else True
+
+    logits = randn(device, rows, 1, seed=5)
+    expected = silu_mul_reference(gate_up.float().cpu()) * logits.float().cpu().sigmoid()
+    assert relative_error(silu_mul_triton(gate_up, logits=logits), expected) < 4e-3
+    clamped = Activation("clamped_swiglu", 1.702, 0.7)
+    expected = clamped_swiglu_reference(gate_up.cpu(), clamped)
+    assert relative_error(silu_mul_triton(gate_up, activation=clamped), expected) < 4e-3
+    gate_up[:, ::7] = torch.nan
+    assert torch.equal(
+        silu_mul_triton(gate_up, activation=clamped).isnan().cpu(),
+        clamped_swiglu_reference(gate_up.cpu(), clamped).isnan(),
+    )
 
 
 @pytest.mark.parametrize("rows, width", [(0, 64), (1, 128), (5, 200)])

@@ -32,7 +32,8 @@ class ReferenceMoe:
         self.experts, self.shared, self.logit_bias = weights.experts, weights.shared, weights.logit_bias
 
     def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False) -> Tensor:
-        out = self.shared(x) if self.shared is not None else torch.zeros_like(x)
+        out = torch.zeros_like(x)
+        out = out if self.shared is None else self.shared(x)(out)
         for t in range(num_tokens):
             ids, weights = self._route(x[t])
             total = torch.zeros_like(x[t], dtype=torch.float32)

@@ -97,7 +97,8 @@ class GpuSlabAllToAll(AllToAll[Sent]):
 
         def receive() -> Dispatched[Sent]:
             slabs = self._ranks.dispatch_receive(sent)
-            return Dispatched(MaskedRows(slabs.x[0], slabs.rows_per_slot[0]), sent)
+            scale = None if slabs.scale is None else slabs.scale[0]
+            return Dispatched(MaskedRows(slabs.x[0], slabs.rows_per_slot[0], scale), sent)
 
         return Deferred(receive)
 
@@ -126,7 +127,7 @@ def make_gpu_slabs(
     check_memory(group.num_ranks, request, stages, min(rank.free_bytes for rank in facts))
     shape = (group.num_ranks, request.limits, request.dtype, request.wire_dtype, stages)
     log.info("%s", gpu_buffer_sizes(*shape).line)
-    ranks = make_ranks(gpu_region(*shape), group, request.dtype, transport)
+    ranks = make_ranks(gpu_region(*shape), group, request.dtype, transport, request.fp8_rows)
     return GpuSlabAllToAll(ranks, group, transport, request.deadline_s)
 
 
@@ -153,12 +154,17 @@ def check_memory(num_ranks: int, request: TransportRequest, stages: bool, free_b
         )
 
 
-def make_ranks(region: Region, group: EpGroup, dtype: torch.dtype, transport: str) -> "SlabRanks":
-    """Returns the kernels' side of this rank, over regions that are allocated here; a collective call."""
+def make_ranks(
+    region: Region, group: EpGroup, dtype: torch.dtype, transport: str, fp8_rows: bool = False
+) -> "SlabRanks":
+    """Returns the kernels' side of this rank, over regions that are allocated here; a collective call.
+
+    fp8_rows: hand rows of an FP8 wire on as they are
+    """
     from moe_serve.dispatch.gpu.launch_triton import SlabRanks
 
     make = nvshmem_regions if transport == "nvshmem" else ipc_regions
-    return SlabRanks(make(region, group), dtype, max_spins=spins_of(START_S))
+    return SlabRanks(make(region, group), dtype, fp8_rows, max_spins=spins_of(START_S))
 
 
 def spins_of(deadline_s: float) -> int:

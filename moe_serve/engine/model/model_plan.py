@@ -13,7 +13,6 @@ from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_expert_form, h
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.cpu.library import AMX, CpuLibrary, find_cpu_library
-from moe_serve.kernels.forms import SILU
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.checkpoint_parts import with_stored_head
 from moe_serve.models.decoder.moe_decoder import kv_layouts
@@ -163,9 +162,6 @@ def _check_device(spec: ModelSpec, device: torch.device) -> None:
         needs += ["chunked attention"] if attention.chunk is not None else []
         needs += ["attention sinks"] if attention.has_sinks else []
     needs += ["sparse attention"] if isinstance(attention, MlaSpec) and attention.indexer is not None else []
-    needs += ["sparsemixer routing"] if spec.router.scoring == "sparsemixer" else []
-    needs += ["biases of experts"] if spec.expert_bias else []
-    needs += ["a clamped activation"] if spec.activation != SILU else []
     if needs and device.type != "cpu":
         raise ConfigError(
             f"{spec.model_type} needs {', '.join(needs)}, which are not built for GPUs; set parallel.device: cpu"

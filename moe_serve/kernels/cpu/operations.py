@@ -36,10 +36,9 @@ from moe_serve.kernels.cpu.tape import (
     RowInputs,
     Tape,
 )
-from moe_serve.kernels.forms import RouterSpec, Scoring
+from moe_serve.kernels.forms import MlaWidths, RouterSpec, Scoring
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, PartClock
-from moe_serve.kernels.rope import MlaWidths
 from moe_serve.kernels.rows import LayerNorm
 
 P = ParamSpec("P")

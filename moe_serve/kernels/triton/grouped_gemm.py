@@ -51,6 +51,8 @@ _BF16 = (
 )
 # The last one where tiles come through plain loads: steps of 64 spill registers on sm_80.
 _BF16_LOADED = GemmTile(128, 256, 32, num_warps=8, num_stages=4)
+# Values of float32 take twice the room, so the largest tile is left out.
+_FLOAT32 = (_BF16[0], (None, _BF16[1][1]))
 # block_k is the 128 of the scales, so one step has one pair of scales. block_n is at most 128, so that a tile lies in
 # one block of the weight.
 _FP8 = (
@@ -60,12 +62,12 @@ _FP8 = (
 )
 
 
-def bf16_tile(rows_per_group: int, invariant: bool = False) -> GemmTile:
+def bf16_tile(rows_per_group: int, invariant: bool = False, dtype: torch.dtype = torch.bfloat16) -> GemmTile:
     """Returns the tile for this many rows per expert on average.
 
-    invariant: one tile for all, so that bits do not depend on the number of rows
+    invariant: one tile for all, so that bits do not depend on the number of rows;  dtype: of the operands
     """
-    return _BF16[1][1] if invariant else _pick(_BF16, rows_per_group)
+    return _BF16[1][1] if invariant else _pick(_BF16 if dtype.itemsize == 2 else _FLOAT32, rows_per_group)
 
 
 def fp8_tile(rows_per_group: int, invariant: bool = False) -> GemmTile:
@@ -79,37 +81,38 @@ def _pick(table: tuple[tuple[int | None, GemmTile], ...], rows: int) -> GemmTile
 
 def grouped_gemm_triton(
     x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics = FAST, tile: GemmTile | None = None,
-    described: bool | None = None,
+    described: bool | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the product of each group's rows with its matrix, [rows, n] like x.
 
     x: [rows, k], weight: [groups, n, k], rows_per_group: [groups] int64 summing to rows, on the host (copied without
     waiting) or on the device (never read by the host)
     tile, described: for tests and tuning; None = from the table, and what the device and the operands allow
+    bias: [groups, n] float32, added to the product; None: nothing is
     """
     num_groups, n, _ = weight.shape
     y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
     if y.numel():
-        tile = tile or bf16_tile(x.shape[0] // num_groups, numerics.invariant)
-        launch(x, weight, on_device(rows_per_group, x.device), y, 0, tile, described)
+        tile = tile or bf16_tile(x.shape[0] // num_groups, numerics.invariant, x.dtype)
+        launch(x, weight, on_device(rows_per_group, x.device), y, 0, tile, described, bias=bias)
     return y
 
 
 def slab_gemm_triton(
     x: Tensor, weight: Tensor, rows_per_slot: Tensor, numerics: Numerics = FAST, expected_rows: int = 16,
-    tile: GemmTile | None = None, described: bool | None = None,
+    tile: GemmTile | None = None, described: bool | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the product of each slab with its matrix, [slots, capacity, n].
 
     x: [slots, capacity, k], weight: [slots, n, k], rows_per_slot: [slots] int64; rows beyond it are neither read nor
-    written. expected_rows: a guess, for the choice of the tile only
+    written. expected_rows: a guess, for the choice of the tile only;  bias: [slots, n] as in grouped_gemm_triton
     """
     slots, capacity, k = x.shape
     y = torch.empty(slots, capacity, weight.shape[1], dtype=x.dtype, device=x.device)
     if y.numel():
-        tile = tile or bf16_tile(expected_rows, numerics.invariant)
+        tile = tile or bf16_tile(expected_rows, numerics.invariant, x.dtype)
         rows, out = x.view(slots * capacity, k), y.view(slots * capacity, -1)
-        launch(rows, weight, on_device(rows_per_slot, x.device), out, capacity, tile, described)
+        launch(rows, weight, on_device(rows_per_slot, x.device), out, capacity, tile, described, bias=bias)
     return y
 
 
@@ -125,7 +128,7 @@ def has_tensor_memory_accelerator(x: Tensor, weight: Tensor) -> bool:
     if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] < 9:
         return False
     row_bytes = x.shape[-1] * x.element_size()
-    return row_bytes % 16 == 0 and x.is_contiguous() and weight.is_contiguous() and x.data_ptr() % 16 == 0
+    return row_bytes % 16 == 0 and x.is_contiguous() and weight.is_contiguous() and x.storage_offset() % 16 == 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Scales:
 
 def launch(
     x: Tensor, weight: Tensor, rows_per_group: Tensor, y: Tensor, capacity: int, tile: GemmTile,
-    described: bool | None, scales: Scales | None = None,
+    described: bool | None, scales: Scales | None = None, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fills y [rows, n] from x [rows, k] and weight [groups, n, k].
 
@@ -156,19 +159,20 @@ def launch(
     weight_in = TensorDescriptor.from_tensor(weight.view(-1, k), [tile.block_n, tile.block_k]) if described else weight
     grid = (num_multiprocessors(x.device) * tile.programs_per_sm,)
     grouped_gemm_kernel[grid](
-        rows_in, weight_in, scales.rows if scales else None, scales.weight if scales else None, rows_per_group, y,
+        rows_in, weight_in, scales.rows if scales else None, scales.weight if scales else None, bias, rows_per_group, y,
         num_groups, n, k, x.stride(0), capacity, GROUPS=triton.next_power_of_2(num_groups), PARTS=parts,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, DESCRIBED=described,
-        SCALED=scales is not None, BY_CHANNEL=scales is not None and scales.weight.dim() == 2,
+        SCALED=scales is not None, BY_CHANNEL=scales is not None and scales.weight.dim() == 2, BIAS=bias is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 @triton.jit
 def grouped_gemm_kernel(
-    x, weight, x_scale, weight_scale, rows_per_group, y, num_groups, n, k, x_stride, capacity,
+    x, weight, x_scale, weight_scale, bias, rows_per_group, y, num_groups, n, k, x_stride, capacity,
     GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, DESCRIBED: tl.constexpr, SCALED: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     part_n = n // PARTS
     part_tiles = tl.cdiv(part_n, BLOCK_N)
@@ -215,6 +219,8 @@ def grouped_gemm_kernel(
         if BY_CHANNEL:
             channel_at = weight_scale + group.to(tl.int64) * n + column
             total *= tl.load(channel_at, mask=column < end_column, other=0.0)[None, :]
+        if BIAS:
+            total += tl.load(bias + group.to(tl.int64) * n + column, mask=column < end_column, other=0.0)[None, :]
         inside = (row < num_rows)[:, None] & (column < end_column)[None, :]
         at = y + (first_row + row)[:, None] * n + column[None, :]
         tl.store(at, as_dtype(total, y.dtype.element_ty), mask=inside)

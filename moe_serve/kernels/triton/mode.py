@@ -51,7 +51,7 @@ def dot(a, b):
     if INTERPRET:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b)
+    return tl.dot(a, b, input_precision="ieee")  # of float32 operands, which would else lose 13 bits
 
 
 @triton.jit

@@ -12,32 +12,34 @@ LOWEST = tl.constexpr(LOWEST_CHOICE)
 PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
 
 
-def topk_gate_triton(logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:
+def topk_gate_triton(
+    logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Same contract as topk_gate_reference."""
-    assert spec.scoring != "sparsemixer", "sparsemixer is built for CPUs"
     rows, num_logical = logits.shape
     ids = torch.empty(rows, spec.topk, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, spec.topk, dtype=torch.float32, device=logits.device)
     if rows:
         group_size = num_logical // spec.num_groups
         topk_gate_kernel[(rows,)](
-            logits, bias, load, ids, weights, num_logical, group_size, spec.scaling, spec.norm_eps,
-            spec.norm_min,
+            logits, bias, load, slots, ids, weights, num_logical, group_size, spec.scaling, spec.norm_eps,
+            spec.norm_min, 2 * spec.jitter,
             TOPK=spec.topk, W=triton.next_power_of_2(spec.topk), GROUPS=spec.num_groups,
             GROUP_ROWS=triton.next_power_of_2(spec.num_groups), GROUP_COLUMNS=triton.next_power_of_2(group_size),
-            TOPK_GROUPS=spec.topk_groups, SIGMOID=spec.scoring != "softmax", BIAS=bias is not None,
-            NORM=spec.norm_topk, BY_LOGITS=spec.scoring == "sigmoid_of_chosen",
-            BY_BEST=spec.group_score == "best", num_warps=2,
+            TOPK_GROUPS=spec.topk_groups, SIGMOID=spec.scoring.startswith("sigmoid"), BIAS=bias is not None,
+            NORM=spec.norm_topk, BY_LOGITS=spec.scoring in ("sigmoid_of_chosen", "sparsemixer"),
+            SPARSEMIXER=spec.scoring == "sparsemixer", BY_BEST=spec.group_score == "best", SLOTS=slots is not None,
+            num_warps=2,
         )  # fmt: skip
     return ids, weights
 
 
 @triton.jit
 def topk_gate_kernel(
-    logits, bias, load, ids, weights, num_logical, group_size, scaling, norm_eps, norm_min,
+    logits, bias, load, slots, ids, weights, num_logical, group_size, scaling, norm_eps, norm_min, far_below,
     TOPK: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    BY_LOGITS: tl.constexpr, BY_BEST: tl.constexpr,
+    BY_LOGITS: tl.constexpr, SPARSEMIXER: tl.constexpr, BY_BEST: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, W)
@@ -71,13 +73,24 @@ def topk_gate_kernel(
     chosen_scores = tl.zeros((W,), dtype=tl.float32)
     for k in tl.static_range(TOPK):
         best_expert = tl.min(tl.where(choice == tl.max(choice), expert, GROUPS * group_size))
-        score = tl.sum(tl.where(expert == best_expert, tl.where(inside, scores, 0.0), 0.0))
+        if SPARSEMIXER:
+            # A softmax over the experts not far below the chosen one, without those chosen before; NaN is not far.
+            best_logit = tl.sum(tl.where(expert == best_expert, tl.where(inside, logit, 0.0), 0.0))
+            gap = (best_logit - logit) / tl.maximum(tl.abs(logit), best_logit, PROPAGATE)
+            counts = inside & (choice > -float("inf")) & ((gap > far_below) == 0)
+            highest = tl.max(tl.where(counts, logit, -float("inf")), return_indices=False)
+            score = tl.exp(best_logit - highest) / tl.sum(tl.where(counts, tl.exp(logit - highest), 0.0))
+        else:
+            score = tl.sum(tl.where(expert == best_expert, tl.where(inside, scores, 0.0), 0.0))
         choice = tl.where(expert == best_expert, -float("inf"), choice)
         chosen = tl.where(slot == k, best_expert.to(tl.int64), chosen)
         chosen_scores = tl.where(slot == k, score, chosen_scores)
     if NORM:
         chosen_scores = chosen_scores / tl.maximum(tl.sum(chosen_scores) + norm_eps, norm_min, PROPAGATE)
-    tl.store(ids + token * TOPK + slot, chosen, mask=slot < TOPK)
+    named = chosen
+    if SLOTS:
+        named = tl.load(slots + chosen, mask=slot < TOPK, other=-1)
+    tl.store(ids + token * TOPK + slot, named, mask=slot < TOPK)
     tl.store(weights + token * TOPK + slot, chosen_scores * scaling, mask=slot < TOPK)
     # Counted here, where the ids are at hand; relaxed, because only the sum matters.
     tl.atomic_add(load + chosen, tl.full((W,), 1, tl.int64), mask=slot < TOPK, sem="relaxed")

@@ -18,9 +18,10 @@ from moe_serve.attention_dp.attention import AttentionShape, attend_chunk
 from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.cpu.operations import AnyHeads, AnyLinear
+from moe_serve.kernels.forms import MlaWidths
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.kernels.rope import MlaWidths, pair_order
+from moe_serve.kernels.rope import pair_order
 from moe_serve.kernels.rows import LayerNorm
 from moe_serve.models.decoder.step import IndexRows, Step
 from moe_serve.models.decoder.weight_forms import WeightForms

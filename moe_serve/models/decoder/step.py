@@ -4,7 +4,9 @@ Shape words: T = rows of the step (padded; when recorded, as many as a step may 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, Operations
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.rows import multiply_by_sigmoid_
+from moe_serve.models.decoder.weight_forms import GatedMlp
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +29,17 @@ class SharedExpert:
     mlp: AnyMlp
     gate: AnyLinear | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, H] -> [T, H]"""
+    def __call__(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """Computes rows x [T, H], and returns what adds them to others [T, H], which are used up.
+
+        A GPU leaves the last product to the sum: cuBLAS adds to what is there without another launch.
+        """
+        logits = None if self.gate is None else self.gate(x)
+        if x.is_cuda:
+            assert isinstance(self.mlp, GatedMlp)
+            return partial(self.mlp.add_down_, self.mlp.middle(x, logits))
         rows: Tensor = self.mlp(x)
-        return rows if self.gate is None else multiply_by_sigmoid_(rows, self.gate(x))
+        return (rows if logits is None else multiply_by_sigmoid_(rows, logits)).add_
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,16 @@ class GatedMlp:
         """x: [T, H] -> [T, H]"""
         return self._down(silu_mul(self._gate_up(x)))
 
+    def middle(self, x: Tensor, logits: Tensor | None) -> Tensor:
+        """Returns what down is applied to, [T, I], each row times the sigmoid of its logit, if given, on CUDA."""
+        from moe_serve.kernels.triton.silu_mul import silu_mul_triton
+
+        return silu_mul_triton(self._gate_up(x), logits=logits)
+
+    def add_down_(self, middle: Tensor, total: Tensor) -> Tensor:
+        """Adds down(middle) to total [T, H] in place, and returns it."""
+        return self._down.add_to_(total, middle)
+
 
 class PackedMlp:
     """The weights of the same function for the compiled kernel of experts: those of one slot."""

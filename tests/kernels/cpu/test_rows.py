@@ -10,6 +10,7 @@ from moe_serve.kernels import rope
 from moe_serve.kernels import rows as plain
 from moe_serve.kernels.cpu import rows
 from moe_serve.kernels.cpu.operations import recorded_once
+from moe_serve.kernels.forms import MlaWidths
 from moe_serve.kernels.rows import rms_norm_reference, weighted_sum_reference
 from tests.tolerance import FLOAT32, relative_error
 
@@ -85,7 +86,7 @@ def test_rotation_and_cache_write_match_torch(width, rotated, kv_heads, group, n
 
 @pytest.mark.parametrize("heads, nope, latent, rotated", [(6, 32, 48, 16), (3, 10, 22, 6), (16, 128, 512, 64)])
 def test_latent_rotation_and_cache_write_match_torch(heads, nope, latent, rotated, library):
-    widths = rope.MlaWidths(nope, latent, rotated)
+    widths = MlaWidths(nope, latent, rotated)
     for num_rows, threads in itertools.product((0, 1, 5, 200), (1, 2)):
         library.set_threads(threads)
         q, row = torch.randn(num_rows, heads, nope + rotated), strided(num_rows, latent + rotated)

@@ -1,0 +1,143 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Triton twins of kernels/rope.py: norms, rotations and the cache's write of one layer in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_serve.kernels.forms import MlaWidths
+from moe_serve.kernels.triton.mode import as_dtype
+
+HEADS_PER_PROGRAM = 4
+
+
+def rope_write_triton(
+    q: Tensor, k: Tensor, norm: Tensor | None, eps: float, turns: Tensor, slots: Tensor, cache_layer: Tensor,
+    norm_last: bool = False,
+) -> None:  # fmt: skip
+    """Rotates queries in place; norms and rotates keys, and writes them and the values behind them into the cache.
+
+    q: [T, heads, width];  k: [T, cached heads, width], keys, then as many values, or keys alone; both may be slices
+    norm: [heads + key heads, width] or None;  turns, slots, norm_last: as in rope_write
+    cache_layer: [slots, cached heads, width]
+    """
+    num_tokens, num_heads, width = q.shape
+    num_cached = k.shape[1]
+    num_keys = num_cached if num_cached == 1 else num_cached // 2
+    if num_tokens:
+        grid = (num_tokens, triton.cdiv(num_heads + num_cached, HEADS_PER_PROGRAM))
+        rope_write_kernel[grid](
+            q, k, norm, _numbers(turns), slots, cache_layer, q.stride(0), k.stride(0), cache_layer.shape[0], num_heads,
+            num_keys, num_cached, width, turns.shape[1], turns.stride(0) * 2, eps, NORM=norm is not None,
+            NORM_LAST=norm_last, HEADS=HEADS_PER_PROGRAM, PAIRS=triton.next_power_of_2(width // 2),
+        )  # fmt: skip
+
+
+def mla_rope_write_triton(
+    q: Tensor, row: Tensor, latent_norm: Tensor, eps: float, turns: Tensor, slots: Tensor, cache_layer: Tensor,
+    widths: MlaWidths,
+) -> None:  # fmt: skip
+    """Same contract as mla_rope_write of kernels/rope.py, but leaves `row` as it is."""
+    num_tokens, num_heads, _ = q.shape
+    if num_tokens:
+        mla_rope_write_kernel[(num_tokens, triton.cdiv(num_heads, HEADS_PER_PROGRAM) + 1)](
+            q, row, latent_norm, _numbers(turns), slots, cache_layer, q.stride(0), q.stride(1), row.stride(0),
+            cache_layer.shape[0], num_heads, widths.nope, widths.latent, turns.stride(0) * 2, eps,
+            HEADS=HEADS_PER_PROGRAM, PAIRS=triton.next_power_of_2(widths.rope // 2), NUM_PAIRS=widths.rope // 2,
+            LATENT=triton.next_power_of_2(widths.latent),
+        )  # fmt: skip
+
+
+def _numbers(turns: Tensor) -> Tensor:
+    """Returns the real and imaginary parts, which Triton can load; a view."""
+    return torch.view_as_real(turns)
+
+
+@triton.jit
+def rotated(x, turns, is_rotated):
+    """Returns x [heads, pairs, 2] float32 with adjacent pairs turned.
+
+    turns: address of cos and sin of each pair [pairs, 2];  is_rotated: [pairs]; the others stay
+    """
+    even, odd = tl.split(x)
+    cos, sin = tl.split(tl.load(turns, mask=is_rotated[:, None], other=0.0))
+    turned = tl.join(even * cos[None, :] - odd * sin[None, :], even * sin[None, :] + odd * cos[None, :])
+    return tl.where(is_rotated[None, :, None], turned, x)
+
+
+@triton.jit
+def normed(x, weight, width, eps):
+    """Returns x [heads, pairs, 2] float32, each head normed by its root mean square, times weight."""
+    squares = tl.sum(tl.sum(x * x, axis=2), axis=1) / width
+    return x * tl.rsqrt(squares + eps)[:, None, None] * weight
+
+
+@triton.jit(do_not_specialize=["num_slots", "eps"])
+def rope_write_kernel(
+    q, k, norm, turns, slots, cache, q_stride, k_stride, num_slots, num_heads, num_keys, num_cached, width, num_pairs,
+    turns_stride, eps, NORM: tl.constexpr, NORM_LAST: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Program: (token, some heads of queries, keys and values, in this order)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, PAIRS)
+    element = pair[:, None] * 2 + tl.arange(0, 2)[None, :]
+    is_query = head < num_heads
+    cached = head - num_heads
+    inside = (head < num_heads + num_cached)[:, None, None] & (element < width)[None, :, :]
+    at_q = token * q_stride + head[:, None, None] * width + element[None, :, :]
+    at_k = token * k_stride + cached[:, None, None] * width + element[None, :, :]
+    of_query, of_cached = inside & is_query[:, None, None], inside & (cached >= 0)[:, None, None]
+    kind = q.dtype.element_ty
+    x = tl.load(q + at_q, mask=of_query, other=0.0).to(tl.float32)
+    x += tl.load(k + at_k, mask=of_cached, other=0.0).to(tl.float32)
+    is_value = (cached >= num_keys)[:, None, None]
+    if NORM:
+        weight_at = norm + head[:, None, None] * width + element[None, :, :]
+        weight = tl.load(weight_at, mask=inside & (is_value == 0), other=0.0).to(tl.float32)
+    y = x
+    if NORM and not NORM_LAST:
+        y = as_dtype(normed(y, weight, width, eps), kind).to(tl.float32)
+    turns_at = turns + token * turns_stride + element
+    y = rotated(y, turns_at, pair < num_pairs)
+    if NORM and NORM_LAST:
+        y = normed(as_dtype(y, kind).to(tl.float32), weight, width, eps)
+    y = tl.where(is_value, x, y)
+    tl.store(q + at_q, as_dtype(y, kind), mask=of_query)
+    slot = tl.load(slots + token)
+    slot = tl.where(slot < 0, num_slots - 1, slot)  # padding rows write to the spare row
+    at_cache = (slot * num_cached + cached)[:, None, None] * width + element[None, :, :]
+    tl.store(cache + at_cache, as_dtype(y, cache.dtype.element_ty), mask=of_cached)
+
+
+@triton.jit(do_not_specialize=["num_slots", "eps"])
+def mla_rope_write_kernel(
+    q, row, latent_norm, turns, slots, cache, q_stride, head_stride, row_stride, num_slots, num_heads, nope, latent,
+    turns_stride, eps, HEADS: tl.constexpr, PAIRS: tl.constexpr, NUM_PAIRS: tl.constexpr, LATENT: tl.constexpr,
+):  # fmt: skip
+    """Program: (token, some query heads); the last one writes the token's cached row."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PAIRS)
+    element = pair[:, None] * 2 + tl.arange(0, 2)[None, :]
+    rotates = pair < NUM_PAIRS
+    turns_at = turns + token * turns_stride + element
+    if tl.program_id(1) < tl.num_programs(1) - 1:
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        at = token * q_stride + head[:, None, None] * head_stride + nope + element[None, :, :]
+        inside = (head < num_heads)[:, None, None] & rotates[None, :, None]
+        query = tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(q + at, as_dtype(rotated(query, turns_at, rotates), q.dtype.element_ty), mask=inside)
+    else:
+        slot = tl.load(slots + token)
+        slot = tl.where(slot < 0, num_slots - 1, slot)
+        to = cache + slot * (latent + 2 * NUM_PAIRS)
+        kind = cache.dtype.element_ty
+        column = tl.arange(0, LATENT)
+        values = tl.load(row + token * row_stride + column, mask=column < latent, other=0.0).to(tl.float32)
+        weight = tl.load(latent_norm + column, mask=column < latent, other=0.0).to(tl.float32)
+        values = values * tl.rsqrt(tl.sum(values * values) / latent + eps) * weight
+        tl.store(to + column, as_dtype(values, kind), mask=column < latent)
+        key = tl.load(row + token * row_stride + latent + element, mask=rotates[:, None], other=0.0).to(tl.float32)
+        key = rotated(key[None, :, :], turns_at, rotates)
+        tl.store(to + latent + element[None, :, :], as_dtype(key, kind), mask=rotates[None, :, None])

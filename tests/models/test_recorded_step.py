@@ -1,0 +1,80 @@
+"""A decode step on a GPU reads nothing back and has sizes that no number changes, so that a graph can hold it.
+
+Held for every family by recording its launches on fake CUDA tensors; attention is one launch there.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from moe_serve.kernels.part_clock import ATTENTION, COMBINE, DISPATCH, EXPERTS, GATE, MLP
+from tests.models.families import FAMILIES
+from tests.models.recorded_step import GPU, DecodeStep, record_step, spec_of
+from tests.recorded_launches import HostCopy, HostRead, fake_gpu, recorded
+
+FIRST_OF_TYPE = {model_type: name for name, (model_type, _) in reversed(FAMILIES.items())}
+EACH = [pytest.param(name, marks=[] if name in FIRST_OF_TYPE.values() else pytest.mark.slow) for name in FAMILIES]
+MOE_LAUNCHES = 14  # of a MoE layer, from the router's logits to the sum of its results, the shared expert included
+LAUNCHES = 27  # of a layer with its attention, those of an indexer included
+
+
+@pytest.mark.parametrize(
+    "reads, error",
+    [
+        (lambda x: x.sum().item(), DataDependentOutputException),
+        (lambda x: x.tolist(), DataDependentOutputException),
+        (lambda x: bool(x[0] > 0), DataDependentOutputException),
+        (lambda x: x[x > 0], DynamicOutputShapeException),
+        (lambda x: x.nonzero(), DynamicOutputShapeException),
+        (lambda x: torch.repeat_interleave(x), DynamicOutputShapeException),
+        (lambda x: x.cpu(), HostRead),
+        (lambda x: x + torch.ones(3, dtype=torch.int64).to(GPU), HostCopy),
+    ],
+)
+def test_a_recording_fails_where_the_host_waits(reads: Callable[[torch.Tensor], Any], error: type[Exception]) -> None:
+    with fake_gpu():
+        x = torch.empty(3, dtype=torch.int64, device=GPU)
+        with recorded(), pytest.raises(error):
+            reads(x)
+
+
+def test_views_and_new_memory_are_no_launches() -> None:
+    with fake_gpu():
+        x = torch.empty(3, 4, device=GPU)
+        with recorded() as recording:
+            _ = torch.empty_like(x).view(4, 3).t()[1:, :2].unsqueeze(0).expand(2, -1, -1)
+            _ = torch.nn.functional.linear(x, x)
+    assert [launch.name for launch in recording.launches] == ["mm"]
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("nvshmem", 4)])
+def test_a_decode_step_never_waits_and_launches_little(
+    name: str, transport: str, num_ranks: int, tmp_path: Path
+) -> None:
+    spec = spec_of(name, tmp_path)
+    recording = record_step(DecodeStep(spec, transport=transport, num_ranks=num_ranks))
+    names_of = {part: [each.name for each in recording.launches if each.part == part] for part in range(11)}
+    layers, moe_layers = spec.num_layers, spec.num_moe_layers
+    assert len([each for each in names_of[ATTENTION] if each == "attention"]) == layers
+    of_gate = [each for each in names_of[GATE] if each != "norm_kernel"]  # the norm before it is the residual's
+    num_moe = sum(len(names_of[part]) for part in (DISPATCH, EXPERTS, COMBINE)) + len(of_gate)
+    dense = 4 * (layers - moe_layers)  # norm, gate and up, activation, down
+    num_moe += len(names_of[MLP]) - dense
+    assert num_moe <= MOE_LAUNCHES * moe_layers, names_of
+    assert len(names_of[ATTENTION]) + num_moe + moe_layers + dense <= LAUNCHES * layers, names_of
+
+
+@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("nvshmem", 4)])
+def test_rows_are_quantised_once_for_fp8_experts(transport: str, num_ranks: int, tmp_path: Path) -> None:
+    spec = spec_of("deepseek_v3", tmp_path)
+    step = DecodeStep(spec, transport=transport, num_ranks=num_ranks, wire_dtype="fp8", expert_form="fp8")
+    names = [launch.name for launch in record_step(step).launches]
+    assert "quantize_kernel" not in names
+    assert "dequantize_kernel" not in names
+    first_products = [launch for launch in record_step(step).launches if launch.arguments.get("SCALED")][::2]
+    assert {launch.arguments["x"].base.dtype for launch in first_products} == {torch.float8_e4m3fn}
