@@ -4,6 +4,9 @@ A message has three parts: what is, what is needed, what to do. It names the set
 A command that ends with one of these prints one line and exits with 2; an HTTP request gets a 4xx with the text.
 """
 
+from collections.abc import Callable, Iterable
+from itertools import groupby
+
 LARGE_PACKETS_LOST = (
     "small packets pass and large ones do not: some MTU on the way is too small; "
     "lower that of the interface (ip link set dev NAME mtu 1400), or let ICMP 'fragmentation needed' pass"
@@ -92,3 +95,13 @@ class LostConnectionError(PeerError):
         advice = "look at the last lines of the other ranks, and start the ranks again"
         super().__init__(f"a rank went away in {phase} ({reason}); {advice}", rank=-1, phase=phase, step=-1)
         self.reason = reason
+
+
+def name_ranks(ranks: Iterable[int], host_of: Callable[[int], str]) -> str:
+    """Returns ranks with their hosts, such as "ranks 0, 1 on a and rank 2 on b". host_of: of a rank; "": not named"""
+    parts = []
+    for host, group in groupby(sorted(ranks, key=lambda rank: (host_of(rank), rank)), key=host_of):
+        here = list(group)
+        on = f" on {host}" if host else ""
+        parts.append(f"rank{'s' if len(here) > 1 else ''} {', '.join(map(str, here))}{on}")
+    return " and ".join(parts)

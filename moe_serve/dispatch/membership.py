@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from moe_serve.dispatch.capabilities import TRANSPORTS
 from moe_serve.dispatch.votes import Decision, Electorate, Log
-from moe_serve.errors import PeerError
+from moe_serve.errors import PeerError, name_ranks
 
 if TYPE_CHECKING:
     from moe_serve.dispatch.hosts.other_hosts import OtherHosts
@@ -139,16 +139,16 @@ class Membership:
         dead = [rank for rank in missing if self._is_dead(rank)]
         if dead:
             self._suspects.update(dead)
-            raise PeerError(f"rank {dead[0]} died before {phase} {sequence}", dead[0], phase, sequence)
+            raise PeerError(f"{self.named(dead[0])} died before {phase} {sequence}", dead[0], phase, sequence)
         for rank, why in self._broken().items():  # proves nothing of the rank: whoever comes back in time stays in
-            text = f"the connection with rank {rank}, on another host, ended before {phase} {sequence} ({why})"
+            text = f"the connection with {self.named(rank)} ended before {phase} {sequence} ({why})"
             raise PeerError(text, rank, phase, sequence)
         silent = [rank for rank in missing if self._is_silent(rank)]
         if silent:
             self._suspects.update(silent)
             raise PeerError(
-                f"rank {silent[0]} gave no sign of life for {self.suspect_after_s:g} s before {phase} {sequence}: its "
-                "process is stopped, or its machine hangs",
+                f"{self.named(silent[0])} gave no sign of life for {self.suspect_after_s:g} s before {phase} "
+                f"{sequence}: its process is stopped, or its machine hangs",
                 silent[0],
                 phase,
                 sequence,
@@ -162,7 +162,7 @@ class Membership:
             late = stuck or missing[:1]
             self._suspects.update(late)
             raise PeerError(
-                f"rank {late[0]} did not arrive in {phase} {sequence} within {deadline_s:g} s; if its steps are "
+                f"{self.named(late[0])} did not arrive in {phase} {sequence} within {deadline_s:g} s; if its steps are "
                 "really that slow, raise engine.step_deadline_s (dispatch.deadline_s where it is set)",
                 late[0],
                 phase,
@@ -186,8 +186,11 @@ class Membership:
             return ""
         silent_s = max(map(self._heartbeat.silent_s, missing))
         state = f"without a sign of life for {silent_s:.1f} s" if silent_s > 1 else "which is alive"
-        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        return f"{phase} {sequence} waits for {who}, {state}"
+        return f"{phase} {sequence} waits for {self.named(*missing)}, {state}"
+
+    def named(self, *ranks: int) -> str:
+        """Returns ranks for people, with their hosts where there are several."""
+        return name_ranks(ranks, lambda rank: "") if self._hosts is None else self._hosts.named(*ranks)
 
     def check_epoch_stands(self, phase: str, sequence: int) -> None:
         """Raises PeerError when another rank has begun to leave this epoch, so that data just read may be newer."""
@@ -401,7 +404,7 @@ class Membership:
         self._suspects.clear()
         self._propose(self.epoch, _mask(self.masked))
         why = hosts.why_down()
-        text = f"rank {self._rank} does not reach the hosts of most ranks{f' ({why})' if why else ''}"
+        text = f"{self.named(self._rank)} does not reach the hosts of most ranks{f' ({why})' if why else ''}"
         return PeerError(f"{text}; it waits until it does: look at the network between", self._rank, "regroup", epoch)
 
     def _enter(self, epoch: int, decided: Decision) -> list[int]:
@@ -501,11 +504,11 @@ class Membership:
 
     def _voided(self, by: int, masked: int, phase: str, sequence: int) -> PeerError:
         if masked >> self._rank & 1:
-            return self._masked_by(f"by rank {by}", phase, sequence)
+            return self._masked_by(f"by {self.named(by)}", phase, sequence)
         new = [rank for rank in self.others if masked >> rank & 1]
-        whom = f"it misses rank {new[0]}" if new else "it goes on with another group"
+        whom = f"it misses {self.named(new[0])}" if new else "it goes on with another group"
         return PeerError(
-            f"rank {by} voided the step in {phase} {sequence}: {whom}", new[0] if new else -1, phase, sequence
+            f"{self.named(by)} voided the step in {phase} {sequence}: {whom}", new[0] if new else -1, phase, sequence
         )
 
     def _masked_by(self, whose: str, phase: str, sequence: int) -> PeerError:

@@ -43,7 +43,7 @@ from moe_serve.engine.status import EngineCounters, StepTimes, make_status, tota
 from moe_serve.engine.step.exchange import Exchange
 from moe_serve.engine.step.plan import RankState, StepPlan, StepSettings, plan_step
 from moe_serve.engine.watchdog import Watchdog
-from moe_serve.errors import PeerError
+from moe_serve.errors import PeerError, name_ranks
 from moe_serve.kernels.part_clock import OTHER
 from moe_serve.log import get_logger
 
@@ -138,19 +138,24 @@ class Engine:
 
     def _tell_void(self, error: PeerError) -> None:
         """Logs whom this rank waited for when its step ended, and tells the front end, which hears all ranks."""
-        membership, missing = self.served.membership, [error.rank]
+        membership = self.served.membership
+        others = [rank for rank in self.recovery.members if rank != self.rank]
+        # A call of torch.distributed does not tell which rank it misses; the front end sees which one reports nothing.
+        missing = [error.rank] if error.rank >= 0 else others
         if membership is not None:
             missing, *wait = membership.last_wait
             missing = missing if wait == [error.phase, error.step] else []
-        others = [rank for rank in self.recovery.members if rank != self.rank]
         missing = [rank for rank in missing if rank in others]
         received = [rank for rank in others if missing and rank not in missing]
         layer = -1 if error.layer_row is None else self.served.placement.moe_layer_ids[error.layer_row]
         at = "" if layer < 0 else f", layer {layer}"
         waits = "waited for nobody"
         if missing:
-            has, lacks = (", ".join(map(str, ranks)) or "none" for ranks in (received, missing))
-            waits = f"waited for rank {lacks}; of other ranks, it has the parts of: {has}"
+            has = ", ".join(map(str, received)) or "none"
+            lacks = name_ranks(missing, lambda rank: "") if membership is None else membership.named(*missing)
+            waits = f"waited for {lacks}; of other ranks, it has the parts of: {has}"
+            if membership is None and error.rank < 0:
+                waits = f"waited for {lacks}, of which it does not know who is missing"
         log.warning("step %d%s, %s %d: %s; void: %s", self.step, at, error.phase, error.step, waits, error)
         where = (self.step, layer, error.phase, error.step)
         self.mailbox.send(Voided(self.rank, self.launch_id, *where, missing, received, str(error)))

@@ -108,6 +108,7 @@ def test_requests_go_on_when_two_torchruns_have_started_their_ranks_again(settin
         serves_through_a_kill(client, [first, second])
         said = [line for line in server.lines if "is lost" in line or "went away" in line]
         assert len(said) == len(set(said))
+        assert "waited for rank 1 on " in server.output, "gloo does not say whom it misses; the reports of all ranks do"
         assert ".cc:" not in server.output
         assert server.output.isascii()
         assert server.end(signal.SIGINT) == 0

@@ -58,17 +58,17 @@ class Connections:
 
     def __init__(
         self, library: ctypes.CDLL, link: int, rank: int, number: int, key: bytes, listener: socket.socket,
-        quiet_s: float,
+        quiet_s: float, named: Callable[[int], str],
     ):  # fmt: skip
         """number: processes that were this rank before
 
-        quiet_s: a connection whose peer's kernel gives no sign for so long has ended
+        quiet_s: a connection whose peer's kernel gives no sign for so long has ended;  named: a rank, for people
         """
         self.on_votes: Callable[[socket.socket, int], object] | None = None
         self.refused = 0
         self.replaced: ReplacedError | None = None
         self._library, self._link = library, link
-        self._quiet_s = quiet_s
+        self._quiet_s, self._named = quiet_s, named
         self._listener = listener
         self.own = Party(rank, number, key, listener.getsockname()[:2])
         self._peers: dict[int, _Peer] = {}
@@ -120,7 +120,7 @@ class Connections:
 
     def not_joined(self, rank: int, deadline_s: float) -> PeerError:
         """Returns the error for a rank that has not come in time."""
-        text = f"rank {self.own.rank} has no connection with rank {rank} on another host after {deadline_s:g} s"
+        text = f"{self._named(self.own.rank)} has no connection with {self._named(rank)} after {deadline_s:g} s"
         others = f"; {self.refused} peers without the key of this launch have connected" if self.refused else ""
         advice = "open TCP between the hosts for all ports, or name the interface (GLOO_SOCKET_IFNAME)"
         return PeerError(f"{text} ({self.why_missing(rank)}{others}); {advice}", rank, "start", 0)
@@ -169,7 +169,8 @@ class Connections:
             for rank, peer in self._peers.items():
                 if not peer.connected_s or not (error := self._library.link_error(self._link, rank)):
                     continue
-                log.info("rank %d has no connection with rank %d any more: %s", self.own.rank, rank, os.strerror(error))
+                text = "rank %d has no connection with %s any more: %s"
+                log.info(text, self.own.rank, self._named(rank), os.strerror(error))
                 now_s = time.monotonic()
                 if now_s - peer.connected_s > _STEADY_S:
                     peer.pause_s = _LEAST_PAUSE_S
@@ -290,7 +291,8 @@ class Connections:
                 connected.close()
                 return
             if again := self._library.link_generation(self._link, rank):
-                log.info("rank %d is connected with rank %d again (connection %d)", self.own.rank, rank, again + 1)
+                text = "rank %d is connected with %s again (connection %d)"
+                log.info(text, self.own.rank, self._named(rank), again + 1)
             self._library.link_attach(self._link, rank, connected.detach())
             self._peers[rank].why, self._peers[rank].connected_s = "", time.monotonic()
             self._changed.notify_all()

@@ -23,7 +23,7 @@ from moe_serve.c_library import load_c_library
 from moe_serve.dispatch.hosts.connections import Connections
 from moe_serve.dispatch.hosts.handshake import SPEED, VOTES, Address
 from moe_serve.dispatch.hosts.speed import Speed, measure
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, name_ranks
 from moe_serve.log import get_logger
 from moe_serve.process_facts import has_ended
 
@@ -64,9 +64,9 @@ class Hosts:
             called = [names[marks.index(mark)] for mark in first]
         return cls(tuple(map(first.index, marks)), tuple(called))
 
-    def named(self, rank: int) -> str:
-        """Returns a rank and its host, for people."""
-        return f"rank {rank} on {self.names[self.of_rank[rank]]}"
+    def named(self, *ranks: int) -> str:
+        """Returns ranks with their hosts, for people."""
+        return name_ranks(ranks, lambda rank: self.names[self.of_rank[rank]])
 
     @property
     def num_hosts(self) -> int:
@@ -112,7 +112,7 @@ class HostLink:
         self._link = 0
         self._library, _ = load_c_library(_SOURCE, _ARGUMENTS)
         self._link = self._library.link_new()
-        self._connections = Connections(self._library, self._link, rank, number, key, listener, quiet_s)
+        self._connections = Connections(self._library, self._link, rank, number, key, listener, quiet_s, hosts.named)
         self._entries: dict[int, int] = {}  # the rank that takes in what goes to each other host
         self._choose_entries(range(len(hosts.of_rank)))
         self._heads: dict[int, Int64Array] = {}

@@ -48,6 +48,10 @@ class OtherHosts:
         self._answering: frozenset[int] = frozenset()
         self._link.on_votes(self._voters.serve)
 
+    def named(self, *ranks: int) -> str:
+        """Returns ranks with their hosts, for people."""
+        return self._link.hosts.named(*ranks)
+
     def show_page(self) -> None:
         """Copies this rank's page to all other hosts; whatever is lost comes with the next copy."""
         for rank in self._elsewhere:
@@ -71,7 +75,7 @@ class OtherHosts:
 
     def why_down(self) -> str:
         """Returns a few of the ranks without a connection and why, as text; "": all are connected."""
-        return "; ".join(f"rank {rank}: {why}" for rank, why in list(self._link.down().items())[:2])
+        return "; ".join(f"{self.named(rank)}: {why}" for rank, why in list(self._link.down().items())[:2])
 
     def decide(self, epoch: int, wanted: Decision, before: Decision, deadline_s: float) -> Decision | None:
         """Returns what the hosts decide for an epoch; None: no quorum has answered in time.

@@ -93,9 +93,8 @@ class RemotePeers:
         while (rank := self._link.unsent()) is not None:
             self._check([rank], phase, sequence, time.monotonic() - started_s)
             if time.monotonic() - started_s > self._deadline_s:
-                text = (
-                    f"rank {rank}, on another host, has taken no rows for {self._deadline_s:g} s in {phase} {sequence}"
-                )
+                who = self._link.hosts.named(rank)
+                text = f"{who} has taken no rows for {self._deadline_s:g} s in {phase} {sequence}"
                 raise PeerError(f"{text}; look at its last lines, and at the network between", rank, phase, sequence)
             self._link.poll()
             os.sched_yield()

@@ -222,7 +222,8 @@ class ShmExchange(Exchange):
             self._membership.check(missing, "exchange", step, waited_s, self._deadline_s)
             return
         for rank, why in {} if self._link is None else self._link.broken().items():
-            text = f"rank {rank}, on another host, was lost before the exchange of step {step}: {why}"
+            assert self._link is not None
+            text = f"{self._link.hosts.named(rank)} was lost before the exchange of step {step}: {why}"
             raise PeerError(text, rank, "exchange", step)
         dead = [rank for rank in self.dead_peers() if rank in missing]
         if dead:

@@ -480,7 +480,7 @@ class Bridge:
             reason = f"rank {view.rank} on {view.host} reports that {lost} is lost: {message.message}"
             self._end_launch(reason, message.lost_rank)
         else:  # another peer or the launcher is about to report which rank it is
-            reason = f"rank {view.rank} reports that a rank is lost: {message.message}"
+            reason = f"rank {view.rank} on {view.host} reports that a rank is lost: {message.message}"
             self._end_launch(reason, None, wait_s=_UNNAMED_LOSS_S)
         view.ended = True
 

@@ -1,9 +1,9 @@
 """One sentence on why a step was void, from what all ranks report of it."""
 
 from collections.abc import Callable, Collection, Iterable
-from itertools import groupby
 
 from moe_serve.engine.protocol.messages import Voided
+from moe_serve.errors import name_ranks
 
 HostOf = Callable[[int], str]
 
@@ -31,7 +31,8 @@ class VoidReports:
 
 def explain(reports: Iterable[Voided], host_of: HostOf) -> str | None:
     """Returns which ranks waited in which call for which others; None where none waited."""
-    waiting = {report.rank: report for report in reports if report.missing}
+    told = {report.rank: report for report in reports}
+    waiting = {rank: report for rank, report in told.items() if report.missing}
     if not waiting:
         return None
     last = max(waiting.values(), key=lambda report: (report.step, report.layer, report.sequence))
@@ -41,19 +42,16 @@ def explain(reports: Iterable[Voided], host_of: HostOf) -> str | None:
     silent = missed - waiting.keys()
     blamed = silent or missed
     waiters = [rank for rank, report in waiting.items() if blamed & set(report.missing)]
-    text = f"{where}: {named(waiters, host_of)} waited for {named(blamed, host_of)}"
+    text = f"{where}: {name_ranks(waiters, host_of)} waited for {name_ranks(blamed, host_of)}"
     if silent:
-        return f"{text}, which waited for nobody: look at {'its' if len(silent) == 1 else 'their'} last lines"
+        look_at = f"{'its' if len(silent) == 1 else 'their'} last lines"
+        unheard = sorted({host_of(rank) for rank in silent} - {host_of(rank) for rank in told})
+        if unheard:
+            return (
+                f"{text}, of which nothing was heard: look at {look_at}, and at the network to {' and '.join(unheard)}"
+            )
+        return f"{text}, which waited for nobody: look at {look_at}"
     apart = all(host_of(rank) != host_of(missing) for rank, report in waiting.items() for missing in report.missing)
     if apart:
         return f"{text}, all of them for ranks of other hosts: look at the network between these"
     return f"{text}, so they wait for each other: look at what each logged of this step"
-
-
-def named(ranks: Iterable[int], host_of: HostOf) -> str:
-    """Returns ranks with their hosts, such as "ranks 0, 1 on a and rank 2 on b"."""
-    parts = []
-    for host, group in groupby(sorted(ranks, key=lambda rank: (host_of(rank), rank)), key=host_of):
-        here = list(group)
-        parts.append(f"rank{'s' if len(here) > 1 else ''} {', '.join(map(str, here))} on {host}")
-    return " and ".join(parts)

@@ -67,7 +67,10 @@ async def test_a_rank_that_reports_its_own_failure_ends_every_request():
 
 @pytest.mark.parametrize(
     ("lost", "words"),
-    [(1, "rank 0 on testhost reports that rank 1 on testhost is lost"), (-1, "rank 0 reports that a rank is lost")],
+    [
+        (1, "rank 0 on testhost reports that rank 1 on testhost is lost"),
+        (-1, "rank 0 on testhost reports that a rank is lost"),
+    ],
 )
 @in_event_loop
 async def test_a_peer_ends_every_request_with_its_report_of_a_lost_rank_whether_it_can_name_it_or_not(lost, words):

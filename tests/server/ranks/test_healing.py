@@ -60,7 +60,7 @@ async def test_a_loss_that_every_rank_reports_is_said_once_and_again_with_the_ra
                 worker.say(Fatal(worker.rank, 0, "a rank went away", -1))
                 await asyncio.sleep(0.6)  # longer than a report waits for one that names the rank
             (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-            assert said == "rank 0 reports that a rank is lost: a rank went away"
+            assert said == "rank 0 on testhost reports that a rank is lost: a rank went away"
             workers[3].say(Fatal(3, 0, "out of memory", 3))
             await until(lambda: "rank 3 on testhost failed" in caplog.text)
 

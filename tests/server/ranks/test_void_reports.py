@@ -27,6 +27,11 @@ def host_of(rank: int) -> str:
             "waited for nobody: look at its last lines",
         ),
         (
+            [void(0, [1, 2, 3]), void(1, [0, 2, 3])],
+            "step 7, layer 3, dispatch receive 93: ranks 0, 1 on a waited for ranks 2, 3 on b, of which nothing was "
+            "heard: look at their last lines, and at the network to b",
+        ),
+        (
             [void(0, [2, 3]), void(1, [2, 3]), void(2, [0, 1]), void(3, [1])],
             "step 7, layer 3, dispatch receive 93: ranks 0, 1 on a and ranks 2, 3 on b waited for ranks 0, 1 on a and "
             "ranks 2, 3 on b, all of them for ranks of other hosts: look at the network between these",
@@ -38,7 +43,7 @@ def host_of(rank: int) -> str:
         ),
         ([void(0, []), void(1, [])], None),
     ],
-    ids=["a rank", "a cable", "each other", "nobody"],
+    ids=["a rank", "a host", "a cable", "each other", "nobody"],
 )
 def test_the_sentence_follows_from_whom_all_waited_for(reports: list[Voided], sentence: str | None) -> None:
     assert explain(reports, host_of) == sentence
