@@ -25,14 +25,7 @@ from moe_serve.dispatch.hosts.stand_in import StandIn
 from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.engine.protocol.messages import Members
 from moe_serve.launcher.rank_env import LAUNCH_FILES, LINK_FD, NUM_BEFORE, STORE_FD, new_launch_id, own_host
-from moe_serve.launcher.rank_start import (
-    HostMemory,
-    describe_memory,
-    has_left_memory,
-    keep_open,
-    log_of_host,
-    make_memory,
-)
+from moe_serve.launcher.rank_start import HostMemory, describe_memory, keep_open, log_of_host, make_memory
 from moe_serve.links.folder import not_writable
 from moe_serve.links.link import SOCKETS, TOKEN, Link
 
@@ -183,7 +176,6 @@ class LocalRanks:
         self._kept: SharedFiles | None = None  # shared memory of the ranks of this host
         self._listeners: dict[int, socket.socket] = {}  # of each rank of one of several hosts
         self._stand_in: StandIn | None = None  # votes where they cannot
-        self._serving: set[int] = set()  # ranks that listen themselves
         self.launch_id = 0
         self.children: list[Child] = []
 
@@ -271,7 +263,6 @@ class LocalRanks:
         if rank in self._listeners:
             environ[LINK_FD] = str(self._listeners[rank].fileno())
             passed.append(self._listeners[rank].fileno())
-        self._serving.discard(rank)
         if max_restarts:
             environ[NUM_BEFORE] = str(self._num_before[number])
         if store_fd is not None:
@@ -283,7 +274,7 @@ class LocalRanks:
     def keep_host(self) -> None:
         """Does what keeps this one of several hosts in the launch where none of its ranks is left. Called all the time.
 
-        It keeps their shared memory, for ranks that are started anew, and votes in the place of those that have ended.
+        It keeps their shared memory, for ranks that are started anew, and votes where they cannot.
         """
         if not self._meeting or not self._files:
             return
@@ -294,13 +285,7 @@ class LocalRanks:
         if self._stand_in is None:
             key = key_of_launch(self._link.token, self.launch_id)
             self._stand_in = StandIn(key, self._listeners, log_of_host(self._files, self.launch_id, self._kept))
-        ended = {rank for rank, child in enumerate(self.children, self._first) if child.code is not None}
-        for rank in set(self._listeners) - self._serving - ended:
-            child = self.children[rank - self._first]
-            if has_left_memory(self._files, self.launch_id, rank - self._first, child.process.pid):
-                self._serving.add(rank)
-        self._serving -= ended
-        self._stand_in.stand_for(set(self._listeners) - self._serving, ended)
+        self._stand_in.note_ended(self._first + i for i, child in enumerate(self.children) if child.code is not None)
 
     def _write_config(self) -> None:
         try:
@@ -344,6 +329,8 @@ def child_environment(link: Link) -> dict[str, str]:
     for name in (TOKEN, SOCKETS):
         environ.pop(name, None)
     environ |= {TOKEN: link.token} if link.folder is None else {SOCKETS: str(link.folder)}
+    # torch's own lines, about names of hosts that it does not find, help nobody: its errors are reported by us.
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 

@@ -339,15 +339,6 @@ def keep_open(files: Sequence[int], launch_id: int) -> SharedFiles | None:
     return None
 
 
-def has_left_memory(files: Sequence[int], launch_id: int, number: int, pid: int) -> bool:
-    """Returns whether a process has left what replacement ranks need: it is connected with the others by then.
-
-    files: as for keep_open;  number: of its rank on this host
-    """
-    found = read_handover(files[1 + number], launch_id)
-    return found is not None and found.pid == pid
-
-
 def log_of_host(files: Sequence[int], launch_id: int, kept: SharedFiles) -> Log:
     """Returns the log in which this host votes. files: as for keep_open;  kept: what that or make_memory returns"""
     found = read_handover(files[-1], launch_id)

@@ -73,6 +73,7 @@ def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections_while_
         assert "dispatch.backend auto: hosts (2 CPU ranks on 2 hosts)" in first.output
         assert "the network between 2 hosts: " in first.output
         assert "GlooExchange" not in json.dumps(info)
+        assert "[c10d]" not in first.output + second.output
         assert os.environ["MOE_SERVE_TOKEN"] not in first.output + second.output
         pids = [*first.descendants(), *second.descendants()]
         second.process.send_signal(signal.SIGTERM)  # on either host

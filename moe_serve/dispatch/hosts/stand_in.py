@@ -1,6 +1,6 @@
-"""A host's vote: answered from its log, by any of its ranks, or by its launcher in the place of those that have ended.
+"""A host's vote: answered from its log, by any of its ranks, or by its launcher where they cannot.
 
-The launcher has made the sockets at which its ranks listen, so other hosts reach it where they reached the rank. Its
+The launcher has made the sockets at which its ranks listen, so other hosts reach it where they reach the rank. Its
 answers also say which processes have ended, which nobody else could tell where no rank of a host is left.
 """
 
@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from moe_serve.dispatch.hosts.handshake import MOST_NUMBER, VOTES, Party, receive
 from moe_serve.dispatch.votes import Log
 
-IDLE_S = 30.0  # a connection without requests ends
+_IDLE_S = 30.0  # a connection without requests ends
+_PATIENCE_S = 0.2  # for which a connection waits for its rank, which takes it within microseconds
+_LOOK_S = 0.01
 ANSWER_HEAD = struct.Struct("<qq")  # the incarnation of the log; ranks of the host without a process, as bits
 
 
@@ -25,33 +27,29 @@ def answer_votes(connected: socket.socket, log: Log, ended: Callable[[], int] = 
     votes = log.format
     with connected, contextlib.suppress(OSError, ValueError):
         while True:
-            for request in votes.decode(receive(connected, votes.num_bytes, time.monotonic() + IDLE_S)):
+            for request in votes.decode(receive(connected, votes.num_bytes, time.monotonic() + _IDLE_S)):
                 answer = log.answer(request)
                 connected.sendall(ANSWER_HEAD.pack(log.incarnation, ended()) + votes.encode(answer))
 
 
 class StandIn:
-    """Listens in the place of ranks of this host that have ended, until `close`."""
+    """Takes what comes for ranks of this host that have ended, and what no other one takes in time, until `close`.
+
+    A rank that is stopped, or that a new process is just about to be, takes nothing.
+    """
 
     def __init__(self, key: bytes, listeners: Mapping[int, socket.socket], log: Log):
         """key: of the launch;  listeners: of the ranks of this host;  log: of this host"""
         self._key, self._listeners, self._log = key, dict(listeners), log
-        self._here: frozenset[int] = frozenset()
         self._ended = 0
         self._closes = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="votes of this host", daemon=True)
         self._thread.start()
 
-    def stand_for(self, ranks: Iterable[int], ended: Iterable[int]) -> None:
-        """Listens for these ranks from now on, and for no others.
-
-        ended: those of them that have no process now; for the others a new one has been started
-        """
-        self._ended = sum(1 << rank for rank in ended)
-        if (new := frozenset(ranks)) != self._here:
-            self._here = new
-            os.eventfd_write(self._wake, 1)
+    def note_ended(self, ranks: Iterable[int]) -> None:
+        """Notes which ranks have no process now."""
+        self._ended = sum(1 << rank for rank in ranks)
 
     def close(self) -> None:
         """Ends the thread. The listeners are the caller's."""
@@ -61,16 +59,18 @@ class StandIn:
         os.close(self._wake)
 
     def _run(self) -> None:
+        at = {listener.fileno(): rank for rank, listener in self._listeners.items()}
+        poller = select.poll()
+        for descriptor in (self._wake, *at):
+            poller.register(descriptor, select.POLLIN)
+        waits_since_s: dict[int, float] = {}  # by rank
         while not self._closes:
-            at = {self._listeners[rank].fileno(): rank for rank in self._here}
-            poller = select.poll()
-            for descriptor in (self._wake, *at):
-                poller.register(descriptor, select.POLLIN)
-            for descriptor, _ in poller.poll():
-                if descriptor == self._wake:
-                    os.eventfd_read(descriptor)
-                else:
-                    self._take(at[descriptor])
+            ready, now_s = [descriptor for descriptor, _ in poller.poll()], time.monotonic()
+            waits_since_s = {at[each]: waits_since_s.get(at[each], now_s) for each in ready if each in at}
+            for rank, since_s in waits_since_s.items():
+                if self._ended >> rank & 1 or now_s - since_s > _PATIENCE_S:
+                    self._take(rank)
+            time.sleep(_LOOK_S)
 
     def _take(self, rank: int) -> None:
         listener = self._listeners[rank]

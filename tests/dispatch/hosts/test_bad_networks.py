@@ -55,7 +55,7 @@ def test_a_path_that_loses_large_packets_is_found_at_the_start_by_both_ends() ->
     with relay(listeners[0].getsockname()[:2]) as between:
         between.largest = 100
         links = [HostLink(rank, Hosts.of([0, 1]), KEY, listeners[rank], 10.0) for rank in range(2)]
-        errors = join(links, [between.address, listeners[1].getsockname()[:2]], 1.0)
+        errors = join(links, [between.address, listeners[1].getsockname()[:2]], 2.0)
         for link in links:
             link.close()
     assert all("large ones do not: some MTU on the way is too small" in str(error) for error in errors), errors

@@ -336,7 +336,7 @@ def test_who_stands_in_for_a_rank_takes_votes_and_no_rows() -> None:
     with listen("127.0.0.1") as listener:
         link = HostLink(1, Hosts.of([0, 1]), KEY, listen("127.0.0.1"), 10.0)
         stand_in = StandIn(KEY, {0: listener}, log)
-        stand_in.stand_for([0], [0])
+        stand_in.note_ended([0])
         link.connect({0: listener.getsockname()[:2]}, 5.0, is_replacement=True)
         assert link.generation(0) == 0
         asked = Vote(Kind.NEWEST, 0, 0, log.begin)

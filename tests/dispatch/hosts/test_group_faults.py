@@ -168,7 +168,7 @@ def test_the_launcher_of_a_host_votes_where_no_rank_of_it_is_left_and_says_so(ho
         try:
             for rank in dead:
                 os.kill(pids[rank], signal.SIGKILL)
-            stand_in.stand_for(dead, dead)
+            stand_in.note_ended(dead)
             go_on(net, left)
         finally:
             stand_in.close()
@@ -176,6 +176,23 @@ def test_the_launcher_of_a_host_votes_where_no_rank_of_it_is_left_and_says_so(ho
     for story in run(host_of, kill, dies=tuple(dead)).values():
         assert story.groups[max(story.groups)] == left
         assert not story.apart, story.said
+
+
+@slow
+def test_the_launcher_of_a_host_votes_where_its_only_rank_is_stopped() -> None:
+    def stop(net: Network, pids: dict[int, int]) -> None:
+        stand_in = StandIn(hosts.KEY, {0: net.listeners[0]}, net.mappings[0].decisions)
+        try:
+            os.kill(pids[0], signal.SIGSTOP)
+            go_on(net, [1])
+            os.kill(pids[0], signal.SIGCONT)
+            go_on(net, [0, 1])
+        finally:
+            stand_in.close()
+
+    stories = run((0, 1), stop)
+    assert stories[0].masked >= 1
+    assert stories[1].apart == 0, stories[1].said
 
 
 @slow
