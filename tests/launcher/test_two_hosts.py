@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -48,6 +49,12 @@ def serve(host: Host, node_rank: int, first: Host, *more: str) -> Running:
 def torchrun(host: Host, rank: int, first: Host, *module: str) -> Running:
     join = ("--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}", f"--master-addr={first.address}")
     return host.start("torch.distributed.run", *join, "--master-port=29511", "-m", *module, *settings(first))
+
+
+def num_tokens(host: Host) -> float:
+    """Returns how many tokens have come out so far."""
+    found = re.search(r"^moe_serve_generation_tokens_total\S* (\S+)$", host.ask(f"{URL}/metrics")[1], re.MULTILINE)
+    return float(found[1]) if found else 0.0
 
 
 def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections_while_experts_move(
@@ -115,6 +122,45 @@ def test_a_lost_rank_or_host_comes_back_into_the_running_launch_and_no_request_i
         (status, text), undisturbed = answers[0], json.loads(a.ask(f"{URL}/generate", call)[1])
         assert status == 200, text
         assert [each["output_ids"] for each in json.loads(text)] == [each["output_ids"] for each in undisturbed]
+        assert first.end(signal.SIGINT) == other.wait() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["rank 3", "rank 0", "a host"])
+def test_where_a_lost_rank_ends_the_launch_all_are_started_again_and_open_streams_go_on(
+    hosts: tuple[Host, Host], loss: str
+) -> None:
+    """As with NCCL and NVSHMEM, which cannot go on without a rank either."""
+    a, b = hosts
+    params = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+    call = json.dumps({"text": ["def ", "The king "], "sampling_params": params})
+    answers: list[tuple[int, str]] = []
+    ends = ("--set", "dispatch.backend=collective", "--set", "parallel.num_ranks=4")
+    with serve(a, 0, a, *ends) as first, contextlib.ExitStack() as second:
+        other = second.enter_context(serve(b, 1, a, *ends))
+        first.wait_for("ready after", 120)
+        thread = threading.Thread(target=lambda: answers.append(a.ask(f"{URL}/generate", call, 300)))
+        thread.start()
+        assert eventually(lambda: num_tokens(a) > 20)
+        info = json.loads(a.ask(f"{URL}/server_info")[1])
+        pids = {rank["rank"]: int(rank["pid"]) for rank in info["ranks"]}
+        if loss == "a host":
+            b.kill_all()
+            first.wait_for("waiting for node rank 1: start moe-serve serve there again", 60)
+            other = second.enter_context(serve(b, 1, a, *ends))
+        else:
+            os.kill(pids[int(loss.removeprefix("rank "))], signal.SIGKILL)
+        first.wait_for("the ranks are started again", 60)
+        assert gone(list(pids.values()))
+        assert a.ask(f"{URL}/ready")[0] == 503
+        first.wait_for("ready again after", 120)
+        thread.join(120)
+        (status, text), undisturbed = answers[0], json.loads(a.ask(f"{URL}/generate", call)[1])
+        assert status == 200, text
+        assert [each["output_ids"] for each in json.loads(text)] == [each["output_ids"] for each in undisturbed]
+        again = json.loads(a.ask(f"{URL}/server_info")[1])
+        assert again["launch_id"] != info["launch_id"]
+        assert again["requests"]["num_resubmitted"] == 2
         assert first.end(signal.SIGINT) == other.wait() == 0
 
 
