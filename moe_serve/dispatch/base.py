@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from moe_serve.dispatch.capabilities import Capabilities, Combine, Rows, Wanted
 from moe_serve.dispatch.membership import Membership
+from moe_serve.dispatch.peer_streams import PeerStreams
 from moe_serve.dispatch.shared_files import SharedFiles
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class EpGroup:
     num_nodes: equal machines, ranks numbered one by one
     files: the shared memory that ranks which are started anew open; None: lost ranks are not started anew alone
     link:  this rank's connections with other hosts; None: all ranks are on one, or meet by collectives only
+    streams: with ranks that serve, which are read from by one that is started anew; None where `files` is
     """
 
     rank: int
@@ -47,6 +49,7 @@ class EpGroup:
     num_nodes: int = 1
     files: SharedFiles | None = None
     link: "HostLink | None" = None
+    streams: PeerStreams | None = None
 
     @property
     def is_replacement(self) -> bool:

@@ -5,6 +5,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moe_serve.engine.balancing.balancing import make_balancing
 from moe_serve.engine.balancing.record_control import Responder, make_record_control
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.agreement import RankFacts, check_agreement
+from moe_serve.engine.model.expert_sources import ExpertSources
 from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
 from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, checkpoint_folder
 from moe_serve.engine.model.served_model import ServedModel
@@ -30,7 +32,13 @@ from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
 from moe_serve.engine.protocol.mailbox import Mailbox
 from moe_serve.engine.protocol.messages import ModelLimits
-from moe_serve.engine.recovery.full_placement import meaning_of_a_loss, meaning_of_a_lost_host, spareable_ranks
+from moe_serve.engine.recovery.full_placement import (
+    decode_now,
+    meaning_of_a_loss,
+    meaning_of_a_lost_host,
+    slots_to_read,
+    spareable_ranks,
+)
 from moe_serve.engine.recovery.recovery import Rank, Recovery, make_recovery
 from moe_serve.engine.requests import OpenRequests, StepEvents
 from moe_serve.engine.status import EngineCounters, StepTimes
@@ -40,8 +48,10 @@ from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.pass_recorder import PassRecorder
+from moe_serve.ep.peer_experts import ExpertServer
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.files.trace_jsonl import RollingTrace, TraceMeta, begin_trace
+from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 from moe_serve.models.decoder.moe_decoder import build_decoder, kv_layouts
@@ -94,6 +104,7 @@ def build_engine(
             config.eplb, Responder(group.rank, launch_id, lambda: recovery.members[0], mailbox.send), served
         ),
         balancing=balancing,
+        expert_server=_make_expert_server(config, group, served, recovery),
         counters=counters,
         profiler=Profiler(group.rank, launch_id, served.clock),
         times=StepTimes(served.clock, has_parts=served.device.type == "cpu"),
@@ -105,6 +116,24 @@ def build_engine(
             overlap_from_tokens=config.dispatch.overlap_from_tokens,
         ),
         config=config,
+    )
+
+
+def _make_expert_server(
+    config: ServeConfig, group: EpGroup, served: ServedModel, recovery: Recovery
+) -> ExpertServer | None:
+    """Returns what gives this rank's experts to ranks that are started anew; None where none is."""
+    if group.streams is None:
+        return None
+
+    return ExpertServer(
+        group.streams,
+        group.rank,
+        served.decoder.experts,
+        served.changing,
+        lambda: served.placement,
+        recovery.now_bytes,
+        config.engine.suspect_after_s,
     )
 
 
@@ -147,6 +176,9 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     spec = read_spec(model_dir(config.model))
     plan = ModelPlan.of(config, spec, group.device)
     check_agreement(RankFacts.of(plan), group)
+    reloader = ExpertReloader(plan.share(group.rank), checkpoint_folder(config), config.model.seed)
+    sources = ExpertSources(reloader, group.rank, group.streams, config.engine.suspect_after_s)
+    plan, held = _where_experts_are(plan, group, sources)
     num_threads = use_threads(config, plan.choice)
     trace = _begin_trace(config, plan, begins=group.rank == 0 and not group.is_replacement)
     if group.rank == 0:
@@ -155,9 +187,8 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
             log.info("%s expert weights: %s", plan.expert_form, plan.slot_form.meaning)
         if spec.tie_embeddings and not plan.spec.tie_embeddings:
             log.info("the checkpoint's own lm_head is used, which config.json would tie to the embedding")
-    share = plan.share(group.rank)
-    weights = _weights(config, share, progress or (lambda phase, fraction: None))
-    load_s = time.monotonic() - started_s
+    progress = progress or (lambda phase, fraction: None)
+    weights = _weights(config, plan.share(group.rank, has_experts=held is None), progress)
     parallel = _expert_parallel(config, plan, group, num_threads)
     decoder = build_decoder(plan.spec, weights, parallel, plan.device)
     block_size = config.cache.block_size
@@ -182,20 +213,37 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         recorder=parallel.recorder,
         passes=parallel.passes,
         windows=LoadWindows(parallel.recorder, plan.placement, limits.model_name),
-        reloader=ExpertReloader(share, checkpoint_folder(config), config.model.seed),
+        sources=sources,
         info=_model_facts(plan, parallel.all_to_all)
         | {
             "num_threads": num_threads,
             "bytes_read": weights.bytes_read,
-            "weight_load_s": round(load_s, 3),
         },
         clock=parallel.clock,
     )
+    if held is not None:
+        own = slots_to_read(held, plan.placement, group.rank)
+        sources.read(own, decoder.experts, held, lambda fraction: progress("loading experts", fraction))
+        served.info["experts_from"] = sources.read_from
+    served.info["weight_load_s"] = round(time.monotonic() - started_s, 3)
     if trace is not None:
         served.trace = TraceWriter(trace, group.rank, served.membership)
         served.windows.listeners.append(served.trace.add)
         served.windows.at_end.append(served.trace.close)
     return served
+
+
+def _where_experts_are(plan: ModelPlan, group: EpGroup, sources: ExpertSources) -> tuple[ModelPlan, Placement | None]:
+    """Returns the plan with the placement that ranks serve with, and where the others hold experts.
+
+    None in its place: nobody serves whose memory this rank can read, so it takes its experts from the checkpoint
+    """
+    answer = sources.ask_placement(group.num_ranks) if group.is_replacement else None
+    if answer is None:
+        return plan, None
+    placement, members = decode_now(answer, plan.placement)
+    lost = set(range(group.num_ranks)) - set(members)
+    return replace(plan, placement=placement), placement.without_ranks({*lost, group.rank})[0]
 
 
 def _model_facts(plan: ModelPlan, all_to_all: AnyAllToAll) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from moe_serve.engine.status import EngineCounters, StepTimes, make_status, tota
 from moe_serve.engine.step.exchange import Exchange
 from moe_serve.engine.step.plan import RankState, StepPlan, StepSettings, plan_step
 from moe_serve.engine.watchdog import Watchdog
+from moe_serve.ep.peer_experts import ExpertServer
 from moe_serve.errors import PeerError, name_ranks
 from moe_serve.kernels.part_clock import OTHER
 from moe_serve.log import get_logger
@@ -74,6 +75,7 @@ class Engine:
     recovery: Recovery
     records: RecordControl
     balancing: Balancing
+    expert_server: ExpertServer | None
     counters: EngineCounters
     times: StepTimes
     profiler: Profiler
@@ -188,6 +190,8 @@ class Engine:
 
     def close(self) -> None:
         """Ends the threads and connections of this rank. All ranks call it, after `run`."""
+        if self.expert_server is not None:
+            self.expert_server.close()
         self.balancing.close()
         self.records.close()
         self.served.all_to_all.close()

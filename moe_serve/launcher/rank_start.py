@@ -31,6 +31,8 @@ from moe_serve.process_facts import runs
 
 if TYPE_CHECKING:
     from moe_serve.dispatch.base import EpGroup
+    from moe_serve.dispatch.hosts.link import HostLink
+    from moe_serve.dispatch.peer_streams import PeerStreams
     from moe_serve.engine.engine import Engine
     from moe_serve.engine.step.exchange import Exchange
     from moe_serve.launcher.rendezvous import Groups
@@ -103,8 +105,9 @@ class RankStart:
             files,
             groups.ep.link,
         )
-        engine = _build_engine(self._config, groups.ep, exchange, self._mailbox, self.env, self.report)
-        self._leave_handover(groups.ep, facts)
+        group = replace(groups.ep, streams=self._streams(groups.ep.link) if groups.ep.device.type == "cpu" else None)
+        engine = _build_engine(self._config, group, exchange, self._mailbox, self.env, self.report)
+        self._leave_handover(group, facts)
         self.report("waiting for the other ranks", 1.0)
         barrier(groups.patient)
         self.report("warming up", 0.0)
@@ -134,10 +137,25 @@ class RankStart:
         files = SharedFiles(theirs.pid, theirs.files, theirs.kernels)
         exchange = open_exchange(files, env.rank, env.num_ranks, config.engine.step_deadline_s, between)
         num_nodes = 1 if elsewhere is None else count_nodes(elsewhere.hosts)
-        group = EpGroup(env.rank, env.num_ranks, device, num_nodes=num_nodes, files=files, link=between)
+        streams = self._streams(between)
+        group = EpGroup(
+            env.rank, env.num_ranks, device, num_nodes=num_nodes, files=files, link=between, streams=streams
+        )
         engine = _build_engine(config, group, exchange, self._mailbox, env, self.report)
         self._leave_handover(group, facts)
         return engine
+
+    def _streams(self, link: "HostLink | None") -> "PeerStreams | None":
+        """Returns this rank's streams with others; None where no rank is started anew alone."""
+        from moe_serve.dispatch.peer_streams import PeerStreams
+
+        env = self.env
+
+        def name_of(rank: int) -> str | None:
+            left = read_handover(env.handover_file(rank), env.launch_id)
+            return None if left is None else left.streams
+
+        return None if env.num_before is None else PeerStreams(name_of, link)
 
     def _leave_handover(self, group: "EpGroup", facts: Sequence[Fact]) -> None:
         files, env, link, elsewhere = group.files, self.env, group.link, None
@@ -147,7 +165,8 @@ class RankStart:
             elsewhere = Elsewhere(list(hosts.of_rank), list(hosts.names), dict(link.addresses), self._wakes, link.speed)
         if files is not None:
             marks = files.marks()
-            handover = Handover(env.launch_id, os.getpid(), marks, files.kernels, list(facts), elsewhere)
+            streams = "" if group.streams is None else group.streams.name
+            handover = Handover(env.launch_id, os.getpid(), marks, files.kernels, list(facts), elsewhere, streams)
             leave_handover(env.handover_file(env.rank), handover)
 
     def _meet(self) -> "tuple[Groups, Sequence[Fact]]":
@@ -278,6 +297,7 @@ class Handover(msgspec.Struct, frozen=True):
 
     pid: of the process that has the files open: a rank, or the launcher, which keeps those of ranks that have ended
     files, kernels: as in SharedFiles;  facts: what all ranks have in common;  elsewhere: None: all are on one host
+    streams: the name under which ranks of this host ask the rank for experts; "": nobody answers
     """
 
     launch_id: int
@@ -286,6 +306,7 @@ class Handover(msgspec.Struct, frozen=True):
     kernels: str
     facts: list[Fact]
     elsewhere: Elsewhere | None = None
+    streams: str = ""
 
 
 def leave_handover(file: int, handover: Handover) -> None:
@@ -334,7 +355,7 @@ def keep_open(files: Sequence[int], launch_id: int) -> SharedFiles | None:
         with contextlib.suppress(PeerError):  # the rank has ended
             for name in found.files:
                 os.close(kept.open(name, os.O_RDWR))
-            leave_handover(files[-1], msgspec.structs.replace(found, pid=os.getpid(), files=kept.marks()))
+            leave_handover(files[-1], msgspec.structs.replace(found, pid=os.getpid(), files=kept.marks(), streams=""))
             return kept
     return None
 
@@ -386,7 +407,7 @@ def make_memory(files: Sequence[int], memory: HostMemory) -> SharedFiles:
         kept.keep(name, descriptor)
         os.close(descriptor)
     for file in files[1:]:
-        leave_handover(file, msgspec.structs.replace(memory.handover, pid=os.getpid(), files=kept.marks()))
+        leave_handover(file, msgspec.structs.replace(memory.handover, pid=os.getpid(), files=kept.marks(), streams=""))
     return kept
 
 

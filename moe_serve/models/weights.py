@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -174,32 +175,45 @@ class ExpertReloader:
         One expert at a time is held beside the slots.
         Raises ModelError, naming the file, when it cannot be read; slots that were not reached keep what they held.
         """
-        if not experts:
-            return
+        if experts:
+            with self.opened() as read:
+                read(experts, stores)
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[Sequence[ExpertToRead], Sequence[ExpertStore]], None]]:
+        """Gives `read` for many calls, between which the files stay open. Raises as that does."""
         if self.folder is None:
-            self._copy(DummyWeights(self.share, self.seed), experts, stores)
+            yield partial(self._copy, DummyWeights(self.share, self.seed))
             return
+        with self._naming_the_folder():
+            checkpoint = Checkpoint(self.folder)
+        with checkpoint:
+            yield partial(self._copy, CheckpointWeights(checkpoint, self.share))
+
+    @contextmanager
+    def _naming_the_folder(self) -> Iterator[None]:
         try:
-            with Checkpoint(self.folder) as checkpoint:
-                self._copy(CheckpointWeights(checkpoint, self.share), experts, stores)
+            yield
         except (OSError, KeyError) as error:  # the files were whole at the start, and have changed since
             raise ModelError(
                 f"{self.folder}: an expert cannot be read again ({error}); restore the checkpoint"
             ) from None
 
-    def _copy(self, source: WeightSource, experts: Sequence[ExpertToRead], stores: Sequence[ExpertStore]) -> None:
+    def _copy(self, source: "WeightSource", experts: Sequence[ExpertToRead], stores: Sequence[ExpertStore]) -> None:
         plans: dict[int, list[ExpertTensor]] = {}
         for plan in expert_tensors(self.share.spec):
             plans.setdefault(plan.layer_id, []).append(plan)
         layer_ids = self.share.spec.moe_layer_ids
         for each in sorted(experts, key=lambda each: (each.layer_row, each.expert)):
-            tensors: dict[str, Tensor] = {}
+            store = stores[each.layer_row]
+            tensors = {name: tensor[None] for name, tensor in store.slot(each.slot).items()} if store.is_packed else {}
             for plan in plans[layer_ids[each.layer_row]]:
-                slot = empty_slots(plan, self.share, 1)
-                with _filling(plan, self.share, slot, 0) as one:
+                if not store.is_packed:  # the store keeps them in another order
+                    tensors |= empty_slots(plan, self.share, 1)
+                with self._naming_the_folder(), _filling(plan, self.share, tensors, 0) as one:
                     source.put_expert(plan, each.expert, one)
-                tensors |= slot
-            stores[each.layer_row].write_slot(each.slot, ExpertStore(tensors, self.share.slot_form).slot(0))
+            if not store.is_packed:
+                store.write_slot(each.slot, ExpertStore(tensors, self.share.slot_form).slot(0))
 
 
 # ---- sources

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.peer_streams import PeerStreams
 from moe_serve.dispatch.shared_files import FileMark, SharedFiles
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
@@ -48,6 +49,7 @@ class Outcome:
     """What one rank saw until its end. rows: computed by its finished steps. ended: the dead ranks of each group
 
     voids: what it told of its void steps
+    experts_from: where a new process had its experts from
     num_read: experts that it read again;  num_told: how often it was told a placement that it did not know
     version: of the placement at the end;  activated: how many ranks took part in each activation
     decisions: kinds of those that a real balancer made on this rank
@@ -62,6 +64,7 @@ class Outcome:
     step: int = 0
     topk: int = 0
     num_read: int = 0
+    experts_from: dict[str, int] = field(default_factory=dict)
     num_told: int = 0
     version: int = 0
     activated: list[int] = field(default_factory=list)
@@ -86,15 +89,16 @@ class RandomRounds:
             return
         table, rank = served.placement, self._engine.rank
         legal = random_round(table, recovery.members, random.Random(plan.step))
-        for move in legal.moves:
-            if move.dst_rank == rank:
-                expert = int(table.physical_to_logical[move.layer, move.src_slot])
-                self.bring(ExpertToRead(move.layer, expert, move.dst_slot % table.slots_per_rank))
-        recovery.activate_round(legal)
+        with served.changing:
+            for move in legal.moves:
+                if move.dst_rank == rank:
+                    expert = int(table.physical_to_logical[move.layer, move.src_slot])
+                    self.bring(ExpertToRead(move.layer, expert, move.dst_slot % table.slots_per_rank))
+            recovery.activate_round(legal)
 
     def bring(self, expert: ExpertToRead) -> None:
         served = self._engine.served
-        served.reloader.read([expert], served.decoder.experts)
+        served.sources.checkpoint.read([expert], served.decoder.experts)
 
 
 def random_round(placement: Placement, members: Sequence[int], draw: random.Random) -> MigrationRound:
@@ -118,9 +122,9 @@ def count_repairs(engine: Engine, outcome: Outcome) -> None:
     recovery = engine.recovery
     read, take, activate = engine.served.read_experts, recovery.take_placement, recovery.activate_round
 
-    def counted(experts: Sequence[ExpertToRead]) -> None:
+    def counted(experts: Sequence[ExpertToRead], held: Placement | None = None) -> None:
         outcome.num_read += len(experts)
-        read(experts)
+        read(experts, held)
 
     def activated(this: MigrationRound) -> None:
         activate(this)
@@ -177,7 +181,7 @@ def check_slots(engine: Engine) -> None:
     own = table.physical_to_logical.reshape(table.num_layers, table.num_ranks, -1)[:, engine.rank]
     stores = [store.staging(store.num_slots) for store in served.decoder.experts]
     experts = [ExpertToRead(row, int(own[row, slot]), slot) for row, slot in np.argwhere(own >= 0).tolist()]
-    served.reloader.read(experts, stores)
+    served.sources.checkpoint.read(experts, stores)
     for each in experts:
         held = served.decoder.experts[each.layer_row].slot(each.slot)
         for name, tensor in stores[each.layer_row].slot(each.slot).items():
@@ -197,16 +201,28 @@ def run_engine(
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     files = SharedFiles() if fault is not None and fault.anew else None
-    group = EpGroup(rank, num_ranks, torch.device("cpu"), dist.group.WORLD, files=files)
+    streams = streams_in(folder) if files is not None else None
+    group = EpGroup(rank, num_ranks, torch.device("cpu"), dist.group.WORLD, files=files, streams=streams)
     config = load_config(overrides=overrides)
     mailbox = FileMailbox(rank, num_ranks, submits, fault, Path(folder))
     exchange = make_exchange(config.engine.exchange, dist.group.WORLD, True, config.engine.step_deadline_s, files)
     engine = build_engine(config, group, exchange, mailbox)
     if files is not None:
-        (Path(folder) / f"files{rank}").write_text(json.dumps([os.getpid(), files.marks(), files.kernels]))
+        left = [os.getpid(), files.marks(), files.kernels, streams.name if streams is not None else ""]
+        (Path(folder) / f"files{rank}").write_text(json.dumps(left))
     engine.served.warm_up()
     dist.barrier()
     return go(engine, mailbox, num_ranks, fault, moves)
+
+
+def streams_in(folder: str) -> PeerStreams:
+    """Returns a rank's streams with those whose names lie in the folder."""
+
+    def name_of(rank: int) -> str:
+        name: str = json.loads((Path(folder) / f"files{rank}").read_text())[3]
+        return name
+
+    return PeerStreams(name_of, None)
 
 
 def run_anew(
@@ -223,13 +239,14 @@ def run_anew(
         time.sleep(0.01)
     (Path(folder) / f"masked{rank}").unlink()
     living = next(other for other in range(num_ranks) if other not in [each.victim for each in fault.all])
-    pid, marks, kernels = json.loads((Path(folder) / f"files{living}").read_text())
+    pid, marks, kernels, _ = json.loads((Path(folder) / f"files{living}").read_text())
     files = SharedFiles(pid, {name: FileMark(*mark) for name, mark in marks.items()}, kernels)
     config = load_config(overrides=overrides)
     mailbox = FileMailbox(rank, num_ranks, submits, fault, Path(folder))
     mailbox.begin_anew()
     exchange = open_exchange(files, rank, num_ranks, config.engine.step_deadline_s)
-    engine = build_engine(config, EpGroup(rank, num_ranks, torch.device("cpu"), files=files), exchange, mailbox)
+    group = EpGroup(rank, num_ranks, torch.device("cpu"), files=files, streams=streams_in(folder))
+    engine = build_engine(config, group, exchange, mailbox)
     return go(engine, mailbox, num_ranks, None, moves)
 
 
@@ -239,6 +256,7 @@ def go(engine: Engine, mailbox: FileMailbox, num_ranks: int, fault: Fault | None
         engine.rank,
         Outcome(topk=engine.served.spec.topk, groups=mailbox.groups, ended=mailbox.ended, voids=mailbox.voids),
     )
+    outcome.experts_from = engine.served.info.get("experts_from", {})
     be_patient_at_first(engine)
     count_repairs(engine, outcome)
     note_what_replacements_take_over(engine, outcome)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from moe_serve.engine.model.expert_sources import CHECKPOINT, NEAR
 from moe_serve.engine.recovery.recovery import MaskingRecovery, Rank
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
@@ -46,6 +47,8 @@ def test_the_others_serve_on_and_a_new_process_joins_them(model, victim, phase, 
     fault = Fault(victim, phase, step, anew=True)
     outcomes, tokens, trace = serve_and_lose(3, requests(), settings_of(model, 20), fault, moves)
     check(model, 3, victim, outcomes, tokens)
+    named = set(outcomes[victim].experts_from)
+    assert named == {NEAR} if moves == "none" else NEAR in named, "every expert that stays has a replica there"
     check_counts(outcomes, trace, victim, 3)
 
 
@@ -54,6 +57,7 @@ def test_where_experts_lack_the_other_waits_with_its_requests_until_a_new_proces
     overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=0"]
     outcomes, tokens, trace = serve_and_lose(2, requests(), overrides, Fault(victim, phase, step, anew=True))
     check(model, 2, victim, outcomes, tokens)
+    assert set(outcomes[victim].experts_from) == {CHECKPOINT}
     check_counts(outcomes, trace, victim, 2)
 
 

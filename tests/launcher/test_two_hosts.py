@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.engine.model.expert_sources import CHECKPOINT, FAR
 from moe_serve.launcher.llm import LLM
 from tests.launcher.hosts import Host, can_make_hosts, make_hosts, set_cable
 from tests.launcher.running import Running, eventually, gone
@@ -103,8 +104,9 @@ def test_a_lost_rank_or_host_comes_back_into_the_running_launch_and_no_request_i
     params = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
     call = json.dumps({"text": ["def ", "The king "], "sampling_params": params})
     answers: list[tuple[int, str]] = []
-    with serve(a, 0, a) as first, contextlib.ExitStack() as second:
-        other = second.enter_context(serve(b, 1, a))
+    spare = ("--set", f"eplb.num_redundant_experts={0 if loss == 'rank 0' else 64}")
+    with serve(a, 0, a, *spare) as first, contextlib.ExitStack() as second:
+        other = second.enter_context(serve(b, 1, a, *spare))
         first.wait_for("ready after", 120)
         thread = threading.Thread(target=lambda: answers.append(a.ask(f"{URL}/generate", call)))
         thread.start()
@@ -113,11 +115,17 @@ def test_a_lost_rank_or_host_comes_back_into_the_running_launch_and_no_request_i
         if loss == "a host":
             b.kill_all()
             first.wait_for("rank 1 is masked", 60)
-            other = second.enter_context(serve(b, 1, a))
+            other = second.enter_context(serve(b, 1, a, *spare))
         else:
             os.kill(int(ranks[int(loss == "rank 1")]["pid"]), signal.SIGKILL)
         first.wait_for("rank 0 rejoined; ranks" if loss == "rank 0" else "rank 1 rejoined; ranks", 120)
         assert "ready again" not in first.output
+        (back,) = [
+            rank["info"]
+            for rank in json.loads(a.ask(f"{URL}/server_info")[1])["ranks"]
+            if "experts_from" in rank["info"]
+        ]
+        assert set(back["experts_from"]) == {CHECKPOINT if loss == "rank 0" else FAR}, "from the other host's memory"
         thread.join(120)
         (status, text), undisturbed = answers[0], json.loads(a.ask(f"{URL}/generate", call)[1])
         assert status == 200, text

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from moe_serve.dispatch.hosts.handshake import HANDSHAKE_S, ROWS, SPEED, VOTES, Address, Party, Visit, text_of
+from moe_serve.dispatch.hosts.handshake import HANDSHAKE_S, ROWS, SPEED, Address, Party, Visit, text_of
 from moe_serve.dispatch.hosts.speed import answer
 from moe_serve.errors import PeerError, ReplacedError
 from moe_serve.log import get_logger
@@ -51,7 +51,7 @@ class _Peer:
 class Connections:
     """Keeps the connections of a link (link.c), until `close`.
 
-    on_votes: takes a connection that a rank has dialled for votes; None: nobody does
+    takers:   by purpose, who takes a connection that a rank has dialled for it; of rows and speed, this class does
     refused:  connections that did not prove to be of this launch, and of processes that were replaced
     replaced: a newer process is this rank; None: none is known
     """
@@ -64,7 +64,7 @@ class Connections:
 
         quiet_s: a connection whose peer's kernel gives no sign for so long has ended;  named: a rank, for people
         """
-        self.on_votes: Callable[[socket.socket, int], object] | None = None
+        self.takers: dict[int, Callable[[socket.socket, int], object]] = {}
         self.refused = 0
         self.replaced: ReplacedError | None = None
         self._library, self._link = library, link
@@ -266,8 +266,8 @@ class Connections:
         if visit.purpose == ROWS:
             self._attach(visit.rank, connected, visit.number)
             return True
-        if visit.purpose == VOTES and self.on_votes is not None:
-            self.on_votes(connected, visit.rank)
+        if visit.purpose in self.takers:
+            self.takers[visit.purpose](connected, visit.rank)
             return True
         if visit.purpose == SPEED:
             answer(connected)

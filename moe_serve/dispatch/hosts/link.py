@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_serve.c_library import load_c_library
 from moe_serve.dispatch.hosts.connections import Connections
-from moe_serve.dispatch.hosts.handshake import SPEED, VOTES, Address
+from moe_serve.dispatch.hosts.handshake import SPEED, Address
 from moe_serve.dispatch.hosts.speed import Speed, measure
 from moe_serve.errors import ConfigError, name_ranks
 from moe_serve.log import get_logger
@@ -136,13 +136,13 @@ class HostLink:
         if missing and not is_replacement:
             raise self._connections.not_joined(missing[0], deadline_s)
 
-    def on_votes(self, take: Callable[[socket.socket, int], object]) -> None:
-        """Hands each connection that a rank dials for votes to `take`, from a thread, with the rank's number."""
-        self._connections.on_votes = take
+    def take_dialled(self, purpose: int, take: Callable[[socket.socket, int], object]) -> None:
+        """Hands each connection that a rank dials for a purpose to `take`, from a thread, with the rank's number."""
+        self._connections.takers[purpose] = take
 
-    def dial_votes(self, rank: int, deadline_s: float) -> socket.socket:
-        """Returns a new connection with a rank of another host, for votes. Raises OSError."""
-        return self._connections.dial(rank, VOTES, deadline_s)
+    def dial(self, rank: int, purpose: int, deadline_s: float) -> socket.socket:
+        """Returns a new connection with a rank of another host, for VOTES or EXPERTS. Raises OSError."""
+        return self._connections.dial(rank, purpose, deadline_s)
 
     def measure(self, deadline_s: float) -> Speed | None:
         """Returns the speed of the network towards the next host, counted round; None: it could not be measured.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.dispatch.hosts.handshake import receive
+from moe_serve.dispatch.hosts.handshake import VOTES, receive
 from moe_serve.dispatch.hosts.link import HostLink, Space
 from moe_serve.dispatch.hosts.stand_in import ANSWER_HEAD, answer_votes
 from moe_serve.dispatch.votes import Decision, Electorate, Kind, Log, Proposer, Vote, VoteFormat
@@ -46,7 +46,7 @@ class OtherHosts:
         self._voters = Voters(space.link, log)
         self._asks, self._asked_s = threading.Lock(), 0.0
         self._answering: frozenset[int] = frozenset()
-        self._link.on_votes(self._voters.serve)
+        self._link.take_dialled(VOTES, self._voters.serve)
 
     def named(self, *ranks: int) -> str:
         """Returns ranks with their hosts, for people."""
@@ -204,7 +204,7 @@ class Voters:
         failures = 0
         while request is not None:
             try:
-                connected = connected or self._link.dial_votes(ranks[failures % len(ranks)], _DIAL_S)
+                connected = connected or self._link.dial(ranks[failures % len(ranks)], VOTES, _DIAL_S)
                 generations = [self._link.generation(rank) for rank in range(len(self._link.hosts.of_rank))]
                 connected.sendall(self._format.encode(request))
                 size = ANSWER_HEAD.size + self._format.num_bytes

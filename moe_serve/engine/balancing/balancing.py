@@ -245,8 +245,9 @@ class Balancing:
     def _activate(self, step: int) -> None:
         running, began_s = self._running, time.monotonic()
         assert running is not None, "all ranks have staged a round that this one has not heard of"
-        self._active_mover.activate(running.version)
-        self._recovery.activate_round(running.round)
+        with self._served.changing:
+            self._active_mover.activate(running.version)
+            self._recovery.activate_round(running.round)
         self.split_choice.placement_changed()
         self._running = None
         now_s = time.monotonic()

@@ -94,9 +94,10 @@ class ModelPlan:
         """The form of one expert slot."""
         return self.share(0).slot_form
 
-    def share(self, rank: int) -> WeightShare:
-        """Returns a rank's share of the weights."""
-        return WeightShare(self.spec, self.placement, rank, self.dtype, self.device, self.expert_form, self.stored)
+    def share(self, rank: int, has_experts: bool = True) -> WeightShare:
+        """Returns a rank's share of the weights. has_experts: False leaves its slots empty"""
+        placement = self.placement if has_experts else self.placement.without_ranks([rank])[0]
+        return WeightShare(self.spec, placement, rank, self.dtype, self.device, self.expert_form, self.stored)
 
 
 def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:

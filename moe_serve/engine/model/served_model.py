@@ -4,7 +4,7 @@ The engine above knows requests and steps, the folders below know tensors. `engi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,17 +14,19 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.dispatch.base import AnyAllToAll
 from moe_serve.dispatch.membership import Membership
+from moe_serve.engine.model.expert_sources import ExpertSources
 from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.pass_recorder import PassRecorder
+from moe_serve.ep.peer_experts import SlotChanges
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.part_clock import PartClock
 from moe_serve.models.decoder.moe_decoder import MoeDecoder
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.weights import ExpertReloader, ExpertToRead
+from moe_serve.models.weights import ExpertToRead
 
 
 @dataclass
@@ -34,7 +36,9 @@ class ServedModel:
     recorder: counts the load; None: no load is recorded
     trace:    the file for load records and events, or None
     passes:   records single passes for clients; None: they cannot ask for that
+    sources:  of experts that are read while others serve
     clock:    measures the parts of a step
+    changing: entered where slots change, until `placement` names the experts that they hold; other ranks read them
     info:     facts for /server_info
     """
 
@@ -48,11 +52,12 @@ class ServedModel:
     replica_map: ReplicaMap
     recorder: LoadRecorder | None
     windows: LoadWindows
-    reloader: ExpertReloader
+    sources: ExpertSources
     info: dict[str, Any]
     clock: PartClock
     trace: TraceWriter | None = None
     passes: PassRecorder | None = None
+    changing: SlotChanges = field(default_factory=SlotChanges)
 
     @property
     def placement(self) -> Placement:
@@ -112,9 +117,13 @@ class ServedModel:
         self.replica_map.activate(placement)
         self.windows.placement = placement
 
-    def read_experts(self, experts: Sequence[ExpertToRead]) -> None:
-        """Reads experts from the checkpoint into slots of this rank. Raises ModelError when that fails."""
-        self.reloader.read(experts, self.decoder.experts)
+    def read_experts(self, experts: Sequence[ExpertToRead], held: Placement | None = None) -> None:
+        """Writes experts into slots of this rank: out of the memory of ranks that hold them, or from the checkpoint.
+
+        held: by the ranks that can be asked; None: nobody holds these
+        Raises ModelError when that fails.
+        """
+        self.sources.read(experts, self.decoder.experts, held)
 
     def warm_up(self) -> None:
         """Runs empty steps through every layer and collective, so that the first request does not pay for it."""

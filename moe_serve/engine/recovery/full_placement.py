@@ -46,6 +46,20 @@ def decode(data: bytes, like: Placement) -> Placement:
         raise PeerError(text, -1, "placement", 0) from None
 
 
+def encode_now(full: Placement, members: Sequence[int]) -> bytes:
+    """Returns where experts are, and which ranks take part, for one that is started beside them."""
+    return msgspec.msgpack.encode((encode(full), list(members)))
+
+
+def decode_now(data: bytes, like: Placement) -> tuple[Placement, list[int]]:
+    """Returns what `encode_now` was given. Raises as `decode` does."""
+    try:
+        full, members = msgspec.msgpack.decode(data, type=tuple[bytes, list[int]])
+    except msgspec.DecodeError:
+        full, members = b"", []
+    return decode(full, like), members
+
+
 def slots_to_read(holds: Placement, wanted: Placement, rank: int) -> list[ExpertToRead]:
     """Returns the experts of a rank's own slots in `wanted` that those slots do not hold."""
     first, end = rank * wanted.slots_per_rank, (rank + 1) * wanted.slots_per_rank

@@ -111,6 +111,10 @@ class Recovery:
         """Returns the placement that this rank knows, as bytes for a broadcast."""
         return full_placement.encode(self.served.placement)
 
+    def now_bytes(self) -> bytes:
+        """Returns that placement and the ranks that take part, for a rank that is started beside them."""
+        return full_placement.encode_now(self.served.placement, self.members)
+
     def take_placement(self, data: bytes) -> None:
         """Serves with a placement that was broadcast, after reading the experts that its own slots lack.
 
@@ -264,6 +268,9 @@ class MaskingRecovery(Recovery):
     def placement_bytes(self) -> bytes:
         return full_placement.encode(self._full)
 
+    def now_bytes(self) -> bytes:
+        return full_placement.encode_now(self._full, self.members)
+
     def take_placement(self, data: bytes) -> None:
         told = full_placement.decode(data, self._full)
         if told.version == self._full.version and not self.needs_placement:
@@ -276,9 +283,10 @@ class MaskingRecovery(Recovery):
         to_read = full_placement.slots_to_read(self._full, told, self._own.rank)
         if to_read:
             log.warning("%d of this rank's slots hold other experts than the others know: it reads them", len(to_read))
-            self._read(to_read)
-        self.needs_placement = 0
-        self._serve(told)
+        with self.served.changing:
+            self._read(to_read, told.without_ranks({*self._membership.masked, self._own.rank})[0])
+            self.needs_placement = 0
+            self._serve(told)
 
     def reload_lost_experts(self, plan: StepPlan) -> None:
         if self.waits or not self._lost or not plan.regrouped or plan.rejoining:
@@ -288,14 +296,13 @@ class MaskingRecovery(Recovery):
         to_read = full_placement.slots_to_read(self._full, full, rank)
         what = full_placement.what_is_lost(full, masked, self._lost)
         log.warning("%s: rank %d reads %d of %d from the checkpoint", what, rank, len(to_read), len(reloaded))
-        started_s = time.monotonic()
-        self._read(to_read)
-        log.info("rank %d has read %d experts in %.2f s", rank, len(to_read), time.monotonic() - started_s)
-        self._serve(full)
+        with self.served.changing:
+            self._read(to_read)
+            self._serve(full)
 
-    def _read(self, experts: Sequence[ExpertToRead]) -> None:
+    def _read(self, experts: Sequence[ExpertToRead], held: Placement | None = None) -> None:
         try:
-            self.served.read_experts(experts)
+            self.served.read_experts(experts, held)
         except ModelError as error:
             # Not a PeerError: some slots may hold other experts now than this rank would tell.
             raise ModelError(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.hosts.handshake import listen
+from moe_serve.dispatch.hosts.handshake import VOTES, listen
 from moe_serve.dispatch.hosts.link import _GUARD_WORD, HostLink, Hosts, Int64Array, Space
 from moe_serve.dispatch.hosts.stand_in import ANSWER_HEAD, StandIn
 from moe_serve.dispatch.votes import Kind, Vote
@@ -293,7 +293,7 @@ def test_a_process_that_was_replaced_and_wakes_later_is_refused_for_good_and_lea
             scene.arrives(0, 6)
             generation = scene.links[1 - rank].generation(rank)
             with pytest.raises(OSError, match=f"process 0 of rank {rank} was replaced"):
-                old.dial_votes(1 - rank, 5.0)
+                old.dial(1 - rank, VOTES, 5.0)
             with pytest.raises(ReplacedError, match=rf"process 0 of rank {rank} was replaced by a newer one"):
                 until(old.check_not_replaced)
             with pytest.raises(ReplacedError):
@@ -315,7 +315,7 @@ def test_a_process_learns_that_it_was_replaced_from_who_dials_it_where_it_listen
         old_address = old.addresses[1]
         scene.links[0]._connections._peers[1].address = old_address
         with contextlib.suppress(OSError):
-            scene.links[0].dial_votes(1, 5.0).close()
+            scene.links[0].dial(1, VOTES, 5.0).close()
         with pytest.raises(ReplacedError):
             until(old.check_not_replaced)
         old.close()
@@ -340,7 +340,7 @@ def test_who_stands_in_for_a_rank_takes_votes_and_no_rows() -> None:
         link.connect({0: listener.getsockname()[:2]}, 5.0, is_replacement=True)
         assert link.generation(0) == 0
         asked = Vote(Kind.NEWEST, 0, 0, log.begin)
-        with link.dial_votes(0, 5.0) as connected:
+        with link.dial(0, VOTES, 5.0) as connected:
             connected.sendall(log.format.encode(asked))
             data = connected.recv(1000)
         assert ANSWER_HEAD.unpack_from(data) == (0, 0b1)
@@ -361,10 +361,10 @@ def test_a_connection_for_votes_is_handed_on_with_the_rank_that_dialled() -> Non
         done.set()
 
     with two_hosts() as scene:
-        with scene.links[1].dial_votes(0, 5.0) as nobody:
+        with scene.links[1].dial(0, VOTES, 5.0) as nobody:
             assert nobody.recv(1) == b"", "nobody takes votes yet"
-        scene.links[0].on_votes(take)
-        with scene.links[1].dial_votes(0, 5.0) as connected:
+        scene.links[0].take_dialled(VOTES, take)
+        with scene.links[1].dial(0, VOTES, 5.0) as connected:
             connected.sendall(b"epoch 3?")
             assert connected.recv(100) == b"yes"
         assert done.wait(5)
