@@ -99,8 +99,8 @@ class HeadLinear:
 
     def __init__(self, weight: Tensor, numerics: Numerics, proven: dict[object, tuple[int, ...]] | None = None):
         """weight: [heads, k, n];  proven: as in Linear"""
-        self._width = weight.shape[2]
-        self.weight = functional.pad(weight, (0, _missing(self._width, numerics)))
+        self.out_features = weight.shape[2]
+        self.weight = functional.pad(weight, (0, _missing(self.out_features, numerics)))
         self._row_tile = numerics.row_tile
         self._tiles: tuple[int, ...] = ()
         if numerics.row_tile is not None:
@@ -118,9 +118,16 @@ class HeadLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, heads, k] -> [rows, heads, n]; in batch_invariant the caller pads the rows to whole row tiles."""
         if self._row_tile is None or x.shape[0] in self._tiles:
-            return self._multiply(x)[..., : self._width]
+            return self._multiply(x)[..., : self.out_features]
         parts = [self._multiply(x[start:end]) for start, end in cut(x.shape[0], self._tiles)]
-        return torch.cat(parts)[..., : self._width]
+        return torch.cat(parts)[..., : self.out_features]
+
+    def write(self, x: Tensor, out: Tensor) -> Tensor:
+        """Writes the projection of x to out [rows, heads, n], which may be a slice of wider rows, and returns it."""
+        if self._row_tile is not None:
+            return out.copy_(self(x))
+        torch.bmm(x.transpose(0, 1), self.weight, out=out.transpose(0, 1))
+        return out
 
     def _multiply(self, x: Tensor) -> Tensor:
         return torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)

@@ -53,6 +53,14 @@ class DecodeStep:
     redundant: int = 0
     split: Any = "even"
 
+    @property
+    def placement(self) -> Placement:
+        """Where the experts are."""
+        spec = self.spec
+        return Placement.trivial(
+            spec.num_moe_layers, spec.num_logical, self.num_ranks, self.redundant, moe_layer_ids=spec.moe_layer_ids
+        )
+
 
 def spec_of(name: str, folder: Path) -> ModelSpec:
     """Returns the spec of a tiny model, without its weights."""
@@ -66,9 +74,7 @@ def spec_of(name: str, folder: Path) -> ModelSpec:
 def record_step(step: DecodeStep) -> Recording:
     """Returns the launches of the forward of a step. Raises where the host would wait for the device."""
     spec = step.spec
-    placement = Placement.trivial(
-        spec.num_moe_layers, spec.num_logical, step.num_ranks, step.redundant, moe_layer_ids=spec.moe_layer_ids
-    )
+    placement = step.placement
     with fake_gpu():
         share = WeightShare(spec, placement, 0, torch.bfloat16, GPU, step.expert_form)
         group = EpGroup(0, 1, GPU)

@@ -11,14 +11,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from benchmarks.gpu_step import STEPS, moe_launches, recorded_layer
 from moe_serve.kernels.part_clock import ATTENTION, COMBINE, DISPATCH, EXPERTS, GATE, MLP
 from tests.models.families import FAMILIES
 from tests.models.recorded_step import GPU, DecodeStep, record_step, spec_of
+from tests.models.recorded_work import total, unavoidable_bytes, work_of
 from tests.recorded_launches import HostCopy, HostRead, fake_gpu, recorded
 
 FIRST_OF_TYPE = {model_type: name for name, (model_type, _) in reversed(FAMILIES.items())}
 EACH = [pytest.param(name, marks=[] if name in FIRST_OF_TYPE.values() else pytest.mark.slow) for name in FAMILIES]
 MOE_LAUNCHES = 14  # of a MoE layer, from the router's logits to the sum of its results, the shared expert included
+MOVED = 1.15  # bytes over those that no step can do without
 LAUNCHES = 27  # of a layer with its attention, those of an indexer included
 
 
@@ -78,3 +81,11 @@ def test_rows_are_quantised_once_for_fp8_experts(transport: str, num_ranks: int,
     assert "dequantize_kernel" not in names
     first_products = [launch for launch in record_step(step).launches if launch.arguments.get("SCALED")][::2]
     assert {launch.arguments["x"].base.dtype for launch in first_products} == {torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_layer_of_a_published_model_moves_little_more_than_it_must(name: str) -> None:
+    step, launches = recorded_layer(name, tokens=128, context=4096)
+    assert moe_launches(launches) <= MOE_LAUNCHES
+    works = [work_of(launch, step) for launch in launches]
+    assert 1 <= total(works).num_bytes / unavoidable_bytes(step) <= MOVED

@@ -118,12 +118,22 @@ def _absorb(weight: AnyHeads, q: Tensor, nope: int) -> Tensor:
 
     q: [rows, heads, nope + rope] -> [rows, heads, latent + rope]
     """
+    if q.is_cuda:  # the product is written in place: nothing is copied but the rest
+        latent = weight.out_features
+        out = q.new_empty(*q.shape[:2], latent + q.shape[2] - nope)
+        weight.write(q[..., :nope], out[..., :latent])
+        out[..., latent:] = q[..., nope:]
+        return out
     return torch.cat((weight(q[..., :nope]), q[..., nope:]), dim=-1)
 
 
 def _expand(weight: AnyHeads, latents: Tensor) -> Tensor:
     """latents: [rows, heads, latent] -> values [rows, heads, value_dim]"""
-    values: Tensor = weight(latents)
+    if latents.is_cuda:
+        out = latents.new_empty(*latents.shape[:2], weight.out_features)
+        values: Tensor = weight.write(latents, out)
+    else:
+        values = weight(latents)
     return values
 
 
