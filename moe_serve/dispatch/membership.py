@@ -213,15 +213,18 @@ class Membership:
     def begin_masked(self) -> None:
         """Begins as a masked rank, in the place of a process that died: what that one proposed last counts no more.
 
-        Raises PeerError where the others have not masked it. Those of other hosts may need the vote of this one for
-        that, and have two deadlines.
+        Raises PeerError where the others have not masked it. Those of several hosts have two deadlines for that, once
+        this rank reaches most of them.
         """
-        epoch, (masked, _) = self._decisions.read().newest() or (0, self._decisions.begin)
-        until_s = time.monotonic() + 2 * self._deadline_s
-        while self._hosts is not None and not masked >> self._rank & 1 and time.monotonic() < until_s:
-            self._hosts.catch_up()
-            epoch, (masked, _) = self._decisions.read().newest() or (0, self._decisions.begin)
+        epoch, decided = self._decisions.read().newest() or (0, self._decisions.begin)
+        hosts, until_s = self._hosts, time.monotonic() + 2 * self._deadline_s
+        while hosts is not None and not decided.masked >> self._rank & 1 and time.monotonic() < until_s:
+            answering = hosts.catch_up() | {hosts.host_of[self._rank]}
+            if not Electorate(decided, hosts.host_of).is_quorum(answering):
+                until_s = time.monotonic() + 2 * self._deadline_s
+            epoch, decided = self._decisions.read().newest() or (0, self._decisions.begin)
             time.sleep(_POLL_S)
+        masked = decided.masked
         if not masked >> self._rank & 1:
             text = f"rank {self._rank} is started anew, but the others have not masked the one before"
             raise PeerError(text, self._rank, "start", epoch)

@@ -81,10 +81,14 @@ class Join(HostMessage, tag="join", frozen=True):
 
 
 class Replace(HostMessage, tag="replace", frozen=True):
-    """Start a rank of your host anew, beside the others of its launch."""
+    """Start a rank of your host anew, beside the others of its launch, unless your host has done so.
+
+    num_before: of the process to be replaced
+    """
 
     launch_id: int
     rank: int
+    num_before: int
 
 
 class End(HostMessage, tag="end", frozen=True):

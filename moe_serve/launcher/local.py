@@ -237,6 +237,19 @@ class LocalRanks:
         """Ends what is left of a rank whose process has ended; takes a second where its output does not end."""
         self.children[rank - self._first].finish()
 
+    def may_replace(self, death: Death) -> bool:
+        """Returns whether a rank of one of several hosts is started anew before node rank 0, maybe cut off, says so.
+
+        That is one that was killed, where others go on: the new process waits until they do.
+        """
+        return death.was_killed and self._kept is not None and self.config.engine.on_lost_rank == "mask"
+
+    def replace_ended(self, rank: int, num_before: int) -> None:
+        """Replaces a process of a rank of this host, unless that was done. num_before: of that process"""
+        if self._num_before[rank - self._first] == num_before:
+            self.finish(rank)
+            self.replace(rank)
+
     def replace(self, rank: int) -> None:
         """Starts a new process for one rank, after `finish`, beside the others of its launch."""
         number = rank - self._first

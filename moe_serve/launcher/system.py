@@ -14,7 +14,7 @@ import contextlib
 import signal
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +55,7 @@ _POLL_MS = 50
 _END_GRACE_S = 4.0  # for the front end and the ranks to end in order
 _LOSS_GRACE_S = 3.0  # for the ranks that are left when one is lost
 _GONE_S = 3.0  # after which it is said that node rank 0 is not reached
+_UNHEARD = 1000  # processes of a rank, at most, that its host had started before it was lost, and nobody has heard of
 _HOST_GONE_S = 10.0  # a launcher whose connection was cut for so long is gone, while the ranks start
 
 
@@ -186,6 +187,7 @@ def _run_ranks(ranks: LocalRanks, begun: Start | Join, leader: Follower, here: H
     else:
         ranks.start_in(begun.launch)
     num_told, ends_s, is_gone_said = 0, 0.0, False
+    restarts, untold = Restarts(ranks.config.launcher), deque[Died]()
     while True:
         for message in leader.turn():
             match message:
@@ -195,8 +197,7 @@ def _run_ranks(ranks: LocalRanks, begun: Start | Join, leader: Follower, here: H
                 case EndRanks():
                     ranks.end(message.grace_s)
                 case Replace() if message.launch_id == ranks.launch_id:
-                    ranks.finish(message.rank)
-                    ranks.replace(message.rank)
+                    ranks.replace_ended(message.rank, message.num_before)
                 case Note():
                     here.display.note(f"node rank 0: {message.text}", message.style)
                 case End():
@@ -204,7 +205,12 @@ def _run_ranks(ranks: LocalRanks, begun: Start | Join, leader: Follower, here: H
                     return message
         ranks.keep_host()
         for death in ranks.deaths():
-            leader.tell(Died(ranks.launch_id, death))
+            untold.append(Died(ranks.launch_id, death))
+            if ranks.may_replace(death) and restarts.note_loss(str(death)):
+                ranks.replace_ended(death.rank, death.num_before)
+                here.display.note(f"{death}; it is started again here ({restarts.describe()})", "yellow")
+        while untold and leader.tell(untold[0]):
+            untold.popleft()
         if leader.cut_for_s > _GONE_S and not is_gone_said:
             here.display.note(f"node rank 0 is not reached at {leader.where} ({leader.why}); waiting for it", "yellow")
         is_gone_said = leader.cut_for_s > _GONE_S
@@ -228,7 +234,7 @@ class RanksOfHosts(LocalRanks):
         self._leader = leader
         self._died: list[Death] = []  # elsewhere, and not asked for yet
         self._launch: Launch | None = None
-        self._num_replaced = Counter[int]()  # of each rank elsewhere, its replacements in this launch
+        self._num_replaced = Counter[int]()  # of each rank elsewhere, processes before its last one
 
     def start(self) -> None:
         host, _ = self.config.launcher.meeting_place()
@@ -243,6 +249,7 @@ class RanksOfHosts(LocalRanks):
         """Notes how a rank of another host has ended."""
         if message.launch_id == self.launch_id:
             self._died.append(message.death)
+            self._num_replaced[message.death.rank] = message.death.num_before
 
     def finish(self, rank: int) -> None:
         if rank < self._num_local:  # another host does it before it replaces the rank
@@ -252,8 +259,8 @@ class RanksOfHosts(LocalRanks):
         if rank < self._num_local:
             super().replace(rank)
         else:
+            self._leader.tell(Replace(self.launch_id, rank, self._num_replaced[rank]), rank // self._num_local)
             self._num_replaced[rank] += 1
-            self._leader.tell(Replace(self.launch_id, rank), rank // self._num_local)
 
     def take_back(self, node_rank: int) -> range:
         """Lets a host whose processes have all ended join the launch; returns its ranks, none where it cannot."""
@@ -261,7 +268,8 @@ class RanksOfHosts(LocalRanks):
         if self._launch is None or memory is None:
             return range(0)
         ranks = range(node_rank * self._num_local, (node_rank + 1) * self._num_local)
-        self._num_replaced.update(ranks)
+        for rank in ranks:
+            self._num_replaced[rank] += _UNHEARD
         num_before = [self._num_replaced[rank] for rank in ranks]
         self._leader.tell(Join(self._launch, memory, num_before), node_rank)
         return ranks

@@ -173,7 +173,10 @@ def test_where_a_lost_rank_ends_the_launch_all_are_started_again_and_open_stream
 
 
 @pytest.mark.slow
-def test_one_side_of_a_cut_cable_goes_on_with_all_requests_and_the_other_joins_again(hosts: tuple[Host, Host]) -> None:
+@pytest.mark.parametrize("dies", [False, True], ids=["lives", "is killed meanwhile"])
+def test_one_side_of_a_cut_cable_goes_on_with_all_requests_and_the_other_joins_again(
+    hosts: tuple[Host, Host], dies: bool
+) -> None:
     a, b = hosts
     params = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
     call = json.dumps({"text": ["def ", "The king ", "x = [1, ", "Once"], "sampling_params": params})
@@ -192,6 +195,9 @@ def test_one_side_of_a_cut_cable_goes_on_with_all_requests_and_the_other_joins_a
         set_cable(b, "down")
         assert eventually(lambda: out() == [1], 30), first.output
         assert a.ask(f"{URL}/generate", CALL)[0] == 200
+        if dies:  # its launcher asks nobody
+            os.kill(int(json.loads(a.ask(f"{URL}/server_info")[1])["ranks"][1]["pid"]), signal.SIGKILL)
+            second.wait_for("rank 1 .* was killed by SIGKILL; it is started again here .restart 1 of 3")
         set_cable(b, "up")
         assert eventually(lambda: out() == [], 30), first.output + second.output
         thread.join(120)
