@@ -46,6 +46,7 @@ class ForwardBatch(NamedTuple):
     query_starts: [num_seqs + 1] int32, first row of each sequence, then num_tokens
     block_tables: [num_seqs, width] int32, blocks of each sequence in order; beyond its end any blocks of the cache
     num_tokens:   real rows;  num_decodes: leading sequences with one row
+    num_seqs:     of the tensors; a padded step of decodes has sequences behind its own, of which the host has no sizes
     prompt_rows:  the rows whose logits are wanted, too, but too many to be computed at once
     host_*:       sizes as Python ints, so that no code waits for the device to learn one
     """
@@ -87,9 +88,15 @@ class ForwardBatch(NamedTuple):
 
 
 class BatchBuilder:
-    """Builds the batches of a rank, one after the other."""
+    """Builds the batches of a rank, one after the other.
 
-    def __init__(self, tables: BlockTables, device: torch.device | str, numerics: Numerics):
+    With pads_decodes, steps of decodes alone are padded to the number of rows of `bucket_of`, and lie in tensors of
+    their own for each, so that a graph captured for one serves all steps up to it.
+    """
+
+    def __init__(self, tables: BlockTables, device: torch.device | str, numerics: Numerics, pads_decodes: bool = False):
+        self._pads_decodes = pads_decodes
+        self._static: dict[_Sizes, _Memory] = {}
         self._tables = tables
         self._device = torch.device(device)
         self._on_host = self._device.type == "cpu"
@@ -128,8 +135,14 @@ class BatchBuilder:
     def _build_decodes(self, chunks: "Sequence[ScheduledChunk]") -> ForwardBatch:
         """Returns the batch of chunks of one token each, which all sample, as in most steps."""
         num_rows, block_size = len(chunks), self._tables.block_size
-        memory = self._memory_for(num_rows, num_rows, decodes_only=True)
+        bucket = bucket_of(num_rows) if self._pads_decodes else num_rows
+        memory = self._memory_for(bucket, bucket, decodes_only=True)
         host = memory.host
+        if num_rows < bucket:  # padding sequences have one token, in a block that somebody owns
+            host.input_ids[num_rows:] = host.positions[num_rows:] = 0
+            host.slot_mapping[num_rows:] = -1
+            host.block_tables[num_rows:] = 0
+            host.seq_lens[num_rows:] = 1
         requests, starts = [chunk.request for chunk in chunks], [chunk.start for chunk in chunks]
         self._copy_tables(requests)
         host.input_ids[:num_rows] = [
@@ -141,14 +154,22 @@ class BatchBuilder:
         positions = host.positions[:num_rows]
         positions[:] = starts
         block_index, offset = np.divmod(positions, block_size)
-        host.slot_mapping[:num_rows] = host.block_tables[memory.seqs, block_index] * np.int64(block_size) + offset
-        np.add(positions, 1, host.seq_lens)
-        return self._in_memory(num_rows, num_rows, host.seq_lens.tolist(), [1] * num_rows)
+        host.slot_mapping[:num_rows] = (
+            host.block_tables[memory.seqs[:num_rows], block_index] * np.int64(block_size) + offset
+        )
+        np.add(positions, 1, host.seq_lens[:num_rows])
+        batch = self._in_memory(num_rows, num_rows, host.seq_lens[:num_rows].tolist(), [1] * num_rows)
+        return batch if num_rows == bucket else batch._replace(logit_rows=batch.logit_rows[:num_rows])
 
     def _memory_for(self, num_tokens: int, num_seqs: int, decodes_only: bool) -> "_Memory":
         sizes = _Sizes(self._numerics.padded(num_tokens), num_seqs, self._tables.rows.shape[1], decodes_only)
         if self._memory.sizes != sizes:
-            self._memory = _Memory(sizes)
+            self._memory = self._static.get(sizes) or _Memory(sizes, pinned=self._device.type == "cuda")
+            if self._pads_decodes and decodes_only:
+                self._static = {
+                    each: kept for each, kept in self._static.items() if each.table_width == sizes.table_width
+                }
+                self._static[sizes] = self._memory
         return self._memory
 
     def _copy_tables(self, requests: "Sequence[Request]") -> None:
@@ -158,14 +179,17 @@ class BatchBuilder:
         """
         tables, memory = self._tables, self._memory
         rows = np.array([request.table_row for request in requests], np.int64)
-        (changed,) = ((rows != memory.table_rows) | (tables.changed_at[rows] > memory.num_changes)).nonzero()
+        (changed,) = (
+            (rows != memory.table_rows[: len(rows)]) | (tables.changed_at[rows] > memory.num_changes)
+        ).nonzero()
         if 2 * len(changed) > len(rows):
-            tables.rows.take(rows, 0, memory.host.block_tables, "clip")
+            tables.rows.take(rows, 0, memory.host.block_tables[: len(rows)], "clip")
         else:
             for seq in changed.tolist():
                 num_blocks = len(requests[seq].block_ids)
                 memory.host.block_tables[seq, :num_blocks] = tables.rows[rows[seq], :num_blocks]
-        memory.table_rows, memory.num_changes = rows, tables.num_changes
+        memory.table_rows[: len(rows)], memory.table_rows[len(rows) :] = rows, -1
+        memory.num_changes = tables.num_changes
 
     def _in_memory(self, num_tokens: int, num_decodes: int, seq_lens: list[int], query_lens: list[int]) -> ForwardBatch:
         """Returns the batch of these tensors."""
@@ -189,6 +213,11 @@ class BatchBuilder:
             host.positions[rows] = position = np.arange(start, start + length)
             blocks = self._tables.rows[request.table_row, position // block_size].astype(np.int64)
             host.slot_mapping[rows] = blocks * block_size + position % block_size
+
+
+def bucket_of(num_rows: int) -> int:
+    """Returns the rows to which a step of so many decodes is padded: few sizes, of at most 15 rows more."""
+    return 1 << (num_rows - 1).bit_length() if 0 < num_rows <= 16 else -(-num_rows // 16) * 16
 
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # in the order of ForwardBatch
@@ -224,12 +253,14 @@ class _Memory:
     num_changes:   how many changes of the tables it has seen
     """
 
-    def __init__(self, sizes: _Sizes):
+    def __init__(self, sizes: _Sizes, pinned: bool = False):
+        """pinned: for copies to a GPU that the host does not wait for"""
         self.sizes = sizes
+        self._on_device: tuple[Tensor, _Tensors] | None = None
         num_padded, num_seqs, width, decodes_only = sizes
         self._int64_parts, self._end = _slices(num_padded, num_padded, num_padded, num_seqs, num_seqs)
         self._int32_parts, num_int32 = _slices(num_seqs + 1, num_seqs * width)
-        self._block = torch.zeros(self._end + (num_int32 + 1) // 2, dtype=torch.int64)
+        self._block = torch.zeros(self._end + (num_int32 + 1) // 2, dtype=torch.int64, pin_memory=pinned)
         self.tensors = self._parts(self._block)
         self.host = _Arrays(*[part.numpy() for part in self.tensors])
         self.seqs = np.arange(num_seqs)
@@ -241,8 +272,16 @@ class _Memory:
             self.host.query_starts[:] = np.arange(num_seqs + 1)
 
     def tensors_on(self, device: torch.device) -> _Tensors:
-        """Returns the arrays as tensors on a device."""
-        return self._parts(self._block.to(device))
+        """Returns the arrays as tensors on a device, whose addresses stay: one copy brings all of them there.
+
+        The host may write the arrays again once the tokens of this step are known.
+        """
+        if self._on_device is None:
+            block = torch.empty_like(self._block, device=device)
+            self._on_device = block, self._parts(block)
+        block, tensors = self._on_device
+        block.copy_(self._block, non_blocking=True)
+        return tensors
 
     def _parts(self, block: Tensor) -> _Tensors:
         input_ids, positions, slot_mapping, seq_lens, logit_rows = [block[part] for part in self._int64_parts]

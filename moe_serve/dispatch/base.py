@@ -231,6 +231,11 @@ class AllToAll(ABC, Generic[H]):
         return self.capabilities.live_handles
 
     @property
+    def captures(self) -> bool:
+        """Whether the calls of this step may be captured in a graph: the host reads nothing back in them."""
+        return False
+
+    @property
     def waited_s(self) -> list[float]:
         """[R] seconds that this rank has waited for each other one since the start; empty: not measured."""
         return []

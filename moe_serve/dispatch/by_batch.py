@@ -40,6 +40,10 @@ class ByBatchAllToAll(AllToAll[ByBatchHandle]):
     def live_handles(self) -> int:
         return self._current.live_handles
 
+    @property
+    def captures(self) -> bool:
+        return self._current.captures
+
     def begin_step(self, most_tokens: int) -> None:
         self._current = self._small if most_tokens <= self._small_tokens else self._large
         self._current.begin_step(most_tokens)

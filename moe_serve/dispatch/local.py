@@ -227,6 +227,10 @@ class OneGpu(AllToAll[OneRankHandle]):
         self._fp8_rows = fp8_rows
         self.capabilities = TRANSPORTS["local"]
 
+    @property
+    def captures(self) -> bool:
+        return True
+
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         return Ready(counts[None])
 

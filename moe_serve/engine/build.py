@@ -54,7 +54,7 @@ from moe_serve.eplb.files.trace_jsonl import RollingTrace, TraceMeta, begin_trac
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
-from moe_serve.models.decoder.moe_decoder import build_decoder, kv_layouts
+from moe_serve.models.decoder.moe_decoder import build_decoder, captures_decodes, kv_layouts
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import ExpertReloader, LoadedWeights, dummy_weights, load_weights
@@ -93,7 +93,9 @@ def build_engine(
         launch_id=launch_id,
         served=served,
         scheduler=scheduler,
-        batches=BatchBuilder(blocks.tables, served.device, served.numerics),
+        batches=BatchBuilder(
+            blocks.tables, served.device, served.numerics, captures_decodes(served.numerics, served.device)
+        ),
         sampler=Sampler(served.limits.eos_token_ids, served.numerics.compiled),
         requests=requests,
         events=StepEvents(scheduler, requests, LogprobScorer(served.numerics.compiled), served.logits_of, served.clock),

@@ -31,14 +31,14 @@ class DeviceSplit:
         self._most_replicated = max(1, placement.num_slots - placement.num_logical)
         per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
         self._reaches = (1, per_node, num_ranks) if split == "nearest" else (num_ranks,)
-        self._serves_exact = self._is_exact  # for the batches to come
+        self.serves_exact = self._is_exact  # for the batches to come
         self.outcomes = torch.zeros(3, dtype=torch.int64, device=device)
         made = [self._make_tables(layer) for layer in layers_of(placement, topology)]
         self._tables = {name: torch.stack([tables[name] for tables in made]).to(device) for name in made[0]}
 
     def split_evenly(self, flag: bool) -> None:
         """As of HostSplit. The choice is made on the host: a captured graph holds one of the two paths."""
-        self._serves_exact = self._is_exact and not flag
+        self.serves_exact = self._is_exact and not flag
 
     def activate(self, layers: Sequence[LayerSlots]) -> None:
         made = [self._make_tables(layer) for layer in layers]
@@ -51,7 +51,7 @@ class DeviceSplit:
 
     def split(self, layer_row: int, topk_ids: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         tables = {name: table[layer_row] for name, table in self._tables.items()}
-        rows = self._share_exactly(tables, counts) if self._serves_exact else self._share_in_turn(tables, counts)
+        rows = self._share_exactly(tables, counts) if self.serves_exact else self._share_in_turn(tables, counts)
         return _assign_tokens(tables["by_expert"], topk_ids, rows[rank]), rows
 
     def _make_tables(self, layer: LayerSlots) -> dict[str, Tensor]:

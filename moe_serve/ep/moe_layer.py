@@ -153,13 +153,16 @@ class MoeLayer:
         self._shared = weights.shared
         self.experts = weights.experts
 
-    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False) -> Tensor:
+    def __call__(
+        self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False, cached_at: Tensor | None = None
+    ) -> Tensor:
         """Returns the layer's output for the real rows; rows beyond them hold zeros plus the shared expert.
 
         Without the compiled kernels; with them the layer is recorded.
         x: [T_pad, H] compute dtype;  num_tokens: real rows, the first ones
         num_chunks: rounds, over which the rows are spread evenly;  overlap: experts of a round compute while rows of
         others are on their way; both equal on all ranks
+        cached_at: [num_tokens] int64, below 0 in padding rows among these, which get no experts; None: there are none
         """
         parallel, gate = self._parallel, self._gate
         assert isinstance(gate, Gate), "a layer of compiled kernels is recorded, not called"
@@ -167,11 +170,11 @@ class MoeLayer:
         rows, replicas, load = x[:num_tokens], self._replicas, None
         if replicas.needs_counts:
             load = torch.zeros(parallel.router.num_logical, dtype=torch.int64, device=x.device)
-            ids, weights = gate(rows, load)
+            ids, weights = gate(rows, load, cached_at=cached_at)
             if parallel.recorder is not None:
                 parallel.recorder.add(self._layer_row, load)
         else:
-            ids, weights = gate(rows, self._load_row, replicas.first_slot)
+            ids, weights = gate(rows, self._load_row, replicas.first_slot, cached_at)
         if parallel.router.scales_input:
             rows, weights = multiply_rows(rows, weights), parallel.ones(num_tokens)
         parts, shared = self._run_rounds(Gated(rows, ids, weights, load), num_chunks, overlap, x)

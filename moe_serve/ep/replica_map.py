@@ -77,6 +77,11 @@ class ReplicaMap:
         """
         return self._split.outcomes if self._split is not None and self._is_exact else None
 
+    @property
+    def splits_exactly(self) -> bool:
+        """Whether the next batches are split exactly."""
+        return self._split is not None and self._split.serves_exact
+
     def split_evenly(self, flag: bool) -> None:
         """Splits the next batches evenly instead of exactly, or exactly again; other splits stay as they are.
 
@@ -157,6 +162,10 @@ class HostSplit:
         shape = placement.num_layers, placement.num_ranks, placement.num_slots
         self._slot_rows = list(torch.zeros(shape, dtype=torch.int64))
         self._slot_rows_at = [rows.data_ptr() for rows in self._slot_rows]
+
+    @property
+    def serves_exact(self) -> bool:
+        return self._policies is self._own
 
     @property
     def outcomes(self) -> Tensor:

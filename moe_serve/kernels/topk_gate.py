@@ -14,12 +14,19 @@ _WHOLE_VECTORS = 64  # rows; 64 rows of any width fill whole vector registers on
 
 
 def topk_gate_reference(
-    logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor, slots: Tensor | None = None
+    logits: Tensor,
+    bias: Tensor | None,
+    spec: RouterSpec,
+    load: Tensor,
+    slots: Tensor | None = None,
+    cached_at: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns ids [T, topk] int64, best first, and weights [T, topk] float32, and adds every choice to load.
 
     logits: [T, E] float32;  bias: [E] float32, added for the choice only, or None;  load: [E] int64
     slots:  [E or more] int64, returned in place of each chosen expert; None: the ids of experts are
+    cached_at: [T] int64, below 0 in padding rows, which have no experts: their ids are -1, and nothing is counted;
+            None: there are none
     A token whose logits are NaN still has topk different experts, and weights that are NaN.
     """
     scores = torch.softmax(logits, -1) if spec.scoring == "softmax" else _sigmoid_by_row(logits)
@@ -37,8 +44,13 @@ def topk_gate_reference(
     weights = _sparsemixer_weights(logits, ids, spec.jitter) if spec.scoring == "sparsemixer" else scores.gather(1, ids)
     if spec.norm_topk:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.norm_eps).clamp(min=spec.norm_min)
-    load.index_add_(0, ids.flatten(), torch.ones_like(ids).flatten())
-    return ids if slots is None else slots[ids], weights * spec.scaling
+    named = ids if slots is None else slots[ids]
+    is_real = torch.ones_like(ids)
+    if cached_at is not None:
+        is_real *= (cached_at >= 0)[:, None]
+        named = torch.where(is_real > 0, named, -1)
+    load.index_add_(0, ids.flatten(), is_real.flatten())
+    return named, weights * spec.scaling
 
 
 def _sparsemixer_weights(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
@@ -66,11 +78,16 @@ def _sigmoid_by_row(logits: Tensor) -> Tensor:
 
 
 def topk_gate(
-    logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor, slots: Tensor | None = None
+    logits: Tensor,
+    bias: Tensor | None,
+    spec: RouterSpec,
+    load: Tensor,
+    slots: Tensor | None = None,
+    cached_at: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same contract as the reference; Triton on CUDA."""
     if logits.is_cuda:
         from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
-        return topk_gate_triton(logits, bias, spec, load, slots)
-    return topk_gate_reference(logits, bias, spec, load, slots)
+        return topk_gate_triton(logits, bias, spec, load, slots, cached_at)
+    return topk_gate_reference(logits, bias, spec, load, slots, cached_at)

@@ -31,7 +31,7 @@ class ReferenceMoe:
         self.router, self.gate, self.bias = parallel.router, weights.gate, weights.correction_bias
         self.experts, self.shared, self.logit_bias = weights.experts, weights.shared, weights.logit_bias
 
-    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False, *_: None) -> Tensor:
         out = torch.zeros_like(x)
         out = out if self.shared is None else self.shared(x)(out)
         for t in range(num_tokens):

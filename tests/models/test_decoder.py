@@ -68,7 +68,7 @@ def test_an_empty_batch_reaches_every_moe_layer(name: str, numerics: Numerics, o
     seen: list[tuple[int, int, int, bool]] = []
 
     class Spy:
-        def __call__(self, x: torch.Tensor, num_tokens: int, num_chunks: int, overlap: bool) -> torch.Tensor:
+        def __call__(self, x: torch.Tensor, num_tokens: int, num_chunks: int, overlap: bool, *_: None) -> torch.Tensor:
             seen.append((x.shape[0], num_tokens, num_chunks, overlap))
             return x
 

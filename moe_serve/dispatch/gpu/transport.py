@@ -10,8 +10,8 @@ NVSHMEM's heap or, on one host, what the processes map by CUDA IPC.
 
 Results arrive as MaskedRows in the order of all transports (slot, source rank, token), except that a token that names
 one slot twice sends one row, whose result both entries use. Two handles may be in flight, each with a queue of buffers;
-queues are used in turn. So a handle's combine must be received before the second dispatch after its own is sent, and a
-captured graph must hold an even number of dispatches, or none may be in flight at its ends. Nothing is read back to
+queues are used in turn, from the first one in every step. So a handle's combine must be received before the second
+dispatch after its own is sent, and none may be in flight at the ends of a captured graph. Nothing is read back to
 the host before `end_step`, which reads once which peers were late, when the host wants the step's logits anyway.
 
 The kernels run in the interpreter and compile for sm_80 to sm_100; nothing here was run on a GPU yet.
@@ -69,6 +69,13 @@ class GpuSlabAllToAll(AllToAll[Sent]):
         self.note = f"Triton kernels over {_HOW[transport]}, masked slabs"
         # A handle has a queue of its own until its combine is received.
         self.capabilities = replace(TRANSPORTS[transport], live_handles=self._num_queues)
+
+    @property
+    def captures(self) -> bool:
+        return True
+
+    def begin_step(self, most_tokens: int) -> None:
+        self._queue = 0  # none is in flight; the ranks that replay a graph begin with the queue of its capture
 
     def end_step(self) -> None:
         late = self._ranks.late[0].cpu().numpy()  # [R] the last round that each rank missed, 0 = none

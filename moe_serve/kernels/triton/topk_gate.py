@@ -13,8 +13,9 @@ PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
 
 
 def topk_gate_triton(
-    logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor, slots: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor, slots: Tensor | None = None,
+    cached_at: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Same contract as topk_gate_reference."""
     rows, num_logical = logits.shape
     ids = torch.empty(rows, spec.topk, dtype=torch.int64, device=logits.device)
@@ -22,24 +23,25 @@ def topk_gate_triton(
     if rows:
         group_size = num_logical // spec.num_groups
         topk_gate_kernel[(rows,)](
-            logits, bias, load, slots, ids, weights, num_logical, group_size, spec.scaling, spec.norm_eps,
+            logits, bias, load, slots, cached_at, ids, weights, num_logical, group_size, spec.scaling, spec.norm_eps,
             spec.norm_min, 2 * spec.jitter,
             TOPK=spec.topk, W=triton.next_power_of_2(spec.topk), GROUPS=spec.num_groups,
             GROUP_ROWS=triton.next_power_of_2(spec.num_groups), GROUP_COLUMNS=triton.next_power_of_2(group_size),
             TOPK_GROUPS=spec.topk_groups, SIGMOID=spec.scoring.startswith("sigmoid"), BIAS=bias is not None,
             NORM=spec.norm_topk, BY_LOGITS=spec.scoring in ("sigmoid_of_chosen", "sparsemixer"),
             SPARSEMIXER=spec.scoring == "sparsemixer", BY_BEST=spec.group_score == "best", SLOTS=slots is not None,
-            num_warps=2,
+            PADDED=cached_at is not None,            num_warps=2,
         )  # fmt: skip
     return ids, weights
 
 
 @triton.jit
 def topk_gate_kernel(
-    logits, bias, load, slots, ids, weights, num_logical, group_size, scaling, norm_eps, norm_min, far_below,
+    logits, bias, load, slots, cached_at, ids, weights, num_logical, group_size, scaling, norm_eps, norm_min, far_below,
     TOPK: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     BY_LOGITS: tl.constexpr, SPARSEMIXER: tl.constexpr, BY_BEST: tl.constexpr, SLOTS: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, W)
@@ -90,7 +92,12 @@ def topk_gate_kernel(
     named = chosen
     if SLOTS:
         named = tl.load(slots + chosen, mask=slot < TOPK, other=-1)
+    counted = slot < TOPK
+    if PADDED:
+        is_real = tl.load(cached_at + token) >= 0
+        named = tl.where(is_real, named, -1)
+        counted &= is_real
     tl.store(ids + token * TOPK + slot, named, mask=slot < TOPK)
     tl.store(weights + token * TOPK + slot, chosen_scores * scaling, mask=slot < TOPK)
     # Counted here, where the ids are at hand; relaxed, because only the sum matters.
-    tl.atomic_add(load + chosen, tl.full((W,), 1, tl.int64), mask=slot < TOPK, sem="relaxed")
+    tl.atomic_add(load + chosen, tl.full((W,), 1, tl.int64), mask=counted, sem="relaxed")

@@ -16,8 +16,10 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
+from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rows import LayerNorm
 from moe_serve.models.decoder.gqa import GqaAttention, RopeTable
+from moe_serve.models.decoder.graphs import GraphRunner
 from moe_serve.models.decoder.mla import MlaAttention
 from moe_serve.models.decoder.runners import RecordedRunner, TorchRunner
 from moe_serve.models.decoder.stack import AnyNorm, DecoderLayer, DecoderStack, StackFactors, StackRunner, StepInputs
@@ -98,7 +100,14 @@ def build_decoder(
     else:
         paged = PagedAttention(attention.shape, numerics, embed.dtype, device)
         run = TorchRunner(stack, table, paged, numerics, parallel.clock)
+        if captures_decodes(numerics, device):
+            run = GraphRunner(run, parallel)
     return MoeDecoder(spec, stack, run)
+
+
+def captures_decodes(numerics: Numerics, device: torch.device | str) -> bool:
+    """Returns whether decode steps may be captured in graphs, so that their batches are padded and stay in place."""
+    return torch.device(device).type == "cuda" and not numerics.invariant
 
 
 def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:

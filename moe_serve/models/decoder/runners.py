@@ -98,7 +98,8 @@ class TorchStep(Step):
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Tensor:
         assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
         step = self._step
-        return layer(x, step.batch.num_tokens, step.num_chunks, step.overlap)
+        cached_at = self.slots if step.has_padding else None
+        return layer(x, step.batch.num_tokens, step.num_chunks, step.overlap, cached_at)
 
     def logits(self, weight: Linear, x: Tensor) -> Tensor:
         return _project(weight, x.index_select(0, self._step.batch.logit_rows), self._numerics)

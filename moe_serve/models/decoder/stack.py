@@ -96,12 +96,14 @@ class StepInputs:
     """One step.
 
     num_chunks, overlap: of the MoE layers, as MoeLayer takes them
+    has_padding: rows without a cache slot are padding, which only the device knows of; the host counts them as real
     """
 
     batch: ForwardBatch
     cache: KvCache
     num_chunks: int
     overlap: bool
+    has_padding: bool = False
 
 
 class StackRunner(Protocol):
