@@ -64,6 +64,12 @@ def check_gate(device: str, name: str, rows: int, with_bias: bool, ties: bool) -
     assert torch.equal(topk_gate_triton(logits, bias, spec, load, slots.to(device))[0].cpu(), slots[expected_ids])
     host = logits.cpu(), None if bias is None else bias.cpu()
     assert torch.equal(topk_gate_reference(*host, spec, load.cpu(), slots)[0], slots[expected_ids])
+    cached_at = torch.arange(rows) % 3 - 1  # padding between real rows
+    load, expected_load = new_load(device), new_load()
+    ids, _ = topk_gate_triton(logits, bias, spec, load, slots.to(device), cached_at.to(device))
+    assert torch.equal(ids.cpu(), slots[expected_ids].masked_fill(cached_at[:, None] < 0, -1))
+    assert torch.equal(topk_gate_reference(*host, spec, expected_load, slots, cached_at)[0], ids.cpu())
+    assert torch.equal(load.cpu(), expected_load)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
