@@ -9,7 +9,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -54,17 +54,21 @@ async def tokens_of_one_rank(count: int, num_tokens: int) -> list[list[int]]:
 class HostsSystem:
     """The demo model on several hosts, for a `with` block. Streams go to the front end of the first host."""
 
-    def __init__(self, num_hosts: int, ranks_per_host: int, num_redundant: int):
+    def __init__(self, num_hosts: int, ranks_per_host: int, num_redundant: int, settings: Mapping[str, Any] = {}):
+        """settings: more of them;  `prepare` is called with each host before anything runs there"""
+        self.prepare: Callable[[Host], object] = lambda host: None
         self.num_hosts, self.num_ranks = num_hosts, num_hosts * ranks_per_host
         self._per_host = ranks_per_host
-        self._settings = {**_SETTINGS, "parallel.num_ranks": self.num_ranks}
-        self._settings["eplb.num_redundant_experts"] = num_redundant
+        self.settings: dict[str, Any] = {**_SETTINGS, "parallel.num_ranks": self.num_ranks, **settings}
+        self.settings["eplb.num_redundant_experts"] = num_redundant
         self._stack = ExitStack()
         self.running: dict[str, Running] = {}
 
     def __enter__(self) -> Self:
         os.environ |= {"MOE_SERVE_TOKEN": "0123456789abcdef" * 2}
         self.hosts = self._stack.enter_context(make_hosts(self.num_hosts))
+        for host in self.hosts:
+            self.prepare(host)
         for host in self.hosts:
             self.start(host)
         return self
@@ -75,7 +79,7 @@ class HostsSystem:
     def start(self, host: Host) -> None:
         """Starts what runs on a host."""
         first, number = self.hosts[0], self.hosts.index(host)
-        words = [f"--set={name}={value}" for name, value in self._settings.items()]
+        words = [f"--set={name}={value}" for name, value in self.settings.items()]
         join = [f"--nnodes={self.num_hosts}", f"--node-rank={number}", f"--dist-init-addr={first.address}:29511"]
         self.running[host.name] = self._stack.enter_context(host.start("moe_serve", "serve", *join, *words))
 

@@ -33,10 +33,13 @@ def body(number: int, num_tokens: int) -> bytes:
 
 
 async def stream(
-    connect: Connect, data: bytes, begin: Callable[[int], None] = lambda port: None
+    connect: Connect,
+    data: bytes,
+    begin: Callable[[int], None] = lambda port: None,
+    heard: Callable[[float], object] = lambda now_s: None,
 ) -> tuple[int, list[int] | None, tuple[float, float]]:
     """Returns status, tokens (None: ended with an error or without an end) and the longest pause of one stream, with
-    the time at which it ended. begin: is told the client's own port"""
+    the time at which it ended. begin: is told the client's own port;  heard: the time of each event"""
     reader, writer = await connect()
     begin(writer.get_extra_info("sockname")[1])
     writer.write(
@@ -53,6 +56,7 @@ async def stream(
             event = json.loads(line[6:])
             tokens = event.get("output_ids")
             now_s = time.monotonic()
+            heard(now_s)
             if now_s - last_s > longest[1]:
                 longest = (now_s, now_s - last_s)
             last_s = now_s

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.live_clients import NUM_EXPERTS, Row, TokenClock, settings, wait_for
-from moe_serve.launcher.cli.demo_balance import run_demo, timeline_svg
+from moe_serve.launcher.cli.demo_balance import Story, run_demo, timeline_svg
 from moe_serve.launcher.llm import LLM
 
 
@@ -18,6 +18,11 @@ def measure_shift(num_ranks: int, num_windows: int, picture: Path | None) -> lis
     story = run_demo(config, num_windows, lambda domain, point, news: None)
     if picture is not None:
         picture.write_text(timeline_svg(story.timeline()))
+    return rows_of_shift(story)
+
+
+def rows_of_shift(story: Story) -> list[Row]:
+    """Returns the rows of what was served while clients changed their domain."""
     rows = [
         {
             "what": f"balancedness, {words}",

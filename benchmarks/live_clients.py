@@ -6,6 +6,8 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.bench.domains import prompts_of
 from moe_serve.config import ServeConfig, load_config
@@ -23,6 +25,16 @@ def settings(num_ranks: int, redundant: int, *overrides: str) -> ServeConfig:
             "cache.memory_gib=0.2", "engine.max_running_requests=16", *overrides,
         ]
     )  # fmt: skip
+
+
+def swapped(table: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    """Returns a placement with a few experts in other slots in every layer. table: [layers, slots]"""
+    table = table.copy()
+    for row in table:
+        for _ in range(4):
+            a, b = draw.choice(len(row), 2, replace=False)
+            row[[a, b]] = row[[b, a]]
+    return table
 
 
 class TokenClock:

@@ -3,10 +3,11 @@
 import random
 import statistics
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
-from benchmarks.live_clients import NUM_EXPERTS, Row, TokenClock, settings, wait_for
+from benchmarks.live_clients import NUM_EXPERTS, Row, TokenClock, settings, swapped, wait_for
 from moe_serve.engine.protocol.messages import SetPlacement
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
@@ -14,7 +15,7 @@ from moe_serve.eplb.policies.make import plan
 from moe_serve.launcher.llm import LLM
 from moe_serve.topology import Topology
 
-_PAIR_HALF_S = 1.0
+PAIR_HALF_S = 1.0
 
 
 def measure_latency(num_ranks: int, num_pairs: int) -> list[Row]:
@@ -29,14 +30,28 @@ def measure_latency(num_ranks: int, num_pairs: int) -> list[Row]:
             for moves in draw.sample([True, False], 2):
                 begin_s = time.monotonic()
                 if moves:
-                    _ask_for_moves(llm, num_ranks, table_draw)
-                time.sleep(max(0.0, _PAIR_HALF_S - (time.monotonic() - begin_s)))
+                    _ask_for_moves(llm, table_draw)
+                time.sleep(max(0.0, PAIR_HALF_S - (time.monotonic() - begin_s)))
                 halves.append((moves, begin_s, time.monotonic()))
                 _wait_until_still(llm)
         clock.close()
         totals = llm.balance.totals
         steps = _step_seconds(llm)
-    gaps = np.array(clock.gaps)
+    return rows_of_latency(clock.gaps, halves, totals, steps)
+
+
+def rows_of_latency(
+    token_gaps: list[tuple[float, float]],
+    halves: list[tuple[bool, float, float]],
+    totals: Mapping[str, float],
+    steps: float,
+) -> list[Row]:
+    """Returns the rows of pairs of stretches.
+
+    token_gaps: (when, seconds since the token before);  halves: (with moves, begin, end);  totals: of the balancer
+    steps: seconds of a step, 0: not known
+    """
+    gaps, num_pairs = np.array(token_gaps), len(halves) // 2
 
     def p99(begin_s: float, end_s: float) -> float:
         return float(np.quantile(gaps[(gaps[:, 0] >= begin_s) & (gaps[:, 0] < end_s), 1], 0.99))
@@ -78,7 +93,7 @@ def measure_gain(num_ranks: int, num_pairs: int) -> list[Row]:
             for name in draw.sample(sorted(tables), 2):
                 _move_to(llm, tables[name])
                 begin_s, before = time.monotonic(), len(clock.gaps)
-                time.sleep(_PAIR_HALF_S)
+                time.sleep(PAIR_HALF_S)
                 rates[name].append((len(clock.gaps) - before) / (time.monotonic() - begin_s))
         clock.close()
     ratios = np.array(rates["planned"]) / np.array(rates["start"])
@@ -100,13 +115,9 @@ def _move_to(llm: LLM, table: np.ndarray) -> None:
         wait_for(lambda: bool((np.array(llm.balance.placement) == table).all()))
 
 
-def _ask_for_moves(llm: LLM, num_ranks: int, draw: np.random.Generator) -> None:
+def _ask_for_moves(llm: LLM, draw: np.random.Generator) -> None:
     """Asks for a placement with a few experts in other slots in every layer."""
-    table = np.array(llm.balance.placement)
-    for row in table:
-        for _ in range(4):
-            a, b = draw.choice(len(row), 2, replace=False)
-            row[[a, b]] = row[[b, a]]
+    table = swapped(np.array(llm.balance.placement), draw)
     llm._ranks.call(llm._bridge.command(SetPlacement(0, table.tolist())))
 
 
