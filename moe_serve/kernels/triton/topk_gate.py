@@ -96,7 +96,7 @@ def topk_gate_kernel(
     if PADDED:
         is_real = tl.load(cached_at + token) >= 0
         named = tl.where(is_real, named, -1)
-        counted &= is_real
+        counted = slot < tl.where(is_real, TOPK, 0)
     tl.store(ids + token * TOPK + slot, named, mask=slot < TOPK)
     tl.store(weights + token * TOPK + slot, chosen_scores * scaling, mask=slot < TOPK)
     # Counted here, where the ids are at hand; relaxed, because only the sum matters.
