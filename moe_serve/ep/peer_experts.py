@@ -1,16 +1,15 @@
 """Experts out of the memory of ranks that serve, for one that is started beside them or has missed moves.
 
     reader   asks a rank where experts are       its answer names all slots, and the ranks that take part
-    reader   asks it for experts                 a thread copies each from its slot, sums it, and sends bytes and sum
+    reader   asks it for experts                 a thread sums each in its slot, and sends bytes and sum
     reader   lets them arrive in their slots, sums them there, and compares
 
-The bytes are those of the slot, packed as they serve: nothing is read from a disk or packed again. No step waits for
-the thread, which yields the core to it; where slots change while one is copied, that is noticed, and the expert is "not
-here".
+The bytes are those of the slot, packed as they serve: nothing is read from a disk or packed again. Steps go on
+meanwhile; where slots change while one is sent, the thread says so behind the bytes. It has the priority of steps: with
+a lower one it could lose its core while it holds the interpreter's lock, which steps need.
 """
 
 import contextlib
-import os
 import socket
 import struct
 import threading
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.peer_streams import PeerStreams
 from moe_serve.ep.expert_store import ExpertStore
-from moe_serve.ep.expert_transfer import IncomingExpert, OutgoingExpert, pieces_of
+from moe_serve.ep.expert_transfer import Checksum, IncomingExpert, pieces_of
 from moe_serve.eplb.placement import Placement
 
 PIECE_BYTES = 1 << 20
@@ -33,7 +32,6 @@ _SIZE = struct.Struct("<I")
 _HERE, _NOT_HERE = b"\1", b"\0"
 _MOST_ASKED = 1 << 16
 _IDLE_S = 60.0  # after which a reader that asks nothing is gone
-_NICENESS = 10  # of the thread beside a step
 
 
 class SlotChanges:
@@ -97,10 +95,7 @@ class ExpertServer:
                 stream.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, stream: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         with stream, contextlib.suppress(OSError, ValueError):
-            buffer = torch.empty(self._stores[0].slot_bytes, dtype=torch.uint8)
             while True:
                 stream.settimeout(_IDLE_S)
                 (num,) = _ASK.unpack(_receive(stream, _ASK.size))
@@ -112,34 +107,31 @@ class ExpertServer:
                 if num > _MOST_ASKED:
                     raise ValueError(f"{num} experts at once")
                 for row, expert in _EXPERT.iter_unpack(_receive(stream, num * _EXPERT.size)):
-                    self._send(stream, row, expert, buffer)
+                    self._send(stream, row, expert)
         self._streams.discard(stream)
 
-    def _send(self, stream: socket.socket, row: int, expert: int, buffer: Tensor) -> None:
-        copied = self._copy(row, expert, buffer)
-        if copied is None:
+    def _send(self, stream: socket.socket, row: int, expert: int) -> None:
+        before, slot = self._changes.count, self._find(row, expert)
+        if before % 2 or slot is None:
             stream.sendall(_NOT_HERE)
             return
         stream.sendall(_HERE)
-        stream.sendall(memoryview(buffer.numpy().data))
-        stream.sendall(memoryview(copied.checksum().numpy().data))
+        checksum = Checksum()
+        for piece in pieces_of(slot, PIECE_BYTES):
+            checksum.add(piece)  # which brings it into the cache
+            stream.sendall(memoryview(piece.numpy().data))
+        stream.sendall(_HERE if self._changes.count == before else _NOT_HERE)
+        stream.sendall(memoryview(checksum.value().numpy().data))
         self.num_sent += 1
 
-    def _copy(self, row: int, expert: int, buffer: Tensor) -> OutgoingExpert | None:
-        """Copies an expert into a buffer, and sums it; returns None where no slot of this rank holds it now."""
-        before, placement = self._changes.count, self._serving()
-        if before % 2 or row >= placement.num_layers:
+    def _find(self, row: int, expert: int) -> dict[str, Tensor] | None:
+        """Returns the slot of this rank that holds an expert; None: none does."""
+        placement = self._serving()
+        if row >= placement.num_layers:
             return None
         first = self._rank * placement.slots_per_rank
-        own = placement.physical_to_logical[row, first : first + placement.slots_per_rank]
-        slots = np.flatnonzero(own == expert)
-        if not len(slots):
-            return None
-        copied = OutgoingExpert(-1, pieces_of(self._stores[row].slot(int(slots[0])), PIECE_BYTES))
-        at = 0
-        while not copied.is_read:
-            at += copied.read_into(buffer[at:])
-        return copied if self._changes.count == before else None
+        slots = np.flatnonzero(placement.physical_to_logical[row, first : first + placement.slots_per_rank] == expert)
+        return self._stores[row].slot(int(slots[0])) if len(slots) else None
 
 
 class PeerExperts:
@@ -227,8 +219,9 @@ def _take(stream: socket.socket, row: int, slot: Mapping[str, Tensor]) -> bool:
     while not expert.is_written:
         _fill(stream, memoryview(expert.next_piece.numpy().data))
         expert.accept()
+    was_there = _receive(stream, 1) == _HERE
     expert.compare(torch.frombuffer(_receive(stream, _SUM_BYTES), dtype=torch.int64))
-    return bool(expert.is_right())
+    return was_there and bool(expert.is_right())
 
 
 def _receive(stream: socket.socket, size: int) -> bytearray:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from moe_serve.dispatch import peer_streams
 from moe_serve.dispatch.peer_streams import PeerStreams
+from moe_serve.ep import peer_experts
 from moe_serve.ep.expert_store import ExpertStore
-from moe_serve.ep.expert_transfer import OutgoingExpert
+from moe_serve.ep.expert_transfer import Checksum
 from moe_serve.ep.peer_experts import ExpertServer, PeerExperts, SlotChanges
 from moe_serve.eplb.placement import Placement
 
@@ -76,20 +77,26 @@ def test_nothing_is_given_while_slots_change_or_when_they_have_changed_meanwhile
     with scene.changes:
         assert scene.read((0, 2))[0] == [False]
     assert scene.read((0, 2))[0] == [True]
-    read_into = OutgoingExpert.read_into
+    add = Checksum.add
 
-    def moved_meanwhile(self: OutgoingExpert, buffer: Tensor) -> int:
+    def moved_meanwhile(self: Checksum, piece: Tensor) -> None:
         with scene.changes:
             scene.placement = Placement([[2, 3, 0, 1], [3, 2, 1, 0]], NUM_EXPERTS, 2)
-        return read_into(self, buffer)
+        add(self, piece)
 
-    monkeypatch.setattr(OutgoingExpert, "read_into", moved_meanwhile)
+    monkeypatch.setattr(Checksum, "add", moved_meanwhile)
     assert scene.read((0, 2))[0] == [False]
 
 
 def test_an_expert_that_arrives_with_other_bytes_is_none(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = OutgoingExpert.checksum
-    monkeypatch.setattr(OutgoingExpert, "checksum", lambda self: right(self) ^ 1)
+    fill = peer_experts._fill
+
+    def fill_with_a_changed_bit(stream: socket.socket, part: memoryview) -> None:
+        fill(stream, part)
+        if len(part) == peer_experts.PIECE_BYTES:
+            part[12345] ^= 4
+
+    monkeypatch.setattr(peer_experts, "_fill", fill_with_a_changed_bit)
     assert scene.read((0, 2), (0, 3))[0] == [False, False]
 
 
