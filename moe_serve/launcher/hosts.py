@@ -91,6 +91,14 @@ class Replace(HostMessage, tag="replace", frozen=True):
     num_before: int
 
 
+class EndRank(HostMessage, tag="end_rank", frozen=True):
+    """End what is left of a rank of your host. num_before: of the process that is meant"""
+
+    launch_id: int
+    rank: int
+    num_before: int
+
+
 class End(HostMessage, tag="end", frozen=True):
     """The system ends, with this exit code. reason: "" where it ends as it should"""
 
@@ -125,7 +133,7 @@ class HostLost(HostMessage, tag="host_lost", frozen=True):
     host: str
 
 
-_Any = HostHello | Start | EndRanks | Join | Replace | End | Note | Died | Signalled
+_Any = HostHello | Start | EndRanks | Join | Replace | EndRank | End | Note | Died | Signalled
 _decoder = msgspec.json.Decoder(_Any)
 
 

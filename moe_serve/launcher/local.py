@@ -244,6 +244,11 @@ class LocalRanks:
         """
         return death.was_killed and self._kept is not None and self.config.engine.on_lost_rank == "mask"
 
+    def end_rank(self, rank: int, num_before: int) -> None:
+        """Ends a process of a rank of this host, unless it was replaced. num_before: of that process"""
+        if self._num_before[rank - self._first] == num_before:
+            self.finish(rank)
+
     def replace_ended(self, rank: int, num_before: int) -> None:
         """Replaces a process of a rank of this host, unless that was done. num_before: of that process"""
         if self._num_before[rank - self._first] == num_before:
@@ -453,6 +458,7 @@ class Replacements:
         self._ended: dict[int, tuple[Death, float]] = {}  # not yet replaced; not before that time
         self._started_s: dict[int, float] = {}
         self._failed: dict[int, _Failed] = {}
+        self._said_late: set[int] = set()
         self.others_wait = False
 
     def regrouped(self, message: Members) -> bool:
@@ -496,10 +502,16 @@ class Replacements:
     def started(self, rank: int, now_s: float) -> None:
         """Notes that a replacement has been started."""
         self._ended.pop(rank, None)
+        self._said_late.discard(rank)
         self._started_s[rank] = now_s
 
     def late(self, now_s: float) -> dict[int, str]:
-        """Returns the ranks whose replacements are late, and a line about each."""
+        """Returns the ranks whose replacements are late, each once, and a line about each."""
+        late = {rank: line for rank, line in self._late(now_s).items() if rank not in self._said_late}
+        self._said_late.update(late)
+        return late
+
+    def _late(self, now_s: float) -> dict[int, str]:
         said = f"was restarted alone and did not take part within server.attach_deadline_s = {self._deadline_s:g} s"
         late = [rank for rank, started_s in self._started_s.items() if now_s - started_s > self._deadline_s]
         return {rank: f"rank {rank} {said}" for rank in late}
@@ -508,5 +520,5 @@ class Replacements:
         """Returns why all ranks must be restarted: the others wait for one whose replacement failed. Else None."""
         if not self.others_wait:
             return None
-        reasons = [each.reason for each in self._failed.values()] + list(self.late(now_s).values())
+        reasons = [each.reason for each in self._failed.values()] + list(self._late(now_s).values())
         return reasons[0] if reasons else None

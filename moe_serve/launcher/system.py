@@ -30,6 +30,7 @@ from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.launcher.hosts import (
     Died,
     End,
+    EndRank,
     EndRanks,
     Follower,
     HostLost,
@@ -198,6 +199,8 @@ def _run_ranks(ranks: LocalRanks, begun: Start | Join, leader: Follower, here: H
                     ranks.end(message.grace_s)
                 case Replace() if message.launch_id == ranks.launch_id:
                     ranks.replace_ended(message.rank, message.num_before)
+                case EndRank() if message.launch_id == ranks.launch_id:
+                    ranks.end_rank(message.rank, message.num_before)
                 case Note():
                     here.display.note(f"node rank 0: {message.text}", message.style)
                 case End():
@@ -252,8 +255,10 @@ class RanksOfHosts(LocalRanks):
             self._num_replaced[message.death.rank] = message.death.num_before
 
     def finish(self, rank: int) -> None:
-        if rank < self._num_local:  # another host does it before it replaces the rank
+        if rank < self._num_local:
             super().finish(rank)
+        else:
+            self._leader.tell(EndRank(self.launch_id, rank, self._num_replaced[rank]), rank // self._num_local)
 
     def replace(self, rank: int) -> None:
         if rank < self._num_local:

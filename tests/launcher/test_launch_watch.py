@@ -113,9 +113,10 @@ def test_a_new_process_that_is_late_is_killed_where_the_others_serve(launch, mon
     lose(launch, 1, epoch=1, waits=False)
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + CONFIG.server.attach_deadline_s + 1)
-    watch.replace_lost_ranks()
+    for _ in range(3):  # it may be on another host, and end a moment later
+        watch.replace_lost_ranks()
     assert processes.finished == [1, 1]
-    assert "did not take part within server.attach_deadline_s" in notes[-1]
+    assert sum("did not take part within server.attach_deadline_s" in note for note in notes) == 1
 
 
 def test_the_launch_is_lost_where_the_new_process_ends_and_the_others_wait_for_it(launch):
