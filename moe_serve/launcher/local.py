@@ -225,7 +225,10 @@ class LocalRanks:
         if self._meeting:
             master = self._meeting["MASTER_ADDR"]
             own = own_host(master) or master
-            self._listeners = {self._first + number: listen(own) for number in range(self._num_local)}
+            known = {} if memory is None else memory.addresses
+            ranks = range(self._first, self._first + self._num_local)
+            # Those that are started anew later, too, look for these ranks where they were.
+            self._listeners = {rank: listen(own, known.get(rank, ("", 0))[1]) for rank in ranks}
         if memory is not None:
             self._kept = make_memory(self._files, memory)
         self._reported, self._num_before = set(), list(num_before or [0] * self._num_local)

@@ -375,6 +375,11 @@ class HostMemory(msgspec.Struct, frozen=True):
     handover: Handover
     sizes: dict[str, int]
 
+    @property
+    def addresses(self) -> dict[int, tuple[str, int]]:
+        """Where ranks listen, and where those of the lost host did."""
+        return {} if self.handover.elsewhere is None else self.handover.elsewhere.addresses
+
 
 def describe_memory(files: Sequence[int], launch_id: int, kept: SharedFiles) -> HostMemory | None:
     """Returns what another host needs, from what the ranks of this one have left; None: they have left nothing.

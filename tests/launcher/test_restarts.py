@@ -1,8 +1,13 @@
 """How often lost ranks are restarted, which are replaced alone, and when all are restarted instead."""
 
+import os
+
 from moe_serve.config import LauncherConfig, load_config
+from moe_serve.dispatch.hosts.handshake import listen
 from moe_serve.engine.protocol.messages import Members
-from moe_serve.launcher.local import Death, Replacements, Restarts
+from moe_serve.launcher.local import Death, Launch, LocalRanks, Replacements, Restarts
+from moe_serve.launcher.rank_start import Elsewhere, Handover, HostMemory
+from moe_serve.links.link import Link
 
 CONFIG = load_config(overrides=["parallel.num_ranks=3", "server.attach_deadline_s=10", "launcher.max_restarts=2"])
 
@@ -45,6 +50,22 @@ def killed(rank: int) -> Death:
 
 def group(epoch: int, *members: int, waits: bool = False) -> Members:
     return Members(members[0], 7, epoch, list(members), "rank 1 died", waits=waits)
+
+
+def test_the_ranks_of_a_host_that_is_back_listen_where_the_others_know_them(tmp_path):
+    """Also those that only learn of them from what a rank had left before the host was lost."""
+    of_hosts = ("launcher.nnodes=2", "launcher.node_rank=1", "launcher.dist_init_addr=127.0.0.1:20000")
+    config = load_config(overrides=["parallel.num_ranks=2", *of_hosts])
+    with listen("127.0.0.1") as before:
+        address = before.getsockname()
+    elsewhere = Elsewhere([0, 1], ["a", "b"], {1: address}, [])
+    memory = HostMemory(Handover(7, os.getpid(), {}, "", [], elsewhere), {})
+    ranks = LocalRanks(config, lambda who, line: None, tmp_path, "tests.launcher.no_such_worker", Link(token="t" * 32))
+    ranks.join(Launch(7, "127.0.0.1", 1), memory, [0])
+    try:
+        assert ranks._listeners[1].getsockname() == address
+    finally:
+        ranks.end(0.0)
 
 
 def test_a_rank_is_replaced_once_it_has_ended_and_the_others_go_on():

@@ -32,9 +32,16 @@ _PROBE = bytes(32 << 10)  # several packets, jumbo frames too
 _ACCEPTS, _REPLACED, _CONNECTS = b"accepts", b"replaced", b"connects"  # what a proof says
 
 
-def listen(host: str) -> socket.socket:
-    """Returns a socket at which a rank listens, at any port. host: an address of this host"""
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Returns a socket at which a rank listens: at this port, or at any where it is taken.
+
+    host: an address of this host;  port: where the others know the rank; 0: nowhere
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError:
+        return socket.create_server((host, 0), family=family)
 
 
 class Visit(NamedTuple):

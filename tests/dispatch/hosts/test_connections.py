@@ -61,12 +61,14 @@ class Scene:
 
     def renew(self, rank: int, number: int = 1) -> HostLink:
         """Puts a new process in the place of a rank; returns the old one, which still runs."""
-        old, listener = self.links[rank], listen("127.0.0.1")
+        old, listener, other = self.links[rank], listen("127.0.0.1"), self.links[1 - rank]
+        before = other.generation(rank)
         self.addresses[rank] = listener.getsockname()[:2]
         self.links[rank] = HostLink(rank, Hosts.of([0, 1]), KEY, listener, self._quiet_s, number)
         self.regions[rank] = self._new_regions()
         self.spaces[rank] = self.links[rank].share(self.regions[rank])
         self.links[rank].connect(dict(enumerate(self.addresses)), 5.0, is_replacement=True)
+        until(lambda: other.generation(rank) > before)
         return old
 
 
@@ -329,6 +331,15 @@ def test_a_rank_that_is_started_anew_does_not_wait_for_ranks_that_are_dead() -> 
     assert list(link.down()) == [1]
     assert "Connection refused" in link.down()[1]
     link.close()
+
+
+def test_a_rank_of_a_host_that_is_back_listens_where_it_did_unless_the_port_is_taken() -> None:
+    with listen("127.0.0.1") as first:
+        address = first.getsockname()
+        with listen(*address) as other:
+            assert other.getsockname()[1] != address[1]
+    with listen(*address) as second:
+        assert second.getsockname() == address
 
 
 def test_who_stands_in_for_a_rank_takes_votes_and_no_rows() -> None:
