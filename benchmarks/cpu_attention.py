@@ -21,11 +21,11 @@ from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.attention_dp.attention import AttentionShape, PagedAttention
 from moe_serve.attention_dp.attention_plan import AttentionPlan, DecodeGroup
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
-from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
+from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
-from moe_serve.kernels.forms import RouterSpec
+from moe_serve.kernels.forms import AttendShape, RouterSpec
 from moe_serve.kernels.numerics import FAST
 from moe_serve.kernels.part_clock import PartClock
 from moe_serve.kernels.topk_gate import topk_gate_reference

@@ -26,7 +26,7 @@ from tests.recorded_launches import Launch
 
 NOTES = """
 Recorded without a GPU, and not timed: launches are those of the product's decoder on tensors without memory, bytes and
-FLOP follow from their shapes. Attention counts as one launch that reads each cached row once. Launches of the MoE layer
+FLOP follow from their shapes. Attention reads each cached row once. Launches of the MoE layer
 are those from the router's logits to the sum of its results, with the shared expert, and dispatch and combine among
 GPUs that write into each other's memory. The unavoidable bytes are each touched weight and each cached row once, the
 residual in and out, and rows and results of experts written and read once. The least time of a launch is that of its

@@ -1,4 +1,6 @@
-"""Attention over the paged cache: decode rows in padded groups, prefill chunks one by one.
+"""Attention over the paged cache, by torch: decode rows in padded groups, prefill chunks one by one.
+
+On GPUs the Triton kernels compute (triton_attention.py), for which this is the plain reference.
 
 `fast` leaves the order of a reduction to the library. `batch_invariant` reduces keys in tiles of kv_tile tokens, in
 order, starting at multiples of kv_tile. Each of its GEMMs takes the query heads of one token as rows (padded to the row
@@ -9,6 +11,7 @@ Dv = width of a value, K = num_keys, C = query rows of one chunk, n = sequences.
 """
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from torch.nn import functional
 from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk, DecodeGroup, Visible, plan_attention
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.indexed_attention import attend_row, chosen_keys
 from moe_serve.kernels.linear import cut, proven_tiles
 from moe_serve.kernels.numerics import Numerics
@@ -69,6 +73,45 @@ class AttentionShape:
     long_from: int | None = None
     has_sinks: bool = False
 
+    @property
+    def for_kernels(self) -> AttendShape:
+        layout = self.layout
+        latent = layout.value_width if layout.kind == "mla" else None
+        return AttendShape(layout.num_heads, self.group, layout.width, self.scale, latent)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedRows:
+    """What an indexer has computed for the rows of a step, to choose the keys that they attend.
+
+    q:     [T, heads, width];  weights: [T, heads]
+    layer: of the cache, that holds its keys, [slots, 1, width];  topk: how many keys a row attends
+    """
+
+    q: Tensor
+    weights: Tensor
+    layer: int
+    topk: int
+
+
+class StepPlan(Protocol):
+    """The plan of a step's attention. long_chunks: those that are left to the caller, behind all other rows"""
+
+    @property
+    def long_chunks(self) -> tuple[Chunk, ...]: ...
+
+
+class Attention(Protocol):
+    """The attention of all layers that share a cache layout; what each method returns stands at PagedAttention."""
+
+    def plan(self, batch: ForwardBatch, window: int | None = None, chunk: int | None = None) -> StepPlan: ...
+
+    def __call__(self, q: Tensor, cache: KvCache, layer: int, plan: Any, sinks: Tensor | None = None) -> Tensor: ...
+
+    def attend_indexed(
+        self, q: Tensor, cache: KvCache, layer: int, index: IndexedRows, batch: ForwardBatch
+    ) -> Tensor: ...
+
 
 class PagedAttention:
     """The attention of all layers that share a cache layout. Stateless between calls."""
@@ -86,15 +129,6 @@ class PagedAttention:
         if numerics.row_tile is not None:
             like = torch.zeros((), dtype=dtype, device=device)
             self._tiles = self._prove(like)
-
-    @property
-    def layout(self) -> KvLayout:
-        return self._layout
-
-    @property
-    def scale(self) -> float:
-        """The factor on the scores."""
-        return self._scale
 
     def plan(self, batch: ForwardBatch, window: int | None = None, chunk: int | None = None) -> AttentionPlan:
         """Returns the plan of a step's attention, once for all layers with equal visibility. None, None: all keys"""
@@ -122,6 +156,28 @@ class PagedAttention:
                 out.index_copy_(0, group.tokens, found)
         for chunk in plan.chunks:
             out[chunk.start : chunk.end] = self._chunk(q[chunk.start : chunk.end], cache, layer, chunk, sinks)
+        return out
+
+    def attend_indexed(self, q: Tensor, cache: KvCache, layer: int, index: IndexedRows, batch: ForwardBatch) -> Tensor:
+        """Returns the attention of the rows over the keys that the indexer chooses, [T, 1, heads, latent].
+
+        Rows are computed one by one, so that a row's bits depend on that row only. Padding rows have zeros.
+        q: [T, 1, heads, width]. The latents and index keys of these rows are already in the cache.
+        """
+        out = q.new_zeros(*q.shape[:-1], self._layout.value_width)
+        row = 0
+        for seq, length in enumerate(batch.host_query_lens):
+            keys = torch.arange(batch.host_seq_lens[seq], device=q.device)
+            blocks = batch.block_tables[seq].index_select(0, keys // batch.block_size).long()
+            slots = blocks * batch.block_size + keys % batch.block_size
+            latents, index_keys = (cache.layer(of)[:, 0].index_select(0, slots) for of in (layer, index.layer))
+            for seen in range(len(keys) - length + 1, len(keys) + 1):
+                # Copies, since libraries may compute a product otherwise where it begins at another address.
+                mine = index.q[row].clone(), index.weights[row].clone()
+                chosen = chosen_keys(*mine, index_keys[:seen], index.topk)
+                rows = latents.index_select(0, chosen)
+                out[row, 0] = attend_row(q[row, 0].clone(), rows, self._scale)[:, : self._layout.value_width]
+                row += 1
         return out
 
     def _decode(self, q: Tensor, cache: KvCache, layer: int, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
@@ -258,34 +314,3 @@ def attend_chunk(q: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scale: f
         scale=scale,
     )
     return out.permute(2, 0, 1, 3)
-
-
-def attend_indexed(
-    q: Tensor,
-    index: tuple[Tensor, Tensor, int],
-    batch: ForwardBatch,
-    caches: tuple[Tensor, Tensor],
-    latent: int,
-    scale: float,
-) -> Tensor:
-    """Returns the attention of the rows over the keys that the indexer chooses, [T, 1, heads, latent].
-
-    Rows are computed one by one, so that a row's bits depend on that row only. Padding rows have zeros.
-    q:      [T, 1, heads, width];  latent: the first elements of a row, which are its value
-    index:  queries [T, index heads, index width], weights of heads [T, index heads], and how many keys are chosen
-    caches: latents and rotated keys [slots, 1, width], and index keys [slots, 1, index width], of one layer
-    """
-    index_q, weights, topk = index
-    out = q.new_zeros(*q.shape[:-1], latent)
-    row = 0
-    for seq, length in enumerate(batch.host_query_lens):
-        keys = torch.arange(batch.host_seq_lens[seq], device=q.device)
-        blocks = batch.block_tables[seq].index_select(0, keys // batch.block_size).long()
-        slots = blocks * batch.block_size + keys % batch.block_size
-        latents, index_keys = (cache[:, 0].index_select(0, slots) for cache in caches)
-        for seen in range(len(keys) - length + 1, len(keys) + 1):
-            # Copies, since libraries may compute a product otherwise where it begins at another address.
-            chosen = chosen_keys(index_q[row].clone(), weights[row].clone(), index_keys[:seen], topk)
-            out[row, 0] = attend_row(q[row, 0].clone(), latents.index_select(0, chosen), scale)[:, :latent]
-            row += 1
-    return out

@@ -5,6 +5,7 @@ Shape words: n = sequences, K = num_keys, C = query rows of one chunk.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -113,6 +114,19 @@ def plan_attention(
         num_rows = num_rows if is_long else end
         start = end
     return AttentionPlan(tuple(decodes), tuple(chunks), tuple(long_chunks), num_rows)
+
+
+def long_chunks_of(
+    batch: ForwardBatch, layout: KvLayout, numerics: Numerics, dtype: torch.dtype, long_from: int | None
+) -> tuple[Chunk, ...]:
+    """Returns the chunks of at least long_from rows, the last ones of the batch; None: none."""
+    lens, starts = batch.host_query_lens, [0, *accumulate(batch.host_query_lens)]
+    if long_from is None or not lens or lens[-1] < long_from:
+        return ()
+    builder = _Builder(batch, layout, numerics, dtype, Visible())
+    return tuple(
+        builder.chunk(seq, starts[seq], starts[seq + 1]) for seq, length in enumerate(lens) if length >= long_from
+    )
 
 
 def groups_of(batch: ForwardBatch, layout: KvLayout) -> list[Sequence[int]]:

@@ -1,6 +1,7 @@
 """The forms of arithmetic that models ask for, as values. Specs and plans read them, so this imports no torch.
 
-They describe the activation of an MLP, the choice of a gate, and the numbers of a quantised matrix that share a scale.
+They describe the activation of an MLP, the attention of a layer, the choice of a gate, and the numbers of a quantised
+matrix that share a scale.
 """
 
 import math
@@ -46,6 +47,31 @@ class MlaWidths:
     nope: int
     latent: int
     rope: int
+
+
+@dataclass(frozen=True)
+class AttendShape:
+    """The attention of one cache layout.
+
+    heads: key/value heads;  group: query heads of each;  width: of a key;  scale: factor on the scores
+    latent: None where a slot holds the heads' keys, then their values (gqa); else it holds one row for the one
+            key/value head, whose first `latent` elements are the value (mla)
+    """
+
+    heads: int
+    group: int
+    width: int
+    scale: float
+    latent: int | None = None
+
+    @property
+    def value_width(self) -> int:
+        return self.width if self.latent is None else self.latent
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """Returns the shape of one cache slot."""
+        return (2 * self.heads, self.width) if self.latent is None else (1, self.width)
 
 
 @dataclass(frozen=True)

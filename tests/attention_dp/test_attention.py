@@ -1,11 +1,13 @@
 """Paged attention against the plain formula, for both layouts, in groups and in chunks."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from moe_serve.attention_dp import attention_plan
-from moe_serve.attention_dp.attention import AttentionShape, PagedAttention, attention_reference
+from moe_serve.attention_dp.attention import Attention, AttentionShape, PagedAttention, attention_reference
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.attention_dp.request import Request, SamplingParams
@@ -47,8 +49,9 @@ def run(
     window: int | None = None,
     chunk: int | None = None,
     has_sinks: bool = False,
+    make: Callable[..., Attention] = PagedAttention,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (what PagedAttention gives, what the reference gives), real rows only.
+    """Returns (what attention made by `make` gives, what the reference gives), real rows only.
 
     stale: what slots hold that no sequence has written;  fault: (sequence, value of one element of its first row)
     window, chunk, has_sinks: as layers have them
@@ -74,7 +77,7 @@ def run(
     q = torch.randn(batch.num_padded, layout.num_heads, group, layout.width, generator=generator)
     shape = AttentionShape(layout, group, SCALE, has_sinks=has_sinks)
     sinks = torch.linspace(-2, 3, layout.num_heads * group) if has_sinks else None
-    attention = PagedAttention(shape, numerics, torch.float32, "cpu")
+    attention = make(shape, numerics, torch.float32, "cpu")
     got = attention(q, cache, 0, attention.plan(batch, window, chunk), sinks)
     assert got.shape == (*q.shape[:-1], layout.value_width)
     wanted = []

@@ -3,10 +3,15 @@
 Each function is one launch (or a few that belong together) of DeepSeek-V3's shape; capability is 80, 90 or 100.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.forms import BlockScaled
+from moe_serve.kernels.forms import AttendShape, BlockScaled
+
+if TYPE_CHECKING:
+    from moe_serve.kernels.triton.attention import PagedRows
 
 HIDDEN, INTERMEDIATE, TOKENS, TOPK, EXPERTS = 7168, 2048, 128, 8, 36
 FP8 = torch.float8_e4m3fn
@@ -200,3 +205,60 @@ def nvshmem_launchers(capability: int) -> dict[str, object]:
     from moe_serve.dispatch.gpu import symmetric
 
     return symmetric.nvshmem_launchers(divmod(capability, 10))
+
+
+def _attend(shape: AttendShape, lens: list[int], dtype: torch.dtype, limited: bool = False) -> None:
+    """Launches attention of sequences with so many rows each and up to 4096 keys; limited: by a window, with sinks."""
+    from moe_serve.kernels.triton.attention import Seen, attend_triton
+
+    sinks = some(shape.heads * shape.group, dtype=torch.float32)
+    q = some(sum(lens), shape.heads, shape.group, shape.width, dtype=dtype)
+    out = some(sum(lens), shape.heads, shape.group, shape.value_width, dtype=dtype)
+    seen = Seen(128, None, sinks) if limited else Seen()
+    attend_triton(q, some(1024, *shape.row_shape, dtype=dtype), out, shape, _paged(lens), seen)
+
+
+def _paged(lens: list[int]) -> "PagedRows":
+    from moe_serve.kernels.triton.attention import PagedRows
+
+    starts = None if max(lens) == 1 else some(len(lens) + 1, dtype=torch.int32)
+    seq_lens, tables = some(len(lens), dtype=torch.int64), some(len(lens), 512, dtype=torch.int32)
+    return PagedRows(starts, seq_lens, tables, 16, sum(lens), 4096)
+
+
+GQA, GPT_OSS, WIDE = AttendShape(8, 8, 128, 0.1), AttendShape(8, 8, 64, 0.1), AttendShape(4, 16, 192, 0.1)
+MLA = AttendShape(1, 128, 576, 0.1, latent=512)
+CHUNKS = [7, 300, 512]
+
+
+def attend_gqa(capability: int) -> None:
+    for lens in ([1] * TOKENS, [1], CHUNKS):
+        _attend(GQA, lens, torch.bfloat16)
+
+
+def attend_sinks(capability: int) -> None:
+    for lens in ([1] * TOKENS, CHUNKS):
+        _attend(GPT_OSS, lens, torch.float16, limited=True)
+
+
+def attend_wide(capability: int) -> None:
+    for lens in ([1] * TOKENS, CHUNKS):
+        _attend(WIDE, lens, torch.bfloat16)
+
+
+def attend_latent(capability: int) -> None:
+    for lens in ([1] * TOKENS, [1], CHUNKS):
+        _attend(MLA, lens, torch.bfloat16)
+
+
+def attend_float32(capability: int) -> None:
+    for lens in ([1] * TOKENS, CHUNKS):
+        _attend(GQA, lens, torch.float32)
+
+
+def attend_indexed(capability: int) -> None:
+    from moe_serve.kernels.triton.indexed_attention import attend_indexed_triton
+
+    q, out = some(sum(CHUNKS), 1, 128, 576), some(sum(CHUNKS), 1, 128, 512)
+    index = some(sum(CHUNKS), 64, 128), some(sum(CHUNKS), 64), some(1024, 1, 128), 2048
+    attend_indexed_triton(q, some(1024, 1, 576), out, MLA, index, _paged(CHUNKS))

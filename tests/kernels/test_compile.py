@@ -17,7 +17,8 @@ MAX_STACK_BYTES = 16  # a few bytes of addressing; a spilled block is hundreds
 
 ANY_GPU = ["norms", "rope_write", "row_factors", "pack_rows", "gpt_oss_experts", "packed_gemm_few_rows",
            "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "silu_mul", "weighted_sum", "topk_gate",
-           "exact_split", "low_latency", "low_latency_top16"]  # fmt: skip
+           "exact_split", "low_latency", "low_latency_top16", "attend_gqa", "attend_indexed"]  # fmt: skip
+MORE_ATTENTION = ["attend_latent", "attend_sinks", "attend_wide", "attend_float32"]
 # sm_89 and later have e4m3.
 WITH_E4M3 = [
     "quantize",
@@ -28,7 +29,9 @@ WITH_E4M3 = [
     "silu_mul_quantize",
     "low_latency_fp8",
 ]
-USES_MATRIX_UNITS = {"grouped_gemm_kernel"}
+USES_MATRIX_UNITS = {"grouped_gemm_kernel", "attend_kernel", "index_scores_kernel"}
+WITHOUT_MATRIX_UNITS = {"attend_float32"}  # in full precision
+MOVES_16_BYTES = {"dispatch_send_kernel", "combine_send_kernel", "dispatch_receive_kernel", "attend_kernel"}
 
 CALLS_IN_ONE_THREAD = ("nvshmemx_signal_op",)  # what Triton would call in every thread of a program
 CALLS_IN_ALL_THREADS = ("nvshmemx_putmem_signal_block",)
@@ -62,23 +65,25 @@ def compiled(capability: int, launches: list[str], **environment: str) -> list[d
 
 
 @pytest.mark.parametrize(
-    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
+    "capability, launches",
+    [
+        pytest.param(80, ANY_GPU + MORE_ATTENTION, marks=pytest.mark.slow),
+        (90, ANY_GPU + WITH_E4M3),
+        pytest.param(90, MORE_ATTENTION, marks=pytest.mark.slow),
+        pytest.param(100, ANY_GPU + WITH_E4M3 + MORE_ATTENTION, marks=pytest.mark.slow),
+    ],
 )
-def test_kernels_compile_without_spilling(capability: int) -> None:
-    launches = ANY_GPU + (WITH_E4M3 if capability >= 90 else [])
+def test_kernels_compile_without_spilling(capability: int, launches: list[str]) -> None:
     reports = compiled(capability, launches)
     assert {report["launch"] for report in reports} == set(launches)
     for report in reports:
         assert report["registers"] <= MAX_REGISTERS, report
         assert report["stack_bytes"] <= MAX_STACK_BYTES, report
         assert report["shared_bytes"] <= SHARED_BYTES[capability], report
-        assert (report["matrix_instructions"] > 0) == (report["kernel"] in USES_MATRIX_UNITS), report
+        uses_them = report["kernel"] in USES_MATRIX_UNITS and report["launch"] not in WITHOUT_MATRIX_UNITS
+        assert (report["matrix_instructions"] > 0) == uses_them, report
         # Rows are moved 16 bytes at a time; narrower access would halve the bandwidth of what is bound by it.
-        if report["kernel"] in (
-            "dispatch_send_kernel",
-            "combine_send_kernel",
-            "dispatch_receive_kernel",
-        ):
+        if report["kernel"] in MOVES_16_BYTES:
             assert min(report["wide_loads"], report["wide_stores"]) > 0, report
 
 

@@ -1,16 +1,11 @@
 """Decode steps on a GPU that is not there: what the decoder would launch (tests/recorded_launches.py)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor
 
-from moe_serve.attention_dp.attention import PagedAttention
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
@@ -20,7 +15,6 @@ from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST
-from moe_serve.models.decoder import runners
 from moe_serve.models.decoder.moe_decoder import build_decoder, kv_layouts
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
@@ -94,7 +88,7 @@ def record_step(step: DecodeStep) -> Recording:
         run: Any = decoder.run
         run.capture = lambda launch: (lambda: None, launch())  # nothing runs in either case
         for _ in "12":  # the first one makes what stays, the second one is captured
-            with recorded() as recording, attention_as_one_launch(recording):
+            with recorded() as recording:
                 clock: Any = parallel.clock
                 clock.turn = recording.turn
                 decoder.forward(batch, cache, 1)
@@ -128,26 +122,3 @@ def transport_of(step: DecodeStep, slots_per_rank: int) -> AnyAllToAll:
     regions = SymmetricRegions(region, peers, 0, 1, None)
     ranks = SlabRanks(replace(regions), torch.bfloat16, keep_fp8=fp8_rows)
     return GpuSlabAllToAll(ranks, group)
-
-
-@contextmanager
-def attention_as_one_launch(recording: Recording) -> Iterator[None]:
-    """Attention is one launch of its contract, whatever computes it."""
-
-    def attend(self: PagedAttention, q: Tensor, cache: KvCache, layer: int, *_: Any) -> Tensor:
-        out = q.new_empty(*q.shape[:-1], self.layout.value_width)
-        recording.add("attention", [q, cache.layer(layer), out])
-        return out
-
-    def attend_indexed(q: Tensor, rows: Any, batch: Any, caches: Any, latent: int, scale: float) -> Tensor:
-        out = q.new_empty(*q.shape[:-1], latent)
-        recording.add("attention", [q, *caches, out])
-        return out
-
-    nothing_long = mock.Mock(long_chunks=())
-    with (
-        mock.patch.object(PagedAttention, "__call__", attend),
-        mock.patch.object(PagedAttention, "plan", return_value=nothing_long),
-        mock.patch.object(runners, "attend_indexed", attend_indexed),
-    ):
-        yield

@@ -65,12 +65,28 @@ def _silu_mul(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
     return Work(rows * at["width"] * (2 * at["gate_up"].itemsize + at["out"].itemsize))
 
 
-def _attention(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
-    q, *caches, out = launch.tensors
-    keys = step.tokens * (step.context + 1)
-    cached = sum(keys * cache[0].nbytes for cache in caches)
+def _attend(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+    q, out, parts = at["q"], at["out"], at["part_out"]
+    listed = at["BLOCK_SIZE"] == 1  # of keys that an indexer has chosen
+    keys = step.tokens * min(step.context + 1, at["tables"].shape[1] if listed else step.context + 1)
+    moved = q.nbytes + keys * at["k"][0].nbytes + (out if parts is None else parts).nbytes
     heads = q.numel() // (step.tokens * q.shape[-1])
-    return Work(q.nbytes + out.nbytes + cached, 2.0 * keys * heads * (q.shape[-1] + out.shape[-1]))
+    return Work(moved, 2.0 * keys * heads * (q.shape[-1] + out.shape[-1]))
+
+
+def _combine_parts(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+    return Work(at["part_out"].nbytes + at["part_sums"].nbytes + at["out"].nbytes)
+
+
+def _index_scores(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+    keys = step.tokens * (step.context + 1)
+    moved = at["index_q"].nbytes + at["weights"].nbytes + keys * at["keys"][0].nbytes + 4.0 * keys
+    return Work(moved, 2.0 * keys * at["HEADS"] * at["WIDTH"])
+
+
+def _choose(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+    passes = 5 if at["SCORED"] else 0  # a digit each, and the choice
+    return Work(passes * 4.0 * step.tokens * (step.context + 1) + at["slots"].nbytes)
 
 
 def _norm(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
@@ -112,7 +128,10 @@ def _finish(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
 _RULES: dict[str, Callable[[dict[str, Any], Launch, DecodeStep], Work]] = {
     "grouped_gemm_kernel": _grouped_gemm,
     "silu_mul_kernel": _silu_mul,
-    "attention": _attention,
+    "attend_kernel": _attend,
+    "combine_kernel": _combine_parts,
+    "index_scores_kernel": _index_scores,
+    "choose_kernel": _choose,
     "norm_kernel": _norm,
     "rope_write_kernel": _rope_write,
     "mla_rope_write_kernel": _mla_rope_write,

@@ -16,7 +16,7 @@ from moe_serve.kernels.cpu.library import AMX, CpuLibrary, find_cpu_library
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.checkpoint_parts import with_stored_head
 from moe_serve.models.decoder.moe_decoder import kv_layouts
-from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
+from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 
 
@@ -65,7 +65,6 @@ class ModelPlan:
     @classmethod
     def of(cls, config: ServeConfig, spec: ModelSpec, device: torch.device) -> Self:
         """Returns the plan for a device. Raises PlacementError, ConfigError or CapacityError that names the setting."""
-        _check_device(spec, device)
         dtype = compute_dtype(config, device)
         choice = choose_numerics(config, device, dtype)
         folder = checkpoint_folder(config)
@@ -153,20 +152,6 @@ def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, m
             "raise cache.memory_gib or set cache.num_blocks"
         )
     return num_blocks
-
-
-def _check_device(spec: ModelSpec, device: torch.device) -> None:
-    """Raises ConfigError where the model needs a feature that is built for CPUs only."""
-    attention, needs = spec.attention, []
-    if isinstance(attention, GqaSpec):
-        needs += ["sliding windows"] if attention.window is not None else []
-        needs += ["chunked attention"] if attention.chunk is not None else []
-        needs += ["attention sinks"] if attention.has_sinks else []
-    needs += ["sparse attention"] if isinstance(attention, MlaSpec) and attention.indexer is not None else []
-    if needs and device.type != "cpu":
-        raise ConfigError(
-            f"{spec.model_type} needs {', '.join(needs)}, which are not built for GPUs; set parallel.device: cpu"
-        )
 
 
 def _max_model_len(config: ServeConfig, spec: ModelSpec) -> int:

@@ -6,7 +6,6 @@ at most about 0.6 MiB per thread, whatever the lengths.
 """
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,31 +13,7 @@ from torch import Tensor
 from moe_serve.kernels.cpu.checks import dense
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.rows import float_bits
-
-
-@dataclass(frozen=True)
-class AttendShape:
-    """The attention of one cache layout.
-
-    heads: key/value heads;  group: query heads of each;  width: of a key;  scale: factor on the scores
-    latent: None where a slot holds the heads' keys, then their values (gqa); else it holds one row for the one
-            key/value head, whose first `latent` elements are the value (mla)
-    """
-
-    heads: int
-    group: int
-    width: int
-    scale: float
-    latent: int | None = None
-
-    @property
-    def value_width(self) -> int:
-        return self.width if self.latent is None else self.latent
-
-    @property
-    def row_shape(self) -> tuple[int, int]:
-        """Returns the shape of one cache slot."""
-        return (2 * self.heads, self.width) if self.latent is None else (1, self.width)
+from moe_serve.kernels.forms import AttendShape
 
 
 class AttendRows:

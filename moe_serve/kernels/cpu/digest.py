@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
+from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.cpu.logprobs import row_logprobs
@@ -21,7 +21,7 @@ from moe_serve.kernels.cpu.operations import EXAMPLE_ROWS, AnyOperation, declare
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
-from moe_serve.kernels.forms import Activation, RouterSpec
+from moe_serve.kernels.forms import Activation, AttendShape, RouterSpec
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows, WantedLogprobs
 

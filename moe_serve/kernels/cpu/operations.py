@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.kernels import indexed_attention, rope, rows
-from moe_serve.kernels.cpu.attention import AttendShape, attend_options
+from moe_serve.kernels.cpu.attention import attend_options
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import KINDS, PackedHeads, PackedLinear, RowTable
@@ -36,7 +36,7 @@ from moe_serve.kernels.cpu.tape import (
     RowInputs,
     Tape,
 )
-from moe_serve.kernels.forms import MlaWidths, RouterSpec, Scoring
+from moe_serve.kernels.forms import AttendShape, MlaWidths, RouterSpec, Scoring
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, PartClock
 from moe_serve.kernels.rows import LayerNorm

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_serve.attention_dp.attention import PagedAttention
+from moe_serve.attention_dp.attention import Attention, AttentionShape, PagedAttention
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.ep.expert_store import ExpertStore
@@ -98,8 +98,8 @@ def build_decoder(
     if numerics.compiled:
         run: StackRunner = RecordedRunner(stack, table, attention.shape, spec.vocab_size, parallel.clock)
     else:
-        paged = PagedAttention(attention.shape, numerics, embed.dtype, device)
-        run = TorchRunner(stack, table, paged, numerics, parallel.clock)
+        attend = make_attention(attention.shape, numerics, embed.dtype, torch.device(device))
+        run = TorchRunner(stack, table, attend, numerics, parallel.clock)
         if captures_decodes(numerics, device):
             run = GraphRunner(run, parallel)
     return MoeDecoder(spec, stack, run)
@@ -120,6 +120,15 @@ def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:
         if attention.indexer is not None:  # its keys lie behind the latents of all layers
             return (layout,) * spec.num_layers + (KvLayout.mla(attention.indexer.width, 0),) * spec.num_layers
     return (layout,) * spec.num_layers
+
+
+def make_attention(shape: AttentionShape, numerics: Numerics, dtype: torch.dtype, device: torch.device) -> Attention:
+    """Returns the attention for a device: Triton's kernels on GPUs, torch elsewhere."""
+    if device.type == "cuda":
+        from moe_serve.attention_dp.triton_attention import TritonAttention
+
+        return TritonAttention(shape, numerics, dtype)
+    return PagedAttention(shape, numerics, dtype, device)
 
 
 def _shared_expert(weights: dict[str, Tensor], forms: WeightForms) -> SharedExpert:

@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.attention_dp.attention import AttentionShape, PagedAttention, attend_indexed
-from moe_serve.attention_dp.attention_plan import AttentionPlan, Chunk
+from moe_serve.attention_dp.attention import Attention, AttentionShape, IndexedRows, StepPlan
+from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer
-from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
+from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedLinear, RowTable
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
+from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.linear import Linear
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.part_clock import MLP, PartClock
@@ -32,7 +33,7 @@ class TorchRunner:
 
     stack: DecoderStack
     rope: RopeTable
-    attention: PagedAttention
+    attention: Attention
     numerics: Numerics
     clock: PartClock
     _rows: Tensor | None = None  # of the last step, where more logits of it are wanted
@@ -54,9 +55,7 @@ class TorchRunner:
 class TorchStep(Step):
     """The rows of one batch, and operations done at once."""
 
-    def __init__(
-        self, step: StepInputs, attention: PagedAttention, rope: RopeTable, numerics: Numerics, clock: PartClock
-    ):
+    def __init__(self, step: StepInputs, attention: Attention, rope: RopeTable, numerics: Numerics, clock: PartClock):
         batch, scales = step.batch, rope.query_scales
         self.ids, self.slots, self.cache = batch.input_ids, batch.slot_mapping, step.cache
         self.turns = rope(batch.positions)
@@ -66,7 +65,7 @@ class TorchStep(Step):
         self._attention = attention
         self._numerics = numerics
         self._clock = clock
-        self._plans: dict[tuple[int | None, int | None], AttentionPlan] = {}  # by window and chunk, as layers ask
+        self._plans: dict[tuple[int | None, int | None], StepPlan] = {}  # by window and chunk, as layers ask
 
     @property
     def long_chunks(self) -> tuple[Chunk, ...]:
@@ -81,16 +80,15 @@ class TorchStep(Step):
         assert self.has_rows, "nothing to attend"
         return self._attention(q, self.cache, layer, self._plan(window, chunk), sinks)
 
-    def _plan(self, window: int | None, chunk: int | None) -> AttentionPlan:
+    def _plan(self, window: int | None, chunk: int | None) -> StepPlan:
         key = window, chunk
         if key not in self._plans:
             self._plans[key] = self._attention.plan(self._step.batch, window, chunk)
         return self._plans[key]
 
     def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
-        cached = self.cache.layer(layer), self.cache.layer(index.layer)
-        rows, attention = (index.q, index.weights, index.shape.topk), self._attention
-        return attend_indexed(q, rows, self._step.batch, cached, attention.layout.value_width, attention.scale)
+        rows = IndexedRows(index.q, index.weights, index.layer, index.shape.topk)
+        return self._attention.attend_indexed(q, self.cache, layer, rows, self._step.batch)
 
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
         return self.cache.gather(layer, chunk.rows, 1)[0][0, 0]
@@ -123,9 +121,7 @@ class RecordedRunner:
         self._clock = clock
         self._rope = rope
         self._vocab_size = vocab_size
-        layout = shape.layout
-        latent = layout.value_width if layout.kind == "mla" else None
-        self._shape = AttendShape(layout.num_heads, shape.group, layout.width, shape.scale, latent)
+        self._shape = shape.for_kernels
         self._recorded: RecordedStep | None = None
         self._rows: Tensor | None = None  # [capacity, H], what the head projects, until the next step
         self._inputs: BatchInputs | None = None

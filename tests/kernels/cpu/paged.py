@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.attention import attention_reference
-from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
+from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.operations import recorded_once
+from moe_serve.kernels.forms import AttendShape
 
 SHAPES = {
     "gqa": AttendShape(2, 4, 64, 0.125),
@@ -49,8 +50,8 @@ class Sequences:
     sinks: Tensor | None
     chunk: int | None
 
-    def attend(self, chunks: list[tuple[int, int, int]]) -> list[Tensor]:
-        """Returns the attention of chunks (sequence, first position, end), computed in one call."""
+    def batch(self, chunks: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns queries, positions, starts and block tables of a call for chunks (sequence, first position, end)."""
         widest = max((len(self.tables[seq]) for seq, _, _ in chunks), default=0)
         tables = torch.full((len(chunks), widest + 1), -1, dtype=torch.int32)[:, :widest]  # rows with a stride
         for row, (seq, _, _) in enumerate(chunks):
@@ -58,14 +59,19 @@ class Sequences:
         lengths = [end - first for _, first, end in chunks]
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         positions = torch.cat([torch.arange(0), *(torch.arange(first, end) for _, first, end in chunks)])
-        wide = torch.zeros(len(positions), self.shape.heads * self.shape.group * self.shape.width + 5)
+        wide = self.cache.new_zeros(len(positions), self.shape.heads * self.shape.group * self.shape.width + 5)
         q = wide[:, 2:-3].view(len(positions), self.shape.heads, self.shape.group, self.shape.width)
         for (seq, first, end), start in zip(chunks, starts.tolist(), strict=False):
             q[start : start + end - first] = self.queries[seq][first:end]
+        return q, positions, starts, tables
+
+    def attend(self, chunks: list[tuple[int, int, int]]) -> list[Tensor]:
+        """Returns the attention of chunks, computed in one call of the compiled kernels."""
+        q, positions, starts, tables = self.batch(chunks)
         rows = AttendRows(self.shape, positions, starts, tables, self.block_size)
         options = self.window, self.sinks, self.chunk
         attended = recorded_once(len(q), lambda do: do.attend_rows(q, self.cache, self.shape, *options), rows.address)
-        return list(attended.split(lengths))
+        return list(attended.split([end - first for _, first, end in chunks]))
 
     def slots(self, seq: int) -> Tensor:
         """Returns the slot of every position of one sequence."""
@@ -73,16 +79,23 @@ class Sequences:
         blocks = torch.tensor(self.tables[seq], dtype=torch.int64)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def reference(self, seq: int, first: int, end: int) -> Tensor:
+    def reference(self, seq: int, first: int, end: int, of_magnitudes: bool = False) -> Tensor:
+        """Returns the attention of a chunk; of_magnitudes: over values without their signs, which no sum makes small"""
         rows = self.cache[self.slots(seq)[:end]].double().transpose(0, 1)
         keys, values = rows, rows[..., : self.shape.value_width]
         if self.shape.latent is None:
             keys, values = rows.split(self.shape.heads)
+        values = values.abs() if of_magnitudes else values
         queries, scale = self.queries[seq][first:end], self.shape.scale
         return attention_reference(queries, keys, values, scale, first, self.window, self.sinks, self.chunk)
 
 
-def sequences(case: tuple[AttendShape, int | None, bool, int | None], lengths: list[int], block_size: int) -> Sequences:
+def sequences(
+    case: tuple[AttendShape, int | None, bool, int | None],
+    lengths: list[int],
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+) -> Sequences:
     """Returns sequences of these lengths. Blocks that belong to none of them, and the ends of blocks, are NaN."""
     shape, window, has_sinks, chunk = case
     generator = torch.Generator().manual_seed(0)
@@ -90,11 +103,11 @@ def sequences(case: tuple[AttendShape, int | None, bool, int | None], lengths: l
     spare = 3
     blocks = torch.randperm(sum(num_blocks) + spare, generator=generator).tolist()
     tables = [[blocks.pop() for _ in range(number)] for number in num_blocks]
-    cache = torch.full(((sum(num_blocks) + spare) * block_size, *shape.row_shape), float("nan"))
-    queries = [torch.randn(n, shape.heads, shape.group, shape.width, generator=generator) for n in lengths]
+    cache = torch.full(((sum(num_blocks) + spare) * block_size, *shape.row_shape), float("nan"), dtype=dtype)
+    queries = [torch.randn(n, shape.heads, shape.group, shape.width, generator=generator).to(dtype) for n in lengths]
     sinks = torch.linspace(-2, 3, shape.heads * shape.group) if has_sinks else None
     made = Sequences(shape, block_size, cache, tables, queries, window, sinks, chunk)
     for seq in range(len(lengths)):
         slots = made.slots(seq)
-        cache[slots] = torch.randn(len(slots), *shape.row_shape, generator=generator)
+        cache[slots] = torch.randn(len(slots), *shape.row_shape, generator=generator).to(dtype)
     return made

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels import indexed_attention as plain
-from moe_serve.kernels.cpu.attention import AttendRows, AttendShape
+from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.operations import recorded_once
+from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.indexed_attention import IndexerShape
 from tests.tolerance import FLOAT32, relative_error
 

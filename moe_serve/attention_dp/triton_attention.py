@@ -1,0 +1,99 @@
+"""Attention over the paged cache on GPUs, by the Triton kernels: the twin of PagedAttention (attention.py).
+
+A plan needs the host's lengths only, which may be upper bounds, and the tensors of the batch as they are: nothing is
+gathered, no mask is built, and no size comes from the device. So a step whose batch lies in static tensors is captured.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_serve.attention_dp.attention import AttentionShape, IndexedRows
+from moe_serve.attention_dp.attention_plan import Chunk, long_chunks_of
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.triton.attention import PagedRows, Seen, attend_triton
+from moe_serve.kernels.triton.indexed_attention import attend_indexed_triton
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """The attention of one step: one launch for decodes, and one for all chunks.
+
+    decodes:     sequences of one row each, the first rows of the batch
+    chunks:      the other sequences, but for long_chunks, which are left to the caller
+    """
+
+    decodes: PagedRows | None
+    chunks: PagedRows | None
+    num_rows: int
+    window: int | None
+    chunk: int | None
+    long_chunks: tuple[Chunk, ...]
+
+
+class TritonAttention:
+    """The attention of all layers that share a cache layout. Stateless between calls.
+
+    A decode's bits depend on its request alone. So do a chunk's in `batch_invariant`; in `fast` they also depend on
+    where the chunk was cut.
+    """
+
+    def __init__(self, shape: AttentionShape, numerics: Numerics, dtype: torch.dtype):
+        self._shape = shape
+        self._dtype = dtype
+        self._kernel_shape = shape.for_kernels
+        self._numerics = numerics
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._shape.layout
+
+    def plan(self, batch: ForwardBatch, window: int | None = None, chunk: int | None = None) -> LaunchPlan:
+        """Returns the plan of a step's attention, once for all layers with equal visibility."""
+        num_decodes = batch.num_decodes
+        decodes = _rows(batch, 0, num_decodes, alone=True) if num_decodes else None
+        shape = self._shape
+        long_chunks = long_chunks_of(batch, shape.layout, self._numerics, self._dtype, shape.long_from)
+        chunks = _rows(batch, num_decodes, len(batch.host_query_lens) - len(long_chunks), alone=False)
+        num_rows = num_decodes + chunks.num_rows
+        return LaunchPlan(decodes, chunks if chunks.num_rows else None, num_rows, window, chunk, long_chunks)
+
+    def __call__(self, q: Tensor, cache: KvCache, layer: int, plan: LaunchPlan, sinks: Tensor | None = None) -> Tensor:
+        """Returns the attention of the rows, as PagedAttention does."""
+        assert self._shape.has_sinks == (sinks is not None), "sinks go with AttentionShape.has_sinks"
+        seen = Seen(plan.window, plan.chunk, sinks)
+        out = self._padded(q, plan.num_rows)
+        for rows in (plan.decodes, plan.chunks):
+            if rows is not None:
+                attend_triton(q, cache.layer(layer), out, self._kernel_shape, rows, seen, self._numerics.invariant)
+        return out
+
+    def attend_indexed(self, q: Tensor, cache: KvCache, layer: int, index: IndexedRows, batch: ForwardBatch) -> Tensor:
+        """Returns the attention of the rows over the keys that the indexer chooses, as PagedAttention does."""
+        out = self._padded(q, batch.num_tokens)
+        rows = _rows(batch, 0, len(batch.host_query_lens), alone=False)
+        chosen = index.q, index.weights, cache.layer(index.layer), index.topk
+        attend_indexed_triton(q, cache.layer(layer), out, self._kernel_shape, chosen, rows)
+        return out
+
+    def _padded(self, q: Tensor, num_rows: int) -> Tensor:
+        """Returns memory for the attention of the rows, zeros in padding rows."""
+        out = q.new_empty(*q.shape[:-1], self._shape.layout.value_width)
+        if num_rows < out.shape[0]:
+            out[num_rows:].zero_()
+        return out
+
+
+def _rows(batch: ForwardBatch, first: int, end: int, alone: bool) -> PagedRows:
+    """Returns the rows of sequences first .. end of a batch. alone: they have one row each, from row 0 on"""
+    return PagedRows(
+        query_starts=None if alone else batch.query_starts[first : end + 1],
+        seq_lens=batch.seq_lens[first:end],
+        block_tables=batch.block_tables[first:end],
+        block_size=batch.block_size,
+        num_rows=sum(batch.host_query_lens[first:end]),
+        max_keys=max(batch.host_seq_lens[first:end], default=0),
+    )

@@ -1,0 +1,183 @@
+"""Attention over the paged cache in Triton: right on every shape, and a row's bits are its own."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_serve.attention_dp.attention import AttentionShape
+from moe_serve.kernels.forms import AttendShape
+from moe_serve.kernels.indexed_attention import chosen_keys
+from moe_serve.kernels.numerics import Numerics
+from tests.attention_dp.test_attention import CASES as BATCHES
+from tests.attention_dp.test_attention import LAYOUTS, MODES, run
+from tests.kernels.conftest import RunCheck
+from tests.kernels.cpu.paged import Sequences, sequences
+from tests.kernels.data import relative_error
+from tests.tolerance import BFLOAT16, FLOAT32
+
+# Of the sum of weight times |value|: weights and results are rounded once each. float16 has three more bits.
+LIMITS = {"float32": FLOAT32, "bfloat16": 2 * BFLOAT16, "float16": BFLOAT16 / 4}
+Chunk = tuple[int, int, int]  # sequence, first position, end
+PART = 32  # keys of a part, so that short sequences have several
+
+# form -> (shapes to draw from, window, sinks, chunk)
+FORMS = {
+    "heads": ([AttendShape(2, 4, 64, 0.125), AttendShape(1, 5, 80, 0.1), AttendShape(1, 3, 192, 0.07)], False),
+    "limited": ([AttendShape(2, 3, 16, 0.25), AttendShape(1, 1, 7, 0.4)], True),
+    "latent": ([AttendShape(1, 20, 64, 0.125, 48), AttendShape(1, 3, 37, 0.2, 21)], False),
+    "wide latent": ([AttendShape(1, 40, 576, 0.05, 512)], False),
+    "limited latent": ([AttendShape(1, 3, 37, 0.2, 21)], True),
+}
+
+
+def attend(cached: Sequences, chunks: list[Chunk], device: str = "cpu", **options: object) -> list[Tensor]:
+    """Returns the attention of chunks in one call; chunks of one row each go the way of decodes."""
+    from moe_serve.kernels.triton import attention
+
+    attention.PART_KEYS = attention.LATENT_PART_KEYS = PART
+    q, _, starts, tables = cached.batch(chunks)
+    longest = max([end for _, _, end in chunks], default=0)
+    seq_lens = torch.tensor([end for _, _, end in chunks], dtype=torch.int64)
+    if all(end - first == 1 for _, first, end in chunks):
+        starts = None
+    parts = [None if part is None else part.to(device) for part in (starts, seq_lens, tables)]
+    rows = attention.PagedRows(*parts, cached.block_size, len(q), longest)
+    out = torch.full((*q.shape[:-1], cached.shape.value_width), float("nan"), dtype=q.dtype, device=device)
+    seen = attention.Seen(cached.window, cached.chunk, None if cached.sinks is None else cached.sinks.to(device))
+    attention.attend_triton(q.to(device), cached.cache.to(device), out, cached.shape, rows, seen, **options)
+    return list(out.cpu().split([end - first for _, first, end in chunks]))
+
+
+def check_random_batches(device: str, form: str, first_seed: int, end_seed: int) -> None:
+    shapes, limited = FORMS[form]
+    for seed in range(first_seed, end_seed):
+        draw = random.Random(f"{form} {seed}")
+        dtype, shape = draw.choice(list(LIMITS)), draw.choice(shapes)
+        window = draw.choice([None, 1, 5, 33, 70]) if limited else None
+        chunk = draw.choice([None, 1, 17, 64]) if limited and window is None else None
+        lengths = [draw.choice([1, 2, 15, 16, 17, 31, 32, 33, 64, 65, draw.randint(1, 150)]) for _ in range(3)]
+        case = shape, window, limited and draw.random() < 0.7, chunk
+        cached = sequences(case, lengths, draw.choice([1, 7, 16, 64]), getattr(torch, dtype))
+        decodes = draw.random() < 0.5
+        chunks = [
+            (seq, end - (1 if decodes else draw.randint(1, min(end, 40))), end) for seq, end in enumerate(lengths)
+        ]
+        for got, each in zip(attend(cached, chunks, device=device), chunks, strict=True):
+            error = relative_error(got, cached.reference(*each))
+            assert error < LIMITS[dtype], f"{form}, seed {seed}: {error:.1e} of {each} in {dtype}, {case}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_random_batches_match_plain_attention(on_device: RunCheck, form: str) -> None:
+    on_device(check_random_batches, form, 0, 1 if form == "wide latent" else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("form", FORMS)
+def test_many_random_batches_match_plain_attention(on_device: RunCheck, form: str) -> None:
+    on_device(check_random_batches, form, 3, 303)
+
+
+def check_neighbours(device: str, limited: bool) -> None:
+    case = (AttendShape(1, 3, 16, 0.25), 40 if limited else None, limited, None)
+    cached = sequences(case, [1, 33, 100, 65], 16)
+    decodes = [(0, 0, 1), (1, 32, 33), (2, 99, 100), (3, 64, 65)]
+    together = attend(cached, decodes, device=device)
+    for got, each in zip(together, decodes, strict=True):
+        assert torch.equal(got, attend(cached, [each], device=device)[0]), each
+    from moe_serve.kernels.triton import attention
+
+    enough, attention.ENOUGH_PROGRAMS = attention.ENOUGH_PROGRAMS, 0  # parts are added up where they are made
+    assert all(map(torch.equal, together, attend(cached, decodes, device=device)))
+    attention.ENOUGH_PROGRAMS = enough
+    whole = attend(cached, [(2, 70, 100)], invariant=True, device=device)[0]
+    assert torch.equal(whole[-1:], together[2])
+    cut = [(1, 30, 33), (2, 83, 100), (0, 0, 1)]
+    assert torch.equal(attend(cached, cut, invariant=True, device=device)[1], whole[13:])
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_neighbours_and_cuts_change_no_bit(on_device: RunCheck, limited: bool) -> None:
+    on_device(check_neighbours, limited)
+
+
+def check_nothing_to_attend(device: str) -> None:
+    from moe_serve.kernels.triton.attention import PagedRows, attend_triton
+
+    cached = sequences((AttendShape(2, 4, 16, 0.25), None, False, None), [40], 16)
+    assert attend(cached, [], device=device) == []
+    tables = torch.zeros(2, 4, dtype=torch.int32, device=device)
+    q, out = (torch.ones(2, 2, 4, 16, device=device) for _ in range(2))
+    for max_keys in (40, 200):  # in one part, and in several
+        rows = PagedRows(None, torch.tensor([0, 0], device=device), tables, 16, 2, max_keys)
+        attend_triton(q, cached.cache.to(device), out.fill_(1), cached.shape, rows)
+        assert not out.any()
+
+
+def test_rows_without_keys_get_zeros(on_device: RunCheck) -> None:
+    on_device(check_nothing_to_attend)
+
+
+def check_chosen(device: str, topk: int, lens: list[int], ends: list[int]) -> None:
+    from moe_serve.kernels.triton import indexed_attention
+    from moe_serve.kernels.triton.attention import PagedRows
+
+    indexed_attention.MOST_SCORES = 5 * max(ends)  # several passes
+    indexed_attention.SELECT_KEYS = 64
+    draw = torch.Generator().manual_seed(topk)
+    block_size, heads, width = 16, 3, 8
+    blocks = torch.randperm(30, generator=draw)
+    cache = torch.full((30 * block_size, 1, width), float("nan"))
+    # Small integers have exact sums, and many equal ones.
+    q = torch.randint(-2, 3, (sum(lens), heads, width), generator=draw).float()
+    weights = torch.randint(-2, 4, (sum(lens), heads), generator=draw).float()
+    tables = torch.full((len(lens), max(-(-end // block_size) for end in ends)), -1, dtype=torch.int32)
+    wanted = []
+    row = 0
+    for seq, (length, end) in enumerate(zip(lens, ends, strict=True)):
+        count = -(-end // block_size)
+        tables[seq, :count], blocks = blocks[:count].int(), blocks[count:]
+        keys = torch.randint(-2, 3, (end, width), generator=draw).float()
+        keys[end // 3] = float("nan")
+        slots = (tables[seq, torch.arange(end) // block_size] * block_size + torch.arange(end) % block_size).long()
+        cache[slots, 0] = keys
+        for seen in range(end - length + 1, end + 1):
+            wanted.append(slots[chosen_keys(q[row], weights[row], keys[:seen], topk)].tolist())
+            row += 1
+    starts = torch.tensor([0, *lens]).cumsum(0).int()
+    parts = [part.to(device) for part in (starts, torch.tensor(ends), tables)]
+    rows = PagedRows(*parts, block_size, sum(lens), max(ends))
+    index = q.to(device), weights.to(device), cache.to(device)
+    slots, counts = indexed_attention.choose_triton(*index, topk, rows)
+    got = [slots[row, :count].tolist() for row, count in enumerate(counts.tolist())]
+    assert got == wanted
+
+
+@pytest.mark.parametrize("topk, lens, ends", [(5, [1, 1], [3, 90]), (20, [4, 2], [23, 70]), (64, [3], [60])])
+def test_the_indexer_chooses_what_plain_torch_chooses(on_device: RunCheck, topk: int, lens: list[int],
+                                                      ends: list[int]) -> None:  # fmt: skip
+    on_device(check_chosen, topk, lens, ends)
+
+
+def check_steps(device: str, kind: str, mode: str, case: str, seeing: dict[str, object]) -> None:
+    from moe_serve.attention_dp.triton_attention import TritonAttention
+
+    def make(shape: AttentionShape, numerics: Numerics, dtype: torch.dtype, _: str) -> TritonAttention:
+        return TritonAttention(shape, numerics, dtype)
+
+    got, wanted = run(*LAYOUTS[kind], MODES[mode], BATCHES[case], stale=float("nan"), make=make, **seeing)
+    assert relative_error(got, wanted) < FLOAT32
+
+
+@pytest.mark.parametrize("kind, mode, case, seeing", [
+    ("gqa", "fast", "mixed", {"window": 6, "has_sinks": True}),
+    ("gqa", "invariant", "mixed", {}),
+    ("mla", "fast", "mixed", {}),
+    ("mla", "invariant", "decodes", {}),
+])  # fmt: skip
+def test_a_step_of_decodes_and_chunks_matches_the_formula(interpreter: RunCheck, kind: str, mode: str, case: str,
+                                                          seeing: dict[str, object]) -> None:  # fmt: skip
+    interpreter(check_steps, kind, mode, case, seeing)
