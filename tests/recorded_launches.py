@@ -52,8 +52,9 @@ class Recording(TorchDispatchMode):
     part: of the step that runs
     """
 
-    def __init__(self) -> None:
+    def __init__(self, takes_copies: bool) -> None:
         super().__init__()
+        self._takes_copies = takes_copies
         self.launches: list[Launch] = []
         self.part = -1
 
@@ -74,6 +75,7 @@ class Recording(TorchDispatchMode):
             raise HostRead(f"{func} reads the device back")
         if (
             func.name() != "aten::lift_fresh"
+            and not self._takes_copies
             and any(t.is_cuda for t in made)
             and any(not t.is_cuda and t.dim() for t in given)
         ):
@@ -114,9 +116,9 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[Recording]:
-    """Records the launches of its body, which runs in `fake_gpu`."""
-    recording = Recording()
+def recorded(takes_copies: bool = False) -> Iterator[Recording]:
+    """Records the launches of its body, which runs in `fake_gpu`. takes_copies: it may copy from the host"""
+    recording = Recording(takes_copies)
 
     def write_down(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
