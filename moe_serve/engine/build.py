@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ def build_engine(
     own = Rank(group.rank, launch_id, exchange, mailbox, requests.drop_all)
     recovery = make_recovery(config, own, served, restarts=group.files is not None)
     balancing = make_balancing(config, own, group, served, recovery)
+    served.info |= _network_facts(group)
     _report_on_lost_rank(recovery, group, served)
     return Engine(
         rank=group.rank,
@@ -149,6 +150,16 @@ def _step_watchdog(rank: int, deadline_s: float, exchange: Exchange, served: Ser
         return waits or (f"rank {missing} has not arrived" if missing else "")
 
     return Watchdog(f"rank {rank}", WatchLimits(min(5.0, deadline_s / 4), deadline_s / 2), detail)
+
+
+def _network_facts(group: EpGroup) -> dict[str, Any]:
+    """Returns how the balancer sees hosts and the network between them, for /server_info."""
+    facts: dict[str, Any] = {"num_nodes": group.num_nodes}
+    if group.link is not None:
+        facts["host"] = group.link.hosts.names[group.link.hosts.of_rank[group.rank]]
+        speed = group.link.speed
+        facts["network"] = None if speed is None else asdict(speed)
+    return facts
 
 
 def _report_on_lost_rank(recovery: Recovery, group: EpGroup, served: ServedModel) -> None:

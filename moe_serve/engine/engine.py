@@ -158,7 +158,8 @@ class Engine:
             waits = f"waited for {lacks}; of other ranks, it has the parts of: {has}"
             if membership is None and error.rank < 0:
                 waits = f"waited for {lacks}, of which it does not know who is missing"
-        log.warning("step %d%s, %s %d: %s; void: %s", self.step, at, error.phase, error.step, waits, error)
+        call = error.phase if error.step < 0 else f"{error.phase} {error.step}"
+        log.warning("step %d%s, %s: %s; void: %s", self.step, at, call, waits, error)
         where = (self.step, layer, error.phase, error.step)
         self.mailbox.send(Voided(self.rank, self.launch_id, *where, missing, received, str(error)))
 

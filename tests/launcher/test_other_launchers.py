@@ -160,6 +160,7 @@ def test_mpirun_with_a_front_end_beside_it(settings):
         assert len(client.post("/generate", json=FIVE).json()["output_ids"]) == 5
         info = client.get("/server_info").json()
         assert {rank["info"]["launched_by"] for rank in info["ranks"]} == {"mpirun"}
+        assert {rank["info"]["num_nodes"] for rank in info["ranks"]} == {1}
         for rank in info["ranks"]:
             ports = listening(rank["pid"])  # of gloo, MPI, for wakes, and rank 0's store
             assert sum(takes_connections(port) for port in ports) == 1, (

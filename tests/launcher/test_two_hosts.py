@@ -78,6 +78,11 @@ def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections_while_
         ), a.ask(f"{URL}/eplb/status")[1] + first.output
         answers.append(a.ask(f"{URL}/generate", json.dumps(body)))
         info = json.loads(a.ask(f"{URL}/server_info")[1])
+        seen = [rank["info"] for rank in info["ranks"]]
+        assert [each["num_nodes"] for each in seen] == [2, 2]
+        assert [f"({host.address})" in each["host"] for host, each in zip(hosts, seen, strict=True)] == [True, True]
+        assert seen[0]["network"] == seen[1]["network"]
+        assert seen[0]["network"]["bytes_per_s"] > 0
         assert "dispatch.backend auto: hosts (2 CPU ranks on 2 hosts)" in first.output
         assert "the network between 2 hosts: " in first.output
         assert "GlooExchange" not in json.dumps(info)
@@ -261,5 +266,6 @@ def test_a_cut_cable_ends_the_ranks_with_a_reason_and_new_ones_serve_beside_the_
             assert answer["output_ids"] == json.loads(right)["output_ids"]
             info = json.loads(a.ask(f"{url}/server_info")[1])
             assert info["launch_id"] != launch_id
+            assert [rank["info"]["num_nodes"] for rank in info["ranks"]] == [2, 2]
             assert front_end.process.poll() is None
             assert os.environ["MOE_SERVE_TOKEN"] not in first.output + second.output + front_end.output

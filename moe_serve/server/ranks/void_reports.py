@@ -37,7 +37,7 @@ def explain(reports: Iterable[Voided], host_of: HostOf) -> str | None:
         return None
     last = max(waiting.values(), key=lambda report: (report.step, report.layer, report.sequence))
     layer = "" if last.layer < 0 else f", layer {last.layer}"
-    where = f"step {last.step}{layer}, {last.phase} {last.sequence}"
+    where = f"step {last.step}{layer}, {last.phase}{f' {last.sequence}' if last.sequence >= 0 else ''}"
     missed = {rank for report in waiting.values() for rank in report.missing}
     silent = missed - waiting.keys()
     blamed = silent or missed

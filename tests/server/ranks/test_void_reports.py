@@ -41,9 +41,17 @@ def host_of(rank: int) -> str:
             "step 7, layer 3, dispatch receive 93: ranks 0, 1 on a waited for ranks 0, 1 on a, so they wait for each "
             "other: look at what each logged of this step",
         ),
+        (
+            [
+                Voided(0, 0, 7, 3, "combine", -1, [1, 2, 3], [], "late"),
+                Voided(1, 0, 7, 3, "combine", -1, [0, 2, 3], [], "late"),
+            ],
+            "step 7, layer 3, combine: ranks 0, 1 on a waited for ranks 2, 3 on b, of which nothing was heard: look at "
+            "their last lines, and at the network to b",
+        ),
         ([void(0, []), void(1, [])], None),
     ],
-    ids=["a rank", "a host", "a cable", "each other", "nobody"],
+    ids=["a rank", "a host", "a cable", "each other", "a call without a number", "nobody"],
 )
 def test_the_sentence_follows_from_whom_all_waited_for(reports: list[Voided], sentence: str | None) -> None:
     assert explain(reports, host_of) == sentence
