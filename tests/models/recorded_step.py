@@ -1,14 +1,19 @@
 """Decode steps on a GPU that is not there: what the decoder would launch (tests/recorded_launches.py)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
+from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, Pending, Ready, TransportRequest
+from moe_serve.dispatch.gpu.launch_triton import SlabRanks
+from moe_serve.dispatch.gpu.region import gpu_region
+from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
+from moe_serve.dispatch.gpu.transport import GpuSlabAllToAll
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
@@ -104,6 +109,13 @@ def decode_batch(step: DecodeStep) -> ForwardBatch:
     return ForwardBatch(*longs, starts, tables, BLOCK_SIZE, rows, rows, (length,) * rows, (1,) * rows)
 
 
+class _OfSeveralRanks(GpuSlabAllToAll):
+    """The transport without the collective that gathers counts."""
+
+    def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
+        return Ready(counts.new_empty(self._ranks.region.num_ranks, *counts.shape))
+
+
 def transport_of(step: DecodeStep, slots_per_rank: int) -> AnyAllToAll:
     """Returns one rank's end of a transport."""
     spec, fp8_rows = step.spec, step.expert_form == "fp8"
@@ -112,13 +124,7 @@ def transport_of(step: DecodeStep, slots_per_rank: int) -> AnyAllToAll:
     group = EpGroup(0, 1, GPU)
     if step.transport == "local":
         return make_all_to_all(group, request)
-    from moe_serve.dispatch.gpu.launch_triton import SlabRanks
-    from moe_serve.dispatch.gpu.region import gpu_region
-    from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
-    from moe_serve.dispatch.gpu.transport import GpuSlabAllToAll
-
     region = gpu_region(step.num_ranks, limits, torch.bfloat16, step.wire_dtype, stages=True)
     peers = torch.empty(step.num_ranks, dtype=torch.int64, device=GPU)
     regions = SymmetricRegions(region, peers, 0, 1, None)
-    ranks = SlabRanks(replace(regions), torch.bfloat16, keep_fp8=fp8_rows)
-    return GpuSlabAllToAll(ranks, group)
+    return _OfSeveralRanks(SlabRanks(regions, torch.bfloat16, keep_fp8=fp8_rows), group)

@@ -91,3 +91,12 @@ def test_a_layer_of_a_published_model_moves_little_more_than_it_must(name: str) 
     assert moe_launches(launches) <= MOE_LAUNCHES
     works = [work_of(launch, step) for launch in launches]
     assert 1 <= total(works).num_bytes / unavoidable_bytes(step) <= MOVED
+
+
+@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("nvshmem", 4)])
+@pytest.mark.parametrize("split", ["even", "nearest", "exact"])
+def test_replicas_are_chosen_without_a_wait(split: str, transport: str, num_ranks: int, tmp_path: Path) -> None:
+    spec = spec_of("qwen3_moe", tmp_path)
+    step = DecodeStep(spec, transport=transport, num_ranks=num_ranks, redundant=4, split=split)
+    # Replicas are chosen by many small operations of torch: the bound of launches does not hold yet.
+    assert len(record_step(step).launches) <= 100 * spec.num_layers
