@@ -35,19 +35,20 @@ CONFIG = {
 }
 
 
-def write_bench_model(folder: Path, dtype: str = "float32") -> Path:
+def write_bench_model(folder: Path, dtype: str = "float32", **sizes: int) -> Path:
     """Returns a folder with config.json and model.safetensors, written by transformers with seed 0.
 
-    dtype: in which the weights are stored, "float32" or "bfloat16"
+    dtype: in which the weights are stored, "float32" or "bfloat16";  sizes: other ones than those of CONFIG
     """
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     torch.manual_seed(0)
-    known = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
+    config = CONFIG | sizes
+    known = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**known)).to(getattr(torch, dtype))
     model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": dtype}))
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}))
     return folder
 
 
