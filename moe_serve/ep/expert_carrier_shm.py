@@ -16,7 +16,8 @@ A segment: one cache line with the rank's own ticket, one for each expert that i
 
 Each host has a segment for each rank of another host too. What a rank writes into its own one goes over the link to
 that of the host that reads it, in the same order: a frame of the link raises its flag, the word written last, after its
-data. Pieces wait until the connections have taken all that was sent before, so that rows never queue behind experts.
+data. A piece waits until all that was sent there before is on its way. So rows queue behind one piece at most, however
+slow the network is, and not behind all that the kernel would take.
 """
 
 from collections.abc import Iterable
@@ -114,8 +115,8 @@ class _Mirror:
 
     @property
     def takes_more(self) -> bool:
-        """Whether all that was sent before has been taken by the connections."""
-        return self.space.link.unsent() is None
+        """Whether all that was sent there before has left this host."""
+        return not self.space.queued(self.host)
 
     def write(self, data: Tensor | Int64Array | None, word: Int64Array) -> None:
         """Writes bytes of the segment, then a word of it, as they are now."""

@@ -25,6 +25,7 @@
 
 #define _GNU_SOURCE
 #include <errno.h>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
@@ -33,6 +34,7 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -938,6 +940,22 @@ i64 link_resent(Link *link, i64 rank)
         info.tcpi_retransmits = 0;
     unlock(link);
     return info.tcpi_retransmits;
+}
+
+/* Returns the bytes given to the connection with a rank that have not gone out yet, neither from here nor from the kernel. */
+i64 link_queued(Link *link, i64 rank)
+{
+    Outgoing *out = link->out + rank;
+    i64 all = 0;
+    int in_kernel = 0;
+    pthread_mutex_lock(&link->sending);
+    for (Batch *batch = out->head; batch; batch = batch->next)
+        for (i64 vector = batch->first; vector < batch->num; vector++)
+            all += batch->vectors[vector].iov_len;
+    if (out->fd >= 0 && !ioctl(out->fd, SIOCOUTQNSD, &in_kernel))
+        all += in_kernel;
+    pthread_mutex_unlock(&link->sending);
+    return all;
 }
 
 /* Returns a descriptor that can be read once a connection has ended. */

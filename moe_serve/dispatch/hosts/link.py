@@ -32,7 +32,7 @@ _ARGUMENTS = {
     "link_new": 0, "link_attach": 3, "link_region": 5, "link_start": 1, "link_free": 1, "link_poll": 1,
     "link_write": 9, "link_later": 6, "link_tell": 7, "link_rows": 12, "link_results": 11, "link_void": 2,
     "link_begin_epoch": 2, "link_guard": 2, "link_fence": 2, "link_error": 2, "link_generation": 2, "link_broken": 2,
-    "link_news": 1, "link_resent": 2, "link_bytes": 2, "link_unsent": 1,
+    "link_news": 1, "link_queued": 2, "link_resent": 2, "link_bytes": 2, "link_unsent": 1,
 }  # fmt: skip
 _MOST_SPACES = 64
 _FENCE_S = 0.1  # a rank takes in what has come within microseconds, unless its process is stopped
@@ -263,6 +263,10 @@ class HostLink:
         number = self._library.link_unsent(self._link)
         return number - 1 if number else None
 
+    def queued(self, rank: int) -> int:
+        """Returns the bytes for a rank that wait here or in the kernel: what is sent to it now goes behind them."""
+        return int(self._library.link_queued(self._link, rank))
+
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent to other hosts."""
@@ -312,6 +316,11 @@ class Space:
         """
         calls = self._calls
         calls.library.link_tell(calls.at, rank, self._number, mask, offset, data, num_bytes)
+
+    def queued(self, host: int) -> int:
+        """Returns the bytes that what is sent to a host now would wait for; 0 where no rank of it takes part."""
+        to = self._calls.entries.get(host)
+        return 0 if to is None else self.link.queued(to)
 
     def later(self, host: int, mask: int, flag_offset: int, flag: int) -> None:
         """Raises a flag in regions of a host with the next that is sent there, or when this rank waits."""

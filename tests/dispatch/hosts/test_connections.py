@@ -114,6 +114,22 @@ def test_the_speed_of_the_network_is_measured_beside_the_rows(caplog: pytest.Log
         assert "rank 1 cannot measure the network towards rank 0" in caplog.text
 
 
+def test_what_waits_for_a_slow_network_is_known_though_the_kernel_has_taken_it() -> None:
+    with two_hosts() as scene:
+        link, piece = scene.links[0], 1 << 16
+        scene.arrives(0, 3)
+        until(lambda: not link.queued(1))
+        scene.between.stalls = True
+        for number in range(1000):  # 64 MB: more than the buffers of the way hold
+            if link.queued(1):
+                break
+            scene.write(0, 100 + number, piece)
+        assert 0 < link.queued(1) < 2 * piece
+        assert link.unsent() is None, "the kernel takes more"
+        scene.between.stalls = False
+        until(lambda: not link.queued(1))
+
+
 @pytest.mark.parametrize("where", [0, 30, 56, 57, 100_000, (1 << 20) + 55])
 def test_a_frame_that_was_cut_raises_no_flag_and_does_not_spoil_the_next_connection(where: int) -> None:
     with two_hosts() as scene:
