@@ -11,8 +11,10 @@ Steps: decode steps of an engine without a front end, so that each rank has a co
 host, and on two that take each other for ranks of two hosts. They take turns.
 
 Serving: the demo model on two network namespaces joined by a cable, each with a /dev/shm of its own (needs root), by
-the same connections and by gloo, and on one host over shared memory; then over a cable with a delay, which a process of
-the benchmark makes. Systems are started one after the other.
+the same connections and by gloo, and on one host over shared memory. Systems are started one after the other.
+
+Delay: decode steps of two ranks on two such namespaces, over a cable with a delay, which a process of the benchmark
+makes: without the delay, with it, and with it in two halves that overlap. They take turns.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +59,8 @@ NUM_TOKENS, HIDDEN, TOPK, NUM_EXPERTS = 128, 7168, 8, 64
 ROW_BYTES = 2 * HIDDEN
 STREAMS = "plain stream of its bytes", "plain stream of combine's bytes"
 DELAY_S = 0.001
-WAYS = 2 * 4 + 1  # between hosts in a step: rows and results of each layer of the demo model, and the exchange
+DELAYED = "no delay", "at once", "in halves"
+NUM_LAYERS = {"demo": 4, "bench": 8}
 Times = dict[str, list[float]]
 TOKEN = "0123456789abcdef" * 2
 URL = "http://127.0.0.1:30000"
@@ -106,11 +109,12 @@ def main() -> None:
     rows = [row for hosts in ((0, 1), (0, 0, 1, 1)) for row in transport_rows(hosts, args.rounds)]
     rows += step_rows(args.rounds)
     if args.serve_rounds and can_make_hosts():
-        rows += serving_rows(args.serve_rounds)
+        rows += serving_rows(args.serve_rounds) + delayed_rows(args.rounds)
     notes = (
         f"Transport: {NUM_TOKENS} tokens per rank, H={HIDDEN}, K={TOPK}, E={NUM_EXPERTS}, bf16 on the wire, over the "
         "loopback interface; times are medians over rounds, in brackets from the tenth to the ninetieth percentile. "
-        f"Steps: medians over rounds of {STEPS_A_ROUND} steps; parts are those of rank 0, waits included. "
+        f"Steps: medians over rounds of {STEPS_A_ROUND} steps, with a delay of 4; parts are those of rank 0, waits "
+        "included. "
         "Serving: demo model, 64 tokens per request, one thread per rank, since all hosts share the cores; "
         "client beside the front end on the first host; medians over rounds of one start. "
         f"{args.note}"
@@ -287,9 +291,10 @@ def measure_steps(
     return times, {layout: list(np.median(each, axis=0)) for layout, each in parts.items() if each}
 
 
-def start_engine(group: EpGroup, model: str | None, numbers: range) -> Engine:
-    """Returns an engine in the middle of its requests. model: None: the demo model"""
-    settings = [f"parallel.num_ranks={group.num_ranks}", "parallel.threads_per_rank=1", "cache.memory_gib=0.2"]
+def start_engine(group: EpGroup, model: str | None, numbers: range, more: Sequence[str] = ()) -> Engine:
+    """Returns an engine in the middle of its requests. model: None: the demo model;  more: settings"""
+    settings = [f"parallel.num_ranks={group.num_ranks}", "parallel.threads_per_rank=1", "cache.memory_gib=0.3", *more]
+    settings += ["engine.max_running_requests=256"]
     config = load_config(overrides=settings + ([f"model.path={model}"] if model else []))
     exchange: Exchange = OneRankExchange()
     if group.process_group is not None:
@@ -324,23 +329,53 @@ def serving_rows(rounds: int) -> list[dict[str, Any]]:
             value = f"{rate:.0f} tokens/s"
             row = {"what": f"serving, batch {batch}", "value": value, "ratio": ", ".join(ratios), "goal": wanted}
             rows.append({"system": name, **row})
-    return rows + delayed_rows(rounds, {batch: batch / rates["2 hosts x 1 rank", batch] for batch in (1, 16)})
-
-
-def delayed_rows(rounds: int, steps_s: dict[int, float]) -> list[dict[str, Any]]:
-    """Returns what steps over a cable with a delay take. steps_s: without delay, by batch"""
-    rows = []
-    with make_hosts(2, DELAY_S) as (a, b):
-        way_s = one_way_s(a, b)
-        for settings, batches in (([], (1, 16)), (["dispatch.overlap_from_tokens=2"], (16,))):
-            served = serve((a, b), [1, 1], settings, rounds)
-            for batch in batches:
-                step_s, least_s = batch / statistics.median(served[batch][0]), steps_s[batch] + WAYS * way_s
-                ratio = f"{step_s / least_s:.2f} × its time without delay and {WAYS} ways of {1e3 * way_s:.2f} ms"
-                what = f"step with {1e3 * DELAY_S:g} ms of delay, batch {batch}{', two rounds' if settings else ''}"
-                row = {"system": "2 hosts x 1 rank", "what": what, "value": f"{1e3 * step_s:.1f} ms", "ratio": ratio}
-                rows.append(row | {"goal": ""})
     return rows
+
+
+def delayed_rows(rounds: int) -> list[dict[str, Any]]:
+    """Returns what decode steps over a cable with a delay take."""
+    rows = []
+    with make_hosts(2, DELAY_S) as hosts, tempfile.TemporaryDirectory() as folder:
+        write_bench_model(Path(folder))
+        way_s = one_way_s(*hosts)
+        for model, batch in (("demo", 1), ("demo", 16), ("demo", 512), ("bench", 256)):
+            path = None if model == "demo" else folder
+            times = run_ranks(2, measure_delayed_steps, hosts, path, batch, rounds, timeout_s=600)[0]
+            ways = 2 * NUM_LAYERS[model] + 1  # rows and results of each layer, and the exchange
+            here_s, whole_s, halves_s = (np.array(times[name]) for name in DELAYED)
+            least = whole_s / (here_s + ways * way_s)
+            told = f"{np.median(least):.2f} × its time without delay and {ways} ways of {1e3 * way_s:.2f} ms"
+            for how, each, ratio, goal in (
+                ("at once", whole_s, told, ""),
+                ("in halves", halves_s, f"{np.median(halves_s / whole_s):.2f} × at once", "< 1" if batch > 16 else ""),
+            ):
+                what = f"decode step, {model} model, batch {batch}, {1e3 * DELAY_S:g} ms of delay, {how}"
+                row = {"system": "2 hosts x 1 rank", "what": what, "value": f"{1e3 * np.median(each):.1f} ms"}
+                rows.append(row | {"ratio": ratio, "goal": goal})
+    return rows
+
+
+def measure_delayed_steps(
+    rank: int, group: EpGroup, hosts: tuple[Host, Host], model: str | None, batch: int, rounds: int
+) -> Times:
+    """Returns the seconds of a step without the cable, over it, and over it in halves, by round."""
+    numbers = range(rank, batch, group.num_ranks)
+    engines = {DELAYED[0]: start_engine(on_hosts(group, (0, 1)), model, numbers)}
+    for name, settings in zip(DELAYED[1:], ([], ["dispatch.overlap_from_tokens=2"]), strict=True):
+        with hosts[rank].network():  # threads that are started here stay there
+            linked = on_hosts(group, (0, 1), hosts[rank].address)
+        engines[name] = start_engine(linked, model, numbers, settings)
+    times: Times = {name: [] for name in DELAYED}
+    for _ in range(rounds):
+        for name, engine in engines.items():
+            dist.barrier(group.process_group)
+            engine.run_step()
+            started_s = time.perf_counter()
+            for _ in range(4):
+                engine.run_step()
+            times[name].append((time.perf_counter() - started_s) / 4)
+    dist.barrier(group.process_group)
+    return times
 
 
 def one_way_s(a: Host, b: Host) -> float:

@@ -178,7 +178,7 @@ class Switch:
         self._clocks = {True: engine.served.clock, False: self._still}
         self._times = {True: engine.times, False: NoTimes()}
         self._run = engine.served.decoder.run
-        self._recordings: dict[bool, Any] = {True: None, False: None}
+        self._recordings: dict[bool, list[Any]] = {True: [], False: []}
         self._is_on = True
 
     def turn(self, on: bool) -> None:
@@ -192,10 +192,10 @@ class Switch:
         self._engine.times = self._times[on]
         for layer in self._layers:
             layer._parallel = self._parallel[on]
-        if not on and run._recorded is None:
+        if not on and not run._recorded:
             one_part = property(lambda recorder: 0, lambda recorder, part: None)
             with patch.object(Recorder, "part", one_part, create=True):
-                run._record(64, self._engine.served.cache)
+                run._recorded = [run.record(64, self._engine.served.cache)]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A whole MoE layer in turn and overlapped, on two ranks over shared memory, as it is and behind slower links.
+"""A whole MoE layer at once and in two halves, on two ranks over shared memory, as it is and behind slower links.
 
     python -m benchmarks.overlap [--repeats 9]
 
-First one round against two halves, at sizes on both sides of the break-even; then, with the break-even that came out as
-the setting, large batches in as many rounds as the step plan takes. Every repeat runs all variants one after the
-other, on both ranks at once; the slower rank counts, and of all repeats the best.
+One batch against two halves that take turns, at sizes on both sides of the break-even and at large ones. It is a single
+layer, where nothing hides the first half's rows and the last one's results; in a step, attention does. Every repeat
+runs all variants one after the other, on both ranks at once; the slower rank counts, and of all repeats the best.
 """
 
 import argparse
@@ -23,10 +23,9 @@ import torch
 from benchmarks.conditions import RESULTS, add_isa, conditions, save, table
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
-from moe_serve.engine.step.plan import RankState, StepSettings, plan_step
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
+from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights, take_turns
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.forms import RouterSpec
@@ -46,7 +45,7 @@ TOKEN_BYTES = 2 * TOPK * HIDDEN * 4  # out and home, float32
 class Variant:
     link: str
     num_tokens: int
-    num_rounds: int  # 1: in turn, more: overlapped
+    num_halves: int  # 1: the whole batch
 
 
 Times = Mapping[Variant, float]  # seconds of the slower rank in the best repeat
@@ -61,17 +60,12 @@ def main() -> None:
     # Neighbours in this order have other experts, so that none finds its weights in the cache.
     halves = run([Variant(link, tokens, n) for tokens in SMALL for n in (1, 2) for link in LINKS], args.repeats)
     evens = [break_even(halves, link) for link in LINKS]
-    planned = {
-        (link, tokens): planned_rounds(tokens, even["measured T"])
-        for link, even in zip(LINKS, evens, strict=True)
-        for tokens in LARGE
-    }
-    wanted = {Variant(*key, n) for key, rounds in planned.items() for n in (1, 2, rounds)}
-    wanted |= {Variant(HERE, tokens, 1) for tokens in LARGE}
-    whole = run(sorted(wanted, key=lambda v: (v.num_tokens, v.num_rounds, v.link)), max(3, args.repeats // 2))
-    rows = [row(halves, link, tokens, 2) for link in LINKS for tokens in SMALL]
-    large = [row(whole, *key, n) for key, rounds in planned.items() if rounds > 1 for n in sorted({2, rounds})]
-    text = save("overlap", "Overlapped rounds of an MoE layer", rows, facts, notes(evens, large, args.repeats))
+    whole = run([Variant(link, tokens, n) for tokens in LARGE for n in (1, 2) for link in LINKS], args.repeats // 2)
+    rows = [row(halves, link, tokens) for link in LINKS for tokens in SMALL]
+    large = [row(whole, link, tokens) for link in LINKS for tokens in LARGE]
+    text = save(
+        "overlap", "Halves of a batch that overlap in an MoE layer", rows, facts, notes(evens, large, args.repeats)
+    )
     path = RESULTS / "overlap.json"
     record = json.loads(path.read_text()) | {"break_even": evens, "large": large}
     path.write_text(json.dumps(record, indent=1) + "\n")
@@ -84,17 +78,16 @@ def notes(evens: list[dict[str, Any]], large: list[dict[str, Any]], repeats: int
         f"{NUM_RANKS} ranks with one thread each, pinned, at raised priority where allowed, T tokens each; "
         "neighbouring variants have different experts, so that weights come out of memory as in a model. Times are the "
         f"best of {repeats} interleaved repeats (large batches: half as many) of the slower rank, since other work on "
-        f"the machine can only lengthen them; load average at the end: {os.getloadavg()[0]:.2f}. In turn: one round. A "
+        f"the machine can only lengthen them; load average at the end: {os.getloadavg()[0]:.2f}. In turn: one batch. A "
         f"link carries one row for each (token, expert) and way, {TOKEN_BYTES // 1024} KiB a token on both "
         "(`tests/dispatch/delayed.py`). Transfer: those bytes at the link's rate. Compute: the layer in turn over "
         "shared memory, copies and waits for the other rank included. Speed: time in turn over time overlapped. "
         "Hidden: time in turn less time overlapped, as a share of the shorter of transfer and compute; above 100 % "
-        "where smaller rounds are faster by themselves.\n\n"
-        f"## Where two rounds begin to pay\n\n{table(evens)}\n\n"
+        "where smaller batches are faster by themselves.\n\n"
+        f"## Where two halves begin to pay\n\n{table(evens)}\n\n"
         "Measured: where the speed above passes 1, between two sizes on a line over log T. Predicted: from the "
-        "rows of shared memory alone, by `break_even_tokens(two rounds - one round, bytes of a token, rate)`.\n\n"
-        f"## Large batches, with `overlap_from_tokens` as measured\n\n{table(large)}\n\n"
-        "Two rounds, and as many as the step plan takes where those are more."
+        "rows of shared memory alone, by `break_even_tokens(two halves - one batch, bytes of a token, rate)`.\n\n"
+        f"## Large batches\n\n{table(large)}"
     )
 
 
@@ -120,8 +113,8 @@ def measure(rank: int, group: EpGroup, variants: Sequence[Variant], repeats: int
     def once(variant: Variant) -> float:
         transport.exchange_counts(torch.zeros(1, dtype=torch.int64)).wait()  # both ranks begin together
         started_s = time.perf_counter()
-        tokens, rounds = variant.num_tokens, variant.num_rounds
-        layers[variant.link](inputs[:tokens], tokens, rounds, overlap=rounds > 1)
+        parts = inputs[: variant.num_tokens].tensor_split(variant.num_halves)
+        take_turns([layers[variant.link](part, len(part), 1) for part in parts])
         return time.perf_counter() - started_s
 
     return [[once(variant) for variant in variants] for _ in range(repeats + 1)][1:]
@@ -146,8 +139,8 @@ def make_layers(rank: int, group: EpGroup, transport: AnyAllToAll, largest: int)
     return layers
 
 
-def row(times: Times, link: str, tokens: int, rounds: int) -> dict[str, Any]:
-    in_turn_s, overlapped_s = times[Variant(link, tokens, 1)], times[Variant(link, tokens, rounds)]
+def row(times: Times, link: str, tokens: int) -> dict[str, Any]:
+    in_turn_s, overlapped_s = (times[Variant(link, tokens, num_halves)] for num_halves in (1, 2))
     compute_s = times[Variant(HERE, tokens, 1)]
     transfer_s = tokens * TOKEN_BYTES / LINKS[link] if LINKS[link] else 0.0
     hidden = (in_turn_s - overlapped_s) / min(transfer_s, compute_s) if transfer_s else 0.0
@@ -157,7 +150,6 @@ def row(times: Times, link: str, tokens: int, rounds: int) -> dict[str, Any]:
         "transfer ms": transfer_s * 1e3 if transfer_s else "",
         "compute ms": compute_s * 1e3,
         "in turn ms": in_turn_s * 1e3,
-        "rounds": rounds,
         "overlapped ms": overlapped_s * 1e3,
         "speed": f"{in_turn_s / overlapped_s:.2f}",
         "hidden": "" if not transfer_s else f"{hidden:.0%}" if hidden > 0 else "none",
@@ -182,7 +174,7 @@ def break_even(times: Times, link: str) -> dict[str, Any]:
 def break_even_tokens(round_s: float, bytes_per_token: float, bytes_per_s: float) -> int:
     """Returns from how many tokens of a rank two half-batches are faster than one batch.
 
-    round_s:         what a cut costs: time of a layer in two rounds minus in one, both without a link to wait for
+    round_s:         what a cut costs: time of a layer in two halves minus at once, both without a link to wait for
     bytes_per_token: what a token sends in dispatch and combine together
     bytes_per_s:     of the link that a rank sends on
     Half of both transfers is saved, so it is where (tokens x bytes_per_token / bytes_per_s) / 2 = round_s.
@@ -200,13 +192,6 @@ def crossing(sizes: Sequence[int], gain: Sequence[float]) -> int | str:
         return f"above {sizes[-1]}"
     low, high = np.log(sizes[last]), np.log(sizes[last + 1])
     return round(float(np.exp(low - gain[last] / (gain[last + 1] - gain[last]) * (high - low))))
-
-
-def planned_rounds(tokens: int, overlap_from: int | str) -> int:
-    """Returns the rounds of a step of so many tokens; a break-even beyond what was measured means never."""
-    threshold = overlap_from if isinstance(overlap_from, int) else None
-    settings = StepSettings(max_tokens_per_rank=tokens, overlap_from_tokens=threshold)
-    return plan_step([RankState(0, 0, prefill_tokens=tokens, has_work=1)] * NUM_RANKS, settings).num_chunks
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ class Switch:
         self._without = replace(self._with, recorder=None, passes=None)
         self._recorder, self._passes = served.recorder, served.passes
         self._run = served.decoder.run if served.numerics.compiled else None
-        self._recordings: dict[bool, Any] = {True: None, False: None}
+        self._recordings: dict[bool, list[Any]] = {True: [], False: []}
         self._is_on = True
         self._total = 0
 

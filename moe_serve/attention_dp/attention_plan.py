@@ -107,9 +107,13 @@ def plan_attention(
     chunks: list[Chunk] = []
     long_chunks: list[Chunk] = []
     start = num_rows = batch.num_decodes
-    for seq in range(batch.num_decodes, len(batch.host_query_lens)):
-        end = start + batch.host_query_lens[seq]
-        is_long = long_from is not None and end - start >= long_from
+    lens = batch.host_query_lens
+    first_long = len(lens)  # all behind it are long, too
+    while long_from is not None and first_long > batch.num_decodes and lens[first_long - 1] >= long_from:
+        first_long -= 1
+    for seq in range(batch.num_decodes, len(lens)):
+        end = start + lens[seq]
+        is_long = seq >= first_long
         (long_chunks if is_long else chunks).append(builder.chunk(seq, start, end))
         num_rows = num_rows if is_long else end
         start = end

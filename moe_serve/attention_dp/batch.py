@@ -5,7 +5,7 @@ Decode steps follow each other with batches of one size, so `BatchBuilder` keeps
 it is the same for all of them.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from moe_serve.attention_dp.block_tables import BlockTables
 from moe_serve.kernels.numerics import Numerics
@@ -85,6 +86,46 @@ class ForwardBatch(NamedTuple):
     ) -> "ForwardBatch":
         """Returns the batch of these chunks, as BatchBuilder does, in memory of its own."""
         return BatchBuilder(tables, device, numerics).build(chunks)
+
+    def halves(self, numerics: Numerics) -> tuple["ForwardBatch", "ForwardBatch"]:
+        """Returns the first half of the rows, and the others, as batches without logit rows.
+
+        A sequence may have rows in both; then the second half needs keys that the first one caches.
+        """
+        middle = (self.num_tokens + 1) // 2
+        return self._part(0, middle, numerics), self._part(middle, self.num_tokens, numerics)
+
+    def _part(self, first: int, end: int, numerics: Numerics) -> "ForwardBatch":
+        """Returns the rows from first up to end, as a batch without logit rows."""
+        ends = list(accumulate(self.host_query_lens))
+        seqs = range(bisect_right(ends, first), bisect_left(ends, end) + 1) if end > first else range(0)
+        missing = [max(ends[seq] - end, 0) for seq in seqs]  # of each sequence, rows behind this part
+        starts = [max(ends[seq] - self.host_query_lens[seq], first) for seq in seqs]
+        of_seqs, num_padding = slice(seqs.start, seqs.stop), numerics.padded(end - first) - (end - first)
+        rows = (
+            functional.pad(tensor[first:end], (0, num_padding), value=value)
+            for tensor, value in ((self.input_ids, 0), (self.positions, 0), (self.slot_mapping, -1))
+        )
+        input_ids, positions, slot_mapping = rows
+        seq_lens = self.seq_lens[of_seqs]
+        if missing and missing[-1]:
+            seq_lens = torch.cat((seq_lens[:-1], seq_lens[-1:] - missing[-1]))
+        return ForwardBatch(
+            input_ids,
+            positions,
+            slot_mapping,
+            seq_lens,
+            logit_rows=self.logit_rows[:0],
+            query_starts=(self.query_starts[seqs.start : seqs.stop + 1] - first).clamp(0, end - first),
+            block_tables=self.block_tables[of_seqs],
+            block_size=self.block_size,
+            num_tokens=end - first,
+            num_decodes=max(min(seqs.stop, self.num_decodes) - seqs.start, 0),
+            host_seq_lens=tuple(self.host_seq_lens[seq] - behind for seq, behind in zip(seqs, missing, strict=True)),
+            host_query_lens=tuple(
+                ends[seq] - behind - start for seq, behind, start in zip(seqs, missing, starts, strict=True)
+            ),
+        )
 
 
 class BatchBuilder:

@@ -224,8 +224,8 @@ class DispatchConfig(Section):
     backend: Backend = "auto"
     max_tokens_per_rank: PositiveInt | None = None  # rows of one dispatch; None: engine.max_batch_tokens
     wire_dtype: Literal["auto", "float32", "bf16", "fp8"] = "auto"  # auto: the compute dtype
-    # A step in which some rank has at least this many rows runs its MoE layers in two or more rounds: the experts of
-    # one round compute while rows of others travel. None: never, which is best over shared memory of one host, where
+    # A step in which some rank has at least this many rows runs in two halves: attention and experts of one half
+    # compute while rows of the other travel. None: never, which is best over shared memory of one host, where
     # the rank's own core copies the rows (benchmarks/results/overlap.md). For a network: docs/communication.md.
     overlap_from_tokens: PositiveInt | None = None
     # Layout of the rows that experts receive. packed: without gaps; masked: a slab of fixed size for each slot

@@ -22,7 +22,7 @@ class EngineCounters:
 
     num_steps: int = 0  # exchanges
     num_forwards: int = 0
-    num_overlapped_forwards: int = 0  # of them, those whose rounds overlapped
+    num_overlapped_forwards: int = 0  # of them, those that ran in halves
     num_sleeps: int = 0
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0

@@ -3,29 +3,32 @@
 Here the placement of experts meets the transport that carries rows. The gate sees all rows of a step at once, by torch
 (`__call__`) or as compiled kernels that are recorded once (`record`). Rows then go to their experts and back in one of
 three forms, chosen once for all layers of a rank (`ExpertParallel.form`). The general one are rounds: a batch larger
-than the transport's capacity is cut into the same number of rounds on every rank; a rank without tokens runs them with
-none.
+than the transport's capacity is cut into the same number of rounds on every rank, one after the other; a rank without
+tokens runs them with none.
 
-    experts compute   [experts 0] [experts 1] [experts 2] . . .
-    on the wire       [rows 0][rows 1][results 0] [rows 2][results 1]  [results 2]
+Behind slow links the rows of a step run through the decoder in two halves, each a generator: at a yield something of it
+is on its way, and the other half goes on (`take_turns`). So under the rows and results of one half the other one's
+attention, gate and experts compute:
 
-A round is a generator (`MoeLayer._round`). It advances six times: it sends counts, dispatches, receives rows, runs its
-experts, sends results, receives results. An order is a list of round numbers; each entry advances that round once. It
-depends on the step plan alone, so all ranks make the same calls in the same order. Results have the same bits in every
-order wherever an expert's result for a row does not depend on the rows beside it, since rounds are never added up.
+    computes      [attention a][attention b][experts a][experts b][attention a][attention b] . . .
+    on the wire                [rows a     ][rows b    ][results a][results b ][rows a     ]
+
+When a generator yields depends on the step plan alone, so all ranks make the same calls in the same order. At most two
+calls of a kind are in flight, and two handles alive. Results have the same bits as those of one batch wherever what is
+computed for a row does not depend on the rows beside it, since halves are never added up.
 
 Shape words: T = rows, H = hidden, K = topk, E = num_logical.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from typing import Literal, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from moe_serve.dispatch.base import AnyAllToAll
+from moe_serve.dispatch.base import AnyAllToAll, Dispatched, Pending
 from moe_serve.ep.expert_store import ExpertStore, expert_ffn
 from moe_serve.ep.fused import FusedMoe, make_fused
 from moe_serve.ep.gate import CompiledGate, Gate
@@ -41,10 +44,9 @@ from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, GATE, MLP, 
 from moe_serve.kernels.rows import multiply_rows
 
 Form = Literal["rounds", "local", "fused"]
-Round = Generator[None, None, Tensor]
+T = TypeVar("T")
+Turns = Generator[None, None, T]  # of a half; it returns T
 AddTo = Callable[[Tensor], Tensor]  # adds rows to its argument, which is used up
-SHARED = -1  # in an order: now the shared expert computes
-ADVANCES = 6
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class ExpertParallel:
 
         "rounds": replicas, dispatch, experts and combine one after the other: serves every layer
         "local":  compiled kernels pack, compute and add rows that all stay on this rank
-        "fused":  a step of one round does dispatch, experts and combine in one call into C, other steps run in rounds
+        "fused":  a step of one round does dispatch, experts and combine in one call into C; other steps, and halves,
+                  run in rounds
         The last two need the compiled kernels and nobody who records passes, "local" also no replicas to choose.
         """
         can = self.all_to_all.capabilities
@@ -153,15 +156,12 @@ class MoeLayer:
         self._shared = weights.shared
         self.experts = weights.experts
 
-    def __call__(
-        self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False, cached_at: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, cached_at: Tensor | None = None) -> Turns[Tensor]:
         """Returns the layer's output for the real rows; rows beyond them hold zeros plus the shared expert.
 
         Without the compiled kernels; with them the layer is recorded.
         x: [T_pad, H] compute dtype;  num_tokens: real rows, the first ones
-        num_chunks: rounds, over which the rows are spread evenly;  overlap: experts of a round compute while rows of
-        others are on their way; both equal on all ranks
+        num_chunks: rounds, over which the rows are spread evenly, equal on all ranks
         cached_at: [num_tokens] int64, below 0 in padding rows among these, which get no experts; None: there are none
         """
         parallel, gate = self._parallel, self._gate
@@ -177,7 +177,7 @@ class MoeLayer:
             ids, weights = gate(rows, self._load_row, replicas.first_slot, cached_at)
         if parallel.router.scales_input:
             rows, weights = multiply_rows(rows, weights), parallel.ones(num_tokens)
-        parts, shared = self._run_rounds(Gated(rows, ids, weights, load), num_chunks, overlap, x)
+        parts, shared = yield from self._rounds(Gated(rows, ids, weights, load), num_chunks, x)
         if num_tokens < x.shape[0]:
             parts.append(x.new_zeros(x.shape[0] - num_tokens, x.shape[1]))
         routed = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -211,9 +211,16 @@ class MoeLayer:
         if parallel.fused is not None:
             fused = parallel.fused.bind(x, slots, weights, self.experts.packed, out)
 
-        def call(step: RecordedRun) -> None:
+        def rounds(step: RecordedRun) -> Turns[None]:  # kernels count no load where there are no rows
             num_rows = step.rows.num_rows
-            if fused is not None and step.num_chunks == 1:
+            x_now, ids_now, weights_now, out_now = (rows[:num_rows] for rows in (x, ids, weights, out))
+            gated = Gated(x_now, ids_now, weights_now, load if num_rows else None)
+            parts, _ = yield from self._rounds(gated, step.num_chunks, x_now)
+            torch.cat(parts, out=out_now)
+
+        def call(step: RecordedRun) -> Iterable[None]:
+            num_rows = step.rows.num_rows
+            if fused is not None and step.num_chunks == 1 and not step.overlap:
                 parallel.clock.turn(DISPATCH)
                 try:
                     if replicas.needs_counts:
@@ -225,43 +232,32 @@ class MoeLayer:
                 except PeerError as error:
                     error.layer_row = self._layer_row
                     raise
-            else:  # kernels count no load where there are no rows
-                x_now, ids_now, weights_now, out_now = (rows[:num_rows] for rows in (x, ids, weights, out))
-                gated = Gated(x_now, ids_now, weights_now, load if num_rows else None)
-                torch.cat(self._run_rounds(gated, step.num_chunks, step.overlap, x_now)[0], out=out_now)
+                return ()
+            return rounds(step)
 
         recorder.call_python(call)
         return out
 
-    def _run_rounds(self, gated: Gated, num_chunks: int, overlap: bool, x: Tensor) -> tuple[list[Tensor], AddTo | None]:
+    def _rounds(self, gated: Gated, num_chunks: int, x: Tensor) -> Turns[tuple[list[Tensor], AddTo | None]]:
         """Returns the sums of each round's rows, and the shared expert's of x, computed while rows are on their way."""
+        num_tokens, capacity = len(gated.x), self._parallel.max_tokens_per_rank
+        assert num_chunks >= 1, "every rank runs at least one round"
+        assert num_tokens <= num_chunks * capacity, f"{num_tokens} tokens in {num_chunks} rounds of {capacity}"
+        parts, shared = [], None
         try:
-            return self._advance_rounds(gated, num_chunks, overlap, x)
+            for number, rows in enumerate(gated.cut(num_chunks)):
+                dispatched = yield from self._dispatch(rows)
+                if number == 0 and self._shared is not None:
+                    self._parallel.clock.turn(MLP)
+                    shared = self._shared(x)
+                parts.append((yield from self._compute(dispatched, rows.weights)))
         except PeerError as error:
             error.layer_row = self._layer_row
             raise
-
-    def _advance_rounds(
-        self, gated: Gated, num_chunks: int, overlap: bool, x: Tensor
-    ) -> tuple[list[Tensor], AddTo | None]:
-        parallel, num_tokens = self._parallel, len(gated.x)
-        assert num_chunks >= 1, "every rank runs at least one round"
-        capacity = parallel.max_tokens_per_rank
-        assert num_tokens <= num_chunks * capacity, f"{num_tokens} tokens in {num_chunks} rounds of {capacity}"
-        rounds = [self._round(rows) for rows in gated.cut(num_chunks)]
-        order = overlapped(num_chunks, parallel.all_to_all.live_handles) if overlap else in_turn(num_chunks)
-        parts, shared = [], None
-        for number in order:
-            if number == SHARED:
-                if self._shared is not None:
-                    parallel.clock.turn(MLP)
-                    shared = self._shared(x)
-            elif (result := advance(rounds[number])) is not None:
-                parts.append(result)
         return parts, shared
 
-    def _round(self, gated: Gated) -> Round:
-        """Runs rows up to their sums, [T, H]. At each yield another round may advance."""
+    def _dispatch(self, gated: Gated) -> Turns[Pending[Dispatched[Any]]]:
+        """Sends rows to their slots."""
         parallel, replicas = self._parallel, self._replicas
         all_to_all, clock = parallel.all_to_all, parallel.clock
         x, slots, weights, load = gated
@@ -272,23 +268,23 @@ class MoeLayer:
             yield
             clock.turn(DISPATCH)
             slots, slot_counts = replicas.split(slots, pending_counts.wait(), parallel.rank)
-        else:
-            yield
-            clock.turn(DISPATCH)
         if parallel.passes is not None and parallel.passes.is_on:
             parallel.passes.add(self._layer_row, slots)
         pending_rows = all_to_all.dispatch(x, slots, slot_counts, weights)
         yield
-        clock.turn(DISPATCH)
-        arrived = pending_rows.wait()
-        yield
-        clock.turn(EXPERTS)
+        return pending_rows
+
+    def _compute(self, dispatched: Pending[Dispatched[Any]], weights: Tensor) -> Turns[Tensor]:
+        """Returns the sums for rows that were dispatched, [T, H]."""
+        parallel = self._parallel
+        parallel.clock.turn(DISPATCH)
+        arrived = dispatched.wait()
+        parallel.clock.turn(EXPERTS)
         results = expert_ffn(arrived.rows, self.experts, parallel.numerics, arrived.out)
+        parallel.clock.turn(COMBINE)
+        pending_results = parallel.all_to_all.combine(results, weights, arrived.handle)
         yield
-        clock.turn(COMBINE)
-        pending_results = all_to_all.combine(results, weights, arrived.handle)
-        yield
-        clock.turn(COMBINE)
+        parallel.clock.turn(COMBINE)
         return pending_results.wait()
 
     @cached_property
@@ -300,50 +296,14 @@ class MoeLayer:
         return self._parallel.recorder.row(self._layer_row)
 
 
-def advance(round: Round) -> Tensor | None:
-    """Runs a round up to its next yield. Returns its result at the end, else None."""
-    try:
-        next(round)
-    except StopIteration as end:
-        result: Tensor = end.value
-        return result
-    return None
-
-
-@cache
-def in_turn(num_rounds: int) -> tuple[int, ...]:
-    """Returns the order of rounds that do not overlap; the shared expert computes while the first rows are sent."""
-    order = [number for number in range(num_rounds) for _ in range(ADVANCES)]
-    return (*order[:2], SHARED, *order[2:])
-
-
-@cache
-def overlapped(num_rounds: int, live_handles: int) -> tuple[int, ...]:
-    """Returns the order in which, under the experts of a round, the rows of the next one and the results of the last
-    one are on their way.
-
-    At any time at most two dispatches and two combines are in flight, received in the order of their sends, and the
-    counts of one round ahead of them. Results are sent before those of the last round are waited for: behind a link
-    with a delay two rounds wait as often as one. A handle lives from dispatch to the receipt of its combine, so three
-    handles are alive.
-    With live_handles = 2 the results of the last round are received before the next one dispatches.
-    The shared expert computes under the last combine, where no experts are left to hide it, and where no rank waits for
-    what comes after it.
-    """
-    first = range(min(2, num_rounds))
-    order = [*first, *first]  # counts, then rows
-    if num_rounds > 2:
-        order.append(2)  # counts are sent one round ahead
-    for number in range(num_rounds):
-        last = [number - 1] if number else []
-        order.append(number)  # receives rows
-        if 0 < number < num_rounds - 1:
-            if live_handles < 3:
-                order += last
-                last = []
-            order.append(number + 1)  # dispatches
-            if number + 2 < num_rounds:
-                order.append(number + 2)  # sends counts
-        order += [number, number]  # experts, then sends results
-        order += last  # receives the results of the last round
-    return (*order, SHARED, num_rounds - 1)
+def take_turns(halves: Sequence[Turns[T]]) -> list[T]:
+    """Returns the results of generators, each of which runs up to its next yield in turn; all yield equally often."""
+    results: list[T] = []
+    while not results:
+        for half in halves:
+            try:
+                next(half)
+            except StopIteration as end:
+                results.append(end.value)
+    assert len(results) == len(halves), "halves of a step make the same calls"
+    return results

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.overlap import break_even_tokens
-from moe_serve.engine.step.plan import num_rounds
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "overlap.json"
 
@@ -30,20 +29,10 @@ def test_two_half_batches_pay_from_the_break_even_on(round_s: float, bytes_per_s
         assert layer_s(size, 2, slow, round_s, way_s) >= layer_s(size, 1, slow, round_s, way_s) * (1 - 1e-9)
 
 
-@given(st.integers(0, 5000), st.integers(1, 600))
-def test_no_other_number_of_rounds_is_better(num_tokens: int, from_tokens: int) -> None:
-    best = num_rounds(num_tokens, from_tokens)
-    assert best == 1 if num_tokens < from_tokens else best >= 2
-    way_s, round_s = 1.0, float(from_tokens)  # half of both paths of from_tokens tokens is one round
-    times = {n: layer_s(num_tokens, n, 5.0, round_s, way_s) for n in range(1, best + 5)}
-    assert times[best] <= min(times.values()) * (1 + 1e-9)
-
-
 def test_by_hand() -> None:
     # 8 KiB a token and way at 1 GB/s, 1 ms for a cut: 16 KiB x T / 1e9 / 2 = 1 ms at 122.07 tokens.
     assert break_even_tokens(1e-3, 2 * 8192, 1e9) == 123
     assert break_even_tokens(0.0, 16384, 1e9) == 2, "one token cannot be cut"
-    assert [num_rounds(tokens, 100) for tokens in (0, 99, 100, 299, 300, 599, 600, 1000)] == [1, 1, 2, 2, 3, 3, 4, 5]
 
 
 def test_the_committed_measurement_agrees() -> None:

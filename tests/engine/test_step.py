@@ -58,14 +58,9 @@ def test_overlap_is_decided_by_the_largest_rank(ranks: list[RankState], overlap_
     assert not plain.overlap
     assert plan.overlap == (plan.max_tokens >= overlap_from_tokens)
     if plan.overlap:
-        assert plan.num_chunks >= max(2, plain.num_chunks)
+        half = (plan.max_tokens + 1) // 2
+        assert plan.num_chunks * 8 >= half > (plan.num_chunks - 1) * 8
     assert plan._replace(overlap=False, num_chunks=plain.num_chunks) == plain
-
-
-def test_rows_that_grow_are_cut_in_more_rounds() -> None:
-    settings = StepSettings(max_tokens_per_rank=1024, overlap_from_tokens=64)
-    cut = [plan_step([RankState(0, 0, decode_tokens=n, has_work=1)], settings).num_chunks for n in (63, 64, 200, 1024)]
-    assert cut == [1, 2, 3, 6]
 
 
 def test_everybody_sleeps_only_when_nobody_has_work() -> None:

@@ -14,7 +14,7 @@ from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.gate import Gate
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import AddTo, ExpertParallel, MoeLayer, MoeWeights
+from moe_serve.ep.moe_layer import AddTo, ExpertParallel, MoeLayer, MoeWeights, Turns, take_turns
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.forms import RouterSpec
@@ -32,7 +32,7 @@ INVARIANT = Numerics(row_tile=4)
 @dataclass(frozen=True)
 class Case:
     """tokens: all tokens, dealt to ranks in runs as equal as can be; capacity: rows of one round
-    overlapped: rounds that the plan asks for, overlapped; None: in turn, as few as hold all rows
+    halves: whether the rows run in two halves that take turns
     """
 
     placement: Placement
@@ -44,7 +44,7 @@ class Case:
     only_rank: int | None = None  # all tokens on this rank
     split: Literal["even", "nearest", "exact"] = "even"
     nodes: Topology | None = None  # None: all ranks on one node
-    overlapped: int | None = None
+    halves: bool = False
     backend: str = "collective"  # of several ranks
     combine: Combine = "ordered"
 
@@ -105,15 +105,20 @@ def run_layers(rank: int, group: EpGroup, case: Case) -> tuple[Tensor, np.ndarra
     """Returns this rank's rows after all layers, the recorded load, and the rows that its slots received."""
     layers, recorder = build(group, case)
     mine = tokens(case.num_tokens)[case.share(rank)]
-    num_tokens = len(mine)
-    x = torch.cat([mine, torch.full((case.numerics.padded(num_tokens) - num_tokens, HIDDEN), float("nan"))])
     counted = max(len(range(*case.share(r).indices(case.num_tokens))) for r in range(group.num_ranks))
-    num_chunks = max(case.overlapped or 1, -(-counted // case.capacity))
-    with count_received() as received:
+    num_chunks = max(1, -(-counted // case.capacity))
+
+    def through_all(rows: Tensor) -> Turns[Tensor]:
+        num_tokens = len(rows)
+        x = torch.cat([rows, torch.full((case.numerics.padded(num_tokens) - num_tokens, HIDDEN), float("nan"))])
         for layer in layers:
-            x = layer(x, num_tokens, num_chunks, overlap=case.overlapped is not None)
+            x = yield from layer(x, num_tokens, num_chunks)
             assert torch.equal(x[num_tokens:].nan_to_num(), torch.zeros_like(x[num_tokens:])), "padding is not computed"
-    return x[:num_tokens], recorder.take().sum(1), received.slot_rows
+        return x[:num_tokens]
+
+    with count_received() as received:
+        parts = take_turns([through_all(half) for half in mine.tensor_split(1 + case.halves)])
+    return torch.cat(parts), recorder.take().sum(1), received.slot_rows
 
 
 def serve(case: Case) -> tuple[Tensor, np.ndarray, np.ndarray]:
@@ -172,14 +177,14 @@ SAME_BITS = {
     "in chunks": replace(BASE, placement=trivial(2), capacity=3),
     "one rank in chunks": replace(BASE, capacity=7),
     "an idle rank": replace(BASE, placement=trivial(2, 1), only_rank=1),
-    "one rank, halves overlap": replace(BASE, overlapped=2),
-    "two ranks, halves overlap": replace(BASE, placement=trivial(2), overlapped=2),
-    "two ranks, redundant, rounds overlap": replace(BASE, placement=trivial(2, 5), overlapped=5),
-    "two ranks, exact, halves overlap": replace(BASE, placement=trivial(2, 5), split="exact", overlapped=2),
-    "three ranks, exact, chunks overlap": replace(
-        BASE, placement=trivial(3, 2), split="exact", overlapped=2, capacity=3
+    "one rank, halves overlap": replace(BASE, halves=True),
+    "two ranks, halves overlap": replace(BASE, placement=trivial(2), halves=True),
+    "two ranks, redundant, halves overlap": replace(BASE, placement=trivial(2, 5), halves=True),
+    "two ranks, exact, halves overlap": replace(BASE, placement=trivial(2, 5), split="exact", halves=True),
+    "three ranks, exact, halves of many chunks overlap": replace(
+        BASE, placement=trivial(3, 2), split="exact", halves=True, capacity=3
     ),
-    "an idle rank, rounds overlap": replace(BASE, placement=trivial(2, 1), only_rank=1, overlapped=3),
+    "an idle rank, halves overlap": replace(BASE, placement=trivial(2, 1), only_rank=1, halves=True),
 }
 
 

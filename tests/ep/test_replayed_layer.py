@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup
+from moe_serve.ep.moe_layer import take_turns
 from moe_serve.ep.replica_map import LayerReplicas
 from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, read_events, read_jsonl
 from moe_serve.eplb.load import LoadRecord
@@ -57,7 +58,7 @@ def run_steps_and_record(rank: int, group: EpGroup, case: Case, evenly: Sequence
         x = tokens(case.num_tokens - 5 * step)[case.share(rank)]
         with recording() as batches:
             for layer in layers:
-                x = layer(x, len(x), 1)
+                [x] = take_turns([layer(x, len(x), 1)])
         steps.append(batches)
     return steps
 

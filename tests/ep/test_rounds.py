@@ -1,8 +1,8 @@
-"""Overlap hides time, and changes no bit. Time is counted, not measured."""
+"""Halves that take turns hide time, and change no bit. Time is counted, not measured."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import pytest
@@ -25,7 +25,7 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.ep import moe_layer
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.load_recorder import LoadRecorder
-from moe_serve.ep.moe_layer import ADVANCES, SHARED, AddTo, ExpertParallel, MoeLayer, MoeWeights, in_turn, overlapped
+from moe_serve.ep.moe_layer import AddTo, ExpertParallel, MoeLayer, MoeWeights, Turns, take_turns
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.forms import RouterSpec
@@ -36,7 +36,7 @@ from tests.ranks import run_ranks
 
 V = TypeVar("V")
 ONE = Scenario((8,), topk=2, slots_per_rank=4, hidden=16)
-ROUND_BYTES = 8 * 2 * 16 * 4  # of the rows, or the results, of one round
+HALF_BYTES = 8 * 2 * 16 * 4  # of the rows, or the results, of one half in one layer
 
 
 def a_layer(
@@ -72,93 +72,96 @@ def experts_that(run: Callable[[Tensor], Tensor]) -> Iterator[None]:
         moe_layer.expert_ffn = expert_ffn
 
 
-def total_s(
-    overlap: bool,
-    num_rounds: int,
-    transfer_s: float,
-    compute_s: float,
-    shared_s: float = 0.0,
-    way_s: float = 0.0,
-) -> tuple[float, Tensor]:
-    """Returns the counted time of equal rounds, and their results. transfer_s: rows, or results, of one round
+def stack(layer: MoeLayer, rows: Tensor, num_layers: int, attend: Callable[[], None] = lambda: None) -> Turns[Tensor]:
+    """Runs rows through a layer, again and again, with attention before each."""
+    for _ in range(num_layers):
+        attend()
+        rows = yield from layer(rows, len(rows), 1)
+    return rows
 
-    way_s: by which all that is sent is delayed
-    """
-    clock = CountedClock()
+
+def run(layer: MoeLayer, rows: Tensor, num_chunks: int) -> Tensor:
+    [out] = take_turns([layer(rows, len(rows), num_chunks)])
+    return out
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of each half in each layer: attention, rows or results on the link, their delay, experts, the shared expert."""
+
+    attention_s: float = 0.0
+    transfer_s: float = 1e-9
+    way_s: float = 0.0
+    experts_s: float = 0.0
+    shared_s: float = 0.0
+
+
+def total_s(num_halves: int, times: Times, num_layers: int = 4) -> tuple[float, Tensor]:
+    """Returns the counted time of 16 rows at once, or of two halves that take turns, and the rows behind all layers."""
+    clock, share = CountedClock(), 2 / num_halves
     inner = LocalAllToAll(ONE.slots_per_rank, make_wire("auto", ONE.dtype))
-    delayed = DelayedAllToAll(inner, ROUND_BYTES / transfer_s, way_s, clock)
+    delayed = DelayedAllToAll(inner, HALF_BYTES / times.transfer_s, times.way_s, clock)
 
     def experts(x: Tensor) -> Tensor:
-        clock.spend(compute_s)
+        clock.spend(share * times.experts_s)
         return x * 2
 
     def shared(x: Tensor) -> AddTo:
-        clock.spend(shared_s)
+        clock.spend(share * times.shared_s)
         return x.clone().add_
 
-    rows = ONE.inputs(0)[0].repeat(num_rounds, 1)
+    rows = ONE.inputs(0)[0].repeat(2, 1)
     with experts_that(experts):
-        results = a_layer(delayed, shared)(rows, len(rows), num_rounds, overlap)
+        layer = a_layer(delayed, shared)
+        halves = [
+            stack(layer, half, num_layers, lambda: clock.spend(share * times.attention_s))
+            for half in rows.tensor_split(num_halves)
+        ]
+        results = torch.cat(take_turns(halves))
     return clock.now_s(), results
 
 
-@pytest.mark.parametrize("live_handles", [2, 3])
-@pytest.mark.parametrize("num_rounds", [1, 2, 3, 4, 7])
-def test_every_round_advances_to_its_end_and_the_shared_expert_runs_once(num_rounds: int, live_handles: int) -> None:
-    for order in (in_turn(num_rounds), overlapped(num_rounds, live_handles)):
-        assert sorted(order) == [SHARED] + [number for number in range(num_rounds) for _ in range(ADVANCES)]
+CASES = {
+    "a delay, long attention": Times(attention_s=2, way_s=1, experts_s=1),
+    "a delay, long experts": Times(attention_s=1, way_s=1, experts_s=3),
+    "a delay, a shared expert": Times(attention_s=1.5, way_s=1, experts_s=0.5, shared_s=0.5),
+    "a slow link": Times(attention_s=2, transfer_s=1, experts_s=1),
+    "a slow link with a delay": Times(attention_s=2, transfer_s=0.5, way_s=0.5, experts_s=1),
+}
 
 
-TIMES = [(1.0, 1.0), (1.0, 3.0), (3.0, 1.0), (1.0, 0.0), (2.0, 3.0)]
+@pytest.mark.parametrize("times", CASES.values(), ids=CASES)
+def test_what_computes_as_long_as_rows_travel_hides_them(times: Times) -> None:
+    """But before the first experts, where only the other half's attention computes, and behind the last ones."""
+    computing_s = 8 * (times.attention_s + times.experts_s + times.shared_s)
+    travelling_s = times.transfer_s + times.way_s
+    whole_s, whole = total_s(1, times)
+    halves_s, halves = total_s(2, times)
+    assert torch.equal(halves, whole)
+    assert halves_s <= computing_s + 2 * travelling_s + 1e-6
+    assert halves_s < 0.9 * whole_s
 
 
-@pytest.mark.parametrize("transfer_s, compute_s", TIMES)
-def test_two_half_batches_hide_what_can_be_hidden(transfer_s: float, compute_s: float) -> None:
-    in_turn_s, plain = total_s(False, 2, transfer_s, compute_s)
-    overlapped_s, results = total_s(True, 2, transfer_s, compute_s)
-    assert in_turn_s == pytest.approx(2 * (2 * transfer_s + compute_s))
-    # Nothing can hide the first half's dispatch and the last one's combine, nor the longer of what is left.
-    floor_s = 2 * transfer_s + max(2 * compute_s, transfer_s + compute_s, 2 * transfer_s)
-    assert overlapped_s == pytest.approx(floor_s)
-    assert torch.equal(plain, results)
+@pytest.mark.parametrize("compute_s", [0.0, 0.1])
+def test_halves_wait_for_a_delay_no_more_often_than_a_whole_batch(compute_s: float) -> None:
+    times = Times(attention_s=compute_s, way_s=1, experts_s=compute_s)
+    whole_s, halves_s = (total_s(num_halves, times)[0] for num_halves in (1, 2))
+    assert whole_s == pytest.approx(4 * (2 + 4 * compute_s), abs=0.01)
+    assert 8 <= halves_s <= whole_s
 
 
-@pytest.mark.parametrize("compute_s", [0.0, 0.2])
-def test_two_half_batches_wait_for_a_delay_no_more_often_than_one_batch(compute_s: float) -> None:
-    one_s, two_s = (total_s(num > 1, num, 1e-6, compute_s, way_s=1.0)[0] for num in (1, 2))
-    assert one_s == pytest.approx(2.0 + compute_s, abs=0.01)
-    assert two_s == pytest.approx(2.0 + 2 * compute_s, abs=0.01)
-
-
-@pytest.mark.parametrize("num_rounds", [1, 2, 3, 6, 9])
-@pytest.mark.parametrize("transfer_s, compute_s", TIMES)
-def test_many_rounds_leave_only_the_ends_uncovered(num_rounds: int, transfer_s: float, compute_s: float) -> None:
-    """Between the first dispatch and the last combine, either the link is busy all the time or the experts are."""
-    overlapped_s, _ = total_s(True, num_rounds, transfer_s, compute_s)
-    busy_s = max(2 * (num_rounds - 1) * transfer_s, num_rounds * compute_s)
-    # At most one round's experts, or one transfer, may fall between the two.
-    assert 2 * transfer_s + busy_s <= overlapped_s + 1e-9
-    assert overlapped_s <= 2 * transfer_s + busy_s + min(transfer_s, compute_s) + 1e-9
-
-
-@pytest.mark.parametrize("transfer_s, compute_s", [(1.0, 2.0), (1.0, 5.0), (1.0, 1.0), (4.0, 1.0)])
-def test_eight_rounds_hide_four_fifths_of_the_shorter(transfer_s: float, compute_s: float) -> None:
-    hidden_s = total_s(False, 8, transfer_s, compute_s)[0] - total_s(True, 8, transfer_s, compute_s)[0]
-    assert hidden_s >= 0.8 * 8 * min(2 * transfer_s, compute_s)
-
-
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_the_shared_expert_costs_nothing_while_rows_travel(overlapped: bool) -> None:
-    without = total_s(overlapped, 2, 2.0, 1.0)[0]
-    assert total_s(overlapped, 2, 2.0, 1.0, shared_s=2.0)[0] == pytest.approx(without)
-    assert total_s(overlapped, 2, 2.0, 1.0, shared_s=9.0)[0] > without, "the clock does count it"
+def test_the_shared_expert_costs_nothing_while_rows_travel() -> None:
+    times = Times(way_s=4)
+    without = total_s(1, times)[0]
+    assert total_s(1, replace(times, shared_s=1))[0] == pytest.approx(without)
+    assert total_s(1, replace(times, shared_s=9))[0] > without, "the clock does count it"
 
 
 class Watched(AllToAll[int]):
     """Keeps what is sent and received, and checks what every transport may ask of its caller."""
 
-    def __init__(self, live_handles: int):
-        self.capabilities = replace(TRANSPORTS["local"], live_handles=live_handles)
+    def __init__(self) -> None:
+        self.capabilities = replace(TRANSPORTS["local"], live_handles=2)
         self.events: list[str] = []
         self._rows_in_flight: list[str] = []
         self._handles = self._counts = self._counted = self._sent = 0
@@ -195,8 +198,7 @@ class Watched(AllToAll[int]):
     def _send(self, name: str, receive: Callable[[], V]) -> Pending[V]:
         self.events.append(f"{name} sent")
         self._rows_in_flight.append(name)
-        kind = name.split()[0]
-        assert sum(each.startswith(kind) for each in self._rows_in_flight) <= 2, self.events
+        assert len(self._rows_in_flight) <= 2, self.events
 
         def received() -> V:
             assert self._rows_in_flight.pop(0) == name, "received in the order of the sends"
@@ -206,11 +208,9 @@ class Watched(AllToAll[int]):
         return Deferred(received)
 
 
-def watch(
-    num_rows: int, num_rounds: int, live_handles: int = 3, with_counts: bool = False, overlap: bool = True
-) -> list[str]:
-    """Returns the calls of a layer whose rounds share these rows."""
-    transport = Watched(live_handles)
+def watch(num_rows: int, num_halves: int, with_counts: bool = False, num_chunks: int = 1) -> list[str]:
+    """Returns the calls of a layer whose halves share these rows."""
+    transport = Watched()
 
     def experts(x: Tensor) -> Tensor:
         transport.events.append("experts")
@@ -218,77 +218,48 @@ def watch(
 
     rows = torch.arange(float(num_rows))[:, None].repeat(1, ONE.hidden)
     with experts_that(experts):
-        results = a_layer(transport, num_redundant=with_counts)(rows, num_rows, num_rounds, overlap)
+        layer = a_layer(transport, num_redundant=with_counts)
+        halves = [layer(half, len(half), num_chunks) for half in rows.tensor_split(num_halves)]
+        results = torch.cat(take_turns(halves))
     assert torch.equal(results, rows + 100)
     return transport.events
 
 
 @pytest.mark.parametrize("with_counts", [False, True])
-@pytest.mark.parametrize("live_handles", [2, 3])
-@pytest.mark.parametrize("num_rounds", [1, 2, 3, 4, 7])
-def test_calls_are_the_same_whatever_the_sizes(num_rounds: int, live_handles: int, with_counts: bool) -> None:
-    full = watch(5 * num_rounds, num_rounds, live_handles, with_counts)
-    assert full == watch(0, num_rounds, live_handles, with_counts)
-    assert full == watch(num_rounds - 1, num_rounds, live_handles, with_counts), "the last round has no rows"
-    assert full.count("experts") == num_rounds
-    if with_counts:
-        assert [e for e in full if "counts" not in e] == watch(num_rounds, num_rounds, live_handles)
+@pytest.mark.parametrize(("num_halves", "num_chunks"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 3)])
+def test_calls_are_the_same_whatever_the_sizes(num_halves: int, num_chunks: int, with_counts: bool) -> None:
+    full = watch(10 * num_chunks, num_halves, with_counts, num_chunks)
+    assert full == watch(0, num_halves, with_counts, num_chunks)
+    assert full == watch(1, num_halves, with_counts, num_chunks), "the last half has no rows"
+    assert full.count("experts") == num_halves * num_chunks
+    if with_counts and 1 in (num_halves, num_chunks):
+        assert [e for e in full if "counts" not in e] == watch(num_chunks, num_halves, num_chunks=num_chunks)
 
 
-def test_while_experts_run_the_next_rows_and_the_last_results_travel() -> None:
-    events = watch(4, 4)
-    for number in (1, 2):
-        in_flight: set[str] = set()
-        for event in events[: [i for i, e in enumerate(events) if e == "experts"][number]]:
-            name, _, what = event.rpartition(" ")
-            (in_flight.add if what == "sent" else in_flight.discard)(name)
-        assert in_flight == {f"rows {number + 1}", f"results {number - 1}"}
+def test_each_half_sends_before_the_other_one_waits() -> None:
+    calls = [event for event in watch(4, 2, with_counts=True) if event != "experts"]
+    assert calls == [
+        "counts 0 sent", "counts 1 sent", "counts 0 received", "rows 0 sent", "counts 1 received", "rows 1 sent",
+        "rows 0 received", "results 0 sent", "rows 1 received", "results 1 sent", "results 0 received",
+        "results 1 received",
+    ]  # fmt: skip
 
 
-def test_counts_of_a_round_are_sent_before_the_experts_of_the_round_before_the_last() -> None:
-    events = watch(5, 5, with_counts=True)
-    experts = [i for i, e in enumerate(events) if e == "experts"]
-    for number in range(2, 5):
-        assert events.index(f"counts {number} sent") < experts[number - 2]
-        assert events.index(f"counts {number} received") > experts[number - 2]
-
-
-def test_in_turn_nothing_is_sent_before_the_last_thing_is_received() -> None:
-    events = watch(2, 2, with_counts=True, overlap=False)
-    calls = [event for event in events if event != "experts"]
+def test_one_batch_sends_nothing_before_the_last_thing_is_received() -> None:
+    calls = [event for event in watch(2, 1, with_counts=True, num_chunks=2) if event != "experts"]
     assert all(a.replace("sent", "received") == b for a, b in zip(calls[::2], calls[1::2], strict=True))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_shared_expert_computes_while_rows_travel(overlap: bool) -> None:
-    clock = CountedClock()
-    inner = LocalAllToAll(ONE.slots_per_rank, make_wire("auto", ONE.dtype))
-    layer_time = {}
-    for compute_s in (0.0, 1.0):
-        delayed = DelayedAllToAll(inner, bytes_per_s=ROUND_BYTES / 2.0, clock=clock)  # 2 s out, 2 s home
-
-        def shared(x: Tensor, compute_s: float = compute_s) -> AddTo:
-            clock.spend(compute_s)
-            return x.clone().add_
-
-        layer = a_layer(delayed, shared)
-        started_s = clock.now_s()
-        layer(ONE.inputs(0)[0], num_tokens=8, num_chunks=1 + overlap, overlap=overlap)
-        layer_time[compute_s] = clock.now_s() - started_s
-    assert layer_time[0.0] == pytest.approx(4.0)
-    assert layer_time[1.0] == pytest.approx(4.0), "one second of the shared expert costs nothing"
-
-
-def check_overlap(rank: int, group: EpGroup, backend: str) -> None:
+def check_halves(rank: int, group: EpGroup, backend: str) -> None:
     one = Scenario((9, 0, 12), topk=2, slots_per_rank=2, hidden=ONE.hidden)
     layer = a_layer(make_all_to_all(group, one.request(backend)), num_redundant=2, num_ranks=3, rank=rank)
     hidden = one.inputs(rank)[0]
     with experts_that(lambda x: x * 3):
-        for num_rounds in (1, 2, 3, 5):
-            overlapping, plain = (layer(hidden, len(hidden), num_rounds, overlap) for overlap in (True, False))
-            assert torch.equal(plain, overlapping)
+        for num_chunks in (1, 2, 5):
+            halves = take_turns([layer(half, len(half), num_chunks) for half in hidden.tensor_split(2)])
+            assert torch.equal(torch.cat(halves), run(layer, hidden, num_chunks))
 
 
 @pytest.mark.parametrize("backend", ["collective", "shm"])
-def test_overlapped_rounds_have_the_bits_of_plain_ones(backend: str) -> None:
-    run_ranks(3, check_overlap, backend)
+def test_halves_have_the_bits_of_a_whole_batch(backend: str) -> None:
+    run_ranks(3, check_halves, backend)

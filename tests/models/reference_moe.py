@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.ep.moe_layer import ExpertParallel, MoeWeights
+from moe_serve.ep.moe_layer import ExpertParallel, MoeWeights, Turns
 from moe_serve.kernels.activation import clamped_swiglu_reference
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun
 
 
-def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int, bool], Tensor], x: Tensor) -> Tensor:
+def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int], Turns[Tensor]], x: Tensor) -> Tensor:
     """Records a call of a MoE layer between kernels. x: [T, H] -> [T, H]"""
     out = recorder.buffer("moe_out", x.shape[1])
 
-    def call(step: RecordedRun) -> None:
+    def call(step: RecordedRun) -> Turns[None]:
         num_rows = step.rows.num_rows
-        out[:num_rows] = layer(x[:num_rows], num_rows, step.num_chunks, step.overlap)
+        out[:num_rows] = yield from layer(x[:num_rows], num_rows, step.num_chunks)
 
     recorder.call_python(call)
     return out
@@ -31,7 +31,8 @@ class ReferenceMoe:
         self.router, self.gate, self.bias = parallel.router, weights.gate, weights.correction_bias
         self.experts, self.shared, self.logit_bias = weights.experts, weights.shared, weights.logit_bias
 
-    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, overlap: bool = False, *_: None) -> Tensor:
+    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, *_: None) -> Turns[Tensor]:
+        yield
         out = torch.zeros_like(x)
         out = out if self.shared is None else self.shared(x)(out)
         for t in range(num_tokens):

@@ -82,9 +82,16 @@ class Runner:
     """Sequences on one decoder with a cache of their own; blocks are handed out in a scattered order."""
 
     def __init__(
-        self, decoder: MoeDecoder, numerics: Numerics, num_blocks: int = 256, dtype: torch.dtype = torch.float32
+        self,
+        decoder: MoeDecoder,
+        numerics: Numerics,
+        num_blocks: int = 256,
+        dtype: torch.dtype = torch.float32,
+        overlap: bool = False,
     ):
+        """overlap: batches run in halves"""
         self.decoder = decoder
+        self.overlap = overlap
         self.numerics = numerics
         self.tables = BlockTables(BLOCK_SIZE)
         self.cache = KvCache(kv_layouts(decoder.spec), num_blocks, BLOCK_SIZE, dtype, "cpu")
@@ -113,7 +120,8 @@ class Runner:
         """Runs (request, number of tokens) together in one forward and keeps the logits of every computed position."""
         scheduled = self.schedule(chunks)
         batch = ForwardBatch.build(scheduled, self.tables, "cpu", self.numerics)
-        rows = iter(self.decoder.forward(batch._replace(logit_rows=torch.arange(batch.num_tokens)), self.cache, 1))
+        batch = batch._replace(logit_rows=torch.arange(batch.num_tokens))
+        rows = iter(self.decoder.forward(batch, self.cache, 1, self.overlap))
         for chunk in sorted(scheduled, key=lambda chunk: chunk.length):  # as the batch orders them
             for position in range(chunk.start, chunk.start + chunk.length):
                 self.logits[chunk.request.request_id][position] = next(rows)

@@ -9,7 +9,7 @@ import torch
 
 from moe_serve.attention_dp.batch import BatchBuilder, ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.ep.moe_layer import MoeLayer, Turns
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.decoder.moe_decoder import kv_layouts
@@ -60,25 +60,42 @@ def test_with_the_real_moe_layer_logits_are_the_same_bits_in_any_batch(
         assert torch.equal(runner.stacked(request), runner.stacked(alone)), request.request_id
 
 
+@pytest.mark.parametrize("numerics", [INVARIANT, COMPILED], ids=["invariant", "compiled"])
+@pytest.mark.parametrize("name", (*NAMES, "deepseek_v32"))
+def test_halves_of_a_batch_have_the_bits_of_the_whole(name: str, numerics: Numerics, oracle: Oracle) -> None:
+    decoder = load_decoder(oracle(name)[1], numerics)
+    found = []
+    for overlap in (False, True):
+        runner = Runner(decoder, numerics, overlap=overlap)
+        requests = [runner.request(str(length), prompt(length, length)) for length in (1, 2, 9, 30, 61)]
+        runner.prefill(requests[2:4])
+        runner.prefill(requests, chunk=40)  # the longest in two chunks, that halves cut
+        runner.greedy(requests, 3)
+        found.append([runner.stacked(request) for request in requests])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("numerics", CLASSES.values(), ids=CLASSES)
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_empty_batch_reaches_every_moe_layer(name: str, numerics: Numerics, oracle: Oracle) -> None:
+def test_an_empty_batch_reaches_every_moe_layer(name: str, overlap: bool, numerics: Numerics, oracle: Oracle) -> None:
     folder = oracle(name)[1]
     spec = read_spec(folder)
-    seen: list[tuple[int, int, int, bool]] = []
+    seen: list[tuple[int, int, int]] = []
 
     class Spy:
-        def __call__(self, x: torch.Tensor, num_tokens: int, num_chunks: int, overlap: bool, *_: None) -> torch.Tensor:
-            seen.append((x.shape[0], num_tokens, num_chunks, overlap))
+        def __call__(self, x: torch.Tensor, num_tokens: int, num_chunks: int, *_: None) -> Turns[torch.Tensor]:
+            seen.append((x.shape[0], num_tokens, num_chunks))
+            yield
             return x
 
         def record(self, recorder: Recorder, x: torch.Tensor) -> torch.Tensor:
             return record_call(recorder, self, x)
 
     decoder = load_decoder(folder, numerics, moe_layer=lambda *args: Spy())
-    logits = decoder.forward(ForwardBatch.empty("cpu", numerics), Runner(decoder, numerics).cache, 3, True)
+    logits = decoder.forward(ForwardBatch.empty("cpu", numerics), Runner(decoder, numerics).cache, 3, overlap)
     assert logits.shape == (0, spec.vocab_size)
-    assert seen == [(0, 0, 3, True)] * spec.num_moe_layers
+    assert seen == [(0, 0, 3)] * (1 + overlap) * spec.num_moe_layers
 
 
 @pytest.mark.parametrize("numerics", [FAST, INVARIANT], ids=["fast", "invariant"])

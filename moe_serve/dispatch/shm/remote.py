@@ -23,10 +23,11 @@ Check = Callable[[list[int], str, int, float], None]
 class RemotePeers:
     """The ranks of other hosts.
 
-    borrowed: what is sent last. It must not change on the way, also where the step is void and its caller gone
+    borrowed: what the last two calls send. It must not change on the way, also where the step is void and its caller
+              gone
     """
 
-    borrowed: Tensor | None = None
+    borrowed: tuple[Tensor, ...] = ()
 
     def __init__(self, space: Space, slices: list[ReceiveSlice], others: list[int], deadline_s: float, check: Check):
         """slices: where this rank writes in the region of each rank;  others: the ranks that take part beside it

@@ -205,7 +205,7 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         if (remote := self._peers.remote) is not None:
             at = self._facts_at, call % 2, sent.num_tokens, sent.topk, own.data_ptr(), sent.at
             remote.rows(*at, self._rows.flag(call))
-            remote.borrowed = own
+            remote.borrowed = *remote.borrowed[-1:], own
 
         def receive() -> Dispatched[ShmHandle]:
             check_epoch(self._peers, epoch, "dispatch receive")

@@ -36,12 +36,14 @@ class StepSizes:
 
     rows:     tokens;  keys: of the longest sequence;  sequences: that run at once
     itemsize: bytes of an activation
+    in_halves: whether large steps run in halves that take turns
     """
 
     rows: int
     keys: int
     sequences: int
     itemsize: int
+    in_halves: bool = False
 
 
 def working_memory(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> tuple[int, str]:
@@ -72,9 +74,10 @@ def _buffers(spec: ModelSpec, sizes: StepSizes) -> int:
     )
     run = build_decoder(spec, no_weights(share), one_rank, "meta").run
     assert isinstance(run, RecordedRunner)
-    recorded = run.record(sizes.rows, KvCache(kv_layouts(spec), 1, 1, torch.float32, "meta"))
-    batch = sizes.rows * 8 * _INDEX
-    return recorded.buffer_bytes + batch + 2 * sizes.sequences * spec.vocab_size * 4
+    cache = KvCache(kv_layouts(spec), 1, 1, torch.float32, "meta")
+    recorded = [sizes.rows, (sizes.rows + 1) // 2][: 1 + sizes.in_halves]  # steps below those that run in halves
+    buffers = sum(run.record(rows, cache).buffer_bytes for rows in recorded)
+    return buffers + sizes.rows * 8 * _INDEX + 2 * sizes.sequences * spec.vocab_size * 4
 
 
 def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, int]:

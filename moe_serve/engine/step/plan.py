@@ -5,7 +5,6 @@ about a collective: each rank contributes one `RankState` row, and the pure func
 into the same `StepPlan` on every rank. Numpy only.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -88,7 +87,7 @@ class StepSettings:
     max_tokens_per_rank: rows that one dispatch carries; a longer step runs in chunks
     prefill_hold_steps:  how many steps a prefill may wait for prefills of the other ranks
     record_window_steps: a load record is closed every so many steps
-    overlap_from_tokens: a step overlaps its rounds from this many rows of one rank on; None = never
+    overlap_from_tokens: a step runs in two halves that overlap from this many rows of one rank on; None = never
     """
 
     max_tokens_per_rank: int
@@ -161,7 +160,8 @@ class StepPlan(NamedTuple):
     phase:        "idle" (no rows anywhere), "decode", "prefill" or "mixed"
     max_tokens:   rows of the rank with the most
     num_chunks:   rounds of dispatch and combine in every MoE layer; ranks with fewer rows run empty ones
-    overlap:      experts of one round compute while rows of others travel; needs two rounds at least
+    overlap:      the rows of each rank run in two halves: one computes while rows of the other travel. Rounds are those
+                  of a half
     hold_prefill: only the decode rows of the proposals run
     close_window: the load record ends with this step (and with the engine): all ranks take part in its reduction
     regrouped:    ranks were masked or have rejoined: the load record ends before this step, with its placement
@@ -225,11 +225,8 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
     for state in states:
         seen_by_all &= state.asking_to_rejoin
     rejoining = () if stop else ranks_of(seen_by_all & first.masked)
-    num_chunks = -(-max_tokens // settings.max_tokens_per_rank)
-    overlap_from = settings.overlap_from_tokens
-    overlap = overlap_from is not None and max_tokens >= overlap_from
-    if overlap_from is not None and overlap:
-        num_chunks = max(num_chunks, num_rounds(max_tokens, overlap_from))
+    overlap = settings.overlap_from_tokens is not None and max_tokens >= settings.overlap_from_tokens
+    num_chunks = -(-max_tokens // ((1 + overlap) * settings.max_tokens_per_rank))
     return StepPlan(
         step=step,
         phase=phase,
@@ -318,14 +315,3 @@ def _hold_prefill(states: Sequence[RankState], settings: StepSettings) -> bool:
     """Returns whether prefills wait, where some rank decodes: some ranks have none, and none has waited too long."""
     lonely = not all(state.prefill_tokens for state in states)
     return lonely and all(state.held_steps < settings.prefill_hold_steps for state in states)
-
-
-def num_rounds(num_tokens: int, from_tokens: int) -> int:
-    """Returns the best number of overlapped rounds for a batch where two begin to pay at from_tokens; 1 below.
-
-    One batch takes dispatch + experts + combine. In n equal rounds all but the first dispatch and the last combine hide
-    under experts, so n rounds save (1 - 1/n) of both transfers, and each further round costs its calls and one more
-    read of the expert weights. The n-th round saves 1/(n-1) - 1/n of both transfers. Two save a half, which is worth
-    one round at from_tokens; so the n-th pays where num_tokens / (n (n - 1)) >= from_tokens / 2.
-    """
-    return (1 + math.isqrt(1 + 8 * num_tokens // from_tokens)) // 2

@@ -10,7 +10,7 @@ A step may need Python in between, such as an exchange between ranks: `call_pyth
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -56,7 +56,8 @@ _Inputs = ctypes.c_int64 * len(RowInputs._fields)
 class RecordedRun:
     """One step's run.
 
-    num_chunks, overlap: of its MoE layers, as MoeLayer takes them
+    num_chunks: of its MoE layers, as MoeLayer takes them
+    overlap:    the rows are half of a step's, and the other half goes on wherever this one yields
     """
 
     rows: RowInputs
@@ -64,7 +65,7 @@ class RecordedRun:
     overlap: bool
 
 
-Part = Callable[[RecordedRun], None]
+Part = Callable[[RecordedRun], Iterable[None] | None]
 
 
 class Tape:
@@ -109,12 +110,17 @@ class Tape:
         self._programs[-1].add(self.part, kernel, *map(self._word, arguments))
 
     def call_python(self, function: Part) -> None:
-        """Records a call of Python at this point of every step."""
+        """Records a call of Python at this point of every step; what it yields, a run yields."""
         self._between.append(function)
         self._programs.append(Program(self._library, self._clock))
 
     def run(self, step: RecordedRun) -> None:
         """Runs what was recorded. Kernels are left out where the step has no rows; Python takes part in any case."""
+        for _ in self.run_in_turns(step):
+            pass
+
+    def run_in_turns(self, step: RecordedRun) -> Generator[None, None, None]:
+        """The same, as far as the next yield of what Python calls."""
         num_rows, inputs = step.rows.num_rows, _Inputs(*step.rows)
         assert num_rows <= self.capacity, f"{num_rows} rows, recorded for {self.capacity}"
         self.num_rows.value = num_rows
@@ -122,7 +128,7 @@ class Tape:
             if num_rows:
                 program.run(inputs)
             if then is not None:
-                then(step)
+                yield from then(step) or ()
 
     def _word(self, argument: Tensor | int | Input) -> int | Input:
         if not isinstance(argument, Tensor):

@@ -232,6 +232,7 @@ def _working_memory(config: ServeConfig, plan: ModelPlan) -> Memory:
         keys=min(plan.max_model_len, plan.num_blocks * config.cache.block_size),
         sequences=config.engine.max_running_requests,
         itemsize=plan.dtype.itemsize,
+        in_halves=config.dispatch.overlap_from_tokens is not None,
     )
     num_bytes, largest = working_memory(plan.spec, plan.numerics, sizes)
     return Memory("a step at its largest", num_bytes, f"{largest}, with even load of experts")

@@ -88,7 +88,8 @@ class GraphRunner:
         only_decodes = 0 < batch.num_tokens == batch.num_decodes and not batch.prompt_rows
         # The builder has padded the batch, in tensors that stay.
         is_padded = batch.seq_lens.shape[0] == batch.num_padded
-        return only_decodes and is_padded and step.num_chunks == 1 and self.parallel.all_to_all.captures
+        is_whole = step.num_chunks == 1 and not step.overlap
+        return only_decodes and is_padded and is_whole and self.parallel.all_to_all.captures
 
 
 def _static(batch: ForwardBatch, bound: int) -> ForwardBatch:

@@ -1,6 +1,7 @@
 """Runs a decoder for a step: by torch at once, or by the compiled CPU kernels, recorded once and run for every step."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from moe_serve.attention_dp.attention import Attention, AttentionShape, IndexedR
 from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.ep.moe_layer import MoeLayer, Turns, take_turns
 from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedLinear, RowTable
@@ -18,7 +19,7 @@ from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
 from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.linear import Linear
-from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.kernels.part_clock import MLP, PartClock
 from moe_serve.models.decoder.gqa import RopeTable
 from moe_serve.models.decoder.stack import DecoderStack, StepInputs
@@ -41,10 +42,14 @@ class TorchRunner:
     @torch.inference_mode()
     def __call__(self, step: StepInputs) -> Tensor:
         self._rows = None
-        do = TorchStep(step, self.attention, self.rope, self.numerics, self.clock)
-        rows = self.stack(do)
+        batches = step.batch.halves(self.numerics) if step.overlap else (step.batch,)
+        steps = [
+            TorchStep(replace(step, batch=batch), self.attention, self.rope, self.numerics, self.clock)
+            for batch in batches
+        ]
+        rows = _together(take_turns([self.stack(each) for each in steps]), batches)
         self._rows = rows if step.batch.prompt_rows else None
-        return do.logits(self.stack.head, rows)
+        return _project(self.stack.head, rows.index_select(0, step.batch.logit_rows), self.numerics)
 
     @torch.inference_mode()
     def logits_of(self, rows: range) -> Tensor:
@@ -93,14 +98,18 @@ class TorchStep(Step):
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
         return self.cache.gather(layer, chunk.rows, 1)[0][0, 0]
 
-    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Tensor:
+    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
         step = self._step
         cached_at = self.slots if step.has_padding else None
-        return layer(x, step.batch.num_tokens, step.num_chunks, step.overlap, cached_at)
+        return layer(x, step.batch.num_tokens, step.num_chunks, cached_at)
 
-    def logits(self, weight: Linear, x: Tensor) -> Tensor:
-        return _project(weight, x.index_select(0, self._step.batch.logit_rows), self._numerics)
+
+def _together(rows: Sequence[Tensor], batches: Sequence[ForwardBatch]) -> Tensor:
+    """Returns the rows of a step in one tensor. rows: of each of its batches, [T, H] or more"""
+    if len(batches) == 1:
+        return rows[0]
+    return torch.cat([each[: batch.num_tokens] for each, batch in zip(rows, batches, strict=True)])
 
 
 def _project(weight: Linear, rows: Tensor, numerics: Numerics) -> Tensor:
@@ -122,46 +131,74 @@ class RecordedRunner:
         self._rope = rope
         self._vocab_size = vocab_size
         self._shape = shape.for_kernels
-        self._recorded: RecordedStep | None = None
+        self._recorded: list[RecordedStep] = []  # for whole batches and first halves; for second halves
         self._rows: Tensor | None = None  # [capacity, H], what the head projects, until the next step
         self._inputs: BatchInputs | None = None
 
     def __call__(self, step: StepInputs) -> Tensor:
-        batch, num_rows = step.batch, step.batch.num_tokens
-        recorded = self._recorded
-        if recorded is None or recorded.capacity < num_rows or recorded.cache is not step.cache:
-            recorded = self.record(max(num_rows, 1), step.cache)
+        if step.overlap:
+            return self._run_halves(step)
+        recorded = self._recorded_for(step.batch, 0, step.cache)
         inputs = self._inputs
-        if inputs is None or not inputs.is_of(batch):
-            inputs = self._inputs = BatchInputs(batch, self._shape, self._vocab_size)
+        if inputs is None or not inputs.is_of(step.batch):
+            inputs = self._inputs = BatchInputs(step.batch, self._shape, self._vocab_size)
         elif inputs.attend is not None:
             inputs.attend.plan()
         recorded.run(RecordedRun(inputs.rows, step.num_chunks, step.overlap))
+        self._rows = recorded.last
         return inputs.logits
+
+    def _run_halves(self, step: StepInputs) -> Tensor:
+        halves = step.batch.halves(COMPILED)
+        recorded = [self._recorded_for(half, number, step.cache) for number, half in enumerate(halves)]
+        inputs = [BatchInputs(half, self._shape, self._vocab_size) for half in halves]
+        runs = [RecordedRun(each.rows, step.num_chunks, step.overlap) for each in inputs]
+        take_turns([each.run_in_turns(run) for each, run in zip(recorded, runs, strict=True)])
+        self._rows = _together([each.last for each in recorded], halves)
+        rows = self._rows.index_select(0, step.batch.logit_rows)
+        logits: Tensor = self._stack.head(rows)
+        return logits
 
     def logits_of(self, rows: range) -> Tensor:
         assert self._rows is not None, "no step has run"
         logits: Tensor = self._stack.head(self._rows[rows.start : rows.stop])
         return logits
 
+    def _recorded_for(self, batch: ForwardBatch, number: int, cache: KvCache) -> "RecordedStep":
+        """Returns the recording of this number, that holds a batch."""
+        if number < len(self._recorded):
+            found = self._recorded[number]
+            if found.capacity >= batch.num_tokens and found.cache is cache:
+                return found
+        del self._recorded[number:]  # frees the buffers before there are new ones
+        self._rows = None
+        self._recorded.append(self.record(batch.num_tokens, cache))
+        return self._recorded[number]
+
     def record(self, num_rows: int, cache: KvCache) -> "RecordedStep":
-        """Records the layers for steps of at least num_rows rows over this cache."""
-        self._recorded = self._rows = None  # frees the buffers before there are new ones
-        capacity = max(SMALLEST, 1 << (num_rows - 1).bit_length())
-        step = RecordedStep(capacity, cache, self._rope, self._shape, self._clock)
-        self._rows = self._stack(step)
-        step.logits(self._stack.head, self._rows)
-        self._recorded = step
-        return step
+        """Returns the layers, recorded for steps of at least num_rows rows over this cache."""
+        capacity = max(SMALLEST, 1 << (max(num_rows, 1) - 1).bit_length())
+        return RecordedStep(self._stack, capacity, cache, self._rope, self._shape, self._clock)
 
 
 class RecordedStep(Step, Recorder):
-    """The rows of any batch up to a capacity, and operations recorded for them."""
+    """The rows of any batch up to a capacity, and the layers of a decoder recorded for them.
+
+    last: the rows that the head projects, [capacity, H]
+    """
 
     has_rows = True
     long_chunks = ()
 
-    def __init__(self, capacity: int, cache: KvCache, rope: RopeTable, shape: AttendShape, clock: PartClock):
+    def __init__(
+        self,
+        stack: DecoderStack,
+        capacity: int,
+        cache: KvCache,
+        rope: RopeTable,
+        shape: AttendShape,
+        clock: PartClock,
+    ):
         Recorder.__init__(self, cpu_library(), capacity, clock, rope.table.device)
         self.cache = cache
         self._shape = shape
@@ -170,6 +207,9 @@ class RecordedStep(Step, Recorder):
         self.turns = torch.view_as_complex(turns.view(capacity, -1, 2))
         scales = rope.query_scales
         self.query_scales = None if scales is None else self.gather("scales", RowTable.of(scales), self.positions)
+        [self.last] = take_turns([stack(self)])
+        assert isinstance(stack.head, PackedLinear), "kernels take packed weights"
+        self.project_rows(stack.head, self.last)
 
     def begin(self, part: int) -> None:
         self.part = part
@@ -186,7 +226,8 @@ class RecordedStep(Step, Recorder):
     def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
         raise AssertionError("the kernels attend long chunks as any other")
 
-    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Tensor:
+    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
+        yield from ()  # turns are taken when it runs
         out = layer.record(self, x)
         if shared is not None:
             self.begin(MLP)
@@ -194,9 +235,6 @@ class RecordedStep(Step, Recorder):
             gate = None if shared.gate is None else self.linear("shared_gate", shared.gate, x)
             self.add_gated_(out, rows, gate)
         return out
-
-    def logits(self, weight: PackedLinear, x: Tensor) -> None:
-        self.project_rows(weight, x)
 
 
 class BatchInputs:

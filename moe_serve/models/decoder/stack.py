@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.ep.moe_layer import MoeLayer, Turns
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, AnyTable
 from moe_serve.kernels.part_clock import ATTENTION, GATE, MLP, VOCABULARY
 from moe_serve.kernels.rows import LayerNorm
@@ -63,7 +63,7 @@ class DecoderStack:
     head: AnyLinear
     factors: StackFactors
 
-    def __call__(self, do: Step) -> Tensor:
+    def __call__(self, do: Step) -> Turns[Tensor]:
         """Returns the rows that the head projects to logits, [T, H]."""
         do.begin(VOCABULARY)
         x: Tensor = do.gather("residual", self.embed, do.ids)  # the residual, which is changed in place
@@ -76,7 +76,10 @@ class DecoderStack:
                 delta = layer.attention(self._normed(x, delta, layer.input_norm, do), do)
             do.begin(MLP if layer.moe is None else GATE)
             normed = self._normed(x, delta, layer.post_norm, do)
-            delta = do.mlp(layer.mlp, normed) if layer.moe is None else do.moe(layer.moe, layer.shared, normed)
+            if layer.moe is None:
+                delta = do.mlp(layer.mlp, normed)
+            else:
+                delta = yield from do.moe(layer.moe, layer.shared, normed)
         do.begin(VOCABULARY)
         last = self._normed(x, delta, self.norm, do)
         if self.factors.logits != 1:
@@ -95,7 +98,7 @@ class DecoderStack:
 class StepInputs:
     """One step.
 
-    num_chunks, overlap: of the MoE layers, as MoeLayer takes them
+    num_chunks: of the MoE layers, as MoeLayer takes them;  overlap: the batch runs in halves that take turns
     has_padding: rows without a cache slot are padding, which only the device knows of; the host counts them as real
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.attention_plan import Chunk
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.ep.moe_layer import MoeLayer
+from moe_serve.ep.moe_layer import MoeLayer, Turns
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, Operations
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.rows import multiply_by_sigmoid_
@@ -102,9 +102,5 @@ class Step(Operations, ABC):
         """Returns what a layer has cached for the keys of a long chunk, [K, width]."""
 
     @abstractmethod
-    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Tensor:
+    def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         """Returns the MoE layer's rows, plus those of the shared expert if given: [T, H] -> [T, H]."""
-
-    @abstractmethod
-    def logits(self, weight: AnyLinear, x: Tensor) -> Tensor | None:
-        """Projects the step's logit rows among x [T, H] -> [num_logit_rows, vocab_size] float32."""

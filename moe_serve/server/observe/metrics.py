@@ -217,7 +217,7 @@ class RankMetrics(Collector):
         yield counters(
             "moe_serve_rank_step_part_seconds",
             "Time of these steps by part, on the rank's main thread; a part that waits for peers has that wait, and "
-            "where rounds overlap, what travels meanwhile is not seen. On a GPU parts are not known.",
+            "where halves of a step overlap, what travels meanwhile is not seen. On a GPU parts are not known.",
             ("rank", "phase", "part"),
             [((rank, phase, part), s) for rank, phase, times in phases for part, s in sorted(times.parts.items())],
         )
