@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.attention_dp.attention import AttentionShape
+from moe_serve.attention_dp.attention import AttentionShape, IndexedRows, PagedAttention
+from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.indexed_attention import chosen_keys
 from moe_serve.kernels.numerics import Numerics
+from tests.attention_dp.steps import tables_of
 from tests.attention_dp.test_attention import CASES as BATCHES
 from tests.attention_dp.test_attention import LAYOUTS, MODES, run
 from tests.kernels.conftest import RunCheck
@@ -181,3 +186,37 @@ def check_steps(device: str, kind: str, mode: str, case: str, seeing: dict[str, 
 def test_a_step_of_decodes_and_chunks_matches_the_formula(interpreter: RunCheck, kind: str, mode: str, case: str,
                                                           seeing: dict[str, object]) -> None:  # fmt: skip
     interpreter(check_steps, kind, mode, case, seeing)
+
+
+def check_indexed_steps(device: str) -> None:
+    from moe_serve.attention_dp.triton_attention import TritonAttention
+    from moe_serve.kernels.triton import indexed_attention
+
+    indexed_attention.SELECT_KEYS = 64
+    draw = torch.Generator().manual_seed(0)
+    layouts = [KvLayout.mla(12, 4), KvLayout.mla(8, 0)]
+    cache = KvCache(layouts, 16, 4, torch.float32, "cpu")
+    for layer in range(2):
+        cache.layer(layer).copy_(torch.randint(-3, 4, cache.layer(layer).shape, generator=draw))
+    free = torch.randperm(16, generator=draw).tolist()
+    chunks = []
+    for i, (start, length) in enumerate([(3, 1), (20, 1), (9, 6)]):
+        blocks = [free.pop() for _ in range(-(-(start + length) // 4))]
+        request = Request(str(i), 0, [0] * (start + length), [], SamplingParams(), 0, block_ids=blocks)
+        chunks.append(ScheduledChunk(request, start, length, False))
+    batch = ForwardBatch.build(chunks, tables_of(4, [chunk.request for chunk in chunks]), "cpu", MODES["invariant"])
+    rows = batch.num_padded
+    q = torch.randn(rows, 1, 5, 16, generator=draw)
+    index = (torch.randint(-2, 3, shape, generator=draw).float() for shape in ((rows, 3, 8), (rows, 3)))
+    chosen = IndexedRows(*index, layer=1, topk=6)
+    shape = AttentionShape(layouts[0], 5, 0.3)
+    ours, plain = (
+        make(shape, MODES["invariant"], torch.float32).attend_indexed(q, cache, 0, chosen, batch)
+        for make in (TritonAttention, lambda *facts: PagedAttention(*facts, "cpu"))
+    )
+    assert relative_error(ours, plain) < FLOAT32
+    assert not ours[batch.num_tokens :].any()
+
+
+def test_a_step_of_sparse_attention_matches_plain_torch(interpreter: RunCheck) -> None:
+    interpreter(check_indexed_steps)
