@@ -199,6 +199,16 @@ class Membership:
             if proposed > self.epoch:
                 raise self._voided(rank, masked, phase, sequence)
 
+    def check_takes_part(self, phase: str, sequence: int) -> None:
+        """Raises PeerError when another rank goes on without this one, so that data just read may be newer.
+
+        Where others go on with it, as when a rank rejoins, they overwrite nothing before this one has left the epoch.
+        """
+        for rank in self.others:
+            proposed, masked = self._proposal(rank)
+            if proposed > self.epoch and masked >> self._rank & 1:
+                raise self._masked_by(f"by rank {rank}", phase, sequence)
+
     def regroup(self, suspects: Iterable[int] = (), joining: Iterable[int] = ()) -> list[int]:
         """Agrees with all remaining ranks on who takes part, and begins a new epoch; returns its ranks.
 

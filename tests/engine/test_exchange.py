@@ -1,17 +1,21 @@
 """Both exchanges keep one contract: the rows of all ranks, in rank order, however fast or slow a rank is."""
 
+import mmap
 import os
 import signal
+import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.engine.step.exchange import GlooExchange, ShmExchange, make_exchange
+from moe_serve.engine.step.exchange import GlooExchange, ShmExchange, make_exchange, page_bytes
 from moe_serve.engine.step.plan import RankState
 from moe_serve.errors import PeerError
+from tests.dispatch.shm import faults
 from tests.ranks import RankFailure, run_ranks
 
 KINDS = ["gloo", "shm"]
@@ -86,3 +90,26 @@ def choose(rank: int, group: EpGroup) -> tuple[str, str]:
 
 def test_auto_uses_shared_memory_on_one_host_only() -> None:
     assert run_ranks(2, choose)[0] == (ShmExchange.__name__, GlooExchange.__name__)
+
+
+def test_rows_that_a_rank_reads_after_it_was_masked_are_not_used() -> None:
+    """Rank 1 is stopped before it reads. Rank 0 goes on without it, and writes its next row where that one reads."""
+    mappings, page = faults.regions(2), mmap.mmap(-1, page_bytes(2))
+    groups = [faults.make_transport(rank, mappings, deadline_s=5).membership for rank in range(2)]
+    ends = [ShmExchange(page, rank, 2, 5.0) for rank in range(2)]
+    for end, group in zip(ends, groups, strict=True):
+        end.follow(group)
+
+    def go_on() -> None:
+        ends[0].gather(state_of(0, 1), 1)
+        groups[0].regroup({1})
+        assert ends[0].gather(state_of(0, 2), 2)[0] == state_of(0, 2)
+
+    def wait_and_stop(*arguments: object) -> None:
+        wait(*arguments)
+        other.join()
+
+    wait, other = ends[1]._wait, threading.Thread(target=go_on)
+    other.start()
+    with mock.patch.object(ends[1], "_wait", wait_and_stop), pytest.raises(PeerError, match="came too late"):
+        ends[1].gather(state_of(1, 1), 1)

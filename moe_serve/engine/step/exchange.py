@@ -111,7 +111,9 @@ class ShmExchange(Exchange):
     Why it is right: a row is written first and its flag second, and x86-64 makes stores visible in program order (each
     store below is one aligned 8-byte move), so a rank that sees the flag sees the row. Two buffers suffice: to
     overwrite buffer s % 2 a rank must have passed gather s+1, which a peer enters only after it has read all of s. No
-    rank of a new group reads rows of the old one: all of them have left their gather to agree on the new group.
+    rank of a new group reads rows of the old one: all of them have left their gather to agree on the new group. A
+    rank that was stopped while it read, and masked meanwhile, may have read rows of the new group: it looks at the
+    pages of the others before it uses them.
     """
 
     survives_lost_rank = True
@@ -171,6 +173,8 @@ class ShmExchange(Exchange):
             self._wait(buffers[:, 0], flag, step, 1 if lend_core else self._spins)
         self._missing = ()
         states = list(map(RankState._make, buffers[:, 1 : 1 + ROW_LENGTH].tolist()))
+        if membership is not None:
+            membership.check_takes_part("exchange", step)
         for rank in self._masked:
             states[rank] = RankState(0, 0)
         return states
