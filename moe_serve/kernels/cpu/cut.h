@@ -160,7 +160,7 @@ INLINE void fill_by_key(Histogram *histogram, const LogitRow *row, i32 lowest, i
     for (i64 id = 0; id < row->vocab; id += VL) {
         const float *logits = logits_at(row, id);
         vi keys = keys_of(*(const vf *)logits), mask = (keys >= lowest) & (keys <= highest);
-        if (any(mask)) add_tokens(histogram, row, logits, mask, (vi)((vu)(keys - lowest) >> shift), counts);
+        if (any(mask)) add_tokens(histogram, row, logits, mask, (vi)(((vu)keys - (uint32_t)lowest) >> shift), counts);
     }
     add_waiting(histogram, counts);
 }
