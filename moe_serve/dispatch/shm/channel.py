@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moe_serve.dispatch.shm.region import Int64Array, ReceiveSlice
+from moe_serve.dispatch.shm.region import NUM_BUFFERS, Int64Array, ReceiveSlice
 from moe_serve.dispatch.shm.remote import RemotePeers
 from moe_serve.dispatch.shm.shared_cores import SharedCores
 from moe_serve.errors import PeerError
@@ -70,7 +70,7 @@ class Channel:
         self._name = name
         self._data_flag = data_flag
         self._read_flag = read_flag
-        self._data_here = [peers.flags[:, data_flag], peers.flags[:, data_flag + 1]]
+        self._data_here = [peers.flags[:, data_flag + buffer] for buffer in range(NUM_BUFFERS)]
         self._read_here = peers.flags[:, read_flag]
         self._send_phase, self._receive_phase = f"{name} send", f"{name} receive"
         self._sent = self._read = 0
@@ -79,8 +79,8 @@ class Channel:
     def begin(self) -> int:
         """Returns the number of a new call, once every peer has read what its buffer held before."""
         call = self._next()
-        if call > 2:
-            self.wait_until_read(call - 2)
+        if call > NUM_BUFFERS:
+            self.wait_until_read(call - NUM_BUFFERS)
         self._sent = call
         return call
 
@@ -90,7 +90,9 @@ class Channel:
         return self._sent
 
     def _next(self) -> int:
-        assert self._sent - self._read < 2, f"a third {self._name} while two are in flight; wait for the first"
+        assert self._sent - self._read < NUM_BUFFERS, (
+            f"a third {self._name} while two are in flight; wait for the first"
+        )
         return self._sent + 1
 
     def wait_until_read(self, call: int) -> None:
@@ -109,14 +111,14 @@ class Channel:
 
     def signal(self, call: int) -> None:
         """Tells the peers that their data of this call are complete."""
-        column, flag = self._data_flag + call % 2, self.flag(call)
+        column, flag = self._data_flag + call % NUM_BUFFERS, self.flag(call)
         for peer in self._peers.others:
             self._peers.slices[peer].flags[column] = flag
 
     def wait(self, call: int) -> None:
         """Waits until the data of all peers are here."""
         assert call == self._read + 1, f"{self._name} {call} is waited for before {self._read + 1}"
-        self._wait(self._data_here[call % 2], call, self._receive_phase)
+        self._wait(self._data_here[call % NUM_BUFFERS], call, self._receive_phase)
 
     def acknowledge(self, call: int) -> None:
         """Tells the peers that this rank has read the data of this call."""

@@ -36,6 +36,7 @@ from moe_serve.dispatch.buffer_sizes import BufferSizes, largest_that_fits
 from moe_serve.dispatch.wire import Wire
 
 LINE_BYTES = 64
+NUM_BUFFERS = 2  # of each kind of data, used in turn: so many calls of a kind may be in flight
 NUM_FLAGS = 16  # words: two cache lines, since processors fetch lines in pairs
 COUNTS, ROWS, RESULTS = 0, 2, 4  # + buffer: the call whose data it holds
 COUNTS_READ, ROWS_READ, RESULTS_READ = 6, 7, 8  # the last call whose data this source has read
@@ -83,11 +84,11 @@ class RegionShape:
 
     @property
     def send_buffer_bytes(self) -> int:
-        return 2 * (_lines(self.results_bytes) + LINE_BYTES)
+        return NUM_BUFFERS * (_lines(self.results_bytes) + LINE_BYTES)
 
     @property
     def slice_bytes(self) -> int:
-        return 8 * NUM_FLAGS + 2 * sum(_lines(size) + LINE_BYTES for size in self.part_bytes.values())
+        return 8 * NUM_FLAGS + NUM_BUFFERS * sum(_lines(size) + LINE_BYTES for size in self.part_bytes.values())
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +105,7 @@ class ReceiveSlice:
         start += 8 * NUM_FLAGS
         parts: dict[str, list[Tensor]] = {name: [] for name in shape.part_bytes}
         canaries = []
-        for _ in range(2):
+        for _ in range(NUM_BUFFERS):
             for name, size in shape.part_bytes.items():
                 parts[name].append(region[start : start + size])
                 start += _lines(size)
@@ -131,7 +132,7 @@ class SendBuffer:
         self.rows: list[Tensor] = []
         self.canaries: list[Int64Array] = []
         start = 8 * OWNER_WORDS
-        for _ in range(2):
+        for _ in range(NUM_BUFFERS):
             self.rows.append(region[start : start + shape.results_bytes].view(-1, shape.result_row_bytes))
             start += _lines(shape.results_bytes)
             self.canaries.append(region[start : start + LINE_BYTES].numpy().view(np.int64))
@@ -159,10 +160,10 @@ def region_shape(num_ranks: int, limits: BufferLimits, wire: Wire) -> RegionShap
 def buffer_sizes(num_ranks: int, limits: BufferLimits, wire: Wire) -> BufferSizes:
     """Returns the size of the regions, by what is in them."""
     shape = region_shape(num_ranks, limits, wire)
-    slices = {name: 2 * num_ranks * size for name, size in shape.part_bytes.items()}
+    slices = {name: NUM_BUFFERS * num_ranks * size for name, size in shape.part_bytes.items()}
     parts = {
         "rows": slices.pop("rows"),
-        "results": 2 * shape.results_bytes,
+        "results": NUM_BUFFERS * shape.results_bytes,
         "counts": slices.pop("counts"),
         "indices": sum(slices.values()),
     }

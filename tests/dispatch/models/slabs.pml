@@ -1,0 +1,177 @@
+/* One step of low-latency dispatch and combine on GPUs (moe_serve/dispatch/gpu), under all schedules. For SPIN.
+
+   Rows and results are pushed, each with a flag of its own; counts are flags themselves. Flags hold the number of a round
+   of their queue. The kernels of a rank run one after the other in the order PROGRAM (from ep/moe_layer.py), with QUEUES
+   queues (gpu/region.py) used in turn; each source sends a row to all other ranks in a round; one rank may send none.
+
+   At most once a wait ends at its deadline: its rank notes who is late, goes on to the end of the step, and the step is
+   void for it. So the slow rank may be anywhere, also dead. Whatever a rank adds up in a step without a late peer is right,
+   and nobody is late where no wait has ended.
+   NVSHMEM may deliver rows and flags of different rows in any order; none is sent before what lay there was read, so
+   that makes no difference: asserted where no wait has ended.
+
+   Mistakes, each of which must be caught: FLAG_FIRST a flag before its row; NO_DONE a queue is used again without asking;
+   ONE_QUEUE both handles have the same queue. */
+
+#define SLOW (R - 1)
+#define ALL ((1 << R) - 1)
+#ifdef ONE_QUEUE
+#define QUEUE(n) 0
+#define ROUND(n) (n)
+#else
+#define QUEUE(n) (((n) - 1) % QUEUES)
+#define ROUND(n) (((n) - 1) / QUEUES + 1)
+#endif
+#define CAME(flag, n) (flag == ROUND(n))
+
+/* In the region of a rank, by kind, source and queue: */
+#define COUNT 0
+#define ROW 1
+#define RESULT 2
+#define DONE 3
+#define OF(kind, to, from, n) (((kind) * R + (to)) * R + (from)) * QUEUES + QUEUE(n)
+byte flag[4 * R * R * QUEUES];
+byte data[3 * R * R * QUEUES]; /* whether there is a row; rows and results: numbers of calls */
+bool unread[3 * R * R * QUEUES];
+bool has_waited; /* in vain: nobody does so first twice */
+bool late[R];
+
+/* Waits for a flag of each peer that `is_due`. */
+inline wait_each(kind, n, is_due) {
+    atomic {
+        r = 0;
+        do
+        :: r < R && r != me && (is_due) ->
+            if
+            :: flag[OF(kind, me, r, n)] >= ROUND(n)
+            :: flag[OF(kind, me, r, n)] < ROUND(n) && MAY_BE_LATE && !has_waited && r == SLOW -> has_waited = true
+            :: flag[OF(kind, me, r, n)] < ROUND(n) && (late[r] || late[me]) /* it may never come */
+            fi;
+            if
+            :: CAME(flag[OF(kind, me, r, n)], n)
+            :: else -> late[me] = true
+            fi;
+            r++
+        :: r < R && (r == me || !(is_due)) -> r++
+        :: else -> break
+        od;
+        r = 0
+    }
+}
+
+inline write(kind, n) {
+    atomic {
+        r = 0;
+        do
+        :: r < R && r != me && (has >> r & 1) ->
+            assert(!unread[OF(kind, r, me, n)] || has_waited);
+            unread[OF(kind, r, me, n)] = true;
+            data[OF(kind, r, me, n)] = (kind == RESULT && (wrong[QUEUE(n)] >> r & 1) -> 0 : n);
+            r++
+        :: r < R && !(r != me && (has >> r & 1)) -> r++
+        :: else -> break
+        od;
+        r = 0
+    }
+}
+
+inline raise(kind, n, whom) {
+    atomic {
+        r = 0;
+        do
+        :: r < R && r != me && ((whom) >> r & 1) -> flag[OF(kind, r, me, n)] = ROUND(n); r++
+        :: r < R && !(r != me && ((whom) >> r & 1)) -> r++
+        :: else -> break
+        od;
+        r = 0
+    }
+}
+
+#ifdef FLAG_FIRST
+#define FIRST(kind, n) raise(kind, n, has)
+#define SECOND(kind, n) write(kind, n)
+#else
+#define FIRST(kind, n) write(kind, n)
+#define SECOND(kind, n) raise(kind, n, has)
+#endif
+
+inline dispatch(n) {
+    atomic {
+        r = 0;
+        do
+        :: r < R && r != me -> data[OF(COUNT, r, me, n)] = is_busy; flag[OF(COUNT, r, me, n)] = ROUND(n); r++
+        :: r == me -> r++
+        :: r == R -> break
+        od;
+        r = 0;
+        has = (is_busy -> ALL & ~(1 << me) : 0);
+        FIRST(ROW, n)
+    }
+    SECOND(ROW, n)
+}
+
+inline receive(n) {
+    atomic { wait_each(COUNT, n, true);
+    wait_each(ROW, n, flag[OF(COUNT, me, r, n)] == ROUND(n) && data[OF(COUNT, me, r, n)]) }
+    atomic {
+        got[QUEUE(n)] = 0; wrong[QUEUE(n)] = 0; r = 0;
+        do
+        :: r < R && r != me && CAME(flag[OF(COUNT, me, r, n)], n) && data[OF(COUNT, me, r, n)] && CAME(flag[OF(ROW, me, r, n)], n) ->
+            got[QUEUE(n)] = got[QUEUE(n)] | 1 << r;
+            unread[OF(ROW, me, r, n)] = false;
+            wrong[QUEUE(n)] = (data[OF(ROW, me, r, n)] != n -> wrong[QUEUE(n)] | 1 << r : wrong[QUEUE(n)]);
+            r++
+        :: else -> r++; if :: r >= R -> break :: else fi
+        od;
+        r = 0
+    }
+}
+
+/* A result of a wrong row is wrong: 0. A kernel of its own ends the round. */
+inline answer(n) {
+    atomic { has = got[QUEUE(n)]; FIRST(RESULT, n) }
+    atomic { SECOND(RESULT, n); raise(DONE, n, ALL); has = 0 }
+}
+
+inline add(n) {
+    atomic { has = (is_busy -> ALL & ~(1 << me) : 0); wait_each(RESULT, n, true && (has >> r & 1)) }
+    atomic {
+        r = 0;
+        do
+        :: r < R && (has >> r & 1) ->
+            bad = bad || (CAME(flag[OF(RESULT, me, r, n)], n) && data[OF(RESULT, me, r, n)] != n);
+            unread[OF(RESULT, me, r, n)] = false;
+            r++
+        :: r < R && !(has >> r & 1) -> r++
+        :: else -> break
+        od;
+        r = 0; has = 0;
+#ifndef NO_DONE
+        wait_each(DONE, n, true)
+#endif
+    }
+}
+
+proctype rank(byte me)
+{
+    byte r, has, got[QUEUES], wrong[QUEUES];
+    bool is_busy = true, bad;
+    if
+    :: true
+    :: me == R - 2 -> is_busy = false /* it never has a row for another rank */
+    fi;
+    PROGRAM;
+    assert(late[me] || !bad); /* end_step: a step in which nobody was late is used */
+    assert(has_waited || !late[me])
+}
+
+init
+{
+    byte i;
+    atomic {
+        do
+        :: i < R -> run rank(i); i++
+        :: else -> break
+        od
+    }
+}

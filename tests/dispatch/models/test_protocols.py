@@ -1,0 +1,102 @@
+"""The protocols between ranks hold under every schedule, and SPIN sees each mistake that is sown into their models.
+
+What the models share with the code comes from the code: the order of a rank's calls, buffers, queues, handles. All
+checks have two calls in flight: with one, acknowledgements are redundant, and a broken one would not show.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from moe_serve.dispatch.capabilities import TRANSPORTS
+from moe_serve.dispatch.gpu.region import Region
+from moe_serve.dispatch.shm.region import NUM_BUFFERS
+from moe_serve.ep.moe_layer import SHARED, overlapped
+from tests.dispatch.models.spin import needs_spin, search
+
+pytestmark = needs_spin
+
+OVER_SHARED_MEMORY = (
+    ("send(COUNTS, {})",),
+    ("receive(COUNTS, {})", "send(ROWS, {})"),
+    ("receive(ROWS, {})",),
+    ("compute({})",),
+    ("send(RESULTS, {})",),
+    ("add({})",),
+)
+OVER_SLABS = ((), ("dispatch({})",), ("receive({})",), (), ("answer({})",), ("add({})",))
+
+
+def program(num_rounds: int, live_handles: int, steps: tuple[tuple[str, ...], ...]) -> str:
+    """Returns the calls of a rank in a layer of overlapped rounds, in their order. steps: a round's, by advance"""
+    advances, calls = [iter(steps) for _ in range(num_rounds)], []
+    for number in overlapped(num_rounds, live_handles):
+        if number != SHARED:
+            calls += [call.format(number + 1) for call in next(advances[number])]
+    return "; ".join(calls)
+
+
+def shared_memory(num_ranks: int, num_rounds: int, may_lose: bool) -> dict[str, object]:
+    handles = TRANSPORTS["shm"].live_handles
+    return {
+        "R": num_ranks,
+        "BUFFERS": NUM_BUFFERS,
+        "MAY_LOSE": int(may_lose),
+        "PROGRAM": program(num_rounds, handles, OVER_SHARED_MEMORY),
+        "NEXT_PROGRAM": program(num_rounds - 1, handles, OVER_SHARED_MEMORY),
+    }
+
+
+def slabs(num_ranks: int, num_rounds: int, may_be_late: bool) -> dict[str, object]:
+    return {
+        "R": num_ranks,
+        "QUEUES": Region.num_queues,
+        "MAY_BE_LATE": int(may_be_late),
+        "PROGRAM": program(num_rounds, TRANSPORTS["cuda_ipc"].live_handles, OVER_SLABS),
+    }
+
+
+EXCHANGE = {"R": 3, "BUFFERS": 2, "STEPS": 4}
+GROUPS = {"R": 3, "EPOCHS": 2, "SUSPICIONS": 2}
+slow = pytest.mark.slow  # a minute of a core
+
+
+@pytest.mark.parametrize(
+    "model, defined",
+    [
+        pytest.param("shared_memory.pml", shared_memory(2, 4, True), marks=slow),
+        pytest.param("shared_memory.pml", shared_memory(3, 4, False), marks=slow),
+        pytest.param("shared_memory.pml", shared_memory(3, 4, True), marks=slow),
+        pytest.param("slabs.pml", slabs(2, 4, True), marks=slow),
+        pytest.param("slabs.pml", slabs(3, 4, False), marks=slow),
+        ("step_exchange.pml", EXCHANGE),
+        pytest.param("regroup.pml", GROUPS, marks=slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value['R']} ranks",
+)
+def test_a_protocol_holds_under_every_schedule(model: str, defined: dict[str, object], tmp_path: Path) -> None:
+    found = search(model, tmp_path, defined)
+    assert not found.error
+    assert found.states > 1000
+
+
+MISTAKES = {
+    "shared_memory.pml": (shared_memory(3, 4, True), "FLAG_FIRST", "NO_ACK", "EARLY_ACK", "UNCHECKED", "KEPT_FLAGS"),
+    "slabs.pml": (slabs(2, 4, True), "FLAG_FIRST", "NO_DONE", "ONE_QUEUE"),
+    "step_exchange.pml": (EXCHANGE, "FLAG_FIRST", "ONE_BUFFER", "KEPT_FLAGS", "UNCHECKED", "HASTY"),
+    "regroup.pml": (GROUPS, "OWN_WORD", "NO_WAIT"),
+}
+
+
+@slow
+@pytest.mark.parametrize(
+    "model, mistake", [(model, mistake) for model, (_, *mistakes) in MISTAKES.items() for mistake in mistakes]
+)
+def test_a_mistake_is_caught(model: str, mistake: str, tmp_path: Path) -> None:
+    assert search(model, tmp_path, {**MISTAKES[model][0], mistake: ""}, "-O0").error
+
+
+def test_each_mistake_that_a_model_names_is_tried() -> None:
+    for model, (_, *mistakes) in MISTAKES.items():
+        text = (Path(__file__).parent / model).read_text(encoding="utf-8")
+        assert {name for name in mistakes if f"#ifdef {name}\n" in text or f"#ifndef {name}\n" in text} == {*mistakes}
