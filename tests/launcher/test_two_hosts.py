@@ -113,7 +113,7 @@ def test_a_lost_rank_or_host_comes_back_into_the_running_launch_and_no_request_i
     with serve(a, 0, a, *spare) as first, contextlib.ExitStack() as second:
         other = second.enter_context(serve(b, 1, a, *spare))
         first.wait_for("ready after", 120)
-        thread = threading.Thread(target=lambda: answers.append(a.ask(f"{URL}/generate", call)))
+        thread = threading.Thread(target=lambda: answers.append(a.ask(f"{URL}/generate", call, 300)))
         thread.start()
         assert eventually(lambda: json.loads(a.ask(f"{URL}/server_info")[1])["requests"]["open"] == 2)
         ranks = json.loads(a.ask(f"{URL}/server_info")[1])["ranks"]
@@ -128,7 +128,7 @@ def test_a_lost_rank_or_host_comes_back_into_the_running_launch_and_no_request_i
         ranks = json.loads(a.ask(f"{URL}/server_info")[1])["ranks"]
         (came_from,) = [rank["info"]["experts_from"] for rank in ranks if "experts_from" in rank["info"]]
         assert (CHECKPOINT if loss == "rank 0" else FAR) in came_from, "the other host holds what it can"
-        thread.join(120)
+        thread.join(300)
         (status, text), undisturbed = answers[0], json.loads(a.ask(f"{URL}/generate", call)[1])
         assert status == 200, text
         assert [each["output_ids"] for each in json.loads(text)] == [each["output_ids"] for each in undisturbed]
@@ -164,7 +164,7 @@ def test_where_a_lost_rank_ends_the_launch_all_are_started_again_and_open_stream
         assert gone(list(pids.values()))
         assert a.ask(f"{URL}/ready")[0] == 503
         first.wait_for("ready again after", 120)
-        thread.join(120)
+        thread.join(300)
         (status, text), undisturbed = answers[0], json.loads(a.ask(f"{URL}/generate", call)[1])
         assert status == 200, text
         assert [each["output_ids"] for each in json.loads(text)] == [each["output_ids"] for each in undisturbed]
@@ -191,7 +191,7 @@ def test_one_side_of_a_cut_cable_goes_on_with_all_requests_and_the_other_joins_a
     spare = ("--set", "eplb.num_redundant_experts=64")
     with serve(a, 0, a, *spare) as first, serve(b, 1, a, *spare) as second:
         first.wait_for("ready after", 120)
-        thread = threading.Thread(target=lambda: answers.append(a.ask(f"{URL}/generate", call)))
+        thread = threading.Thread(target=lambda: answers.append(a.ask(f"{URL}/generate", call, 300)))
         thread.start()
         assert eventually(lambda: json.loads(a.ask(f"{URL}/server_info")[1])["requests"]["open"] == 4)
         set_cable(b, "down")
@@ -202,7 +202,7 @@ def test_one_side_of_a_cut_cable_goes_on_with_all_requests_and_the_other_joins_a
             second.wait_for("rank 1 .* was killed by SIGKILL; it is started again here .restart 1 of 3")
         set_cable(b, "up")
         assert eventually(lambda: out() == [], 30), first.output + second.output
-        thread.join(120)
+        thread.join(300)
         (status, text), undisturbed = answers[0], json.loads(a.ask(f"{URL}/generate", call)[1])
         assert status == 200, text
         assert [each["output_ids"] for each in json.loads(text)] == [each["output_ids"] for each in undisturbed]
