@@ -48,12 +48,12 @@ class ServerConfig(Section):
 
     host: str = "127.0.0.1"
     port: NonNegativeInt = Field(default=30000, le=65535)
-    # Processes that serve `port` together, each on a core of its own; only under `moe-serve serve`. One that dies takes
-    # its open connections with it, and is started again. Each gets its share of the bounds on what waits or is open;
-    # limits of clients hold for all together.
+    # Processes that serve `port` of a host together, each on a core of its own; only under `moe-serve serve`. One that
+    # dies takes its open connections with it, and is started again. Each gets its share of the bounds on what waits or
+    # is open; limits of clients hold for all of a host together.
     api_workers: PositiveInt = Field(default=1, le=32)
     worker_host: str = "127.0.0.1"  # where workers reach the front end
-    worker_port: NonNegativeInt = Field(default=30001, le=65535)
+    worker_port: NonNegativeInt = Field(default=30001, le=65535)  # on several hosts the next api_workers - 1 ports, too
     # The secret by which front end and ranks trust each other, where $MOE_SERVE_TOKEN does not give it: a file that
     # only its owner reads, made by whoever starts first. None: one of this user on this machine, so worker_host must
     # be its loopback address. `moe-serve serve` needs neither token nor port: it uses sockets in a folder of its own.
@@ -350,10 +350,13 @@ class LauncherConfig(Section):
     """The hosts of `moe-serve serve`, and restarts of lost ranks by it and by `LLM`."""
 
     # `moe-serve serve` runs on each of so many hosts, with the same settings but node_rank (0 to nnodes - 1) and
-    # parallel.num_ranks / nnodes ranks. Node rank 0 listens at dist_init_addr, HOST:PORT, and has the front end.
+    # parallel.num_ranks / nnodes ranks. Node rank 0 listens at dist_init_addr, HOST:PORT.
     nnodes: PositiveInt = Field(default=1, le=64)
     node_rank: NonNegativeInt = 0
     dist_init_addr: str | None = None
+    # Which hosts take HTTP, each with server.api_workers front ends. With one on every host, the hosts that go on after
+    # the loss of others always have one.
+    front_ends: Literal["first_host", "every_host"] = "first_host"
     max_restarts: NonNegativeInt = 3  # a lost rank, or all, are started again so often within the window; 0: never
     restart_window_s: PositiveFloat = 600.0  # a restart that is longer ago does not count
 
@@ -414,14 +417,23 @@ class ServeConfig(Section):
                 f"parallel.num_ranks is {num_ranks} but launcher.nnodes is {nnodes}, and every host has as many ranks; "
                 f"set parallel.num_ranks to a multiple of {nnodes}"
             )
-        if nnodes > 1 and self.server.api_workers > 1:
+        if nnodes > 1 and not 0 < self.server.worker_port <= 65536 - self.server.api_workers:
             raise ValueError(
-                f"server.api_workers is {self.server.api_workers} but there is one front end where launcher.nnodes is "
-                "above 1; set server.api_workers: 1"
+                f"server.worker_port is {self.server.worker_port} but ranks of other hosts attach there, and at the "
+                f"next ports where there are several front ends; name one from 1 to {65536 - self.server.api_workers}"
             )
-        if nnodes > 1 and not self.server.worker_port:
-            raise ValueError("server.worker_port is 0 but ranks of other hosts attach there; name a port")
         return self
+
+    @property
+    def num_front_ends(self) -> int:
+        """The front ends of all hosts."""
+        every = self.launcher.front_ends == "every_host"
+        return self.server.api_workers * (self.launcher.nnodes if every else 1)
+
+    @property
+    def has_front_ends(self) -> bool:
+        """Whether this host has some."""
+        return self.launcher.front_ends == "every_host" or self.launcher.node_rank == 0
 
     @model_validator(mode="after")
     def _a_transport_can_do_what_is_asked(self) -> Self:

@@ -22,7 +22,9 @@ _OWN_OF_A_RANK = frozenset({
     "eplb.recorder_dir", "launcher.node_rank", "launcher.dist_init_addr",
 })  # fmt: skip
 # The other settings of `server` are the front end's, or say which of its addresses a host reaches.
-_OF_RANKS_IN_SERVER = frozenset({"worker_port", "attach_deadline_s", "worker_deadline_s", "drain_deadline_s"})
+_OF_RANKS_IN_SERVER = frozenset(
+    {"api_workers", "worker_port", "attach_deadline_s", "worker_deadline_s", "drain_deadline_s"}
+)
 _TOKEN = "the token ($MOE_SERVE_TOKEN, or server.token_file)"
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 _HASHED_BYTES = 32 << 20  # of weights; of a larger checkpoint, samples of its bytes

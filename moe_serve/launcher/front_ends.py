@@ -1,9 +1,9 @@
-"""The front ends of one system: processes that accept from one listening socket.
+"""The front ends of one host: processes that accept from one listening socket.
 
 One, or as many as server.api_workers says. The socket is the launcher's, so connections that wait to be accepted
-outlive a front end. With several, one that ends is started again, as often as `launcher` says (after a pause where it
-had not served), and is left out after that while others serve; requests of its clients are lost with their connections,
-and the ranks drop them.
+outlive a front end. Where a system has several, one that ends is started again, as often as `launcher` says (after a
+pause where it had not served), and is left out after that while others serve; requests of its clients are lost with
+their connections, and the ranks drop them.
 """
 
 import contextlib
@@ -20,7 +20,10 @@ from moe_serve.child_process import describe_exit
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import (
     SUPERVISOR,
+    Apart,
+    Fatal,
     Hello,
+    Members,
     Message,
     Progress,
     Ready,
@@ -41,6 +44,8 @@ class FrontEnds:
     http_fd:     the listening socket
     on_line:     gets each line that they print
     note:        prints a line of this process
+
+    num_before: by rank, processes that were this rank before, as the ranks have said
     """
 
     def __init__(
@@ -55,19 +60,27 @@ class FrontEnds:
         self._note = note
         self._sockets = LinkSockets(link)
         num = config.server.api_workers
-        numbers = range(num)
+        self._first = config.launcher.node_rank * num  # number of the first, among those of all hosts
+        self._are_several = config.num_front_ends > 1
+        numbers = range(num)  # here
         self._clients_fd = shared_memory(num, config.server.max_connections) if num > 1 else None
         self._clients = None if self._clients_fd is None else Ledger.shared(self._clients_fd, num, 0)
-        self._restarts = [Restarts(config.launcher, f"the processes of front end {number} were") for number in numbers]
+        self._restarts = [
+            Restarts(config.launcher, f"the processes of front end {self._first + number} were") for number in numbers
+        ]
         self._started_again: set[int] = set()
         self._starts_at_s: dict[int, float] = {}  # of those that have ended
         self._left: list[int] = list(numbers)  # those that are not given up
-        self._links = [self._sockets.connected(zmq.DEALER, link.front_end_at(i), linger_ms=200) for i in numbers]
+        addresses = [link.front_end_at(self._first + number) for number in numbers]
+        self._links = [self._sockets.connected(zmq.DEALER, address, linger_ms=200) for address in addresses]
         self._poller = zmq.Poller()
         for each in self._links:
             self._poller.register(each, zmq.POLLIN)
         self._by_age: list[int] = []
         self._ready: set[tuple[int, int, int]] = set()  # (front end, launch, rank)
+        self._over: set[int] = set()  # launches
+        self._apart: tuple[int, int] | None = None  # of the ranks here: launch, and epoch of the group
+        self.num_before: dict[int, int] = {}
         self.children: list[Child] = []
 
     def start(self) -> None:
@@ -75,12 +88,12 @@ class FrontEnds:
         self.children = [self._start(number) for number in range(len(self._links))]
 
     def _start(self, number: int) -> Child:
-        several, shared = len(self._links) > 1, [] if self._clients_fd is None else [self._clients_fd]
+        own, shared = self._first + number, [] if self._clients_fd is None else [self._clients_fd]
         clients = [each for fd in shared for each in ("--clients-fd", str(fd))]
         child = Child(
-            f"front end {number}" if several else "front end",
+            f"front end {own}" if self._are_several else "front end",
             "moe_serve.launcher.frontend",
-            ["--http-fd", str(self._http_fd), *clients, "--worker", str(number), "--config", str(self._config_file)],
+            ["--http-fd", str(self._http_fd), *clients, "--worker", str(own), "--config", str(self._config_file)],
             child_environment(self._link),
             self._on_line,
             pass_fds=[self._http_fd, *shared],
@@ -100,10 +113,15 @@ class FrontEnds:
         self._ready = {each for each in self._ready if each[1] == launch_id}
         return len(self._ready) == len(self._left) * self._config.parallel.num_ranks
 
+    def goes_on(self, launch_id: int) -> bool:
+        """Returns whether ranks have served in a launch, and none has said that it is over or is apart."""
+        serves = any(each[1] == launch_id for each in self._ready)
+        return serves and launch_id not in self._over and (self._apart is None or self._apart[0] != launch_id)
+
     def watch(self) -> int | None:
         """Restarts a front end that has ended, unless it keeps failing or a setting must be corrected first.
 
-        Returns the exit code of the system where none is left, or where one ends at its first start for a setting.
+        Returns the exit code of the system where none is left here, or one ends at its first start for a setting.
         """
         for number in list(self._left):
             child = self.children[number]
@@ -114,7 +132,8 @@ class FrontEnds:
                 self._start_when_due(number)
                 continue
             ended = f"the {child.who} {describe_exit(code)}"
-            if len(self.children) == 1 or (code == 2 and (len(self._left) == 1 or number not in self._started_again)):
+            is_wrong = code == 2 and (len(self._left) == 1 or number not in self._started_again)
+            if is_wrong or not self._are_several:
                 self._note(ended)
                 return 2 if code == 2 else 1
             child.finish()
@@ -158,10 +177,22 @@ class FrontEnds:
                 data = link.recv()
                 with contextlib.suppress(msgspec.DecodeError):  # Alive and Shutdown are for ranks
                     message = decode_to_front_end(data)
-                    if isinstance(message, Ready):
-                        self._ready.add((number, message.launch_id, message.rank))
+                    self._note_state(number, message)
                     if number == oldest or not isinstance(message, Progress):
                         yield message
+
+    def _note_state(self, number: int, message: ToFrontEnd) -> None:
+        match message:
+            case Hello():
+                self.num_before[message.rank] = message.num_before
+            case Ready():
+                self._ready.add((number, message.launch_id, message.rank))
+            case Fatal():
+                self._over.add(message.launch_id)
+            case Apart():
+                self._apart = message.launch_id, message.group_epoch
+            case Members() if self._apart is not None and message.group_epoch > self._apart[1]:
+                self._apart = None
 
     def tell(self, message: Message) -> None:
         """Sends a message to all of them."""

@@ -36,14 +36,14 @@ def main(
         list[str] | None, typer.Option("--set", metavar="section.key=value", help="override one setting; repeatable")
     ] = None,
     http_fd: Annotated[int | None, typer.Option(hidden=True, help="a listening socket from the parent")] = None,
-    clients_fd: Annotated[int | None, typer.Option(hidden=True, help="what all front ends count of clients")] = None,
-    worker: Annotated[int, typer.Option(hidden=True, help="which of server.api_workers this one is")] = 0,
+    clients_fd: Annotated[int | None, typer.Option(hidden=True, help="what front ends here count of clients")] = None,
+    worker: Annotated[int, typer.Option(hidden=True, help="its number among all front ends")] = 0,
 ) -> None:
     """Runs the HTTP front end; ranks attach to it at server.worker_host:worker_port."""
     configure_logging(who="front end")
     try:
         settings = load_config(config, overrides or ())
-        who = f"front end {worker}" if settings.server.api_workers > 1 else "front end"
+        who = f"front end {worker}" if settings.num_front_ends > 1 else "front end"
         configure_logging(who=who, form=settings.server.log_format)
         run_front_end(settings, http_fd, worker, clients_fd)
     except MoeServeError as error:
@@ -57,13 +57,13 @@ def run_front_end(
     """Serves until SIGINT or SIGTERM.
 
     http_fd:    a listening socket; None: open server.port
-    clients_fd: memory in which all front ends count what clients use; None: this is the only one
+    clients_fd: memory in which all front ends of a host count what clients use; None: this is the only one there
 
     Raises LaunchError when a port is taken, ModelError when the tokenizer cannot be read, ConfigError for several front
     ends without a launcher that starts all of them.
     """
     link = replace(find_link(config.server), worker=worker)
-    check_front_ends(config.server, link)
+    check_front_ends(config, link)
     config = share_of_front_end(config)
     listener = (
         socket.socket(fileno=http_fd) if http_fd is not None else open_port(config.server.host, config.server.port)
@@ -96,7 +96,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, link: Link, clien
     await bridge.start()
     try:
         num = config.server.api_workers
-        ledger = None if clients_fd is None else Ledger.shared(clients_fd, num, link.worker)
+        ledger = None if clients_fd is None else Ledger.shared(clients_fd, num, link.worker % num)
         app = make_app(config, bridge, tokenizer, ClientTable(ledger), starts_helpers=True)
         server = HttpServer(app, bridge, handle_signals=True)
         if not is_loopback(config.server.host) and not KeyRing.load(config.server).has_api_keys:
@@ -118,18 +118,21 @@ async def _serve(config: ServeConfig, listener: socket.socket, link: Link, clien
 
 
 def share_of_front_end(config: ServeConfig) -> ServeConfig:
-    """Returns the configuration of one of several front ends: with its share of what all may hold together."""
-    server, num = config.server, config.server.api_workers
+    """Returns the configuration of one of several front ends: with its share of what all may hold together.
+
+    What takes memory, connections and bodies, is shared by those of a host; what waits for ranks, by all.
+    """
+    server, num, num_of_all = config.server, config.server.api_workers, config.num_front_ends
     own = {
         "max_connections": -(-server.max_connections // num),
         "max_bodies_mib": max(server.max_body_mib, server.max_bodies_mib / num),
-        "max_waiting_tokens": -(-server.max_waiting_tokens // num),
+        "max_waiting_tokens": -(-server.max_waiting_tokens // num_of_all),
     }
     if server.max_connections_per_client is not None:
         own["max_connections_per_client"] = -(-server.max_connections_per_client // num)
     if server.max_bodies_mib_per_client is not None:
         own["max_bodies_mib_per_client"] = max(server.max_body_mib, server.max_bodies_mib_per_client / num)
-    queued = -(-config.engine.max_queued_requests // num)
+    queued = -(-config.engine.max_queued_requests // num_of_all)
     return config.model_copy(
         update={
             "server": server.model_copy(update=own),

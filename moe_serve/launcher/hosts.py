@@ -3,7 +3,8 @@
 The launcher of node rank 0 listens at HOST:PORT and leads: it says when all ranks start and when the system ends. The
 others connect to it, each starts the ranks of its own host, and reports how they end. Before any rank starts, the
 launchers compare what they are; what does not fit ends all of them with one message. A connection that is cut is made
-again. Nothing blocks: `turn` is called often. Node ranks are numbers of hosts; ranks are numbers of processes.
+again. Where ranks serve on without their leader, the next one lets its own ranks join them. Nothing blocks: `turn` is
+called often. Node ranks are numbers of hosts; ranks are numbers of processes.
 """
 
 import contextlib
@@ -19,12 +20,13 @@ from dataclasses import dataclass
 import msgspec
 
 from moe_serve.config import ServeConfig
+from moe_serve.engine.protocol.messages import Exited, Fatal
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.facts import Fact, first_difference, launcher_facts
 from moe_serve.launcher.local import Death, Launch
 from moe_serve.launcher.rank_start import HostMemory
 from moe_serve.links.channel import Channel, NotOursError
-from moe_serve.links.link import TOKEN, shared_token
+from moe_serve.links.link import TOKEN, host_and_port, shared_token
 from moe_serve.server.edge.ports import open_port
 
 TURN_S = 0.05
@@ -42,11 +44,27 @@ class HostMessage(msgspec.Struct, frozen=True):
     """Base of all messages between launchers."""
 
 
+class Running(HostMessage, frozen=True):
+    """A launch whose ranks a host runs, for a launcher of node rank 0 that does not know it.
+
+    memory:     what hosts need that join;  num_before: by rank, processes that were this rank before
+    ended:      ranks of this host whose processes have ended
+    is_serving: the ranks here reach those of most hosts, so the launch is not to be ended
+    """
+
+    launch: Launch
+    memory: HostMemory
+    num_before: dict[int, int]
+    ended: list[Death]
+    is_serving: bool
+
+
 class HostHello(HostMessage, tag="hello", frozen=True):
     """A launcher says what it is, on every new connection.
 
     process: a random number of its process;  facts: what all launchers must have in common
     problem: why its host cannot take part; "": it can
+    running: None: no ranks that others could join
     """
 
     node_rank: int
@@ -55,6 +73,7 @@ class HostHello(HostMessage, tag="hello", frozen=True):
     process: str
     facts: list[Fact]
     problem: str = ""
+    running: Running | None = None
 
 
 class Start(HostMessage, tag="start", frozen=True):
@@ -72,12 +91,12 @@ class EndRanks(HostMessage, tag="end_ranks", frozen=True):
 class Join(HostMessage, tag="join", frozen=True):
     """Start the ranks of your host, which have all ended, beside the others of a launch that goes on.
 
-    num_before: of each of its ranks, processes that were this rank before
+    num_before: by rank, also of other hosts, processes that were this rank before
     """
 
     launch: Launch
     memory: HostMemory
-    num_before: list[int]
+    num_before: dict[int, int]
 
 
 class Replace(HostMessage, tag="replace", frozen=True):
@@ -127,13 +146,36 @@ class Signalled(HostMessage, tag="signalled", frozen=True):
     number: int
 
 
-class HostLost(HostMessage, tag="host_lost", frozen=True):
-    """The launcher of a host is gone, and with it the ranks that it had started. Never sent: the leader notes it."""
+class TellFrontEnds(HostMessage, tag="tell_front_ends", frozen=True):
+    """Tell the front ends of your host what has become of a rank, or of the launch."""
+
+    message: Exited | Fatal
+
+
+class Drain(HostMessage, tag="drain", frozen=True):
+    """Let the front ends of your host end, once their open requests have."""
+
+
+class FrontEndsEnded(HostMessage, tag="front_ends_ended", frozen=True):
+    """The front ends of my host have ended. code: 0: as they were told; else why the system must end"""
+
+    code: int
+
+
+class HostIsNew(HostMessage, frozen=True):
+    """The launcher of a host is another process than before, or this one is. Never sent: the leader notes it.
+
+    running: the launch whose ranks that host runs; None: what it had started is gone, if there was anything
+    """
 
     host: str
+    running: Running | None
 
 
-_Any = HostHello | Start | EndRanks | Join | Replace | EndRank | End | Note | Died | Signalled
+_Any = (
+    HostHello | Start | EndRanks | Join | Replace | EndRank | End | Note | TellFrontEnds | Drain
+    | Died | Signalled | FrontEndsEnded
+)  # fmt: skip
 _decoder = msgspec.json.Decoder(_Any)
 
 
@@ -188,6 +230,9 @@ class Leader:
         self._refused: deque[str] = deque(maxlen=_MOST_REFUSED)
         self._misfits: deque[_Other] = deque(maxlen=_MOST_REFUSED)  # have been told so, and will close
         self._has_met = False
+        self._front_ends: tuple[str, ...] = ()
+        self._running: Running | None = None  # a launch that has lost its leader
+        self._news: list[tuple[int, HostIsNew]] = []  # not returned yet
 
     @property
     def missing(self) -> list[int]:
@@ -195,15 +240,28 @@ class Leader:
         there = {rank for rank, other in self._others.items() if other.channel is not None}
         return [rank for rank in range(1, self._config.launcher.nnodes) if rank not in there]
 
-    def meet(self, is_stopped: Callable[[], bool]) -> None:
-        """Waits for all others.
+    @property
+    def front_ends(self) -> tuple[str, ...]:
+        """HOST:PORT of each front end, by its number, as the others reach it. They stay, once all have met."""
+        config = self._config
+        if not self._front_ends:
+            hosts = [config.launcher.meeting_place()[0]]
+            if config.launcher.front_ends == "every_host":
+                hosts += [self._others[rank].address for rank in range(1, config.launcher.nnodes)]
+            first = config.server.worker_port
+            ports = range(first, first + config.server.api_workers)
+            self._front_ends = tuple(host_and_port(host, port) for host in hosts for port in ports)
+        return self._front_ends
+
+    def meet(self, is_stopped: Callable[[], bool]) -> Running | None:
+        """Waits for all others, or for one whose ranks serve: they have lost their leader, and this host joins them.
 
         Raises LaunchError or ConfigError where one does not come in time, cannot start or does not fit, StoppedError
         where this launcher is told to end.
         """
         deadline_s = self._config.server.attach_deadline_s
         wait = _Wait(deadline_s, self._note)
-        while self.missing:
+        while self.missing and self._running is None:
             if is_stopped():
                 raise StoppedError
             for rank, message in self.turn():
@@ -219,14 +277,19 @@ class Leader:
                 )
             time.sleep(TURN_S)
         self._has_met = True
+        if self._running is not None:
+            self._front_ends = self._running.launch.front_ends
+            self._news = [(rank, HostIsNew(each.name, each.hello.running)) for rank, each in self._others.items()]
+        return self._running
 
-    def turn(self) -> list[tuple[int, _Any | HostLost]]:
+    def turn(self) -> list[tuple[int, _Any | HostIsNew]]:
         """Takes new connections; returns what has arrived, with the node rank of its sender.
 
         Raises ConfigError where a launcher does not fit, before all have met; later it is refused.
         """
         self._accept()
-        found: list[tuple[int, _Any | HostLost]] = []
+        found: list[tuple[int, _Any | HostIsNew]] = [*self._news]
+        self._news = []
         for _ in range(len(self._arriving)):
             channel, address, since_s = self._arriving.popleft()
             try:
@@ -263,7 +326,7 @@ class Leader:
             self._refused.append(text)
             self._note(f"refused a connection from {text}")
 
-    def _greet(self, message: _Any, channel: Channel, address: str) -> list[tuple[int, HostLost]]:
+    def _greet(self, message: _Any, channel: Channel, address: str) -> list[tuple[int, HostIsNew]]:
         """Takes a launcher in; where it is another process than before, the one before is lost."""
         if not isinstance(message, HostHello):
             raise OSError("it did not say who it is")
@@ -284,7 +347,10 @@ class Leader:
             num_there = self._config.launcher.nnodes - len(self.missing)
             self.tell(Note(f"{new.name} is here: {num_there} of {self._config.launcher.nnodes} hosts"))
             self._note(f"{new.name} is here: {num_there} of {self._config.launcher.nnodes} hosts")
-        return [] if is_known or before is None else [(message.node_rank, HostLost(before.name))]
+        if self._running is None and not self._has_met and message.running is not None and message.running.is_serving:
+            self._running = message.running
+        is_new = not is_known and (before is not None or self._has_met)
+        return [(message.node_rank, HostIsNew(new.name, message.running))] if is_new else []
 
     def _misfit(self, new: _Other) -> str | None:
         """Returns why a launcher cannot take part, in words for every host."""
@@ -306,6 +372,14 @@ class Leader:
             )
         if not 0 < hello.node_rank < own.nnodes:
             return f"launcher.node_rank is {hello.node_rank} on {hello.host}, expected 1 to {own.nnodes - 1}"
+        first, every = hello.node_rank * self._config.server.api_workers, self._config.num_front_ends
+        if first < len(self._front_ends) == every:
+            known, _, port = self._front_ends[first].rpartition(":")
+            if host_and_port(new.address, port) != self._front_ends[first]:
+                return (
+                    f"the front ends of node rank {hello.node_rank} were at {known} and {hello.host} is at "
+                    f"{new.address}; start it at that address again, or start all hosts again"
+                )
         return first_difference([own.facts, hello.facts], "node rank", [0, hello.node_rank])
 
     def _is_connected(self, node_rank: int) -> bool:
@@ -365,6 +439,7 @@ class Follower:
         self._place = host, port
         self.where = f"{host}:{port}"
         self._hello = _hello(config)
+        self.find_running: Callable[[], Running | None] = lambda: None  # what this host runs, for each new connection
         self._channel: Channel | None = None
         self._dialled_s = -_REDIAL_S
         self._is_known = False  # this connection has been opened, and hello said
@@ -401,7 +476,8 @@ class Follower:
             for text in channel.turn():
                 found.append(_decoder.decode(text))  # those before an error, too
             if channel.is_open and not self._is_known:
-                self._is_known = self._has_met = _say(channel, self._hello)
+                hello = msgspec.structs.replace(self._hello, running=self.find_running())
+                self._is_known = self._has_met = _say(channel, hello)
             if not channel.is_open and time.monotonic() - self._dialled_s > _DIAL_S:
                 raise OSError(errno.ETIMEDOUT, channel.silence)
         except NotOursError as error:

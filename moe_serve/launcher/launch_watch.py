@@ -88,6 +88,7 @@ class LaunchWatch:
         self._replacements = Replacements(config, restarts)
         self._not_replaced: Death | None = None  # of a rank that the others cannot serve without
         self._ready: set[int] = set()
+        self._joins = False
         self._fatal: str | None = None  # why the launch is over, as the front end reports it
         self._blamed: int = SUPERVISOR  # the rank that ended it; SUPERVISOR: not known
         self._deaths: list[Death] = []  # of ranks that the others do not serve without
@@ -100,6 +101,11 @@ class LaunchWatch:
     def is_ready(self) -> bool:
         """Whether all ranks have been ready."""
         return len(self._ready) == self._num_ranks
+
+    @property
+    def has_served(self) -> bool:
+        """Whether all ranks have been ready, maybe before this launcher was there."""
+        return self.is_ready or self._joins
 
     @property
     def _has_members(self) -> bool:
@@ -126,7 +132,13 @@ class LaunchWatch:
     @property
     def goes_on(self) -> bool:
         """Whether ranks take part that go on without others, and take replacements back."""
-        return self.is_ready and self._may_go_on and self._fatal is None and self._has_members
+        return self.has_served and self._may_go_on and self._fatal is None and self._has_members
+
+    def join(self, ranks: Iterable[int]) -> None:
+        """Notes that the ranks of this host are started beside others that have served before."""
+        self._joins = True
+        self._masked.update(ranks)
+        self.replaced(ranks)
 
     def replaced(self, ranks: Iterable[int]) -> None:
         """Notes that ranks of a host that is back are started beside the others."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_serve.child_process import describe_exit
@@ -27,7 +27,7 @@ from moe_serve.engine.protocol.messages import Members
 from moe_serve.launcher.rank_env import LAUNCH_FILES, LINK_FD, NUM_BEFORE, STORE_FD, new_launch_id, own_host
 from moe_serve.launcher.rank_start import HostMemory, describe_memory, keep_open, log_of_host, make_memory
 from moe_serve.links.folder import not_writable
-from moe_serve.links.link import SOCKETS, TOKEN, Link
+from moe_serve.links.link import FRONT_ENDS, SOCKETS, TOKEN, Link
 
 _IMPORT_PATH = str(Path(__file__).parents[2])  # where children find this package
 WORKER = "moe_serve.launcher.serve"  # the module that is one rank
@@ -141,11 +141,15 @@ def end_children(children: Sequence[Child], grace_s: float) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of all ranks of several hosts. store_host, store_port: where they meet"""
+    """One start of all ranks of several hosts.
+
+    store_host, store_port: where they meet;  front_ends: HOST:PORT of each, by its number
+    """
 
     launch_id: int
     store_host: str
     store_port: int
+    front_ends: tuple[str, ...] = ()
 
 
 class LocalRanks:
@@ -154,9 +158,9 @@ class LocalRanks:
     config: effective
     folder: of this launcher. A start after the first writes nothing there: the disk may be full by then
     module: the Python module that runs as one rank
-    link:   how the ranks find the front end; None: by sockets in the folder
+    link:   how the ranks find the front ends; None: by sockets in the folder
 
-    launch_id: of the ranks that were started last
+    launch_id: of the ranks that were started last;  launch: the same, where there are several hosts
     """
 
     def __init__(
@@ -166,7 +170,7 @@ class LocalRanks:
         self._on_line = on_line
         self._module = module
         self.folder = folder
-        self._link = Link(folder=folder) if link is None else link
+        self.link = Link(folder=folder) if link is None else link
         self._num_local = config.parallel.num_ranks // config.launcher.nnodes
         self._first = config.launcher.node_rank * self._num_local  # rank of this host
         self._meeting: dict[str, str] = {}  # variables that say where the ranks of several hosts meet
@@ -177,6 +181,7 @@ class LocalRanks:
         self._listeners: dict[int, socket.socket] = {}  # of each rank of one of several hosts
         self._stand_in: StandIn | None = None  # votes where they cannot
         self.launch_id = 0
+        self.launch: Launch | None = None
         self.children: list[Child] = []
 
     @property
@@ -196,16 +201,22 @@ class LocalRanks:
 
         store_fd: a listening socket, where rank 0 opens the store of the launch
         """
-        self._meeting = {"MASTER_ADDR": launch.store_host, "MASTER_PORT": str(launch.store_port)}
+        self._take_part_in(launch)
         self._begin(launch.launch_id, store_fd)
 
-    def join(self, launch: Launch, memory: HostMemory, num_before: Sequence[int]) -> None:
+    def join(self, launch: Launch, memory: HostMemory, num_before: Mapping[int, int]) -> None:
         """Starts the ranks of this host beside those of other hosts, which go on with a launch.
 
-        num_before: processes that were these ranks before
+        num_before: by rank, processes that were this rank before
         """
+        self._take_part_in(launch)
+        own = range(self._first, self._first + self._num_local)
+        self._begin(launch.launch_id, None, memory, [num_before.get(rank, 0) for rank in own])
+
+    def _take_part_in(self, launch: Launch) -> None:
         self._meeting = {"MASTER_ADDR": launch.store_host, "MASTER_PORT": str(launch.store_port)}
-        self._begin(launch.launch_id, None, memory, num_before)
+        self.link = replace(self.link, front_ends=launch.front_ends)
+        self.launch = launch
 
     def memory_of_hosts(self) -> HostMemory | None:
         """Returns what another host needs to join the launch; None: its ranks cannot."""
@@ -268,7 +279,7 @@ class LocalRanks:
     def _start(self, number: int, store_fd: int | None = None) -> Child:
         rank, max_restarts = self._first + number, self.config.launcher.max_restarts
         environ = (
-            child_environment(self._link)
+            child_environment(self.link)
             | self._meeting
             | {
                 "RANK": str(rank),
@@ -304,7 +315,7 @@ class LocalRanks:
         if self._kept is None:
             return
         if self._stand_in is None:
-            key = key_of_launch(self._link.token, self.launch_id)
+            key = key_of_launch(self.link.token, self.launch_id)
             self._stand_in = StandIn(key, self._listeners, log_of_host(self._files, self.launch_id, self._kept))
         self._stand_in.note_ended(self._first + i for i, child in enumerate(self.children) if child.code is not None)
 
@@ -321,9 +332,18 @@ class LocalRanks:
             code = child.code
             if code is not None and number not in self._reported:
                 self._reported.add(number)
-                rank, lines = self._first + number, tuple(child.last_lines)
-                found.append(Death(rank, child.process.pid, code, lines, self._num_before[number]))
+                found.append(self._death(number, code))
         return sorted(found, key=lambda death: not death.was_killed)
+
+    def ended(self) -> list[Death]:
+        """Returns the ranks whose processes have ended and were not replaced."""
+        return [
+            self._death(number, code) for number, child in enumerate(self.children) if (code := child.code) is not None
+        ]
+
+    def _death(self, number: int, code: int) -> Death:
+        child, rank = self.children[number], self._first + number
+        return Death(rank, child.process.pid, code, tuple(child.last_lines), self._num_before[number])
 
     def end(self, grace_s: float) -> None:
         """Ends all ranks; those that are ending get grace_s to do so."""
@@ -347,9 +367,10 @@ def child_environment(link: Link) -> dict[str, str]:
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH_VARIABLES)}
     paths = [_IMPORT_PATH, *filter(None, [os.environ.get("PYTHONPATH")])]
-    for name in (TOKEN, SOCKETS):
+    for name in (TOKEN, SOCKETS, FRONT_ENDS):
         environ.pop(name, None)
-    environ |= {TOKEN: link.token} if link.folder is None else {SOCKETS: str(link.folder)}
+    over_tcp = {TOKEN: link.token, FRONT_ENDS: ",".join(link.front_ends)}
+    environ |= over_tcp if link.folder is None else {SOCKETS: str(link.folder)}
     # torch's own lines, about names of hosts that it does not find, help nobody: its errors are reported by us.
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}

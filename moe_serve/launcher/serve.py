@@ -67,9 +67,9 @@ def run_worker(config: ServeConfig, env: RankEnv) -> int:
     build_kernels_early(config)
     try:
         link = find_link(config.server)
-        check_front_ends(config.server, link)
+        check_front_ends(config, link)
         address = own_address(config.server.worker_host) or "127.0.0.1"
-        mailbox = ZmqMailbox(link, env.rank, address, config.server.api_workers, wakes_before(env))
+        mailbox = ZmqMailbox(link, env.rank, address, config.num_front_ends, wakes_before(env))
     except MoeServeError as error:
         log.error("%s", error)
         return 1 if isinstance(error, FolderError) else 2

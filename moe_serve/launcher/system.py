@@ -7,7 +7,8 @@ that fails, and where the ranks cannot go on at all, it restarts all of them, an
 requests to the new ones; after too many losses it ends with a report.
 
 On several hosts (hosts.py) the parent of node rank 0 does that for all; those of the others start and end the ranks of
-their hosts as it says, and report how they end.
+their hosts as it says, and report how they end. Each watches the front ends of its own host. Where ranks serve on after
+the loss of node rank 0, their parents wait for it, and its next one takes over.
 """
 
 import contextlib
@@ -23,29 +24,33 @@ from pathlib import Path
 from types import FrameType
 
 from moe_serve.config import ServeConfig, ServerConfig, served_name
-from moe_serve.engine.protocol.messages import Message
+from moe_serve.engine.protocol.messages import SUPERVISOR, Exited, Fatal, Members, Message
 from moe_serve.errors import LaunchError, MoeServeError
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.launcher.hosts import (
     Died,
+    Drain,
     End,
     EndRank,
     EndRanks,
     Follower,
-    HostLost,
+    FrontEndsEnded,
+    HostIsNew,
     Join,
     Leader,
     Note,
     Replace,
+    Running,
     Signalled,
     Start,
     StoppedError,
+    TellFrontEnds,
     ask_other_leader,
     token_of_hosts,
 )
 from moe_serve.launcher.launch_watch import LaunchWatch, Loss
-from moe_serve.launcher.local import WORKER, Death, Launch, LocalRanks, OnLine, Restarts, in_a_while
+from moe_serve.launcher.local import WORKER, Death, Launch, LocalRanks, OnLine, Restarts, end_children, in_a_while
 from moe_serve.launcher.preflight import has_tokenizer
 from moe_serve.launcher.rank_env import new_launch_id
 from moe_serve.links.folder import OwnFolder
@@ -95,7 +100,7 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
         config = with_port(config, listener.getsockname()[1])
         ranks = LocalRanks(config, display.line, folder, module=worker)
         with signals_stop() as signals:
-            return _System(config, display, ranks, Link(folder=folder), signals).run(listener)
+            return _System(config, display, ranks, signals).run(listener)
 
 
 def serve_with_other_hosts(
@@ -142,7 +147,7 @@ def lead(config: ServeConfig, here: Here) -> int:
             here.look(config)
             open_port(link.host, link.port, "launcher.dist_init_addr", "server.worker_port").close()
             listener = opened.enter_context(open_port(config.server.host, config.server.port))
-            leader.meet(signals.have_come)
+            running = leader.meet(signals.have_come)
         except MoeServeError as error:
             display.note(f"{error}; this is told to the other hosts", style="red")
             leader.fail(str(error), signals.have_come)
@@ -152,16 +157,19 @@ def lead(config: ServeConfig, here: Here) -> int:
             raise
         config = with_port(config, listener.getsockname()[1])
         ranks = RanksOfHosts(leader, config, display.line, here.folder, here.worker, link)
-        return _System(config, display, ranks, link, signals, leader).run(listener)
+        return _System(config, display, ranks, signals, leader).run(listener, running)
 
 
 def follow(config: ServeConfig, here: Here) -> int:
     """Starts and ends the ranks of this host as node rank 0 says; returns the exit code."""
     display, link, signals = here.display, here.link, here.signals
-    ranks = LocalRanks(config, display.line, here.folder, here.worker, link)
-    with contextlib.closing(Follower(config, link.token, display.note)) as leader:
+    with contextlib.closing(Follower(config, link.token, display.note)) as leader, contextlib.ExitStack() as opened:
+        listener = None
         try:
             here.look(config)
+            if config.has_front_ends:
+                listener = opened.enter_context(open_port(config.server.host, config.server.port))
+                config = with_port(config, listener.getsockname()[1])
         except MoeServeError as error:
             leader.fail(str(error), signals.have_come)
             raise
@@ -171,62 +179,166 @@ def follow(config: ServeConfig, here: Here) -> int:
             leader.tell(Signalled(signal.SIGINT))
             raise
         display.stop()
-        try:
-            end = begun if isinstance(begun, End) else _run_ranks(ranks, begun, leader, here)
-            if end.reason:
-                display.note(f"the system ends: {end.reason}", style="red")
-        finally:
-            ranks.end(0.0)
+        end = begun if isinstance(begun, End) else _OtherHost(config, here, leader, listener).run(begun)
+        if end.reason:
+            display.note(f"the system ends: {end.reason}", style="red")
     return end.code
 
 
-def _run_ranks(ranks: LocalRanks, begun: Start | Join, leader: Follower, here: Here) -> End:
-    """Runs the ranks of this host until node rank 0 says that the system ends, or is gone for long; returns why."""
-    server, signals = ranks.config.server, here.signals
-    if isinstance(begun, Join):
-        ranks.join(begun.launch, begun.memory, begun.num_before)
-    else:
-        ranks.start_in(begun.launch)
-    num_told, ends_s, is_gone_said = 0, 0.0, False
-    restarts, untold = Restarts(ranks.config.launcher), deque[Died]()
-    while True:
+class _OtherHost:
+    """A host other than that of node rank 0, as its launcher sees it. listener: takes HTTP; None: this host does not"""
+
+    def __init__(self, config: ServeConfig, here: Here, leader: Follower, listener: socket.socket | None):
+        self._config, self._display, self._signals = config, here.display, here.signals
+        self._leader, self._listener = leader, listener
+        self._ranks = LocalRanks(config, here.display.line, here.folder, here.worker, here.link)
+        self._front_ends: FrontEnds | None = None
+        self._front_ends_ended = listener is None  # and are not started again
+        self._is_announced = self._is_draining = self._is_gone_said = False
+        self._num_before: dict[int, int] = {}  # by rank, where this host was told when it joined
+        self._restarts, self._untold = Restarts(config.launcher), deque[Died]()
+        self._num_told, self._ends_s = 0, 0.0  # signals; when they end this launcher
+        self._led_s = time.monotonic()  # when there was a leader, or ranks served without one
+        leader.find_running = self._find_running
+
+    def run(self, begun: Start | Join) -> End:
+        """Runs the ranks and front ends of this host until node rank 0 says that the system ends, or is gone for long.
+
+        Returns why it ends.
+        """
+        end: End | None = None
+        try:
+            self._begin(begun)
+            while end is None:
+                end = self._turn()
+            if self._front_ends is not None:
+                self._front_ends.signal(signal.SIGINT)
+            self._ranks.end(end.grace_s)
+            if self._front_ends is not None and self._signals.num < 2:
+                end_children(self._front_ends.children, end.grace_s)
+        finally:
+            self._ranks.end(0.0)
+            if self._front_ends is not None:
+                self._front_ends.close()
+        return end
+
+    def _begin(self, begun: Start | Join) -> None:
+        """Starts the ranks of this host, in the place of those before."""
+        ranks, front_ends = self._ranks, self._front_ends
+        if front_ends is not None:
+            over = "all ranks are started again" if isinstance(begun, Start) else "the ranks here join those that serve"
+            front_ends.tell(Fatal(SUPERVISOR, ranks.launch_id, over, SUPERVISOR))
+        ranks.end(0.0)
+        self._untold.clear()
+        if isinstance(begun, Join):
+            self._num_before = begun.num_before
+            ranks.join(begun.launch, begun.memory, begun.num_before)
+        else:
+            self._num_before = {}
+            ranks.start_in(begun.launch)
+        self._is_announced = False
+        if front_ends is None and self._listener is not None:
+            note = partial(self._display.note, style="red")
+            arguments = self._config, ranks.link, ranks.config_file, self._listener.fileno(), self._display.line, note
+            self._front_ends = FrontEnds(*arguments)
+            self._front_ends.start()
+
+    def _turn(self) -> End | None:
+        """Does what node rank 0 says, and reports to it; returns why this launcher is to end, once it is."""
+        leader, ranks = self._leader, self._ranks
         for message in leader.turn():
             match message:
-                case Start():
-                    ranks.end(0.0)
-                    ranks.start_in(message.launch)
+                case Start() | Join():
+                    self._begin(message)
                 case EndRanks():
                     ranks.end(message.grace_s)
                 case Replace() if message.launch_id == ranks.launch_id:
                     ranks.replace_ended(message.rank, message.num_before)
                 case EndRank() if message.launch_id == ranks.launch_id:
                     ranks.end_rank(message.rank, message.num_before)
+                case TellFrontEnds() if self._front_ends is not None:
+                    self._front_ends.tell(message.message)
+                case Drain():
+                    self._drain()
                 case Note():
-                    here.display.note(f"node rank 0: {message.text}", message.style)
+                    self._display.note(f"node rank 0: {message.text}", message.style)
                 case End():
-                    ranks.end(message.grace_s)
                     return message
         ranks.keep_host()
         for death in ranks.deaths():
-            untold.append(Died(ranks.launch_id, death))
-            if ranks.may_replace(death) and restarts.note_loss(str(death)):
+            self._untold.append(Died(ranks.launch_id, death))
+            if ranks.may_replace(death) and self._restarts.note_loss(str(death)):
                 ranks.replace_ended(death.rank, death.num_before)
-                here.display.note(f"{death}; it is started again here ({restarts.describe()})", "yellow")
-        while untold and leader.tell(untold[0]):
-            untold.popleft()
-        if leader.cut_for_s > _GONE_S and not is_gone_said:
-            here.display.note(f"node rank 0 is not reached at {leader.where} ({leader.why}); waiting for it", "yellow")
-        is_gone_said = leader.cut_for_s > _GONE_S
-        if leader.cut_for_s > server.attach_deadline_s:
-            return End(f"node rank 0 was not reached at {leader.where} for {leader.cut_for_s:.0f} s: {leader.why}", 1)
-        if signals.num > num_told:
-            if not leader.tell(Signalled(signal.SIGTERM if signals.wants_drain and not num_told else signal.SIGINT)):
-                return End("", 0)
-            num_told = signals.num
-            ends_s = time.monotonic() + (server.drain_deadline_s if signals.wants_drain else 0.0) + 2 * _END_GRACE_S
-        if num_told and (num_told > 1 or time.monotonic() > ends_s):
-            return End("", 0)
-        time.sleep(_POLL_MS / 1000)
+                self._display.note(f"{death}; it is started again here ({self._restarts.describe()})", "yellow")
+        while self._untold and leader.tell(self._untold[0]):
+            self._untold.popleft()
+        self._watch_front_ends()
+        return self._end_of_signals() or self._end_for_want_of_a_leader()
+
+    def _watch_front_ends(self) -> None:
+        """Waits a moment, and keeps the front ends running."""
+        front_ends = self._front_ends
+        if front_ends is None:
+            time.sleep(_POLL_MS / 1000)
+            return
+        for message in front_ends.receive(_POLL_MS):
+            if isinstance(message, Members) and not self._leader.is_connected:
+                serving = ", ".join(map(str, message.members))
+                self._display.note(f"{message.reason}; ranks that take part: {serving}", style="yellow")
+        if not self._is_announced and front_ends.serve(self._ranks.launch_id):
+            self._is_announced = True
+            self._display.note(f"this host takes HTTP: {_url(self._config.server)}", style="green")
+        if self._front_ends_ended:
+            return
+        code = (0 if front_ends.have_ended else None) if self._is_draining else front_ends.watch()
+        if code is not None:
+            self._front_ends_ended = True
+            self._leader.tell(FrontEndsEnded(code))
+
+    def _drain(self) -> None:
+        if self._front_ends is not None and not self._is_draining:
+            self._is_draining = True
+            self._front_ends.signal(signal.SIGTERM)
+
+    def _end_of_signals(self) -> End | None:
+        """Passes signals on to node rank 0, which ends all hosts; returns why this one ends by itself."""
+        signals, now_s = self._signals, time.monotonic()
+        if signals.num > self._num_told:
+            drains = signals.wants_drain and not self._num_told
+            if not self._leader.tell(Signalled(signal.SIGTERM if drains else signal.SIGINT)):
+                if not drains:
+                    return End("", 0)
+                self._drain()
+            self._num_told = signals.num
+            self._ends_s = now_s + (self._config.server.drain_deadline_s if drains else 0.0) + 2 * _END_GRACE_S
+        if not self._num_told:
+            return None
+        is_alone = not self._leader.is_connected and self._front_ends_ended
+        return End("", 0) if is_alone or self._num_told > 1 or now_s > self._ends_s else None
+
+    def _end_for_want_of_a_leader(self) -> End | None:
+        """Returns why this host ends without node rank 0: it is gone for long, and no ranks serve on without it."""
+        leader, cut_s, deadline_s = self._leader, self._leader.cut_for_s, self._config.server.attach_deadline_s
+        goes_on = self._front_ends is not None and self._front_ends.goes_on(self._ranks.launch_id)
+        if leader.is_connected or goes_on:
+            self._led_s = time.monotonic()
+        if cut_s > _GONE_S and not self._is_gone_said:
+            meanwhile = "ranks that reach the hosts of most serve on, but no lost host joins them until it is back"
+            what = "waiting for it" if self._front_ends is None else meanwhile
+            self._display.note(f"node rank 0 is not reached at {leader.where} ({leader.why}); {what}", "yellow")
+        self._is_gone_said = cut_s > _GONE_S
+        if time.monotonic() - self._led_s > deadline_s:
+            return End(f"node rank 0 was not reached at {leader.where} for {cut_s:.0f} s: {leader.why}", 1)
+        return None
+
+    def _find_running(self) -> Running | None:
+        """Returns what the next launcher of node rank 0 must know to let its ranks join those that serve here."""
+        ranks, memory, front_ends = self._ranks, self._ranks.memory_of_hosts(), self._front_ends
+        if ranks.launch is None or memory is None or front_ends is None or not ranks.children:
+            return None
+        said, told = front_ends.num_before, self._num_before
+        num_before = {rank: max(said.get(rank, 0), told.get(rank, 0)) for rank in {*said, *told}}
+        return Running(ranks.launch, memory, num_before, ranks.ended(), front_ends.goes_on(ranks.launch_id))
 
 
 class RanksOfHosts(LocalRanks):
@@ -236,17 +348,25 @@ class RanksOfHosts(LocalRanks):
         super().__init__(config, on_line, folder, module, link)
         self._leader = leader
         self._died: list[Death] = []  # elsewhere, and not asked for yet
-        self._launch: Launch | None = None
         self._num_replaced = Counter[int]()  # of each rank elsewhere, processes before its last one
 
     def start(self) -> None:
         host, _ = self.config.launcher.meeting_place()
         with open_port(host, 0, "launcher.dist_init_addr") as store:
-            launch = Launch(new_launch_id(), host, store.getsockname()[1])
+            launch = Launch(new_launch_id(), host, store.getsockname()[1], self._leader.front_ends)
             self.start_in(launch, store.fileno())
-        self._launch, self._num_replaced = launch, Counter[int]()
+        self._num_replaced = Counter[int]()
         self._died = []
         self._leader.tell(Start(launch))
+
+    def join_running(self, running: Running) -> range:
+        """Starts the ranks of this host beside those of others that have lost their leader; returns them."""
+        own = range(self._num_local)
+        self._num_replaced = Counter(running.num_before)
+        for rank in own:
+            self._num_replaced[rank] += _UNHEARD
+        self.join(running.launch, running.memory, self._num_replaced)
+        return own
 
     def note_death(self, message: Died) -> None:
         """Notes how a rank of another host has ended."""
@@ -270,13 +390,13 @@ class RanksOfHosts(LocalRanks):
     def take_back(self, node_rank: int) -> range:
         """Lets a host whose processes have all ended join the launch; returns its ranks, none where it cannot."""
         memory = self.memory_of_hosts()
-        if self._launch is None or memory is None:
+        if self.launch is None or memory is None:
             return range(0)
         ranks = range(node_rank * self._num_local, (node_rank + 1) * self._num_local)
         for rank in ranks:
             self._num_replaced[rank] += _UNHEARD
-        num_before = [self._num_replaced[rank] for rank in ranks]
-        self._leader.tell(Join(self._launch, memory, num_before), node_rank)
+        num_before = {**self._num_replaced, **dict(enumerate(self._num_before))}
+        self._leader.tell(Join(self.launch, memory, num_before), node_rank)
         return ranks
 
     def deaths(self) -> list[Death]:
@@ -301,7 +421,6 @@ class _System:
         config: ServeConfig,
         display: StartDisplay,
         ranks: LocalRanks,
-        link: Link,
         signals: Signals,
         hosts: Leader | None = None,
     ):
@@ -311,7 +430,7 @@ class _System:
         self.signals = signals
         self._hosts = hosts
         self._drain_until_s = 0.0
-        self._link = link
+        self._drain_elsewhere: set[int] = set()  # node ranks with front ends that have requests, maybe
         self._front_ends: FrontEnds | None = None
         self._restarts = Restarts(config.launcher)
         self._starts_at_s: float | None = None  # when all ranks, which have ended, are started again
@@ -319,13 +438,19 @@ class _System:
         self._was_ready = False
         self.begin_launch()
 
-    def run(self, listener: socket.socket) -> int:
-        """Serves until the end; returns the exit code. listener: takes HTTP connections"""
+    def run(self, listener: socket.socket, running: Running | None = None) -> int:
+        """Serves until the end; returns the exit code.
+
+        listener: takes HTTP connections;  running: ranks that serve, and that those of this host are to join
+        """
         end = _Ended(0)
         try:
-            self.ranks.start()
+            if running is None:
+                self.ranks.start()
+            else:
+                self._join(running)
             self.start_front_ends(listener.fileno())
-            if self.config.server.api_workers == 1:
+            if self.config.num_front_ends == 1:
                 listener.close()  # the front end holds it now
             self.watch()
         except _Ended as ended:
@@ -333,6 +458,12 @@ class _System:
         finally:
             self.end(end)
         return end.code
+
+    def _join(self, running: Running) -> None:
+        assert isinstance(self.ranks, RanksOfHosts), "there are several hosts"
+        self.display.note("other hosts serve without node rank 0; its ranks join them", style="yellow")
+        self._was_ready = True
+        self._launch.join(self.ranks.join_running(running))
 
     def begin_launch(self) -> None:
         """Begins to watch ranks that are about to start."""
@@ -343,7 +474,7 @@ class _System:
         """Starts the front ends with the listening socket, and attaches to them as supervisor."""
         note = partial(self._note, style="red")
         config_file, on_line = self.ranks.config_file, self.display.line
-        self._front_ends = FrontEnds(self.config, self._link, config_file, http_fd, on_line, note)
+        self._front_ends = FrontEnds(self.config, self.ranks.link, config_file, http_fd, on_line, note)
         self._front_ends.start()
 
     def watch(self) -> None:
@@ -376,20 +507,29 @@ class _System:
         """Takes what other hosts report."""
         self.ranks.keep_host()
         assert isinstance(self.ranks, RanksOfHosts), "there are several hosts"
+        own_id = self.ranks.launch_id
         for node_rank, message in hosts.turn():
             match message:
                 case Died():
                     self.ranks.note_death(message)
                 case Signalled():
                     self.signals.count(message.number)
-                case HostLost() if self._starts_at_s is None:
+                case FrontEndsEnded():
+                    self._drain_elsewhere.discard(node_rank)
+                    if message.code == 2:
+                        raise _Ended(2, f"a front end on node rank {node_rank} has ended; its last lines are there")
+                case HostIsNew() if message.running is not None and message.running.launch.launch_id == own_id:
+                    for death in message.running.ended:
+                        self.ranks.note_death(Died(own_id, death))
+                case HostIsNew() if self._starts_at_s is None:
                     back = self.ranks.take_back(node_rank) if self._launch.goes_on else ()
                     self._launch.replaced(back)
                     if back:
                         self._note(f"{message.host} is back; its ranks join the others", style="yellow")
                     else:
                         self._launch.lose(f"the launcher of {message.host} was started again")
-        if self._starts_at_s is None and not self._launch.is_ready:
+        self._drain_elsewhere -= set(hosts.missing)
+        if self._starts_at_s is None and not self._launch.has_served:
             for name in hosts.gone(_HOST_GONE_S):
                 self._launch.lose(f"{name} is gone")
 
@@ -406,12 +546,15 @@ class _System:
         """
         if not self.signals.wants_drain or self.signals.num > 1 or not (self._launch.is_ready or self._was_ready):
             return False
-        if self._front_ends is None or self._front_ends.have_ended:
+        if self._front_ends is None or (self._front_ends.have_ended and not self._drain_elsewhere):
             return False
         deadline_s = self.config.server.drain_deadline_s
         if not self._drain_until_s:
             self._drain_until_s = time.monotonic() + deadline_s + _END_GRACE_S
             self._front_ends.signal(signal.SIGTERM)
+            if self._hosts is not None and self.config.launcher.front_ends == "every_host":
+                self._hosts.tell(Drain())
+                self._drain_elsewhere = set(range(1, self.config.launcher.nnodes)) - set(self._hosts.missing)
             self._note(f"open requests have {deadline_s:g} s to end; a second signal ends them now")
         return time.monotonic() < self._drain_until_s
 
@@ -435,6 +578,8 @@ class _System:
     def _tell(self, message: Message) -> None:
         if self._front_ends is not None:
             self._front_ends.tell(message)
+        if self._hosts is not None and isinstance(message, Exited | Fatal):
+            self._hosts.tell(TellFrontEnds(message))
 
     def _start_again(self, loss: Loss) -> None:
         """Prints why the ranks are lost, ends them, and restarts them when their pause is over.

@@ -14,20 +14,22 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_serve.config import ServerConfig
+from moe_serve.config import ServeConfig, ServerConfig
 from moe_serve.errors import ConfigError, LaunchError
 from moe_serve.links.folder import check_folder
 
 SOCKETS = "MOE_SERVE_SOCKETS"  # the environment variable that names the folder
+FRONT_ENDS = "MOE_SERVE_FRONT_ENDS"  # and the one with the addresses of several front ends over TCP
 
 
 @dataclass(frozen=True)
 class Link:
     """Sockets in a folder, or TCP.
 
-    folder: of the ipc sockets; None: TCP, with the token and the front end's host and port
-    port:   0 = any free one, for the front end
-    worker: number of this front end, of several
+    folder:     of the ipc sockets; None: TCP, with the token and the front end's host and port
+    port:       0 = any free one, for the front end
+    worker:     number of this front end, of several
+    front_ends: HOST:PORT of each of several front ends over TCP; (): there is one
     """
 
     folder: Path | None = None
@@ -35,6 +37,7 @@ class Link:
     host: str = ""
     port: int = 0
     worker: int = 0
+    front_ends: tuple[str, ...] = ()
 
     @property
     def front_end(self) -> str:
@@ -42,14 +45,14 @@ class Link:
         return self.front_end_at(self.worker)
 
     def front_end_at(self, worker: int) -> str:
-        """Returns the address of one of several front ends. Over TCP there is one."""
+        """Returns the address of one of several front ends."""
         if self.folder is None:
-            return f"tcp://{_in_url(self.host)}:{self.port}"
+            return f"tcp://{self.front_ends[worker] if self.front_ends else host_and_port(self.host, self.port)}"
         return f"ipc://{self.folder}/front_end-{worker}" if worker else f"ipc://{self.folder}/front_end"
 
     def wakes_of(self, rank: int, own_host: str) -> str:
         """Returns the address where a rank takes wakes; over TCP, one of own_host with any free port."""
-        return f"ipc://{self.folder}/wakes-{rank}" if self.folder else f"tcp://{_in_url(own_host)}:*"
+        return f"ipc://{self.folder}/wakes-{rank}" if self.folder else f"tcp://{host_and_port(own_host, '*')}"
 
 
 def find_link(server: ServerConfig) -> Link:
@@ -62,20 +65,23 @@ def find_link(server: ServerConfig) -> Link:
         check_folder(Path(folder))
         return Link(folder=Path(folder))
     host, port = server.worker_host, server.worker_port
-    return Link(token=shared_token(server.token_file, host, port), host=host, port=port)
+    front_ends = tuple(filter(None, os.environ.get(FRONT_ENDS, "").split(",")))
+    return Link(token=shared_token(server.token_file, host, port), host=host, port=port, front_ends=front_ends)
 
 
-def check_front_ends(server: ServerConfig, link: Link) -> None:
+def check_front_ends(config: ServeConfig, link: Link) -> None:
     """Raises ConfigError for several front ends beside ranks that `moe-serve serve` has not started."""
-    if server.api_workers > 1 and link.folder is None:
+    if config.num_front_ends > 1 and link.folder is None and not link.front_ends:
         raise ConfigError(
-            f"server.api_workers is {server.api_workers} but only `moe-serve serve` starts several front ends; "
-            "set server.api_workers: 1"
+            f"server.api_workers is {config.server.api_workers} and launcher.front_ends is "
+            f"{config.launcher.front_ends} but only `moe-serve serve` starts several front ends; set "
+            "server.api_workers: 1 and launcher.front_ends: first_host"
         )
 
 
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def host_and_port(host: str, port: int | str) -> str:
+    """Returns HOST:PORT, or [HOST]:PORT of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 TOKEN = "MOE_SERVE_TOKEN"

@@ -23,6 +23,7 @@ _HANDSHAKE_MS = 10_000  # a connection that has not said who it is by then is cl
 # Of the connection, answered by ZeroMQ's own thread: a cable that is cut is noticed, and the socket connects again.
 _HEARTBEAT_MS, _HEARTBEAT_DEADLINE_MS = 5_000, 20_000
 _MAX_RECONNECT_MS = 1_000
+_CONNECT_MS = 3_000  # the kernel itself would try on, with growing pauses: a cable that was mended would be found late
 
 
 class LinkSockets:
@@ -99,6 +100,7 @@ class LinkSockets:
             (zmq.SNDHWM, _HIGH_WATER),
             (zmq.RCVHWM, _HIGH_WATER),
             (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
+            (zmq.CONNECT_TIMEOUT, _CONNECT_MS),
             (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_DEADLINE_MS),
         ):

@@ -7,6 +7,8 @@ import zmq
 
 from moe_serve.config import load_config
 from moe_serve.engine.protocol.messages import (
+    Apart,
+    Fatal,
     Hello,
     Members,
     Message,
@@ -145,6 +147,46 @@ def test_a_front_end_that_is_lost_too_often_is_left_out_and_no_loss_of_another(s
         assert end(system, 1, -9) is None
     assert end(system, 1, -9) == 1
     assert "the processes of front end 1 were lost 4 times within 600 s:" in system.notes
+
+
+def test_ranks_go_on_here_until_one_says_that_the_launch_is_over_or_is_apart(system: System):
+    def goes_on_after(message: Message) -> bool:
+        system.say(0, message)
+        assert system.heard() == [message]
+        return system.launcher.goes_on(7)
+
+    assert not goes_on_after(Hello(1, 2, 7, 4711, "h", num_before=2))
+    assert system.launcher.num_before == {1: 2}
+    assert goes_on_after(Ready(1, 7, LIMITS, {}))
+    assert not goes_on_after(Apart(1, 7, 3, "rank 1 does not reach the hosts of most ranks"))
+    assert not goes_on_after(Members(0, 7, 3, [0], "old"))
+    assert goes_on_after(Members(0, 7, 4, [0, 1], "rank 1 reaches the others again"))
+    assert not goes_on_after(Fatal(1, 7, "over", -1))
+    assert not goes_on_after(Ready(1, 8, LIMITS, {}))
+    assert system.launcher.goes_on(8)
+
+
+def test_front_ends_of_another_host_have_their_own_numbers_and_each_is_started_again(monkeypatch: pytest.MonkeyPatch):
+    overrides = ["nnodes=2", "node_rank=1", "dist_init_addr=h:1", "front_ends=every_host"]
+    config = load_config(overrides=[*(f"launcher.{each}" for each in overrides), "parallel.num_ranks=2"])
+    started: list[list[str]] = []
+
+    class Alone(Process):
+        def __init__(self, who: str, module: str, arguments: list[str], *_: object, pass_fds: list[int]):
+            started.append([who, *arguments])
+            self.who, self.code = who, None
+
+    monkeypatch.setattr(module, "Child", Alone)
+    link = Link(token="0" * 32, front_ends=("127.0.0.1:1", "127.0.0.1:2"))
+    assert [link.front_end_at(number) for number in range(2)] == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+    notes: list[str] = []
+    launcher = FrontEnds(config, link, Path("config.yaml"), 5, lambda who, line: None, notes.append)
+    launcher.start()
+    launcher.children[0].code = -9
+    assert launcher.watch() is None
+    assert notes == ["the front end 1 was killed by SIGKILL; it is started again in 5 s (restart 1 of 3 within 600 s)"]
+    assert started == [["front end 1", "--http-fd", "5", "--worker", "1", "--config", "config.yaml"]]
+    launcher.close()
 
 
 def test_how_the_start_goes_on_is_heard_once(system: System):

@@ -71,9 +71,18 @@ def test_several_front_ends_share_what_one_may_hold() -> None:
     assert share_of_front_end(alone) == alone
 
 
+def test_front_ends_of_several_hosts_share_what_waits_for_ranks_and_no_memory() -> None:
+    hosts = ["nnodes=2", "dist_init_addr=h:1", "front_ends=every_host"]
+    server = {"api_workers": 2, "max_connections": 100, "max_waiting_tokens": 100}
+    base = {"server": server, "parallel": {"num_ranks": 2}}
+    config = load_config(base=base, overrides=[f"launcher.{each}" for each in hosts])
+    own = share_of_front_end(config)
+    assert (own.server.max_connections, own.server.max_waiting_tokens) == (50, 25)
+
+
 def test_several_front_ends_need_the_launcher_that_starts_them(tmp_path: Path) -> None:
-    server = load_config(overrides=["server.api_workers=2"]).server
-    check_front_ends(server, Link(folder=tmp_path))
-    check_front_ends(load_config().server, Link(host="127.0.0.1", port=1))
-    with pytest.raises(ConfigError, match=r"`moe-serve serve` starts several front ends; set server\.api_workers: 1"):
-        check_front_ends(server, Link(host="127.0.0.1", port=1))
+    config = load_config(overrides=["server.api_workers=2"])
+    check_front_ends(config, Link(folder=tmp_path))
+    check_front_ends(load_config(), Link(host="127.0.0.1", port=1))
+    with pytest.raises(ConfigError, match="`moe-serve serve` starts several front ends; set"):
+        check_front_ends(config, Link(host="127.0.0.1", port=1))

@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 
 import moe_serve
-from moe_serve.config import load_config
+from moe_serve.config import ServeConfig, load_config
 from moe_serve.errors import ConfigError, LaunchError, ModelError, MoeServeError
 from moe_serve.launcher import hosts
-from moe_serve.launcher.hosts import Follower, Leader, Start, StoppedError, token_of_hosts
+from moe_serve.launcher.hosts import Follower, HostIsNew, Leader, Running, Start, StoppedError, token_of_hosts
 from moe_serve.launcher.local import Launch
+from moe_serve.launcher.rank_start import Handover, HostMemory
 from moe_serve.launcher.system import Here, Signals, follow, lead
 from moe_serve.links.link import Link
 from tests.dispatch.hosts.relay import relay
 from tests.launcher.running import quiet_port
 
 TOKEN = "0123456789abcdef" * 2
+THREE_RANKS = {"parallel": {"num_ranks": 3}}
 
 
 class Display:
@@ -275,6 +277,59 @@ def test_a_connection_that_is_cut_is_made_again_and_the_host_is_the_same(port: i
             if not leader.missing and follower.is_connected:
                 leader.tell(Start(Launch(7, "h", 1)))
         assert found[0] == Start(Launch(7, "h", 1))
+
+
+def configs_of(nnodes: int, port: int) -> list[ServeConfig]:
+    """Returns the settings of hosts that all have a front end."""
+    settings = {"nnodes": nnodes, "dist_init_addr": f"127.0.0.1:{port}", "front_ends": "every_host"}
+    every = [f"launcher.{key}={value}" for key, value in settings.items()]
+    return [
+        load_config(overrides=[*every, f"launcher.node_rank={number}"], base=THREE_RANKS) for number in range(nnodes)
+    ]
+
+
+def turned(leader: Leader, followers: list[Follower]) -> list[tuple[int, object]]:
+    """Lets all be connected; returns what node rank 0 has heard."""
+    found: list[tuple[int, object]] = []
+    until_s = time.monotonic() + 5
+    while leader.missing or not all(each.is_connected for each in followers):
+        assert time.monotonic() < until_s
+        for each in followers:
+            each.turn()
+        found += leader.turn()
+    return found + leader.turn()
+
+
+def test_the_next_launcher_of_node_rank_0_takes_over_a_launch_that_serves(port: int) -> None:
+    """Where ranks go on after the loss of node rank 0, it does not wait for all hosts, and starts no launch anew."""
+    configs, notes = configs_of(3, port), list[str]()
+    launch = Launch(7, "127.0.0.1", 1, tuple(f"127.0.0.1:{configs[0].server.worker_port}" for _ in range(3)))
+    memory = HostMemory(Handover(7, 1, {}, "", []), {})
+    apart, serving = (Running(launch, memory, {0: 2, 1: 1}, [], is_serving) for is_serving in (False, True))
+    followers = [Follower(configs[number], TOKEN, notes.append) for number in (1, 2)]
+    with contextlib.ExitStack() as stack:
+        for each in followers:
+            stack.callback(each.close)
+        leader = stack.enter_context(contextlib.closing(Leader(configs[0], TOKEN, notes.append)))
+        followers[0].find_running = lambda: apart
+        until_s = time.monotonic() + 0.5
+        while time.monotonic() < until_s:
+            followers[0].turn()
+            assert leader.turn() == []
+        assert leader._running is None, "that host may not answer"
+        followers[0]._cut("the test")
+        followers[0].find_running = lambda: serving
+        took: list[Running | None] = []
+        waits = threading.Thread(target=lambda: took.append(leader.meet(lambda: False)))
+        waits.start()
+        while waits.is_alive():
+            followers[0].turn()
+        assert took == [serving]
+        assert leader.front_ends == launch.front_ends
+        heard = turned(leader, followers)
+    assert [(rank, message.running) for rank, message in heard if isinstance(message, HostIsNew)] == [
+        (1, serving), (2, None),
+    ], "so node rank 2 is told to join"  # fmt: skip
 
 
 def test_unauthenticated_peers_at_the_rendezvous_keep_nobody_out(port: int) -> None:

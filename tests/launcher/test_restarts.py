@@ -61,7 +61,7 @@ def test_the_ranks_of_a_host_that_is_back_listen_where_the_others_know_them(tmp_
     elsewhere = Elsewhere([0, 1], ["a", "b"], {1: address}, [])
     memory = HostMemory(Handover(7, os.getpid(), {}, "", [], elsewhere), {})
     ranks = LocalRanks(config, lambda who, line: None, tmp_path, "tests.launcher.no_such_worker", Link(token="t" * 32))
-    ranks.join(Launch(7, "127.0.0.1", 1), memory, [0])
+    ranks.join(Launch(7, "127.0.0.1", 1), memory, {1: 0})
     try:
         assert ranks._listeners[1].getsockname() == address
     finally:

@@ -3,8 +3,8 @@
 `ZmqMailbox` is that of the live system; tests and benchmarks bring one without sockets. One thread drives a mailbox,
 the engine's.
 
-A system may have several front ends, which serve one HTTP port (server.api_workers). Each has a number; the ids of its
-requests begin with it, so tokens find their way back without a table.
+A system may have several front ends, on one host or on every one (server.api_workers, launcher.front_ends). Each has a
+number; the ids of its requests begin with it, so tokens find their way back without a table.
 
 A cut connection loses messages in both directions, and the front end may be another process afterwards. So a rank whose
 connection was cut says hello again with all that a front end must know, and drops its requests: the front end submits
@@ -107,7 +107,7 @@ class ZmqMailbox:
     """One DEALER socket to each front end, one PULL socket for wakes, one PUSH socket to each peer.
 
     own_host:       the host name or address under which peers reach this rank over TCP
-    num_front_ends: more than one only on links within a folder
+    num_front_ends: of all hosts
     wakes:          the address for wakes, that of the process which was this rank before; "": a new one
     """
 

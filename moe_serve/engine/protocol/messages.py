@@ -80,7 +80,7 @@ class ForFrontEnds(Message, tag="for_front_ends", frozen=True):
     """A message of one of several front ends to the others; a rank passes it on to all of them.
 
     front_end: the sender
-    call_id:   time of the call, in ns of the host's clock; each of the others answers with the same and `what` DONE
+    call_id:   its number, higher than those before; each of the others answers with the same and `what` DONE
     what:      see server/ranks/calls.py
     rid:       client id of the requests that are meant; None: all requests
     lasts:     a front end that starts later receives it, too

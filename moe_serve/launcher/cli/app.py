@@ -43,7 +43,8 @@ def serve(options: ServeOptions) -> None:
     """Serve a model: all ranks and the HTTP front end. Ctrl-C ends everything.
 
     On several hosts, run the same command on each, with --nnodes, --dist-init-addr and its own --node-rank, and the
-    same $MOE_SERVE_TOKEN; --ep is the number of ranks on all hosts together. Node rank 0 has the front end.
+    same $MOE_SERVE_TOKEN; --ep is the number of ranks on all hosts together. HTTP is taken where
+    --front-ends says.
     """
     from moe_serve.launcher.display import StartDisplay
     from moe_serve.launcher.preflight import look_for_files

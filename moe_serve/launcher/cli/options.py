@@ -99,9 +99,12 @@ class ServeOptions(ModelOptions):
         "--print-config", default=False, help="print the effective configuration, a file for --config, and end"
     )
     nnodes: int | None = setting("launcher.nnodes", help="hosts; the same command on each, with its own --node-rank")
-    node_rank: int | None = setting("launcher.node_rank", help="which host this is, from 0; 0 has the front end")
+    node_rank: int | None = setting("launcher.node_rank", help="which host this is, from 0")
     dist_init_addr: str | None = setting(
         "launcher.dist_init_addr", metavar="HOST:PORT", help="where the hosts meet: an address of node rank 0"
+    )
+    front_ends: str | None = setting(
+        "launcher.front_ends", help="which hosts take HTTP: first_host, that of node rank 0, or every_host"
     )
     host: str | None = setting("server.host", help="; 0.0.0.0: other machines may connect, see --api-key")
     port: int | None = setting("server.port", help="; 0: any free one")
@@ -166,7 +169,7 @@ class ServeOptions(ModelOptions):
         help="a site whose pages may use this server, such as https://a.example; repeatable",
     )  # fmt: skip
     max_connections: int | None = setting("server.max_connections", help=", open at a time")
-    api_workers: int | None = setting("server.api_workers", help="processes that serve the port together")
+    api_workers: int | None = setting("server.api_workers", help="processes that serve the port of a host together")
     chat_template: str | None = setting("server.chat_template", help="a file with the jinja template of chats")
     sampling_defaults: str | None = setting(
         "server.sampling_defaults",

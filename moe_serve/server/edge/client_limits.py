@@ -5,11 +5,11 @@ the ranks: a prompt with `n: 4` is four requests, each with the tokens of the pr
 tokens are given back at the end. Every call counts as at least one request, unless a limit or a full queue refuses it
 before its body is read. Time is an argument.
 
-Limits hold for all front ends of a system together. They share a `Ledger` in memory, a table of fixed size. Each
-client has a row, found by a keyed hash within a set of 32 rows; the row that was idle longest is reused. Buckets change
-under a lock, which the kernel releases if its holder dies. Each front end counts open requests and calls in its own
-column, which the launcher clears when that front end has ended. A single front end has a table of its own, without a
-lock.
+Limits hold for all front ends of a host together, and for each host apart. They share a `Ledger` in memory, a table of
+fixed size. Each client has a row, found by a keyed hash within a set of 32 rows; the row that was idle longest is
+reused. Buckets change under a lock, which the kernel releases if its holder dies. Each front end counts open requests
+and calls in its own column, which the launcher clears when that front end has ended. A single front end has a table of
+its own, without a lock.
 
 A share of each limit per front end (limit / server.api_workers) needs no ledger, but gives other limits: a connection
 stays at the front end that accepted it, so a client with one connection would get 1/N of its requests; with N = 4 and

@@ -106,6 +106,7 @@ class Bridge:
         self._link = link or find_link(server)
         self.api_servers = ApiServers(
             self._link.worker,
+            config.num_front_ends,
             server.api_workers,
             self._send_to_rank,
             lambda: [view.rank for view in self.workers if view.serves],
@@ -119,6 +120,7 @@ class Bridge:
         self._is_finishing = False  # no new requests are accepted
         self._is_draining = False  # and ranks are expected to end
         self._started_s = 0.0
+        self._group: Members | Apart | None = None  # what launchers were told last of who takes part
         self._said: tuple[int, str] | None = None  # the last loss in the log: its launch, and why
         self._warnings = RareWarnings(log)
         self._socket: RouterSocket | None = None
@@ -416,6 +418,8 @@ class Bridge:
             case Apart():
                 if self.workers.set_apart(message):
                     log.warning("%s; no request is served here until then", message.reason)
+                    self._group = message
+                    self._tell(message)
             case Answer():
                 self._commands.take(message)
             case BalanceReport() if view.mask_reason is None:  # a masked rank leads no more
@@ -451,7 +455,8 @@ class Bridge:
 
     def _attach(self, identity: bytes, hello: Hello) -> None:
         if hello.rank == SUPERVISOR:
-            self._supervisors.attach(identity, [each for view in self.workers for each in self.workers.story(view)])
+            story: list[Message] = [each for view in self.workers for each in self.workers.story(view)]
+            self._supervisors.attach(identity, [*story, *filter(None, [self._group])])
             return
         now_s = time.monotonic()
         self._liveness.discount_own(self.workers, now_s)
@@ -486,17 +491,19 @@ class Bridge:
 
     def _regroup(self, message: Members) -> None:
         """Moves the requests of masked ranks, and routes to ranks that have rejoined."""
+        was_apart = self.workers.apart is not None
         change = self.workers.regroup(message)
         num_moved = self.book.regroup(change)
         self._restart.serve()
         self._commands.lose(change.masked)
-        if not (change.masked or change.rejoined):
+        if not (change.masked or change.rejoined or (was_apart and self.workers.apart is None)):
             return
         if not len(self._supervisors):  # a supervisor logs it itself
             serving = ", ".join(map(str, message.members))
             rejoined = ", ".join(map(str, change.rejoined))
             reason = f"rank {rejoined} has rejoined" if rejoined else message.reason
             log.warning("%s; serving: %s; requests moved: %d", reason, serving, num_moved)
+        self._group = message
         self._tell(message)
 
     def _explain_void(self, members: list[int]) -> None:

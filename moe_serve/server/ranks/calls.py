@@ -5,8 +5,8 @@ itself.
 
 Front ends have no connections to each other; the ranks pass messages on between them. A rank tells a newly started
 front end of the last pause, or of its end; front ends tell a new rank. A rank that was masked meanwhile may know an
-older one, so these calls are numbered by the clock of their host, which all front ends share, and a call that is not
-newer than the last one is ignored.
+older one, so a call that is not newer than the last one is ignored. Calls are numbered by the clock of the front end's
+host, and from the highest number that it has seen on where that is ahead: clocks of hosts differ.
 """
 
 import asyncio
@@ -150,9 +150,10 @@ class _Shared:
 
 
 class ApiServers:
-    """All front ends of one port (server.api_workers). Does on all of them what one is asked to do.
+    """All front ends of a system, on one host or several. Does on all of them what one is asked to do.
 
     number, num: this one's number, and how many there are
+    num_on_host: front ends with numbers in a row, which read one clock
     send:        sends a message to a rank
     serving:     returns the ranks that serve, which pass messages on
     book:        the requests of this one
@@ -162,18 +163,20 @@ class ApiServers:
         self,
         number: int,
         num: int,
+        num_on_host: int,
         send: Callable[[int, Message], None],
         serving: Callable[[], Sequence[int]],
         book: RequestBook,
     ):
         self.number = number
         self.num = num
+        self._num_on_host = num_on_host
         self._send = send
         self._serving = serving
         self._book = book
         self._calls: dict[int, _Shared] = {}  # wait for the others
         self._answered = asyncio.Event()
-        self._since = time.monotonic_ns()
+        self._since = self._highest = time.monotonic_ns()
         self._newest: ForFrontEnds | None = None  # the newest pause, or end of one, that was done here
         self._seen: deque[tuple[int, int]] = deque(maxlen=256)  # (front end, call): every rank passes each on
 
@@ -200,7 +203,7 @@ class ApiServers:
         await self._do_everywhere("abort", rid)
 
     async def _do_everywhere(self, what: What, rid: str | None = None) -> None:
-        call_id = time.monotonic_ns()
+        call_id = self._next_id()
         message = ForFrontEnds(self.number, call_id, what, rid, lasts=what in _LASTING)
         self._seen.append((self.number, call_id))
         self._act(message)
@@ -211,6 +214,12 @@ class ApiServers:
             await self._tell(message, call)
         finally:
             del self._calls[call_id]
+
+    def _next_id(self) -> int:
+        """Returns a number above all that have been seen here, which no other front end gives."""
+        least = max(time.monotonic_ns(), self._highest + 1)
+        self._highest = least + (self.number - least) % self.num
+        return self._highest
 
     async def _tell(self, message: ForFrontEnds, call: _Shared) -> None:
         """Tells the ranks, repeatedly, until all front ends have answered: a rank may end or reconnect meanwhile."""
@@ -250,8 +259,8 @@ class ApiServers:
             if self._newest is not None and message.call_id <= self._newest.call_id:
                 return
             self._newest = message
-        elif message.call_id < self._since:  # from a rank that was stopped since: it is not about requests of today
-            return
+        elif self._is_of_this_host(message) and message.call_id < self._since:
+            return  # from a rank that was stopped since: it is not about requests of today
         match message.what:
             case "pause":
                 self._book.hold()
@@ -263,6 +272,9 @@ class ApiServers:
             case "abort":
                 self._book.cut_short_all(message.rid)
 
+    def _is_of_this_host(self, message: ForFrontEnds) -> bool:
+        return message.front_end // self._num_on_host == self.number // self._num_on_host
+
     def tell_again(self, rank: int) -> None:
         """Tells a rank that gets ready, and may be new, of the last pause or its end."""
         if self.num > 1 and self._newest is not None:
@@ -270,7 +282,7 @@ class ApiServers:
 
     def take(self, message: ForFrontEnds, answer_by: int) -> None:
         """Handles a message that a rank has passed on. answer_by: the rank that passes on the answer"""
-        own = self._calls.get(message.call_id)
+        own, self._highest = self._calls.get(message.call_id), max(self._highest, message.call_id)
         if message.what == _DONE:
             if own is not None:
                 own.unconfirmed.discard(message.front_end)

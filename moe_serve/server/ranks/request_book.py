@@ -387,7 +387,7 @@ class RankCapacity:
         self._num_sent: Counter[int] = Counter()  # requests that a rank has now
         running = config.engine.max_running_requests
         self._most_sent = running + max(_AHEAD, running // 8)
-        self._slots = -(-running // config.server.api_workers)
+        self._slots = -(-running // config.num_front_ends)
         self._router = self._new_router(config.cache.block_size)
 
     @property

@@ -16,6 +16,8 @@ from moe_serve.server.edge.client_limits import ClientTable
 from moe_serve.server.observe.metrics import AdmissionMetrics
 from moe_serve.server.ranks import calls
 from moe_serve.server.ranks.bridge import Bridge
+from moe_serve.server.ranks.calls import ApiServers
+from moe_serve.server.ranks.request_book import RequestBook
 from moe_serve.server.requests.admission import Degradation
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from tests.server.fake_worker import LinkedWorker
@@ -133,6 +135,27 @@ async def test_what_a_late_rank_still_tells_a_front_end_that_starts_anew_is_not_
         assert not request.is_done
         new.take(ForFrontEnds(0, resume.call_id + 1, "abort"), 0)
         assert request.is_done
+
+
+def test_calls_of_hosts_whose_clocks_differ_are_done_in_their_order(monkeypatch: pytest.MonkeyPatch):
+    books = [RequestBook(fake_config(1), None, lambda rank, message: None) for _ in range(2)]
+    servers = [ApiServers(number, 2, 1, lambda rank, message: None, list, books[number]) for number in range(2)]
+    told: list[ForFrontEnds] = []
+    for number, now_s in ((1, 86_400), (0, 5), (0, 6), (1, 86_407)):  # by the clock of its host
+        asked, is_held = servers[number], books[number].is_held
+        monkeypatch.setattr(calls.time, "monotonic_ns", lambda now_s=now_s: now_s * 10**9)
+        with pytest.raises(UnavailableError, match="since no rank serves that would tell"):
+            asyncio.run(asked.resume() if is_held else asked.pause(abort=False))
+        assert asked._newest is not None
+        told.append(asked._newest)
+        servers[1 - number].take(told[-1], 0)
+        assert books[0].is_held == books[1].is_held != is_held
+    assert [call.call_id for call in told] == sorted({call.call_id for call in told})
+    cut_short: list[str | None] = []
+    monkeypatch.setattr(books[1], "cut_short_all", cut_short.append)
+    for number in range(2):
+        servers[1].take(ForFrontEnds(number, 7, "abort", str(number)), 0)
+    assert cut_short == ["0"], "only for its own host does it know that a call is old"
 
 
 def slow(system: System) -> None:
