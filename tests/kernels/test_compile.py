@@ -141,3 +141,48 @@ def calls_of(path: Path, first: bool) -> set[str]:
             takes = {(guards[predicate] == first) != bool(negated)}
         todo += [labels[label]] * (True in takes) + [at + 1] * (False in takes)
     return called
+
+
+RELEASE, ACQUIRES = "atom.global.sys.release.exch.b64", ("ld.global.sys.acquire.b64", "atom.global.sys.acquire.add.u64")
+SENDS = ("dispatch_send_kernel", "combine_send_kernel", "finish_kernel")
+RECEIVES = ("dispatch_receive_kernel", "combine_receive_kernel")
+
+
+@pytest.mark.slow  # the text alone; the default suite compiles these kernels for their resources
+@pytest.mark.parametrize("capability", [90, 100])
+def test_flags_are_released_behind_their_rows_and_acquired_before_them(capability: int, tmp_path: Path) -> None:
+    compiled(capability, ["--ptx", str(tmp_path), "low_latency"])
+    for name in SENDS + RECEIVES:
+        text = (tmp_path / f"{name}.ptx").read_text(encoding="ascii")
+        assert not flag_faults(text, is_sender=name in SENDS), name
+    rows = (tmp_path / "combine_send_kernel.ptx").read_text(encoding="ascii")
+    flag = re.search(rf"\n[^\n]*{re.escape(RELEASE)}[^\n]*", rows)
+    assert flag is not None
+    mistakes = {
+        "relaxed": rows.replace(RELEASE, RELEASE.replace("release", "relaxed")),
+        "all threads": re.sub(rf"@%p\d+ {re.escape(RELEASE)}", RELEASE, rows),
+        "before its row": rows.replace(flag[0], "", 1).replace("\tst.global", f"{flag[0]}\n\tst.global", 1),
+        "of one GPU": rows.replace(RELEASE, RELEASE.replace(".sys.", ".gpu.")),
+    }
+    for mistake, text in mistakes.items():
+        assert text != rows, mistake
+        assert flag_faults(text, is_sender=True), mistake
+    arrived = (tmp_path / "dispatch_receive_kernel.ptx").read_text(encoding="ascii")
+    assert flag_faults(arrived.replace("sys.acquire", "sys.relaxed"), is_sender=False)
+
+
+def flag_faults(text: str, is_sender: bool) -> list[str]:
+    """Returns where a flag is not released by chosen threads behind a barrier, or that none is acquired."""
+    faults, is_behind_barrier, num_flags = [], True, 0
+    for line in text[text.index(".entry") :].splitlines():
+        if "st.global" in line:
+            is_behind_barrier = False
+        elif "bar.sync" in line:
+            is_behind_barrier = True
+        elif ".exch." in line:
+            num_flags += 1
+            if RELEASE not in line or not line.strip().startswith("@%p") or not is_behind_barrier:
+                faults.append(line)
+        elif any(each in line for each in ACQUIRES):
+            num_flags += 1
+    return faults if num_flags else [f"no flag is {'released' if is_sender else 'acquired'}"]
