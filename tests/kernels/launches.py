@@ -194,7 +194,8 @@ def topk_gate(capability: int) -> None:
     for spec, bias in ((deepseek, some(256, dtype=torch.float32)), (RouterSpec(128, TOPK), None), (phi, None)):
         experts = spec.num_logical
         logits = some(TOKENS, experts, dtype=torch.float32)
-        topk_gate_triton(logits, bias, spec, some(experts, dtype=torch.int64))
+        longs = [some(size, dtype=torch.int64) for size in (experts, experts + 1, TOKENS)]
+        topk_gate_triton(logits, bias, spec, *longs)
 
 
 def low_latency_nvshmem(capability: int) -> None:

@@ -31,7 +31,9 @@ WITH_E4M3 = [
 ]
 USES_MATRIX_UNITS = {"grouped_gemm_kernel", "attend_kernel", "index_scores_kernel"}
 WITHOUT_MATRIX_UNITS = {"attend_float32"}  # in full precision
-MOVES_16_BYTES = {"dispatch_send_kernel", "combine_send_kernel", "dispatch_receive_kernel", "attend_kernel"}
+MOVES_16_BYTES = {"dispatch_send_kernel", "combine_send_kernel", "dispatch_receive_kernel", "attend_kernel",
+                  "norm_kernel", "rope_write_kernel", "mla_rope_write_kernel", "multiply_rows_kernel",
+                  "pack_rows_kernel"}  # fmt: skip
 
 CALLS_IN_ONE_THREAD = ("nvshmemx_signal_op",)  # what Triton would call in every thread of a program
 CALLS_IN_ALL_THREADS = ("nvshmemx_putmem_signal_block",)

@@ -9,7 +9,8 @@ from torch import Tensor
 from moe_serve.kernels.forms import MlaWidths
 from moe_serve.kernels.triton.mode import as_dtype
 
-HEADS_PER_PROGRAM = 4
+HEADS_PER_PROGRAM = 8
+VALUES_PER_WARP = 256  # 8 for each thread: one 16-byte access of bf16
 
 
 def rope_write_triton(
@@ -31,6 +32,7 @@ def rope_write_triton(
             q, k, norm, _numbers(turns), slots, cache_layer, q.stride(0), k.stride(0), cache_layer.shape[0], num_heads,
             num_keys, num_cached, width, turns.shape[1], turns.stride(0) * 2, eps, NORM=norm is not None,
             NORM_LAST=norm_last, HEADS=HEADS_PER_PROGRAM, PAIRS=triton.next_power_of_2(width // 2),
+            num_warps=_num_warps(triton.next_power_of_2(width // 2)),
         )  # fmt: skip
 
 
@@ -46,7 +48,12 @@ def mla_rope_write_triton(
             cache_layer.shape[0], num_heads, widths.nope, widths.latent, turns.stride(0) * 2, eps,
             HEADS=HEADS_PER_PROGRAM, PAIRS=triton.next_power_of_2(widths.rope // 2), NUM_PAIRS=widths.rope // 2,
             LATENT=triton.next_power_of_2(widths.latent),
+            num_warps=_num_warps(triton.next_power_of_2(widths.rope // 2)),
         )  # fmt: skip
+
+
+def _num_warps(pairs: int) -> int:
+    return max(1, min(8, HEADS_PER_PROGRAM * 2 * pairs // VALUES_PER_WARP))
 
 
 def _numbers(turns: Tensor) -> Tensor:
@@ -55,22 +62,23 @@ def _numbers(turns: Tensor) -> Tensor:
 
 
 @triton.jit
-def rotated(x, turns, is_rotated):
-    """Returns x [heads, pairs, 2] float32 with adjacent pairs turned.
+def rotated(x, turns, num_pairs, HEADS: tl.constexpr, PAIRS: tl.constexpr):
+    """Returns x [heads, 2 x pairs] float32 with the first num_pairs adjacent pairs turned.
 
-    turns: address of cos and sin of each pair [pairs, 2];  is_rotated: [pairs]; the others stay
+    turns: address of cos and sin of each pair. Rows are read and written whole, 16 bytes at a time, and split here.
     """
-    even, odd = tl.split(x)
-    cos, sin = tl.split(tl.load(turns, mask=is_rotated[:, None], other=0.0))
+    element = tl.arange(0, 2 * PAIRS)
+    numbers = tl.load(turns + element, mask=element < 2 * num_pairs, other=0.0)
+    even, odd = tl.split(tl.reshape(x, (HEADS, PAIRS, 2)))
+    cos, sin = tl.split(tl.reshape(numbers, (PAIRS, 2)))
     turned = tl.join(even * cos[None, :] - odd * sin[None, :], even * sin[None, :] + odd * cos[None, :])
-    return tl.where(is_rotated[None, :, None], turned, x)
+    return tl.where((element < 2 * num_pairs)[None, :], tl.reshape(turned, (HEADS, 2 * PAIRS)), x)
 
 
 @triton.jit
 def normed(x, weight, width, eps):
-    """Returns x [heads, pairs, 2] float32, each head normed by its root mean square, times weight."""
-    squares = tl.sum(tl.sum(x * x, axis=2), axis=1) / width
-    return x * tl.rsqrt(squares + eps)[:, None, None] * weight
+    """Returns x [heads, elements] float32, each head normed by its root mean square, times weight."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None] * weight
 
 
 @triton.jit(do_not_specialize=["num_slots", "eps"])
@@ -81,33 +89,30 @@ def rope_write_kernel(
     """Program: (token, some heads of queries, keys and values, in this order)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    pair = tl.arange(0, PAIRS)
-    element = pair[:, None] * 2 + tl.arange(0, 2)[None, :]
-    is_query = head < num_heads
+    element = tl.arange(0, 2 * PAIRS)
     cached = head - num_heads
-    inside = (head < num_heads + num_cached)[:, None, None] & (element < width)[None, :, :]
-    at_q = token * q_stride + head[:, None, None] * width + element[None, :, :]
-    at_k = token * k_stride + cached[:, None, None] * width + element[None, :, :]
-    of_query, of_cached = inside & is_query[:, None, None], inside & (cached >= 0)[:, None, None]
+    inside = (head < num_heads + num_cached)[:, None] & (element < width)[None, :]
+    at_q = token * q_stride + head[:, None] * width + element[None, :]
+    at_k = token * k_stride + cached[:, None] * width + element[None, :]
+    of_query, of_cached = inside & (cached < 0)[:, None], inside & (cached >= 0)[:, None]
     kind = q.dtype.element_ty
     x = tl.load(q + at_q, mask=of_query, other=0.0).to(tl.float32)
     x += tl.load(k + at_k, mask=of_cached, other=0.0).to(tl.float32)
-    is_value = (cached >= num_keys)[:, None, None]
+    is_value = (cached >= num_keys)[:, None]
     if NORM:
-        weight_at = norm + head[:, None, None] * width + element[None, :, :]
+        weight_at = norm + head[:, None] * width + element[None, :]
         weight = tl.load(weight_at, mask=inside & (is_value == 0), other=0.0).to(tl.float32)
     y = x
     if NORM and not NORM_LAST:
         y = as_dtype(normed(y, weight, width, eps), kind).to(tl.float32)
-    turns_at = turns + token * turns_stride + element
-    y = rotated(y, turns_at, pair < num_pairs)
+    y = rotated(y, turns + token * turns_stride, num_pairs, HEADS, PAIRS)
     if NORM and NORM_LAST:
         y = normed(as_dtype(y, kind).to(tl.float32), weight, width, eps)
     y = tl.where(is_value, x, y)
     tl.store(q + at_q, as_dtype(y, kind), mask=of_query)
     slot = tl.load(slots + token)
     slot = tl.where(slot < 0, num_slots - 1, slot)  # padding rows write to the spare row
-    at_cache = (slot * num_cached + cached)[:, None, None] * width + element[None, :, :]
+    at_cache = (slot * num_cached + cached)[:, None] * width + element[None, :]
     tl.store(cache + at_cache, as_dtype(y, cache.dtype.element_ty), mask=of_cached)
 
 
@@ -118,16 +123,16 @@ def mla_rope_write_kernel(
 ):  # fmt: skip
     """Program: (token, some query heads); the last one writes the token's cached row."""
     token = tl.program_id(0).to(tl.int64)
-    pair = tl.arange(0, PAIRS)
-    element = pair[:, None] * 2 + tl.arange(0, 2)[None, :]
-    rotates = pair < NUM_PAIRS
-    turns_at = turns + token * turns_stride + element
+    element = tl.arange(0, 2 * PAIRS)
+    rotates = (element < 2 * NUM_PAIRS)[None, :]
+    turns_at = turns + token * turns_stride
     if tl.program_id(1) < tl.num_programs(1) - 1:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        at = token * q_stride + head[:, None, None] * head_stride + nope + element[None, :, :]
-        inside = (head < num_heads)[:, None, None] & rotates[None, :, None]
+        at = token * q_stride + head[:, None] * head_stride + nope + element[None, :]
+        inside = (head < num_heads)[:, None] & rotates
         query = tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(q + at, as_dtype(rotated(query, turns_at, rotates), q.dtype.element_ty), mask=inside)
+        turned = rotated(query, turns_at, NUM_PAIRS, HEADS, PAIRS)
+        tl.store(q + at, as_dtype(turned, q.dtype.element_ty), mask=inside)
     else:
         slot = tl.load(slots + token)
         slot = tl.where(slot < 0, num_slots - 1, slot)
@@ -138,6 +143,8 @@ def mla_rope_write_kernel(
         weight = tl.load(latent_norm + column, mask=column < latent, other=0.0).to(tl.float32)
         values = values * tl.rsqrt(tl.sum(values * values) / latent + eps) * weight
         tl.store(to + column, as_dtype(values, kind), mask=column < latent)
-        key = tl.load(row + token * row_stride + latent + element, mask=rotates[:, None], other=0.0).to(tl.float32)
-        key = rotated(key[None, :, :], turns_at, rotates)
-        tl.store(to + latent + element[None, :, :], as_dtype(key, kind), mask=rotates[None, :, None])
+        key_at = row + token * row_stride + latent + element[None, :]
+        key = tl.load(key_at, mask=rotates, other=0.0).to(tl.float32)
+        tl.store(
+            to + latent + element[None, :], as_dtype(rotated(key, turns_at, NUM_PAIRS, 1, PAIRS), kind), mask=rotates
+        )
