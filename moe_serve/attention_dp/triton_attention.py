@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_serve.attention_dp.attention import AttentionShape, IndexedRows
 from moe_serve.attention_dp.attention_plan import Chunk, long_chunks_of
 from moe_serve.attention_dp.batch import ForwardBatch
-from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.triton.attention import PagedRows, Seen, attend_triton
 from moe_serve.kernels.triton.indexed_attention import attend_indexed_triton
@@ -46,10 +46,6 @@ class TritonAttention:
         self._dtype = dtype
         self._kernel_shape = shape.for_kernels
         self._numerics = numerics
-
-    @property
-    def layout(self) -> KvLayout:
-        return self._shape.layout
 
     def plan(self, batch: ForwardBatch, window: int | None = None, chunk: int | None = None) -> LaunchPlan:
         """Returns the plan of a step's attention, once for all layers with equal visibility."""
