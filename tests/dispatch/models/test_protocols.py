@@ -50,6 +50,15 @@ def shared_memory(num_ranks: int, may_lose: bool) -> dict[str, object]:
     }
 
 
+# In a step results tell that rows were read, and rows that results were. Calls of one kind, two in flight, need the
+# acknowledgements.
+ROWS_ALONE = shared_memory(3, True) | {
+    "PROGRAM": "send(ROWS, 1); send(ROWS, 2); receive(ROWS, 1); send(ROWS, 3); receive(ROWS, 2); send(ROWS, 4); "
+    "receive(ROWS, 3); receive(ROWS, 4)",
+    "NEXT_PROGRAM": "send(ROWS, 1); send(ROWS, 2); receive(ROWS, 1); receive(ROWS, 2)",
+}
+
+
 def slabs(num_ranks: int, may_be_late: bool) -> dict[str, object]:
     return {
         "R": num_ranks,
@@ -70,6 +79,7 @@ slow = pytest.mark.slow  # a minute of a core
         pytest.param("shared_memory.pml", shared_memory(2, True), marks=slow),
         pytest.param("shared_memory.pml", shared_memory(3, False), marks=slow),
         pytest.param("shared_memory.pml", shared_memory(3, True), marks=slow),
+        pytest.param("shared_memory.pml", ROWS_ALONE, marks=slow),
         pytest.param("slabs.pml", slabs(2, True), marks=slow),
         pytest.param("slabs.pml", slabs(3, False), marks=slow),
         ("step_exchange.pml", EXCHANGE),
@@ -96,7 +106,8 @@ MISTAKES = {
     "model, mistake", [(model, mistake) for model, (_, *mistakes) in MISTAKES.items() for mistake in mistakes]
 )
 def test_a_mistake_is_caught(model: str, mistake: str, tmp_path: Path) -> None:
-    assert search(model, tmp_path, {**MISTAKES[model][0], mistake: ""}, "-O0").error
+    defined = ROWS_ALONE if mistake in ("NO_ACK", "EARLY_ACK") else MISTAKES[model][0]
+    assert search(model, tmp_path, {**defined, mistake: ""}, "-O0").error
 
 
 def test_each_mistake_that_a_model_names_is_tried() -> None:
