@@ -35,6 +35,7 @@ LAST_LINES = 15  # of a child's output, kept for a report of its end
 TERMINATE_S = 2.0  # between SIGTERM and SIGKILL
 _FIRST_PAUSE_S = 5.0  # before a restart that follows a failed start; doubled for each further one
 _MOST_PAUSE_S = 60.0
+_NEW_S = 1.0  # a new process of a rank has no connections with others before: until then the one before counts as gone
 _UNMASKED_S = 3.0  # after which a rank of several hosts is replaced though the others have not masked it
 # Set by a launcher that started this process.
 _LAUNCH_VARIABLES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")
@@ -176,6 +177,7 @@ class LocalRanks:
         self._meeting: dict[str, str] = {}  # variables that say where the ranks of several hosts meet
         self._reported: set[int] = set()
         self._num_before: list[int] = []  # by rank: processes that ended in this launch
+        self._replaced_s: list[float] = []  # when each rank was replaced last
         self._files: list[int] = []  # of this launch, in memory: see LAUNCH_FILES
         self._kept: SharedFiles | None = None  # shared memory of the ranks of this host
         self._listeners: dict[int, socket.socket] = {}  # of each rank of one of several hosts
@@ -243,7 +245,7 @@ class LocalRanks:
         if memory is not None:
             self._kept = make_memory(self._files, memory)
         self._reported, self._num_before = set(), list(num_before or [0] * self._num_local)
-        self.children = []
+        self.children, self._replaced_s = [], [-math.inf] * self._num_local
         for number in range(self._num_local):
             self.children.append(self._start(number, store_fd if self._first + number == 0 else None))
 
@@ -274,6 +276,7 @@ class LocalRanks:
         number = rank - self._first
         self._reported.discard(number)
         self._num_before[number] += 1
+        self._replaced_s[number] = time.monotonic()
         self.children[number] = self._start(number)
 
     def _start(self, number: int, store_fd: int | None = None) -> Child:
@@ -317,7 +320,12 @@ class LocalRanks:
         if self._stand_in is None:
             key = key_of_launch(self.link.token, self.launch_id)
             self._stand_in = StandIn(key, self._listeners, log_of_host(self._files, self.launch_id, self._kept))
-        self._stand_in.note_ended(self._first + i for i, child in enumerate(self.children) if child.code is not None)
+        since_s = time.monotonic() - _NEW_S
+        gone = [
+            child.code is not None or at_s > since_s
+            for child, at_s in zip(self.children, self._replaced_s, strict=True)
+        ]
+        self._stand_in.note_ended(rank for rank, is_gone in enumerate(gone, self._first) if is_gone)
 
     def _write_config(self) -> None:
         try:
