@@ -127,6 +127,12 @@ def test_a_lost_rank_or_host_comes_back_into_the_running_launch_and_no_request_i
             os.kill(int(ranks[int(loss == "rank 1")]["pid"]), signal.SIGKILL)
         first.wait_for("rank 0 rejoined; ranks" if loss == "rank 0" else "rank 1 rejoined; ranks", 120)
         assert "ready again" not in first.output
+
+        def has_come() -> bool:
+            ranks = json.loads(a.ask(f"{URL}/server_info")[1])["ranks"]
+            return any("experts_from" in rank["info"] for rank in ranks)
+
+        assert eventually(has_come, 20), "the others may report it before it has told the front end"
         ranks = json.loads(a.ask(f"{URL}/server_info")[1])["ranks"]
         (came_from,) = [rank["info"]["experts_from"] for rank in ranks if "experts_from" in rank["info"]]
         assert (CHECKPOINT if loss == "rank 0" else FAR) in came_from, "the other host holds what it can"
