@@ -26,7 +26,6 @@ from moe_serve.launcher.rank_start import (
     import_engine,
     keep_open,
     leave_handover,
-    left_before,
     make_memory,
 )
 from moe_serve.launcher.serve import loss_message, run_worker
@@ -157,7 +156,7 @@ def test_a_host_that_is_back_makes_memory_of_the_same_sizes_and_a_log_of_another
     place = RankEnv(2, 3, 0, 1, "h", 1, 7, "the launcher", launch_files=there, num_before=1)
     found = find_handover(place)
     assert found.pid == os.getpid()
-    assert left_before(place).addresses[2] == ("h", 12)
+    assert found.elsewhere.addresses[2] == ("h", 12)
     opened = SharedFiles(found.pid, found.files)
     pages, log = opened.open("pages", os.O_RDWR), opened.open(f"pages {LOG_NAME}", os.O_RDWR | os.O_APPEND)
     assert os.pread(pages, 5000, 0) == bytes(4096)
