@@ -9,7 +9,6 @@ from moe_serve.config import load_config
 from moe_serve.launcher.launch_watch import Loss
 from moe_serve.launcher.local import Death
 from moe_serve.launcher.system import Signals, _Ended, _System
-from moe_serve.links.link import Link
 
 
 class Ranks:
@@ -56,7 +55,7 @@ def serving(*overrides: str) -> tuple[_System, Ranks, FrontEnds]:
     """Returns a system that has served."""
     ranks, front_ends = Ranks(), FrontEnds()
     config = load_config(overrides=["parallel.num_ranks=2", *overrides])
-    system = _System(config, Display(), ranks, Link(folder=None), Signals())
+    system = _System(config, Display(), ranks, Signals())
     system._front_ends, system._was_ready = front_ends, True
     return system, ranks, front_ends
 
