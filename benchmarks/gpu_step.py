@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_step [--chip H100] [--tokens 128] [--context 4096] [--kernels]
 
-Needs no GPU: the step is recorded on tensors without memory (tests/recorded_launches.py). The floor of a launch is the
-larger of its bytes at the rate of the memory and its FLOP at that of the matrix units, from the chip's profile; nothing
-here was timed. Attention is one launch of its contract.
+Needs no GPU: the step is recorded on tensors without memory (moe_serve/roofline/launches.py). The floor of a launch is
+the larger of its bytes at the rate of the memory and its FLOP at that of the matrix units, from the chip's profile;
+nothing here was timed. Attention is one launch of its contract.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from moe_serve.eplb.cost.profile_files import HardwareProfile, load_hardware
 from moe_serve.kernels.part_clock import ATTENTION, GATE, PARTS
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
+from moe_serve.roofline.launches import Launch
+from moe_serve.roofline.step import DecodeStep, record_step
+from moe_serve.roofline.work import Work, in_layers, total, unavoidable_bytes, work_of
 from tests.models.published import DEEPSEEK_V32, PUBLISHED
-from tests.models.recorded_step import DecodeStep, record_step
-from tests.models.recorded_work import Work, in_layers, total, unavoidable_bytes, work_of
-from tests.recorded_launches import Launch
 
 NOTES = """
 Recorded without a GPU, and not timed: launches are those of the product's decoder on tensors without memory, bytes and

@@ -29,6 +29,7 @@ ALLOWED = {
     "eplb": {"topology"},
     "ep": {"dispatch", "eplb", "kernels", "topology"},
     "models": {"ep", "attention_dp", "eplb.placement", "kernels"},
+    "roofline": {"models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "topology"},
     "links": {"config"},
     "engine": {"links", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config", "topology",
                "structured"},
@@ -42,8 +43,8 @@ ALLOWED = {
     "adapters": {"eplb", "topology"},
     "bench": {"models.tokenizer"},
     "launcher": {
-        "bench", "server", "links", "engine", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels", "config",
-        "topology",
+        "bench", "server", "links", "engine", "roofline", "models", "ep", "attention_dp", "dispatch", "eplb", "kernels",
+        "config", "topology",
     },
 }  # fmt: skip
 

@@ -166,7 +166,7 @@ def test_tokens_are_the_same_where_the_host_reads_nothing_back() -> None:
 
 def test_on_a_gpu_nothing_but_the_tokens_leaves_the_device() -> None:
     pytest.importorskip("triton")
-    from tests.recorded_launches import fake_gpu, recorded
+    from moe_serve.roofline.launches import fake_gpu, recorded
 
     with fake_gpu(), recorded(takes_copies=True):  # a read would raise
         logits = torch.empty(12, 40, device=torch.device("cuda", 0))

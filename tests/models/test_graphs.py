@@ -17,7 +17,7 @@ from moe_serve.models.decoder.moe_decoder import MoeDecoder, build_decoder
 from moe_serve.models.decoder.runners import TorchRunner
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import dummy_weights
-from tests.models.recorded_step import spec_of
+from tests.models.families import spec_of
 from tests.models.runner import Runner, one_rank, one_rank_parallel
 from tests.tolerance import LOGITS, relative_error
 

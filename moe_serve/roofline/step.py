@@ -1,7 +1,6 @@
-"""Decode steps on a GPU that is not there: what the decoder would launch (tests/recorded_launches.py)."""
+"""Decode steps on a GPU that is not there: what the decoder would launch."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +20,10 @@ from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST
 from moe_serve.models.decoder.moe_decoder import build_decoder, kv_layouts
-from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import no_weights
-from tests.models.families import FAMILIES
-from tests.recorded_launches import Recording, fake_gpu, recorded
+from moe_serve.roofline.launches import Recording, fake_gpu, recorded
 
 GPU = torch.device("cuda", 0)
 TRANSPORTS = ("local", "nvshmem")
@@ -59,15 +56,6 @@ class DecodeStep:
         return Placement.trivial(
             spec.num_moe_layers, spec.num_logical, self.num_ranks, self.redundant, moe_layer_ids=spec.moe_layer_ids
         )
-
-
-def spec_of(name: str, folder: Path) -> ModelSpec:
-    """Returns the spec of a tiny model, without its weights."""
-    from transformers import AutoConfig
-
-    model_type, keys = FAMILIES[name]
-    AutoConfig.for_model(model_type, **keys).save_pretrained(folder)
-    return read_spec(folder)
 
 
 def record_step(step: DecodeStep) -> Recording:
@@ -103,10 +91,11 @@ def record_step(step: DecodeStep) -> Recording:
 def decode_batch(step: DecodeStep) -> ForwardBatch:
     """Returns a batch of decodes, whose numbers nobody knows."""
     rows, length = step.tokens, step.context + 1
-    longs = [torch.empty(rows, dtype=torch.int64, device=GPU) for _ in range(5)]
+    ids, positions, slots, lens, logit_rows = (torch.empty(rows, dtype=torch.int64, device=GPU) for _ in range(5))
     starts = torch.empty(rows + 1, dtype=torch.int32, device=GPU)
     tables = torch.empty(rows, -(-length // BLOCK_SIZE), dtype=torch.int32, device=GPU)
-    return ForwardBatch(*longs, starts, tables, BLOCK_SIZE, rows, rows, (length,) * rows, (1,) * rows)
+    tensors = ids, positions, slots, lens, logit_rows, starts, tables
+    return ForwardBatch(*tensors, BLOCK_SIZE, rows, rows, (length,) * rows, (1,) * rows)
 
 
 class _OfSeveralRanks(GpuSlabAllToAll):

@@ -14,8 +14,8 @@ import torch
 from moe_serve.kernels.part_clock import VOCABULARY
 from moe_serve.models.decoder.moe_decoder import kv_layouts
 from moe_serve.models.weight_share import WeightShare
-from tests.models.recorded_step import GPU, DecodeStep
-from tests.recorded_launches import Launch
+from moe_serve.roofline.launches import Launch
+from moe_serve.roofline.step import GPU, DecodeStep
 
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
 _LOOK_UPS = ("embedding", "index_select")

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from benchmarks.gpu_step import STEPS, moe_launches, recorded_layer
 from moe_serve.kernels.part_clock import ATTENTION, COMBINE, DISPATCH, EXPERTS, GATE, MLP
-from tests.models.families import FAMILIES
-from tests.models.recorded_step import GPU, DecodeStep, record_step, spec_of
-from tests.models.recorded_work import total, unavoidable_bytes, work_of
-from tests.recorded_launches import HostCopy, HostRead, fake_gpu, recorded
+from moe_serve.roofline.launches import HostCopy, HostRead, fake_gpu, recorded
+from moe_serve.roofline.step import GPU, DecodeStep, record_step
+from moe_serve.roofline.work import total, unavoidable_bytes, work_of
+from tests.models.families import FAMILIES, spec_of
 
 FIRST_OF_TYPE = {model_type: name for name, (model_type, _) in reversed(FAMILIES.items())}
 EACH = [pytest.param(name, marks=[] if name in FIRST_OF_TYPE.values() else pytest.mark.slow) for name in FAMILIES]

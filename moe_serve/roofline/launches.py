@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -46,14 +45,14 @@ class Launch:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-class Recording(TorchDispatchMode):
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The launches, in order.
 
     part: of the step that runs
     """
 
     def __init__(self, takes_copies: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._takes_copies = takes_copies
         self.launches: list[Launch] = []
         self.part = -1
@@ -103,13 +102,23 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
 def fake_gpu() -> Iterator[FakeTensorMode]:
     """Runs its body as on a machine with an H100, on tensors without memory. Name the device with its index."""
     gpu = SimpleNamespace(multi_processor_count=132)
     _guard_cuda_as_meta()
     with (
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu),
+        _replaced(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        _replaced(torch.cuda, "get_device_properties", lambda *_: gpu),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
         yield mode
@@ -125,5 +134,5 @@ def recorded(takes_copies: bool = False) -> Iterator[Recording]:
         bases = [getattr(value, "base", value) for value in arguments.values()]
         recording.add(kernel.__name__, [t for t in bases if isinstance(t, Tensor)], grid=grid, **arguments)
 
-    with mock.patch.object(JITFunction, "run", write_down), recording:
+    with _replaced(JITFunction, "run", write_down), recording:
         yield recording
