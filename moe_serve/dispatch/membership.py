@@ -56,6 +56,7 @@ class Membership:
     others:    the ranks that take part beside this one, ascending
     is_masked: the others go on without this rank, until it rejoins
     suspect_after_s: seconds without a sign of life after which a rank is suspected; None: only the deadlines count
+    apart_after_s: seconds without the hosts of most ranks after which this one is apart; None: only where it must vote
     lend_core: entered while this rank waits, where ranks have more threads than cores; None: they have not
     """
 
@@ -78,6 +79,7 @@ class Membership:
         self.others = [other for other in range(len(pages)) if other != rank]
         self.is_masked = self.is_apart = False
         self.suspect_after_s: float | None = None
+        self.apart_after_s: float | None = None
         self.lend_core: Callable[[], AbstractContextManager[None]] | None = None
         self._rank = rank
         self._pages = pages
@@ -93,6 +95,7 @@ class Membership:
         self._heartbeat = Heartbeat(rank, pages, None if hosts is None else self._show_life)
         self._waiting: tuple[list[int], str, int] = ([], "", 0)
         self._waited_s = self._shown_s = 0.0  # when this rank was last waiting, and its page was shown
+        self._looked_s = self._reached_s = 0.0  # when this rank last looked for the hosts of most, and reached them
         self._returns_s = 0.0  # when a rank that was cut off goes on without those that it does not hear
         self._seen_waits: dict[int, tuple[int, float]] = {}  # by rank: its count, and when that changed
         self._checked_s = self._paused_s = 0.0
@@ -153,6 +156,7 @@ class Membership:
                 phase,
                 sequence,
             )
+        self._check_reaches_most()
         waited_s -= self._own_pause_s(waited_s)
         if waited_s <= deadline_s or not missing:
             return
@@ -191,6 +195,27 @@ class Membership:
     def named(self, *ranks: int) -> str:
         """Returns ranks for people, with their hosts where there are several."""
         return name_ranks(ranks, lambda rank: "") if self._hosts is None else self._hosts.named(*ranks)
+
+    def _check_reaches_most(self) -> None:
+        """Raises PeerError where this rank has not reached the hosts of most ranks for `apart_after_s`.
+
+        Whatever it waits for, no step of its epoch ends then, and it can begin no other.
+        """
+        hosts, now_s = self._hosts, time.monotonic()
+        if hosts is None or self.apart_after_s is None:
+            return
+        if now_s - self._looked_s > _PAUSE_S:
+            self._reached_s = now_s  # nobody waited, or this process did not run
+        self._looked_s = now_s
+        own = {hosts.host_of[self._rank]}
+        heard = own | {hosts.host_of[rank] for rank in self.others if not self._is_away(rank)}
+        if len(heard) < len(set(hosts.host_of)):
+            electorate = Electorate(self._decided(self.epoch), hosts.host_of)
+            if not (electorate.is_quorum(heard) or electorate.is_quorum(hosts.catch_up() | own)):
+                if now_s - self._reached_s > self.apart_after_s:
+                    raise self._cut_off(hosts, self.epoch + 1)
+                return
+        self._reached_s = now_s
 
     def check_epoch_stands(self, phase: str, sequence: int) -> None:
         """Raises PeerError when another rank has begun to leave this epoch, so that data just read may be newer."""
@@ -362,6 +387,7 @@ class Membership:
                     hosts.catch_up()  # a host of which no rank is left says so by its launcher
                 hosts.poll()
                 self._show_now_and_then()
+                self._check_reaches_most()
                 if is_masked and self._missed(hosts, epoch):
                     break
         return self._enter(*self._decide(epoch, masked))

@@ -30,6 +30,21 @@ def test_each_source_is_tried_once_and_then_the_fastest_has_all() -> None:
     assert (slow.num_experts, fast.num_experts) == (4, 16)
 
 
+def test_a_source_whose_first_part_was_slow_is_tried_again_and_has_the_rest() -> None:
+    """As a checkpoint whose files are not in the page cache yet, beside memory that other ranks are busy with."""
+    delays_s = iter([0.04])
+
+    def put(experts: Sequence[ExpertToRead]) -> list[ExpertToRead]:
+        time.sleep(next(delays_s, 0.0))
+        return []
+
+    steady, opening = source("peers", range(4), 0.02), _Source("checkpoint", put)
+    for _ in range(60):
+        _read_part(EXPERTS, [steady, opening], 100)
+    assert opening.num_experts > steady.num_experts
+    assert opening.per_byte_s < steady.per_byte_s
+
+
 def test_what_a_source_lacks_the_next_one_has() -> None:
     near, far, checkpoint = source("near", [1]), source("far", [1, 2]), source("checkpoint", range(4))
     _read_part(EXPERTS, [near, far, checkpoint], 100)

@@ -50,7 +50,7 @@ static void exchange(i64 end, i64 epoch)
                 __atomic_store_n(&wrong, 1, __ATOMIC_RELAXED);
         link_later(links[end], other, 0, 1ull << other, ACK, flag);
     }
-    while (link_unsent(links[end]) && !link_broken(links[end], other))
+    while (link_unsent(links[end], link_posted(links[end])) && !link_broken(links[end], other))
         link_poll(links[end]);
     free(data);
 }

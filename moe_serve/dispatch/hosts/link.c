@@ -80,6 +80,7 @@ typedef struct Batch {
     i64 num, room, first; /* first: that is not sent yet */
     int has_begun, borrows; /* borrows: it refers to memory of the caller */
     uint32_t epoch;
+    i64 number;           /* of the link's batches, in the order in which they were posted */
     uint8_t *small;       /* what is copied: frames, masks */
     i64 small_used, small_room;
 } Batch;
@@ -130,6 +131,7 @@ typedef struct {
     uint32_t epoch, oldest; /* of what is sent, and of what is taken in */
     Guard *guard;           /* in memory that all ranks of the host share; NULL: this one is alone there */
     Batch *spare;
+    i64 num_posted;
     pthread_mutex_t sending, receiving; /* both are taken in this order */
     pthread_t thread;
     int low; /* bytes that wake the thread */
@@ -296,6 +298,7 @@ static void post(Link *link, i64 to, Batch *batch)
     if (out->num_later)
         memcpy(add_small(batch, out->num_later * sizeof(Frame)), out->later, out->num_later * sizeof(Frame));
     out->num_later = 0;
+    batch->number = link->num_posted++;
     if (out->head)
         out->tail->next = batch;
     else
@@ -353,7 +356,7 @@ void link_later(Link *link, i64 to, i64 space, i64 mask, i64 flag_offset, i64 fl
 }
 
 /* Sends what `send_rows` has planned to ranks of the host of rank `to`: their heads and entries, and each row once. The
-   rows must stay as they are until link_unsent returns 0.  ranks: as bits */
+   rows must stay as they are until link_unsent returns 0 for what was posted until then.  ranks: as bits */
 void link_rows(Link *link, i64 to, i64 space, const i64 *facts, i64 buffer, i64 ranks, i64 num_tokens, i64 topk,
                const uint8_t *rows, i64 *block, i64 flag_offset, i64 flag)
 {
@@ -726,14 +729,23 @@ i64 link_poll(Link *link)
     return progress(link);
 }
 
-/* Returns the first rank, counted from 1, whose connection has not taken all that was posted; 0: none. */
-i64 link_unsent(Link *link)
+/* Returns how many batches were posted so far. */
+i64 link_posted(Link *link)
+{
+    pthread_mutex_lock(&link->sending);
+    i64 num = link->num_posted;
+    pthread_mutex_unlock(&link->sending);
+    return num;
+}
+
+/* Returns the first rank, counted from 1, whose connection has not taken all of the first `num` batches; 0: none. */
+i64 link_unsent(Link *link, i64 num)
 {
     i64 found = 0;
     pthread_mutex_lock(&link->sending);
     for (i64 rank = MOST - 1; rank >= 0; rank--) {
         push(link, link->out + rank);
-        if (link->out[rank].head)
+        if (link->out[rank].head && link->out[rank].head->number < num)
             found = rank + 1;
     }
     pthread_mutex_unlock(&link->sending);

@@ -32,7 +32,8 @@ _ARGUMENTS = {
     "link_new": 0, "link_attach": 3, "link_region": 5, "link_start": 1, "link_free": 1, "link_poll": 1,
     "link_write": 9, "link_later": 6, "link_tell": 7, "link_rows": 12, "link_results": 11, "link_void": 2,
     "link_begin_epoch": 2, "link_guard": 2, "link_fence": 2, "link_error": 2, "link_generation": 2, "link_broken": 2,
-    "link_news": 1, "link_queued": 2, "link_resent": 2, "link_bytes": 2, "link_unsent": 1,
+    "link_news": 1, "link_queued": 2, "link_resent": 2, "link_bytes": 2, "link_posted": 1,
+    "link_unsent": 2,
 }  # fmt: skip
 _MOST_SPACES = 64
 _FENCE_S = 0.1  # a rank takes in what has come within microseconds, unless its process is stopped
@@ -258,9 +259,17 @@ class HostLink:
         """Where `poll` is for C: the function and its argument."""
         return _address(self._library, "link_poll"), self._link
 
-    def unsent(self) -> int | None:
-        """Returns the rank at the other end of a connection that has not taken all that was given to it; None: none."""
-        number = self._library.link_unsent(self._link)
+    @property
+    def posted(self) -> int:
+        """What this rank has given to its connections so far, as a number for `unsent`."""
+        return int(self._library.link_posted(self._link))
+
+    def unsent(self, posted: int) -> int | None:
+        """Returns the rank at the other end of a connection that has not taken all that was posted until then, or None.
+
+        posted: a number that `posted` has given
+        """
+        number = self._library.link_unsent(self._link, posted)
         return number - 1 if number else None
 
     def queued(self, rank: int) -> int:

@@ -69,11 +69,12 @@ class RemotePeers:
         for host, ranks in self._on.items():
             self._space.write(host, ranks, offset, source, 8 * num_counts, self._flag(COUNTS + buffer), flag)
 
-    def rows(self, facts: int, buffer: int, num_tokens: int, topk: int, own: int, block: int, flag: int) -> None:
-        """Sends what `send_rows` has planned. own: where this rank's rows are"""
+    def rows(self, facts: int, buffer: int, num_tokens: int, topk: int, own: int, block: int, flag: int) -> int:
+        """Sends what `send_rows` has planned; returns a number for `finish_sending`. own: where this rank's rows are"""
         for host, ranks in self._on.items():
             at = self._flag(ROWS + buffer)
             self._space.rows(host, facts, buffer, ranks, num_tokens, topk, own, block, at, flag)
+        return self._link.posted
 
     def results(self, facts: int, buffer: int, num_tokens: int, topk: int, block: int, flag: int) -> None:
         """Sends the results that lie in the send buffer to the ranks that wait for them."""
@@ -85,13 +86,15 @@ class RemotePeers:
         for host, ranks in self._on.items():
             self._space.later(host, ranks, self._flag(column), flag)
 
-    def finish_sending(self, phase: str, sequence: int) -> None:
-        """Waits until the connections have taken all rows, which the caller may change from then on.
+    def finish_sending(self, posted: int, phase: str, sequence: int) -> None:
+        """Waits until the connections have taken the rows of a call, which the caller may change from then on.
+
+        posted: as `rows` has returned it; those of a later call, as of the other half of a step, may still be on the way
 
         Raises PeerError where the epoch is void, and where a host takes nothing for a whole deadline.
         """
         started_s = time.monotonic()
-        while (rank := self._link.unsent()) is not None:
+        while (rank := self._link.unsent(posted)) is not None:
             self._check([rank], phase, sequence, time.monotonic() - started_s)
             if time.monotonic() - started_s > self._deadline_s:
                 who = self._link.hosts.named(rank)

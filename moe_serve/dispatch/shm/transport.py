@@ -202,16 +202,17 @@ class ShmAllToAll(AllToAll[ShmHandle]):
         sent_weights = weights if self._rank_sum else None
         sent = self._copier.send_rows(physical_ids, own, sent_weights, call % 2, self._peers.others)
         self._rows.signal(call)
+        posted = 0
         if (remote := self._peers.remote) is not None:
             at = self._facts_at, call % 2, sent.num_tokens, sent.topk, own.data_ptr(), sent.at
-            remote.rows(*at, self._rows.flag(call))
+            posted = remote.rows(*at, self._rows.flag(call))
             remote.borrowed = *remote.borrowed[-1:], own
 
         def receive() -> Dispatched[ShmHandle]:
             check_epoch(self._peers, epoch, "dispatch receive")
             self._rows.wait(call)
             if (remote := self._peers.remote) is not None:
-                remote.finish_sending("dispatch receive", call)
+                remote.finish_sending(posted, "dispatch receive", call)
             staging = self._staging.take()
             placed = self._copier.place_rows(sent, own, self._staging.rows(staging), call % 2, self._peers.others)
             self._rows.acknowledge(call)

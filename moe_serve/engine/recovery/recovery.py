@@ -150,7 +150,8 @@ class MaskingRecovery(Recovery):
         replacement_deadline_s: float | None = None,
     ):
         """
-        suspect_after_s:        time without a sign of life after which a rank is masked, where it can be spared
+        suspect_after_s:        time without a sign of life after which a rank is masked, where it can be spared, and
+                                without the hosts of most ranks after which this one is apart
         replacement_deadline_s: time for which they wait for its replacement where they cannot; None: it is not replaced
         """
         super().__init__(served, why_end=None)
@@ -163,6 +164,7 @@ class MaskingRecovery(Recovery):
         self._lost: Sequence[tuple[int, int]] = ()  # experts that only masked ranks hold: (row, expert)
         self._known_masked: Sequence[int] = ()
         self._has_rejoined = False
+        membership.apart_after_s = suspect_after_s
         self._suspect_where_spareable()
 
     @property

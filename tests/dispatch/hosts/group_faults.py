@@ -30,7 +30,7 @@ from tests.dispatch.shm.regions import map_anonymous
 
 SUSPECT_S = 2.0  # cores are busy with other tests
 _CABLES, _ENDS, _STEPS, _PIDS = 0, 1, 64, 512  # bytes of the board, and where steps and process ids of ranks begin
-OPEN, RESET, CUT = range(3)
+OPEN, RESET, CUT, SILENT = range(4)  # silent: what is sent vanishes, and no connection ends
 
 
 @dataclass
@@ -55,7 +55,9 @@ class Network:
                 state = self.board[_CABLES] - 16
                 for each in self.relays:
                     each.refuses = state == CUT
-                    each.reset()  # what was swallowed is missing in the middle of a stream
+                    each.swallows = {"out", "back"} if state == SILENT else set()
+                    if state != SILENT:
+                        each.reset()  # what was swallowed is missing in the middle of a stream
                 self.board[_CABLES] = state
             time.sleep(0.001)
 
@@ -121,7 +123,10 @@ def connect(rank: int, net: Network, is_replacement: bool = False) -> HostLink:
     return link
 
 
-def make_transport(rank: int, net: Network, deadline_s: float, is_replacement: bool = False) -> ShmAllToAll:
+def make_transport(
+    rank: int, net: Network, deadline_s: float, is_replacement: bool = False, is_spareable: bool = True
+) -> ShmAllToAll:
+    """is_spareable: whether the others go on without a rank that gives no sign of life; else only deadlines count"""
     link = connect(rank, net, is_replacement)
     memory = ShmMemory(rank, net.mappings[net.host_of[rank]])
     memory.join(link)
@@ -131,7 +136,8 @@ def make_transport(rank: int, net: Network, deadline_s: float, is_replacement: b
     request = TransportRequest("shm", faults.LIMITS, torch.float32, deadline_s=deadline_s)
     transport = ShmAllToAll(memory, request)
     membership = transport.membership
-    membership.suspect_after_s = SUSPECT_S
+    membership.suspect_after_s = SUSPECT_S if is_spareable else None
+    membership.apart_after_s = SUSPECT_S
     if is_replacement:
         membership.begin_masked()
     membership.begin_heartbeat()
@@ -181,7 +187,7 @@ def serve(rank: int, transport: ShmAllToAll, net: Network, story: Story) -> None
 
 def recover(transport: ShmAllToAll, net: Network, story: Story) -> bool:
     membership = transport.membership
-    if not membership.is_masked:
+    if not (membership.is_masked or membership.is_apart):
         assert membership.is_void, story.said[-1]
         try:
             membership.regroup()

@@ -72,6 +72,11 @@ class Scene:
         return old
 
 
+def unsent(link: HostLink) -> int | None:
+    """Returns the rank at the other end of a connection that has not taken all that was given to it."""
+    return link.unsent(link.posted)
+
+
 @contextlib.contextmanager
 def two_hosts(quiet_s: float = 10.0) -> Iterator[Scene]:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
@@ -125,7 +130,7 @@ def test_what_waits_for_a_slow_network_is_known_though_the_kernel_has_taken_it()
                 break
             scene.write(0, 100 + number, piece)
         assert 0 < link.queued(1) < 2 * piece
-        assert link.unsent() is None, "the kernel takes more"
+        assert unsent(link) is None, "the kernel takes more"
         scene.between.stalls = False
         until(lambda: not link.queued(1))
 
@@ -160,6 +165,19 @@ def test_a_cable_that_swallows_one_direction_is_noticed_and_mended() -> None:
         scene.arrives(0, 3)
 
 
+def test_rows_of_a_later_call_need_not_be_sent_before_those_of_an_earlier_one_are_the_callers_again() -> None:
+    with two_hosts() as scene:
+        link, earlier, later = scene.links[0], 0, 0
+        scene.between.stalls = True
+        while unsent(link) is None:  # the buffers on the way take tens of megabytes
+            earlier, later = later, link.posted
+            scene.write(0, 3, SIZE - 64)
+        scene.write(0, 4)
+        assert [link.unsent(number) for number in (earlier, later, later + 1, later + 2)] == [None, None, 1, 1]
+        scene.between.stalls = False
+        until(lambda: unsent(link) is None)
+
+
 def test_what_is_told_over_a_connection_without_progress_is_bounded() -> None:
     with two_hosts() as scene:
         scene.between.stalls = True
@@ -170,7 +188,7 @@ def test_what_is_told_over_a_connection_without_progress_is_bounded() -> None:
             scene.spaces[0].tell(1, 0b10, 0, words.data_ptr(), words.nbytes)
         assert scene.links[0].sent_bytes < sent_at_most // 4
         scene.between.stalls = False
-        until(lambda: scene.links[0].unsent() is None)
+        until(lambda: unsent(scene.links[0]) is None)
         assert scene.links[0].sent_bytes < sent_at_most // 2
         words.fill_(200)
         scene.spaces[0].tell(1, 0b10, 0, words.data_ptr(), words.nbytes)
@@ -246,10 +264,10 @@ def test_frames_of_an_epoch_that_began_without_a_connection_come_with_the_first_
             link.begin_epoch(1, [0, 1])
         scene.write(0, 9, 100_000)
         scene.write(1, 11)
-        assert scene.links[0].unsent() == 1
+        assert unsent(scene.links[0]) == 1
         scene.between.refuses = False
         until(lambda: (scene.flag(1), scene.flag(0)) == (9, 11))
-        assert scene.links[0].unsent() is None
+        assert unsent(scene.links[0]) is None
         assert [link.broken() for link in scene.links] == [{}, {}]
 
 
@@ -264,11 +282,11 @@ def test_a_connection_with_a_begun_frame_of_borrowed_memory_is_closed_when_its_e
         scene.links[1]._library.link_region(scene.links[1]._link, 0, 0, there.data_ptr(), rows.nbytes)
         facts, block = results_of_one_slot(rows, starts)
         scene.spaces[0].results(1, facts.data_ptr(), 0, 0, 1, block.data_ptr(), 0, 6)
-        assert scene.links[0].unsent() == 1
+        assert unsent(scene.links[0]) == 1
         assert not scene.links[0].down()
         scene.links[0].leave_epoch(1)
         assert scene.links[0].down() == {1: "Operation canceled"}
-        assert scene.links[0].unsent() is None, "the memory is the caller's again"
+        assert unsent(scene.links[0]) is None, "the memory is the caller's again"
         scene.between.stalls = False
         scene.begin(1)
         assert scene.flag(1) == 0

@@ -32,7 +32,11 @@ def body_anew(rank: int, net: Network) -> Story:
 
 
 def run(
-    host_of: Sequence[int], fault: Fault, dies: tuple[int, ...] = (), anew: Callable[..., Story] | None = None
+    host_of: Sequence[int],
+    fault: Fault,
+    dies: tuple[int, ...] = (),
+    anew: Callable[..., Story] | None = None,
+    body: Callable[[int, Network], Story] = body,
 ) -> dict[int, Story]:
     """Returns what each rank went through while a thread of this process made a fault. anew: as in `run_forked`"""
     errors: list[BaseException] = []
@@ -113,6 +117,27 @@ def test_the_side_with_most_ranks_goes_on_and_the_other_joins_again_when_the_cab
     for rank in losers:
         assert stories[rank].apart + stories[rank].masked >= 1, stories[rank].said
         assert losers not in stories[rank].groups.values()
+
+
+def body_unspareable(rank: int, net: Network) -> Story:
+    """No rank can be spared, so that late ones are waited for, longer than this test takes."""
+    story = Story()
+    transport = hosts.make_transport(rank, net, 60.0, is_spareable=False)
+    hosts.serve(rank, transport, net, story)
+    return story
+
+
+@pytest.mark.parametrize("cut", [pytest.param(hosts.CUT, marks=slow), hosts.SILENT], ids=["reset", "silent"])
+def test_a_side_that_is_cut_off_says_so_soon_where_no_rank_can_be_spared(cut: int) -> None:
+    def cut_and_mend(net: Network, pids: dict[int, int]) -> None:
+        net.set_cables(cut)
+        time.sleep(hosts.SUSPECT_S + 4.0)
+        net.set_cables(hosts.OPEN)
+        go_on(net, range(2))
+
+    stories = run((0, 1), cut_and_mend, body=body_unspareable)
+    assert (stories[0].apart, stories[1].apart) == (0, 1), (stories[0].said, stories[1].said)
+    assert all(members == [0, 1] for story in stories.values() for members in story.groups.values())
 
 
 @slow
