@@ -89,7 +89,7 @@ class RemotePeers:
     def finish_sending(self, posted: int, phase: str, sequence: int) -> None:
         """Waits until the connections have taken the rows of a call, which the caller may change from then on.
 
-        posted: as `rows` has returned it; those of a later call, as of the other half of a step, may still be on the way
+        posted: as `rows` has returned it; rows of a later call may still be on the way
 
         Raises PeerError where the epoch is void, and where a host takes nothing for a whole deadline.
         """
