@@ -134,9 +134,11 @@ def transport_rows(hosts: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     for name, yardstick, goal in (
         ("one token there and back", "one token there and back, gloo", "≤ 0.1"),
         ("dispatch of 128 tokens", STREAMS[0], "≤ 1.25"),
+        ("dispatch of 128 tokens, shared memory", STREAMS[0], ""),
         ("dispatch of 128 tokens", f"{STREAMS[0]}, then over shared memory", ""),
         ("dispatch of 128 tokens", "dispatch of 128 tokens, gloo", ""),
         ("combine of 128 tokens", STREAMS[1], "≤ 1.25"),
+        ("combine of 128 tokens, shared memory", STREAMS[1], ""),
         ("combine of 128 tokens", f"{STREAMS[1]}, then over shared memory", ""),
         ("combine of 128 tokens", "combine of 128 tokens, gloo", ""),
         ("exchange of counts", "exchange of counts, gloo", ""),
