@@ -190,7 +190,7 @@ int main(int count, char **words)
         send_all = link_send, wait_for = link_wait;
     }
     ping(serves);
-    while (ours && link_unsent(ours))
+    while (ours && link_unsent(ours, link_posted(ours)))
         ;
     usleep(100000); /* the other end takes in the last answer */
     return 0;
