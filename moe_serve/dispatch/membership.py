@@ -319,6 +319,16 @@ class Membership:
                 return True
         return False
 
+    def describe_rejoin(self) -> str:
+        """Returns what this rank, which waits to rejoin, knows of why it still does; for a log line."""
+        _, newest = self._decisions.read().newest() or (0, self._decisions.begin)
+        others = [r for r in range(len(self._pages)) if r != self._rank and not newest.masked >> r & 1]
+        away = list(filter(self._is_away, others))
+        if away:
+            return f"it does not hear {self.named(*away)}"
+        shown = "see" if self._own[_WANTS_REJOIN] else "were not shown"
+        return f"it hears {self.named(*others)}, which {shown} its wish and have not regrouped with it"
+
     def try_return(self) -> bool:
         """Returns whether this rank, which was cut off from most of the others, knows now how they go on.
 

@@ -13,11 +13,12 @@ import time
 import numpy as np
 import pytest
 
-from moe_serve.dispatch.membership import BEAT_S, Heartbeat
+from moe_serve.dispatch.membership import BEAT_S, Heartbeat, Membership
 from moe_serve.dispatch.shm.memory import Mappings
 from moe_serve.dispatch.shm.region import OWNER_WORDS
 from moe_serve.errors import PeerError
 from tests.dispatch.shm import faults
+from tests.dispatch.shm.regions import empty_log
 
 ROUNDS = 60
 
@@ -49,6 +50,22 @@ def test_no_two_groups_share_an_epoch(seed: int) -> None:
             assert groups.setdefault(epoch, members) == members, f"epoch {epoch} has two groups"
     lengths = [len(groups[epoch]) for epoch in sorted(groups)]
     assert lengths == sorted(lengths, reverse=True), "nobody comes back unasked"
+
+
+def test_a_rank_that_waits_to_rejoin_says_whom_it_does_not_hear_or_that_it_was_not_taken_in() -> None:
+    pages = [np.zeros(OWNER_WORDS, dtype=np.int64) for _ in range(3)]
+    membership = Membership(2, pages, empty_log(), None, deadline_s=1.0)
+    beats = [Heartbeat(rank, pages) for rank in range(2)]
+    for _ in range(round(2 / BEAT_S)):
+        beats[0].beat()
+        membership._heartbeat.beat()
+        if not pages[1][8]:
+            beats[1].beat()
+    assert membership.describe_rejoin() == "it does not hear rank 1"
+    beats[1].beat()
+    assert membership.describe_rejoin().startswith("it hears ranks 0, 1, which were not shown its wish")
+    membership.ask_to_rejoin()
+    assert membership.describe_rejoin().startswith("it hears ranks 0, 1, which see its wish")
 
 
 def give_each_other_up(rank: int, mappings: Mappings) -> str:

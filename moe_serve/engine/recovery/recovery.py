@@ -46,6 +46,7 @@ from moe_serve.errors import ModelError, PeerError
 from moe_serve.log import get_logger
 from moe_serve.models.weights import ExpertToRead
 
+_SAY_S = 10.0  # how often a rank that waits to rejoin says what it waits for
 log = get_logger(__name__)
 
 
@@ -255,6 +256,7 @@ class MaskingRecovery(Recovery):
         return self._wait_for_group(wait)
 
     def _wait_for_group(self, wait: Callable[[], bool]) -> bool:
+        began_s = said_s = time.monotonic()
         while wait():
             if self._membership.try_rejoin():
                 self._has_rejoined = True
@@ -262,6 +264,11 @@ class MaskingRecovery(Recovery):
                 self._serve(self._full)
                 self._begin_group(f"rank {self._own.rank} rejoined")
                 return True
+            now_s = time.monotonic()
+            if now_s - said_s > _SAY_S:
+                said_s = now_s
+                why = self._membership.describe_rejoin()
+                log.warning("rank %d has waited %.0f s to rejoin: %s", self._own.rank, now_s - began_s, why)
         return False
 
     def activate_round(self, migration_round: MigrationRound) -> None:
