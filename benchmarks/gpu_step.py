@@ -1,6 +1,6 @@
 """A MoE layer of a decode step as it would run on a GPU: launches, bytes over the unavoidable, and the chip's floor.
 
-    python -m benchmarks.gpu_step [--chip H100] [--tokens 128] [--context 4096] [--kernels]
+    python -m benchmarks.gpu_step [--chip H100] [--tokens 128] [--context 4096]
 
 Needs no GPU: the step is recorded on tensors without memory (moe_serve/roofline/launches.py). The floor of a launch is
 the larger of its bytes at the rate of the memory and its FLOP at that of the matrix units, from the chip's profile;
@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.conditions import conditions, save, table
+from benchmarks.conditions import conditions, save
 from moe_serve.eplb.cost.profile_files import HardwareProfile, load_hardware
-from moe_serve.kernels.part_clock import ATTENTION, GATE, PARTS
+from moe_serve.kernels.part_clock import ATTENTION, GATE
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
 from moe_serve.roofline.launches import Launch
-from moe_serve.roofline.step import DecodeStep, record_step
+from moe_serve.roofline.step import RankStep, record_step
 from moe_serve.roofline.work import Work, in_layers, total, unavoidable_bytes, work_of
-from tests.models.published import DEEPSEEK_V32, PUBLISHED
+from tests.models.published import DEEPSEEK_V3, PUBLISHED
 
 NOTES = """
 Recorded without a GPU, and not timed: launches are those of the product's decoder on tensors without memory, bytes and
@@ -32,17 +32,13 @@ GPUs that write into each other's memory. The unavoidable bytes are each touched
 residual in and out, and rows and results of experts written and read once. The least time of a launch is that of its
 bytes at the full rate of the chip's memory, or of its FLOP at the full rate of its matrix units.
 """
-DEEPSEEK_V3 = {key: value for key, value in DEEPSEEK_V32.items() if not key.startswith("index_")} | {
-    "model_type": "deepseek_v3",
-    "architectures": ["DeepseekV3ForCausalLM"],
-}
 FP8 = {"wire_dtype": "fp8", "expert_form": "fp8"}
 STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "DeepSeek-V3, 32 ranks, FP8": (DEEPSEEK_V3, {"num_ranks": 32, "transport": "nvshmem"} | FP8),
-    "DeepSeek-V3, 8 ranks, FP8": (DEEPSEEK_V3, {"num_ranks": 8, "transport": "nvshmem"} | FP8),
-    "GLM-4.5-Air, 8 ranks": (PUBLISHED["GLM-4.5-Air"][0], {"num_ranks": 8, "transport": "nvshmem"}),
-    "Llama-4-Scout, 8 ranks": (PUBLISHED["Llama-4-Scout"][0], {"num_ranks": 8, "transport": "nvshmem"}),
-    "MiniMax-M2, 8 ranks": (PUBLISHED["MiniMax-M2"][0], {"num_ranks": 8, "transport": "nvshmem"}),
+    "DeepSeek-V3, 32 ranks, FP8": (DEEPSEEK_V3, {"num_ranks": 32, "transport": "slabs"} | FP8),
+    "DeepSeek-V3, 8 ranks, FP8": (DEEPSEEK_V3, {"num_ranks": 8, "transport": "slabs"} | FP8),
+    "GLM-4.5-Air, 8 ranks": (PUBLISHED["GLM-4.5-Air"][0], {"num_ranks": 8, "transport": "slabs"}),
+    "Llama-4-Scout, 8 ranks": (PUBLISHED["Llama-4-Scout"][0], {"num_ranks": 8, "transport": "slabs"}),
+    "MiniMax-M2, 8 ranks": (PUBLISHED["MiniMax-M2"][0], {"num_ranks": 8, "transport": "slabs"}),
     "Phi-3.5-MoE, 1 rank": (PUBLISHED["Phi-3.5-MoE"][0], {}),
     "OLMoE-1B-7B, 1 rank": (PUBLISHED["OLMoE-1B-7B"][0], {}),
 }
@@ -63,10 +59,10 @@ def floor_us(work: Work, chip: HardwareProfile, narrow: bool) -> float:
     )
 
 
-def recorded_layer(name: str, tokens: int, context: int) -> tuple[DecodeStep, list[Launch]]:
+def recorded_layer(name: str, tokens: int, context: int) -> tuple[RankStep, list[Launch]]:
     """Returns a step of STEPS and the launches of its layer."""
     config, options = STEPS[name]
-    step = DecodeStep(one_layer(config), tokens, context, **options)
+    step = RankStep(one_layer(config), tokens, context, **options)
     return step, in_layers(record_step(step).launches)
 
 
@@ -83,7 +79,6 @@ def main() -> None:
     parser.add_argument("--chip", default="H100", help="a hardware profile of moe_serve/eplb/cost/profiles")
     parser.add_argument("--tokens", type=int, default=128, help="of a rank, each of another request")
     parser.add_argument("--context", type=int, default=4096, help="tokens of each request in the cache")
-    parser.add_argument("--kernels", action="store_true", help="print each launch, too")
     options = parser.parse_args()
     chip, rows = load_hardware(options.chip), []
     for name in STEPS:
@@ -103,21 +98,8 @@ def main() -> None:
                 "µs of the unavoidable": round(1e6 * least / chip.hbm_bytes_per_s),
             }
         )
-        if options.kernels:
-            print(f"\n{name}")
-            print(table([_line(*each) for each in zip(launches, works, floors, strict=True)]))
     title = f"A layer of a decode step, {options.tokens} tokens a rank of {options.context} tokens each, bfloat16"
     print(save("gpu_step", title, rows, conditions("torch", "triton"), NOTES))
-
-
-def _line(launch: Launch, work: Work, floor: float) -> dict[str, Any]:
-    return {
-        "part": PARTS[launch.part],
-        "launch": launch.name,
-        "MB": round(work.num_bytes / 1e6, 2),
-        "GFLOP": round(work.flops / 1e9, 2),
-        "µs at least": round(floor, 1),
-    }
 
 
 if __name__ == "__main__":

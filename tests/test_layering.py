@@ -51,7 +51,7 @@ ALLOWED = {
 TORCH_FREE = [
     "moe_serve", "moe_serve.config", "moe_serve.topology", "moe_serve.c_library", "moe_serve.child_process",
     "moe_serve.process_facts",
-    "moe_serve.dispatch.capabilities",
+    "moe_serve.dispatch.capabilities", "moe_serve.roofline.table",
     "moe_serve.engine.protocol.messages", "moe_serve.engine.output.logprobs", "moe_serve.engine.protocol.mailbox",
     "moe_serve.engine.output.incremental_decoder", "moe_serve.engine.output.stop_matcher", "moe_serve.engine.step.plan",
     "moe_serve.engine.balancing.balancer",

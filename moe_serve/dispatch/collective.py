@@ -28,8 +28,8 @@ _ALIGNMENT = 16
 class CollectiveHandle:
     order: Tensor  # [N] flat index of each entry sent
     shape: tuple[int, int]  # T, K
-    sent: "_Sizes"
-    received: "_Sizes"
+    sent: "Sizes"
+    received: "Sizes"
     to_arrival: Tensor  # [M] placed row of each entry that arrived
     rows: Tensor  # [N] row that each entry sent belongs to, over all ranks
     arrived_rows: Tensor  # [M] row of each entry that arrived
@@ -37,7 +37,7 @@ class CollectiveHandle:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """The amounts that go to, or come from, each rank: host numbers."""
 
     entries: list[int]
@@ -83,23 +83,23 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
             entries, arriving = by_rank[self._rank].tolist(), by_rank[:, self._rank].tolist()
             order = order[: sum(entries)]
             begins = torch.ones_like(order, dtype=torch.bool)
-            sent, sizes = _Sizes(entries, entries), Ready(torch.tensor([arriving, arriving]).t())
+            sent, sizes = Sizes(entries, entries), Ready(torch.tensor([arriving, arriving]).t())
         else:
             begins = row_begins(order, per_rank, topk)
             rows_before = torch.nn.functional.pad(begins.cumsum(0), (1, 0))
             ends = torch.nn.functional.pad(per_rank.cumsum(0), (1, 0))
             own = torch.stack([per_rank, rows_before[ends].diff()], dim=1)
             sizes = self._exchange(own)
-            sent = _Sizes(*own.t().tolist())
+            sent = self._on_host(own)
             order, begins = order[: sum(sent.entries)], begins[: sum(sent.entries)]
-        message = self._pack(hidden, physical_ids, order, begins, sent, weights)  # while the sizes are exchanged
-        received = _Sizes(*sizes.wait().t().tolist())
+        sent_rows = begins.cumsum(0) - 1
+        message = self._pack(hidden, physical_ids, order, sent_rows, begins, sent, weights)  # while sizes are exchanged
+        received = self._on_host(sizes.wait())
         pending = self._send_bytes(
             message,
             sent.message_bytes(self._entry_bytes, row_bytes),
             received.message_bytes(self._entry_bytes, row_bytes),
         )
-        sent_rows = begins.cumsum(0) - 1
 
         def receive() -> Dispatched[CollectiveHandle]:
             entries, entry_weights, data = self._unpack(pending.wait(), received, row_bytes)
@@ -153,13 +153,16 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
         hidden: Tensor,
         physical_ids: Tensor,
         order: Tensor,
+        sent_rows: Tensor,
         begins: Tensor,
-        sent: _Sizes,
+        sent: Sizes,
         weights: Tensor | None,
     ) -> Tensor:
         """Returns the messages to all ranks, concatenated: [bytes] uint8."""
         topk = max(physical_ids.shape[1], 1)
-        tokens = order.div(topk, rounding_mode="floor")[begins]
+        token_of_entry = order.div(topk, rounding_mode="floor")
+        # Not by the mask `begins`, whose count the host would wait for; entries of a row name the same token.
+        tokens = order.new_empty(sum(sent.rows)).scatter_(0, sent_rows, token_of_entry)
         row_bytes = self._wire.dispatch.row_bytes(hidden.shape[1])
         encoded = self._wire.dispatch.encode(hidden)  # each token once, also where several ranks need it
         slots = physical_ids.reshape(-1)[order] % self._slots_per_rank
@@ -179,7 +182,7 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
             first_entry, first_row = first_entry + num_entries, first_row + num_rows
         return message
 
-    def _unpack(self, message: Tensor, received: _Sizes, row_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _unpack(self, message: Tensor, received: Sizes, row_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns entries [M] int32, their weights [M] float32 (none without rank_sum), rows [U, row_bytes] uint8."""
         entries, weights, rows = [], [], []
         at = 0
@@ -191,6 +194,10 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
             at += num_rows * row_bytes
         # torch.cat copies, so the bytes are aligned for their new type, which a piece of the message need not be.
         return torch.cat(entries).view(torch.int32), torch.cat(weights).view(torch.float32), torch.cat(rows)
+
+    def _on_host(self, sizes: Tensor) -> Sizes:
+        """Returns the amounts of each rank, [R, 2] entries and rows. Waits for the device."""
+        return Sizes(*sizes.t().tolist())
 
     def _exchange(self, rows: Tensor) -> Pending[Tensor]:
         """Sends row r of rows [R, n] to rank r, and receives one row from each."""

@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 _NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 
 
+FUSED_ATTENTION = "scaled_dot_product_attention"  # one kernel of torch on GPUs, whose choice needs a GPU
 _CUDA, _META = 1, 14  # numbers of the kinds of device in torch
 
 
@@ -51,9 +52,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     part: of the step that runs
     """
 
-    def __init__(self, takes_copies: bool) -> None:
+    def __init__(self, takes_copies: bool, takes_reads: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._takes_copies = takes_copies
+        self._takes_copies, self._takes_reads = takes_copies, takes_reads
         self.launches: list[Launch] = []
         self.part = -1
 
@@ -64,13 +65,21 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.scaled_dot_product_attention.default and args[0].is_cuda:
+            q, k, v = args[:3]
+            attended = q.new_empty(*q.shape[:-1], v.shape[-1])
+            self.add(FUSED_ATTENTION, [q, k, v, attended])
+            return attended
         composite = torch._C.DispatchKey.CompositeImplicitAutograd
         if func.namespace == "aten" and func.has_kernel_for_dispatch_key(composite):
             with self:
                 return func.decompose(*args, **kwargs)
+        if func is torch.ops.aten._pin_memory.default:  # which fake tensors lack
+            return args[0]
         out = func(*args, **kwargs)
         given, made = _tensors((args, kwargs)), _tensors(out)
-        if any(t.is_cuda for t in given) and any(not t.is_cuda for t in made):
+        reads = any(t.is_cuda for t in given) and any(not t.is_cuda for t in made)
+        if reads and not self._takes_reads:
             raise HostRead(f"{func} reads the device back")
         if (
             func.name() != "aten::lift_fresh"
@@ -125,9 +134,13 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
 
 
 @contextlib.contextmanager
-def recorded(takes_copies: bool = False) -> Iterator[Recording]:
-    """Records the launches of its body, which runs in `fake_gpu`. takes_copies: it may copy from the host"""
-    recording = Recording(takes_copies)
+def recorded(takes_copies: bool = False, takes_reads: bool = False) -> Iterator[Recording]:
+    """Records the launches of its body, which runs in `fake_gpu`.
+
+    takes_copies, takes_reads: it may copy from the host, and tensors to it. Single numbers are never read: nobody knows
+    them.
+    """
+    recording = Recording(takes_copies, takes_reads)
 
     def write_down(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs

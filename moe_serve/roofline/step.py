@@ -1,7 +1,11 @@
-"""Decode steps on a GPU that is not there: what the decoder would launch."""
+"""Steps on a GPU that is not there: what the decoder would launch.
+
+Steps of decodes alone fail to record where the host would wait for the device. Prefills over several ranks go by
+torch.distributed, whose receives need sizes: there the host waits, and the sizes are those of experts chosen evenly.
+"""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -9,11 +13,14 @@ from torch import Tensor
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, Pending, Ready, TransportRequest
+from moe_serve.dispatch.collective import CollectiveAllToAll, Sizes
 from moe_serve.dispatch.gpu.launch_triton import SlabRanks
 from moe_serve.dispatch.gpu.region import gpu_region
 from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
 from moe_serve.dispatch.gpu.transport import GpuSlabAllToAll
 from moe_serve.dispatch.make import make_all_to_all
+from moe_serve.dispatch.wire import Wire, make_wire
+from moe_serve.ep.expert_form import ExpertForm
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
@@ -26,28 +33,41 @@ from moe_serve.models.weights import no_weights
 from moe_serve.roofline.launches import Recording, fake_gpu, recorded
 
 GPU = torch.device("cuda", 0)
-TRANSPORTS = ("local", "nvshmem")
+Transport = Literal["local", "slabs", "collective"]
 BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
-class DecodeStep:
-    """One rank's decode step.
+class RankStep:
+    """One rank's step: of decodes, or of prompts.
 
-    tokens: of this rank, each of another request with `context` tokens before it
-    transport: "local" on one rank, else of GPUs that write into each other's memory
-    redundant: slots beside those of one expert each
+    sequences:  of this rank
+    context:    tokens of each in the cache before the step
+    new_tokens: of each in the step; 1: they decode
+    transport:  "local" on one rank; between several "slabs" (GPUs write into each other's memory), or "collective"
+    redundant:  slots beside those of one expert each
     """
 
     spec: ModelSpec
-    tokens: int = 5
+    sequences: int = 5
     context: int = 40
+    new_tokens: int = 1
     num_ranks: int = 1
-    transport: str = "local"
+    transport: Transport = "local"
     wire_dtype: str = "auto"
-    expert_form: Any = "dense"
+    expert_form: ExpertForm = "dense"
     redundant: int = 0
     split: Any = "even"
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the step."""
+        return self.sequences * self.new_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence behind the step."""
+        return self.context + self.new_tokens
 
     @property
     def placement(self) -> Placement:
@@ -58,62 +78,91 @@ class DecodeStep:
         )
 
 
-def record_step(step: DecodeStep) -> Recording:
-    """Returns the launches of the forward of a step. Raises where the host would wait for the device."""
+def record_step(step: RankStep) -> Recording:
+    """Returns the launches of the forward of a step. Raises where the host of a decode would wait for the device."""
     spec = step.spec
     placement = step.placement
+    decodes = step.new_tokens == 1
     with fake_gpu():
         share = WeightShare(spec, placement, 0, torch.bfloat16, GPU, step.expert_form)
-        group = EpGroup(0, 1, GPU)
         parallel = ExpertParallel(
             rank=0,
             router=spec.router,
-            all_to_all=transport_of(step, placement.slots_per_rank),
+            all_to_all=_transport_of(step, placement.slots_per_rank),
             replica_map=ReplicaMap(placement, GPU, step.split),
-            recorder=LoadRecorder(placement.num_layers, placement.num_logical, group),
+            recorder=LoadRecorder(placement.num_layers, placement.num_logical, EpGroup(0, 1, GPU)),
             max_tokens_per_rank=step.tokens,
             numerics=FAST,
         )
         decoder = build_decoder(spec, no_weights(share), parallel, GPU)
-        num_blocks = step.tokens * (-(-(step.context + 1) // BLOCK_SIZE))
+        num_blocks = step.sequences * -(-step.length // BLOCK_SIZE)
         cache = KvCache(kv_layouts(spec), num_blocks, BLOCK_SIZE, torch.bfloat16, GPU)
-        batch = decode_batch(step)
+        batch = batch_of(step)
         run: Any = decoder.run
         run.capture = lambda launch: (lambda: None, launch())  # nothing runs in either case
-        for _ in "12":  # the first one makes what stays, the second one is captured
-            with recorded() as recording:
+        for _ in range(2 if decodes else 1):  # a first decode makes what stays, the second one is captured
+            with recorded(takes_copies=not decodes, takes_reads=not decodes) as recording:
                 clock: Any = parallel.clock
                 clock.turn = recording.turn
                 decoder.forward(batch, cache, 1)
     return recording
 
 
-def decode_batch(step: DecodeStep) -> ForwardBatch:
-    """Returns a batch of decodes, whose numbers nobody knows."""
-    rows, length = step.tokens, step.context + 1
-    ids, positions, slots, lens, logit_rows = (torch.empty(rows, dtype=torch.int64, device=GPU) for _ in range(5))
-    starts = torch.empty(rows + 1, dtype=torch.int32, device=GPU)
-    tables = torch.empty(rows, -(-length // BLOCK_SIZE), dtype=torch.int32, device=GPU)
+def batch_of(step: RankStep) -> ForwardBatch:
+    """Returns the batch of a step, whose numbers nobody knows."""
+    num, rows = step.sequences, step.tokens
+    ids, positions, slots = (torch.empty(rows, dtype=torch.int64, device=GPU) for _ in range(3))
+    lens, logit_rows = (torch.empty(num, dtype=torch.int64, device=GPU) for _ in range(2))
+    starts = torch.empty(num + 1, dtype=torch.int32, device=GPU)
+    tables = torch.empty(num, -(-step.length // BLOCK_SIZE), dtype=torch.int32, device=GPU)
     tensors = ids, positions, slots, lens, logit_rows, starts, tables
-    return ForwardBatch(*tensors, BLOCK_SIZE, rows, rows, (length,) * rows, (1,) * rows)
+    num_decodes = num if step.new_tokens == 1 else 0
+    return ForwardBatch(*tensors, BLOCK_SIZE, rows, num_decodes, (step.length,) * num, (step.new_tokens,) * num)
 
 
-class _OfSeveralRanks(GpuSlabAllToAll):
+class _Slabs(GpuSlabAllToAll):
     """The transport without the collective that gathers counts."""
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         return Ready(counts.new_empty(self._ranks.region.num_ranks, *counts.shape))
 
 
-def transport_of(step: DecodeStep, slots_per_rank: int) -> AnyAllToAll:
+class _Collective(CollectiveAllToAll):
+    """The transport without a process group: what it sends is lost, and what it receives has the sizes of an even load.
+
+    sizes: entries and rows between any two ranks
+    """
+
+    def __init__(self, num_ranks: int, slots_per_rank: int, wire: Wire, sizes: Sizes):
+        group: Any = object()
+        super().__init__(EpGroup(0, num_ranks, GPU, group), slots_per_rank, wire)
+        self._even = sizes
+
+    def _on_host(self, sizes: Tensor) -> Sizes:
+        return self._even
+
+    def _all_to_all(self, phase: str, out: Tensor, *_: Any) -> Pending[Tensor]:
+        return Ready(out)
+
+
+def _transport_of(step: RankStep, slots_per_rank: int) -> AnyAllToAll:
     """Returns one rank's end of a transport."""
-    spec, fp8_rows = step.spec, step.expert_form == "fp8"
+    spec, fp8_rows, num_ranks = step.spec, step.expert_form == "fp8", step.num_ranks
     limits = BufferLimits(step.tokens, spec.hidden, spec.topk, slots_per_rank)
     request = TransportRequest("local", limits, torch.bfloat16, step.wire_dtype, fp8_rows=fp8_rows)
     group = EpGroup(0, 1, GPU)
     if step.transport == "local":
         return make_all_to_all(group, request)
-    region = gpu_region(step.num_ranks, limits, torch.bfloat16, step.wire_dtype, stages=True)
-    peers = torch.empty(step.num_ranks, dtype=torch.int64, device=GPU)
+    if step.transport == "collective":
+        rows = step.tokens * num_ranks * (1 - (1 - 1 / num_ranks) ** spec.topk)  # one for each rank of a token
+        sizes = Sizes(_even(step.tokens * spec.topk, num_ranks), _even(round(rows), num_ranks))
+        return _Collective(num_ranks, slots_per_rank, make_wire(step.wire_dtype, torch.bfloat16), sizes)
+    region = gpu_region(num_ranks, limits, torch.bfloat16, step.wire_dtype, stages=True)
+    peers = torch.empty(num_ranks, dtype=torch.int64, device=GPU)
     regions = SymmetricRegions(region, peers, 0, 1, None)
-    return _OfSeveralRanks(SlabRanks(regions, torch.bfloat16, keep_fp8=fp8_rows), group)
+    return _Slabs(SlabRanks(regions, torch.bfloat16, keep_fp8=fp8_rows), group)
+
+
+def _even(amount: int, num_ranks: int) -> list[int]:
+    """Returns what each rank gets of an amount."""
+    return [amount * (rank + 1) // num_ranks - amount * rank // num_ranks for rank in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""Bytes and floating-point operations of recorded launches, and the bytes that no decode step can do without.
+"""Bytes and floating-point operations of recorded launches, and the bytes that no step can do without.
 
 Experts are chosen evenly at random, so each rank gets as many rows as it sends. A kernel reads what its neighbour has
 written from memory, as if no cache held it.
@@ -14,11 +14,12 @@ import torch
 from moe_serve.kernels.part_clock import VOCABULARY
 from moe_serve.models.decoder.moe_decoder import kv_layouts
 from moe_serve.models.weight_share import WeightShare
-from moe_serve.roofline.launches import Launch
-from moe_serve.roofline.step import GPU, DecodeStep
+from moe_serve.roofline.launches import FUSED_ATTENTION, Launch
+from moe_serve.roofline.step import GPU, RankStep
 
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
 _LOOK_UPS = ("embedding", "index_select")
+_FILLS = ("new_zeros", "zeros_like", "ones_like", "full_like", "new_ones", "new_full")
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,24 @@ class Work:
     flops: float = 0.0
 
 
-def work_of(launch: Launch, step: DecodeStep) -> Work:
-    """Returns what a launch of a step does."""
+@dataclass(frozen=True)
+class ExpertLoad:
+    """rows: that the experts of a rank get;  experts: of a rank that get any, on average"""
+
+    rows: float
+    experts: float
+
+
+def even_load(step: RankStep) -> ExpertLoad:
+    """Returns the load of a step whose experts are chosen evenly."""
+    rows, slots = step.tokens * step.spec.topk, step.placement.slots_per_rank
+    return ExpertLoad(rows, slots * (1 - (1 - 1 / slots) ** rows))
+
+
+def work_of(launch: Launch, step: RankStep, load: ExpertLoad | None = None) -> Work:
+    """Returns what a launch of a step does, which grows evenly with the load. load: None = even"""
     if launch.name in _RULES:
-        return _RULES[launch.name](launch.arguments, launch, step)
+        return _RULES[launch.name](launch.arguments, step, load or even_load(step))
     num_bytes = sum(tensor.nbytes for tensor in launch.tensors)
     if launch.name in _PRODUCTS:
         sizes = [float(tensor.numel()) for tensor in launch.tensors[-3:]]
@@ -40,92 +55,104 @@ def work_of(launch: Launch, step: DecodeStep) -> Work:
         return Work(num_bytes, 2 * math.sqrt(math.prod(sizes) / batch))
     if launch.name in _LOOK_UPS:
         return Work(2 * launch.tensors[-1].nbytes)
+    if launch.name in _FILLS:
+        return Work(launch.tensors[-1].nbytes)
+    if launch.name == FUSED_ATTENTION:  # of one sequence
+        q, *_, out = launch.tensors
+        heads = q.numel() // (step.new_tokens * q.shape[-1])
+        seen = _seen(step) / step.sequences
+        return Work(num_bytes, 2.0 * seen * heads * (q.shape[-1] + out.shape[-1]))
     return Work(num_bytes)
 
 
-def rows_of(step: DecodeStep) -> int:
-    """Returns the rows that the experts of a rank get."""
-    return step.tokens * step.spec.topk
+def _seen(step: RankStep, most: int | None = None) -> float:
+    """Returns how many keys the tokens of a step see, each its own. most: of one token; None: all up to its own"""
+    first, last = step.context + 1, step.length
+    if most is None or last <= most:
+        return step.tokens * (first + last) / 2
+    growing = max(most - first, 0)  # tokens that see fewer than `most`
+    each = growing * (first + most - 1) / 2 + (step.new_tokens - growing) * most
+    return step.sequences * each
 
 
-def touched(num_slots: int, step: DecodeStep) -> float:
-    """Returns how many of a rank's experts have rows, on average."""
-    return num_slots * (1 - (1 - 1 / num_slots) ** rows_of(step))
-
-
-def _grouped_gemm(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+def _grouped_gemm(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     x, weight, n, k = (getattr(at[name], "base", at[name]) for name in ("x", "weight", "n", "k"))
-    rows = rows_of(step)
-    moved = rows * (k * x.itemsize + n * at["y"].itemsize) + touched(at["num_groups"], step) * n * k * weight.itemsize
-    return Work(moved, 2.0 * rows * n * k)
+    moved = load.rows * (k * x.itemsize + n * at["y"].itemsize) + load.experts * n * k * weight.itemsize
+    return Work(moved, 2.0 * load.rows * n * k)
 
 
-def _silu_mul(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
-    rows = rows_of(step) if at["SLABS"] else at["gate_up"].shape[0]
+def _silu_mul(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
+    rows = load.rows if at["SLABS"] else at["gate_up"].shape[0]
     return Work(rows * at["width"] * (2 * at["gate_up"].itemsize + at["out"].itemsize))
 
 
-def _attend(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+def _attend(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
+    """A cached row is read once for all tokens of its sequence; tiles of rows that read it again find it in the L2."""
     q, out, parts = at["q"], at["out"], at["part_out"]
-    listed = at["BLOCK_SIZE"] == 1  # of keys that an indexer has chosen
-    keys = step.tokens * min(step.context + 1, at["tables"].shape[1] if listed else step.context + 1)
-    moved = q.nbytes + keys * at["k"][0].nbytes + (out if parts is None else parts).nbytes
     heads = q.numel() // (step.tokens * q.shape[-1])
-    return Work(moved, 2.0 * keys * heads * (q.shape[-1] + out.shape[-1]))
+    if at["BLOCK_SIZE"] == 1:  # keys that an indexer has chosen, for each token
+        read = seen = _seen(step, at["tables"].shape[1])
+    else:
+        most = at["window"] if at["WINDOW"] else at["chunk"] if at["CHUNK"] else None
+        read = float(step.sequences * min(step.length, step.length if most is None else most + step.new_tokens - 1))
+        seen = _seen(step, most)
+    moved = q.nbytes + read * at["k"][0].nbytes + (out if parts is None else parts).nbytes
+    return Work(moved, 2.0 * seen * heads * (q.shape[-1] + out.shape[-1]))
 
 
-def _combine_parts(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+def _combine_parts(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     return Work(at["part_out"].nbytes + at["part_sums"].nbytes + at["out"].nbytes)
 
 
-def _index_scores(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
-    keys = step.tokens * (step.context + 1)
-    moved = at["index_q"].nbytes + at["weights"].nbytes + keys * at["keys"][0].nbytes + 4.0 * keys
-    return Work(moved, 2.0 * keys * at["HEADS"] * at["WIDTH"])
+def _index_scores(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
+    scores, read = _seen(step), step.sequences * step.length
+    moved = at["index_q"].nbytes + at["weights"].nbytes + read * at["keys"][0].nbytes + 4.0 * scores
+    return Work(moved, 2.0 * scores * at["HEADS"] * at["WIDTH"])
 
 
-def _choose(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+def _choose(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     passes = 5 if at["SCORED"] else 0  # a digit each, and the choice
-    return Work(passes * 4.0 * step.tokens * (step.context + 1) + at["slots"].nbytes)
+    return Work(passes * 4.0 * _seen(step) + at["slots"].nbytes)
 
 
-def _norm(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
-    again = at["x"].nbytes if at["ADDS"] else 0
-    return Work(again + sum(tensor.nbytes for tensor in launch.tensors))
+def _norm(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
+    again = at["x"].nbytes if at["ADDS"] else 0  # the sum, read and written
+    once = {id(each): each.nbytes for each in at.values() if isinstance(each, torch.Tensor)}
+    return Work(again + sum(once.values()))
 
 
-def _rope_write(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+def _rope_write(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     return Work(2 * (at["q"].nbytes + at["k"].nbytes) + at["turns"].nbytes)
 
 
-def _mla_rope_write(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+def _mla_rope_write(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     turned = step.tokens * at["num_heads"] * 2 * at["NUM_PAIRS"] * at["q"].itemsize
     return Work(2 * (turned + at["row"].nbytes) + at["turns"].nbytes)
 
 
-def _dispatch_send(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+def _dispatch_send(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     staged = 2 * step.tokens * at["row_bytes"] if at["STAGES"] else 0
-    return Work(at["x"].nbytes + staged + rows_of(step) * at["row_bytes"])
+    return Work(at["x"].nbytes + staged + load.rows * at["row_bytes"])
 
 
-def _dispatch_receive(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
-    return Work(rows_of(step) * (at["row_bytes"] + at["hidden"] * at["slab"].itemsize))
+def _dispatch_receive(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
+    return Work(load.rows * (at["row_bytes"] + at["hidden"] * at["slab"].itemsize))
 
 
-def _combine_send(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+def _combine_send(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     times = 4 if at["STAGES"] else 2  # a result is read and written, with staging once more
-    return Work(rows_of(step) * times * at["result_row_bytes"])
+    return Work(load.rows * times * at["result_row_bytes"])
 
 
-def _combine_receive(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
-    return Work(rows_of(step) * at["result_row_bytes"] + at["out"].nbytes)
+def _combine_receive(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
+    return Work(load.rows * at["result_row_bytes"] + at["out"].nbytes)
 
 
-def _finish(at: dict[str, Any], launch: Launch, step: DecodeStep) -> Work:
+def _finish(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     return Work(8.0 * at["num_ranks"])
 
 
-_RULES: dict[str, Callable[[dict[str, Any], Launch, DecodeStep], Work]] = {
+_RULES: dict[str, Callable[[dict[str, Any], RankStep, ExpertLoad], Work]] = {
     "grouped_gemm_kernel": _grouped_gemm,
     "silu_mul_kernel": _silu_mul,
     "attend_kernel": _attend,
@@ -143,21 +170,20 @@ _RULES: dict[str, Callable[[dict[str, Any], Launch, DecodeStep], Work]] = {
 }
 
 
-def unavoidable_bytes(step: DecodeStep) -> float:
+def unavoidable_bytes(step: RankStep) -> float:
     """Returns the bytes that the layers of a step move at least: weights once, the cache once, rows there and back.
 
     Rows are the residual, read and written by each layer, and an expert's rows and results, each written and read once.
     """
-    spec, rows = step.spec, rows_of(step)
+    spec, load = step.spec, even_load(step)
     share = WeightShare(spec, step.placement, 0, torch.bfloat16, GPU, step.expert_form)
     dense = sum(size for name, size in share.dense_bytes.items() if name.startswith("layers."))
-    slots = step.placement.slots_per_rank
-    experts = spec.num_moe_layers * touched(slots, step) * share.slot_form.num_bytes
-    keys = step.tokens * (step.context + 1)
+    experts = spec.num_moe_layers * load.experts * share.slot_form.num_bytes
+    keys = step.sequences * step.length
     cache = keys * 2.0 * sum(layout.elements_per_token for layout in kv_layouts(spec))
     row = 2 * spec.hidden
     row_there = spec.hidden if step.expert_form == "fp8" else row
-    carried = spec.num_moe_layers * rows * 2.0 * (row_there + row)
+    carried = spec.num_moe_layers * load.rows * 2.0 * (row_there + row)
     return dense + experts + cache + spec.num_layers * step.tokens * 2 * row + carried
 
 

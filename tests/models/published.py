@@ -162,3 +162,39 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "MiniMax-M2": (MINIMAX_M2, 230e9),
     "Hunyuan-A13B": (HUNYUAN_A13B, 80e9),
 }
+
+DEEPSEEK_V3 = {key: value for key, value in DEEPSEEK_V32.items() if not key.startswith("index_")} | {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+}  # fmt: skip
+KIMI_K2 = DEEPSEEK_V3 | {
+    "vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "rope_theta": 50000.0,
+}  # fmt: skip
+MIXTRAL_8X7B: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 32768, "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-5, "sliding_window": None, "hidden_act": "silu", "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 40960, "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6, "attention_bias": False, "use_sliding_window": False, "sliding_window": None,
+    "max_window_layers": 48, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+QWEN3_235B = QWEN3_30B | {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64,
+    "moe_intermediate_size": 1536, "max_window_layers": 94,
+}  # fmt: skip
+# Those that the cost model prices (moe_serve/eplb/cost/profiles/models).
+PRICED: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "Kimi-K2": KIMI_K2,
+    "Mixtral-8x7B": MIXTRAL_8X7B,
+    "Qwen3-235B-A22B": QWEN3_235B,
+    "Qwen3-30B-A3B": QWEN3_30B,
+}

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from benchmarks.gpu_step import STEPS, moe_launches, recorded_layer
 from moe_serve.kernels.part_clock import ATTENTION, COMBINE, DISPATCH, EXPERTS, GATE, MLP
 from moe_serve.roofline.launches import HostCopy, HostRead, fake_gpu, recorded
-from moe_serve.roofline.step import GPU, DecodeStep, record_step
+from moe_serve.roofline.step import GPU, RankStep, record_step
 from moe_serve.roofline.work import total, unavoidable_bytes, work_of
 from tests.models.families import FAMILIES, spec_of
 
@@ -56,12 +56,12 @@ def test_views_and_new_memory_are_no_launches() -> None:
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("nvshmem", 4)])
+@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])
 def test_a_decode_step_never_waits_and_launches_little(
     name: str, transport: str, num_ranks: int, tmp_path: Path
 ) -> None:
     spec = spec_of(name, tmp_path)
-    recording = record_step(DecodeStep(spec, transport=transport, num_ranks=num_ranks))
+    recording = record_step(RankStep(spec, transport=transport, num_ranks=num_ranks))
     names_of = {part: [each.name for each in recording.launches if each.part == part] for part in range(11)}
     layers, moe_layers = spec.num_layers, spec.num_moe_layers
     assert len([each for each in names_of[ATTENTION] if each == "attend_kernel"]) == layers
@@ -74,10 +74,10 @@ def test_a_decode_step_never_waits_and_launches_little(
     assert len(names_of[ATTENTION]) + num_moe + moe_layers + dense <= most * layers, names_of
 
 
-@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("nvshmem", 4)])
+@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])
 def test_rows_are_quantised_once_for_fp8_experts(transport: str, num_ranks: int, tmp_path: Path) -> None:
     spec = spec_of("deepseek_v3", tmp_path)
-    step = DecodeStep(spec, transport=transport, num_ranks=num_ranks, wire_dtype="fp8", expert_form="fp8")
+    step = RankStep(spec, transport=transport, num_ranks=num_ranks, wire_dtype="fp8", expert_form="fp8")
     names = [launch.name for launch in record_step(step).launches]
     assert "quantize_kernel" not in names
     assert "dequantize_kernel" not in names
@@ -93,10 +93,10 @@ def test_a_layer_of_a_published_model_moves_little_more_than_it_must(name: str) 
     assert 1 <= total(works).num_bytes / unavoidable_bytes(step) <= MOVED
 
 
-@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("nvshmem", 4)])
+@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])
 @pytest.mark.parametrize("split", ["even", "nearest", "exact"])
 def test_replicas_are_chosen_without_a_wait(split: str, transport: str, num_ranks: int, tmp_path: Path) -> None:
     spec = spec_of("qwen3_moe", tmp_path)
-    step = DecodeStep(spec, transport=transport, num_ranks=num_ranks, redundant=4, split=split)
+    step = RankStep(spec, transport=transport, num_ranks=num_ranks, redundant=4, split=split)
     # Replicas are chosen by many small operations of torch: the bound of launches does not hold yet.
     assert len(record_step(step).launches) <= 100 * spec.num_layers

@@ -1,12 +1,19 @@
-"""Predicted time of the kernels of one rank in one step: GEMMs, attention, and the elementwise traffic between them."""
+"""Predicted time of the kernels of one rank in one step: GEMMs, attention, and the elementwise traffic between them.
 
+Of other engines the kernels follow from the shapes of the model (`Kernels`), of ours from its recorded launches
+(`RecordedKernels`).
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
+from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, ModelProfile
+from moe_serve.eplb.cost.step_record import Amounts, KernelRecord, Layers, ModelSteps, total
 
 Floats = NDArray[np.float64]
 Phase = Literal["decode", "prefill"]
@@ -36,6 +43,11 @@ class Batch:
         """The dispatch kernels that such a batch uses."""
         return "low_latency" if self.phase == "decode" else "normal"
 
+    @property
+    def sampled(self) -> float:
+        """Rows of which the rank computes logits."""
+        return self.tokens_per_rank if self.phase == "decode" else self.tokens_per_rank / max(self.context, 1)
+
 
 @dataclass(frozen=True, eq=False)
 class LayerTime:
@@ -63,8 +75,67 @@ class StepTime:
     other_s: float
 
 
-class Kernels:
-    """Times of one model's kernels on one GPU.
+class StepKernels(Protocol):
+    """Seconds of a model's kernels on one GPU: in one layer where nothing else is said.
+
+    hbm: bytes/s that kernels reach
+    """
+
+    hbm: float
+
+    def attention_part(self, batch: Batch) -> float:
+        """Returns the seconds of attention, with its norm and projections."""
+        ...
+
+    def gate_part(self, batch: Batch) -> float:
+        """Returns those of a MoE layer's tokens beside its experts: norm, router, sums."""
+        ...
+
+    def shared_part(self, batch: Batch) -> float:
+        """Returns those of the shared expert."""
+        ...
+
+    def dense_part(self, batch: Batch) -> float:
+        """Returns those of a layer without experts beside its attention."""
+        ...
+
+    def expert_part(self, rank_slot_rows: Floats, batch: Batch, is_mean: bool = False) -> Floats:
+        """Returns those of the routed experts of each rank: rows [..., K] -> [...]. is_mean: as of `tiled_work`"""
+        ...
+
+    def vocabulary_part(self, batch: Batch) -> float:
+        """Returns those of embedding and logits, once in a step."""
+        ...
+
+    def dispatch_s(self, batch: Batch) -> float:
+        """Returns those of a dispatch beside the time of its rows on links."""
+        ...
+
+    def combine_s(self, batch: Batch) -> float:
+        """Returns those of a combine likewise."""
+        ...
+
+    def host_s(self, batch: Batch) -> float:
+        """Returns the seconds in which the host starts the kernels of a step, while others run."""
+        ...
+
+
+def tiled_work(rows: Floats, tile: int, is_mean: bool) -> tuple[Floats, Floats, Floats]:
+    """Returns the active groups, tiles and rows, summed over groups: rows [..., groups] -> [...] each.
+
+    is_mean: rows are means over steps, so a group with few rows is not always active, nor a tile always full
+    """
+    if is_mean:  # Poisson arrivals: active unless no row arrived; a started tile is half full
+        active = 1 - np.exp(-rows)
+        tiles = np.maximum(active, rows / tile + 0.5 * active)
+    else:
+        active = (rows > 0).astype(np.float64)
+        tiles = np.ceil(rows / tile)
+    return active.sum(axis=-1), tiles.sum(axis=-1), rows.sum(axis=-1)
+
+
+class Kernels(StepKernels):
+    """Times of one model's kernels on one GPU, as engines run them whose kernels are published.
 
     ranks_of_token: ranks that hold a token's experts, on average
     compute_share:  of the compute units, those that are free for compute; the rates of memory stay
@@ -80,28 +151,45 @@ class Kernels:
         self._attention_flops = compute_share * hardware.attention_flops
         self._bytes = {phase: elementwise_bytes(model, phase, ranks_of_token) for phase in ("decode", "prefill")}
 
+    def attention_part(self, batch: Batch) -> float:
+        return self.attention(batch) + self.elementwise(batch)[0]
+
+    def gate_part(self, batch: Batch) -> float:
+        return self.elementwise(batch)[1]
+
+    def shared_part(self, batch: Batch) -> float:
+        return self.ffn(batch.tokens_per_rank, self.model.num_shared * self.model.moe_intermediate)
+
+    def dense_part(self, batch: Batch) -> float:
+        return self.elementwise(batch)[1] + self.ffn(batch.tokens_per_rank, self.model.dense_intermediate)
+
+    def expert_part(self, rank_slot_rows: Floats, batch: Batch, is_mean: bool = False) -> Floats:
+        return self.expert_ffn(rank_slot_rows, is_mean) + self.expert_elementwise(rank_slot_rows.sum(axis=-1), batch)
+
+    def vocabulary_part(self, batch: Batch) -> float:
+        return self.gemm(batch.sampled, self.model.vocab, self.model.hidden)
+
+    def dispatch_s(self, batch: Batch) -> float:
+        return self.hardware.dispatch_latency_s
+
+    def combine_s(self, batch: Batch) -> float:
+        return self.hardware.combine_latency_s
+
+    def host_s(self, batch: Batch) -> float:
+        return 0.0  # in the engine's factor
+
     def grouped_gemm(self, rows: Floats, n: int, k: int, is_mean: bool = False) -> Floats:
         """Returns the time of [rows_g, k] x [k, n] over groups g: rows [..., groups] -> [...].
 
-        is_mean: rows are means over steps, so a group with few rows is not always active, nor a tile always full
+        is_mean: as of `tiled_work`
         """
-        return self._gemm_seconds(self._work(rows, is_mean), n, k)
+        return self._gemm_seconds(tiled_work(rows, self.hardware.tile_rows, is_mean), n, k)
 
     def expert_ffn(self, rank_slot_rows: Floats, is_mean: bool = False) -> Floats:
         """Returns the time of the GEMMs of the routed experts of each rank: rows [..., K] -> [...]."""
-        width, hidden, work = self.model.moe_intermediate, self.model.hidden, self._work(rank_slot_rows, is_mean)
+        width, hidden = self.model.moe_intermediate, self.model.hidden
+        work = tiled_work(rank_slot_rows, self.hardware.tile_rows, is_mean)
         return self._gemm_seconds(work, 2 * width, hidden) + self._gemm_seconds(work, hidden, width)
-
-    def _work(self, rows: Floats, is_mean: bool) -> tuple[Floats, Floats, Floats]:
-        """Returns the active groups, tiles and rows, summed over groups: rows [..., groups] -> [...] each."""
-        tile = self.hardware.tile_rows
-        if is_mean:  # Poisson arrivals: active unless no row arrived; a started tile is half full
-            active = 1 - np.exp(-rows)
-            tiles = np.maximum(active, rows / tile + 0.5 * active)
-        else:
-            active = (rows > 0).astype(np.float64)
-            tiles = np.ceil(rows / tile)
-        return active.sum(axis=-1), tiles.sum(axis=-1), rows.sum(axis=-1)
 
     def _gemm_seconds(self, work: tuple[Floats, Floats, Floats], n: int, k: int) -> Floats:
         active, tiles, rows = work
@@ -158,6 +246,128 @@ class Kernels:
         flops = 2.0 * m.num_heads * widths * tokens * seen
         read = kv_bytes * (tokens * context if batch.phase == "decode" else kept_rows)
         return projections + max(flops / self._attention_flops, read / self.hardware.attention_bytes_per_s)
+
+
+class RecordedKernels(StepKernels):
+    """Times of our kernels on one GPU, from their recorded launches, bytes and FLOP.
+
+    Rates are those that published kernels reach, as of `Kernels`; each launch adds a time of its own. What a dispatch
+    or a combine takes beside its rows is no less than for the published kernels.
+    """
+
+    def __init__(
+        self,
+        hardware: HardwareProfile,
+        steps: ModelSteps,
+        num_ranks: int,
+        engine: EngineProfile,
+        compute_share: float = 1.0,
+    ) -> None:
+        """compute_share: as of `Kernels`"""
+        self.hardware, self.steps, self.num_ranks, self.engine = hardware, steps, num_ranks, engine
+        self.hbm = hardware.hbm_efficiency * hardware.hbm_bytes_per_s
+        reached = compute_share * hardware.gemm_efficiency
+        self._flops = {
+            "bf16": reached * hardware.bf16_flops,
+            "fp8": reached * hardware.fp8_flops,
+            "attention": compute_share * hardware.attention_flops,
+        }
+
+    def attention_part(self, batch: Batch) -> float:
+        layers = self.steps.sizes["num_layers"]
+        return self._seconds(batch, "attention", ("moe", "dense")) / layers
+
+    def gate_part(self, batch: Batch) -> float:
+        return self._seconds(batch, "gate", ("moe",)) / self._moe_layers
+
+    def shared_part(self, batch: Batch) -> float:
+        return self._seconds(batch, "mlp", ("moe",)) / self._moe_layers
+
+    def dense_part(self, batch: Batch) -> float:
+        others = self.steps.sizes["num_layers"] - self.steps.sizes["num_moe_layers"]
+        return self._seconds(batch, "mlp", ("dense",)) / max(others, 1)
+
+    def expert_part(self, rank_slot_rows: Floats, batch: Batch, is_mean: bool = False) -> Floats:
+        tile = self.hardware.tile_rows
+        active, tiles, rows = tiled_work(rank_slot_rows, tile, is_mean)
+        filled = {**self._amounts(batch), "row": rows, "expert": active}
+        computed = {**filled, "row": tile * tiles}
+        kernels = self._kernels(batch, "experts", ("moe",))
+        seconds = sum(each.times * self._kernel_seconds(each, filled, computed) for each in kernels)
+        return np.broadcast_to(np.asarray(seconds, dtype=np.float64) / self._moe_layers, rows.shape)
+
+    def vocabulary_part(self, batch: Batch) -> float:
+        return self._seconds(batch, "vocabulary", ("none",)) + self._seconds(batch, "other", ("none",))
+
+    def dispatch_s(self, batch: Batch) -> float:
+        ours = self._seconds(batch, "dispatch", ("moe",)) / self._moe_layers
+        return ours if self.num_ranks == 1 else max(ours, self.hardware.dispatch_latency_s)
+
+    def combine_s(self, batch: Batch) -> float:
+        ours = self._seconds(batch, "combine", ("moe",)) / self._moe_layers
+        return ours if self.num_ranks == 1 else max(ours, self.hardware.combine_latency_s)
+
+    def host_s(self, batch: Batch) -> float:
+        if batch.phase == "decode":  # one graph
+            return 0.0
+        amounts = self._amounts(batch)
+        kernels = self.steps.step(batch.phase, self.num_ranks).kernels
+        return float(sum(each.times * total(each.launches, amounts) for each in kernels)) * self.engine.host_launch_s
+
+    @cached_property
+    def _moe_layers(self) -> int:
+        return max(self.steps.sizes["num_moe_layers"], 1)
+
+    def _seconds(self, batch: Batch, part: str, layers: tuple[Layers, ...]) -> float:
+        """Returns the seconds of a part in all layers of these kinds."""
+        amounts = self._amounts(batch)
+        kernels = self._kernels(batch, part, layers)
+        return float(sum(each.times * self._kernel_seconds(each, amounts, amounts) for each in kernels))
+
+    def _kernels(self, batch: Batch, part: str, layers: tuple[Layers, ...]) -> Iterable[KernelRecord]:
+        step = self.steps.step(batch.phase, self.num_ranks)
+        return (each for each in step.kernels if each.part == part and each.layers in layers)
+
+    def _kernel_seconds(self, kernel: KernelRecord, amounts: Amounts, computed: Amounts) -> "float | Floats":
+        """computed: the amounts from which its FLOP follow"""
+        is_attention = kernel.rate == "attention"
+        memory = total(kernel.num_bytes, amounts) / (self.hardware.attention_bytes_per_s if is_attention else self.hbm)
+        compute = total(kernel.flops, computed) / self._flops[kernel.rate]
+        both = np.maximum(memory, compute) if is_attention else np.sqrt(memory * memory + compute * compute)
+        seconds: float | Floats = total(kernel.launches, amounts) * self.engine.launch_s + both
+        return seconds
+
+    def _amounts(self, batch: Batch) -> Amounts:
+        """Returns the amounts of a batch with an even load."""
+        slots = -(-self.steps.sizes["num_logical"] // self.num_ranks)
+        if batch.phase == "decode":
+            length, new = batch.context + 1, 1.0
+        else:
+            length, new = max(batch.context, 1.0), max(batch.context * (1 - batch.cache_hit), 1.0)
+        sequences = batch.tokens_per_rank / new
+        return even_amounts(sequences, length, new, self.num_ranks, slots, self.steps.sizes["topk"])
+
+
+def even_amounts(
+    sequences: float, length: float, new_tokens: float, num_ranks: int, slots_per_rank: int, topk: int
+) -> Amounts:
+    """Returns the amounts of a rank's step whose experts are chosen evenly.
+
+    length: tokens of each sequence behind the step, of which new_tokens are computed in it
+    """
+    tokens = sequences * new_tokens
+    rows = tokens * topk
+    return {
+        "step": 1.0,
+        "token": tokens,
+        "sequence": sequences,
+        "key": sequences * length,
+        "pair": tokens * length,
+        "square": tokens * new_tokens,
+        "row": rows,
+        "expert": slots_per_rank * (1 - (1 - 1 / slots_per_rank) ** rows),
+        "rank": float(num_ranks),
+    }
 
 
 @dataclass(frozen=True)

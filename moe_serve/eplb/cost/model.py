@@ -9,7 +9,8 @@ The model:
 - attention: projections as GEMMs, the core by its KV bytes or its FLOPs;
 - elementwise kernels: the bytes they move (`kernels.elementwise_bytes`);
 - overlap: the shared expert during the dispatch, or two half-batches in stages (`overlapped_seconds`);
-- everything else (gaps, launches, scheduling) is one factor of the engine.
+- everything else (gaps, launches, scheduling) is one factor of the engine. Of our engine launches, bytes and FLOP are
+  recorded instead (`kernels.RecordedKernels`).
 
 docs/cost-model.md says what the numbers were fitted on, and the error elsewhere. Everything is vectorised over layers.
 Shape words: L = layers, R = ranks, N = nodes, P = slots, K = slots per rank.
@@ -22,8 +23,19 @@ from math import comb
 import numpy as np
 
 from moe_serve.eplb.cost.gate_cost import GateCost
-from moe_serve.eplb.cost.kernels import Batch, Floats, Kernels, LayerTime, Mode, Phase, StepTime
+from moe_serve.eplb.cost.kernels import (
+    Batch,
+    Floats,
+    Kernels,
+    LayerTime,
+    Mode,
+    Phase,
+    RecordedKernels,
+    StepKernels,
+    StepTime,
+)
 from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, ModelProfile, load_engine
+from moe_serve.eplb.cost.step_record import ModelSteps, load_steps
 from moe_serve.eplb.load import slot_load
 from moe_serve.eplb.migration.moves import SlotMove
 from moe_serve.eplb.migration.plan import MigrationPlan
@@ -64,6 +76,7 @@ class CostModel:
         """topology: where its ranks_per_node differs from the profile's, links are shared as the topology says.
 
         engine: None = `DEFAULT_ENGINE`
+        Raises ConfigError where the engine counts launches, and none of this model are recorded.
         """
         self.hardware, self.model, self.topology = hardware, model, topology
         self.engine = engine or load_engine(DEFAULT_ENGINE)
@@ -72,20 +85,26 @@ class CostModel:
         nodes_of_token, ranks_of_token = (expected_places(n, *groups) for n in places)
         self._sharing = Sharing(nodes_of_token / model.topk, ranks_of_token / model.topk)
         self._ranks_of_token = ranks_of_token
-        self.kernels = Kernels(hardware, model, ranks_of_token)
+        self._steps = _steps_of(self.engine, model) if self.engine.launch_s else None
+        self.kernels = self._kernels(1.0)
 
     @cached_property
-    def _shared_kernels(self) -> Kernels:
+    def _shared_kernels(self) -> StepKernels:
         """Kernels beside normal dispatch and combine, which hold a part of the compute units."""
-        return Kernels(self.hardware, self.model, self._ranks_of_token, self.hardware.overlap_compute_share)
+        return self._kernels(self.hardware.overlap_compute_share)
+
+    def _kernels(self, compute_share: float) -> StepKernels:
+        if self._steps is None:
+            return Kernels(self.hardware, self.model, self._ranks_of_token, compute_share)
+        return RecordedKernels(self.hardware, self._steps, self.topology.num_ranks, self.engine, compute_share)
 
     def dispatch(self, rank_rows: Floats, mode: Mode) -> Floats:
         """Returns the seconds of one dispatch: rows that arrive at each rank [..., R] -> [...]."""
-        return self._dispatch(self._busiest(rank_rows, mode), mode)
+        return self.hardware.dispatch_latency_s + self._dispatch(self._busiest(rank_rows, mode), mode)
 
     def combine(self, rank_rows: Floats, mode: Mode) -> Floats:
         """Returns the seconds of one combine; arguments as for its dispatch."""
-        return self._combine(self._busiest(rank_rows, mode), mode)
+        return self.hardware.combine_latency_s + self._combine(self._busiest(rank_rows, mode), mode)
 
     def moe_layer(self, slot_rows: Floats, batch: Batch, is_mean: bool = False) -> LayerTime:
         """Returns the time of the MoE part of each layer, without shared experts.
@@ -97,9 +116,12 @@ class CostModel:
         by_rank = slot_rows.reshape(len(slot_rows), self.topology.num_ranks, -1)
         rank_rows = by_rank.sum(axis=2)
         kernels = self._kernels_of(batch)
-        ffn = (kernels.expert_ffn(by_rank, is_mean) + kernels.expert_elementwise(rank_rows, batch)).max(axis=1)
         busiest = self._busiest(rank_rows, batch.mode)
-        return LayerTime(self._dispatch(busiest, batch.mode), ffn, self._combine(busiest, batch.mode))
+        return LayerTime(
+            kernels.dispatch_s(batch) + self._dispatch(busiest, batch.mode),
+            kernels.expert_part(by_rank, batch, is_mean).max(axis=1),
+            kernels.combine_s(batch) + self._combine(busiest, batch.mode),
+        )
 
     def step(self, batch: Batch, slot_rows: Floats | None = None, is_mean: bool = False) -> StepTime:
         """Returns the time of a whole step.
@@ -119,27 +141,25 @@ class CostModel:
         kernels, parts = self._kernels_of(batch), 2 if batch.two_batch else 1
         part = replace(batch, tokens_per_rank=batch.tokens_per_rank / parts)
         layers = self.moe_layer(slot_rows / parts, part, is_mean)
-        passes, moe_passes = kernels.elementwise(part)
-        attention = kernels.attention(part) + passes
-        shared = kernels.ffn(part.tokens_per_rank, m.num_shared * m.moe_intermediate)
+        attention, moe_passes, shared = (
+            each(part) for each in (kernels.attention_part, kernels.gate_part, kernels.shared_part)
+        )
         if batch.two_batch:
             moe = overlapped_seconds(
                 Sides(attention, layers.ffn_s + moe_passes, shared, layers.dispatch_s, layers.combine_s),
                 # The send and receive kernels of low latency hold every compute unit; their rows then travel alone.
-                (self.hardware.dispatch_latency_s, self.hardware.combine_latency_s)
-                if batch.mode == "low_latency"
-                else (0, 0),
+                (kernels.dispatch_s(part), kernels.combine_s(part)) if batch.mode == "low_latency" else (0, 0),
             ).sum()
         else:
             moe = (
                 attention + np.maximum(layers.dispatch_s, shared) + moe_passes + layers.ffn_s + layers.combine_s
             ).sum()
         num_dense = m.num_layers - m.num_moe_layers
-        dense = parts * num_dense * (attention + moe_passes + kernels.ffn(part.tokens_per_rank, m.dense_intermediate))
-        sampled = batch.tokens_per_rank if batch.phase == "decode" else batch.tokens_per_rank / max(batch.context, 1)
-        head = self.kernels.gemm(sampled, m.vocab, m.hidden)
+        dense = parts * num_dense * (attention + kernels.dense_part(part))
+        head = self.kernels.vocabulary_part(batch)
+        on_host = parts * kernels.host_s(part)
         return StepTime(
-            total_s=float(moe + dense + head) * self.engine.step_factor,
+            total_s=max(float(moe + dense + head), on_host) * self.engine.step_factor,
             attention_s=parts * attention * m.num_layers,
             dispatch_s=parts * float(layers.dispatch_s.sum()),
             ffn_s=parts * float((layers.ffn_s + moe_passes).sum()),
@@ -167,15 +187,29 @@ class CostModel:
         return busiest_rows(rank_rows, self.topology, self._sharing if mode == "normal" else None)
 
     def _dispatch(self, rows: BusiestRows, mode: Mode) -> Floats:
+        """Returns the seconds that rows take on links."""
         row_bytes = self.model.hidden * self.model.dispatch_bytes
-        return self.hardware.dispatch_latency_s + carry_seconds(rows, row_bytes, self.hardware, mode)
+        return carry_seconds(rows, row_bytes, self.hardware, mode)
 
     def _combine(self, rows: BusiestRows, mode: Mode) -> Floats:
         row_bytes = self.model.hidden * self.model.combine_bytes
-        return self.hardware.combine_latency_s + carry_seconds(rows, row_bytes, self.hardware, mode)
+        return carry_seconds(rows, row_bytes, self.hardware, mode)
 
-    def _kernels_of(self, batch: Batch) -> Kernels:
+    def _kernels_of(self, batch: Batch) -> StepKernels:
         return self._shared_kernels if batch.two_batch and batch.mode == "normal" else self.kernels
+
+
+def _steps_of(engine: EngineProfile, model: ModelProfile) -> ModelSteps:
+    """Returns the recorded steps of a model. Raises ConfigError where they are of another one."""
+    steps = engine.steps or load_steps(model.name)
+    other = {name: (size, getattr(model, name)) for name, size in steps.sizes.items() if size != getattr(model, name)}
+    if other:
+        differs = ", ".join(f"{name} {here} and {there}" for name, (here, there) in other.items())
+        raise ConfigError(
+            f"the recorded steps of {steps.name} and the profile {model.name} differ: {differs}; name the profile of "
+            "the recorded model, or record that of the profile"
+        )
+    return steps
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from typing import Any, Literal, Self
 
 import yaml
 
+from moe_serve.eplb.cost.step_record import ModelSteps, load_steps
 from moe_serve.errors import ConfigError
 
+OURS = "moe_serve"  # the profile of our engine
 Kind = Literal["hardware", "models", "engines"]
 
 
@@ -124,12 +126,18 @@ class ModelProfile:
 class EngineProfile:
     """The distance of an engine from the modelled kernels.
 
-    step_factor: whole step / its modelled parts, in both phases: launches, gaps, host work, kernels slower than the
-                 published ones; 1 = nothing but the modelled parts
+    step_factor:   whole step / its modelled parts, in both phases: launches, gaps, host work, kernels slower than the
+                   published ones; 1 = nothing but the modelled parts
+    launch_s:      0, or of an engine whose launches are recorded: time of a launch in which nothing computes
+    host_launch_s: of such an engine: the host's time for a launch outside of graphs
+    steps:         its recorded launches; None: those that are packaged for the model
     """
 
     name: str
     step_factor: float
+    launch_s: float = 0.0
+    host_launch_s: float = 0.0
+    steps: ModelSteps | None = None
     sources: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
 
@@ -147,7 +155,12 @@ def load_model_profile(name_or_path: str | Path) -> ModelProfile:
 
 
 def load_engine(name_or_path: str | Path) -> EngineProfile:
-    """Returns a packaged engine profile by name ("SGLang", ...), or the one in a YAML file; errors as above."""
+    """Returns a packaged engine profile by name ("SGLang", ...), or the one in a YAML file; errors as above.
+
+    A JSON file holds steps of our engine, as `moe-serve roofline --save` writes them.
+    """
+    if str(name_or_path).endswith(".json"):
+        return replace(load_engine(OURS), steps=load_steps(name_or_path))
     return EngineProfile(**_read(name_or_path, "engines", EngineProfile))
 
 
@@ -178,7 +191,7 @@ def _read(name_or_path: str | Path, kind: Kind, profile: type) -> dict[str, Any]
 
 
 def _checked(asked: str, raw: dict[str, Any], profile: type) -> dict[str, Any]:
-    types = {f.name: f for f in fields(profile) if f.name != "sources"}
+    types = {f.name: f for f in fields(profile) if f.name not in ("sources", "steps")}
     raw = {key: value for key, value in raw.items() if not str(key).startswith("_")}  # _anything: YAML anchors
     unknown = sorted(set(raw) - set(types))
     missing = sorted(name for name, f in types.items() if f.default is MISSING and name not in raw)

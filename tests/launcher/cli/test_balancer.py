@@ -348,3 +348,59 @@ def test_a_log_cannot_be_compared_with_a_report(tmp_path: Path) -> None:
     code, out, err = call("replay", tmp_path / "server.log", "--against", tmp_path / "before.json")
     assert (code, out) == (2, "")
     assert "is a log; leave --against out" in err
+
+
+def test_roofline_says_what_bounds_each_kernel_and_its_file_prices_a_simulation(tmp_path: Path) -> None:
+    saved = tmp_path / "steps.json"
+    code, out, err = call("roofline", "DeepSeek-V3", "--hardware", "H200", "--ranks", 32, "--save", saved)
+    assert (code, err) == (0, "")
+    for words in ("decode, 128 tokens a rank, 4,096 in the cache, 32 ranks", "grouped_gemm 7168 x 4096", "bound by"):
+        assert words in out
+    report = json.loads(call("roofline", saved, "--ranks", 32, "--hardware", "H200", "--json")[1])
+    assert (report["model"], report["chip"], len(report["kernels"])) == ("DeepSeek-V3", "H200", 40)
+    longest = [max(each[f"{name}_us"] for name in ("memory", "compute", "launch")) for each in report["kernels"]]
+    assert report["step_us"] == pytest.approx(sum(longest))
+    attend = next(each for each in report["kernels"] if (each["kernel"], each["times"]) == ("attend", 58))
+    assert attend["num_bytes"] == 58 * 128 * (278528 + 4097 * 1152)  # queries and results, and each latent once
+    assert attend["memory_us"] == pytest.approx(1e6 * attend["num_bytes"] / 4.8e12)
+    prefill = json.loads(call("roofline", "DeepSeek-V3", "--phase", "prefill", "--json")[1])
+    assert (prefill["tokens"], prefill["num_ranks"]) == (16384, 8)
+    rows = [
+        json.loads(call("simulate", "--engine", engine, "--windows", 3, "-p", "greedy", "--jobs", 1, "--json")[1])[
+            "rows"
+        ]
+        for engine in (saved, "moe_serve", "ideal")
+    ]
+    times = [[row["step_s"] for row in each] for each in rows]
+    assert times[0] == times[1] != times[2]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["DeepSeek-V9"], "no steps of 'DeepSeek-V9' are recorded"),
+        (["DeepSeek-V3", "--phase", "both"], "give decode or prefill"),
+        (["DeepSeek-V3", "--ranks", "300"], "256 experts are spread over at most 256 ranks, not 300"),
+        (["DeepSeek-V3", "--hardware", "H900"], "no hardware profile 'H900'"),
+        (["DeepSeek-V3", "--save", "/nowhere/steps.json"], "there is no folder /nowhere"),
+    ],
+)
+def test_mistakes_of_roofline_are_one_line(arguments: list[str], words: str) -> None:
+    code, out, err = call("roofline", *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_roofline_records_a_model_folder(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 256, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 16384, "torch_dtype": "bfloat16",
+        "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = call("roofline", tmp_path, "--ranks", 2, "--json")
+    assert code == 0
+    names = {each["kernel"] for each in json.loads(out)["kernels"]}
+    assert {"grouped_gemm 64 x 192", "dispatch_send", "attend", "mm 64 x 256"} < names

@@ -1,0 +1,101 @@
+"""What grows with what in a step: a record of few sizes says what others do, and the packaged ones are of today."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_serve.eplb.cost.kernels import Phase, even_amounts
+from moe_serve.eplb.cost.step_record import Amounts, StepRecord, load_steps, total
+from moe_serve.errors import ConfigError
+from moe_serve.roofline.record import STEPS, record_kind, record_model
+from moe_serve.roofline.step import RankStep, Transport, record_step
+from moe_serve.roofline.work import even_load, work_of
+from tests.models.families import spec_of
+from tests.roofline.packaged import spec_of as priced_spec
+
+# Of a step, or a part of it, before it is recorded anew. Small changes of kernels need no new files.
+DRIFT_OF_BYTES, DRIFT_OF_LAUNCHES = 0.02, 0.1
+
+
+def amounts_of(step: RankStep) -> Amounts:
+    load = even_load(step)
+    slots = step.placement.slots_per_rank
+    return {
+        **even_amounts(step.sequences, step.length, step.new_tokens, step.num_ranks, slots, step.spec.topk),
+        "row": load.rows, "expert": load.experts,
+    }  # fmt: skip
+
+
+def said(record: StepRecord, step: RankStep) -> tuple[float, float, float]:
+    """Returns launches, bytes and FLOP of a step as its record says them."""
+    amounts = amounts_of(step)
+    works = [(each.times, (each.launches, each.num_bytes, each.flops)) for each in record.kernels]
+    launches, num_bytes, flops = (
+        sum(times * float(total(work[index], amounts)) for times, work in works) for index in range(3)
+    )
+    return launches, num_bytes, flops
+
+
+def done(step: RankStep) -> tuple[float, float, float]:
+    """Returns those of a recording of all layers."""
+    launches = record_step(step).launches
+    works = [work_of(launch, step) for launch in launches]
+    return len(launches), sum(work.num_bytes for work in works), sum(work.flops for work in works)
+
+
+SIZES = {
+    "decode": [(160, 3000, 1), (200, 700, 1), (130, 12000, 1)],
+    "prefill": [(3, 0, 700), (1, 500, 1500), (2, 0, 3000)],
+}
+# One with dense layers, shared experts and latents; one with windows in every other layer, sinks and biases.
+KINDS = [pytest.param(*kind, marks=[pytest.mark.slow] if "local" in kind else []) for kind in STEPS]
+MODELS = ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("phase, transport", KINDS)
+def test_a_record_of_few_sizes_says_what_others_do(
+    name: str, phase: Phase, transport: Transport, tmp_path: Path
+) -> None:
+    spec = replace(spec_of(name, tmp_path), max_position=20000)
+    record = record_kind(RankStep(spec), phase, transport)
+    for sequences, context, new_tokens in SIZES[phase]:
+        num_ranks = 1 if transport == "local" else 4
+        step = RankStep(spec, sequences, context, new_tokens, num_ranks, transport)
+        assert said(record, step) == pytest.approx(done(step), rel=0.02), sequences
+
+
+def by_part(record: StepRecord, step: RankStep) -> dict[tuple[str, str], tuple[float, float]]:
+    """Returns launches and bytes of each part, by kind of layer."""
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    amounts = amounts_of(step)
+    for kernel in record.kernels:
+        launches, num_bytes = found.get((kernel.layers, kernel.part), (0.0, 0.0))
+        more = total(kernel.launches, amounts), total(kernel.num_bytes, amounts)
+        found[kernel.layers, kernel.part] = launches + more[0], num_bytes + more[1]
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3-30B-A3B", *(pytest.param(name, marks=pytest.mark.slow) for name in ("DeepSeek-V3", "Mixtral-8x7B"))]
+)
+@pytest.mark.parametrize("phase, transport", KINDS)
+def test_packaged_steps_are_those_of_today(name: str, phase: Phase, transport: Transport, tmp_path: Path) -> None:
+    spec, packaged = priced_spec(name, tmp_path), load_steps(name)
+    num_ranks = 1 if transport == "local" else 8
+    like = RankStep(spec, expert_form=packaged.experts, wire_dtype=packaged.wire)  # type: ignore[arg-type]
+    sequences, new_tokens = (128, 1) if phase == "decode" else (4, 2048)
+    step = replace(like, sequences=sequences, context=2048, new_tokens=new_tokens, num_ranks=num_ranks)
+    before = by_part(packaged.step(phase, num_ranks), step)
+    after = by_part(record_kind(like, phase, transport), step)
+    why = f"{name} has changed: record it anew by `python -m tests.roofline.packaged {name}`"
+    assert set(before) == set(after), why
+    for part, (launches, num_bytes) in after.items():
+        assert before[part][0] == pytest.approx(launches, rel=DRIFT_OF_LAUNCHES, abs=1), (part, why)
+        assert before[part][1] == pytest.approx(num_bytes, rel=DRIFT_OF_BYTES, abs=1e4), (part, why)
+
+
+def test_a_wire_that_gpus_do_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="choose auto, bf16 or fp8"):
+        record_model(spec_of("mixtral", tmp_path), "mixtral", "float32")
