@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from benchmarks.conditions import add_isa, conditions, save, table
 from benchmarks.cpu_attention import Case, best_of, measure
-from benchmarks.read_bandwidth import buffer_to_read, read_bandwidth
+from benchmarks.machine_peaks import buffer_to_read, read_bandwidth
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import AMX, cpu_library
 from moe_serve.kernels.cpu.linear import PackedLinear

@@ -5,10 +5,12 @@
 Decode: the time of an engine's whole step (scheduling, forward, sampling) at batch 1 and 16, behind 64 tokens of
 prompt. Contestants take turns: the kernels with float32 weights, the kernels with bfloat16 weights, and
 `engine.cpu_kernels: torch`. Roofline: the bytes of weights that a step must read (dense weights, and each expert that a
-token of the step chose) over what the same threads read a second in the same round. Outside of kernels: CPU time of the
+token of the step chose) over what the same threads read a second in the same round. Bound: the longer of that time and
+the one that its fused multiply-adds take at the speed that the same threads reach in registers, in the same round and
+instruction set; of plain torch nothing is said, which uses what the processor has. Outside of kernels: CPU time of the
 step's own thread outside of calls of the library, which other work on the machine hardly adds to.
 
-Prefill: from a submitted prompt to its first token, against one forward of transformers.
+Prefill: from a submitted prompt to its first token, against one forward of transformers, and the bound as above.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import torch.distributed as dist
 
 from benchmarks.bench_model import CONFIG, write_bench_model
 from benchmarks.conditions import add_isa, conditions, save, table
-from benchmarks.read_bandwidth import buffer_to_read, read_bandwidth
+from benchmarks.machine_peaks import buffer_to_read, product_rate, read_bandwidth
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
@@ -165,8 +167,9 @@ def decode(contestants: list[Contestant], batch: int, threads: int, rounds: int)
     buffer = buffer_to_read()
     times: dict[str, list[tuple[float, float]]] = {contestant.name: [] for contestant in contestants}
     shares: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    bounds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for _ in range(rounds):
-        bandwidth = read_bandwidth(buffer, threads)
+        bandwidth, rate = read_bandwidth(buffer, threads), product_rate(threads)
         for contestant in contestants:
             steps = []
             for _ in range(STEPS_A_ROUND):
@@ -176,6 +179,8 @@ def decode(contestants: list[Contestant], batch: int, threads: int, rounds: int)
             times[contestant.name].append((step_s, outside_s))
             read_bytes = weight_bytes(2 if contestant.name == HALF else 4, num_experts)
             shares[contestant.name].append(read_bytes / bandwidth / step_s)
+            products = batch * products_of(1, NUM_PROMPT)
+            bounds[contestant.name].append(max(read_bytes / bandwidth, products / rate) / step_s)
     for contestant in contestants:
         contestant.drop_all()
     steps_of = {name: [step_s for step_s, _ in own] for name, own in times.items()}
@@ -185,6 +190,7 @@ def decode(contestants: list[Contestant], batch: int, threads: int, rounds: int)
             "contestant": name,
             "step ms": round(1e3 * statistics.median(steps_of[name]), 2),
             "share of the roofline": round(statistics.median(shares[name]), 2),
+            "share of the bound": "" if name == TORCH else round(statistics.median(bounds[name]), 2),
             "outside of kernels ms": "" if name == TORCH else round(1e3 * statistics.median(o for _, o in own), 2),
             "over plain torch": ratio(steps_of[TORCH], steps_of[name]),
             "over float32 kernels": ratio(steps_of[KERNELS], steps_of[name]),
@@ -199,7 +205,9 @@ def prefill(contestants: list[Contestant], model: Path, length: int, threads: in
 
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="grouped_mm")
     times: dict[str, list[float]] = {contestant.name: [] for contestant in contestants} | {"transformers": []}
+    least_s = []
     for number in range(rounds + 1):  # the first round warms up
+        least_s.append(products_of(length, 0) / product_rate(threads))
         for contestant in contestants:
             started_s = time.perf_counter()
             contestant.submit(1, length)
@@ -215,6 +223,7 @@ def prefill(contestants: list[Contestant], model: Path, length: int, threads: in
     kept = {name: own[1:] for name, own in times.items()}
     row: Row = {"prompt": length}
     row |= {f"{name} ms": round(1e3 * statistics.median(own), 1) for name, own in kept.items()}
+    row["float32 kernels' share of the bound"] = ratio(least_s[1:], kept[KERNELS])
     return row | {"transformers over float32 kernels": ratio(kept["transformers"], kept[KERNELS])}
 
 
@@ -231,6 +240,17 @@ def weight_bytes(itemsize: int, num_experts: int) -> int:
     attention = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads)
     dense = facts["num_hidden_layers"] * (attention + facts["num_experts"] * hidden) + facts["vocab_size"] * hidden
     return itemsize * int(dense + num_experts * 3 * hidden * facts["moe_intermediate_size"])
+
+
+def products_of(num_tokens: int, num_cached: int) -> int:
+    """Returns the fused multiply-adds of so many tokens of one sequence behind cached ones, and one row of logits."""
+    facts: dict[str, Any] = CONFIG
+    hidden, head_dim, num_heads = facts["hidden_size"], facts["head_dim"], facts["num_attention_heads"]
+    attention = hidden * head_dim * (2 * num_heads + 2 * facts["num_key_value_heads"])
+    experts = facts["num_experts_per_tok"] * 3 * hidden * facts["moe_intermediate_size"]
+    num_keys = num_tokens * num_cached + num_tokens * (num_tokens + 1) // 2
+    rows = num_tokens * (attention + experts + facts["num_experts"] * hidden)
+    return int(facts["num_hidden_layers"] * (rows + 2 * num_heads * head_dim * num_keys) + hidden * facts["vocab_size"])
 
 
 def with_long_positions(model: Path) -> Path:
