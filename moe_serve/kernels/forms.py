@@ -21,6 +21,8 @@ FP8_GROUP = 128  # edge of the square FP8 blocks that the kernels take, and valu
 E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-4  # of FP8 values that share a scale
 MXFP4_BLOCK = 32  # neighbours in a row of MXFP4 that share a scale
+GROUP_CHUNK = 128  # neighbours in a row of activations that share a scale beside GroupForm
+GROUP_SUPER = 256  # neighbours in a row that share the upper level of two
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,61 @@ class Fp8Block:
 
 PER_TENSOR = Fp8Block(None, None)
 PER_CHANNEL = Fp8Block(1, None)
+
+
+GroupScale = Literal["float32", "float16", "bfloat16", "two_levels"]
+GROUPS = (16, 32, 64, 128)  # neighbours that may share a scale
+_SCALE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "two_levels": 1}
+
+
+@dataclass(frozen=True)
+class GroupForm:
+    """Weights of four or eight bits, of which neighbours in a row share a scale: GPTQ, AWQ, compressed-tensors, GGUF.
+
+        value = scale x (code - zero) - minimum
+
+    bits:  of a code, which is not negative
+    group: neighbours that share a scale; the last group of a row may be shorter
+    scale: dtype of the scales; "two_levels": each is an int8 times a float16 of every 256 neighbours, as in GGUF's K
+           types
+    zero:  subtracted from every code; None: each group has its own
+    has_minimum: whether each group has a number that is subtracted in the end: of the scales' dtype; in two levels a
+           uint8 times another float16 of every 256 neighbours
+    """
+
+    bits: Literal[4, 8]
+    group: int
+    scale: GroupScale
+    zero: int | None
+    has_minimum: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.group in GROUPS, f"groups of {self.group}"
+        assert self.zero is None or 0 <= self.zero < 1 << self.bits, f"zero {self.zero} of {self.bits} bits"
+
+    @property
+    def is_two_level(self) -> bool:
+        return self.scale == "two_levels"
+
+    def num_groups(self, k: int) -> int:
+        """Returns the groups of a row of k values."""
+        return -(-k // self.group)
+
+    def row_bytes(self, k: int) -> int:
+        """Returns the bytes of a row of k values as it is packed (kernels/cpu/packed.py): codes to a multiple of 32."""
+        num_scales = 1 + self.has_minimum
+        of_group = num_scales * _SCALE_BYTES[self.scale] + (self.zero is None)
+        of_chunk = 2 * num_scales if self.is_two_level else 0
+        codes = -(-k // 32) * 32 * self.bits // 8
+        return codes + self.num_groups(k) * of_group + -(-k // GROUP_CHUNK) * of_chunk
+
+    def __str__(self) -> str:
+        zeros = ", zero points" if self.zero is None else ", minimums" if self.has_minimum else ""
+        return f"{self.bits} bits in groups of {self.group}, scales in {self.scale.replace('_', ' ')}{zeros}"
+
+
+# Quantised at load: 4.5 bits a weight
+INT4 = GroupForm(bits=4, group=32, scale="float16", zero=8)
 
 
 def num_groups(width: int) -> int:

@@ -1,0 +1,181 @@
+"""Weights of four or eight bits in groups (forms.GroupForm): read, written, and their products in plain torch.
+
+A product with float activations is one of the weights' values. With int8 activations a row is quantised first, one
+scale for every 128 values; integer products are added exactly within a group of weights, and what the groups give is
+added in order of k, in float32.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_serve.kernels.forms import GROUP_CHUNK, GROUP_SUPER, GroupForm
+
+Activations = Literal["float", "int8"]
+
+SCALE_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "two_levels": torch.int8,
+}
+LARGEST_ACTIVATION = 127  # of both signs
+SMALLEST_AMAX = 2.0**-100  # of activations that share a scale; smaller ones count as zero
+
+
+@dataclass(frozen=True)
+class GroupQuantised:
+    """A weight [n, k].
+
+    codes:   [n, k] uint8, below 2 ** bits
+    scale:   [n, groups] of the form's dtype, int8 in two levels
+    zero:    [n, groups] uint8, where the form has no common one; else None
+    minimum: where the form has minimums, [n, groups] of the scales' dtype, in two levels uint8; else None
+    super_scale, super_minimum: in two levels [n, ceil(k / 256)] float16, factors on scale and minimum; else None
+    """
+
+    form: GroupForm
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    minimum: Tensor | None = None
+    super_scale: Tensor | None = None
+    super_minimum: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        form, (n, k) = self.form, self.codes.shape
+        of_groups, of_supers = (n, form.num_groups(k)), (n, -(-k // GROUP_SUPER))
+        scales, two = SCALE_DTYPES[form.scale], form.is_two_level
+        wanted = {
+            "codes": (True, (n, k), torch.uint8),
+            "scale": (True, of_groups, scales),
+            "zero": (form.zero is None, of_groups, torch.uint8),
+            "minimum": (form.has_minimum, of_groups, torch.uint8 if two else scales),
+            "super_scale": (two, of_supers, torch.float16),
+            "super_minimum": (two and form.has_minimum, of_supers, torch.float16),
+        }
+        for name, (present, shape, dtype) in wanted.items():
+            tensor: Tensor | None = getattr(self, name)
+            found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+            assert found == ((shape, dtype) if present else None), (
+                f"{name} of {form}: {found}, expected {shape} {dtype}"
+            )
+
+    def wide_scale(self) -> Tensor:
+        """Returns the scale of each group, [n, groups] float32; the product of two levels is exact."""
+        return _times(self.scale.float(), self.super_scale, self.form.group)
+
+    def wide_minimum(self) -> Tensor | None:
+        """Returns what each group subtracts, [n, groups] float32; None: nothing."""
+        return None if self.minimum is None else _times(self.minimum.float(), self.super_minimum, self.form.group)
+
+    def centred(self) -> Tensor:
+        """Returns code - zero, [n, k] int32."""
+        codes, form = self.codes.int(), self.form
+        if self.zero is None:
+            assert form.zero is not None
+            return codes - form.zero
+        return codes - self._of_values(self.zero.int())
+
+    def values(self) -> Tensor:
+        """Returns the weight [n, k] in float32: rounded once, where the product of scale and code needs 24 bits or less."""
+        values, minimum = self.centred().float() * self._of_values(self.wide_scale()), self.wide_minimum()
+        return values if minimum is None else values - self._of_values(minimum)
+
+    def _of_values(self, of_groups: Tensor) -> Tensor:
+        """Returns a number of each value, [n, k], out of one of each group."""
+        return of_groups.repeat_interleave(self.form.group, 1)[:, : self.codes.shape[1]]
+
+
+def _times(of_groups: Tensor, of_supers: Tensor | None, group: int) -> Tensor:
+    if of_supers is None:
+        return of_groups
+    return of_groups * of_supers.float().repeat_interleave(GROUP_SUPER // group, 1)[:, : of_groups.shape[1]]
+
+
+def stack(parts: list[GroupQuantised]) -> GroupQuantised:
+    """Returns the rows of weights of one form, one weight below the other."""
+
+    def rows(tensors: list[Tensor | None]) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present) if present else None
+
+    codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
+    others = [
+        rows([getattr(part, name) for part in parts]) for name in ("zero", "minimum", "super_scale", "super_minimum")
+    ]
+    return GroupQuantised(parts[0].form, codes, scale, *others)
+
+
+# ---- quantising
+
+_SHARES = torch.linspace(0.7, 1.05, 15).tolist()  # of the step that the largest value of a group needs
+
+
+def quantise_groups(weight: Tensor, form: GroupForm) -> GroupQuantised:
+    """Returns weight [n, k] in a form of one level with a common zero, without minimums.
+
+    Each group takes the scale, of a few below and above what its largest value needs, that gives the smallest sum of
+    squared errors. The largest value by size gets the end of the codes that reaches farther from zero.
+    """
+    assert form.zero is not None, f"{form} has more than scales"
+    assert not (form.is_two_level or form.has_minimum), f"{form} has more than scales"
+    (n, k), dtype = weight.shape, SCALE_DTYPES[form.scale]
+    groups = functional.pad(weight.float(), (0, -k % form.group)).view(n, -1, form.group)
+    low, high = -form.zero, (1 << form.bits) - 1 - form.zero
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    best_scale, best_error = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
+    for share in _SHARES:
+        scale = (largest * (share / low)).to(dtype).float()
+        error = (_rounded(groups, scale, low, high) * scale - groups).square().sum(2, keepdim=True)
+        better = error < best_error
+        best_scale, best_error = torch.where(better, scale, best_scale), torch.where(better, error, best_error)
+    codes = (_rounded(groups, best_scale, low, high) + form.zero).to(torch.uint8).flatten(1)[:, :k].contiguous()
+    return GroupQuantised(form, codes, best_scale.squeeze(2).to(dtype))
+
+
+def _rounded(groups: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+    inverse = torch.where(scale == 0, 0, 1 / scale)
+    return (groups * inverse).round_().clamp_(low, high)
+
+
+# ---- products
+
+
+def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns rows x [rows, k] in int8, [rows, k], and their scales, [rows, ceil(k / 128)] float32.
+
+    scale = largest |x| / 127 of the 128 values; q = x * (127 / largest), rounded to the nearest, halfway to even.
+    """
+    rows, k = x.shape
+    chunks = functional.pad(x.float(), (0, -k % GROUP_CHUNK)).view(rows, -(-k // GROUP_CHUNK), GROUP_CHUNK)
+    amax = chunks.abs().amax(2, keepdim=True)
+    amax = torch.where(amax < SMALLEST_AMAX, 0, amax)
+    inverse = torch.where(amax == 0, 0, LARGEST_ACTIVATION / amax)
+    q = (chunks * inverse).round_().to(torch.int8).flatten(1)[:, :k].contiguous()
+    return q, (amax / LARGEST_ACTIVATION).squeeze(2)
+
+
+def group_product_reference(x: Tensor, weight: GroupQuantised, activations: Activations = "float") -> Tensor:
+    """x: [rows, k] float32, weight: [n, k] -> x W^T [rows, n] float32"""
+    if activations == "float":
+        return x.float() @ weight.values().T
+    (q, x_scale), (n, k), form = quantise_activations(x), weight.codes.shape, weight.form
+    groups, per_chunk = form.num_groups(k), GROUP_CHUNK // form.group
+    centred, scale, minimum = weight.centred(), weight.wide_scale(), weight.wide_minimum()
+    out, of_chunk = torch.zeros(len(x), n), torch.zeros(len(x), n)
+    for group in range(groups):
+        columns = slice(group * form.group, (group + 1) * form.group)
+        part, total = q[:, columns].double(), centred[:, columns].double()
+        of_chunk = torch.addcmul(of_chunk.double(), part @ total.T, scale[:, group].double()).float()
+        if minimum is not None:
+            sums = part.sum(1, keepdim=True)
+            of_chunk = torch.addcmul(of_chunk.double(), sums, -minimum[:, group].double()).float()
+        if (group + 1) % per_chunk == 0 or group + 1 == groups:
+            chunk = group // per_chunk
+            out = torch.addcmul(out.double(), of_chunk.double(), x_scale[:, chunk, None].double()).float()
+            of_chunk = torch.zeros_like(of_chunk)
+    return out
