@@ -81,7 +81,7 @@ class GroupQuantised:
         return codes - self._of_values(self.zero.int())
 
     def values(self) -> Tensor:
-        """Returns the weight [n, k] in float32: rounded once, where the product of scale and code needs 24 bits or less."""
+        """Returns the weight [n, k] in float32, rounded once where scale times code has 24 bits or less."""
         values, minimum = self.centred().float() * self._of_values(self.wide_scale()), self.wide_minimum()
         return values if minimum is None else values - self._of_values(minimum)
 
@@ -121,8 +121,9 @@ def quantise_groups(weight: Tensor, form: GroupForm) -> GroupQuantised:
     Each group takes the scale, of a few below and above what its largest value needs, that gives the smallest sum of
     squared errors. The largest value by size gets the end of the codes that reaches farther from zero.
     """
-    assert form.zero is not None, f"{form} has more than scales"
-    assert not (form.is_two_level or form.has_minimum), f"{form} has more than scales"
+    assert form.zero, f"{form} has more than scales"
+    assert not form.is_two_level, f"{form} has more than scales"
+    assert not form.has_minimum, f"{form} has more than scales"
     (n, k), dtype = weight.shape, SCALE_DTYPES[form.scale]
     groups = functional.pad(weight.float(), (0, -k % form.group)).view(n, -1, form.group)
     low, high = -form.zero, (1 << form.bits) - 1 - form.zero
