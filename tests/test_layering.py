@@ -160,7 +160,7 @@ FLOORS = {
         "balancing": {"recovery", "model", "protocol", "step"},  # where experts live
     },
     "models": {
-        "families": {"hf_config", "model_files", "spec", "weight_plan"},  # what a config.json says
+        "families": {"gguf_model", "hf_config", "model_files", "spec", "weight_plan"},  # what a config.json says
         "decoder": {"spec", "weights"},  # the arithmetic of all families
     },
 }

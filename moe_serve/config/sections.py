@@ -182,7 +182,7 @@ DEMO_MODEL = "demo"  # name of the model inside the package
 class ModelConfig(Section):
     """The model, and how its weights are loaded."""
 
-    path: str = DEMO_MODEL  # a Hugging Face model folder, or "demo"
+    path: str = DEMO_MODEL  # a Hugging Face model folder, a GGUF file (of several parts the first), or "demo"
     served_name: str | None = None  # name in /v1/models; None: the folder's name
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights of the right shapes, none is read
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
@@ -465,12 +465,13 @@ class ServeConfig(Section):
 
 
 def model_dir(config: ModelConfig) -> Path:
-    """Returns the folder of the model; `demo` is the one inside the package."""
+    """Returns the folder of the model, or its GGUF file; `demo` is the folder inside the package."""
     if config.path == DEMO_MODEL:
         return Path(str(resources.files("moe_serve") / "demo_model"))
     return Path(config.path).expanduser()
 
 
 def served_name(config: ModelConfig) -> str:
-    """Returns the name of the model for clients: as configured, else `demo` or its folder's name."""
-    return config.served_name or (DEMO_MODEL if config.path == DEMO_MODEL else model_dir(config).name)
+    """Returns the name of the model for clients: as configured, else `demo`, or that of its folder or file."""
+    of_files = model_dir(config).name.removesuffix(".gguf")
+    return config.served_name or (DEMO_MODEL if config.path == DEMO_MODEL else of_files)

@@ -27,6 +27,7 @@ _OF_RANKS_IN_SERVER = frozenset(
 )
 _TOKEN = "the token ($MOE_SERVE_TOKEN, or server.token_file)"
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
+_GGUF_HEADER = "the header of the GGUF file"  # which holds the configuration and the vocabulary
 _HASHED_BYTES = 32 << 20  # of weights; of a larger checkpoint, samples of its bytes
 _SAMPLE_BYTES = 16 << 10
 _LARGEST_FILE = 1 << 30
@@ -69,7 +70,7 @@ def front_end_facts(config: ServeConfig) -> dict[str, str]:
     if not config.model.skip_tokenizer:
         folder = model_dir(config.model)
         path = tokenizer_file(folder) or folder / "tokenizer.json"
-        facts[path.name] = _digest_of_file(path)
+        facts |= {_GGUF_HEADER: _digest_of_header(path)} if path == folder else {path.name: _digest_of_file(path)}
     return facts
 
 
@@ -150,9 +151,12 @@ def _files(config: ServeConfig) -> Iterator[Fact]:
     if location != "trivial":
         yield Fact("the file of eplb.init_expert_location", _digest_of_file(Path(location)), location)
     folder = model_dir(config.model)
-    vocabulary = None if config.model.skip_tokenizer else tokenizer_file(folder)
-    for name in (*_MODEL_FILES, *([vocabulary.name] if vocabulary else [])):
-        yield Fact(f"the file {name} of the model", _digest_of_file(folder / name), str(folder))
+    if folder.is_file():
+        yield Fact(_GGUF_HEADER, _digest_of_header(folder), str(folder))
+    else:
+        vocabulary = None if config.model.skip_tokenizer else tokenizer_file(folder)
+        for name in (*_MODEL_FILES, *([vocabulary.name] if vocabulary else [])):
+            yield Fact(f"the file {name} of the model", _digest_of_file(folder / name), str(folder))
     if config.model.load_format != "dummy":
         headers, values = weight_digests(folder)
         yield Fact("the files of weights: their names, index and headers", headers, str(folder))
@@ -161,6 +165,10 @@ def _files(config: ServeConfig) -> Iterator[Fact]:
 
 def _digest_of_file(path: Path) -> str:
     return _short(read_bytes(path, "check the file", _LARGEST_FILE)) if path.exists() else "missing"
+
+
+def _digest_of_header(path: Path) -> str:
+    return _short(header_bytes(path)[0])
 
 
 def _short(data: bytes) -> str:

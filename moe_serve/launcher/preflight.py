@@ -32,10 +32,10 @@ def look_for_files(config: "ServeConfig") -> None:
     from moe_serve.models.tokenizer import Tokenizer
 
     folder = model_dir(config.model)
-    if not folder.is_dir():
+    if not folder.exists():
         raise ModelError(
-            f"model.path is {config.model.path!r} but there is no such folder; give the folder of a Hugging Face "
-            "model, or demo"
+            f"model.path is {config.model.path!r} but there is no such folder or file; give the folder of a Hugging "
+            "Face model, a GGUF file, or demo"
         )
     spec = read_spec(folder)
     longest, wanted = spec.max_position, config.model.max_model_len

@@ -10,14 +10,16 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from moe_serve.errors import ModelError
+from moe_serve.models.gguf_file import GGML_TYPES, gguf_files, header_and_size, read_gguf
+from moe_serve.models.gguf_model import gguf_tensors
 from moe_serve.models.model_files import read_bytes, regular_size, shown
+from moe_serve.models.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -40,19 +42,14 @@ DTYPES: Mapping[str, tuple[str, int]] = {  # by the names of the format: the nam
 }
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """The place of a tensor in a file. start: its first byte, counted from the beginning of the file"""
-
-    path: Path
-    dtype_name: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
+# Dtypes of GGUF whose rows are blocks: numbers in a block, bytes of a block. gguf_blocks.py knows their contents.
+BLOCK_DTYPES: Mapping[str, tuple[int, int]] = {
+    name: (numbers, num_bytes) for name, numbers, num_bytes in GGML_TYPES.values() if numbers > 1
+}
 
 
 class Checkpoint:
-    """All safetensors files of a model folder. Close it, or use it in a `with`."""
+    """All safetensors files of a model folder, or a GGUF file. Close it, or use it in a `with`."""
 
     def __init__(self, folder: str | Path):
         """Reads the headers. Raises ModelError for missing, truncated or corrupt files, naming the file."""
@@ -77,14 +74,20 @@ class Checkpoint:
     def read(self, name: str, first_row: int = 0, num_rows: int | None = None) -> "torch.Tensor":
         """Reads rows of a stored tensor, and no other bytes: on the CPU, in the stored dtype.
 
+        Rows of blocks are their bytes, [.., bytes of a row] uint8.
+
         first_row, num_rows: along the first dimension; None: all
         Raises ModelError when the file is shorter than its header says.
         """
         import torch
 
         stored = self.tensors[name]
-        dtype: torch.dtype = getattr(torch, DTYPES[stored.dtype_name][0])
         shape, row_bytes = stored.shape, stored.num_bytes
+        if stored.dtype_name in BLOCK_DTYPES:
+            numbers, num_bytes = BLOCK_DTYPES[stored.dtype_name]
+            dtype, shape = torch.uint8, (*shape[:-1], shape[-1] // numbers * num_bytes)
+        else:
+            dtype = getattr(torch, DTYPES[stored.dtype_name][0])
         if num_rows is not None:
             row_bytes //= shape[0]
             shape = (num_rows, *shape[1:])
@@ -105,8 +108,18 @@ class Checkpoint:
         self.bytes_read += done
 
 
+def has_weights(folder: Path) -> bool:
+    """Returns whether a model folder has files of weights; a GGUF file is one."""
+    return folder.is_file() or any(folder.glob("*.safetensors"))
+
+
 def all_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of all files of a folder. Raises ModelError for missing, truncated or corrupt files."""
+    """Returns the tensors of all files of a folder, or of a GGUF file, by the names of Hugging Face checkpoints.
+
+    Raises ModelError for missing, truncated or corrupt files.
+    """
+    if folder.is_file():
+        return gguf_tensors(read_gguf(folder))
     tensors: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         for name, tensor in read_header(path).items():
@@ -119,7 +132,9 @@ def all_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def header_bytes(path: Path) -> tuple[bytes, int]:
-    """Returns the header of a safetensors file as it is stored, and the file's size."""
+    """Returns the header of a safetensors or GGUF file, without the first 8 bytes, and the file's size."""
+    if path.suffix != ".safetensors":
+        return header_and_size(path)
     try:
         size = regular_size(path, "check the model folder")
         with path.open("rb") as file:
@@ -177,6 +192,8 @@ def _check_no_overlap(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """Returns the files of a sharded or single-file checkpoint, and refuses a name that points out of the folder."""
+    if folder.is_file():
+        return gguf_files(folder)
     index = folder / INDEX
     if index.exists():
         names = sorted(_names_in(index))

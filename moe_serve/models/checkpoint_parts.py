@@ -6,9 +6,10 @@ from pathlib import Path
 
 from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import FP8_GROUP
-from moe_serve.models.checkpoint import DTYPES, StoredTensor, all_tensors
+from moe_serve.models.checkpoint import BLOCK_DTYPES, DTYPES, all_tensors, has_weights
 from moe_serve.models.model_files import shown
 from moe_serve.models.spec import ModelSpec
+from moe_serve.models.stored_tensor import StoredTensor
 from moe_serve.models.weight_plan import (
     EMBEDDING,
     HEAD,
@@ -29,7 +30,7 @@ def with_stored_head(spec: ModelSpec, folder: Path) -> ModelSpec:
 
     transformers keeps such a head, too, whatever tie_word_embeddings says. Both are read only where both are stored.
     """
-    if not spec.tie_embeddings or not any(folder.glob("*.safetensors")):
+    if not spec.tie_embeddings or not has_weights(folder):
         return spec
     tensors = all_tensors(folder)
     embedding, head = (tensors.get(spec.tensor_prefix + name) for name in (EMBEDDING, HEAD))
@@ -103,7 +104,8 @@ class CheckpointParts:
         tensor = self._tensors[name]
         if tensor.shape != part.shape:
             self._misshaped.append(f"{name} {list(tensor.shape)}, expected {list(part.shape)}")
-        if tensor.dtype_name not in DTYPES or part.dtype_name not in (None, tensor.dtype_name):
+        is_known = tensor.dtype_name in DTYPES or tensor.dtype_name in BLOCK_DTYPES
+        if not is_known or part.dtype_name not in (None, tensor.dtype_name):
             self._unreadable.append(f"{name} ({shown(tensor.dtype_name)[1:-1]})")
         if not tensor.dtype_name.startswith("F8"):
             return

@@ -85,6 +85,7 @@ class MlaSpec:
     bias: bool  # on the two down projections and the output projection
     softmax_scale: float  # (nope_dim + rope_dim)^-0.5, times YaRN's mscale^2
     indexer: IndexerSpec | None = None
+    splits_heads: bool = False  # the projection from latents is stored in two, of keys and of values, as in GGUF files
 
     @property
     def query_dim(self) -> int:

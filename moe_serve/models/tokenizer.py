@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_serve.errors import ModelError, RequestError
+from moe_serve.models.gguf_tokenizer import gguf_backend, gguf_settings
 from moe_serve.models.model_files import read_bytes, read_json
 from moe_serve.models.tokenizer_conversion import SPACE, byte_characters, sentencepiece_backend, tiktoken_backend
 
@@ -38,7 +39,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Returns the tokenizer of a model folder.
+        """Returns the tokenizer of a model folder, or of a GGUF file.
 
         Raises ModelError when the folder has no readable vocabulary.
         """
@@ -48,9 +49,8 @@ class Tokenizer:
                 f"{Path(folder) / 'tokenizer.json'}: there is no tokenizer in the model folder; put tokenizer.json "
                 "there, or set model.skip_tokenizer: true and send input_ids"
             )
-        configuration = path.with_name("tokenizer_config.json")
-        settings = read_json(configuration, _COPY_AGAIN) if configuration.exists() else {}
-        backend = _read_backend(path, settings)
+        settings = tokenizer_settings(folder)
+        backend = gguf_backend(path) if path == Path(folder) else _read_backend(path, settings)
         bos = _special_id(backend, settings.get("bos_token"))
         return cls(backend, bos_token_id=bos, add_bos=None if bos is None else _adds_bos(path, settings))
 
@@ -155,12 +155,28 @@ def _special_id(backend: Any, token: Any) -> int | None:
     return None if found is None else int(found)
 
 
+def tokenizer_settings(folder: str | Path) -> Mapping[str, Any]:
+    """Returns the contents of a model folder's tokenizer_config.json, empty without one, or what a GGUF file says.
+
+    Raises ModelError for a file that cannot be read.
+    """
+    folder = Path(folder)
+    if folder.is_file():
+        return gguf_settings(folder)
+    configuration = folder / "tokenizer_config.json"
+    return read_json(configuration, _COPY_AGAIN) if configuration.exists() else {}
+
+
 def tokenizer_file(folder: str | Path) -> Path | None:
     """Returns the file from which the tokenizer of a model folder is read, None where there is none.
+
+    A GGUF file has its own.
 
     Raises ModelError where the only vocabulary is of a kind that cannot be read.
     """
     folder = Path(folder)
+    if folder.is_file():
+        return folder
     found = next((folder / name for name in _KINDS if (folder / name).exists()), None)
     if found is not None:
         return found

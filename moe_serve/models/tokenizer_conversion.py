@@ -13,13 +13,13 @@ from typing import Any
 
 from moe_serve.errors import ModelError
 
-_LARGEST_VOCABULARY = 2_000_000
+LARGEST_VOCABULARY = 2_000_000
 _LONGEST_TOKEN = 1024  # bytes; merges of a token are found by cutting it everywhere
 
 # ---- sentencepiece
 
 _UNIGRAM, _BPE = 1, 2  # trainer_spec.model_type
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # the type of a piece; 1: normal, 5: unused, 6: a byte
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # the type of a piece; 1: normal, 5: unused, 6: a byte
 SPACE = "▁"  # as sentencepiece writes it
 
 
@@ -53,7 +53,7 @@ def sentencepiece_backend(data: bytes, where: str, legacy: bool) -> Any:
                 f"{where}: holds a sentencepiece model of words or characters, only unigram and BPE are converted; put "
                 "a tokenizer.json in the folder"
             )
-        return _convert_sentencepiece(model, legacy)
+        return convert_sentencepiece(model, legacy)
     except (ValueError, struct.error, IndexError) as error:
         raise ModelError(
             f"{where}: cannot be read as a sentencepiece model ({str(error)[:80]}); copy the file again, or put a "
@@ -80,9 +80,9 @@ def read_sentencepiece(data: bytes) -> SentencePieceModel:
             model.charsmap = charsmap if isinstance(charsmap, bytes) else b""
             model.add_dummy_prefix = bool(_number(spec.get(3, 1)))
             model.remove_extra_whitespaces = bool(_number(spec.get(4, 1)))
-    if not 0 < len(model.pieces) <= _LARGEST_VOCABULARY:
+    if not 0 < len(model.pieces) <= LARGEST_VOCABULARY:
         raise ValueError(f"{len(model.pieces)} pieces")
-    if not any(kind == _UNKNOWN for *_, kind in model.pieces):
+    if not any(kind == UNKNOWN for *_, kind in model.pieces):
         raise ValueError("no piece for unknown text")
     return model
 
@@ -134,12 +134,13 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError("a number of more than 10 bytes")
 
 
-def _convert_sentencepiece(model: SentencePieceModel, legacy: bool) -> Any:
+def convert_sentencepiece(model: SentencePieceModel, legacy: bool) -> Any:
+    """Returns the `tokenizers.Tokenizer` of a model. legacy: as in `sentencepiece_backend`"""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pieces = model.pieces
-    unknown = next(i for i, (_, _, kind) in enumerate(pieces) if kind == _UNKNOWN)
-    special = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
+    unknown = next(i for i, (_, _, kind) in enumerate(pieces) if kind == UNKNOWN)
+    special = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
     if model.model_type == _UNIGRAM:
         scored = [(text, score) for text, score, _ in pieces]
         core: Any = models.Unigram(scored, unk_id=unknown, byte_fallback=model.byte_fallback)
@@ -246,7 +247,7 @@ def read_ranks(data: bytes) -> dict[bytes, int]:
         if not 0 < len(token) <= _LONGEST_TOKEN or token in ranks:
             raise ValueError(f"line {number}: a token that is empty, too long or twice there")
         ranks[token] = int(parts[1])
-    if not 0 < len(ranks) <= _LARGEST_VOCABULARY:
+    if not 0 < len(ranks) <= LARGEST_VOCABULARY:
         raise ValueError(f"{len(ranks)} tokens")
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError("the ranks are not 0, 1, 2 and so on")

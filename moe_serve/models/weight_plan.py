@@ -33,15 +33,22 @@ class Part:
 
 @dataclass(frozen=True)
 class DenseTensor:
-    """One tensor that every rank holds. kind: how dummy weights are drawn; "bias32" stays in float32."""
+    """One tensor that every rank holds, of which the checkpoint has parts that lie one below the other.
+
+    kind: how dummy weights are drawn; "bias32" stays in float32
+    in_heads: the parts are those of each head, [heads, k, n] of keys and [heads, n, k] of values
+    """
 
     name: str
     parts: tuple[Part, ...]
     kind: Literal["matrix", "norm", "bias", "bias32"] = "matrix"
+    in_heads: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.parts[0].shape
+        if self.in_heads:
+            return first[0] * (first[2] + self.parts[1].shape[1]), first[1]
         return (sum(part.shape[0] for part in self.parts), *first[1:])
 
 
@@ -129,6 +136,9 @@ def _expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
         if spec.expert_names.form == "apart":
             yield _apart(spec, layer, "gate_up", 2 * width, hidden)
             yield _apart(spec, layer, "down", hidden, width)
+            if spec.expert_bias:
+                yield _biases_apart(spec, layer, "gate_up_bias", 2 * width)
+                yield _biases_apart(spec, layer, "down_bias", hidden)
         else:
             yield from _together(spec, layer, "gate_up", 2 * width, hidden)
             yield from _together(spec, layer, "down", hidden, width)
@@ -143,6 +153,14 @@ def _apart(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"], n: int
         linear = linears[0] if name == "gate_up" else linears[1]
         source, templates = f"model.layers.{layer}.{spec.expert_names.block}.{linear}.weight", ()
     return ExpertTensor(name, layer, (n, k), templates, Part(source, (spec.num_logical, n, k)))
+
+
+def _biases_apart(spec: ModelSpec, layer: int, name: Literal["gate_up_bias", "down_bias"], n: int) -> ExpertTensor:
+    """Returns the biases of each expert, [n], those of gate and up apart, as in a GGUF file."""
+    block, names = f"model.layers.{layer}.{spec.expert_names.block}.experts.", spec.expert_names
+    linears = (names.down,) if name == "down_bias" else (names.gate, names.up)
+    templates = tuple(Part(f"{block}{{e}}.{linear}.bias", (n // len(linears),)) for linear in linears)
+    return ExpertTensor(name, layer, (n,), templates, Part(f"{block}{name}", (spec.num_logical, n)))
 
 
 def _templates(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"]) -> tuple[Part, ...]:
@@ -276,8 +294,14 @@ def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
         yield DenseTensor(ours + "index_k_norm_bias", (Part(source + "k_norm.bias", (width,)),), "bias")
         yield DenseTensor(ours + "index_weights", (Part(source + "weights_proj.weight", (heads, hidden)),))
     yield _norm(ours + "kv_a_norm", theirs + "kv_a_layernorm.weight", spec.kv_lora_rank)
-    kv_b = spec.num_heads * (spec.nope_dim + spec.value_dim)
-    yield DenseTensor(ours + "kv_b", (Part(theirs + "kv_b_proj.weight", (kv_b, spec.kv_lora_rank)),))
+    heads, latent = spec.num_heads, spec.kv_lora_rank
+    if spec.splits_heads:
+        keys = Part(theirs + "k_b_proj.weight", (heads, latent, spec.nope_dim))
+        values = Part(theirs + "v_b_proj.weight", (heads, spec.value_dim, latent))
+        yield DenseTensor(ours + "kv_b", (keys, values), in_heads=True)
+    else:
+        kv_b = Part(theirs + "kv_b_proj.weight", (heads * (spec.nope_dim + spec.value_dim), latent))
+        yield DenseTensor(ours + "kv_b", (kv_b,))
     yield DenseTensor(ours + "o", (Part(theirs + "o_proj.weight", (hidden, spec.num_heads * spec.value_dim)),))
     if spec.bias:
         yield DenseTensor(ours + "o_bias", (Part(theirs + "o_proj.bias", (hidden,)),), "bias")

@@ -17,7 +17,7 @@ import torch
 
 from moe_serve.ep.expert_form import ExpertForm, SlotForm
 from moe_serve.kernels.forms import FP8_GROUP
-from moe_serve.models.checkpoint import all_tensors
+from moe_serve.models.checkpoint import all_tensors, has_weights
 from moe_serve.models.checkpoint_parts import CheckpointParts
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.weight_plan import DenseTensor, dense_tensors, expert_tensors
@@ -45,7 +45,7 @@ class StoredWeights:
 
         Raises ModelError where a file cannot be read.
         """
-        if folder is None or not any(folder.glob("*.safetensors")):
+        if folder is None or not has_weights(folder):
             return cls._as_configured(spec)
         return cls._as_read(spec, CheckpointParts(spec, all_tensors(folder)))
 

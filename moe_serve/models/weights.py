@@ -32,8 +32,9 @@ from moe_serve.kernels.cpu.packed import pack, pack_gate_up
 from moe_serve.kernels.forms import Fp8Block
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.quantised import dequantise_mxfp4, quantise_mxfp4, quantize_int8, quantize_weight
-from moe_serve.models.checkpoint import Checkpoint
+from moe_serve.models.checkpoint import BLOCK_DTYPES, Checkpoint
 from moe_serve.models.checkpoint_parts import CheckpointParts
+from moe_serve.models.gguf_blocks import dequantise_blocks, mxfp4_blocks
 from moe_serve.models.model_files import shown
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_tensors, expert_tensors
 from moe_serve.models.weight_share import WeightShare
@@ -270,6 +271,10 @@ class CheckpointWeights:
 
     def dense(self, plan: DenseTensor) -> dict[str, Tensor]:
         out = torch.empty(plan.shape, dtype=self._share.dense_dtype(plan), device=self._share.device)
+        if plan.in_heads:
+            keys, values = (self._rows(part.source, None) for part in plan.parts)
+            out.copy_(torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1))
+            return {plan.name: out}
         scales, row = [], 0
         for part in plan.parts:
             rows = out[row : row + part.shape[0]]
@@ -292,8 +297,12 @@ class CheckpointWeights:
             return
         row = 0
         for part in self._parts.parts(plan, (expert,)):
-            self._put_part(part, expert if is_fused else None, one, plan.name, row)
-            row += part.shape[-2]
+            if plan.kind == "bias":
+                self._read(part, one[plan.name][row : row + part.shape[0]])
+                row += part.shape[0]
+            else:
+                self._put_part(part, expert if is_fused else None, one, plan.name, row)
+                row += part.shape[-2]
 
     def _put_part(self, part: Part, expert: int | None, one: dict[str, Tensor], name: str, row: int) -> None:
         """Writes stored rows of one expert from `row` of its matrix on, in the form of the slots."""
@@ -307,7 +316,7 @@ class CheckpointWeights:
             case "fp8":
                 _put_rows(one, name, row, *self._stored_fp8(part, expert))
             case "mxfp4":
-                raise AssertionError(f"{part.source} is not in MXFP4")
+                _put_rows(one, name, row, *self._mxfp4_rows(part))
 
     def _brought_into_form(self, plan: ExpertTensor, expert: int) -> Tensor:
         """Returns one expert of a fused tensor in another form than ours: [n, k], or biases [n]."""
@@ -322,6 +331,14 @@ class CheckpointWeights:
         if int(scales.max()) == _MXFP4_NAN:
             raise self._not_finite(scale.source, expert)
         return _gate_above_up(plan, blocks), _gate_above_up(plan, scales)
+
+    def _mxfp4_rows(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Returns codes [rows, k / 2] and scales [rows, k / 32] of a matrix of a GGUF file, in the order of gpt-oss."""
+        assert self._checkpoint.tensors[part.source].dtype_name == "MXFP4", f"{part.source} is not in MXFP4"
+        codes, scales = mxfp4_blocks(self._checkpoint.read(part.source))
+        if int(scales.max()) == _MXFP4_NAN:
+            raise self._not_finite(part.source, None)
+        return codes, scales
 
     def _read(self, part: Part, out: Tensor, expert: int | None = None) -> None:
         """Fills `out` with a stored tensor, or with one expert of a fused one."""
@@ -352,6 +369,9 @@ class CheckpointWeights:
     def _rows(self, name: str, expert: int | None) -> Tensor:
         """Returns a stored tensor, or one expert of a fused one. Raises ModelError for numbers that are not finite."""
         rows = self._checkpoint.read(name) if expert is None else self._checkpoint.read(name, expert, 1)[0]
+        dtype_name = self._checkpoint.tensors[name].dtype_name
+        if dtype_name in BLOCK_DTYPES:
+            rows = dequantise_blocks(rows, dtype_name)
         if not all_finite(rows, self._share.dtype):
             raise self._not_finite(name, expert)
         return rows

@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 
-from moe_serve.models.families.registry import read_spec
-from moe_serve.models.spec import ModelSpec
-
 COMMON: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -195,20 +192,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def spec_of(name: str, folder: Path) -> ModelSpec:
-    """Returns the spec of a tiny model, without its weights."""
-    from transformers import AutoConfig
-
-    model_type, keys = FAMILIES[name]
-    AutoConfig.for_model(model_type, **keys).save_pretrained(folder)
-    return read_spec(folder)
-
-
 def make_oracle(name: str, seed: int = 0) -> Any:
     """Returns the transformers model of a family, float32, in evaluation mode."""
+    return make_random(*FAMILIES[name], seed)
+
+
+def make_random(model_type: str, keys: dict[str, Any], seed: int = 0) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, keys = FAMILIES[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **keys)
     config._attn_implementation = "eager"

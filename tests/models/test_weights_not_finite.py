@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from moe_serve.ep.expert_form import ExpertForm
 from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import PER_CHANNEL
-from moe_serve.models.checkpoint import StoredTensor, all_tensors
+from moe_serve.models.checkpoint import all_tensors
 from moe_serve.models.families.registry import read_spec
+from moe_serve.models.stored_tensor import StoredTensor
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import ExpertReloader, ExpertToRead, all_finite, load_weights
 from tests.models.fp8_checkpoint import write_fp8_checkpoint

@@ -50,7 +50,7 @@ class ConfigOptions:
 class ModelOptions(ConfigOptions):
     """The options of every command with a model."""
 
-    model_path: str | None = setting("model.path", "--model-path", "--model", help="a folder, or demo")
+    model_path: str | None = setting("model.path", "--model-path", "--model", help="a folder, a GGUF file, or demo")
     num_ranks: int | None = setting("parallel.num_ranks", "--ep-size", "--ep", "--expert-parallel-size", "--num-ranks")
     load_format: str | None = setting("model.load_format", help="auto, or dummy for random weights")
     dtype: str | None = setting("model.dtype", help="auto, float32 or bfloat16")

@@ -124,7 +124,7 @@ def examine(config: ServeConfig) -> Report:
     device = config.parallel.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if (model_dir(config.model) / "config.json").is_file():
+    if model_dir(config.model).is_file() or (model_dir(config.model) / "config.json").is_file():
         with report.noting_problems():
             _describe_model(report, config, device)
     _describe_choices(report, config, device)

@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_serve.errors import ModelError
 from moe_serve.models import families
+from moe_serve.models.gguf_model import read_gguf_model
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.model_files import read_json, shown
 from moe_serve.models.spec import ModelSpec
@@ -27,11 +28,13 @@ _MOST_PARAMETERS = 1 << 47
 
 
 def read_spec(folder: str | Path) -> ModelSpec:
-    """Returns the spec of the model in a Hugging Face folder.
+    """Returns the spec of the model in a Hugging Face folder, or in a GGUF file.
 
     Raises ModelError when config.json cannot be read, when the architecture is not one of FAMILIES, or when the
     configuration asks for a feature that is not implemented; each message names it.
     """
+    if Path(folder).is_file():
+        return _of_gguf(Path(folder))
     path = Path(folder) / "config.json"
     values = read_json(path, "give a Hugging Face model folder, with config.json and *.safetensors")
     generation = path.with_name("generation_config.json")
@@ -47,6 +50,15 @@ def read_spec(folder: str | Path) -> ModelSpec:
             f"supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     spec = replace(family(config), eos_token_ids=_eos_token_ids(config, HfConfig(extra, str(generation))))
+    _check_total(str(path), spec)
+    return spec
+
+
+def _of_gguf(path: Path) -> ModelSpec:
+    model = read_gguf_model(path)
+    config = HfConfig(model.config, str(path))
+    spec = FAMILIES[model.config["model_type"]](config)
+    spec = model.as_stored(replace(spec, eos_token_ids=_eos_token_ids(config, HfConfig({}, str(path)))))
     _check_total(str(path), spec)
     return spec
 

@@ -11,7 +11,8 @@ import msgspec
 
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import ConfigError, ModelError, RequestError
-from moe_serve.models.model_files import read_bytes, read_json
+from moe_serve.models.model_files import read_bytes
+from moe_serve.models.tokenizer import tokenizer_settings
 from moe_serve.server.workers.helper_process import HelperEnded, HelperPair, TooLongError
 
 _LARGEST = 4 << 20  # bytes of a file with a template; real ones have up to 20 KB
@@ -70,8 +71,7 @@ class ChatTemplates:
         Raises ConfigError or ModelError for files that cannot be read.
         """
         folder = model_dir(config.model)
-        settings_file = folder / "tokenizer_config.json"
-        settings = read_json(settings_file, _FIX) if settings_file.exists() else {}
+        settings = tokenizer_settings(folder)
         given = config.server.chat_template
         templates = _of_folder(folder, settings) if given is None else {"default": _of_setting(given)}
         tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token(settings.get(name))) is not None}
