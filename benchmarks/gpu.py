@@ -1,274 +1,298 @@
-"""GPU kernels against their goals, on one GPU: one command, no arguments, under five minutes.
+"""The first hour on a GPU: one command looks at the machine, tests and measures everything, and writes one report.
 
-    python benchmarks/gpu.py [--json FILE] [--only NAME ...]
+    python -m benchmarks.gpu [--minutes 25] [--parts NAME ...] [--out gpu_report]
 
-Every row states its goal and its conditions. Inputs rotate over sets that together exceed the L2, outputs are checked
-against float32 before they are timed, times are medians of CUDA events (or of graph replays, where a step is many small
-launches). Eight "ranks" are virtual: eight regions on one device. Nothing here says anything about NVLink or RDMA.
+Parts run in the order of what is least certain, each in a process of its own with a limit of time; one that fails,
+hangs or takes its GPU's context down ends alone. What a machine lacks leaves out a part, with the reason. The report
+(report.md, report.json) is written anew after each part, so that a run that is cut off has one; with --minutes what is
+left ends in time and says so, and --parts runs it later. torch, numpy and triton are enough for most parts; nothing
+needs a network. Exit code 1 where a part failed.
 """
 
 import argparse
 import json
-import statistics
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-import torch
+ROOT = Path(__file__).parents[1]
+LEAST_S = 15.0  # with less time left nothing is begun
+END_S = 5.0  # between the request to end and the end
+TAIL_LINES = 60
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.gpu_gemm import packed_gemm, slab_gemm
-from benchmarks.gpu_timing import (
-    BF16,
-    HIDDEN,
-    LAUNCH_CYCLES,
-    RANKS,
-    REPEATS,
-    SLOTS,
-    TOKENS,
-    TOPK,
-    Ceilings,
-    Row,
-    graph_us,
-    measure_ceilings,
-    print_machine,
-    sets_for,
-    time_us,
-)
-from moe_serve.dispatch.gpu.launch_triton import SlabRanks
-from moe_serve.dispatch.gpu.region import Region
-from moe_serve.ep.device_split import split_table
-from moe_serve.eplb.split.layer import LayerSlots
-from moe_serve.kernels.exact_split import SplitTable, exact_split_reference
-from moe_serve.topology import Topology
-from tests.dispatch.gpu.virtual import virtual_regions
+@dataclass(frozen=True)
+class Part:
+    """One process.
 
-LINK_GB_S = 50  # per rank and direction, what overlap is measured against: one 400 Gb/s network card
+    command: arguments of Python; ROWS and TESTS stand for files that it writes: rows as JSON lines, or JUnit's XML
+    limit_s: the longest that it may take
+    needs:   facts without which it is left out, keys of `lacks` of benchmarks.gpu_environment
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    needs: tuple[str, ...] = ("cuda", "triton", "compiler")
+
+
+@dataclass
+class Outcome:
+    """What came of a part.
+
+    state: "passed", "failed", "out of time" (ended at its limit), "left out" (for a reason) or "not begun"
+    rows:  as of gpu_timing.Row;  tests: counts by result, and the names of those that failed
+    tail:  last lines of output of a part that did not pass
+    """
+
+    name: str
+    state: str
+    seconds: float = 0.0
+    reason: str = ""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    tests: dict[str, Any] = field(default_factory=dict)
+    tail: str = ""
+
+
+def _measured(name: str, module: str, limit_s: float, *names: str) -> Part:
+    return Part(name, ("-m", f"benchmarks.{module}", *names, "--rows", "ROWS"), limit_s)
+
+
+def _tested(name: str, limit_s: float, *paths: str) -> Part:
+    workers = min(len(os.sched_getaffinity(0)) // 2, 8)  # each compiles its kernels
+    spread = ("-n", str(workers)) if workers > 1 and find_spec("xdist") else ()
+    command = ("-m", "pytest", "-q", "-m", "gpu", "--maxfail", "30", *spread, "--junitxml", "TESTS", *paths)
+    return Part(name, command, limit_s, ("cuda", "triton", "compiler", "pytest", "hypothesis"))
+
+
+def files_of_tests() -> list[str]:
+    """Returns the test files that have tests for a GPU: others may need packages that its machine lacks.
+
+    They mark tests, or have checks that the fixture on_device runs in the interpreter and on a GPU.
+    """
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "mark.gpu" in text or "on_device:" in text:
+            found.append(str(path.relative_to(ROOT)))
+    return found
+
+
+def parts() -> tuple[Part, ...]:
+    """Returns all parts, in their order."""
+    files = files_of_tests()
+    kernels = [path for path in files if path.startswith("tests/kernels/")]
+    dispatch = [path for path in files if path.startswith("tests/dispatch/")]
+    others = [path for path in files if path not in (*kernels, *dispatch)]
+    sanitized = ("--tool", "memcheck", "--error-exitcode", "9", sys.executable)
+    return (
+        _measured("ceilings", "gpu_kernels", 90, "ceilings"),
+        _tested("kernel tests", 360, *kernels),
+        _measured("attention", "gpu_attention", 150),
+        _measured("sampling", "gpu_model", 90, "sampling"),
+        _measured("step", "gpu_model", 150, "step"),
+        _measured("graphs", "gpu_model", 150, "graphs"),
+        _measured("kernels", "gpu_kernels", 240),
+        _tested("dispatch tests", 240, *dispatch),
+        Part("cuda_ipc", ("-m", "benchmarks.gpu_ranks", "cuda_ipc", "--rows", "ROWS"), 120),
+        Part("nvshmem", ("-m", "benchmarks.gpu_ranks", "nvshmem", "--rows", "ROWS"), 120,
+             ("cuda", "triton", "compiler", "nvshmem", "gpus")),
+        Part("nccl", ("-m", "benchmarks.gpu_ranks", "nccl", "--rows", "ROWS"), 120),
+        Part("serving", ("-m", "benchmarks.gpu_serve", "--rows", "ROWS"), 180,
+             ("cuda", "triton", "compiler", "serving")),
+        _measured("speed", "gpu_model", 180, "speed"),
+        _tested("other tests", 240, *others),
+        Part("sanitizer",
+             ("-c", "import os, sys; os.execvp('compute-sanitizer', ['compute-sanitizer', *sys.argv[1:]])", *sanitized,
+              "-m", "pytest", "-q", "-m", "gpu", "-p", "no:xdist", "tests/dispatch/gpu/test_kernels.py"), 420,
+             ("cuda", "triton", "compiler", "pytest", "hypothesis", "sanitizer")),
+    )  # fmt: skip
+
+
+def look(limit_s: float = 120.0) -> dict[str, Any]:
+    """Returns the facts of the machine; where looking fails or hangs, what it said as a lack of everything."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.gpu_environment"], capture_output=True, text=True, timeout=limit_s,
+            cwd=ROOT, check=False,
+        )  # fmt: skip
+        found: dict[str, Any] = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return {"lacks": {"cuda": f"looking at the machine did not end within {limit_s:.0f} s"}}
+    except ValueError:
+        return {"lacks": {"cuda": f"looking at the machine failed: {done.stderr.strip()[-2000:]}"}}
+    return found
+
+
+def run(chosen: Sequence[Part], facts: Mapping[str, Any], folder: Path, minutes: float) -> list[Outcome]:
+    """Runs parts one after the other, and writes the report after each. folder: of the report"""
+    folder.mkdir(parents=True, exist_ok=True)
+    ends_at = time.monotonic() + 60 * minutes
+    outcomes: list[Outcome] = []
+    for part in chosen:
+        left = ends_at - time.monotonic() - END_S
+        missing = [facts["lacks"][need] for need in part.needs if need in facts["lacks"]]
+        if missing:
+            outcome = Outcome(part.name, "left out", reason=missing[0])
+        elif left < LEAST_S:
+            outcome = Outcome(part.name, "not begun", reason=f"{minutes:g} minutes are over; run it by --parts")
+        else:
+            print(f"{part.name} …", flush=True)
+            outcome = run_part(part, min(part.limit_s, left))
+        outcomes.append(outcome)
+        print(f"{part.name}: {outcome.state} {f'({outcome.reason})' if outcome.reason else ''}", flush=True)
+        write_report(folder, facts, outcomes)
+    return outcomes
+
+
+def run_part(part: Part, limit_s: float) -> Outcome:
+    """Runs one part, and ends all its processes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        files = {"ROWS": Path(scratch, "rows.jsonl"), "TESTS": Path(scratch, "tests.xml")}
+        log = Path(scratch, "log")
+        command = [sys.executable, *(str(files.get(word, word)) for word in part.command)]
+        began = time.monotonic()
+        with log.open("wb") as output:
+            # A session of its own, so that its children can be ended with it.
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT,
+                start_new_session=True, env={**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+            try:
+                code: int | None = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                code = None
+                _signal(process.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+            finally:
+                _signal(process.pid, signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):  # one that waits in the driver may not even end so
+                    process.wait(END_S)
+        seconds = time.monotonic() - began
+        rows, tests = _rows(files["ROWS"]), _tests(files["TESTS"])
+        state, reason = "passed", ""
+        if code is None:
+            state, reason = "out of time", f"it did not end within {limit_s:.0f} s"
+            if process.returncode is None:
+                reason += ", and could not be killed"
+        elif code:
+            state = "failed"
+            reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            if tests.get("failed"):
+                reason = f"{tests['failed']} of {tests['total']} tests failed"
+        text = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = "" if state == "passed" else "\n".join(text[-TAIL_LINES:])
+        return Outcome(part.name, state, seconds, reason, rows, tests, tail)
+
+
+def write_report(folder: Path, facts: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """Writes report.json and report.md."""
+    record = {"format": "moe_serve.gpu_report", "facts": facts, "parts": [asdict(outcome) for outcome in outcomes]}
+    (folder / "report.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(to_markdown(facts, outcomes), encoding="utf-8")
+
+
+def to_markdown(facts: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+    """Returns the report for people: the machine, the parts, their rows, and the last output of those that failed."""
+    gpus = facts.get("gpus") or []
+    packages = facts.get("packages") or {}
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    lines = [
+        f"# {len(gpus)} x {gpus[0]['name']}" if gpus else "# No GPU",
+        "",
+        f"Python {facts.get('python', '?')}, {versions or 'no packages known'}; "
+        f"{facts.get('nvidia_smi') or 'no driver'}.",
+        "",
+        *(f"- {need} is not here: {_cell(why)}" for need, why in facts["lacks"].items()),
+        "",
+        "| part | | s | |",
+        "| --- | --- | --- | --- |",
+    ]
+    for one in outcomes:
+        tests = f"{one.tests['passed']} tests passed, {one.tests['skipped']} skipped" if one.tests else ""
+        missed = [row["name"].strip() for row in one.rows if row["met"] is False]
+        goals = f"goals not met: {', '.join(missed)}" if missed else ""
+        words = "; ".join(word for word in (one.reason, tests, goals) if word)
+        lines.append(f"| {one.name} | {one.state} | {one.seconds:.0f} | {_cell(words)} |")
+    for one in outcomes:
+        if one.rows:
+            lines += ["", f"## {one.name}", "", "| | | | goal | met | of the sheet | of NCCL | |", "| --- " * 8 + "|"]
+            lines += [_line(row) for row in one.rows]
+    for one in outcomes:
+        if one.tests.get("names"):
+            lines += ["", f"## Tests of {one.name} that failed", "", *(f"- `{name}`" for name in one.tests["names"])]
+        if one.tail:
+            lines += ["", f"## Last output of {one.name}", "", "```", one.tail.replace("```", "'''"), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    met = {True: "yes", False: "**no**", None: ""}[row["met"]]
+    of_sheet = f"{row['of_sheet']:.0%}" if row["of_sheet"] is not None else ""
+    of_nccl = f"{row['of_nccl']:.2f} x" if row["of_nccl"] is not None else ""
+    cells = (row["name"], f"{row['value']:,.1f}", row["unit"], row["goal"], met, of_sheet, of_nccl, row["conditions"])
+    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows that a part has written, also where it was ended in the middle of one."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def _tests(path: Path) -> dict[str, Any]:
+    """Returns counts by result, and the names of those that failed; {} where pytest wrote no file."""
+    if not path.exists():
+        return {}
+    counts: dict[str, Any] = {"total": 0, "passed": 0, "failed": 0, "skipped": 0, "names": []}
+    for case in ElementTree.parse(path).iter("testcase"):
+        tags = {child.tag for child in case}
+        result = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+        counts["total"] += 1
+        counts[result] += 1
+        if result == "failed":
+            counts["names"].append(f"{case.get('classname')}::{case.get('name')}")
+    return counts
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
 
 
 def main() -> None:
+    known = parts()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the rows there")
-    parser.add_argument("--only", nargs="+", choices=sorted(BENCHMARKS), help="run these only")
+    parser.add_argument("--minutes", type=float, default=25.0, help="for all parts together (default 25)")
+    parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder of the report")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help=f"of {', '.join(part.name for part in known)}")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("this machine has no CUDA device; run it on one, the tests of these kernels run anywhere")
-    torch.manual_seed(0)
-    print_machine("before")
-    ceilings = measure_ceilings()
-    rows: list[Row] = []
-    for name in arguments.only or BENCHMARKS:
-        for row in BENCHMARKS[name](ceilings):
-            met = {True: "met", False: "NOT MET", None: ""}[row.met]
-            print(
-                f"{row.name:<58} {row.value:>9.1f} {row.unit:<9} {row.goal:<24} {met:<8} {row.conditions}", flush=True
-            )
-            rows.append(row)
-        torch.cuda.empty_cache()
-    print_machine("after")
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}, indent=1)
-        )
+    names = arguments.parts or [part.name for part in known]
+    if unknown := set(names) - {part.name for part in known}:
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; use {', '.join(part.name for part in known)}")
+    facts = look()
+    outcomes = run([part for part in known if part.name in names], facts, arguments.out, arguments.minutes)
+    print(f"wrote {arguments.out / 'report.md'}")
+    sys.exit(any(outcome.state in ("failed", "out of time") for outcome in outcomes))
 
-
-# -- low latency ----------------------------------------------------------------------------------------------------
-
-
-def make_ranks(num_tokens: int, fp8: bool) -> SlabRanks:
-    region = Region(RANKS, SLOTS, num_tokens, HIDDEN, TOPK, 1 if fp8 else 2, 2, num_queues=1)
-    return SlabRanks(virtual_regions(region, torch.device("cuda")), BF16, keep_fp8=fp8)
-
-
-def random_ids(num_tokens: int) -> torch.Tensor:
-    return torch.rand(RANKS, num_tokens, RANKS * SLOTS, device="cuda").argsort(-1)[:, :, :TOPK].contiguous()
-
-
-def low_latency(ceilings: Ceilings) -> list[Row]:
-    ranks, rows = make_ranks(TOKENS, fp8=True), []
-    inputs = [
-        torch.randn(RANKS, TOKENS, HIDDEN, dtype=BF16, device="cuda")
-        for _ in range(sets_for(RANKS * TOKENS * HIDDEN * 2))
-    ]
-    ids, weights = random_ids(TOKENS), torch.rand(RANKS, TOKENS, TOPK, device="cuda")
-    results = torch.randn(RANKS, SLOTS, RANKS * TOKENS, HIDDEN, dtype=BF16, device="cuda")
-
-    times: dict[str, list[float]] = {
-        "pack + FP8 + scatter": [],
-        "wait + unpack": [],
-        "send results": [],
-        "weighted combine": [],
-    }
-    for repeat in range(REPEATS + 5):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
-        torch.cuda._sleep(LAUNCH_CYCLES)
-        marks[0].record()
-        sent = ranks.dispatch_send(inputs[repeat % len(inputs)], ids)
-        marks[1].record()
-        ranks.dispatch_receive(sent)
-        marks[2].record()
-        ranks.combine_send(sent, results)
-        marks[3].record()
-        ranks.combine_receive(sent, weights)
-        marks[4].record()
-        torch.cuda.synchronize()
-        if repeat >= 5:
-            for phase, start, end in zip(times, marks, marks[1:], strict=False):
-                times[phase].append(start.elapsed_time(end) * 1e3)
-    assert int(ranks.late.max()) == 0, "a wait ended without its flag"
-    conditions = f"{RANKS} virtual ranks x {TOKENS} tokens, H {HIDDEN}, top-{TOPK}, FP8 out, bf16 home"
-    micros = {phase: statistics.median(found) for phase, found in times.items()}
-    for phase, found in micros.items():
-        goal = ("<= 60 (floor ~19)", found <= 60) if phase.startswith("pack") else ("", None)
-        rows.append(Row(f"low latency: {phase}", found, "us", *goal, conditions))
-    moved = RANKS * TOKENS * (TOPK + 1) * HIDDEN * 2
-    share = moved / micros["weighted combine"] / 1e3 / ceilings.copy_gb_s * 100
-    return [
-        *rows,
-        Row("  weighted combine, of copy bandwidth", share, "%", ">= 70 %", share >= 70, f"{moved / 1e6:.0f} MB moved"),
-    ]
-
-
-def small_batches(ceilings: Ceilings) -> list[Row]:
-    rows = []
-    for num_tokens in (1, 8):
-        ranks = make_ranks(num_tokens, fp8=True)
-        x = torch.randn(RANKS, num_tokens, HIDDEN, dtype=BF16, device="cuda")
-        ids, weights = random_ids(num_tokens), torch.rand(RANKS, num_tokens, TOPK, device="cuda")
-        results = torch.randn(RANKS, SLOTS, RANKS * num_tokens, HIDDEN, dtype=BF16, device="cuda")
-
-        def step() -> None:
-            sent = ranks.dispatch_send(x, ids)  # noqa: B023, called before the next turn
-            ranks.dispatch_receive(sent)  # noqa: B023
-            ranks.combine_send(sent, results)  # noqa: B023
-            ranks.combine_receive(sent, weights)  # noqa: B023
-
-        micros = graph_us(step)
-        name = f"low latency: dispatch + combine in a graph, T = {num_tokens}"
-        rows.append(Row(name, micros, "us", "<= 30", micros <= 30, f"{RANKS} virtual ranks, all of them in the time"))
-    return rows
-
-
-# -- exact split, small kernels, overlap ----------------------------------------------------------------------------
-
-
-def exact_split(ceilings: Ceilings) -> list[Row]:
-    from moe_serve.kernels.triton.exact_split import exact_split_triton
-
-    generator = torch.Generator().manual_seed(0)
-    experts, ranks, batches = 256, 32, 200
-    popularity = torch.rand(experts, generator=generator).pow(-0.5)
-    hot = popularity.argsort(descending=True)[:32]
-    row = torch.cat([torch.arange(experts), hot])[torch.randperm(288, generator=generator)]
-    cpu = split_table(LayerSlots.of(row.numpy(), Topology(1, ranks), experts))
-    table = SplitTable(cpu.fixed_slot.cuda(), cpu.experts.cuda(), cpu.replica_slot.cuda(), cpu.num_slots)
-    counts = [torch.bincount(torch.multinomial(popularity, 32768, True, generator=generator), minlength=experts)
-              for _ in range(batches)]  # fmt: skip
-    on_gpu = [count.cuda() for count in counts]
-    outcomes = torch.zeros(3, dtype=torch.int64, device="cuda")
-    for index in range(10):
-        expected, _ = exact_split_reference(counts[index], cpu)
-        assert torch.equal(exact_split_triton(on_gpu[index], table, outcomes).cpu(), expected), "wrong split"
-    outcomes.zero_()
-    for count in on_gpu:
-        exact_split_triton(count, table, outcomes)
-    at_once, repaired, unproven = outcomes.tolist()
-    micros = graph_us(lambda: exact_split_triton(on_gpu[0], table, outcomes))
-    no_pushes = graph_us(lambda: exact_split_triton(on_gpu[0], table, outcomes, max_pushes=0))
-    conditions = (
-        f"256 experts, 288 slots, 32 ranks; of {batches} batches {at_once} at once, {repaired} repaired, {unproven} not"
-    )
-    return [
-        Row("exact split, sweeps and certificate", no_pushes, "us", "<= 20, >= 99 % at once",
-            no_pushes <= 20 and at_once >= 0.99 * batches, conditions),
-        Row("exact split, with repair", micros, "us", "<= 50", micros <= 50, conditions),
-    ]  # fmt: skip
-
-
-def small_kernels(ceilings: Ceilings) -> list[Row]:
-    from moe_serve.kernels.forms import RouterSpec
-    from moe_serve.kernels.triton.quantize import quantize_triton
-    from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
-    from moe_serve.kernels.triton.topk_gate import topk_gate_triton
-
-    rows = []
-    x = [torch.randn(16384, HIDDEN, dtype=BF16, device="cuda") for _ in range(3)]
-    moved = x[0].numel() * 3 + x[0].numel() // 32
-    share = moved / time_us([lambda v=v: quantize_triton(v) for v in x]) / 1e3 / ceilings.copy_gb_s * 100
-    rows.append(Row("FP8 quantise, of copy bandwidth", share, "%", "", None, f"16384 x {HIDDEN}"))
-    gate_up = [torch.randn(32768, 4096, dtype=BF16, device="cuda") for _ in range(3)]
-    moved = gate_up[0].numel() * 5 // 2
-    share = moved / time_us([lambda v=v: silu_mul_quantize_triton(v) for v in gate_up]) / 1e3 / ceilings.copy_gb_s * 100
-    rows.append(Row("SwiGLU + quantise, of copy bandwidth", share, "%", "", None, "32768 x 2 x 2048"))
-    spec = RouterSpec(256, TOPK, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)
-    logits, bias = torch.randn(TOKENS, 256, device="cuda"), torch.randn(256, device="cuda")
-    load = torch.zeros(256, dtype=torch.int64, device="cuda")
-    micros = graph_us(lambda: topk_gate_triton(logits, bias, spec, load))
-    return [*rows, Row("gate + load counting", micros, "us", "", None, f"{TOKENS} tokens, 256 experts, 8 groups")]
-
-
-def overlap(ceilings: Ceilings) -> list[Row]:
-    """Shared expert (a dense GEMM) while rows travel, on two streams, against one after the other.
-
-    A link is played by a pause between send and receive, as long as a rank's bytes would take on it.
-    """
-    ranks = make_ranks(TOKENS, fp8=True)
-    x = torch.randn(RANKS, TOKENS, HIDDEN, dtype=BF16, device="cuda")
-    ids, weights = random_ids(TOKENS), torch.rand(RANKS, TOKENS, TOPK, device="cuda")
-    results = torch.randn(RANKS, SLOTS, RANKS * TOKENS, HIDDEN, dtype=BF16, device="cuda")
-    shared = torch.randn(HIDDEN, 4096, dtype=BF16, device="cuda")
-    side = torch.cuda.Stream()
-    cycles_of_1_us = 4_000_000 / time_us([lambda: torch.cuda._sleep(4_000_000)], 10)
-    link_us = TOKENS * TOPK * ranks.region.row_bytes / LINK_GB_S / 1e3
-
-    def travel(pause_us: float) -> None:
-        sent = ranks.dispatch_send(x, ids)
-        if pause_us:
-            torch.cuda._sleep(int(pause_us * cycles_of_1_us))
-        ranks.dispatch_receive(sent)
-        ranks.combine_send(sent, results)
-        ranks.combine_receive(sent, weights)
-
-    def compute() -> torch.Tensor:
-        return x.view(-1, HIDDEN) @ shared
-
-    def one_after_the_other(pause_us: float) -> None:
-        compute()
-        travel(pause_us)
-
-    def together(pause_us: float) -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            compute()
-        travel(pause_us)
-        torch.cuda.current_stream().wait_stream(side)
-
-    rows = []
-    compute_us = time_us([compute])
-    for pause_us, link in ((link_us, f"link of {LINK_GB_S} GB/s"), (0.0, "no link")):
-        both = time_us([lambda pause_us=pause_us: one_after_the_other(pause_us)])
-        overlapped = time_us([lambda pause_us=pause_us: together(pause_us)])
-        conditions = f"{link}: {pause_us:.0f} us under way, shared expert {compute_us:.0f} us, one device"
-        if pause_us:
-            hidden = (both - overlapped) / min(pause_us, compute_us) * 100
-            rows.append(Row("overlap: share of the shorter hidden", hidden, "%", ">= 80 %", hidden >= 80, conditions))
-        faster = both / overlapped
-        goal = ("", None) if pause_us else (">= 0.98", faster >= 0.98)
-        rows.append(Row("overlap: speed against one by one", faster, "x", *goal, conditions))
-    return rows
-
-
-BENCHMARKS: dict[str, Callable[[Ceilings], list[Row]]] = {
-    "packed_gemm": packed_gemm,
-    "slab_gemm": slab_gemm,
-    "low_latency": low_latency,
-    "small_batches": small_batches,
-    "exact_split": exact_split,
-    "small_kernels": small_kernels,
-    "overlap": overlap,
-}
 
 if __name__ == "__main__":
     main()

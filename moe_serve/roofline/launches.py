@@ -128,6 +128,7 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
     with (
         _replaced(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         _replaced(torch.cuda, "get_device_properties", lambda *_: gpu),
+        _replaced(torch.cuda, "current_device", lambda: 0),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
         yield mode

@@ -43,7 +43,7 @@ class GemmTile:
 # The tile comes from a table keyed by shape class, never from a search while serving: a search costs seconds, differs
 # between ranks, and breaks graph capture. The classes follow the bottleneck: memory bandwidth with few rows per expert,
 # matrix units with many. Shared memory is (block_m + block_n) x block_k x bytes x num_stages; sm_80 has 163 KB, sm_90
-# and sm_100 have 227 KB. No row has been measured on a GPU yet; `benchmarks/gpu.py` prints the rows to put here.
+# and sm_100 have 227 KB. No row has been measured on a GPU yet; benchmarks/gpu_gemm.py prints the rows to put here.
 _BF16 = (
     (16, GemmTile(16, 64, 128, num_warps=4, num_stages=4, programs_per_sm=2)),
     (64, GemmTile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2)),
