@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from moe_serve.models.families.registry import read_spec
+from moe_serve.models.spec import ModelSpec
+
 COMMON: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -190,6 +193,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         MLA | {"q_lora_rank": 31, "kv_lora_rank": 15, "qk_nope_head_dim": 13, "v_head_dim": 11},
     ),
 }
+
+
+def spec_of(name: str, folder: Path) -> ModelSpec:
+    """Returns the spec of a tiny model, without its weights."""
+    from transformers import AutoConfig
+
+    model_type, keys = FAMILIES[name]
+    AutoConfig.for_model(model_type, **keys).save_pretrained(folder)
+    return read_spec(folder)
 
 
 def make_oracle(name: str, seed: int = 0) -> Any:
