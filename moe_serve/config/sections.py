@@ -188,8 +188,11 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
     # How expert weights are stored. auto: an FP8 checkpoint as it is where the GPU has e4m3 or the compiled CPU kernels
     # run, an MXFP4 one as it is where these run, else dense (the compute dtype); int8: CPUs only, a quarter of the
-    # memory of float32, rounded from the checkpoint's values.
-    expert_weights: Literal["auto", "dense", "fp8", "int8", "mxfp4"] = "auto"
+    # memory of float32, rounded from the checkpoint's values; int4: likewise in 4.5 bits, by the compiled CPU kernels.
+    expert_weights: Literal["auto", "dense", "fp8", "int8", "mxfp4", "int4"] = "auto"
+    # What experts in int4 are multiplied with. auto: int8, each 128 values of a row with a scale of their own, as
+    # integers; float: the compute dtype as it is.
+    activations: Literal["auto", "float", "int8"] = "auto"
     max_model_len: PositiveInt | None = None  # tokens, prompt + output; None: the model's own limit
     skip_tokenizer: bool = False  # ids in, ids out
     seed: NonNegativeInt = 0  # of dummy weights

@@ -7,9 +7,12 @@ int8    a float32 scale for each output channel, quantised at load, CPU only: a 
         differ from the checkpoint's
 mxfp4   the numbers of four bits of an MXFP4 checkpoint with a power of two for each 32, for the compiled CPU kernels
         only: 4.25 bits where bfloat16 has 16
+int4    numbers of four bits and a float16 scale for each 32, quantised at load, for the compiled CPU kernels only: 4.5
+        bits, with numbers that differ from the checkpoint's
 
 For the compiled CPU kernels matrices are packed (kernels/cpu/packed.py). They widen weights as they read them and leave
-rows alone; torch and Triton quantise rows too before they multiply them with quantised weights.
+rows alone, unless `model.activations` says int8; torch and Triton quantise rows too before they multiply them with
+quantised weights.
 
 Shape words: H = hidden, I = width of an expert.
 """
@@ -22,11 +25,22 @@ from typing import Literal
 import torch
 
 from moe_serve.errors import ConfigError
-from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
-from moe_serve.kernels.forms import FP8_GROUP, MXFP4_BLOCK, SILU, Activation, Fp8Block, num_groups, num_scale_rows
+from moe_serve.kernels.cpu.packed import gate_up_size, group_packed_size, packed_size, padded
+from moe_serve.kernels.forms import (
+    FP8_GROUP,
+    INT4,
+    MXFP4_BLOCK,
+    SILU,
+    Activation,
+    Fp8Block,
+    GroupForm,
+    num_groups,
+    num_scale_rows,
+)
+from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.quantised import has_vnni
 
-ExpertForm = Literal["dense", "fp8", "int8", "mxfp4"]
+ExpertForm = Literal["dense", "fp8", "int8", "mxfp4", "int4"]
 
 PARTS: Mapping[str, int] = {"gate_up": 2, "down": 1}  # matrices of an expert: number of row stacks in each
 
@@ -97,8 +111,30 @@ def choose_expert_form(
                     "compute here (docs/numerics.md); set model.expert_weights: dense"
                 )
             return "mxfp4"
+        case "int4":
+            if not compiled:
+                raise ConfigError(
+                    "model.expert_weights is int4 but only the compiled CPU kernels multiply it, and they do not "
+                    f"compute here (docs/numerics.md); set model.expert_weights: {'dense' if on_gpu else 'int8'}"
+                )
+            return "int4"
         case _:
-            raise ConfigError(f"model.expert_weights is {wanted!r}; choose one of auto, dense, fp8, int8, mxfp4")
+            raise ConfigError(f"model.expert_weights is {wanted!r}; choose one of auto, dense, fp8, int8, mxfp4, int4")
+
+
+def choose_activations(wanted: str, form: ExpertForm) -> Activations:
+    """Returns what experts of this form are multiplied with. wanted: model.activations
+
+    Raises ConfigError where the form's products take only the other.
+    """
+    if form == "int4":
+        return "float" if wanted == "float" else "int8"
+    if wanted == "int8":
+        raise ConfigError(
+            f"model.activations is int8 but experts are kept as {form}, which the kernels multiply with float32 alone; "
+            "set model.activations: auto, or model.expert_weights: int4"
+        )
+    return "float"
 
 
 def has_e4m3(device: torch.device | str) -> bool:
@@ -117,6 +153,7 @@ class SlotForm:
     by_channel: whether form fp8 has a scale for each output channel, not for each 128 x 128
     has_bias: whether gate, up and down have biases, which are float32 in every form
     activation: between gate and up, and down
+    activations: of form int4: what goes into its products
     """
 
     form: ExpertForm
@@ -127,12 +164,19 @@ class SlotForm:
     by_channel: bool = False
     has_bias: bool = False
     activation: Activation = SILU
+    activations: Activations = "float"
+
+    @property
+    def groups(self) -> tuple[GroupForm, GroupForm] | None:
+        """The forms of gate_up and of down where weights are in groups; None: they are not."""
+        return (INT4, INT4) if self.form == "int4" else None
 
     @property
     def label(self) -> str:
-        """The form in a few words, equal for stores that can exchange experts of one model."""
+        """The form in a few words, equal for stores that can exchange experts of one model, and give it equal bits."""
         dtype = f" {str(self.dtype).removeprefix('torch.')}" if self.form == "dense" else ""
-        return f"{self.form}{dtype}{', packed' if self.packed else ''}"
+        multiplied = f" by {self.activations}" if self.form == "int4" else ""
+        return f"{self.form}{dtype}{multiplied}{', packed' if self.packed else ''}"
 
     @property
     def meaning(self) -> str:
@@ -147,6 +191,9 @@ class SlotForm:
                 return f"not the checkpoint's numbers: {'weights' if self.packed else 'weights and rows'} are rounded"
             case "mxfp4":
                 return "the checkpoint's own values of four bits and their powers of two; widened exactly to float32"
+            case "int4":
+                rows = "are rounded to int8, too" if self.activations == "int8" else "are not"
+                return f"not the checkpoint's numbers: weights are rounded to {INT4}; rows {rows}"
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -154,7 +201,8 @@ class SlotForm:
 
         gate_up: [2 I, H], gate rows first;  down: [H, I];  packed ones: [elements];  NAME_scale: fp8
         [parts x ceil(n / parts / 128), ceil(k / 128)] for a matrix of n x k, by channel [n], int8 [n], mxfp4
-        [n, k / 32], packed as the matrix is, which has two numbers in a byte, [n, k / 2];  NAME_bias: [n] float32
+        [n, k / 32], packed as the matrix is, which has two numbers in a byte, [n, k / 2];  int4: bytes, with the scales
+        among them;  NAME_bias: [n] float32
         """
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (n, k) in {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}.items():
@@ -172,6 +220,10 @@ class SlotForm:
                 case "mxfp4":
                     tensors[name] = self._shape(name, n, k // 2), torch.uint8
                     tensors[scale_of(name)] = self._shape(name, n, k // MXFP4_BLOCK), torch.uint8
+                case "int4":
+                    assert self.packed, "only the compiled kernels multiply int4"
+                    rows = 2 * padded(self.width) if name == "gate_up" else n
+                    tensors[name] = (group_packed_size(rows, k, INT4),), torch.uint8
             if self.has_bias:
                 tensors[bias_of(name)] = (n,), torch.float32
         return tensors

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, bias_of, scale_of
 from moe_serve.kernels.activation import activate, silu_mul_quantize
-from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
+from moe_serve.kernels.cpu.experts import GroupedExperts, PackedExperts, packed_ffn
 from moe_serve.kernels.forms import SILU, Activation, BlockScaled
 from moe_serve.kernels.grouped_gemm import gpu_gemm, group_rows
 from moe_serve.kernels.numerics import FAST, Numerics
@@ -60,7 +60,8 @@ class ExpertStore:
         scales = stored.get(scale_of("gate_up")), stored.get(scale_of("down"))
         biases = self.bias("gate_up"), self.bias("down")
         sizes = form.hidden, form.width
-        return PackedExperts(stored["gate_up"], stored["down"], *sizes, *scales, *biases, form.activation)
+        groups = None if form.groups is None else GroupedExperts(*form.groups, form.activations)
+        return PackedExperts(stored["gate_up"], stored["down"], *sizes, *scales, *biases, form.activation, groups)
 
     @property
     def activation(self) -> Activation:
@@ -70,7 +71,9 @@ class ExpertStore:
     @property
     def form(self) -> ExpertForm:
         """The form in which the weights are kept."""
-        forms: dict[torch.dtype, ExpertForm] = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "mxfp4"}
+        if self._slot_form is not None:
+            return self._slot_form.form
+        forms: dict[torch.dtype, ExpertForm] = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
         return forms.get(self._stored["gate_up"].dtype, "dense")
 
     @property
@@ -135,7 +138,7 @@ def _into_gemm_order(name: str, tensor: Tensor) -> Tensor:
     return reordered
 
 
-_MXFP4 = "only the compiled kernels multiply MXFP4"
+_PACKED_ALONE = "only the compiled kernels multiply experts of four bits"
 
 
 def expert_ffn(
@@ -187,8 +190,8 @@ def _packed_ffn(
                 middle_q, middle_scale, experts.matrix("down"), experts.scale("down"), counts, x.dtype
             )
             return _add_bias(results, experts.bias("down"), counts)
-        case "mxfp4":
-            raise AssertionError(_MXFP4)
+        case "mxfp4" | "int4":
+            raise AssertionError(_PACKED_ALONE)
 
 
 def _activate(gate_up: Tensor, experts: ExpertStore, counts: Tensor) -> Tensor:
@@ -222,5 +225,5 @@ def _gpu_ffn(rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Nume
             return product(*silu_mul_quantize(between, filled), down, counts, dtype, numerics)
         case "int8":
             raise AssertionError("int8 experts live on CPUs")
-        case "mxfp4":
-            raise AssertionError(_MXFP4)
+        case "mxfp4" | "int4":
+            raise AssertionError(_PACKED_ALONE)

@@ -112,10 +112,11 @@ def stack(parts: list[GroupQuantised]) -> GroupQuantised:
 
 # ---- quantising
 
-_SHARES = torch.linspace(0.7, 1.05, 15).tolist()  # of the step that the largest value of a group needs
+# Of the step that the largest value of a group needs; as many as group_quantise.c tries.
+_SHARES = 0.74 + 0.02 * torch.arange(16)
 
 
-def quantise_groups(weight: Tensor, form: GroupForm) -> GroupQuantised:
+def quantise_groups_reference(weight: Tensor, form: GroupForm) -> GroupQuantised:
     """Returns weight [n, k] in a form of one level with a common zero, without minimums.
 
     Each group takes the scale, of a few below and above what its largest value needs, that gives the smallest sum of
@@ -130,7 +131,7 @@ def quantise_groups(weight: Tensor, form: GroupForm) -> GroupQuantised:
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     best_scale, best_error = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
     for share in _SHARES:
-        scale = (largest * (share / low)).to(dtype).float()
+        scale = (largest * share / low).to(dtype).float()
         error = (_rounded(groups, scale, low, high) * scale - groups).square().sum(2, keepdim=True)
         better = error < best_error
         best_scale, best_error = torch.where(better, scale, best_scale), torch.where(better, error, best_error)
@@ -140,7 +141,25 @@ def quantise_groups(weight: Tensor, form: GroupForm) -> GroupQuantised:
 
 def _rounded(groups: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
     inverse = torch.where(scale == 0, 0, 1 / scale)
-    return (groups * inverse).round_().clamp_(low, high)
+    return (groups * inverse).clamp_(low, high).round_()
+
+
+def quantise_groups(weight: Tensor, form: GroupForm) -> GroupQuantised:
+    """Same contract as the reference, for scales in float16; by the compiled kernel, where there is one."""
+    from moe_serve.kernels.cpu.library import find_cpu_library
+
+    library = find_cpu_library()
+    if library is None or weight.device.type != "cpu":
+        return quantise_groups_reference(weight, form)
+    assert form.scale == "float16", f"scales in {form.scale}"
+    assert form.zero, f"{form} has more than scales"
+    weight = weight.float().contiguous()
+    n, k = weight.shape
+    codes, scale = torch.empty(n, k, dtype=torch.uint8), torch.empty(n, form.num_groups(k), dtype=torch.float16)
+    ends = -form.zero, (1 << form.bits) - 1 - form.zero
+    addresses = _SHARES.data_ptr(), codes.data_ptr(), scale.data_ptr()
+    library.call.quantise_groups(weight.data_ptr(), n, k, form.group, *ends, *addresses)
+    return GroupQuantised(form, codes, scale)
 
 
 # ---- products

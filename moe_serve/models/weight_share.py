@@ -17,6 +17,7 @@ import torch
 
 from moe_serve.ep.expert_form import ExpertForm, SlotForm
 from moe_serve.kernels.forms import FP8_GROUP
+from moe_serve.kernels.group_quantised import Activations
 from moe_serve.models.checkpoint import all_tensors, has_weights
 from moe_serve.models.checkpoint_parts import CheckpointParts
 from moe_serve.models.spec import GqaSpec, ModelSpec
@@ -117,6 +118,7 @@ class WeightShare:
     dtype:     of everything but quantised experts, and of what `stored` says
     form:      of the experts
     stored:    for the compiled CPU kernels, which take matrices as they are stored, and experts packed; None: others
+    activations: what experts in groups are multiplied with
     """
 
     spec: ModelSpec
@@ -126,6 +128,7 @@ class WeightShare:
     device: torch.device | str
     form: ExpertForm = "dense"
     stored: StoredWeights | None = None
+    activations: Activations = "float"
 
     @property
     def slot_form(self) -> SlotForm:
@@ -141,6 +144,7 @@ class WeightShare:
             by_channel=self.form == "fp8" and spec.fp8_block is not None and spec.fp8_block.by_channel,
             has_bias=spec.expert_bias,
             activation=spec.activation,
+            activations=self.activations,
         )
 
     def dense_dtype(self, plan: DenseTensor) -> torch.dtype:

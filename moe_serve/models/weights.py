@@ -28,8 +28,9 @@ from torch import Tensor
 from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.errors import CapacityError, ModelError
-from moe_serve.kernels.cpu.packed import pack, pack_gate_up
+from moe_serve.kernels.cpu.packed import pack, pack_gate_up, pack_groups, pack_groups_gate_up
 from moe_serve.kernels.forms import Fp8Block
+from moe_serve.kernels.group_quantised import quantise_groups
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.quantised import dequantise_mxfp4, quantise_mxfp4, quantize_int8, quantize_weight
 from moe_serve.models.checkpoint import BLOCK_DTYPES, Checkpoint
@@ -307,7 +308,7 @@ class CheckpointWeights:
     def _put_part(self, part: Part, expert: int | None, one: dict[str, Tensor], name: str, row: int) -> None:
         """Writes stored rows of one expert from `row` of its matrix on, in the form of the slots."""
         match self._share.form:
-            case "dense":
+            case "dense" | "int4":
                 self._read(part, one[name][row : row + part.shape[-2]], expert)
             case "int8":
                 values = torch.empty(part.shape[-2:])
@@ -455,11 +456,20 @@ def _filling(
 ) -> Iterator[dict[str, Tensor]]:
     """Gives the tensors of one expert to write: [n, k] and its scales, or biases [n].
 
-    They are the slot itself, or temporary ones which are packed into the slot afterwards.
+    They are the slot itself, or temporary ones which are packed into the slot afterwards; of int4 a matrix in float32,
+    which is quantised then.
     """
-    of_slot = {name: tensor[slot] for name, tensor in slots.items()}
-    if not share.slot_form.packed or plan.kind != "matrix":
+    of_slot, form = {name: tensor[slot] for name, tensor in slots.items()}, share.slot_form
+    if not form.packed or plan.kind != "matrix":
         yield of_slot
+        return
+    if form.groups is not None:
+        values = torch.zeros(plan.shape)
+        yield {plan.name: values}
+        if plan.name == "gate_up":
+            pack_groups_gate_up(quantise_groups(values, form.groups[0]), of_slot[plan.name])
+        else:
+            pack_groups(quantise_groups(values, form.groups[1]), of_slot[plan.name])
         return
     plain = _zeros(plan, replace(share.slot_form, packed=False), 1, share.device)
     one = {name: tensor[0] for name, tensor in plain.items()}
@@ -478,7 +488,7 @@ def _put_matrix(one: dict[str, Tensor], name: str, form: ExpertForm, values: Ten
         one[name].copy_(values)
         return
     match form:
-        case "dense":
+        case "dense" | "int4":
             one[name].copy_(values)
         case "int8":
             _put_rows(one, name, 0, *quantize_int8(values.float()))

@@ -20,12 +20,13 @@ from tests.engine.test_identity import same, shuffled_placement, write_placement
 from tests.models.fp8_checkpoint import BLOCKS, write_fp8_checkpoint
 from tests.models.mxfp4_checkpoint import write_mxfp4_checkpoint
 from tests.models.runner import Runner
-from tests.tolerance import FP8_EXPERT_LOGITS, INT8_EXPERT_LOGITS
+from tests.tolerance import FP8_EXPERT_LOGITS, INT4_EXPERT_LOGITS, INT8_EXPERT_LOGITS
 
 NUM_PROMPTS, NUM_TOKENS = 16, 10
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 PLAIN = ["engine.numerics=batch_invariant", "cache.prefix_cache=false"]
-FORMS = ["fp8", "fp8 by channel", "int8", "mxfp4"]
+FORMS = ["fp8", "fp8 by channel", "int8", "mxfp4", "int4", "int4 by float"]
+ROUNDED = ("int8", "int4", "int4 by float")  # whose numbers are not the checkpoint's
 BY_TORCH = [
     pytest.param("fp8", BLOCKS, id="fp8"),
     pytest.param("fp8", PER_TENSOR, id="fp8 by tensor"),
@@ -70,8 +71,9 @@ def logits(model: ServedModel, ids: list[int]) -> torch.Tensor:
     return runner.stacked(request)
 
 
-def setting(form: str) -> str:
-    return f"model.expert_weights={form.split()[0]}"
+def setting(form: str) -> list[str]:
+    activations = ["model.activations=float"] if form == "int4 by float" else []
+    return [f"model.expert_weights={form.split()[0]}", *activations]
 
 
 def errors_against_dense(form: str, folder: Path, *overrides: str, block: Fp8Block = BLOCKS) -> list[float]:
@@ -79,7 +81,7 @@ def errors_against_dense(form: str, folder: Path, *overrides: str, block: Fp8Blo
     # All experts of the tiny model work on each token: a near-tie of the gate would let one rounding choose another.
     every = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
     model = [*model_of(form, {"fp8": write_fp8_checkpoint(folder, block, **every)}), *overrides]
-    dense, quantised = (served([*model, f"model.expert_weights={kept}"]) for kept in ("dense", form))
+    dense, quantised = (served([*model, *setting(kept)]) for kept in ("dense", form))
     errors = []
     for ids in prompts_with_shared_beginnings(4, dense.spec.vocab_size, max_len=60):
         wanted, got = logits(dense, ids), logits(quantised, ids)
@@ -105,9 +107,16 @@ def test_the_kernels_round_weights_to_int8_and_nothing_else(tmp_path: Path) -> N
     assert max(errors) < INT8_EXPERT_LOGITS
 
 
+@pytest.mark.parametrize("form", ["int4", "int4 by float"])
+def test_the_kernels_round_weights_to_int4(form: str, tmp_path: Path) -> None:
+    errors = errors_against_dense(form, tmp_path / "model")
+    assert min(errors) > 0, "the setting changed nothing"
+    assert max(errors) < INT4_EXPERT_LOGITS
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_do_not_depend_on_ranks_batches_or_placement(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    overrides = [*PLAIN, *model_of(form, folders), setting(form)]
+    overrides = [*PLAIN, *model_of(form, folders), *setting(form)]
     spec = read_spec(model_dir(load_config(overrides=overrides).model))
     requests = submits_of(prompts_with_shared_beginnings(NUM_PROMPTS, spec.vocab_size, max_len=40), GREEDY)
     expected = serve(1, requests, overrides)
@@ -119,7 +128,7 @@ def test_bits_do_not_depend_on_ranks_batches_or_placement(form: str, folders: di
     same(placed, expected)
     assert (np.array(placed.slot_rows).sum(axis=1) > 0).all()
     dense = serve(1, requests, [*PLAIN, *model_of(form, folders), "model.expert_weights=dense"])
-    if form != "int8":
+    if form not in ROUNDED:
         same(dense, expected)  # the kernels widen FP8 and MXFP4 values exactly
         return
     with pytest.raises(AssertionError, match="requests differ"):
@@ -128,10 +137,11 @@ def test_bits_do_not_depend_on_ranks_batches_or_placement(form: str, folders: di
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_server_says_how_experts_are_kept(form: str, folders: dict[str, Path]) -> None:
-    said = served([*model_of(form, folders), setting(form)]).info["expert_weights"]
+    said = served([*model_of(form, folders), *setting(form)]).info["expert_weights"]
     assert said.startswith(form.split()[0])
-    assert ("not the checkpoint's numbers" in said) == (form == "int8")
-    if form == "int8":
+    assert ("not the checkpoint's numbers" in said) == (form in ROUNDED)
+    assert ("rounded to int8" in said) == (form == "int4")
+    if form in ROUNDED:
         return
     auto = [served([*model_of(form, folders), *by]).info["expert_weights"] for by in ([], ["engine.cpu_kernels=torch"])]
     assert auto[0].startswith(form.split()[0]), "by the kernels"
@@ -141,3 +151,7 @@ def test_the_server_says_how_experts_are_kept(form: str, folders: dict[str, Path
 def test_a_form_that_the_model_cannot_have_is_refused_before_loading() -> None:
     with pytest.raises(ConfigError, match="the checkpoint is not FP8"):
         served(["model.expert_weights=fp8"])
+    with pytest.raises(ConfigError, match="only the compiled CPU kernels multiply it"):
+        served(["model.expert_weights=int4", "engine.cpu_kernels=torch"])
+    with pytest.raises(ConfigError, match=r"model.activations is int8 but experts are kept as dense"):
+        served(["model.activations=int8"])

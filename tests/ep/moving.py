@@ -27,6 +27,7 @@ FORMS: tuple[Forms, ...] = (
     ("dense", torch.bfloat16, True, True),
     ("fp8", torch.float32, True, False),
     ("mxfp4", torch.float32, True, True),
+    ("int4", torch.float32, True, False),
 )
 
 

@@ -5,7 +5,7 @@ import torch
 
 from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep import expert_form
-from moe_serve.ep.expert_form import ExpertForm, SlotForm, bias_of, choose_expert_form, scale_of
+from moe_serve.ep.expert_form import ExpertForm, SlotForm, bias_of, choose_activations, choose_expert_form, scale_of
 from moe_serve.ep.expert_store import ExpertStore, expert_ffn
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.activation import clamped_swiglu_reference
@@ -68,6 +68,17 @@ def test_mxfp4_is_kept_by_the_compiled_kernels_alone() -> None:
         chosen("mxfp4", compiled=False)
 
 
+def test_int4_takes_int8_activations_unless_told_otherwise_and_other_forms_refuse_them() -> None:
+    assert choose_expert_form("int4", None, "cpu", False, compiled=True) == "int4"
+    assert choose_activations("auto", "int4") == choose_activations("int8", "int4") == "int8"
+    assert choose_activations("float", "int4") == choose_activations("auto", "dense") == "float"
+    with pytest.raises(ConfigError, match=r"experts are kept as mxfp4.* set model.activations: auto"):
+        choose_activations("int8", "mxfp4")
+    forms = [SlotForm("int4", 96, 64, torch.float32, packed=True, activations=each) for each in ("float", "int8")]
+    assert forms[0].label != forms[1].label, "ranks that give other bits must not serve together"
+    assert forms[0].num_bytes == (3 * 96 * 64) * 4.5 / 8
+
+
 @pytest.mark.parametrize(
     ("wanted", "block", "device", "message"),
     [
@@ -76,7 +87,9 @@ def test_mxfp4_is_kept_by_the_compiled_kernels_alone() -> None:
         ("fp8", BLOCKS, "cuda", "no e4m3 .* set model.expert_weights: dense"),
         ("int8", None, "cuda", "the ranks run on GPUs; int8 is for CPUs: set model.expert_weights: auto"),
         ("int8", None, "cpu", "no AVX-512 VNNI.* set model.expert_weights: auto"),
-        ("int4", None, "cpu", "choose one of auto, dense, fp8, int8, mxfp4"),
+        ("int4", None, "cpu", "only the compiled CPU kernels multiply it.* set model.expert_weights: int8"),
+        ("int4", None, "cuda", "only the compiled CPU kernels multiply it.* set model.expert_weights: dense"),
+        ("int2", None, "cpu", "choose one of auto, dense, fp8, int8, mxfp4, int4"),
     ],
 )
 def test_an_impossible_form_is_refused_naming_a_possible_one(

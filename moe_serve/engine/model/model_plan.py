@@ -9,10 +9,11 @@ import torch
 from moe_serve.attention_dp.kv_cache import bytes_per_block
 from moe_serve.c_library import processor_features
 from moe_serve.config import ServeConfig, model_dir
-from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_expert_form, has_e4m3
+from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_activations, choose_expert_form, has_e4m3
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.cpu.library import AMX, CpuLibrary, find_cpu_library
+from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.checkpoint_parts import with_stored_head
 from moe_serve.models.decoder.moe_decoder import kv_layouts
@@ -46,6 +47,7 @@ class ModelPlan:
     dtype:               of activations and of the KV cache
     choice:              kernels and numerics
     stored:              the dtypes in which weights are kept for the compiled CPU kernels; None: all in dtype
+    activations:         what experts in groups are multiplied with
     max_model_len:       prompt and output tokens of one request
     num_blocks:          of this rank's KV cache
     max_tokens_per_rank: rows that one dispatch carries
@@ -58,6 +60,7 @@ class ModelPlan:
     placement: Placement
     expert_form: ExpertForm
     stored: StoredWeights | None
+    activations: Activations
     max_model_len: int
     num_blocks: int
     max_tokens_per_rank: int
@@ -71,14 +74,16 @@ class ModelPlan:
         spec = spec if folder is None else with_stored_head(spec, folder)
         stored = StoredWeights.of(spec, folder) if choice.numerics.compiled else None
         max_model_len = _max_model_len(config, spec)
+        form = expert_form(config, spec, device, stored)
         return cls(
             spec=spec.in_context(max_model_len),
             device=device,
             dtype=dtype,
             choice=choice,
             placement=make_placement(config, spec),
-            expert_form=expert_form(config, spec, device, stored),
+            expert_form=form,
             stored=stored,
+            activations=choose_activations(config.model.activations, form),
             max_model_len=max_model_len,
             num_blocks=num_cache_blocks(config, spec, dtype, max_model_len),
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
@@ -96,7 +101,9 @@ class ModelPlan:
     def share(self, rank: int, has_experts: bool = True) -> WeightShare:
         """Returns a rank's share of the weights. has_experts: False leaves its slots empty"""
         placement = self.placement if has_experts else self.placement.without_ranks([rank])[0]
-        return WeightShare(self.spec, placement, rank, self.dtype, self.device, self.expert_form, self.stored)
+        return WeightShare(
+            self.spec, placement, rank, self.dtype, self.device, self.expert_form, self.stored, self.activations
+        )
 
 
 def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:

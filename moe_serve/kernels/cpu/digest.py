@@ -8,20 +8,29 @@ are not the same everywhere. Takes about 20 ms.
 import itertools
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_serve.kernels.cpu.attention import AttendRows
-from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
+from moe_serve.kernels.cpu.experts import GroupedExperts, PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.cpu.logprobs import row_logprobs
 from moe_serve.kernels.cpu.operations import EXAMPLE_ROWS, AnyOperation, declared_operations, recorded_once
-from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
+from moe_serve.kernels.cpu.packed import (
+    gate_up_size,
+    group_packed_size,
+    pack_groups,
+    pack_groups_gate_up,
+    packed_size,
+    padded,
+)
 from moe_serve.kernels.cpu.rows import weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
-from moe_serve.kernels.forms import Activation, AttendShape, RouterSpec
+from moe_serve.kernels.forms import INT4, Activation, AttendShape, GroupForm, RouterSpec
+from moe_serve.kernels.group_quantised import SCALE_DTYPES, Activations, GroupQuantised, quantise_groups
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows, WantedLogprobs
 
@@ -64,7 +73,7 @@ def _experts() -> list[Tensor]:
         experts = PackedExperts(gate_up, down, HIDDEN, WIDTH, *scales)
         results.append(packed_ffn(_numbers(ROWS, HIDDEN, seed=7), counts, experts))
     results.append(packed_ffn(_numbers(ROWS, 160, seed=7), counts, _mxfp4_experts(160, 96)))
-    biased = {"gate_up_bias": _numbers(2, 2 * WIDTH, seed=8), "down_bias": _numbers(2, HIDDEN, seed=9)}
+    biased: dict[str, Any] = {"gate_up_bias": _numbers(2, 2 * WIDTH, seed=8), "down_bias": _numbers(2, HIDDEN, seed=9)}
     gate_up, down = (_numbers(2, size, seed=6) / 8 for size in sizes[1:])
     experts = PackedExperts(
         gate_up, down, HIDDEN, WIDTH, **biased, activation=Activation("clamped_swiglu", alpha=1.7, limit=0.5)
@@ -80,6 +89,47 @@ def _mxfp4_experts(hidden: int, width: int) -> PackedExperts:
     weights = drawn(gate_up_size(width, hidden // 2), 6, 0, 256), drawn(packed_size(hidden, width // 2), 7, 0, 256)
     scales = drawn(gate_up_size(width, hidden // 32), 8, 121, 4), drawn(packed_size(hidden, width // 32), 9, 121, 4)
     return PackedExperts(*weights, hidden, width, *scales)
+
+
+def _groups() -> list[Tensor]:
+    """Returns products with weights in groups, by activations in float and in int8."""
+    forms = (
+        GroupForm(4, 16, "float16", None),
+        GroupForm(8, 64, "bfloat16", 128),
+        GroupForm(4, 32, "two_levels", 0, has_minimum=True),
+    )
+    both: tuple[Activations, ...] = ("float", "int8")
+    x, counts = _numbers(ROWS, HIDDEN, seed=7), torch.tensor([1, ROWS - 1])
+    products = [PackedLinear.of_groups(_drawn_groups(form), None, each)(x) for form in forms for each in both]
+    return products + [packed_ffn(x, counts, _int4_experts(each)) for each in both]
+
+
+def _drawn_groups(form: GroupForm) -> GroupQuantised:
+    """Returns a weight [WIDTH, HIDDEN]."""
+
+    def drawn(columns: int, seed: int, count: int, dtype: torch.dtype) -> Tensor:
+        return (_numbers(WIDTH, columns, seed=seed) * count / 2 + count / 2).to(dtype)
+
+    groups, two, byte = form.num_groups(HIDDEN), form.is_two_level, torch.uint8
+    scale = drawn(groups, 2, 63, torch.int8) if two else drawn(groups, 2, 1, torch.float32).to(SCALE_DTYPES[form.scale])
+    return GroupQuantised(
+        form,
+        drawn(HIDDEN, 1, 1 << form.bits, byte),
+        scale,
+        drawn(groups, 3, 1 << form.bits, byte) if form.zero is None else None,
+        drawn(groups, 4, 63, byte) if form.has_minimum else None,
+        drawn(1, 5, 1, torch.float16) if two else None,
+        drawn(1, 6, 1, torch.float16) if two else None,
+    )
+
+
+def _int4_experts(activations: Activations) -> PackedExperts:
+    gate_up = torch.empty(2, group_packed_size(2 * padded(WIDTH), HIDDEN, INT4), dtype=torch.uint8)
+    down = torch.empty(2, group_packed_size(HIDDEN, WIDTH, INT4), dtype=torch.uint8)
+    for slot in range(2):
+        pack_groups_gate_up(quantise_groups(_numbers(2 * WIDTH, HIDDEN, seed=slot + 1) / 8, INT4), gate_up[slot])
+        pack_groups(quantise_groups(_numbers(HIDDEN, WIDTH, seed=slot + 3) / 8, INT4), down[slot])
+    return PackedExperts(gate_up, down, HIDDEN, WIDTH, groups=GroupedExperts(INT4, INT4, activations))
 
 
 def _attention() -> list[Tensor]:
@@ -162,6 +212,7 @@ def _turns() -> list[Tensor]:
 PROBES: tuple[Callable[[], list[Tensor]], ...] = (
     _linear,
     _experts,
+    _groups,
     _attention,
     _indexed,
     _operations,

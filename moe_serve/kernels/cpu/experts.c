@@ -1,6 +1,7 @@
 /* The experts' feed-forward of rows sorted by slot, in one call: what the activation makes of x G^T and x U^T, then D^T.
    Each slot's weights are read once for all its rows. */
 #include "pool.h"
+#include "integer_gemm.h"
 #include "tile_gemm.h"
 
 enum { SILU, CLAMPED_SWIGLU }; /* as in kernels/forms.py; experts.py has the same order */
@@ -16,6 +17,7 @@ typedef struct { /* as experts.py fills it */
     const void *gate_up_scale, *down_scale;
     const float *gate_up_bias, *down_bias; /* 0, or [slots, 2 width] and [slots, hidden] */
     double alpha, limit;                   /* of CLAMPED_SWIGLU */
+    const Groups *gate_up_groups, *down_groups; /* GROUPS: their forms; activations are quantised for both, or for none */
 } Experts;
 
 typedef struct {
@@ -25,6 +27,7 @@ typedef struct {
     float *middle, *y; /* middle: [rows, width to a multiple of 32], packed */
     i64 x_row, y_row, slab_rows, pieces, row_block;
     char *x_parts, *middle_parts; /* by tiles: of the chunk's rows and of their middle, or 0 */
+    RowChunk *x_int8, *middle_int8; /* by products of integers: the same, or 0 */
 } ExpertsJob;
 
 /* A block of a slot's rows: where it begins in the slot, in x, and among the rows of all slots. */
@@ -54,10 +57,19 @@ INLINE i64 next_block(const ExpertsJob *j, SlotRows *s)
     return 1;
 }
 
-/* Where a block's parts are among the chunk's. */
+/* Where a block begins among the rows of the chunk. */
+INLINE i64 row_in_chunk(const Chunk *chunk, SlotRows s) { return s.packed_at - chunk->before.packed_at - chunk->before.rows; }
+
+/* Where its parts are among the chunk's. */
 INLINE char *parts_at(char *parts, const Chunk *chunk, SlotRows s, i64 k)
 {
-    return parts + parts_bytes(s.packed_at - chunk->before.packed_at - chunk->before.rows, k);
+    return parts + parts_bytes(row_in_chunk(chunk, s), k);
+}
+
+/* The same of rows in int8, of which it points to each. */
+INLINE void int8_at(RowChunk *rows, const Chunk *chunk, SlotRows s, i64 k, const RowChunk **to)
+{
+    for (i64 r = 0; r < s.rows; r++) to[r] = rows + (row_in_chunk(chunk, s) + r) * row_chunks(k);
 }
 
 INLINE vf activate(const Experts *e, vf gate, vf up)
@@ -119,8 +131,10 @@ static void gate_up_rows(const ChunkJob *c, i64 panel, SlotRows s)
     const ExpertsJob *j = c->job;
     const Experts *e = j->e;
     i64 padded = padded_to_32(e->width), column = panel * 32, wanted = least(32, e->width - column);
-    const char *gate_up = e->gate_up + s.slot * packed_bytes(2 * padded, e->hidden, e->kind);
-    Panel p = {e->kind, PANEL, e->hidden, panel_at(gate_up, panel, e->hidden, e->kind), .wide = c->wide};
+    const Groups *g = e->gate_up_groups;
+    const char *gate_up = e->gate_up + s.slot * weight_bytes(2 * padded, e->hidden, e->kind, g);
+    Panel p = {e->kind, PANEL, e->hidden, weight_panel(gate_up, panel, e->hidden, e->kind, g), .wide = c->wide, .groups = g};
+    const RowChunk *in_int8[ROW_BLOCK];
     const float *scale = scales_of(e, e->gate_up_scale, s.slot, 2, e->width, e->hidden), *x[ROW_BLOCK];
     float both[ROW_BLOCK][PANEL], channels[PANEL], *y[ROW_BLOCK];
     i64 block_rows = (e->width + SCALE_GROUP - 1) / SCALE_GROUP;
@@ -130,8 +144,9 @@ static void gate_up_rows(const ChunkJob *c, i64 panel, SlotRows s)
         else p.scale[half] = block_scales(scale, half * block_rows + column / SCALE_GROUP, e->hidden);
     if (e->by_channel) p.channels = channels;
     for (i64 r = 0; r < s.rows; r++) x[r] = j->x + (s.at + r) * j->x_row, y[r] = both[r];
-    if (j->x_parts) panel_product_by_tiles(&p, s.rows, parts_at(j->x_parts, c->chunk, s, e->hidden), y);
-    else panel_product(&p, &(Rows){s.rows, x, 0, y});
+    if (j->x_int8) int8_at(j->x_int8, c->chunk, s, e->hidden, in_int8), integer_product(&p, s.rows, in_int8, y);
+    else if (j->x_parts) panel_product_by_tiles(&p, s.rows, parts_at(j->x_parts, c->chunk, s, e->hidden), y);
+    else product_of_floats(&p, &(Rows){s.rows, x, 0, y});
     for (i64 r = 0; r < s.rows; r++) {
         for (i64 half = 0; half < 2 && e->kind == INT8; half++)
             scale_columns(both[r] + half * 32, scale + half * e->width + column, wanted);
@@ -146,9 +161,11 @@ static void down_rows(const ChunkJob *c, i64 panel, SlotRows s)
 {
     const ExpertsJob *j = c->job;
     const Experts *e = j->e;
-    const char *down = e->down + s.slot * packed_bytes(e->hidden, e->width, e->kind);
-    Panel p = {e->kind, panel_width(e->hidden, panel), e->width, panel_at(down, panel, e->width, e->kind),
-               .wide = c->wide};
+    const Groups *g = e->down_groups;
+    const char *down = e->down + s.slot * weight_bytes(e->hidden, e->width, e->kind, g);
+    Panel p = {e->kind, panel_width(e->hidden, panel), e->width, weight_panel(down, panel, e->width, e->kind, g),
+               .wide = c->wide, .groups = g};
+    const RowChunk *in_int8[ROW_BLOCK];
     const float *scale = scales_of(e, e->down_scale, s.slot, 1, e->hidden, e->width), *x[ROW_BLOCK];
     i64 column = panel * PANEL, wanted = least(p.width, e->hidden - column);
     float *y[ROW_BLOCK], spare[ROW_BLOCK][PANEL], channels[PANEL];
@@ -159,8 +176,9 @@ static void down_rows(const ChunkJob *c, i64 panel, SlotRows s)
         x[r] = j->middle + (s.packed_at + r) * padded_to_32(e->width);
         y[r] = wanted == p.width ? j->y + (s.at + r) * j->y_row + column : spare[r];
     }
-    if (j->x_parts) panel_product_by_tiles(&p, s.rows, parts_at(j->middle_parts, c->chunk, s, e->width), y);
-    else panel_product(&p, &(Rows){s.rows, x, 0, y});
+    if (j->x_int8) int8_at(j->middle_int8, c->chunk, s, e->width, in_int8), integer_product(&p, s.rows, in_int8, y);
+    else if (j->x_parts) panel_product_by_tiles(&p, s.rows, parts_at(j->middle_parts, c->chunk, s, e->width), y);
+    else product_of_floats(&p, &(Rows){s.rows, x, 0, y});
     for (i64 r = 0; r < s.rows; r++) {
         if (e->kind == INT8) scale_columns(y[r], scale + column, wanted);
         if (e->down_bias) add_columns(y[r], e->down_bias + s.slot * e->hidden + column, wanted);
@@ -176,6 +194,27 @@ static void split_block(const ChunkJob *c, i64 panel, SlotRows s)
     (void)panel; /* the only one */
     for (i64 r = 0; r < s.rows; r++) x[r] = j->x + (s.at + r) * j->x_row;
     split_rows(x, s.rows, j->e->hidden, parts_at(j->x_parts, c->chunk, s, j->e->hidden));
+}
+
+/* Quantises a block's rows, and what the activation has made of them. */
+static void quantise_block(const ChunkJob *c, i64 panel, SlotRows s)
+{
+    const ExpertsJob *j = c->job;
+    i64 hidden = j->e->hidden, first = row_in_chunk(c->chunk, s);
+    (void)panel; /* the only one */
+    for (i64 r = 0; r < s.rows; r++)
+        quantise_row(j->x + (s.at + r) * j->x_row, hidden, j->e->gate_up_groups->group,
+                     j->x_int8 + (first + r) * row_chunks(hidden));
+}
+
+static void quantise_middle(const ChunkJob *c, i64 panel, SlotRows s)
+{
+    const ExpertsJob *j = c->job;
+    i64 width = j->e->width, first = row_in_chunk(c->chunk, s);
+    (void)panel;
+    for (i64 r = 0; r < s.rows; r++)
+        quantise_row(j->middle + (s.packed_at + r) * padded_to_32(width), width, j->e->down_groups->group,
+                     j->middle_int8 + (first + r) * row_chunks(width));
 }
 
 typedef void (*PanelRows)(const ChunkJob *, i64 panel, SlotRows);
@@ -194,6 +233,8 @@ INLINE void expert_panels(const ChunkJob *c, i64 panels, i64 piece, PanelRows ro
 }
 
 static void split_piece(const void *job, i64 piece) { expert_panels(job, 1, piece, split_block); }
+static void quantise_piece(const void *job, i64 piece) { expert_panels(job, 1, piece, quantise_block); }
+static void quantise_middle_piece(const void *job, i64 piece) { expert_panels(job, 1, piece, quantise_middle); }
 
 /* As above, with room for a panel of that k in bfloat16 where tiles need it. */
 static void weight_panels(const ChunkJob *c, i64 panels, i64 piece, PanelRows rows_by_panel, i64 k)
@@ -231,8 +272,10 @@ i64 expert_ffn(const Experts *facts, const float *x, i64 x_row, const i64 *rows_
                float *y, i64 y_row)
 {
     i64 tiled = by_tiles(facts->kind), per_row = parts_bytes(1, facts->hidden) + parts_bytes(1, facts->width);
-    i64 most_rows = tiled ? CHUNK_BYTES / (per_row + 1) : INT64_MAX;
-    ExpertsJob job = {facts, rows_per_slot, x, middle, y, x_row, y_row, slab_rows, 1, ROW_BLOCK, 0, 0};
+    i64 integers = by_integers(facts->kind, facts->gate_up_groups), chunks = row_chunks(facts->hidden);
+    if (integers) per_row = (chunks + row_chunks(facts->width)) * sizeof(RowChunk);
+    i64 most_rows = tiled || integers ? CHUNK_BYTES / (per_row + 1) : INT64_MAX;
+    ExpertsJob job = {facts, rows_per_slot, x, middle, y, x_row, y_row, slab_rows, 1, ROW_BLOCK, 0, 0, 0, 0};
     if (pool_threads() > 1) job.pieces = 16 * pool_threads();
     if (tiled) job.row_block = tile_row_block(facts->hidden);
     Chunk chunk;
@@ -243,9 +286,15 @@ i64 expert_ffn(const Experts *facts, const float *x, i64 x_row, const i64 *rows_
             job.middle_parts = job.x_parts + parts_bytes(chunk.rows, facts->hidden);
             pool_run(split_piece, &part, job.pieces);
         }
+        if (integers) {
+            job.x_int8 = row_chunks_room(chunk.rows, facts->hidden + GROUP_CHUNK + facts->width);
+            job.middle_int8 = job.x_int8 + chunk.rows * chunks;
+            pool_run(quantise_piece, &part, job.pieces);
+        }
         pool_run(gate_up_piece, &part, job.pieces);
+        if (integers) pool_run(quantise_middle_piece, &part, job.pieces);
         pool_run(down_piece, &part, job.pieces);
-        free(job.x_parts);
+        free(job.x_parts), free(job.x_int8);
         for (i64 i = 0; i < chunk.blocks; i++) next_block(&job, &at);
     }
     return 0;

@@ -8,12 +8,22 @@ from torch import Tensor
 
 from moe_serve.kernels.cpu.checks import dense
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.cpu.linear import KINDS
-from moe_serve.kernels.cpu.packed import gate_up_size, packed_size, padded
+from moe_serve.kernels.cpu.linear import GROUPS, KINDS
+from moe_serve.kernels.cpu.packed import gate_up_size, group_facts, group_packed_size, packed_size, padded
 from moe_serve.kernels.cpu.rows import float_bits
-from moe_serve.kernels.forms import MXFP4_BLOCK, SILU, Activation, num_groups, num_scale_rows
+from moe_serve.kernels.forms import MXFP4_BLOCK, SILU, Activation, GroupForm, num_groups, num_scale_rows
+from moe_serve.kernels.group_quantised import Activations
 
 _ACTIVATIONS = ("silu", "clamped_swiglu")  # in the order of experts.c
+
+
+@dataclass(frozen=True)
+class GroupedExperts:
+    """How experts in groups are packed and multiplied. gate_up, down: forms of the matrices"""
+
+    gate_up: GroupForm
+    down: GroupForm
+    activations: Activations
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,8 @@ class PackedExperts:
              MXFP4 (kernels/quantised.py): hidden and width are multiples of 32, weights are uint8 of two numbers each,
              gate_up [S, gate_up_size(width, hidden / 2)] and down [S, packed_size(hidden, width / 2)]; scales are uint8
              exponents, packed too: [S, gate_up_size(width, hidden / 32)], [S, packed_size(hidden, width / 32)]
+    groups:  of weights in groups, which are uint8 with their scales among them: gate_up [S, group_packed_size(2 x
+             padded(width), hidden, form)], down [S, group_packed_size(hidden, width, form)]; None: of all others
     biases:  float32, contiguous: gate_up_bias [S, 2 x width], gate first, and down_bias [S, hidden]; None: none
     """
 
@@ -40,8 +52,27 @@ class PackedExperts:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     activation: Activation = SILU
+    groups: GroupedExperts | None = None
 
     def __post_init__(self) -> None:
+        if self.groups is None:
+            self._check_weights()
+        else:
+            self._check_groups(self.groups)
+        for bias, size in ((self.gate_up_bias, 2 * self.width), (self.down_bias, self.hidden)):
+            shape = self.gate_up.shape[0], size
+            assert bias is None or dense(bias, torch.float32, *shape), f"bias {bias.dtype} {tuple(bias.shape)}"
+        for tensor in (self.gate_up, self.down, self.gate_up_scale, self.down_scale):
+            assert tensor is None or tensor.is_contiguous(), "weights with gaps"
+
+    def _check_groups(self, groups: GroupedExperts) -> None:
+        assert self.gate_up_scale is self.down_scale is None, "scales lie among the weights"
+        sizes = (2 * padded(self.width), self.hidden, groups.gate_up), (self.hidden, self.width, groups.down)
+        for weight, size in zip((self.gate_up, self.down), sizes, strict=True):
+            wanted = self.gate_up.shape[0], group_packed_size(*size)
+            assert dense(weight, torch.uint8, *wanted), f"{weight.dtype} {tuple(weight.shape)}, expected {wanted}"
+
+    def _check_weights(self) -> None:
         slots, hidden, width = self.gate_up.shape[0], self.hidden, self.width
         in_mxfp4 = self.gate_up.dtype == torch.uint8
         assert self.gate_up.dtype == self.down.dtype, f"{self.gate_up.dtype} above {self.down.dtype}"
@@ -60,10 +91,6 @@ class PackedExperts:
             scales = (slots, blocks[0]), (slots, blocks[1])
         for scale, shape in zip((self.gate_up_scale, self.down_scale), scales, strict=True):
             assert (None if scale is None else tuple(scale.shape)) == shape, f"scales of {self.gate_up.dtype}: {shape}"
-        for bias, size in ((self.gate_up_bias, 2 * width), (self.down_bias, hidden)):
-            assert bias is None or dense(bias, torch.float32, slots, size), f"bias {bias.dtype} {tuple(bias.shape)}"
-        for tensor in (self.gate_up, self.down, self.gate_up_scale, self.down_scale):
-            assert tensor is None or tensor.is_contiguous(), "weights with gaps"
 
     @property
     def by_channel(self) -> bool:
@@ -74,13 +101,22 @@ class PackedExperts:
     @cached_property
     def facts(self) -> Tensor:
         """Returns the block of int64 that experts.c reads."""
-        kind = KINDS.index(self.gate_up.dtype)
+        kind = KINDS.index(self.gate_up.dtype) if self.groups is None else GROUPS
         tensors = (self.gate_up, self.down, self.gate_up_scale, self.down_scale, self.gate_up_bias, self.down_bias)
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         sizes = self.gate_up.shape[0], self.hidden, self.width
         activation = self.activation
         numbers = float_bits(activation.alpha), float_bits(activation.limit)
-        return torch.tensor([*sizes, kind, self.by_channel, _ACTIVATIONS.index(activation.kind), *addresses, *numbers])
+        facts = *sizes, kind, self.by_channel, _ACTIVATIONS.index(activation.kind), *addresses, *numbers
+        return torch.tensor([*facts, *(0 if each is None else each.data_ptr() for each in self._group_facts)])
+
+    @cached_property
+    def _group_facts(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns what groups.h reads of both matrices, where they are in groups."""
+        if self.groups is None:
+            return None, None
+        groups = self.groups
+        return group_facts(groups.gate_up, groups.activations), group_facts(groups.down, groups.activations)
 
 
 def packed_ffn(

@@ -23,6 +23,7 @@ enum { STRIPS = (int)PANEL / (int)STRIP /* of a panel */ };
 /* Of a block of k the first cache keeps a strip for all rows; where a strip is a panel, the second one does. Few rows take
    one panel of a small block, strip by strip, so that its lines come from memory in their order. */
 enum { K_BLOCK = STRIPS > 1 ? 256 : 512, FEW_ROWS_K_BLOCK = 64, PREFETCH = 8192 /* bytes ahead */ };
+enum { WIDE_K = 64 /* of k of GROUPS that are widened at once: they stay in the nearest cache */ };
 
 /* How a tile reads its weights. DIRECT: from memory, of up to 6 rows. It fetches the line 8 KB ahead into the second cache,
    since the first one would drop what is read now for lines a multiple of 4 KB ahead; AMD's processors read line by line a
@@ -38,6 +39,7 @@ typedef struct {
     const float *channels;    /* E4M3 by channel: of each column, times E4M3_UNIT */
     const uint8_t *exponents; /* MXFP4 only: of the scales, [k / 32][width] */
     char *wide;               /* MXFP4 by tiles: room for the panel in bfloat16, for many rows */
+    const struct Groups *groups; /* GROUPS only */
 } Panel;
 
 /* Some rows of x, and where their products go. */
@@ -179,7 +181,7 @@ INLINE void channel_scales(const float *scale, i64 wanted, i64 count, float *to)
     for (i64 c = 0; c < count; c++) to[c] = c < wanted ? scale[c] * E4M3_UNIT : 0;
 }
 
-INLINE i64 k_block(i64 kind) { return kind == E4M3 ? SCALE_GROUP : K_BLOCK; }
+INLINE i64 k_block(i64 kind) { return kind == E4M3 ? SCALE_GROUP : kind == GROUPS ? WIDE_K : K_BLOCK; }
 INLINE i64 row_blocks(i64 rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 
 /* Whether a tile of so many rows is as wide as the panel, whose lines it then reads one after the other. */

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.cpu.packed import pack, packed_size
+from moe_serve.kernels.cpu.packed import group_facts, group_packed_size, pack, pack_groups, packed_size
 from moe_serve.kernels.forms import num_groups
+from moe_serve.kernels.group_quantised import Activations, GroupQuantised
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 
 # In the order of weights.h; bytes hold two numbers of MXFP4 each.
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
+GROUPS = len(KINDS)  # weights in groups, whatever their form
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,8 @@ class RowTable:
 class _Projection:
     """heads matrices [n, k], packed; a block of int64 holds their facts, as gemm.c reads them."""
 
+    _groups: Tensor | None = None  # what groups.h reads
+
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None):
         heads, n, k = weight.shape
         scales = [(n,), (num_groups(n), num_groups(k))] if weight.dtype == torch.float8_e4m3fn else [None]
@@ -49,8 +53,11 @@ class _Projection:
         self._scale = None if scale is None else scale.float().contiguous()
         addresses = (0 if each is None else each.data_ptr() for each in (self._packed, self._bias, self._scale))
         by_channel = scale is not None and scale.dim() == 1
-        self.facts = torch.tensor([heads, n, k, KINDS.index(weight.dtype), by_channel, *addresses])
-        self._at = self.facts.data_ptr()
+        self._settle(torch.tensor([heads, n, k, KINDS.index(weight.dtype), by_channel, *addresses, 0]))
+
+    def _settle(self, facts: Tensor) -> None:
+        self.facts = facts
+        self._at = facts.data_ptr()
         self._linear = cpu_library().call.linear
 
 
@@ -64,6 +71,19 @@ class PackedLinear(_Projection):
         """
         super().__init__(weight[None], bias, scale)
         self.out_features, self.in_features = weight.shape
+
+    @classmethod
+    def of_groups(cls, weight: GroupQuantised, bias: Tensor | None, activations: Activations) -> Self:
+        """Returns the projection by a weight [n, k] in groups. activations: what it is multiplied with"""
+        made = cls.__new__(cls)
+        made.out_features, made.in_features = n, k = weight.codes.shape
+        made._packed = zeros_in_huge_pages((1, group_packed_size(n, k, weight.form)), torch.uint8, weight.codes.device)
+        pack_groups(weight, made._packed[0])
+        made._bias = None if bias is None else bias.float().contiguous()
+        made._groups = groups = group_facts(weight.form, activations)
+        bias_at = 0 if made._bias is None else made._bias.data_ptr()
+        made._settle(torch.tensor([1, n, k, GROUPS, 0, made._packed.data_ptr(), bias_at, 0, groups.data_ptr()]))
+        return made
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, k] float32, of any row stride -> [rows, n]; rows may be 0."""

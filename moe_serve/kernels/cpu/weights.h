@@ -2,7 +2,7 @@
 #pragma once
 #include "vec.h"
 
-enum { FLOAT32, BFLOAT16, INT8, E4M3, MXFP4 }; /* linear.py has the same order */
+enum { FLOAT32, BFLOAT16, INT8, E4M3, MXFP4, GROUPS /* groups.h */ }; /* linear.py has the same order */
 enum { PANEL = 64, SCALE_GROUP = 128 /* columns and rows that share a scale in blocks of E4M3 */ };
 enum { MX_BLOCK = 32 /* neighbours in k that share a scale in MXFP4, of which k is a multiple */ };
 

@@ -54,6 +54,14 @@ static char *weights(i64 n, i64 kind)
     return w;
 }
 
+/* A weight in groups of so many bytes, whose scales are small whatever their dtype. */
+static char *group_weights(i64 n)
+{
+    char *w = get_room(n);
+    for (i64 i = 0; i < n; i++) w[i] = next_bits() & 0x37;
+    return w;
+}
+
 static i64 bits_of(double number)
 {
     i64 bits;
@@ -108,6 +116,29 @@ static void probe_experts(i64 rows, i64 hidden, i64 width, i64 kind, i64 slab_ro
     facts.gate_up_bias = floats(SLOTS * 2 * width, 1), facts.down_bias = floats(SLOTS * hidden, 1);
     expert_ffn(&facts, x, hidden, counts, slab_rows, get_room(rows * padded_width * 4), y, hidden);
     say("experts with biases", rows, hidden, width, kind, y, room_rows * hidden * 4);
+}
+
+static void probe_groups(i64 rows, i64 n, i64 k, Groups groups)
+{
+    begin_case();
+    Linear facts = {.heads = 1, .n = n, .k = k, .kind = GROUPS, .bias = floats(n, 1), .groups = &groups};
+    facts.weight = group_weights(padded_to_32(n) * group_bytes(&groups, k));
+    float *x = floats(rows * k, 1), *y = get_room(rows * n * 4);
+    for (groups.int8 = 0; groups.int8 < 2; groups.int8++) {
+        linear(&facts, x, rows, k, 0, y, n, 0);
+        say(groups.int8 ? "groups by int8" : "groups", rows, n, k, groups.bits * 1000 + groups.group, y, rows * n * 4);
+    }
+}
+
+static void probe_quantise(i64 rows, i64 k)
+{
+    begin_case();
+    static const float shares[SHARES] = {0.7f, 0.75f, 0.8f, 0.85f, 0.9f, 1};
+    uint8_t *codes = get_room(rows * k);
+    uint16_t *scales = get_room(rows * ((k + 31) / 32) * 2);
+    quantise_groups(floats(rows * k, 1.0f / 1024), rows, k, 32, -8, 7, shares, codes, scales);
+    say("quantise_groups", rows, k, 0, 0, codes, rows * k);
+    say("quantise_groups, scales", rows, k, 0, 0, scales, rows * ((k + 31) / 32) * 2);
 }
 
 /* One sequence that decodes behind `context` keys, and a chunk of 5 tokens. latent: 0 = keys and values of heads */
@@ -237,6 +268,12 @@ int main(void)
             probe_experts(rows[r] + 1, 256, 160, kind, 0);
             probe_experts(rows[r] + 1, 40, 33, kind, 256);
         }
+    static const Groups forms[] = {{4, 32, SCALES_FLOAT16, 8, 0, 0}, {4, 16, SCALES_TWO_LEVELS, 0, 1, 0},
+                                   {8, 128, SCALES_BFLOAT16, -1, 0, 0}, {8, 64, SCALES_FLOAT32, 128, 0, 0}};
+    for (int form = 0; form < 4; form++)
+        for (int r = 0; r < 10; r++)
+            for (int n = 0; n < 9; n++) probe_groups(rows[r], widths[n], depths[n % 4], forms[form]);
+    probe_quantise(5, 300), probe_quantise(1, 20);
     for (i64 context = 1; context < 300; context = context * 2 + 3) {
         probe_attention(2, 3, 40, 0, context);
         probe_attention(1, 1, 17, 0, context);
