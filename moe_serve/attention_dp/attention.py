@@ -63,15 +63,16 @@ class AttentionShape:
     """The shape of attention that all layers of a model share.
 
     group:     query heads per key/value head;  scale: factor on the scores
-    long_from: chunks of at least this many rows are left to the caller, where torch attends; None: none are
     has_sinks: every query head has a score beside those of the keys (gqa only)
+    expand_from: rows of a chunk behind a long prefix from which attend_expanded takes fewer multiplications; behind a
+               shorter one it takes fewer from fewer rows on (first_expanded); None: it never does
     """
 
     layout: KvLayout
     group: int
     scale: float
-    long_from: int | None = None
     has_sinks: bool = False
+    expand_from: int | None = None
 
     @property
     def for_kernels(self) -> AttendShape:
@@ -94,11 +95,23 @@ class IndexedRows:
     topk: int
 
 
+@dataclass(frozen=True, eq=False)
+class HeadProjections:
+    """What makes keys and values of every head out of cached latents.
+
+    keys:   [heads, nope, latent], keys but their rotated end, which is cached and which all heads share
+    values: [heads, latent, Dv]
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
 class StepPlan(Protocol):
-    """The plan of a step's attention. long_chunks: those that are left to the caller, behind all other rows"""
+    """The plan of a step's attention. expanded_rows: those that attend_expanded attends, behind all other rows"""
 
     @property
-    def long_chunks(self) -> tuple[Chunk, ...]: ...
+    def expanded_rows(self) -> range: ...
 
 
 class Attention(Protocol):
@@ -107,6 +120,10 @@ class Attention(Protocol):
     def plan(self, batch: ForwardBatch, window: int | None = None, chunk: int | None = None) -> StepPlan: ...
 
     def __call__(self, q: Tensor, cache: KvCache, layer: int, plan: Any, sinks: Tensor | None = None) -> Tensor: ...
+
+    def attend_expanded(
+        self, q: Tensor, cache: KvCache, layer: int, plan: Any, heads: HeadProjections, out: Tensor
+    ) -> None: ...
 
     def attend_indexed(
         self, q: Tensor, cache: KvCache, layer: int, index: IndexedRows, batch: ForwardBatch
@@ -133,12 +150,12 @@ class PagedAttention:
     def plan(self, batch: ForwardBatch, window: int | None = None, chunk: int | None = None) -> AttentionPlan:
         """Returns the plan of a step's attention, once for all layers with equal visibility. None, None: all keys"""
         visible = Visible(window, self._shape.has_sinks, chunk)
-        return plan_attention(batch, self._layout, self._numerics, self._dtype, self._shape.long_from, visible)
+        return plan_attention(batch, self._layout, self._numerics, self._dtype, self._shape.expand_from, visible)
 
     def __call__(
         self, q: Tensor, cache: KvCache, layer: int, plan: AttentionPlan, sinks: Tensor | None = None
     ) -> Tensor:
-        """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and plan.long_chunks.
+        """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and plan.expanded_rows.
 
         q:     [T, heads, group, D]. The keys and values of these rows are already in the cache.
         sinks: [heads * group], for each query head a score that takes its share of the weights; None: none
@@ -157,6 +174,28 @@ class PagedAttention:
         for chunk in plan.chunks:
             out[chunk.start : chunk.end] = self._chunk(q[chunk.start : chunk.end], cache, layer, chunk, sinks)
         return out
+
+    def attend_expanded(
+        self, q: Tensor, cache: KvCache, layer: int, plan: AttentionPlan, heads: HeadProjections, out: Tensor
+    ) -> None:
+        """Fills plan.expanded_rows of `out` [T, heads, Dv]: keys and values of all heads first, then their attention.
+
+        q: [T, heads, nope + rope]. The latents of these rows are already in the cache.
+        """
+        value_width = heads.values.shape[2]
+        for chunk in plan.expanded:
+            rows = cache.gather(layer, chunk.rows, 1)[0][0]
+            latents, rotated = (
+                part.expand(q.shape[1], -1, -1) for part in rows.tensor_split((self._layout.value_width,), dim=2)
+            )
+            keys = torch.cat((torch.bmm(latents, heads.keys.transpose(1, 2)), rotated), dim=-1)
+            values = torch.bmm(latents, heads.values)
+            # The fused kernel of torch needs keys and values of one width.
+            missing = keys.shape[2] - value_width
+            if missing > 0:
+                values = functional.pad(values, (0, missing))
+            attended = attend_chunk(q[chunk.start : chunk.end, :, None], keys, values, chunk, self._scale)
+            out[chunk.start : chunk.end] = attended[:, :, 0, :value_width]
 
     def attend_indexed(self, q: Tensor, cache: KvCache, layer: int, index: IndexedRows, batch: ForwardBatch) -> Tensor:
         """Returns the attention of the rows over the keys that the indexer chooses, [T, 1, heads, latent].

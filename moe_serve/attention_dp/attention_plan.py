@@ -57,12 +57,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The attention of one step. `decodes` and `chunks` cover the first num_rows rows, `long_chunks` the next ones."""
+    """The attention of one step. `decodes` and `chunks` cover the first num_rows rows, `expanded` the next ones."""
 
     decodes: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
-    long_chunks: tuple[Chunk, ...]
+    expanded: tuple[Chunk, ...]
     num_rows: int
+
+    @property
+    def expanded_rows(self) -> range:
+        """The rows that attend_expanded attends."""
+        return range(self.num_rows, self.expanded[-1].end if self.expanded else self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -95,42 +100,33 @@ def plan_attention(
     layout: KvLayout,
     numerics: Numerics,
     dtype: torch.dtype,
-    long_from: int | None = None,
+    expand_from: int | None = None,
     visible: Visible = Visible(),
 ) -> AttentionPlan:
-    """Returns the plan of a batch for layers of one layout that see alike.
-
-    long_from: chunks of at least this many rows become long_chunks; None: none do
-    """
+    """Returns the plan of a batch for layers of one layout that see alike. expand_from: as in AttentionShape"""
     builder = _Builder(batch, layout, numerics, dtype, visible)
     decodes = [builder.decode_group(seqs) for seqs in groups_of(batch, layout)]
-    chunks: list[Chunk] = []
-    long_chunks: list[Chunk] = []
-    start = num_rows = batch.num_decodes
-    lens = batch.host_query_lens
-    first_long = len(lens)  # all behind it are long, too
-    while long_from is not None and first_long > batch.num_decodes and lens[first_long - 1] >= long_from:
-        first_long -= 1
-    for seq in range(batch.num_decodes, len(lens)):
-        end = start + lens[seq]
-        is_long = seq >= first_long
-        (long_chunks if is_long else chunks).append(builder.chunk(seq, start, end))
-        num_rows = num_rows if is_long else end
-        start = end
-    return AttentionPlan(tuple(decodes), tuple(chunks), tuple(long_chunks), num_rows)
+    starts = [0, *accumulate(batch.host_query_lens)]
+    first = first_expanded(batch, expand_from)
+    chunks = [builder.chunk(seq, starts[seq], starts[seq + 1]) for seq in range(batch.num_decodes, len(starts) - 1)]
+    num_short = first - batch.num_decodes
+    return AttentionPlan(tuple(decodes), tuple(chunks[:num_short]), tuple(chunks[num_short:]), starts[first])
 
 
-def long_chunks_of(
-    batch: ForwardBatch, layout: KvLayout, numerics: Numerics, dtype: torch.dtype, long_from: int | None
-) -> tuple[Chunk, ...]:
-    """Returns the chunks of at least long_from rows, the last ones of the batch; None: none."""
-    lens, starts = batch.host_query_lens, [0, *accumulate(batch.host_query_lens)]
-    if long_from is None or not lens or lens[-1] < long_from:
-        return ()
-    builder = _Builder(batch, layout, numerics, dtype, Visible())
-    return tuple(
-        builder.chunk(seq, starts[seq], starts[seq + 1]) for seq, length in enumerate(lens) if length >= long_from
-    )
+def first_expanded(batch: ForwardBatch, expand_from: int | None) -> int:
+    """Returns the first of the sequences whose chunks are attended in the expanded form: all behind it are, too.
+
+    expand_from: as in AttentionShape, which has the reason. Both forms have to make something of each new row; the
+    expanded one of the rows before them as well, which pays where enough pairs of a row and a key that it sees are.
+    """
+    lens, seq_lens, first = batch.host_query_lens, batch.host_seq_lens, len(batch.host_query_lens)
+    while expand_from is not None and first > batch.num_decodes:
+        rows = lens[first - 1]
+        before = seq_lens[first - 1] - rows
+        if rows * (2 * before + rows) < 2 * expand_from * before:
+            break
+        first -= 1
+    return first
 
 
 def groups_of(batch: ForwardBatch, layout: KvLayout) -> list[Sequence[int]]:

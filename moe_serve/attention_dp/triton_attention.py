@@ -9,29 +9,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_serve.attention_dp.attention import AttentionShape, IndexedRows
-from moe_serve.attention_dp.attention_plan import Chunk, long_chunks_of
+from moe_serve.attention_dp.attention import AttentionShape, HeadProjections, IndexedRows
+from moe_serve.attention_dp.attention_plan import first_expanded
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.triton.attention import PagedRows, Seen, attend_triton
+from moe_serve.kernels.triton.expanded_attention import ExpandedRows, attend_expanded_triton
 from moe_serve.kernels.triton.indexed_attention import attend_indexed_triton
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The attention of one step: one launch for decodes, and one for all chunks.
+    """The attention of one step: one launch for decodes, one for chunks, and few for all that are expanded.
 
-    decodes:     sequences of one row each, the first rows of the batch
-    chunks:      the other sequences, but for long_chunks, which are left to the caller
+    decodes:  sequences of one row each, the first rows of the batch
+    chunks:   the next sequences
+    expanded: those behind them, whose rows attend_expanded attends
     """
 
     decodes: PagedRows | None
     chunks: PagedRows | None
+    expanded: ExpandedRows | None
     num_rows: int
+    expanded_rows: range
     window: int | None
     chunk: int | None
-    long_chunks: tuple[Chunk, ...]
 
 
 class TritonAttention:
@@ -49,13 +52,15 @@ class TritonAttention:
 
     def plan(self, batch: ForwardBatch, window: int | None = None, chunk: int | None = None) -> LaunchPlan:
         """Returns the plan of a step's attention, once for all layers with equal visibility."""
-        num_decodes = batch.num_decodes
+        num_decodes, num_seqs = batch.num_decodes, len(batch.host_query_lens)
         decodes = _rows(batch, 0, num_decodes, alone=True) if num_decodes else None
-        shape = self._shape
-        long_chunks = long_chunks_of(batch, shape.layout, self._numerics, self._dtype, shape.long_from)
-        chunks = _rows(batch, num_decodes, len(batch.host_query_lens) - len(long_chunks), alone=False)
+        first = first_expanded(batch, self._shape.expand_from)
+        chunks = _rows(batch, num_decodes, first, alone=False)
+        long = _rows(batch, first, num_seqs, alone=False)
+        expanded = ExpandedRows.of(long, batch.host_seq_lens[first:num_seqs]) if long.num_rows else None
         num_rows = num_decodes + chunks.num_rows
-        return LaunchPlan(decodes, chunks if chunks.num_rows else None, num_rows, window, chunk, long_chunks)
+        rows = range(num_rows, num_rows + long.num_rows)
+        return LaunchPlan(decodes, chunks if chunks.num_rows else None, expanded, num_rows, rows, window, chunk)
 
     def __call__(self, q: Tensor, cache: KvCache, layer: int, plan: LaunchPlan, sinks: Tensor | None = None) -> Tensor:
         """Returns the attention of the rows, as PagedAttention does."""
@@ -66,6 +71,14 @@ class TritonAttention:
             if rows is not None:
                 attend_triton(q, cache.layer(layer), out, self._kernel_shape, rows, seen, self._numerics.invariant)
         return out
+
+    def attend_expanded(
+        self, q: Tensor, cache: KvCache, layer: int, plan: LaunchPlan, heads: HeadProjections, out: Tensor
+    ) -> None:
+        """Fills plan.expanded_rows of `out`, as PagedAttention does."""
+        if plan.expanded is not None:
+            of_heads = heads.keys, heads.values, self._kernel_shape.scale
+            attend_expanded_triton(q, cache.layer(layer), out, *of_heads, plan.expanded)
 
     def attend_indexed(self, q: Tensor, cache: KvCache, layer: int, index: IndexedRows, batch: ForwardBatch) -> Tensor:
         """Returns the attention of the rows over the keys that the indexer chooses, as PagedAttention does."""

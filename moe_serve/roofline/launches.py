@@ -24,7 +24,6 @@ from triton.runtime.jit import JITFunction
 _NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 
 
-FUSED_ATTENTION = "scaled_dot_product_attention"  # one kernel of torch on GPUs, whose choice needs a GPU
 _CUDA, _META = 1, 14  # numbers of the kinds of device in torch
 
 
@@ -65,11 +64,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.scaled_dot_product_attention.default and args[0].is_cuda:
-            q, k, v = args[:3]
-            attended = q.new_empty(*q.shape[:-1], v.shape[-1])
-            self.add(FUSED_ATTENTION, [q, k, v, attended])
-            return attended
         composite = torch._C.DispatchKey.CompositeImplicitAutograd
         if func.namespace == "aten" and func.has_kernel_for_dispatch_key(composite):
             with self:

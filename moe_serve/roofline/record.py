@@ -17,14 +17,14 @@ from moe_serve.eplb.cost.step_record import KernelRecord, Layers, ModelSteps, Ra
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.part_clock import ATTENTION, EXPERTS, OTHER, PARTS
 from moe_serve.models.spec import GqaSpec, ModelSpec
-from moe_serve.roofline.launches import FUSED_ATTENTION, Launch
+from moe_serve.roofline.launches import Launch
 from moe_serve.roofline.step import RankStep, Transport, record_step
 from moe_serve.roofline.work import ExpertLoad, work_of
 
 STEPS: tuple[tuple[Phase, Transport], ...] = (
     ("decode", "local"), ("decode", "slabs"), ("prefill", "local"), ("prefill", "collective"),
 )  # fmt: skip
-_ATTENTION = {"attend_kernel", FUSED_ATTENTION}
+_ATTENTION = {"attend_kernel", "expand_kernel"}
 _WEIGHT_OF = {"mm": 1, "addmm": 2, "addmm_": -1}  # which tensor of a product is the weight
 _EXACT = 1e-6  # of an amount: what is smaller is noise of the fit
 

@@ -1,6 +1,6 @@
 """Steps on a GPU that is not there: what the decoder would launch.
 
-Steps of decodes alone fail to record where the host would wait for the device. Prefills over several ranks go by
+A step fails to record where the host would wait for the device. But prefills over several ranks go by
 torch.distributed, whose receives need sizes: there the host waits, and the sizes are those of experts chosen evenly.
 """
 
@@ -79,10 +79,10 @@ class RankStep:
 
 
 def record_step(step: RankStep) -> Recording:
-    """Returns the launches of the forward of a step. Raises where the host of a decode would wait for the device."""
+    """Returns the launches of the forward of a step. Raises where the host would wait, but for sizes of receives."""
     spec = step.spec
     placement = step.placement
-    decodes = step.new_tokens == 1
+    decodes, waits = step.new_tokens == 1, step.transport == "collective"
     with fake_gpu():
         share = WeightShare(spec, placement, 0, torch.bfloat16, GPU, step.expert_form)
         parallel = ExpertParallel(
@@ -101,7 +101,7 @@ def record_step(step: RankStep) -> Recording:
         run: Any = decoder.run
         run.capture = lambda launch: (lambda: None, launch())  # nothing runs in either case
         for _ in range(2 if decodes else 1):  # a first decode makes what stays, the second one is captured
-            with recorded(takes_copies=not decodes, takes_reads=not decodes) as recording:
+            with recorded(takes_copies=waits, takes_reads=waits) as recording:
                 clock: Any = parallel.clock
                 clock.turn = recording.turn
                 decoder.forward(batch, cache, 1)

@@ -14,7 +14,7 @@ import torch
 from moe_serve.kernels.part_clock import VOCABULARY
 from moe_serve.models.decoder.moe_decoder import kv_layouts
 from moe_serve.models.weight_share import WeightShare
-from moe_serve.roofline.launches import FUSED_ATTENTION, Launch
+from moe_serve.roofline.launches import Launch
 from moe_serve.roofline.step import GPU, RankStep
 
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
@@ -57,11 +57,6 @@ def work_of(launch: Launch, step: RankStep, load: ExpertLoad | None = None) -> W
         return Work(2 * launch.tensors[-1].nbytes)
     if launch.name in _FILLS:
         return Work(launch.tensors[-1].nbytes)
-    if launch.name == FUSED_ATTENTION:  # of one sequence
-        q, *_, out = launch.tensors
-        heads = q.numel() // (step.new_tokens * q.shape[-1])
-        seen = _seen(step) / step.sequences
-        return Work(num_bytes, 2.0 * seen * heads * (q.shape[-1] + out.shape[-1]))
     return Work(num_bytes)
 
 
@@ -98,6 +93,13 @@ def _attend(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
         seen = _seen(step, most)
     moved = q.nbytes + read * at["k"][0].nbytes + (out if parts is None else parts).nbytes
     return Work(moved, 2.0 * seen * heads * (q.shape[-1] + out.shape[-1]))
+
+
+def _expand(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
+    weight, keys = getattr(at["weight"], "base", at["weight"]), float(step.sequences * step.length)
+    heads, latent, width = at["HEADS"], at["LATENT"], at["WIDTH"]
+    row = latent + 2 * at["TAIL"] * at["WRITES_TAIL"] + heads * width
+    return Work((keys * row + heads * latent * width) * weight.itemsize, 2.0 * keys * heads * latent * width)
 
 
 def _combine_parts(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
@@ -156,6 +158,7 @@ _RULES: dict[str, Callable[[dict[str, Any], RankStep, ExpertLoad], Work]] = {
     "grouped_gemm_kernel": _grouped_gemm,
     "silu_mul_kernel": _silu_mul,
     "attend_kernel": _attend,
+    "expand_kernel": _expand,
     "combine_kernel": _combine_parts,
     "index_scores_kernel": _index_scores,
     "choose_kernel": _choose,

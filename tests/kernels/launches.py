@@ -263,3 +263,11 @@ def attend_indexed(capability: int) -> None:
     q, out = some(sum(CHUNKS), 1, 128, 576), some(sum(CHUNKS), 1, 128, 512)
     index = some(sum(CHUNKS), 64, 128), some(sum(CHUNKS), 64), some(1024, 1, 128), 2048
     attend_indexed_triton(q, some(1024, 1, 576), out, MLA, index, _paged(CHUNKS))
+
+
+def attend_expanded(capability: int) -> None:
+    from moe_serve.kernels.triton.expanded_attention import ExpandedRows, attend_expanded_triton
+
+    q, out, cache = some(sum(CHUNKS), 128, 192), some(sum(CHUNKS), 128, 128), some(1024, 1, 576)
+    rows = ExpandedRows.of(_paged(CHUNKS), (4096, 512, 512))
+    attend_expanded_triton(q, cache, out, some(128, 128, 512), some(128, 512, 128), 0.1, rows)

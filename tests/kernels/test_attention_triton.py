@@ -6,14 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_serve.attention_dp.attention import AttentionShape, IndexedRows, PagedAttention
+from moe_serve.attention_dp.attention import (
+    AttentionShape,
+    HeadProjections,
+    IndexedRows,
+    PagedAttention,
+    attention_reference,
+)
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.indexed_attention import chosen_keys
-from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.numerics import FAST, Numerics
 from tests.attention_dp.steps import tables_of
 from tests.attention_dp.test_attention import CASES as BATCHES
 from tests.attention_dp.test_attention import LAYOUTS, MODES, run
@@ -167,6 +173,77 @@ def test_the_indexer_chooses_what_plain_torch_chooses(on_device: RunCheck, topk:
     on_device(check_chosen, topk, lens, ends)
 
 
+# heads, nope, rope, latent, value width
+EXPANDED = {
+    "DeepSeek": (3, 128, 64, 512, 128),
+    "wide keys": (2, 48, 16, 40, 21),
+    "wide values": (5, 16, 0, 24, 96),
+    "odd": (1, 7, 6, 33, 9),
+}
+
+
+def check_expanded(device: str, form: str, first_seed: int, end_seed: int) -> None:
+    from moe_serve.kernels.triton import expanded_attention
+    from moe_serve.kernels.triton.attention import PagedRows
+
+    num_heads, nope, rope, latent, value = EXPANDED[form]
+    for seed in range(first_seed, end_seed):
+        draw = random.Random(f"{form} {seed}")
+        generator = torch.Generator().manual_seed(seed)
+        dtype = draw.choice(list(LIMITS))
+        block_size = draw.choice([1, 16, 64])
+        lens = [draw.choice([1, 2, 15, 17, 40]) for _ in range(draw.randint(1, 3))]
+        ends = [length + draw.choice([0, 0, 1, 60, 111, 128, 129]) for length in lens]
+        blocks = [-(-end // block_size) for end in ends]
+        order = torch.randperm(sum(blocks) + 2, generator=generator).int()
+        tables = torch.full((len(lens), max(blocks)), -1, dtype=torch.int32)
+        cache = torch.full((len(order) * block_size, 1, latent + rope), float("nan"), dtype=getattr(torch, dtype))
+        q = torch.randn(2 + sum(lens) + 1, num_heads, nope + rope, generator=generator).to(cache)
+        keys = (torch.randn(num_heads, nope, latent, generator=generator) / latent**0.5).to(cache)
+        values = (torch.randn(num_heads, latent, value, generator=generator) / latent**0.5).to(cache)
+        scale, row, wanted, magnitude = (nope + rope) ** -0.5, 2, [], []
+        for seq, (length, end) in enumerate(zip(lens, ends, strict=True)):
+            tables[seq, : blocks[seq]], order = order[: blocks[seq]], order[blocks[seq] :]
+            at = torch.arange(end)
+            slots = (tables[seq, at // block_size] * block_size + at % block_size).long()
+            cache[slots] = torch.randn(end, 1, latent + rope, generator=generator).to(cache)
+            latents, rotated = cache[slots, 0].double().split([latent, rope], dim=1)
+            made = latents @ keys.double().transpose(1, 2)
+            made = torch.cat((made, rotated.expand(num_heads, -1, -1)), dim=2)
+            both = latents @ values.double()
+            for name, each in ((wanted, both), (magnitude, both.abs())):
+                name.append(
+                    attention_reference(q[row : row + length, :, None], made, each, scale, end - length)[:, :, 0]
+                )
+            row += length
+        per_key = num_heads * (nope + value) * cache.element_size()
+        expanded_attention.MOST_BYTES = draw.choice([1, per_key * 200, 1 << 28])  # heads one by one, some, all
+        starts = torch.tensor([0, *lens]).cumsum(0).int() + 2
+        parts = [part.to(device) for part in (starts, torch.tensor(ends), tables)]
+        rows = PagedRows(*parts, block_size, sum(lens), max(ends))
+        out = torch.full((len(q), num_heads, value), float("nan")).to(cache).to(device)
+        of = expanded_attention.ExpandedRows.of(rows, tuple(ends))
+        operands = [each.to(device) for each in (q, cache)], [each.to(device) for each in (keys, values)]
+        expanded_attention.attend_expanded_triton(*operands[0], out, *operands[1], scale, of)
+        assert out[:2].isnan().all()
+        assert out[-1:].isnan().all()
+        # Keys and values are rounded, too.
+        error = (out[2:-1].cpu().double() - torch.cat(wanted)).abs().max() / torch.cat(magnitude).max()
+        assert error < 3 * LIMITS[dtype], f"{form}, seed {seed}: {error:.1e} in {dtype}, {lens} rows, {ends} keys"
+
+
+@pytest.mark.parametrize("form", EXPANDED)
+def test_expanded_keys_and_values_give_the_attention_of_the_formula(on_device: RunCheck, form: str) -> None:
+    on_device(check_expanded, form, 0, 1 if form == "DeepSeek" else 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("form", EXPANDED)
+def test_many_expanded_batches_give_the_attention_of_the_formula(on_device: RunCheck, form: str) -> None:
+    on_device(check_expanded, form, 3, 303)
+
+
 def check_steps(device: str, kind: str, mode: str, case: str, seeing: dict[str, object]) -> None:
     from moe_serve.attention_dp.triton_attention import TritonAttention
 
@@ -186,6 +263,38 @@ def check_steps(device: str, kind: str, mode: str, case: str, seeing: dict[str, 
 def test_a_step_of_decodes_and_chunks_matches_the_formula(interpreter: RunCheck, kind: str, mode: str, case: str,
                                                           seeing: dict[str, object]) -> None:  # fmt: skip
     interpreter(check_steps, kind, mode, case, seeing)
+
+
+def check_expanded_steps(device: str) -> None:
+    from moe_serve.attention_dp.triton_attention import TritonAttention
+
+    draw = torch.Generator().manual_seed(0)
+    layout, num_heads = KvLayout.mla(12, 4), 3
+    cache = KvCache([layout], 40, 4, torch.float32, "cpu")
+    cache.layer(0).normal_(generator=draw)
+    free = torch.randperm(40, generator=draw).tolist()
+    chunks = []
+    for i, (start, length) in enumerate([(9, 1), (30, 2), (0, 7), (21, 12)]):
+        blocks = [free.pop() for _ in range(-(-(start + length) // 4))]
+        request = Request(str(i), 0, [0] * (start + length), [], SamplingParams(), 0, block_ids=blocks)
+        chunks.append(ScheduledChunk(request, start, length, False))
+    batch = ForwardBatch.build(chunks, tables_of(4, [chunk.request for chunk in chunks]), "cpu", FAST)
+    q = torch.randn(batch.num_padded, num_heads, 9, generator=draw)
+    heads = HeadProjections(*(torch.randn(num_heads, *of, generator=draw) for of in ((5, 12), (12, 6))))
+    shape = AttentionShape(layout, num_heads, 0.3, expand_from=10)
+    results = []
+    for make in (TritonAttention, lambda *facts: PagedAttention(*facts, "cpu")):
+        attention = make(shape, FAST, torch.float32)
+        plan = attention.plan(batch)
+        assert plan.expanded_rows == range(3, 22)  # of the whole prompt and the long chunk
+        results.append(torch.zeros(batch.num_padded, num_heads, 6))
+        attention.attend_expanded(q, cache, 0, plan, heads, results[-1])
+    assert relative_error(*results) < FLOAT32
+    assert not results[0][:3].any()
+
+
+def test_long_chunks_of_latents_match_plain_torch(interpreter: RunCheck) -> None:
+    interpreter(check_expanded_steps)
 
 
 def check_indexed_steps(device: str) -> None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from moe_serve.attention_dp.attention_plan import first_expanded
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.decoder.mla import expand_from
 from moe_serve.models.families.registry import read_spec
@@ -99,14 +101,17 @@ def test_the_form_of_latent_attention_follows_the_number_of_multiplications(orac
     assert isinstance(attention, MlaSpec)
     border = expand_from(attention)
     assert border == 48
-    heads, keys = attention.num_heads, 1000
+    between = attention.kv_lora_rank * (attention.nope_dim + attention.value_dim)  # latents and heads, for one token
 
-    def absorbed(rows: int) -> int:
-        return rows * heads * keys * (2 * attention.kv_lora_rank + attention.rope_dim)
+    def absorbed(rows: int, pairs: float) -> float:
+        return rows * between + pairs * (2 * attention.kv_lora_rank + attention.rope_dim)
 
-    def expanded(rows: int) -> int:
-        made = keys * heads * attention.kv_lora_rank * (attention.nope_dim + attention.value_dim)
-        return made + rows * heads * keys * (attention.query_dim + attention.value_dim)
+    def expanded(rows: int, before: int, pairs: float) -> float:
+        return (rows + before) * between + pairs * (attention.query_dim + attention.value_dim)
 
-    assert expanded(border) <= absorbed(border)
-    assert expanded(border - 1) > absorbed(border - 1)
+    for rows in (2, 10, border // 2, border - 1, border, 200):
+        for before in (0, 1, 10, 100, 10_000):
+            pairs = rows * (before + rows / 2)
+            batch: Any = SimpleNamespace(host_query_lens=(rows,), host_seq_lens=(before + rows,), num_decodes=0)
+            is_expanded = first_expanded(batch, border) == 0
+            assert is_expanded == (expanded(rows, before, pairs) <= absorbed(rows, pairs)), (rows, before)

@@ -1,4 +1,4 @@
-"""A decode step on a GPU reads nothing back and has sizes that no number changes, so that a graph can hold it.
+"""A step on a GPU reads nothing back and has sizes that no number changes; so a graph can hold those of decodes.
 
 Held for every family by recording its launches on fake CUDA tensors.
 """
@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from benchmarks.gpu_step import STEPS, moe_launches, recorded_layer
 from moe_serve.kernels.part_clock import ATTENTION, COMBINE, DISPATCH, EXPERTS, GATE, MLP
+from moe_serve.models.decoder.mla import expand_from
+from moe_serve.models.spec import MlaSpec
 from moe_serve.roofline.launches import HostCopy, HostRead, fake_gpu, recorded
 from moe_serve.roofline.step import GPU, RankStep, record_step
 from moe_serve.roofline.work import total, unavoidable_bytes, work_of
@@ -72,6 +74,22 @@ def test_a_decode_step_never_waits_and_launches_little(
     assert num_moe <= MOE_LAUNCHES * moe_layers, names_of
     most = LAUNCHES + (CHOICE if getattr(spec.attention, "indexer", None) else 0)
     assert len(names_of[ATTENTION]) + num_moe + moe_layers + dense <= most * layers, names_of
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_step_of_prompts_never_waits_and_attends_all_of_them_together(name: str, tmp_path: Path) -> None:
+    spec = spec_of(name, tmp_path)
+    mla = spec.attention if isinstance(spec.attention, MlaSpec) else None
+    attended = {"attend_kernel", "expand_kernel", "index_scores_kernel", "choose_kernel"}
+    for context, new_tokens in ((0, 70), (200, 5), (40, 90)):
+        names = []
+        for sequences in (2, 5):
+            launches = record_step(RankStep(spec, sequences, context, new_tokens)).launches
+            names.append([each.name for each in launches if each.part == ATTENTION and each.name in attended])
+        assert names[0] == names[1], "launches grow with the number of sequences"
+        expands = mla is not None and mla.indexer is None and expand_from(mla) is not None and new_tokens > 5
+        assert names[0].count("expand_kernel") == (2 * spec.num_layers if expands else 0), (context, new_tokens)
+        assert names[0].count("attend_kernel") == spec.num_layers
 
 
 @pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])

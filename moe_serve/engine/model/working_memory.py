@@ -121,16 +121,17 @@ def _gqa(spec: GqaSpec, numerics: Numerics, sizes: StepSizes) -> int:
 
 
 def _mla(spec: MlaSpec, numerics: Numerics, sizes: StepSizes) -> int:
-    heads, size, from_rows = spec.num_heads, sizes.itemsize, expand_from(spec)
+    heads, size, border = spec.num_heads, sizes.itemsize, expand_from(spec)
     first = spec.q_lora_rank or 0
     projected = sizes.rows * (first + spec.latent_dim + 2 * heads * spec.query_dim) * size
     if spec.indexer is not None:
         return projected + _indexed(spec, spec.indexer, sizes)
-    short = sizes.rows if numerics.invariant else min(sizes.rows, sizes.sequences * from_rows)
+    expands = border is not None and not numerics.invariant
+    short = min(sizes.rows, sizes.sequences * border) if border is not None and expands else sizes.rows
     absorbed = short * heads * (2 * spec.latent_dim + spec.nope_dim + spec.kv_lora_rank + spec.value_dim) * size
     absorbed += _attended(numerics, sizes, 1, heads, spec.latent_dim, spec.latent_dim)
     expanded = 0
-    if not numerics.invariant and sizes.rows >= from_rows:
+    if expands:
         # Keys, the part of them without rotation, values, and values padded to the width of keys.
         widths = spec.nope_dim + 2 * spec.query_dim + spec.value_dim
         expanded = sizes.keys * (heads * widths + spec.latent_dim) * size

@@ -66,6 +66,50 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where the kernel finds the keys and values of a slot, and how wide they are. All tensors have slots as rows.
+
+    keys, values: of the first head; those of the next are head_step elements further. The same ones where shares_row:
+                  then a key begins with its value
+    tail:         with which keys of all heads end; of no columns: with nothing
+    """
+
+    keys: Tensor
+    tail: Tensor
+    values: Tensor
+    heads: int
+    group: int
+    key_width: int  # without the tail
+    tail_width: int
+    value_width: int
+    head_step: int
+    scale: float
+    shares_row: bool = False
+
+    @classmethod
+    def in_cache(cls, cache: Tensor, shape: AttendShape) -> "Places":
+        """cache: [slots, *shape.row_shape]"""
+        value, tail = shape.value_width, shape.width - shape.value_width
+        widths = value, tail, value, shape.width
+        latent = shape.latent is not None
+        values = cache if latent else cache[:, shape.heads :]
+        return cls(cache, cache[:, :, value:], values, shape.heads, shape.group, *widths, shape.scale, latent)
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """The widths of the tiles that hold a key: two for what is as wide as a value, one for the tail.
+
+        Two, since widths of tiles are powers of two, and the sums of 512 columns in one tile spill where they are
+        stored.
+        """
+        widest = max(self.key_width, self.value_width)
+        first = min(1 << (widest.bit_length() - 1), 256)
+        if first < 16 or _padded(widest - first) >= first:
+            first = min(_padded(widest), 256)
+        return first, _padded(max(widest - first, 0)), _padded(self.tail_width)
+
+
+@dataclass(frozen=True)
 class AttendTile:
     """One program's rows and how it goes over keys. keys: of one block, a power of two"""
 
@@ -75,17 +119,17 @@ class AttendTile:
     num_stages: int
 
 
-def tile_for(shape: AttendShape, itemsize: int, one_row: bool) -> AttendTile:
+def tile_for(places: Places, one_row: bool) -> AttendTile:
     """Returns the tile for rows that are alone in their sequence, or have company.
 
     Chosen by what compiles without spills for sm_80, sm_90 and sm_100; none has been measured on a GPU yet. So tiles of
     latents have 32 rows: with 64, which Hopper's matrix instructions for four warps take, some values spill, and for
     Blackwell Triton 3.9 makes a trap.
     """
-    width, group = sum(_blocks_of(shape)), max(triton.next_power_of_2(shape.group), 16)
-    if itemsize == 4:  # by the ordinary units, as torch does; latents spill 288 bytes
+    width, group = sum(places.blocks), max(triton.next_power_of_2(places.group), 16)
+    if places.keys.element_size() == 4:  # by the ordinary units, as torch does; latents spill 288 bytes
         return AttendTile(16, 32 if width <= 256 else 16, num_warps=8 if width > 256 else 4, num_stages=1)
-    if shape.latent is not None:
+    if places.shares_row:
         return AttendTile(min(group, 32), 32, num_warps=8, num_stages=3)
     if one_row:
         return AttendTile(min(group, 32), 64, num_warps=4, num_stages=5 if width <= 128 else 3)
@@ -102,60 +146,53 @@ def attend_triton(
     cache:    [slots, *shape.row_shape], one layer's keys and values, those of these rows included
     invariant: rows with others in their sequence have the bits that they have alone; for chunks this is slow
     """
-    if rows.num_rows == 0:
-        return
+    if rows.num_rows:
+        attend_places(q, Places.in_cache(cache, shape), out, rows, seen, invariant, tile)
+
+
+def attend_places(
+    q: Tensor, places: Places, out: Tensor, rows: PagedRows, seen: Seen, invariant: bool = False,
+    tile: AttendTile | None = None,
+) -> None:  # fmt: skip
+    """Does the same with keys and values wherever they lie. Strides of rows are free in `out`, too, but for decodes."""
     one_row = rows.query_starts is None
     in_parts = one_row or invariant
-    tile = tile or tile_for(shape, q.element_size(), in_parts)
-    first, second, rotated_block = _blocks_of(shape)
-    latent = shape.latent is not None
-    group_block = min(triton.next_power_of_2(shape.group), tile.rows)
+    tile = tile or tile_for(places, in_parts)
+    first, second, tail_block = places.blocks
+    group_block = min(triton.next_power_of_2(places.group), tile.rows)
     tokens = tile.rows // group_block
-    part_keys = LATENT_PART_KEYS if latent else PART_KEYS
+    part_keys = LATENT_PART_KEYS if places.shares_row else PART_KEYS
     num_parts = _num_parts(rows.max_keys, seen, part_keys) if in_parts else 1
     num_seqs = rows.seq_lens.shape[0]
     num_tiles = rows.num_rows if one_row else rows.num_rows // tokens + num_seqs
-    num_heads = shape.heads * triton.cdiv(shape.group, group_block)
+    num_heads = places.heads * triton.cdiv(places.group, group_block)
+    all_heads, width = places.heads * places.group, places.value_width
     part_out = part_sums = None
     apart = one_row and num_parts > 1 and num_tiles * num_heads < ENOUGH_PROGRAMS
     if apart:
-        per_part = q.shape[0], shape.heads * shape.group, num_parts
-        part_out = torch.empty(*per_part, shape.value_width, dtype=torch.float32, device=q.device)
+        per_part = q.shape[0], all_heads, num_parts
+        part_out = torch.empty(*per_part, width, dtype=torch.float32, device=q.device)
         part_sums = torch.empty(*per_part, 2, dtype=torch.float32, device=q.device)
-    values = cache if latent else cache[:, shape.heads :]
-    rotated = cache[:, :, shape.latent :] if rotated_block else cache
     limits = seen.window or 0, seen.chunk or 0
     sees = {"WINDOW": seen.window is not None, "CHUNK": seen.chunk is not None, "SINKS": seen.sinks is not None}
     attend_kernel[(num_tiles * num_heads, num_parts if apart else 1)](
-        q, cache, rotated, values, out, part_out, part_sums, seen.sinks, rows.query_starts, rows.seq_lens,
-        rows.block_tables, num_seqs, num_parts, shape.scale * LOG2_E, *limits, q.stride(0), cache.stride(0),
-        rows.block_tables.stride(0),
-        HEADS=shape.heads, GROUP=shape.group, GROUP_BLOCK=group_block, TOKENS=tokens,
-        WIDTH=shape.value_width, FIRST=first, SECOND=second, TAIL=shape.width - shape.value_width,
-        BLOCK_T=rotated_block, BLOCK_N=tile.keys,
-        BLOCK_SIZE=rows.block_size, LATENT=latent, ONE_ROW=one_row, PART=part_keys if num_parts > 1 else 0,
+        q, places.keys, places.tail if tail_block else places.keys, places.values, out, part_out, part_sums,
+        seen.sinks, rows.query_starts, rows.seq_lens, rows.block_tables, num_seqs, num_parts, places.scale * LOG2_E,
+        *limits, q.stride(0), out.stride(0), places.keys.stride(0), rows.block_tables.stride(0),
+        HEADS=places.heads, GROUP=places.group, GROUP_BLOCK=group_block, TOKENS=tokens,
+        HEAD_STEP=places.head_step, KEY=places.key_width, WIDTH=width, FIRST=first, SECOND=second,
+        TAIL=places.tail_width, BLOCK_T=tail_block, BLOCK_N=tile.keys,
+        BLOCK_SIZE=rows.block_size, LATENT=places.shares_row, ONE_ROW=one_row, PART=part_keys if num_parts > 1 else 0,
         FOLD=not apart, **sees,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if apart:
-        all_heads, block_v = shape.heads * shape.group, triton.next_power_of_2(shape.value_width)
+        block_v = triton.next_power_of_2(width)
         block_h = max(COMBINED // block_v, 1)
         combine_kernel[(rows.num_rows, triton.cdiv(all_heads, block_h))](
             part_out, part_sums, seen.sinks, rows.seq_lens, out, num_parts, *limits,
-            HEADS=all_heads, BLOCK_H=block_h, WIDTH=shape.value_width, BLOCK_V=block_v, PART=part_keys, **sees,
+            HEADS=all_heads, BLOCK_H=block_h, WIDTH=width, BLOCK_V=block_v, PART=part_keys, **sees,
         )  # fmt: skip
-
-
-def _blocks_of(shape: AttendShape) -> tuple[int, int, int]:
-    """Returns the widths of the tiles that hold a key: two for its value (or all of it), one for what a latent lacks.
-
-    Two, since widths of tiles are powers of two, and the sums of 512 columns in one tile spill where they are stored.
-    """
-    value = shape.value_width
-    first = min(1 << (value.bit_length() - 1), 256)
-    if first < 16 or _padded(value - first) >= first:
-        first = min(_padded(value), 256)
-    return first, _padded(max(value - first, 0)), _padded(shape.width - value)
 
 
 def _padded(width: int) -> int:
@@ -172,15 +209,15 @@ def _num_parts(max_keys: int, seen: Seen, part_keys: int) -> int:
 @triton.jit
 def attend_kernel(
     q, k, tail, v, out, part_out, part_sums, sinks, query_starts, seq_lens, tables, num_seqs, num_parts, scale,
-    window, chunk, q_stride, slot_stride, table_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    window, chunk, q_stride, out_stride, slot_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_STEP: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, ONE_ROW: tl.constexpr, PART: tl.constexpr, FOLD: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     # Programs of one tile of rows follow each other, so that its keys are read from memory once for all heads.
     HEAD_BLOCKS: tl.constexpr = (GROUP + GROUP_BLOCK - 1) // GROUP_BLOCK
-    KEY: tl.constexpr = WIDTH + TAIL  # elements of a head in the cache
     tile = tl.program_id(0) // (HEADS * HEAD_BLOCKS)
     head = tl.program_id(0) // HEAD_BLOCKS % HEADS
     seq, first_row, end_row = locate_rows(tile, query_starts, num_seqs, TOKENS, ONE_ROW)
@@ -194,32 +231,32 @@ def attend_kernel(
         first_key = first_seen(position, window, chunk, WINDOW, CHUNK)
         all_head = head * GROUP + head_in_group
         # Distances within a tile take 32 bits: addresses of 64 bits would not leave enough registers for the sums.
-        q_at = q + first_row.to(tl.int64) * q_stride + (token * q_stride + all_head * KEY)
-        query = load_columns(q_at, used, 0, WIDTH, FIRST)
+        q_at = q + first_row.to(tl.int64) * q_stride + (token * q_stride + all_head * (KEY + TAIL))
+        query = load_columns(q_at, used, 0, KEY, FIRST)
         query_b, query_tail = query, query
         if SECOND > 0:
-            query_b = load_columns(q_at, used, FIRST, WIDTH, SECOND)
+            query_b = load_columns(q_at, used, FIRST, KEY, SECOND)
         if BLOCK_T > 0:
-            query_tail = load_columns(q_at + WIDTH, used, 0, TAIL, BLOCK_T)
+            query_tail = load_columns(q_at + KEY, used, 0, TAIL, BLOCK_T)
         begin = first_seen(length - end_row + first_row, window, chunk, WINDOW, CHUNK)
         end = length - tl.maximum(end_row - first_row - TOKENS, 0)
         table = tables + seq.to(tl.int64) * table_stride
-        k += head * KEY
-        v += head * KEY
-        before = first_row.to(tl.int64) * (HEADS * GROUP)  # rows of heads in the results
+        k += head * HEAD_STEP
+        v += head * HEAD_STEP
+        before = first_row.to(tl.int64) * (HEADS * GROUP)  # rows of heads in the parts
         at = token * (HEADS * GROUP) + all_head
         if PART == 0:
             total, total_b, weights, most = attend_keys(
                 query, query_b, query_tail, k, tail, v, table, position, first_key, begin, end, scale, slot_stride,
-                WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK,
+                KEY, WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK,
             )  # fmt: skip
         elif FOLD:
             total, total_b, weights, most = no_sums(TOKENS * GROUP_BLOCK, FIRST, SECOND)
             for part in range(begin // PART, tl.cdiv(end, PART)):
                 more, more_b, more_weights, more_most = attend_keys(
                     query, query_b, query_tail, k, tail, v, table, position, first_key,
-                    tl.maximum(begin, part * PART), tl.minimum(end, part * PART + PART), scale, slot_stride, WIDTH,
-                    FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK,
+                    tl.maximum(begin, part * PART), tl.minimum(end, part * PART + PART), scale, slot_stride, KEY,
+                    WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK,
                 )  # fmt: skip
                 keep, add, most = shares(most, more_most)
                 total = folded(total, more, keep[:, None], add[:, None])
@@ -233,7 +270,7 @@ def attend_kernel(
             end = tl.minimum(end, part * PART + PART)
             total, total_b, weights, most = attend_keys(
                 query, query_b, query_tail, k, tail, v, table, position, first_key, begin, end, scale, slot_stride,
-                WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK,
+                KEY, WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK,
             )  # fmt: skip
             number = before * num_parts + part - first_part
             store_part(part_out, part_sums, number, at * num_parts, total, total_b, weights, most,
@@ -242,7 +279,7 @@ def attend_kernel(
             if SINKS:
                 weights += sink_weight(tl.load(sinks + all_head, mask=used, other=0.0), most)
             seen = (position >= 0)[:, None]
-            out_at = out + before * WIDTH + at * WIDTH
+            out_at = out + first_row.to(tl.int64) * out_stride + (token * out_stride + all_head * WIDTH)
             store_columns(out_at, tl.where(seen, total / weights[:, None], 0.0), used, 0, WIDTH, FIRST)
             if SECOND > 0:
                 result = tl.where(seen, total_b / weights[:, None], 0.0)
@@ -291,9 +328,9 @@ def store_part(
 @triton.jit
 def attend_keys(
     query, query_b, query_tail, k, tail, v, table, position, first_key, begin, end, scale, slot_stride,
-    WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, ONE_ROW: tl.constexpr,
-    LIMITED: tl.constexpr,
+    KEY: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr,
+    ONE_ROW: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """Returns weighted values of keys begin .. end, [rows, FIRST] and [rows, SECOND], sums of weights, and top scores.
 
@@ -307,11 +344,11 @@ def attend_keys(
         inside = (key >= begin) & (key < end)
         block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0)
         at = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * slot_stride
-        keys = load_columns(k + at, inside, 0, WIDTH, FIRST)
+        keys = load_columns(k + at, inside, 0, KEY, FIRST)
         scores = dot(query, tl.trans(keys))
         keys_b = keys
         if SECOND > 0:
-            keys_b = load_columns(k + at, inside, FIRST, WIDTH, SECOND)
+            keys_b = load_columns(k + at, inside, FIRST, KEY, SECOND)
             scores += dot(query_b, tl.trans(keys_b))
         if BLOCK_T > 0:
             scores += dot(query_tail, tl.trans(load_columns(tail + at, inside, 0, TAIL, BLOCK_T)))

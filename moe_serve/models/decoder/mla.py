@@ -5,17 +5,15 @@ per token, as in multi-query attention; this is cheap for few queries. Expanded:
 computed from the latents first, which is cheaper for chunks of many queries. `batch_invariant` uses only the absorbed
 form.
 
-Shape words: T = rows of the batch (padded), H = hidden, heads = num_heads, C = rows of one chunk, K = its keys.
+Shape words: T = rows of the batch (padded), H = hidden, heads = num_heads.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from moe_serve.attention_dp.attention import AttentionShape, attend_chunk
-from moe_serve.attention_dp.attention_plan import Chunk
+from moe_serve.attention_dp.attention import AttentionShape, HeadProjections
 from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.cpu.operations import AnyHeads, AnyLinear
 from moe_serve.kernels.forms import MlaWidths
@@ -39,9 +37,9 @@ class MlaAttention:
         self.widths = MlaWidths(spec.nope_dim, spec.kv_lora_rank, spec.rope_dim)
         self.num_layers = num_layers
         self._only_absorbed = numerics.invariant or spec.indexer is not None
-        long_from = None if self._only_absorbed else expand_from(spec)
+        border = None if self._only_absorbed else expand_from(spec)
         layout = KvLayout.mla(spec.kv_lora_rank, spec.rope_dim)
-        self.shape = AttentionShape(layout, spec.num_heads, spec.softmax_scale, long_from)
+        self.shape = AttentionShape(layout, spec.num_heads, spec.softmax_scale, expand_from=border)
 
     def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, forms: WeightForms) -> "MlaLayer":
         """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
@@ -79,7 +77,7 @@ class MlaAttention:
             expand=forms.per_head(expand),
             out=forms.linear(weights.pop("o"), weights.pop("o_bias", None), weights.pop("o_scale", None)),
             indexer=None if spec.indexer is None else self._indexer(spec.indexer, index, weights, rope, forms),
-            expanded=None if self._only_absorbed else ExpandedHeads(spec, absorb, expand),
+            projections=None if self._only_absorbed else HeadProjections(absorb, expand),
         )
 
     def _indexer(
@@ -135,7 +133,7 @@ class MlaLayer:
     q_b:    with q-LoRA, the query latent -> queries
     absorb: [heads, nope_dim, kv_lora_rank], projects queries into the latent space
     expand: [heads, kv_lora_rank, value_dim], projects latents to values
-    expanded: the form for long chunks; None where only the absorbed form is used
+    projections: of the expanded form; None where only the absorbed form is used
     """
 
     form: MlaAttention
@@ -148,7 +146,7 @@ class MlaLayer:
     expand: AnyHeads
     out: AnyLinear
     indexer: Indexer | None
-    expanded: "ExpandedHeads | None"
+    projections: HeadProjections | None
 
     def __call__(self, x: Tensor, do: Step) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' latents and rotated keys into the cache."""
@@ -171,20 +169,18 @@ class MlaLayer:
             latent_q = do.absorb(self.absorb, q, spec.nope_dim)
             attended = do.attend_indexed(latent_q[:, None], self.index, index)
             return do.linear("attention_out", self.out, do.expand(self.expand, attended[:, 0]).flatten(1))
-        values = self._absorbed(q, do) if self.expanded is None or not do.long_chunks else self._by_length(q, do)
+        values = self._absorbed(q, do) if not do.expanded_rows else self._by_length(q, do)
         return do.linear("attention_out", self.out, values.flatten(1))
 
     def _by_length(self, q: Tensor, do: Step) -> Tensor:
         """q: [T, heads, nope + rope] -> [T, heads, value_dim], long chunks in the expanded form"""
-        assert self.expanded is not None
-        long_chunks, spec = do.long_chunks, self.form.spec
-        out = q.new_zeros(*q.shape[:2], spec.value_dim)
-        num_short = long_chunks[0].start  # rows before the first long chunk
-        if num_short:
-            out[:num_short] = self._absorbed(q[:num_short], do)
-        for chunk in long_chunks:
-            rows = do.cached_rows(self.index, chunk)
-            out[chunk.start : chunk.end] = self.expanded(q[chunk.start : chunk.end], rows, chunk)
+        assert self.projections is not None
+        rows = do.expanded_rows
+        out = q.new_empty(*q.shape[:2], self.form.spec.value_dim)
+        out[rows.stop :] = 0
+        if rows.start:
+            out[: rows.start] = self._absorbed(q[: rows.start], do)
+        do.attend_expanded(q, self.index, self.projections, out)
         return out
 
     def _absorbed(self, q: Tensor, do: Step) -> Tensor:
@@ -193,43 +189,17 @@ class MlaLayer:
         return do.expand(self.expand, do.attend(latent_q[:, None], self.index)[:, 0])
 
 
-@dataclass(frozen=True, eq=False)
-class ExpandedHeads:
-    """The expanded form of one layer: keys and values of all heads out of the latents, then ordinary attention.
-
-    absorb: [heads, nope_dim, kv_lora_rank];  expand: [heads, kv_lora_rank, value_dim]
-    """
-
-    spec: MlaSpec
-    absorb: Tensor
-    expand: Tensor
-
-    def __call__(self, q: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
-        """q: [C, heads, nope + rope], rows: [K, latent + rope] as cached -> [C, heads, value_dim]"""
-        spec = self.spec
-        latents = rows[:, : spec.kv_lora_rank].expand(spec.num_heads, -1, -1)
-        rotated = rows[:, spec.kv_lora_rank :].expand(spec.num_heads, -1, -1)
-        keys = torch.cat((torch.bmm(latents, self.absorb.transpose(1, 2)), rotated), dim=-1)
-        values = torch.bmm(latents, self.expand)
-        # The fused kernel of torch needs keys and values of one width.
-        missing = spec.query_dim - spec.value_dim
-        if missing > 0:
-            values = functional.pad(values, (0, missing))
-        out = attend_chunk(q[:, :, None], keys, values, chunk, spec.softmax_scale)
-        return out[:, :, 0, : spec.value_dim]
-
-
-def expand_from(spec: MlaSpec) -> int:
-    """Returns the number of query rows from which the expanded form takes fewer multiplications.
+def expand_from(spec: MlaSpec) -> int | None:
+    """Returns the rows of a chunk behind a long prefix from which the expanded form takes fewer multiplications.
 
     Per query and key: absorbed heads * (2 kv_lora_rank + rope_dim), expanded heads * (nope_dim + rope_dim + value_dim);
-    making a key and a value costs heads * kv_lora_rank * (nope_dim + value_dim), once per key.
+    making a key and a value costs heads * kv_lora_rank * (nope_dim + value_dim), once per key. The absorbed form does
+    as much with each query and its result, so of a whole prompt the expanded form is always the cheaper one.
+    None: the absorbed form always is.
     """
     per_head = spec.nope_dim + spec.value_dim
     saved = 2 * spec.kv_lora_rank - per_head
-    if saved <= 0:
-        return 1 << 30  # absorbed is always cheaper
-    return -(-spec.kv_lora_rank * per_head // saved)
+    return -(-spec.kv_lora_rank * per_head // saved) if saved > 0 else None
 
 
 def _reorder_tails(weight: Tensor, num_heads: int, order: Tensor, rows: slice) -> Tensor:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.attention_dp.attention import Attention, AttentionShape, IndexedRows, StepPlan
-from moe_serve.attention_dp.attention_plan import Chunk
+from moe_serve.attention_dp.attention import Attention, AttentionShape, HeadProjections, IndexedRows, StepPlan
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer, Turns, take_turns
@@ -73,8 +72,8 @@ class TorchStep(Step):
         self._plans: dict[tuple[int | None, int | None], StepPlan] = {}  # by window and chunk, as layers ask
 
     @property
-    def long_chunks(self) -> tuple[Chunk, ...]:
-        return self._plan(None, None).long_chunks if self.has_rows else ()
+    def expanded_rows(self) -> range:
+        return self._plan(None, None).expanded_rows if self.has_rows else range(0)
 
     def begin(self, part: int) -> None:
         self._clock.turn(part)
@@ -95,8 +94,8 @@ class TorchStep(Step):
         rows = IndexedRows(index.q, index.weights, index.layer, index.shape.topk)
         return self._attention.attend_indexed(q, self.cache, layer, rows, self._step.batch)
 
-    def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
-        return self.cache.gather(layer, chunk.rows, 1)[0][0, 0]
+    def attend_expanded(self, q: Tensor, layer: int, heads: HeadProjections, out: Tensor) -> None:
+        self._attention.attend_expanded(q, self.cache, layer, self._plan(None, None), heads, out)
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
@@ -188,7 +187,7 @@ class RecordedStep(Step, Recorder):
     """
 
     has_rows = True
-    long_chunks = ()
+    expanded_rows = range(0)
 
     def __init__(
         self,
@@ -223,7 +222,7 @@ class RecordedStep(Step, Recorder):
         chosen = index.q, index.weights, self.cache.layer(index.layer)
         return self.attend_chosen(q, self.cache.layer(layer), self._shape, chosen, index.shape)
 
-    def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
+    def attend_expanded(self, q: Tensor, layer: int, heads: HeadProjections, out: Tensor) -> None:
         raise AssertionError("the kernels attend long chunks as any other")
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from moe_serve.attention_dp.attention_plan import Chunk
+from moe_serve.attention_dp.attention import HeadProjections
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer, Turns
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, Operations
@@ -74,8 +74,8 @@ class Step(Operations, ABC):
 
     @property
     @abstractmethod
-    def long_chunks(self) -> tuple[Chunk, ...]:
-        """Chunks that `attend` leaves to the caller, behind all other rows."""
+    def expanded_rows(self) -> range:
+        """Rows that `attend` leaves to `attend_expanded`, behind all other rows."""
 
     @abstractmethod
     def begin(self, part: int) -> None:
@@ -85,7 +85,7 @@ class Step(Operations, ABC):
     def attend(
         self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None, chunk: int | None = None
     ) -> Tensor:
-        """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and long chunks.
+        """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and expanded_rows.
 
         q:      [T, heads, group, D]. The keys and values of these rows are already in the cache.
         window: keys that a row sees, its own included; None: all up to its own
@@ -98,8 +98,11 @@ class Step(Operations, ABC):
         """Returns what `attend` returns, over the cached keys that an indexer chooses for each row."""
 
     @abstractmethod
-    def cached_rows(self, layer: int, chunk: Chunk) -> Tensor:
-        """Returns what a layer has cached for the keys of a long chunk, [K, width]."""
+    def attend_expanded(self, q: Tensor, layer: int, heads: HeadProjections, out: Tensor) -> None:
+        """Fills expanded_rows of `out` [T, heads, Dv] with attention over keys and values made of cached latents.
+
+        q: [T, heads, nope + rope]. The latents of these rows are already in the cache.
+        """
 
     @abstractmethod
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
