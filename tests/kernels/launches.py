@@ -253,8 +253,15 @@ def attend_latent(capability: int) -> None:
 
 
 def attend_float32(capability: int) -> None:
-    for lens in ([1] * TOKENS, CHUNKS):
-        _attend(GQA, lens, torch.float32)
+    for shape in (GQA, WIDE):
+        for lens in ([1] * TOKENS, CHUNKS):
+            _attend(shape, lens, torch.float32)
+
+
+def attend_float32_latent(capability: int) -> None:
+    for lens in ([1] * TOKENS, [1], CHUNKS):
+        _attend(MLA, lens, torch.float32)
+    attend_expanded(capability, torch.float32)
 
 
 def attend_indexed(capability: int) -> None:
@@ -265,9 +272,9 @@ def attend_indexed(capability: int) -> None:
     attend_indexed_triton(q, some(1024, 1, 576), out, MLA, index, _paged(CHUNKS))
 
 
-def attend_expanded(capability: int) -> None:
+def attend_expanded(capability: int, dtype: torch.dtype = torch.bfloat16) -> None:
     from moe_serve.kernels.triton.expanded_attention import ExpandedRows, attend_expanded_triton
 
-    q, out, cache = some(sum(CHUNKS), 128, 192), some(sum(CHUNKS), 128, 128), some(1024, 1, 576)
     rows = ExpandedRows.of(_paged(CHUNKS), (4096, 512, 512))
-    attend_expanded_triton(q, cache, out, some(128, 128, 512), some(128, 512, 128), 0.1, rows)
+    shapes = (sum(CHUNKS), 128, 192), (1024, 1, 576), (sum(CHUNKS), 128, 128), (128, 128, 512), (128, 512, 128)
+    attend_expanded_triton(*(some(*shape, dtype=dtype) for shape in shapes), 0.1, rows)

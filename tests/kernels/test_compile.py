@@ -19,7 +19,7 @@ ANY_GPU = ["norms", "rope_write", "row_factors", "pack_rows", "gpt_oss_experts",
            "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "silu_mul", "weighted_sum", "topk_gate",
            "exact_split", "low_latency", "low_latency_top16", "attend_gqa", "attend_indexed",
            "attend_expanded"]  # fmt: skip
-MORE_ATTENTION = ["attend_latent", "attend_sinks", "attend_wide", "attend_float32"]
+MORE_ATTENTION = ["attend_latent", "attend_sinks", "attend_wide", "attend_float32", "attend_float32_latent"]
 # sm_89 and later have e4m3.
 WITH_E4M3 = [
     "quantize",
@@ -31,7 +31,7 @@ WITH_E4M3 = [
     "low_latency_fp8",
 ]
 USES_MATRIX_UNITS = {"grouped_gemm_kernel", "attend_kernel", "expand_kernel", "index_scores_kernel"}
-WITHOUT_MATRIX_UNITS = {"attend_float32"}  # in full precision
+WITHOUT_MATRIX_UNITS = {"attend_float32", "attend_float32_latent"}  # in full precision
 MOVES_16_BYTES = {"dispatch_send_kernel", "combine_send_kernel", "dispatch_receive_kernel", "attend_kernel",
                   "expand_kernel", "norm_kernel", "rope_write_kernel", "mla_rope_write_kernel", "multiply_rows_kernel",
                   "pack_rows_kernel"}  # fmt: skip

@@ -111,12 +111,17 @@ class Places:
 
 @dataclass(frozen=True)
 class AttendTile:
-    """One program's rows and how it goes over keys. keys: of one block, a power of two"""
+    """One program's rows and how it goes over keys.
+
+    keys:    of one block, a power of two
+    columns: of queries and keys that are multiplied at a time, read again for every block; None: all, and queries stay
+    """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    columns: int | None = None
 
 
 def tile_for(places: Places, one_row: bool) -> AttendTile:
@@ -127,8 +132,9 @@ def tile_for(places: Places, one_row: bool) -> AttendTile:
     Blackwell Triton 3.9 makes a trap.
     """
     width, group = sum(places.blocks), max(triton.next_power_of_2(places.group), 16)
-    if places.keys.element_size() == 4:  # by the ordinary units, as torch does; latents spill 288 bytes
-        return AttendTile(16, 32 if width <= 256 else 16, num_warps=8 if width > 256 else 4, num_stages=1)
+    if places.keys.element_size() == 4:  # by the ordinary units, as torch does
+        wide = width > 128
+        return AttendTile(16, 32, num_warps=8 if wide else 4, num_stages=1, columns=32 if wide else None)
     if places.shares_row:
         return AttendTile(min(group, 32), 32, num_warps=8, num_stages=3)
     if one_row:
@@ -183,7 +189,7 @@ def attend_places(
         HEAD_STEP=places.head_step, KEY=places.key_width, WIDTH=width, FIRST=first, SECOND=second,
         TAIL=places.tail_width, BLOCK_T=tail_block, BLOCK_N=tile.keys,
         BLOCK_SIZE=rows.block_size, LATENT=places.shares_row, ONE_ROW=one_row, PART=part_keys if num_parts > 1 else 0,
-        FOLD=not apart, **sees,
+        FOLD=not apart, AT_ONCE=tile.columns or first, **sees,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if apart:
@@ -214,7 +220,7 @@ def attend_kernel(
     HEAD_STEP: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, ONE_ROW: tl.constexpr, PART: tl.constexpr, FOLD: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
+    AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     # Programs of one tile of rows follow each other, so that its keys are read from memory once for all heads.
     HEAD_BLOCKS: tl.constexpr = (GROUP + GROUP_BLOCK - 1) // GROUP_BLOCK
@@ -232,11 +238,13 @@ def attend_kernel(
         all_head = head * GROUP + head_in_group
         # Distances within a tile take 32 bits: addresses of 64 bits would not leave enough registers for the sums.
         q_at = q + first_row.to(tl.int64) * q_stride + (token * q_stride + all_head * (KEY + TAIL))
-        query = load_columns(q_at, used, 0, KEY, FIRST)
+        query = q_at
+        if AT_ONCE >= FIRST:
+            query = load_columns(q_at, used, 0, KEY, FIRST)
         query_b, query_tail = query, query
-        if SECOND > 0:
+        if SECOND > 0 and AT_ONCE >= FIRST:
             query_b = load_columns(q_at, used, FIRST, KEY, SECOND)
-        if BLOCK_T > 0:
+        if BLOCK_T > 0 and AT_ONCE >= FIRST:
             query_tail = load_columns(q_at + KEY, used, 0, TAIL, BLOCK_T)
         begin = first_seen(length - end_row + first_row, window, chunk, WINDOW, CHUNK)
         end = length - tl.maximum(end_row - first_row - TOKENS, 0)
@@ -247,16 +255,18 @@ def attend_kernel(
         at = token * (HEADS * GROUP) + all_head
         if PART == 0:
             total, total_b, weights, most = attend_keys(
-                query, query_b, query_tail, k, tail, v, table, position, first_key, begin, end, scale, slot_stride,
-                KEY, WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK,
+                query, query_b, query_tail, used, k, tail, v, table, position, first_key, begin, end, scale,
+                slot_stride, KEY, WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW,
+                WINDOW or CHUNK, AT_ONCE,
             )  # fmt: skip
         elif FOLD:
             total, total_b, weights, most = no_sums(TOKENS * GROUP_BLOCK, FIRST, SECOND)
             for part in range(begin // PART, tl.cdiv(end, PART)):
                 more, more_b, more_weights, more_most = attend_keys(
-                    query, query_b, query_tail, k, tail, v, table, position, first_key,
+                    query, query_b, query_tail, used, k, tail, v, table, position, first_key,
                     tl.maximum(begin, part * PART), tl.minimum(end, part * PART + PART), scale, slot_stride, KEY,
                     WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK,
+                    AT_ONCE,
                 )  # fmt: skip
                 keep, add, most = shares(most, more_most)
                 total = folded(total, more, keep[:, None], add[:, None])
@@ -269,8 +279,9 @@ def attend_kernel(
             begin = tl.maximum(begin, part * PART)
             end = tl.minimum(end, part * PART + PART)
             total, total_b, weights, most = attend_keys(
-                query, query_b, query_tail, k, tail, v, table, position, first_key, begin, end, scale, slot_stride,
-                KEY, WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK,
+                query, query_b, query_tail, used, k, tail, v, table, position, first_key, begin, end, scale,
+                slot_stride, KEY, WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW,
+                WINDOW or CHUNK, AT_ONCE,
             )  # fmt: skip
             number = before * num_parts + part - first_part
             store_part(part_out, part_sums, number, at * num_parts, total, total_b, weights, most,
@@ -327,10 +338,10 @@ def store_part(
 
 @triton.jit
 def attend_keys(
-    query, query_b, query_tail, k, tail, v, table, position, first_key, begin, end, scale, slot_stride,
+    query, query_b, query_tail, used, k, tail, v, table, position, first_key, begin, end, scale, slot_stride,
     KEY: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr,
-    ONE_ROW: tl.constexpr, LIMITED: tl.constexpr,
+    ONE_ROW: tl.constexpr, LIMITED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Returns weighted values of keys begin .. end, [rows, FIRST] and [rows, SECOND], sums of weights, and top scores.
 
@@ -344,14 +355,27 @@ def attend_keys(
         inside = (key >= begin) & (key < end)
         block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0)
         at = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * slot_stride
-        keys = load_columns(k + at, inside, 0, KEY, FIRST)
-        scores = dot(query, tl.trans(keys))
-        keys_b = keys
-        if SECOND > 0:
-            keys_b = load_columns(k + at, inside, FIRST, KEY, SECOND)
-            scores += dot(query_b, tl.trans(keys_b))
-        if BLOCK_T > 0:
-            scores += dot(query_tail, tl.trans(load_columns(tail + at, inside, 0, TAIL, BLOCK_T)))
+        if AT_ONCE < FIRST:  # query holds addresses
+            scores = tl.zeros((query.shape[0], BLOCK_N), dtype=tl.float32)
+            # It depends on the loop, so that Triton does not move the loads out of it, where they fill the registers.
+            again = used & (first >= 0)
+            for column in tl.static_range(0, FIRST + SECOND, AT_ONCE):
+                some = load_columns(k + at, inside, column, KEY, AT_ONCE)
+                scores += dot(load_columns(query, again, column, KEY, AT_ONCE), tl.trans(some))
+            for column in tl.static_range(0, BLOCK_T, AT_ONCE):
+                some = load_columns(tail + at, inside, column, TAIL, AT_ONCE)
+                scores += dot(load_columns(query + KEY, again, column, TAIL, AT_ONCE), tl.trans(some))
+            keys = load_columns(k + at, inside, 0, KEY, FIRST)
+            keys_b = load_columns(k + at, inside, FIRST, KEY, SECOND) if SECOND > 0 else keys
+        else:
+            keys = load_columns(k + at, inside, 0, KEY, FIRST)
+            scores = dot(query, tl.trans(keys))
+            keys_b = keys
+            if SECOND > 0:
+                keys_b = load_columns(k + at, inside, FIRST, KEY, SECOND)
+                scores += dot(query_b, tl.trans(keys_b))
+            if BLOCK_T > 0:
+                scores += dot(query_tail, tl.trans(load_columns(tail + at, inside, 0, TAIL, BLOCK_T)))
         visible = inside[None, :]
         if not ONE_ROW:
             visible = visible & (key[None, :] <= position[:, None])

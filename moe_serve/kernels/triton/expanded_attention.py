@@ -17,7 +17,8 @@ from moe_serve.kernels.triton.attention import PagedRows, Places, Seen, attend_p
 from moe_serve.kernels.triton.mode import as_dtype, dot
 
 TILE = 128  # keys of a program; every sequence begins with a tile of its own
-MOST_COLUMNS, LATENT_COLUMNS = 128, 64  # of what a program makes, and of latents at a time
+# Columns that a program makes, and of latents at a time; few of float32, which the ordinary units multiply.
+COLUMNS, COLUMNS_FLOAT32 = (128, 64), (32, 16)
 MOST_BYTES = 1 << 28  # of expanded keys and values, unless those of one head take more
 
 
@@ -81,13 +82,14 @@ def _expand(
 ) -> None:
     """Writes latents times weight [heads, latent, n] to `made`, and the rest of cached rows to `tail`, if given."""
     num_heads, latent, width = weight.shape
-    rows, block = expanded.rows, min(max(triton.next_power_of_2(width), 16), MOST_COLUMNS)
+    most, some_latents = COLUMNS_FLOAT32 if cache.dtype == torch.float32 else COLUMNS
+    rows, block = expanded.rows, min(max(triton.next_power_of_2(width), 16), most)
     column_blocks, rope = triton.cdiv(width, block), cache.shape[2] - latent
     expand_kernel[(expanded.num_tiles * num_heads * column_blocks,)](
         cache, cache[:, :, latent:], weight, made, tail, expanded.first_tiles, rows.seq_lens, rows.block_tables,
         rows.seq_lens.shape[0], cache.stride(0), *weight.stride(), made.stride(0), rows.block_tables.stride(0),
         HEADS=num_heads, COLUMN_BLOCKS=column_blocks, WIDTH=width, BLOCK_N=block, HEAD_STEP=head_step, LATENT=latent,
-        BLOCK_K=LATENT_COLUMNS, TAIL=rope, BLOCK_T=max(triton.next_power_of_2(rope), 16),
+        BLOCK_K=some_latents, TAIL=rope, BLOCK_T=max(triton.next_power_of_2(rope), 16),
         WRITES_TAIL=tail is not None and rope > 0, TILE_KEYS=TILE, BLOCK_SIZE=rows.block_size,
         num_warps=8, num_stages=3,
     )  # fmt: skip
