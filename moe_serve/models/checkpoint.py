@@ -37,6 +37,7 @@ DTYPES: Mapping[str, tuple[str, int]] = {  # by the names of the format: the nam
     "F8_E5M2": ("float8_e5m2", 1),
     "I64": ("int64", 8),
     "I32": ("int32", 4),
+    "I8": ("int8", 1),
     "U8": ("uint8", 1),
     "BOOL": ("bool", 1),
 }

@@ -8,6 +8,7 @@ from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import FP8_GROUP
 from moe_serve.models.checkpoint import BLOCK_DTYPES, DTYPES, all_tensors, has_weights
 from moe_serve.models.model_files import shown
+from moe_serve.models.packed_integers import packed_matrices
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.stored_tensor import StoredTensor
 from moe_serve.models.weight_plan import (
@@ -20,6 +21,7 @@ from moe_serve.models.weight_plan import (
     is_ignored,
 )
 
+_PACKED = "integers"  # in place of a dtype's name
 SCALE_DTYPES = ("F32", "BF16", "F16")
 NAMED_IN_A_MESSAGE = 8  # tensors of each kind; a wrong folder would name thousands
 _COMPARED_BYTES = 1 << 24  # at a time
@@ -56,11 +58,13 @@ class CheckpointParts:
     """The tensors of one checkpoint, with experts stored one by one or fused.
 
     tensors: by name, as `checkpoint.all_tensors` returns them
+    packed:  matrices of whole numbers in several tensors, by the names that others have
     """
 
     def __init__(self, spec: ModelSpec, tensors: Mapping[str, StoredTensor]):
         self._spec = spec
         self._tensors = tensors
+        self.packed = {} if spec.integers is None else packed_matrices(spec.integers, tensors)
         self._missing: list[str] = []
         self._misshaped: list[str] = []
         self._unreadable: list[str] = []
@@ -77,6 +81,10 @@ class CheckpointParts:
             name = self.stored_name(part)
             if name is None:
                 self._missing.append(part.source)
+                continue
+            if (packed := self.packed.get(name)) is not None:
+                known |= set(packed.tensors)
+                self._misshaped += packed.problems(part.shape)
                 continue
             known |= {name, self.scale_name(name)}
             self._check_part(name, part)
@@ -181,16 +189,21 @@ class CheckpointParts:
     def dtype_names(self, parts: Iterable[Part]) -> set[str]:
         """Returns the stored dtypes of those parts that are there."""
         names = (self.stored_name(part) for part in parts)
-        return {self._tensors[name].dtype_name for name in names if name is not None}
+        return {
+            _PACKED if name in self.packed else self._tensors[name].dtype_name for name in names if name is not None
+        }
 
     def stored_name(self, part: Part) -> str | None:
         """Returns the name under which a part is stored; None where it is missing."""
-        return next((name for name in (part.source, *part.aliases) if name in self._tensors), None)
+        names = (part.source, *part.aliases)
+        return next((name for name in names if name in self._tensors or name in self.packed), None)
 
     def num_bytes(self, part: Part) -> int:
         """Returns the stored bytes of a part and of its scales. The checkpoint has been checked."""
         name = self.stored_name(part)
         assert name is not None
+        if name in self.packed:
+            return self.packed[name].num_bytes
         scale = self._tensors.get(self.scale_name(name))
         return self._tensors[name].num_bytes + (scale.num_bytes if scale else 0)
 

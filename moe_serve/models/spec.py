@@ -178,6 +178,27 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class IntegerCoding:
+    """How matrices are packed as whole numbers (models/packed_integers.py).
+
+    group:       neighbours in a row that share a scale; None: all of them
+    symmetric:   the zero is in the middle of the codes where the checkpoint stores none
+    act_order:   columns of a group are scattered
+    zero_offset: what stored zeros lack (GPTQ)
+    """
+
+    method: Literal["gptq", "awq", "compressed"]
+    bits: Literal[4, 8]
+    group: int | None
+    symmetric: bool = False
+    act_order: bool = False
+    zero_offset: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits, {'a scale per row' if self.group is None else f'groups of {self.group}'}"
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One decoder-only MoE model. Sizes in elements; nothing here depends on ranks, dtype or device."""
 
@@ -205,6 +226,7 @@ class ModelSpec:
     activation: Activation = SILU  # of the routed experts
     checkpoint_dtype: str | None = None  # as in config.json; None: not given
     fp8_block: Fp8Block | None = None  # what shares a scale in an FP8 checkpoint
+    integers: IntegerCoding | None = None  # of matrices that are packed in the checkpoint
     experts_in_mxfp4: bool = False  # the matrices of experts are stored so (kernels/quantised.py)
     layer_norm: bool = False  # norms of whole rows take the mean out, and have biases
     tensor_prefix: str = ""  # in front of the checkpoint's names

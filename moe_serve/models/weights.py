@@ -345,6 +345,12 @@ class CheckpointWeights:
         """Fills `out` with a stored tensor, or with one expert of a fused one."""
         name = self._parts.stored_name(part)
         assert name is not None
+        if (packed := self._parts.packed.get(name)) is not None:
+            values = packed.values(part.shape[1], self._checkpoint.read)
+            if not all_finite(values, self._share.dtype):
+                raise self._not_finite(next(packed.tensors), expert)
+            out.copy_(values)
+            return
         values = self._rows(name, expert)
         if values.dtype.itemsize == 1 and values.is_floating_point():
             values = dequantise(values, self._scales(name, values, expert), self._fp8_block)

@@ -190,7 +190,7 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
     ("base", "change", "words"),
     [
         (QWEN_30B, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        (QWEN_30B, {"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),
+        (QWEN_30B, {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization 'bitsandbytes'"),
         (QWEN_30B, {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "rope_type 'longrope'"),
         (QWEN_30B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (GLM_45, {"partial_rotary_factor": 1.5}, "partial_rotary_factor of the rotary embedding is 1.5"),

@@ -3,13 +3,22 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block, RouterSpec
 from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, HfConfig, is_positive
 from moe_serve.models.model_files import shown
-from moe_serve.models.spec import ExpertNames, GqaSpec, LongRopeSpec, MlaSpec, ModelSpec, RopeSpec, YarnSpec
+from moe_serve.models.spec import (
+    ExpertNames,
+    GqaSpec,
+    IntegerCoding,
+    LongRopeSpec,
+    MlaSpec,
+    ModelSpec,
+    RopeSpec,
+    YarnSpec,
+)
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 W1_W3_W2 = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")  # as Mixtral's
@@ -50,6 +59,7 @@ def model_of(
         dense_intermediate=dense_width(config, moe_layer_ids),
         checkpoint_dtype=config.text("dtype", "torch_dtype"),
         fp8_block=fp8_block(config),
+        integers=integer_coding(config),
     )
 
 
@@ -291,7 +301,7 @@ def _number(values: Mapping[str, Any], key: str, where: str, default: float | No
 def fp8_block(config: HfConfig) -> Fp8Block | None:
     """Returns what shares a scale in an FP8 checkpoint; None where weights are not quantised, or in MXFP4."""
     quantization = _quantization(config)
-    if not quantization or is_mxfp4(config):
+    if not quantization or is_mxfp4(config) or integer_coding(config) is not None:
         return None
     method, edges = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method == "compressed-tensors":
@@ -302,6 +312,80 @@ def fp8_block(config: HfConfig) -> Fp8Block | None:
     if method != "fp8" or block is None:
         raise config.refuse(f"quantization {shown(method)} with blocks {shown(edges)} (only fp8 with square blocks is)")
     return block
+
+
+def integer_coding(config: HfConfig) -> IntegerCoding | None:
+    """Returns how matrices are packed as whole numbers; None: they are not. Raises ModelError for what is not read."""
+    quantization = _quantization(config)
+    match quantization.get("quant_method"):
+        case "gptq":
+            return _gptq(config, quantization)
+        case "awq":
+            return _awq(config, quantization)
+        case "compressed-tensors" if _is_packed(quantization):
+            return _packed_integers(config, quantization)
+        case _:
+            return None
+
+
+def _gptq(config: HfConfig, quantization: Mapping[str, Any]) -> IntegerCoding:
+    offsets = {"gptq": 1, "gptq_v2": 0, None: 1}
+    form = quantization.get("checkpoint_format")
+    if form not in offsets or quantization.get("is_marlin_format"):
+        raise config.refuse(f"GPTQ in the form {shown(form)} (gptq and gptq_v2 are)")
+    modules = quantization.get("dynamic") or {}
+    if not isinstance(modules, Mapping) or any(not str(name).startswith("-:") for name in modules):
+        raise config.refuse(f"GPTQ with modules of their own bits (dynamic {shown(modules)})")
+    coding = _coding(config, "gptq", quantization.get("bits"), quantization.get("group_size"))
+    return replace(coding, act_order=quantization.get("desc_act") is True, zero_offset=offsets[form])
+
+
+def _awq(config: HfConfig, quantization: Mapping[str, Any]) -> IntegerCoding:
+    version = str(quantization.get("version", "gemm")).lower()
+    bits = quantization.get("bits", quantization.get("w_bit"))
+    if version != "gemm" or bits != 4:
+        raise config.refuse(f"AWQ of {shown(bits)} bits in the form {shown(version)} (4 bits in the form gemm are)")
+    return _coding(config, "awq", bits, quantization.get("group_size", quantization.get("q_group_size")))
+
+
+def _is_packed(quantization: Mapping[str, Any]) -> bool:
+    groups = quantization.get("config_groups")
+    forms = (
+        [each.get("format") for each in groups.values() if isinstance(each, Mapping)]
+        if isinstance(groups, Mapping)
+        else []
+    )
+    return "pack-quantized" in (quantization.get("format"), *forms)
+
+
+def _packed_integers(config: HfConfig, quantization: Mapping[str, Any]) -> IntegerCoding:
+    """Returns the coding of compressed-tensors in its form "pack-quantized"."""
+    if transforms := quantization.get("transform_config"):
+        raise config.refuse(f"compressed-tensors with transform_config {shown(transforms)}")
+    weights = [_weights_of(group) for group in quantization["config_groups"].values()]
+    keys = ("type", "num_bits", "strategy", "group_size", "symmetric", "actorder")
+    kinds = {tuple(shown(each.get(key)) for key in keys) for each in weights}
+    given = weights[0]
+    if len(kinds) != 1 or given.get("type") != "int" or given.get("strategy") not in ("group", "channel"):
+        raise config.refuse(
+            f"compressed-tensors, pack-quantized, with weights {shown(sorted(kinds))} (only int with scales per group "
+            "or channel is, the same for all groups)"
+        )
+    group = given.get("group_size") if given["strategy"] == "group" else None
+    coding = _coding(config, "compressed", given.get("num_bits"), group)
+    return replace(coding, symmetric=given.get("symmetric") is not False, act_order=given.get("actorder") == "group")
+
+
+def _coding(
+    config: HfConfig, method: Literal["gptq", "awq", "compressed"], bits: Any, group_size: Any
+) -> IntegerCoding:
+    group = None if group_size in (None, -1) else group_size
+    known: dict[Any, Literal[4, 8]] = {4: 4, 8: 8}
+    if type(bits) is not int or bits not in known:
+        raise config.refuse(f"{method} weights of {shown(bits)} bits (4 and 8 are)")
+    if group is not None and (type(group) is not int or not 1 <= group <= LARGEST_SIZE):
+        raise config.wrong("group_size", group, "a whole number of at least 1, or -1 for whole rows")
+    return IntegerCoding(method, known[bits], group)
 
 
 def is_mxfp4(config: HfConfig) -> bool:
