@@ -3,6 +3,19 @@
 
 import os
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+NODES = Path("/sys/devices/system/node")
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """A NUMA node. cpus: those of it that this process may use"""
+
+    number: int
+    cpus: frozenset[int]
 
 
 def resident_bytes() -> int:
@@ -28,6 +41,38 @@ def core_seconds(pid: int) -> float:
         return time.clock_gettime(~pid << 3 | 2)  # the clock that clock_getcpuclockid(3) names
     except OSError:
         return 0.0
+
+
+def own_node() -> int:
+    """Returns the one NUMA node whose CPUs this process may use; -1: several, or none that the system names."""
+    nodes = numa_nodes()
+    return nodes[0].number if len(nodes) == 1 else -1
+
+
+def numa_nodes(folder: Path = NODES, allowed: Iterable[int] | None = None) -> list[NumaNode]:
+    """Returns the NUMA nodes with CPUs that this process may use, ascending; none where the system does not name them.
+
+    allowed: CPUs; None: those that this process may use
+    """
+    mine = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+    nodes = []
+    for path in folder.glob("node[0-9]*"):
+        try:
+            cpus = _listed((path / "cpulist").read_text(encoding="ascii")) & mine
+        except (OSError, ValueError):
+            continue
+        if cpus:
+            nodes.append(NumaNode(int(path.name.removeprefix("node")), cpus))
+    return sorted(nodes, key=lambda node: node.number)
+
+
+def _listed(text: str) -> frozenset[int]:
+    """Returns the numbers of a list such as "0-3,8"."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
 
 
 def boot_id() -> str:

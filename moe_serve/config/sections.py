@@ -193,6 +193,10 @@ class ModelConfig(Section):
     # What experts in int4 are multiplied with. auto: int8, each 128 values of a row with a scale of their own, as
     # integers; float: the compute dtype as it is.
     activations: Literal["auto", "float", "int8"] = "auto"
+    # Where the CPU ranks of a host keep the one copy of the weights that they share, packed for the compiled kernels.
+    # memory: made at each start, where there are several ranks; a folder: in a file there, of which later starts
+    # compare the bytes and map them (docs/operate.md); none: each rank has its own
+    weight_cache: str = "memory"
     max_model_len: PositiveInt | None = None  # tokens, prompt + output; None: the model's own limit
     skip_tokenizer: bool = False  # ids in, ids out
     seed: NonNegativeInt = 0  # of dummy weights
@@ -204,6 +208,9 @@ class ParallelConfig(Section):
     num_ranks: PositiveInt = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: PositiveInt | None = None  # CPU threads; None: cores / ranks of this machine, at least 1
+    # Binds the threads of a CPU rank, and its memory, to a NUMA node. auto: the ranks of a host divide over its nodes,
+    # where they do so evenly; a list: the node of each rank of a host. Ranks of one node share weights
+    cpu_bind: Literal["auto", "none"] | tuple[NonNegativeInt, ...] = "auto"
     attn_tp: PositiveInt = 1
     pp: PositiveInt = 1
 
@@ -362,6 +369,9 @@ class LauncherConfig(Section):
     front_ends: Literal["first_host", "every_host"] = "first_host"
     max_restarts: NonNegativeInt = 3  # a lost rank, or all, are started again so often within the window; 0: never
     restart_window_s: PositiveFloat = 600.0  # a restart that is longer ago does not count
+    # `moe-serve serve` keeps a process on each host that has imported torch and the engine, and becomes the next rank
+    # that is lost (docs/operate.md says what it saves, and takes)
+    keep_spare: bool = True
 
     @model_validator(mode="after")
     def _hosts_can_meet(self) -> Self:

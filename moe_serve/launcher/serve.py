@@ -23,6 +23,7 @@ from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Fatal, Goodbye
 from moe_serve.errors import ConfigError, FolderError, LostConnectionError, MoeServeError, PeerError, ReplacedError
 from moe_serve.kernels.cpu.library import build_cpu_library
+from moe_serve.launcher.cpu_bind import bind_rank
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, own_address, read_rank_env
 from moe_serve.launcher.rank_start import RankStart, RefusedError, wakes_before
@@ -63,7 +64,14 @@ def serve(
 
 def run_worker(config: ServeConfig, env: RankEnv) -> int:
     """Joins the other ranks, loads the model and serves; returns the exit code."""
-    limit_threads(config, env)
+    try:
+        node, num_sharing = bind_rank(config.parallel, env.local_rank, env.num_local_ranks)
+    except ConfigError as error:
+        log.error("%s", error)
+        return 2
+    if node is not None:
+        log.info("bound to NUMA node %d: %d CPUs, for %d ranks", node.number, len(node.cpus), num_sharing)
+    limit_threads(config, num_sharing)
     build_kernels_early(config)
     try:
         link = find_link(config.server)
@@ -124,15 +132,17 @@ def build_kernels_early(config: ServeConfig) -> threading.Thread | None:
     return thread
 
 
-def limit_threads(config: ServeConfig, env: RankEnv) -> int:
+def limit_threads(config: ServeConfig, num_ranks: int) -> int:
     """Returns the CPU threads of this rank, and sets them for OpenMP, which reads them when torch is imported.
+
+    num_ranks: that share the CPUs of this process
 
     Two ranks with two threads each on two cores run a hundred times slower than with one each.
     """
     cores = len(os.sched_getaffinity(0))
     threads = config.parallel.threads_per_rank
     if threads is None:
-        threads = max(1, cores // env.num_local_ranks)
+        threads = max(1, cores // num_ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     return threads
 
