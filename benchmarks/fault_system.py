@@ -90,22 +90,25 @@ class FaultySystem:
             return found
 
     def processes(self) -> dict[str, int]:
-        """Returns the processes of the system by name: "launcher", "front end", "rank 0", "planner".
+        """Returns the processes of the system by name: "launcher", "front end", "rank 0", "planner", "spare".
 
         Of several front ends each has its number: "front end 0".
         """
-        found = {"launcher": self._process.pid}
+        found, ranks = {"launcher": self._process.pid}, dict[int, int]()
+        with contextlib.suppress(OSError):
+            ranks = {int(each["pid"]): int(each["rank"]) for each in self.info()["ranks"]}
         for pid in _descendants(self._process.pid):
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
                 for mark, name in _KINDS.items():
                     if mark in command:
-                        found[self._numbered(name, pid, command)] = pid
+                        found[self._numbered(name, pid, command, ranks)] = pid
         return found
 
-    def _numbered(self, name: str, pid: int, command: str) -> str:
+    def _numbered(self, name: str, pid: int, command: str, ranks: dict[int, int]) -> str:
         if name == "rank":
-            return f"rank {_rank_of(pid)}"
+            rank = ranks.get(pid, _rank_of(pid))
+            return "spare" if rank is None else f"rank {rank}"
         if name == "front end" and self.num_front_ends > 1:
             return f"front end {command.partition('--worker')[2].split(chr(0))[1]}"
         return name
@@ -173,9 +176,10 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _rank_of(pid: int) -> str:
+def _rank_of(pid: int) -> int | None:
+    """Returns the rank as which a process was started; None: as a spare one."""
     environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((each[5:].decode() for each in environ if each.startswith(b"RANK=")), "?")
+    return next((int(each[5:]) for each in environ if each.startswith(b"RANK=")), None)
 
 
 def _cut_connections(pid: int, name: str) -> int:

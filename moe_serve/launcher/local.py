@@ -5,6 +5,7 @@ lines explain its end. Lost ones are restarted within bounds: how often and how 
 """
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -31,6 +32,7 @@ from moe_serve.links.link import FRONT_ENDS, SOCKETS, TOKEN, Link
 
 _IMPORT_PATH = str(Path(__file__).parents[2])  # where children find this package
 WORKER = "moe_serve.launcher.serve"  # the module that is one rank
+_SPARE = "moe_serve.launcher.spare"  # the module that becomes one
 LAST_LINES = 15  # of a child's output, kept for a report of its end
 TERMINATE_S = 2.0  # between SIGTERM and SIGKILL
 _FIRST_PAUSE_S = 5.0  # before a restart that follows a failed start; doubled for each further one
@@ -65,7 +67,7 @@ class Death:
 
 
 class Child:
-    """One process. on_line gets every line it prints, from a thread."""
+    """One process. on_line gets every line it prints, from a thread; waits: it is told what to do by `tell`."""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class Child:
         environ: Mapping[str, str],
         on_line: OnLine,
         pass_fds: Sequence[int] = (),
+        waits: bool = False,
     ):
         self.who = who
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -82,7 +85,7 @@ class Child:
         command = [sys.executable, "-m", "moe_serve.child_process", str(os.getpid()), module, *arguments]
         self.process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environ,
@@ -99,6 +102,16 @@ class Child:
         for line in self.process.stdout:
             self.last_lines.append(line.rstrip("\n"))
             self._on_line(self.who, line.rstrip("\n"))
+
+    def tell(self, line: str) -> bool:
+        """Tells a process that waits what to do, in one line; returns False where it has ended."""
+        assert self.process.stdin is not None, "it does not wait"
+        try:
+            with self.process.stdin as stdin:
+                stdin.write(line + "\n")
+        except OSError:
+            return False
+        return self.code is None
 
     @property
     def code(self) -> int | None:
@@ -125,6 +138,8 @@ class Child:
         self._reader.join(1.0)
         if self.process.stdout is not None and not self._reader.is_alive():
             self.process.stdout.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
 
 
 def end_children(children: Sequence[Child], grace_s: float) -> None:
@@ -182,6 +197,7 @@ class LocalRanks:
         self._kept: SharedFiles | None = None  # shared memory of the ranks of this host
         self._listeners: dict[int, socket.socket] = {}  # of each rank of one of several hosts
         self._stand_in: StandIn | None = None  # votes where they cannot
+        self._spare: Child | None = None  # becomes the next rank that is replaced
         self.launch_id = 0
         self.launch: Launch | None = None
         self.children: list[Child] = []
@@ -277,34 +293,62 @@ class LocalRanks:
         self._reported.discard(number)
         self._num_before[number] += 1
         self._replaced_s[number] = time.monotonic()
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.who = f"rank {rank}"
+            if spare.tell(json.dumps(self._environment_of(number))):
+                self.children[number] = spare
+                return
+            spare.finish()
         self.children[number] = self._start(number)
 
+    def keep_spare(self) -> None:
+        """Keeps a process ready to replace the next rank. Called all the time, once the ranks serve."""
+        launcher = self.config.launcher
+        if self._spare is not None or not launcher.keep_spare or not launcher.max_restarts or not self.children:
+            return
+        if self.config.engine.on_lost_rank == "end" or self._num_local == self.config.parallel.num_ranks == 1:
+            return
+        environ = child_environment(self.link) | self._meeting | self._common_environment()
+        passed = [*self._files, *(listener.fileno() for listener in self._listeners.values())]
+        arguments = [self._module, *self._arguments]
+        self._spare = Child("spare process", _SPARE, arguments, environ, self._on_line, passed, waits=True)
+
     def _start(self, number: int, store_fd: int | None = None) -> Child:
-        rank, max_restarts = self._first + number, self.config.launcher.max_restarts
-        environ = (
-            child_environment(self.link)
-            | self._meeting
-            | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(number),
-                "WORLD_SIZE": str(self.config.parallel.num_ranks),
-                "LOCAL_WORLD_SIZE": str(self._num_local),
-                LAUNCH_FILES: ",".join(map(str, self._files)),
-                "MOE_SERVE_LAUNCH_ID": str(self.launch_id),
-                "MOE_SERVE_RESTARTS_LEFT": str(max_restarts),
-            }
-        )
+        rank = self._first + number
+        environ = child_environment(self.link) | self._meeting | self._common_environment()
+        environ |= self._environment_of(number)
         passed = list(self._files)
         if rank in self._listeners:
-            environ[LINK_FD] = str(self._listeners[rank].fileno())
             passed.append(self._listeners[rank].fileno())
-        if max_restarts:
-            environ[NUM_BEFORE] = str(self._num_before[number])
         if store_fd is not None:
             environ[STORE_FD] = str(store_fd)
             passed.append(store_fd)
-        arguments = ["--config", str(self.config_file)]
-        return Child(f"rank {rank}", self._module, arguments, environ, self._on_line, pass_fds=passed)
+        return Child(f"rank {rank}", self._module, self._arguments, environ, self._on_line, pass_fds=passed)
+
+    @property
+    def _arguments(self) -> list[str]:
+        return ["--config", str(self.config_file)]
+
+    def _common_environment(self) -> dict[str, str]:
+        """Returns what all ranks of this host are told."""
+        return {
+            "WORLD_SIZE": str(self.config.parallel.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self._num_local),
+            LAUNCH_FILES: ",".join(map(str, self._files)),
+            "MOE_SERVE_LAUNCH_ID": str(self.launch_id),
+            "MOE_SERVE_RESTARTS_LEFT": str(self.config.launcher.max_restarts),
+        }
+
+    def _environment_of(self, number: int) -> dict[str, str]:
+        """Returns what one rank is told beside that."""
+        rank = self._first + number
+        environ = {"RANK": str(rank), "LOCAL_RANK": str(number)}
+        if rank in self._listeners:
+            environ[LINK_FD] = str(self._listeners[rank].fileno())
+        if self.config.launcher.max_restarts:
+            environ[NUM_BEFORE] = str(self._num_before[number])
+        return environ
 
     def keep_host(self) -> None:
         """Does what keeps this one of several hosts in the launch where none of its ranks is left. Called all the time.
@@ -356,6 +400,9 @@ class LocalRanks:
     def end(self, grace_s: float) -> None:
         """Ends all ranks; those that are ending get grace_s to do so."""
         end_children(self.children, grace_s)
+        if self._spare is not None:
+            self._spare.finish()
+            self._spare = None
         if self._stand_in is not None:
             self._stand_in.close()
             self._stand_in = None

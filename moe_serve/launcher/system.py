@@ -272,6 +272,8 @@ class _OtherHost:
                 self._display.note(f"{death}; it is started again here ({self._restarts.describe()})", "yellow")
         while self._untold and leader.tell(self._untold[0]):
             self._untold.popleft()
+        if self._is_announced or (self._listener is None and ranks.memory_of_hosts() is not None):
+            ranks.keep_spare()
         self._watch_front_ends()
         return self._end_of_signals() or self._end_for_want_of_a_leader()
 
@@ -491,6 +493,8 @@ class _System:
                 self._launch.take(message)
             if self._launch.is_ready and not self._is_announced and self._front_ends.serve(self.ranks.launch_id):
                 self._announce()
+            if self._is_announced:
+                self.ranks.keep_spare()
             if self._starts_at_s is not None:
                 self._start_when_due(self._starts_at_s)
             elif not (self._drain_until_s and any(child.code == 0 for child in self.ranks.children)):

@@ -5,6 +5,7 @@ import os
 from moe_serve.config import LauncherConfig, load_config
 from moe_serve.dispatch.hosts.handshake import listen
 from moe_serve.engine.protocol.messages import Members
+from moe_serve.launcher import local
 from moe_serve.launcher.local import Death, Launch, LocalRanks, Replacements, Restarts
 from moe_serve.launcher.rank_start import Elsewhere, Handover, HostMemory
 from moe_serve.links.link import Link
@@ -66,6 +67,36 @@ def test_the_ranks_of_a_host_that_is_back_listen_where_the_others_know_them(tmp_
         assert ranks._listeners[1].getsockname() == address
     finally:
         ranks.end(0.0)
+
+
+def test_a_process_that_waits_becomes_the_next_lost_rank_and_another_one_waits_behind_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "_SPARE", "tests.launcher.told_spare")
+    lines: list[tuple[str, str]] = []
+    no_worker = "tests.launcher.no_such_worker"
+    ranks = LocalRanks(CONFIG, lambda *line: lines.append(line), tmp_path, no_worker, Link(token="t" * 32))
+    ranks.start()
+    try:
+        ranks.keep_spare()
+        waiting = ranks._spare
+        ranks.keep_spare()
+        assert ranks._spare is waiting is not None, "one is enough"
+        ranks.finish(1)
+        ranks.replace(1)
+        assert ranks.children[1] is waiting
+        waiting.process.wait(30)
+        waiting.finish()
+        assert ("rank 1", f"{no_worker} as rank 1") in lines
+        ranks.keep_spare()
+        ended = ranks._spare
+        assert ended is not None
+        ended.process.kill()
+        ended.process.wait(30)
+        ranks.finish(0)
+        ranks.replace(0)
+        assert ranks.children[0] is not ended, "a new process is started where the one that waited has ended"
+    finally:
+        ranks.end(0.0)
+    assert ranks._spare is None
 
 
 def test_a_rank_is_replaced_once_it_has_ended_and_the_others_go_on():
