@@ -38,6 +38,10 @@ class SharedFiles:
         """Whether this rank joins others that serve."""
         return self._pid is not None
 
+    def has(self, name: str) -> bool:
+        """Whether the living rank has a file of this name."""
+        return name in self._theirs
+
     def keep(self, name: str, descriptor: int) -> None:
         """Keeps another descriptor of this file open, for ranks that come later."""
         self._kept[name] = os.dup(descriptor)

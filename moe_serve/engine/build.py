@@ -6,6 +6,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moe_serve.engine.model.expert_sources import ExpertSources
 from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
 from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, checkpoint_folder
 from moe_serve.engine.model.served_model import ServedModel
+from moe_serve.engine.model.shared_weights import open_shared_weights
 from moe_serve.engine.output.grammars import make_grammars
 from moe_serve.engine.output.row_logprobs import LogprobScorer
 from moe_serve.engine.output.sampler import Sampler
@@ -57,7 +59,7 @@ from moe_serve.log import get_logger
 from moe_serve.models.decoder.moe_decoder import build_decoder, captures_decodes, kv_layouts
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_share import WeightShare
-from moe_serve.models.weights import ExpertReloader, LoadedWeights, dummy_weights, load_weights
+from moe_serve.models.weights import ExpertReloader, ExpertRoom, LoadedWeights, dummy_weights, load_weights
 from moe_serve.topology import Topology
 
 Progress = Callable[[str, float], None]  # (phase, fraction done)
@@ -169,7 +171,9 @@ def _report_on_lost_rank(recovery: Recovery, group: EpGroup, served: ServedModel
         meaning = f"a lost rank ends the launch: {recovery.why_end}"
     else:
         served.info |= {"on_lost_rank": "mask", "spareable_ranks": spareable_ranks(served.placement)}
-        meaning = "a lost rank: " + ", ".join(meaning_of_a_loss(served.placement, restarts=group.files is not None))
+        meaning = "a lost rank: " + ", ".join(
+            meaning_of_a_loss(served.placement, group.files is not None, served.names_experts)
+        )
         if group.link is not None:
             hosts = group.link.hosts
             meaning += "; a lost host: " + ", ".join(
@@ -201,9 +205,13 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         if spec.tie_embeddings and not plan.spec.tie_embeddings:
             log.info("the checkpoint's own lm_head is used, which config.json would tie to the embedding")
     progress = progress or (lambda phase, fraction: None)
-    weights = _weights(config, plan.share(group.rank, has_experts=held is None), progress)
     parallel = _expert_parallel(config, plan, group, num_threads)
+    shared = open_shared_weights(config, plan, group, progress)
+    share, read = plan.share(group.rank, has_experts=held is None), partial(_read_weights, config, progress)
+    weights = read(share, None) if shared is None else shared.load(share, read, progress)
     decoder = build_decoder(plan.spec, weights, parallel, plan.device)
+    if shared is not None:
+        shared.finish(progress)
     block_size = config.cache.block_size
     limits = ModelLimits(
         model_name=served_name(config.model),
@@ -215,6 +223,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         max_logprobs=config.engine.max_logprobs,
     )
     served = ServedModel(
+        rank=group.rank,
         spec=plan.spec,
         decoder=decoder,
         cache=KvCache(kv_layouts(plan.spec), plan.num_blocks, block_size, plan.dtype, plan.device),
@@ -231,14 +240,17 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         | {
             "num_threads": num_threads,
             "bytes_read": weights.bytes_read,
+            "shared_weights": None if shared is None else shared.facts,
         },
         clock=parallel.clock,
     )
-    if held is not None:
+    if held is not None and not served.names_experts:
         own = slots_to_read(held, plan.placement, group.rank)
         sources.read(own, decoder.experts, held, lambda fraction: progress("loading experts", fraction))
         served.info["experts_from"] = sources.read_from
     served.info["weight_load_s"] = round(time.monotonic() - started_s, 3)
+    if shared is not None and group.rank == 0 and not group.is_replacement:
+        log.info("%s", shared.described(config.model.weight_cache))
     if trace is not None:
         served.trace = TraceWriter(trace, group.rank, served.membership)
         served.windows.listeners.append(served.trace.add)
@@ -317,17 +329,20 @@ def _begin_trace(config: ServeConfig, plan: ModelPlan, begins: bool) -> RollingT
     return RollingTrace(path, meta, int(config.eplb.record_max_mib * 2**20), lock)
 
 
-def _weights(config: ServeConfig, share: WeightShare, progress: Progress) -> LoadedWeights:
+def _read_weights(
+    config: ServeConfig, progress: Progress, share: WeightShare, room: ExpertRoom | None
+) -> LoadedWeights:
+    """Reads or draws a share. room: for its experts; None: new memory"""
     phase = "loading weights"
     progress(phase, 0.0)
     folder = checkpoint_folder(config)
     if folder is None:
-        return dummy_weights(share, config.model.seed)
+        return dummy_weights(share, config.model.seed, room)
 
     def report_bytes(num_done: int, num_total: int) -> None:
         progress(phase, num_done / max(num_total, 1))
 
-    return load_weights(folder, share, report_bytes)
+    return load_weights(folder, share, report_bytes, room)
 
 
 def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_threads: int) -> ExpertParallel:

@@ -1,13 +1,16 @@
 """The experts of one rank and one layer: their weights by slot, and the gated MLP over rows that arrive there.
 
-Addresses of weights never change: new experts are copied into slots.
+Addresses of weights never change: new experts are copied into slots. Where all ranks map all experts of a layer,
+packed, a slot only names the one that it holds.
 """
 
 import math
 from collections.abc import Mapping
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.dispatch.base import MaskedRows, PackedRows
@@ -28,16 +31,26 @@ class ExpertStore:
     is the same list of contiguous tensors on every rank, so that moving an expert copies bytes and interprets none.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], slot_form: SlotForm | None = None):
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        slot_form: SlotForm | None = None,
+        held: NDArray[np.int32] | None = None,
+    ):
         """tensors: by name, [slots, ...], contiguous, named as in expert_form.SlotForm.
 
         slot_form: of each slot; None: of matrices that are not packed, of experts with SiLU
+        held:      the expert of each slot, -1 = none, where `tensors` are all experts of the layer, [experts, ...]
         The store owns them afterwards: do not use them any more.
         """
         self._slot_form = slot_form
         slots = {tensor.shape[0] for tensor in tensors.values()}
         assert len(slots) == 1, f"tensors disagree about the number of slots: {sorted(slots)}"
-        self.num_slots = slots.pop()
+        self.num_slots = slots.pop() if held is None else len(held)
+        self._held = None if held is None else torch.zeros(self.num_slots, dtype=torch.int64)
+        assert self._held is None or self.is_packed, "slots name experts for the compiled kernels alone"
+        if held is not None:
+            self.hold(held)
         self._stored = dict(tensors)
         if not self.is_packed:
             self._stored = {name: _into_gemm_order(name, tensor) for name, tensor in tensors.items()}
@@ -45,6 +58,16 @@ class ExpertStore:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._stored)
+
+    @property
+    def names_experts(self) -> bool:
+        """Whether slots name experts that all ranks map: then nothing is copied into them."""
+        return self._held is not None
+
+    def hold(self, experts: NDArray[np.int32]) -> None:
+        """Changes the experts that the slots name, between two steps. experts: [slots], -1 = none"""
+        assert self._held is not None, "slots have memory of their own"
+        self._held.numpy()[:] = np.maximum(experts, 0)  # no row goes to an empty slot
 
     @property
     def is_packed(self) -> bool:
@@ -61,7 +84,8 @@ class ExpertStore:
         biases = self.bias("gate_up"), self.bias("down")
         sizes = form.hidden, form.width
         groups = None if form.groups is None else GroupedExperts(*form.groups, form.activations)
-        return PackedExperts(stored["gate_up"], stored["down"], *sizes, *scales, *biases, form.activation, groups)
+        rest = form.activation, groups, self._held
+        return PackedExperts(stored["gate_up"], stored["down"], *sizes, *scales, *biases, *rest)
 
     @property
     def activation(self) -> Activation:
@@ -106,10 +130,12 @@ class ExpertStore:
 
     def slot(self, slot_id: int) -> dict[str, Tensor]:
         """Returns the tensors of one expert by name, as contiguous views to send from or receive into."""
-        return {name: tensor[slot_id] for name, tensor in self._stored.items()}
+        at = slot_id if self._held is None else int(self._held[slot_id])
+        return {name: tensor[at] for name, tensor in self._stored.items()}
 
     def write_slot(self, slot_id: int, expert: Mapping[str, Tensor]) -> None:
         """Copies an expert, as `slot` of any store returns it, into a slot. Addresses do not change."""
+        assert not self.names_experts, "what all ranks map is not written to"
         assert expert.keys() == self._stored.keys(), f"expert has {sorted(expert)}, the store {sorted(self._stored)}"
         for name, tensor in expert.items():
             self._stored[name][slot_id].copy_(tensor)
@@ -117,7 +143,7 @@ class ExpertStore:
     def staging(self, num_slots: int) -> "ExpertStore":
         """Returns a store of the same form filled with zeros, a staging buffer for incoming experts."""
         store = ExpertStore.__new__(ExpertStore)
-        store.num_slots, store._slot_form = num_slots, self._slot_form
+        store.num_slots, store._slot_form, store._held = num_slots, self._slot_form, None
         store._stored = {name: t.new_zeros(num_slots, *t.shape[1:]) for name, t in self._stored.items()}
         return store
 

@@ -13,6 +13,7 @@ from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.packed_memory import PackedMemory
 from moe_serve.kernels.topk_gate import topk_gate
 
 
@@ -68,11 +69,13 @@ class Gate:
 class CompiledGate:
     """The router of one layer by the compiled CPU kernels."""
 
-    def __init__(self, spec: RouterSpec, weight: Tensor, bias: Tensor | None = None, logit_bias: Tensor | None = None):
-        """weight: [E, H] float32 or bfloat16;  biases: as in Gate"""
+    def __init__(
+        self, spec: RouterSpec, weight: Tensor, bias: Tensor | None, logit_bias: Tensor | None, memory: PackedMemory
+    ):
+        """weight: [E, H] float32 or bfloat16;  biases: as in Gate;  memory: of the packed weight"""
         _check_biases(spec, bias, logit_bias)
         self._spec = spec
-        self._logits = PackedLinear(weight, logit_bias)
+        self._logits = PackedLinear(weight, logit_bias, memory=memory)
         self._bias = None if bias is None else bias.float()
 
     def record(self, recorder: Recorder, x: Tensor, load: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,7 @@ from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun
 from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.packed_memory import OWN_MEMORY, PackedMemory
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, GATE, MLP, PartClock
 from moe_serve.kernels.rows import multiply_rows
 
@@ -108,6 +109,7 @@ class MoeWeights:
     experts: of this rank's slots
     shared:  the shared expert: computes rows [T, H], and returns what adds them to others in place; None: there is none
     logit_bias: [E] float32 of the gate's logits, or None
+    memory:  of the gate's weight, where it is packed
     """
 
     gate: Tensor
@@ -115,6 +117,7 @@ class MoeWeights:
     experts: ExpertStore
     shared: Callable[[Tensor], AddTo] | None = None
     logit_bias: Tensor | None = None
+    memory: PackedMemory = OWN_MEMORY
 
 
 class Gated(NamedTuple):
@@ -149,7 +152,7 @@ class MoeLayer:
         router, logit_bias = (parallel.router, weights.gate, weights.correction_bias), weights.logit_bias
         self._gate: Gate | CompiledGate
         if parallel.numerics.compiled:
-            self._gate = CompiledGate(*router, logit_bias)
+            self._gate = CompiledGate(*router, logit_bias, weights.memory)
         else:
             self._gate = Gate(*router, parallel.numerics, logit_bias)
         self._replicas = parallel.replica_map.layer(layer_row)

@@ -7,6 +7,9 @@
 
 Slots change in `activate` alone, so a round that fails leaves no trace. All sources are read as they were before the
 round: they do not change before all ranks have staged all experts. Addresses and shapes never change.
+
+Where slots only name experts that all ranks map, a round is staged as soon as it is known, and the placement that is
+activated with it says what they name: `NamedExperts`.
 """
 
 import platform
@@ -14,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -62,12 +65,70 @@ class MoveFault:
     layer_row: int
 
 
+class Mover(Protocol):
+    """Brings experts into the slots of this rank, one round at a time: WeightMover, NamedExperts.
+
+    staged: version of the round whose experts this rank has staged and checked, 0 = none
+    fault:  why this rank gives the running round up; None = it does not
+    """
+
+    staged: int
+    fault: MoveFault | None
+
+    def start(self, migration_round: MigrationRound, version: int) -> None:
+        """Begins a round that leads to this version of the placement, > 0. Copies nothing."""
+        ...
+
+    def advance(self, step_s: float) -> None:
+        """Carries a part of the round, if one runs, as much as fits between two steps, and checks what is complete.
+
+        Never waits. To be called between any two steps.
+        step_s: measured seconds of the last step with rows; 0 = the engine is idle
+        """
+        ...
+
+    def activate(self, version: int) -> None:
+        """Writes the experts of a round into the slots, at a step boundary. All ranks have staged it."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends the running round, if one runs, without effect on any slot."""
+        ...
+
+    def close(self) -> None:
+        """Gives buffers back. All ranks call it."""
+        ...
+
+
+class NamedExperts:
+    """The part of a rank whose slots name experts: none."""
+
+    fault: MoveFault | None = None
+
+    def __init__(self) -> None:
+        self.staged = 0
+
+    def start(self, migration_round: MigrationRound, version: int) -> None:
+        self.staged = version
+
+    def advance(self, step_s: float) -> None:
+        pass
+
+    def activate(self, version: int) -> None:
+        assert version == self.staged, f"round {version} is not staged; round {self.staged} is"
+        self.staged = 0
+
+    def cancel(self) -> None:
+        self.staged = 0
+
+    def close(self) -> None:
+        pass
+
+
 class WeightMover:
-    """Moves experts between the slots of this rank and those of others, one round at a time.
+    """Moves experts between the slots of this rank and those of others.
 
     running: version of the running round, 0 = none
-    staged:  version of the round whose experts this rank has staged and checked, 0 = none
-    fault:   why this rank gives the running round up; None = it does not
     """
 
     def __init__(self, stores: Sequence[ExpertStore], rank: int, carrier: ExpertCarrier, settings: MoveSettings):
@@ -86,7 +147,6 @@ class WeightMover:
         self.fault: MoveFault | None = None
 
     def start(self, migration_round: MigrationRound, version: int) -> None:
-        """Begins a round that leads to this version of the placement, > 0. Copies nothing."""
         assert version > 0, f"version {version} cannot be told from no round"
         assert not self.running, f"round {version} starts while round {self.running} runs"
         moves = moves_of_rank(migration_round, self._rank, self._stores[0].num_slots)
@@ -110,12 +170,6 @@ class WeightMover:
         self.staged = 0 if self._incoming else version
 
     def advance(self, step_s: float) -> None:
-        """Carries a part of the round, if one runs, as much as fits between two steps, and checks what is complete.
-
-        Never waits. To be called between any two steps.
-
-        step_s: measured seconds of the last step with rows; 0 = the engine is idle
-        """
         if not self.running or self.fault is not None:
             return
         started_s = time.perf_counter()
@@ -129,7 +183,6 @@ class WeightMover:
         self._budget.record(num_bytes, time.perf_counter() - started_s)
 
     def activate(self, version: int) -> None:
-        """Writes the experts of a round into the slots, at a step boundary. All ranks have staged it."""
         assert version == self.running == self.staged, f"round {version} is not staged; round {self.running} runs"
         self._carrier.end()
         self._move_inside()
@@ -139,13 +192,11 @@ class WeightMover:
         self.running = self.staged = 0
 
     def cancel(self) -> None:
-        """Ends the running round, if one runs, without effect on any slot."""
         self._carrier.end()
         self.running = self.staged = 0
         self.fault = None
 
     def close(self) -> None:
-        """Gives buffers back. All ranks call it."""
         self.cancel()
         self._carrier.close()
 

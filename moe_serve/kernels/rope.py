@@ -104,5 +104,9 @@ def mla_rope_write(
 
 
 def pair_order(dim: int, device: torch.device) -> Tensor:
-    """Returns the half-split index at each position, [dim] int64: 0, dim/2, 1, dim/2 + 1, .."""
+    """Returns the half-split index at each position, [dim] int64: 0, dim/2, 1, dim/2 + 1, ..
+
+    device: of the weights that it reorders; for meta on the CPU, where vectors beside such weights may be real
+    """
+    device = torch.device("cpu") if device.type == "meta" else device
     return torch.arange(dim, device=device).view(2, -1).T.reshape(-1)

@@ -1,4 +1,4 @@
-"""The part of a model's weights that one rank holds, and the form in which it holds them.
+"""The part of a model's weights that one rank holds or reads, and the form in which it holds them.
 
 The compiled CPU kernels keep weights as the checkpoint stores them: bfloat16 stays bfloat16. Widening a bfloat16 to
 float32 is exact, so kernels that widen what they read compute what float32 weights would give, from half the memory.
@@ -114,6 +114,8 @@ def _rotation_keeps_blocks(spec: ModelSpec, name: str) -> bool:
 class WeightShare:
     """All dense tensors, and the experts of the rank's own slots.
 
+    As what a rank reads of a copy that several share it may lack dense tensors, which another one reads.
+
     placement: its moe_layer_ids are those of the spec
     dtype:     of everything but quantised experts, and of what `stored` says
     form:      of the experts
@@ -129,6 +131,7 @@ class WeightShare:
     form: ExpertForm = "dense"
     stored: StoredWeights | None = None
     activations: Activations = "float"
+    has_dense: bool = True
 
     @property
     def slot_form(self) -> SlotForm:

@@ -1,6 +1,7 @@
 """Loads a rank's weights: from a checkpoint, or drawn at random; single experts also later, while the rank serves.
 
-A rank holds all dense tensors and the experts of its own slots, and reads only their bytes. Experts are kept in the
+A rank holds all dense tensors and the experts of its own slots, and reads only their bytes. Where the ranks of a host
+share one copy (weight_file.py), each reads a part of it. Experts are kept in the
 form of `model.expert_weights` (ep/expert_form.py), everything else in the compute dtype; for the compiled CPU kernels,
 matrices in the dtype of the checkpoint (weight_share.py). Experts are packed one by one while they are loaded, so that
 a rank's experts are in memory once.
@@ -15,14 +16,16 @@ one bad number in an expert that few requests choose would fail those requests m
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
@@ -32,6 +35,7 @@ from moe_serve.kernels.cpu.packed import pack, pack_gate_up, pack_groups, pack_g
 from moe_serve.kernels.forms import Fp8Block
 from moe_serve.kernels.group_quantised import quantise_groups
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
+from moe_serve.kernels.packed_memory import OWN_MEMORY, PackedMemory
 from moe_serve.kernels.quantised import dequantise_mxfp4, quantise_mxfp4, quantize_int8, quantize_weight
 from moe_serve.models.checkpoint import BLOCK_DTYPES, Checkpoint
 from moe_serve.models.checkpoint_parts import CheckpointParts
@@ -52,22 +56,29 @@ class LoadedWeights:
                 "gate_up", "down", their scales and biases; an empty slot holds zeros
     slot_form:  of the experts' slots
     bytes_read: of the checkpoint, 0 for dummy weights
+    memory:     takes the packed forms of dense tensors
+    held:       the expert of each of the rank's slots, by layer, where `experts` are all, [num_logical, ...]
     """
 
     dense: dict[str, Tensor]
     experts: dict[int, dict[str, Tensor]]
     slot_form: SlotForm
     bytes_read: int
+    memory: PackedMemory = OWN_MEMORY
+    held: Mapping[int, NDArray[np.int32]] | None = None
 
     def store(self, layer_id: int) -> ExpertStore:
         """Returns the experts of a layer as its MoE layer keeps them; takes them out, since the store owns them."""
-        return ExpertStore(self.experts.pop(layer_id), self.slot_form)
+        held = None if self.held is None else self.held[layer_id]
+        return ExpertStore(self.experts.pop(layer_id), self.slot_form, held)
 
 
-def load_weights(folder: str | Path, share: WeightShare, progress: Progress | None = None) -> LoadedWeights:
+def load_weights(
+    folder: str | Path, share: WeightShare, progress: Progress | None = None, room: "ExpertRoom | None" = None
+) -> LoadedWeights:
     """Returns the weights of one rank out of a folder of safetensors files.
 
-    progress: called as bytes are read
+    progress: called as bytes are read;  room: for experts, None: new memory
     Raises ModelError, naming all missing, unknown and mis-shaped tensors at once, or the file that is corrupt.
     """
     with Checkpoint(folder) as checkpoint:
@@ -80,17 +91,17 @@ def load_weights(folder: str | Path, share: WeightShare, progress: Progress | No
                 progress(checkpoint.bytes_read, total)
 
         report()
-        dense, experts = _load(reader, share, report)
+        dense, experts = _load(reader, share, report, room)
         return LoadedWeights(dense, experts, share.slot_form, checkpoint.bytes_read)
 
 
-def dummy_weights(share: WeightShare, seed: int = 0) -> LoadedWeights:
+def dummy_weights(share: WeightShare, seed: int = 0, room: "ExpertRoom | None" = None) -> LoadedWeights:
     """Returns random weights of the model's shapes, of a size that keeps activations near one.
 
     Every tensor is drawn from (seed, its name), so an expert has the same values on any rank and in any placement; a
     quantised form rounds those of the dense one.
     """
-    dense, experts = _load(DummyWeights(share, seed), share, lambda: None)
+    dense, experts = _load(DummyWeights(share, seed), share, lambda: None, room)
     return LoadedWeights(dense, experts, share.slot_form, 0)
 
 
@@ -122,20 +133,23 @@ class WeightSource(Protocol):
         ...
 
 
+ExpertRoom = Callable[[ExpertTensor], dict[str, Tensor]]  # gives what `empty_slots` does for a matrix
+
+
 def _load(
-    source: WeightSource, share: WeightShare, report: Callable[[], None]
+    source: WeightSource, share: WeightShare, report: Callable[[], None], room: ExpertRoom | None
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
     """Returns `dense` and `experts` of LoadedWeights. report: called after each dense tensor and each expert
 
     Every expert is read once, in ascending order, so that files are read forward.
     """
     dense: dict[str, Tensor] = {}
-    for dense_plan in dense_tensors(share.spec):
+    for dense_plan in dense_tensors(share.spec) if share.has_dense else ():
         dense |= source.dense(dense_plan)
         report()
     experts: dict[int, dict[str, Tensor]] = {layer: {} for layer in share.spec.moe_layer_ids}
     for plan in expert_tensors(share.spec):
-        tensors = empty_slots(plan, share, share.num_slots)
+        tensors = empty_slots(plan, share, share.num_slots) if room is None else room(plan)
         for expert, (first, *replicas) in sorted(share.slots[plan.layer_id].items()):
             with _filling(plan, share, tensors, first) as one:
                 source.put_expert(plan, expert, one)
@@ -262,7 +276,8 @@ class CheckpointWeights:
 
     def num_bytes(self) -> int:
         """Returns how many bytes the rank reads."""
-        total = sum(self._parts.num_bytes(part) for plan in dense_tensors(self._spec) for part in plan.parts)
+        dense = dense_tensors(self._spec) if self._share.has_dense else ()
+        total = sum(self._parts.num_bytes(part) for plan in dense for part in plan.parts)
         for plan in expert_tensors(self._spec):
             experts = self._share.slots[plan.layer_id]
             num_bytes = sum(self._parts.num_bytes(part) for part in self._parts.parts(plan, experts))

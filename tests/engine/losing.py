@@ -296,10 +296,12 @@ def serve_and_lose(
 
     moves: how experts move while the ranks serve: "written", see RandomRounds; "carried" by the movers, as a restless
            leader says, NUM_ROUNDS rounds by each leader; "decided" by a real balancer
+    Each rank has its own weights, unless model.weight_cache is among the overrides.
     """
     settings = [
         f"parallel.num_ranks={num_ranks}", "cache.num_blocks=256", "cache.block_size=8", "engine.heartbeat_s=0.02",
-        "dispatch.backend=low_latency", "engine.exchange=shm", "engine.numerics=batch_invariant", *overrides,
+        "dispatch.backend=low_latency", "engine.exchange=shm", "engine.numerics=batch_invariant",
+        "model.weight_cache=none", *overrides,
     ]  # fmt: skip
     dies = tuple(each.victim for each in fault.all if each.sign == signal.SIGKILL) if fault is not None else ()
     with tempfile.TemporaryDirectory() as folder:

@@ -87,7 +87,9 @@ def reference(model: list[str]) -> Served:
 def settings(model: list[str], redundant: int, backend: str, split: str) -> list[str]:
     small = ["engine.max_running_requests=5", "engine.max_batch_tokens=24", "dispatch.max_tokens_per_rank=10"]
     ways = [f"eplb.num_redundant_experts={redundant}", f"dispatch.backend={backend}", f"eplb.split={split}"]
-    return [*PLAIN, *small, *model, *ways]
+    # Ranks with their own weights send each other experts; where they share them, slots only name others.
+    cache = "none" if redundant == 2 else "memory"
+    return [*PLAIN, *small, *model, *ways, f"model.weight_cache={cache}"]
 
 
 @pytest.mark.parametrize(("num_ranks", "redundant", "backend", "split"), [*WAYS[1:], *rarely(WAYS[:1]), *EVERY_WAY])

@@ -127,7 +127,8 @@ def be_late(engine: Engine) -> None:
 def test_a_round_that_one_rank_gives_up_has_no_effect_on_any_and_the_next_ones_succeed(
     model: list[str], trouble: Callable[[Engine], None]
 ) -> None:
-    overrides = [*model, *SMALL, *DYNAMIC, "eplb.num_redundant_experts=2", "dispatch.backend=low_latency"]
+    own = ["model.weight_cache=none", "dispatch.backend=low_latency"]
+    overrides = [*model, *SMALL, *DYNAMIC, "eplb.num_redundant_experts=2", *own]
     served = serve(2, requests(), overrides, prepare=trouble)
     same(served, serve(1, requests(), model))
     assert served.counters["num_activations"] == 2 * NUM_ROUNDS

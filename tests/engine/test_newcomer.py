@@ -52,6 +52,16 @@ def test_the_others_serve_on_and_a_new_process_joins_them(model, victim, phase, 
     check_counts(outcomes, trace, victim, 3)
 
 
+@pytest.mark.parametrize(("victim", "phase", "step", "moves"), [(1, "dispatch receive", 4, "carried")])
+def test_a_new_process_maps_the_weights_that_the_others_share(model, victim, phase, step, moves):
+    overrides = [*settings_of(model, 20), "model.weight_cache=memory"]
+    fault = Fault(victim, phase, step, anew=True)
+    outcomes, tokens, trace = serve_and_lose(3, requests(), overrides, fault, moves)
+    check(model, 3, victim, outcomes, tokens)
+    assert outcomes[victim].experts_from == {}, "none is read"
+    check_counts(outcomes, trace, victim, 3)
+
+
 @pytest.mark.parametrize(("victim", "phase", "step"), [(1, "combine send", 4), (0, "counts receive", 6)])
 def test_where_experts_lack_the_other_waits_with_its_requests_until_a_new_process_joins(model, victim, phase, step):
     overrides = [*settings_of(model, 20), "eplb.num_redundant_experts=0"]

@@ -30,7 +30,7 @@ from moe_serve.engine.protocol.messages import Answer, BalanceReport, Message, R
 from moe_serve.engine.recovery.recovery import Rank, Recovery
 from moe_serve.engine.step.broadcast import broadcast
 from moe_serve.engine.step.plan import MOVE_FAULTS, PHASES, MoveCancelled, StepPlan
-from moe_serve.ep.weight_mover import MoveSettings, WeightMover, make_carrier
+from moe_serve.ep.weight_mover import Mover, MoveSettings, NamedExperts, WeightMover, make_carrier
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove
 from moe_serve.eplb.planner_process import PlannerProcess
@@ -74,7 +74,7 @@ class Balancing:
         served: ServedModel,
         recovery: Recovery,
         mode: Literal["off", "static", "dynamic"],
-        mover: WeightMover | None,
+        mover: Mover | None,
         split_choice: SplitChoice,
         make_balancer: Callable[[int, BalanceReports], Balancer],
         send: Callable[[Message], None],
@@ -251,7 +251,8 @@ class Balancing:
         self.split_choice.placement_changed()
         self._running = None
         now_s = time.monotonic()
-        num_bytes = running.round.num_transfers * self._served.decoder.experts[0].slot_bytes
+        slot_bytes = 0 if self._served.names_experts else self._served.decoder.experts[0].slot_bytes
+        num_bytes = running.round.num_transfers * slot_bytes
         move_s, pause_s = now_s - running.started_s, now_s - began_s
         self._ask(lambda balancer: balancer.activated(step, running.version, num_bytes, move_s, pause_s))
 
@@ -274,7 +275,7 @@ class Balancing:
         self._recovery.take_placement(broadcast(self._served.all_to_all, source, data, self._served.device))
 
     @property
-    def _active_mover(self) -> WeightMover:
+    def _active_mover(self) -> Mover:
         assert self.mover is not None, "a leader that moves nothing has announced a round"
         return self.mover
 
@@ -311,8 +312,10 @@ def make_balancing(
     """Returns one rank's part in balancing, as `eplb.mode` says. Collective where experts may move."""
     eplb, stores, placement = config.eplb, served.decoder.experts, served.placement
     on_event = _unwritten if served.trace is None else served.trace.event
-    mover = None
-    if eplb.mode == "dynamic":
+    mover: Mover | None = None
+    if eplb.mode == "dynamic" and served.names_experts:
+        mover = NamedExperts()
+    elif eplb.mode == "dynamic":
         moves = MoveSettings(eplb.staging_slots, eplb.move_step_share, eplb.move_deadline_s)
         mover = WeightMover(stores, group.rank, make_carrier(group, stores[0].slot_bytes, eplb.staging_slots), moves)
 

@@ -42,6 +42,7 @@ class ServedModel:
     info:     facts for /server_info
     """
 
+    rank: int
     spec: ModelSpec
     decoder: MoeDecoder
     cache: KvCache
@@ -116,13 +117,25 @@ class ServedModel:
         """Serves with another placement of the same shape from the next step on; its experts are in their slots."""
         self.replica_map.activate(placement)
         self.windows.placement = placement
+        if self.names_experts:
+            own = placement.by_rank[:, self.rank]
+            for store, experts in zip(self.decoder.experts, own, strict=True):
+                store.hold(experts)
+
+    @property
+    def names_experts(self) -> bool:
+        """Whether slots only name experts, which the ranks of the host share: then none is read, nor moved."""
+        return any(store.names_experts for store in self.decoder.experts)
 
     def read_experts(self, experts: Sequence[ExpertToRead], held: Placement | None = None) -> None:
         """Writes experts into slots of this rank: out of the memory of ranks that hold them, or from the checkpoint.
 
         held: by the ranks that can be asked; None: nobody holds these
+        Where slots name experts there is nothing to write: they name those of the placement that is activated next.
         Raises ModelError when that fails.
         """
+        if self.names_experts:
+            return
         self.sources.read(experts, self.decoder.experts, held)
 
     def warm_up(self) -> None:

@@ -92,10 +92,15 @@ def spareable_ranks(placement: Placement) -> list[int]:
     return list(range(placement.num_ranks)) if has_slots_without(placement, 1) else []
 
 
-def meaning_of_a_loss(placement: Placement, restarts: bool = False) -> tuple[str, str]:
-    """Returns what the loss of one rank means for serving, and why. restarts: our own launcher restarts it"""
+def meaning_of_a_loss(placement: Placement, restarts: bool = False, maps_all: bool = False) -> tuple[str, str]:
+    """Returns what the loss of one rank means for serving, and why.
+
+    restarts: our own launcher restarts it;  maps_all: every rank maps all experts
+    """
     if not has_slots_without(placement, 1):
         return "the others wait until it is started again" if restarts else "ends serving", _slots_without(placement, 1)
+    if maps_all:
+        return "the others serve on without any", "every rank maps all experts"
     return "the others serve on without any", _reloads(
         placement, {f"rank {rank}": [rank] for rank in range(placement.num_ranks)}, "ranks"
     )

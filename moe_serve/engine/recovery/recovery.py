@@ -304,7 +304,8 @@ class MaskingRecovery(Recovery):
         full, reloaded = full_placement.with_reloads(self._full, masked)
         to_read = full_placement.slots_to_read(self._full, full, rank)
         what = full_placement.what_is_lost(full, masked, self._lost)
-        log.warning("%s: rank %d reads %d of %d from the checkpoint", what, rank, len(to_read), len(reloaded))
+        how = "takes %d of %d, which it maps" if self.served.names_experts else "reads %d of %d from the checkpoint"
+        log.warning("%s: rank %d " + how, what, rank, len(to_read), len(reloaded))
         with self.served.changing:
             self._read(to_read)
             self._serve(full)

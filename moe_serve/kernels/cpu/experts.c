@@ -16,6 +16,7 @@ typedef struct { /* as experts.py fills it */
        bytes [2 width, hidden / 32] and [hidden, width / 32] of each slot */
     const void *gate_up_scale, *down_scale;
     const float *gate_up_bias, *down_bias; /* 0, or [slots, 2 width] and [slots, hidden] */
+    const i64 *held; /* 0, or [slots]: the expert of each slot, by which all that is [slots, ...] above is found */
     double alpha, limit;                   /* of CLAMPED_SWIGLU */
     const Groups *gate_up_groups, *down_groups; /* GROUPS: their forms; activations are quantised for both, or for none */
 } Experts;
@@ -30,8 +31,8 @@ typedef struct {
     RowChunk *x_int8, *middle_int8; /* by products of integers: the same, or 0 */
 } ExpertsJob;
 
-/* A block of a slot's rows: where it begins in the slot, in x, and among the rows of all slots. */
-typedef struct { i64 slot, rows, top, at, packed_at; } SlotRows;
+/* A block of a slot's rows: where its weights are, where it begins in the slot, in x, and among all slots' rows. */
+typedef struct { i64 slot, expert, rows, top, at, packed_at; } SlotRows;
 
 typedef struct {
     SlotRows before; /* the block before the first one */
@@ -52,6 +53,7 @@ INLINE i64 next_block(const ExpertsJob *j, SlotRows *s)
         if (++s->slot == j->e->slots) return 0;
         s->top = 0;
     }
+    s->expert = j->e->held ? j->e->held[s->slot] : s->slot;
     s->rows = least(j->row_block, j->rows_per_slot[s->slot] - s->top);
     s->at = j->slab_rows ? s->slot * j->slab_rows + s->top : s->packed_at;
     return 1;
@@ -132,13 +134,13 @@ static void gate_up_rows(const ChunkJob *c, i64 panel, SlotRows s)
     const Experts *e = j->e;
     i64 padded = padded_to_32(e->width), column = panel * 32, wanted = least(32, e->width - column);
     const Groups *g = e->gate_up_groups;
-    const char *gate_up = e->gate_up + s.slot * weight_bytes(2 * padded, e->hidden, e->kind, g);
+    const char *gate_up = e->gate_up + s.expert * weight_bytes(2 * padded, e->hidden, e->kind, g);
     Panel p = {e->kind, PANEL, e->hidden, weight_panel(gate_up, panel, e->hidden, e->kind, g), .wide = c->wide, .groups = g};
     const RowChunk *in_int8[ROW_BLOCK];
-    const float *scale = scales_of(e, e->gate_up_scale, s.slot, 2, e->width, e->hidden), *x[ROW_BLOCK];
+    const float *scale = scales_of(e, e->gate_up_scale, s.expert, 2, e->width, e->hidden), *x[ROW_BLOCK];
     float both[ROW_BLOCK][PANEL], channels[PANEL], *y[ROW_BLOCK];
     i64 block_rows = (e->width + SCALE_GROUP - 1) / SCALE_GROUP;
-    p.exponents = exponents_of(e->gate_up_scale, e->kind, s.slot, 2 * padded, e->hidden, panel);
+    p.exponents = exponents_of(e->gate_up_scale, e->kind, s.expert, 2 * padded, e->hidden, panel);
     for (i64 half = 0; half < 2 && e->kind == E4M3; half++)
         if (e->by_channel) channel_scales(scale + half * e->width + column, wanted, 32, channels + half * 32);
         else p.scale[half] = block_scales(scale, half * block_rows + column / SCALE_GROUP, e->hidden);
@@ -151,7 +153,7 @@ static void gate_up_rows(const ChunkJob *c, i64 panel, SlotRows s)
         for (i64 half = 0; half < 2 && e->kind == INT8; half++)
             scale_columns(both[r] + half * 32, scale + half * e->width + column, wanted);
         for (i64 half = 0; half < 2 && e->gate_up_bias; half++)
-            add_columns(both[r] + half * 32, e->gate_up_bias + (2 * s.slot + half) * e->width + column, wanted);
+            add_columns(both[r] + half * 32, e->gate_up_bias + (2 * s.expert + half) * e->width + column, wanted);
         if (!j->x_parts) activate_row(e, both[r], j->middle + (s.packed_at + r) * padded + column);
     }
     if (j->x_parts) write_middle_parts(e, both, s.rows, panel, parts_at(j->middle_parts, c->chunk, s, e->width));
@@ -162,14 +164,14 @@ static void down_rows(const ChunkJob *c, i64 panel, SlotRows s)
     const ExpertsJob *j = c->job;
     const Experts *e = j->e;
     const Groups *g = e->down_groups;
-    const char *down = e->down + s.slot * weight_bytes(e->hidden, e->width, e->kind, g);
+    const char *down = e->down + s.expert * weight_bytes(e->hidden, e->width, e->kind, g);
     Panel p = {e->kind, panel_width(e->hidden, panel), e->width, weight_panel(down, panel, e->width, e->kind, g),
                .wide = c->wide, .groups = g};
     const RowChunk *in_int8[ROW_BLOCK];
-    const float *scale = scales_of(e, e->down_scale, s.slot, 1, e->hidden, e->width), *x[ROW_BLOCK];
+    const float *scale = scales_of(e, e->down_scale, s.expert, 1, e->hidden, e->width), *x[ROW_BLOCK];
     i64 column = panel * PANEL, wanted = least(p.width, e->hidden - column);
     float *y[ROW_BLOCK], spare[ROW_BLOCK][PANEL], channels[PANEL];
-    p.exponents = exponents_of(e->down_scale, e->kind, s.slot, e->hidden, e->width, panel);
+    p.exponents = exponents_of(e->down_scale, e->kind, s.expert, e->hidden, e->width, panel);
     if (e->by_channel) channel_scales(scale + column, wanted, p.width, channels), p.channels = channels;
     else if (e->kind == E4M3) p.scale[0] = p.scale[1] = block_scales(scale, column / SCALE_GROUP, e->width);
     for (i64 r = 0; r < s.rows; r++) {
@@ -181,7 +183,7 @@ static void down_rows(const ChunkJob *c, i64 panel, SlotRows s)
     else product_of_floats(&p, &(Rows){s.rows, x, 0, y});
     for (i64 r = 0; r < s.rows; r++) {
         if (e->kind == INT8) scale_columns(y[r], scale + column, wanted);
-        if (e->down_bias) add_columns(y[r], e->down_bias + s.slot * e->hidden + column, wanted);
+        if (e->down_bias) add_columns(y[r], e->down_bias + s.expert * e->hidden + column, wanted);
         if (wanted < p.width) memcpy(j->y + (s.at + r) * j->y_row + column, spare[r], wanted * 4);
     }
 }

@@ -41,6 +41,7 @@ class PackedExperts:
     groups:  of weights in groups, which are uint8 with their scales among them: gate_up [S, group_packed_size(2 x
              padded(width), hidden, form)], down [S, group_packed_size(hidden, width, form)]; None: of all others
     biases:  float32, contiguous: gate_up_bias [S, 2 x width], gate first, and down_bias [S, hidden]; None: none
+    held:    [slots] int64, the expert of each slot, where slots only name theirs; S is the number of experts then
     """
 
     gate_up: Tensor
@@ -53,8 +54,10 @@ class PackedExperts:
     down_bias: Tensor | None = None
     activation: Activation = SILU
     groups: GroupedExperts | None = None
+    held: Tensor | None = None
 
     def __post_init__(self) -> None:
+        assert self.held is None or dense(self.held, torch.int64, len(self.held)), f"held experts {self.held}"
         if self.groups is None:
             self._check_weights()
         else:
@@ -103,8 +106,9 @@ class PackedExperts:
         """Returns the block of int64 that experts.c reads."""
         kind = KINDS.index(self.gate_up.dtype) if self.groups is None else GROUPS
         tensors = (self.gate_up, self.down, self.gate_up_scale, self.down_scale, self.gate_up_bias, self.down_bias)
-        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        sizes = self.gate_up.shape[0], self.hidden, self.width
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, self.held))
+        num_slots = len(self.gate_up if self.held is None else self.held)
+        sizes = num_slots, self.hidden, self.width
         activation = self.activation
         numbers = float_bits(activation.alpha), float_bits(activation.limit)
         facts = *sizes, kind, self.by_channel, _ACTIVATIONS.index(activation.kind), *addresses, *numbers

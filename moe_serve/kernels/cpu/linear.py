@@ -11,6 +11,7 @@ from moe_serve.kernels.cpu.packed import group_facts, group_packed_size, pack, p
 from moe_serve.kernels.forms import num_groups
 from moe_serve.kernels.group_quantised import Activations, GroupQuantised
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
+from moe_serve.kernels.packed_memory import OWN_MEMORY, PackedMemory
 
 # In the order of weights.h; bytes hold two numbers of MXFP4 each.
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8)
@@ -42,13 +43,16 @@ class _Projection:
 
     _groups: Tensor | None = None  # what groups.h reads
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None):
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, memory: PackedMemory):
         heads, n, k = weight.shape
         scales = [(n,), (num_groups(n), num_groups(k))] if weight.dtype == torch.float8_e4m3fn else [None]
         assert (None if scale is None else scale.shape) in scales, f"{weight.dtype} with scales {scale}"
-        self._packed = zeros_in_huge_pages((heads, packed_size(n, k)), weight.dtype, weight.device)
-        for head in range(heads):
-            pack(weight[head], self._packed[head])
+
+        def fill(packed: Tensor) -> None:
+            for head in range(heads):
+                pack(weight[head], packed[head])
+
+        self._packed = memory.pack((heads, packed_size(n, k)), weight, fill)
         self._bias = None if bias is None else bias.float().contiguous()
         self._scale = None if scale is None else scale.float().contiguous()
         addresses = (0 if each is None else each.data_ptr() for each in (self._packed, self._bias, self._scale))
@@ -64,12 +68,18 @@ class _Projection:
 class PackedLinear(_Projection):
     """y = x W^T + b with weights of float32, bfloat16 or FP8. A row's bits depend on that row only."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None):
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        scale: Tensor | None = None,
+        memory: PackedMemory = OWN_MEMORY,
+    ):
         """weight: [n, k] float32, bfloat16 or float8_e4m3fn, bias: [n] or None
 
         scale: of FP8: [n], or [ceil(n / 128), ceil(k / 128)]
         """
-        super().__init__(weight[None], bias, scale)
+        super().__init__(weight[None], bias, scale, memory)
         self.out_features, self.in_features = weight.shape
 
     @classmethod
@@ -105,9 +115,9 @@ class PackedLinear(_Projection):
 class PackedHeads(_Projection):
     """One projection per head, y[t, h] = x[t, h] W[h]. A row's bits depend on that row only."""
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, memory: PackedMemory = OWN_MEMORY):
         """weight: [heads, k, n] float32 or bfloat16"""
-        super().__init__(weight.transpose(1, 2), None)
+        super().__init__(weight.transpose(1, 2), None, None, memory)
         self.num_heads, _, self.out_features = weight.shape
 
     def __call__(self, x: Tensor) -> Tensor:

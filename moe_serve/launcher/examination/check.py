@@ -21,9 +21,11 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import BufferLimits
 from moe_serve.dispatch.buffer_sizes import BufferSizes
 from moe_serve.engine.model.model_plan import ModelPlan, choose_numerics, compute_dtype
+from moe_serve.engine.model.shared_weights import Sharing
 from moe_serve.engine.model.working_memory import StepSizes, working_memory
 from moe_serve.engine.output.row_logprobs import rows_at_once
 from moe_serve.errors import LaunchError, MoeServeError, PortError
+from moe_serve.launcher.cpu_bind import node_of
 from moe_serve.launcher.examination.transport import TransportReport, describe_loss, describe_transport, look_here
 from moe_serve.launcher.preflight import look_for_files
 from moe_serve.models.decoder.gqa import rope_table_bytes
@@ -31,6 +33,7 @@ from moe_serve.models.decoder.moe_decoder import kv_layouts
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.weight_plan import dense_parameters
+from moe_serve.process_facts import numa_nodes
 from moe_serve.server.edge.ports import open_port
 
 _FILE_WIDTH = 400  # a file has no width, and wrapped cells are hard to search
@@ -56,16 +59,21 @@ class Line:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one rank needs for something. why: how many of what"""
+    """Bytes that one rank needs for something. why: how many of what;  shared: all ranks of a host have them once"""
 
     name: str
     num_bytes: int
     why: str
+    shared: bool = False
 
 
 @dataclass
 class Report:
-    """The findings about a configuration. problems: why it cannot run here; each says what to do."""
+    """The findings about a configuration.
+
+    problems:    why it cannot run here; each says what to do
+    num_sharing: ranks that share memory: those of a host, or of a NUMA node where they are bound to several
+    """
 
     model: list[Line] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
@@ -73,11 +81,22 @@ class Report:
     machine: list[Line] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     transport: TransportReport | None = None  # known with the model
+    num_sharing: int = 1
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of one rank, all together."""
         return sum(memory.num_bytes for memory in self.memory)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Those of them that the ranks of a host have once."""
+        return sum(memory.num_bytes for memory in self.memory if memory.shared)
+
+    def host_bytes(self, num_ranks: int) -> int:
+        """Bytes of so many ranks on one host."""
+        num_copies = -(-num_ranks // self.num_sharing)
+        return num_copies * self.shared_bytes + num_ranks * (self.memory_bytes - self.shared_bytes)
 
     @contextmanager
     def noting_problems(self) -> Iterator[None]:
@@ -97,7 +116,7 @@ def print_check(config: ServeConfig) -> int:
         console.print(f"cannot run: {problem}", style="red", soft_wrap=True)
     if not report.problems:
         console.print("this configuration can run here", style="green")
-    for title, rows in _tables(report):
+    for title, rows in _tables(report, config.parallel.num_ranks // config.launcher.nnodes):
         table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
         for row in rows:
             table.add_row(*row)
@@ -106,12 +125,20 @@ def print_check(config: ServeConfig) -> int:
     return 1 if report.problems else 0
 
 
-def _tables(report: Report) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Yields the title and the rows of each table."""
+def _tables(report: Report, num_ranks: int) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """Yields the title and the rows of each table. num_ranks: of a host"""
     yield "model", [(line.name, line.value, line.why) for line in report.model]
     if report.memory:
         rows = [(memory.name, bytes_in_words(memory.num_bytes), memory.why) for memory in report.memory]
-        yield "memory of one rank", [*rows, ("together", bytes_in_words(report.memory_bytes), "")]
+        rows.append(("together", bytes_in_words(report.memory_bytes), ""))
+        if report.shared_bytes:
+            rows[-1] = "of its own", bytes_in_words(report.memory_bytes - report.shared_bytes), ""
+            why = f"once for {report.num_sharing} ranks"
+            rows.append(("shared", bytes_in_words(report.shared_bytes), why))
+        if num_ranks > 1:
+            why = f"{num_ranks} ranks, beside their programs"
+            rows.append(("on each host", bytes_in_words(report.host_bytes(num_ranks)), why))
+        yield "memory of one rank", rows
     yield "choices", [(line.name, line.value, line.why) for line in report.choices]
     yield "this machine", [(line.name, line.value, line.why) for line in report.machine]
 
@@ -141,7 +168,8 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
     report.model += _shape_lines(config, spec)
     plan = ModelPlan.of(config, spec, torch.device(device))
     report.model += [_slots(plan), Line("expert weights", plan.expert_form, plan.slot_form.meaning)]
-    weights = list(_weights(config, plan))
+    report.num_sharing = num_sharing_ranks(config)
+    weights = list(_weights(config, plan, report.num_sharing))
     report.transport = transport = describe_transport(
         config,
         BufferLimits(plan.max_tokens_per_rank, spec.hidden, spec.topk, plan.placement.slots_per_rank),
@@ -150,7 +178,7 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
         look_here(device, sum(memory.num_bytes for memory in weights)),
     )
     report.problems += transport.problems
-    report.model += [Line(*fact) for fact in describe_loss(config, plan.placement, transport.shares_memory)]
+    report.model += [Line(*fact) for fact in describe_loss(config, plan, report.num_sharing, transport.shares_memory)]
     report.memory += [*weights, _cache(config, plan)]
     report.memory += [*_dispatch_buffers(config, plan, transport.taken), _working_memory(config, plan)]
     report.memory += [_rotations(plan), _prompt_logits(config, plan)]
@@ -185,14 +213,29 @@ def _slots(plan: ModelPlan) -> Line:
     )
 
 
-def _weights(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
+def num_sharing_ranks(config: ServeConfig) -> int:
+    """Returns how many ranks of a host share weights: all, or those of a NUMA node where they are bound to several."""
+    num_here, nodes = config.parallel.num_ranks // config.launcher.nnodes, numa_nodes()
+    bound = {node_of(config.parallel.cpu_bind, nodes, rank, num_here) for rank in range(num_here)}
+    return num_here // len(bound)
+
+
+def _weights(config: ServeConfig, plan: ModelPlan, num_sharing: int) -> Iterator[Memory]:
     spec, num_slots = plan.spec, plan.placement.slots_per_rank
     dense_bytes = plan.share(0).dense_bytes
-    yield Memory("attention, embeddings, shared experts", sum(dense_bytes.values()), "the same on every rank")
+    sharing = Sharing.of(config, plan, num_sharing)
+    where = "" if config.model.weight_cache == "memory" else f", mapped from a file in {config.model.weight_cache}"
+    why = f"once for {num_sharing} ranks{where}" if sharing.dense else "the same on every rank"
+    yield Memory("attention, embeddings, shared experts", sum(dense_bytes.values()), why, sharing.dense)
     if spec.tie_embeddings and plan.device.type == "cpu" and not plan.numerics.compiled:
         why = "the embedding's values, packed for the product"
         yield Memory("output projection", dense_bytes["embed"], why)
     expert_bytes = plan.slot_form.num_bytes
+    if sharing.experts:
+        num_experts = spec.num_logical * spec.num_moe_layers
+        why = f"{num_experts} x {bytes_in_words(expert_bytes)}, once for {num_sharing} ranks{where}; slots name them"
+        yield Memory("experts", num_experts * expert_bytes, why, shared=True)
+        return
     slots = f"{num_slots} slots x {spec.num_moe_layers} layers x {bytes_in_words(expert_bytes)}"
     yield Memory("expert slots", num_slots * spec.num_moe_layers * expert_bytes, slots)
     if config.eplb.mode == "dynamic" and config.parallel.num_ranks > 1:
@@ -308,9 +351,9 @@ def _describe_machine(report: Report, config: ServeConfig, device: str) -> None:
     cores = len(os.sched_getaffinity(0))
     available = available_bytes()
     report.machine.append(Line("CPU", f"{cores} cores, {bytes_in_words(available)} available"))
-    if device == "cpu" and report.memory_bytes * num_ranks > available:
+    if device == "cpu" and (needed := report.host_bytes(num_ranks)) > available:
         report.problems.append(
-            f"{num_ranks} ranks need {bytes_in_words(report.memory_bytes * num_ranks)} together but "
+            f"{num_ranks} ranks need {bytes_in_words(needed)} together but "
             f"{bytes_in_words(available)} of memory are available here; lower cache.memory_gib, or use fewer ranks or "
             "more machines"
         )

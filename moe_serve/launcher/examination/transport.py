@@ -29,8 +29,9 @@ from moe_serve.dispatch.gpu.region import gpu_buffer_sizes, most_gpu_tokens
 from moe_serve.dispatch.shm.region import buffer_sizes, most_tokens
 from moe_serve.dispatch.shm.row_copy_native import load_library
 from moe_serve.dispatch.wire import make_wire
+from moe_serve.engine.model.model_plan import ModelPlan
+from moe_serve.engine.model.shared_weights import Sharing
 from moe_serve.engine.recovery.full_placement import has_slots_without, meaning_of_a_loss, meaning_of_a_lost_host
-from moe_serve.eplb.placement import Placement
 
 SHARED = "/dev/shm"
 _WITH_BUFFERS = ("shm", "nvshmem", "cuda_ipc", "by_batch")
@@ -124,12 +125,16 @@ def describe_transport(
     return TransportReport(name, why, is_bitwise, transport == "shm", tuple(facts), taken, tuple(found))
 
 
-def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool) -> list[tuple[str, str, str]]:
+def describe_loss(
+    config: ServeConfig, plan: ModelPlan, num_sharing: int, shares_memory: bool
+) -> list[tuple[str, str, str]]:
     """Returns facts on what the loss of a rank, or a host, would mean.
 
+    num_sharing:   ranks that share weights
     shares_memory: whether rows go through shared memory, and between hosts over their connections
     """
-    num_ranks, num_hosts = placement.num_ranks, config.launcher.nnodes
+    placement, num_hosts = plan.placement, config.launcher.nnodes
+    num_ranks = placement.num_ranks
     if num_ranks == 1:
         return []
     ends = ("a lost rank", "ends serving")
@@ -137,7 +142,8 @@ def describe_loss(config: ServeConfig, placement: Placement, shares_memory: bool
         return [(*ends, "engine.on_lost_rank is end")]
     if not shares_memory or config.engine.exchange == "gloo":
         return [(*ends, f"{survivors()} with engine.exchange shm can go on")]
-    meaning, why = meaning_of_a_loss(placement, restarts=config.launcher.max_restarts > 0)
+    maps_all = Sharing.of(config, plan, num_sharing).experts
+    meaning, why = meaning_of_a_loss(placement, config.launcher.max_restarts > 0, maps_all)
     if not has_slots_without(placement, 1) and config.launcher.max_restarts:
         meaning += " (moe-serve serve, LLM), or all are (torchrun, mpirun)"
     facts = [("a lost rank", meaning, why)]

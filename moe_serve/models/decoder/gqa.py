@@ -99,8 +99,8 @@ class GqaAttention:
             norms = ((weights.pop("q_norm"), spec.num_heads), (weights.pop("k_norm"), spec.num_kv_heads))
             norm = torch.cat([each.view(-1, spec.head_dim).expand(heads, -1) for each, heads in norms])
         if not rope.interleaved:
-            rest = torch.arange(rope.dim, spec.head_dim, device=qkv.device)
-            order = torch.cat((pair_order(rope.dim, qkv.device), rest))
+            order = pair_order(rope.dim, qkv.device)
+            order = torch.cat((order, torch.arange(rope.dim, spec.head_dim, device=order.device)))
             qkv = self._reorder(qkv, order)
             bias = None if bias is None else self._reorder(bias, order)
             if scale is not None and scale.dim() == 1:  # rows stay in their blocks

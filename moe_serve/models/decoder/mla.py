@@ -84,8 +84,8 @@ class MlaAttention:
         self, spec: IndexerSpec, index: int, weights: dict[str, Tensor], rope: RopeSpec, forms: WeightForms
     ) -> "Indexer":
         """Takes the weights of an indexer, which rotates the first elements of its heads, pairs in halves."""
-        rest = torch.arange(rope.dim, spec.width)
-        order = torch.cat((pair_order(rope.dim, rest.device), rest)).to(weights["index_k"].device)
+        order = pair_order(rope.dim, weights["index_k"].device)
+        order = torch.cat((order, torch.arange(rope.dim, spec.width, device=order.device)))
         q = weights.pop("index_q").view(spec.num_heads, spec.width, -1)[:, order].flatten(0, 1)
         norm = LayerNorm(*(weights.pop(name)[order].contiguous() for name in ("index_k_norm", "index_k_norm_bias")))
         # Keys of all layers lie behind the latents of all layers.

@@ -63,7 +63,7 @@ def build_decoder(
 ) -> MoeDecoder:
     """Returns the decoder. Takes the dense tensors out of `weights`, so that none is held twice once it is packed."""
     dense, numerics = weights.dense, parallel.numerics
-    forms = WeightForms(numerics)
+    forms = WeightForms(numerics, weights.memory)
     embed, norm = dense.pop("embed"), _norm(dense, "norm")
     if isinstance(spec.attention, GqaSpec):
         attention: GqaAttention | MlaAttention = GqaAttention(spec.attention, spec.norm_eps)
@@ -81,7 +81,8 @@ def build_decoder(
             own = None if numerics.compiled else shared  # which the layer computes while rows travel
             router, bias = mine.pop("router"), mine.pop("router_bias", None)
             bias = None if bias is None else bias.flatten()
-            mine_moe = MoeWeights(router, bias, weights.store(layer_id), own, mine.pop("router_logit_bias", None))
+            logit_bias, experts = mine.pop("router_logit_bias", None), weights.store(layer_id)
+            mine_moe = MoeWeights(router, bias, experts, own, logit_bias, weights.memory)
             moe = MoeLayer(parallel, layer_rows[layer_id], mine_moe)
             shared = shared if numerics.compiled else None
         else:

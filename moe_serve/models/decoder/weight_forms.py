@@ -7,9 +7,9 @@ from moe_serve.kernels.activation import silu_mul
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
-from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.packed_memory import PackedMemory
 
 Scales = tuple[Tensor | None, Tensor | None]  # of gate and up, and of down
 
@@ -40,13 +40,12 @@ class GatedMlp:
 class PackedMlp:
     """The weights of the same function for the compiled kernel of experts: those of one slot."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, scales: Scales = (None, None)):
+    def __init__(self, gate_up: Tensor, down: Tensor, scales: Scales, memory: PackedMemory):
         """gate_up: [2 I, H], gate rows first;  down: [H, I]; float32, bfloat16, or FP8 with scales"""
         hidden, width = down.shape
-        packed_gate_up = zeros_in_huge_pages((1, gate_up_size(width, hidden)), gate_up.dtype, gate_up.device)
-        packed_down = zeros_in_huge_pages((1, packed_size(hidden, width)), down.dtype, down.device)
-        pack_gate_up(gate_up, packed_gate_up[0])
-        pack(down, packed_down[0])
+        sizes = gate_up_size(width, hidden), packed_size(hidden, width)
+        packed_gate_up = memory.pack((1, sizes[0]), gate_up, lambda packed: pack_gate_up(gate_up, packed[0]))
+        packed_down = memory.pack((1, sizes[1]), down, lambda packed: pack(down, packed[0]))
         gate_up_scale, down_scale = (None if scale is None else scale[None] for scale in scales)
         self.experts = PackedExperts(packed_gate_up, packed_down, hidden, width, gate_up_scale, down_scale)
 
@@ -54,8 +53,10 @@ class PackedMlp:
 class WeightForms:
     """Brings the dense weights of one model into form; those of equal shape share their proof of row counts."""
 
-    def __init__(self, numerics: Numerics):
+    def __init__(self, numerics: Numerics, memory: PackedMemory):
+        """memory: of packed weights, which the compiled kernels alone read"""
         self._numerics = numerics
+        self._memory = memory
         self._proven: dict[object, tuple[int, ...]] = {}
 
     def embedding(
@@ -69,8 +70,8 @@ class WeightForms:
         weight = rows if head is None else head
         if not self._numerics.compiled:
             return rows, self.linear(weight, bias)
-        projection = PackedLinear(weight, bias)
-        return projection.rows if head is None else RowTable.of(rows), projection
+        projection = PackedLinear(weight, bias, memory=self._memory)
+        return projection.rows if head is None else RowTable.of(self._memory.keep(rows)), projection
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear | PackedLinear:
         """weight: [n, k], bias: [n] -> a function of rows [T, k] -> [T, n]
@@ -78,17 +79,19 @@ class WeightForms:
         scale: [n] or by block, of a weight in FP8, which the compiled kernels alone take
         """
         if self._numerics.compiled:
-            return PackedLinear(weight, bias, scale)
+            return PackedLinear(weight, bias, scale, self._memory)
         return Linear(weight, bias, self._numerics, self._proven)
 
     def ones(self, *shape: int, like: Tensor) -> Tensor:
         """Returns the weight of a norm that has none, beside a matrix of this dtype and device."""
-        return torch.ones(shape, dtype=torch.float32 if self._numerics.compiled else like.dtype, device=like.device)
+        if self._numerics.compiled:
+            return torch.ones(shape)
+        return torch.ones(shape, dtype=like.dtype, device=like.device)
 
     def per_head(self, weight: Tensor) -> HeadLinear | PackedHeads:
         """weight: [heads, k, n] -> a function of rows [T, heads, k] -> [T, heads, n]"""
         if self._numerics.compiled:
-            return PackedHeads(weight)
+            return PackedHeads(weight, self._memory)
         return HeadLinear(weight, self._numerics, self._proven)
 
     def mlp(self, gate_up: Tensor, down: Tensor, scales: Scales = (None, None)) -> GatedMlp | PackedMlp:
@@ -97,6 +100,6 @@ class WeightForms:
         scales: [2 I] and [H], or by block, of weights in FP8, which the compiled kernels alone take
         """
         if self._numerics.compiled:
-            return PackedMlp(gate_up, down, scales)
+            return PackedMlp(gate_up, down, scales, self._memory)
         linear = (Linear(weight, None, self._numerics, self._proven) for weight in (gate_up, down))
         return GatedMlp(*linear)

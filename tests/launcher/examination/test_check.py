@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve.config import load_config, model_dir
+from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.launcher.examination import check
 from moe_serve.launcher.examination.check import Report, examine, print_check
 from moe_serve.models.decoder.gqa import RopeTable
@@ -44,6 +45,20 @@ def test_more_ranks_hold_fewer_experts_each_and_replicas_cost_slots():
     (slots,) = [line for line in report.model if line.name == "slots"]
     assert slots.value == "9 per rank and layer"  # 34 is rounded up to 36
     assert slots.why.startswith("4 of 36 hold replicas")
+
+
+@pytest.mark.skipif(find_cpu_library() is None, reason="no C compiler")
+def test_weights_that_ranks_share_are_counted_once_on_a_host() -> None:
+    compiled = ("engine.cpu_kernels=auto", "parallel.num_ranks=4", "cache.num_blocks=100", "parallel.cpu_bind=none")
+    shared, own = checked(*compiled), checked(*compiled, "model.weight_cache=none")
+    assert shared.problems == own.problems == []
+    assert sizes(shared)["experts"] == 4 * sizes(own)["expert slots"], "of all ranks"
+    assert shared.shared_bytes == sizes(shared)["experts"] + sizes(shared)["attention, embeddings, shared experts"]
+    assert shared.host_bytes(4) == shared.shared_bytes + 4 * (shared.memory_bytes - shared.shared_bytes)
+    assert own.shared_bytes == 0
+    assert own.host_bytes(4) == 4 * own.memory_bytes > shared.host_bytes(4)
+    one = checked("engine.cpu_kernels=auto"), checked("engine.cpu_kernels=auto", "model.weight_cache=/tmp/folder")
+    assert [report.shared_bytes > 0 for report in one] == [False, True], "one rank shares with later starts alone"
 
 
 def test_quantised_experts_are_said_and_sized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,242 @@
+"""The ranks of a host share one copy of the weights: the same bits as with their own, made once, refused if damaged."""
+
+import ctypes
+import errno
+import gc
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_serve.config import load_config
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.dispatch.peer_calls import barrier
+from moe_serve.engine.build import build_served_model
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.model.model_plan import ModelPlan
+from moe_serve.engine.model.shared_weights import open_shared_weights
+from moe_serve.errors import ConfigError, MoeServeError, PeerError
+from moe_serve.kernels.cpu.library import find_cpu_library
+from moe_serve.launcher.examination.check import examine
+from moe_serve.models.families.registry import read_spec
+from moe_serve.models.weights import dummy_weights
+from tests.engine.offline import Served, serve, tiny_model
+from tests.engine.test_identity import PLAIN, requests_for, same
+from tests.models.test_loading_memory import MALLOC_MMAP_THRESHOLD
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(find_cpu_library() is None, reason="no C compiler")
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+
+
+def settings(folder: Path, family: str, cache: object) -> list[str]:
+    model = folder / family
+    if not model.exists():  # when it was written is a part of what a file of weights was made from
+        tiny_model(folder, family)
+    drawn = [f"model.path={model}", "model.load_format=dummy", "eplb.num_redundant_experts=2"]
+    return [*PLAIN, *drawn, f"model.weight_cache={cache}"]
+
+
+def answer(
+    family: str, num_ranks: int, overrides: list[str], prepare: Callable[[Engine], None] | None = None
+) -> Served:
+    return serve(num_ranks, requests_for(family, "small")[:6], overrides, prepare=prepare)
+
+
+def maps_all(engine: Engine) -> None:
+    assert engine.served.names_experts
+    assert all(store.slot(0)["down"].numel() for store in engine.served.decoder.experts)
+
+
+def has_its_own(engine: Engine) -> None:
+    assert not engine.served.names_experts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_have_the_same_bits_in_memory_in_a_new_file_and_in_one_that_was_there(
+    family: str, tmp_path: Path
+) -> None:
+    alone = answer(family, 2, settings(tmp_path, family, "none"), has_its_own)
+    same(answer(family, 2, settings(tmp_path, family, "memory"), maps_all), alone)
+    cache = tmp_path / "cache"
+    same(answer(family, 1, settings(tmp_path, family, cache), maps_all), alone)
+    (made,) = cache.glob("*.weights")
+    before = made.stat()
+    assert before.st_mode & 0o777 == 0o600
+    same(answer(family, 2, settings(tmp_path, family, cache), maps_all), alone)
+    after = made.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert {path.suffix for path in cache.iterdir()} == {".weights", ".lock"}
+
+
+def open_to_others(path: Path) -> None:
+    path.chmod(0o622)
+
+
+def change_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        old = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([old[0] ^ 1]))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def change_the_model(path: Path) -> None:
+    config = path.parent.parent / "qwen3_moe" / "config.json"
+    os.utime(config, ns=(1, 1))
+
+
+def link_elsewhere(path: Path) -> None:
+    path.rename(path.with_suffix(".other"))
+    path.symlink_to(path.with_suffix(".other"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (open_to_others, "others can write to it"),
+        (change_a_byte, "not those that were written"),
+        (cut, "was not finished"),
+        (change_the_model, "has changed"),
+        (link_elsewhere, "cannot be used"),
+    ],
+)
+def test_a_file_that_cannot_be_trusted_is_made_anew(
+    spoil: Callable[[Path], None], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
+    assert loads_anew(tmp_path, cache)
+    (made,) = cache.glob("*.weights")
+    wanted = made.read_bytes()
+    spoil(made)
+    with caplog.at_level("WARNING", logger="moe_serve"):
+        assert loads_anew(tmp_path, cache)
+    assert said in caplog.text
+    assert not made.is_symlink()
+    assert made.read_bytes()[4096 : 1 << 20] == wanted[4096 : 1 << 20]
+    assert not loads_anew(tmp_path, cache)
+
+
+def loads_anew(folder: Path, cache: object) -> bool:
+    """Loads a model on one rank; returns whether its weights were not there packed."""
+    served = build_served_model(load_config(overrides=settings(folder, "qwen3_moe", cache)), alone())
+    return not served.info["shared_weights"]["was_there"]
+
+
+def alone() -> EpGroup:
+    return EpGroup(0, 1, torch.device("cpu"))
+
+
+def test_a_full_disk_leaves_the_weights_in_memory_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with caplog.at_level("WARNING", logger="moe_serve"):
+        assert loads_anew(tmp_path, tmp_path / "cache")
+    assert caplog.text.count("No space left on device") == 1
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock"}
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(ConfigError, match="chmod go-w"):
+        loads_anew(tmp_path, tmp_path / "cache")
+
+
+def fail_on_one_rank(rank: int, group: EpGroup, overrides: list[str], failing: int) -> str:
+    config = load_config(overrides=[*overrides, "parallel.num_ranks=2"])
+    plan = ModelPlan.of(config, read_spec(Path(config.model.path)), torch.device("cpu"))
+    shared = open_shared_weights(config, plan, group, lambda phase, part: None)
+    assert shared is not None
+
+    def read(*args: object) -> object:
+        if rank == failing:
+            raise ConfigError("no such file")
+        return dummy_weights(args[0], 0, args[1])  # type: ignore[arg-type]
+
+    try:
+        shared.load(plan.share(rank), read, lambda phase, part: None)  # type: ignore[arg-type]
+        shared.finish(lambda phase, part: None)
+    except MoeServeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_read_ends_the_wait_of_the_other(failing: int, tmp_path: Path) -> None:
+    said = run_ranks(2, fail_on_one_rank, settings(tmp_path, "qwen3_moe", "memory"), failing, timeout_s=60)
+    assert said[failing] == "ConfigError: no such file"
+    assert said[1 - failing].startswith(f"{PeerError.__name__}: ")
+    assert f"rank {failing} ended while it should" in said[1 - failing]
+
+
+# ---- what is resident
+
+SMAPS = Path("/proc/self/smaps_rollup")
+SIZES = {"hidden_size": 512, "moe_intermediate_size": 128, "num_experts": 16, "vocab_size": 4096}
+MIB = 1 << 20
+
+
+def rollup(name: str) -> int:
+    """Returns a sum over this process' memory, in bytes."""
+    line = next(line for line in SMAPS.read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def sizes_now() -> tuple[int, int]:
+    """Returns Pss and Rss of this process, without what it has freed."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return rollup("Pss"), rollup("Rss")
+
+
+def touch_weights() -> None:
+    """Reads all bytes of the copy, as steps with every expert would."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "moe_serve_weights" in line and "_state" not in line:
+            first, end = (int(number, 16) for number in line.split()[0].split("-"))
+            size = min(end - first, os.stat(f"/proc/self/map_files/{line.split()[0]}").st_size)
+            assert line.split()[1] == "r--s", "a rank cannot write to what it shares"
+            np.frombuffer((ctypes.c_uint8 * size).from_address(first), dtype=np.uint8).max()
+
+
+def measure(rank: int, group: EpGroup, overrides: list[str]) -> tuple[int, int, int]:
+    """Returns bytes: of the copy, and by how much serving has made this rank's Pss, and its Rss, larger."""
+    config = load_config(overrides=[*overrides, "parallel.num_ranks=2", "cache.num_blocks=16"])
+    ctypes.CDLL(None).mallopt(MALLOC_MMAP_THRESHOLD, 1 << 16)
+    before = sizes_now()
+    served = build_served_model(config, group)
+    touch_weights()
+    barrier(group.process_group)
+    pss, rss = sizes_now()
+    grown = pss - before[0], rss - before[1]
+    barrier(group.process_group)
+    return served.info["shared_weights"]["num_bytes"], *grown
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="needs the sums of /proc/self/smaps_rollup")
+def test_two_ranks_have_the_weights_in_memory_once_as_check_says(tmp_path: Path) -> None:
+    overrides = settings(tmp_path, "qwen3_moe", "memory")
+    config = tmp_path / "qwen3_moe" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
+    measured = run_ranks(2, measure, overrides, timeout_s=240)
+    report = examine(load_config(overrides=[*overrides, "parallel.num_ranks=2", "parallel.device=cpu"]))
+    (num_bytes,) = {each[0] for each in measured}
+    assert report.shared_bytes > 50 * MIB
+    assert report.shared_bytes <= num_bytes < report.shared_bytes * 1.05
+    together, each_maps = sum(each[1] for each in measured), [each[2] for each in measured]
+    assert all(grown > 0.95 * num_bytes for grown in each_maps)
+    # Beside the copy some buffers of a step and pages of libraries, which a forked rank looks up anew.
+    assert 0.95 * num_bytes < together < 1.05 * num_bytes + 24 * MIB, f"{together / MIB:.0f} of {num_bytes / MIB:.0f}"
