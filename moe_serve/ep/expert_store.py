@@ -84,8 +84,8 @@ class ExpertStore:
         biases = self.bias("gate_up"), self.bias("down")
         sizes = form.hidden, form.width
         groups = None if form.groups is None else GroupedExperts(*form.groups, form.activations)
-        rest = form.activation, groups, self._held
-        return PackedExperts(stored["gate_up"], stored["down"], *sizes, *scales, *biases, *rest)
+        weights = stored["gate_up"], stored["down"]
+        return PackedExperts(*weights, *sizes, *scales, *biases, form.activation, groups, self._held)
 
     @property
     def activation(self) -> Activation:
