@@ -10,7 +10,7 @@ Serves random weights of the shapes of Qwen3-30B-A3B with fewer layers, packed a
     cold     the same file, of which the system has forgotten all pages: what reading takes is measured beside it
 
 Memory is the sum of Pss of the ranks once each has answered, over the bytes of the file. Then ranks are killed, one
-after the other: until all take part again.
+after the other: until all take part again, and what its new process has used of a core meanwhile.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks.conditions import conditions, save
 from moe_serve.launcher.rank_env import free_port
+from moe_serve.process_facts import core_seconds
 
 _SHAPES = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
@@ -40,6 +41,7 @@ _SHAPES = {
     "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _START_S, _BACK_S = 1800.0, 120.0
+_SPARE_S = 12.0  # after which the next spare process waits
 
 
 class Server:
@@ -188,16 +190,18 @@ def measure(model: Path, cache: str, args: argparse.Namespace) -> dict[str, Any]
         num_bytes = shared["num_bytes"] if shared else 0
         pids = server.pids()
         together, own = sum(map(pss, pids.values())), sum(pss(pid, "Private_Dirty") for pid in pids.values())
-        time.sleep(5)
-        spare, back_s = server.spare(), []
-        spare_bytes = pss(spare) if spare else 0
+        time.sleep(_SPARE_S)
+        back_s, used_s, spare_bytes = [], [], 0
         for kill in range(args.kills):
-            victim = server.pids()[kill % args.ranks]
+            spare, rank = server.spare(), kill % args.ranks
+            victim, before_s = server.pids()[rank], core_seconds(spare) if spare else 0.0
+            spare_bytes = pss(spare) if spare else 0
             started_s = time.perf_counter()
             os.kill(victim, signal.SIGKILL)
             server.wait(args.ranks, _BACK_S, gone=victim)
             back_s.append(time.perf_counter() - started_s)
-            time.sleep(6)  # the next spare process is ready
+            used_s.append(core_seconds(server.pids()[rank]) - before_s)
+            time.sleep(_SPARE_S)
     return {
         "ready s": round(server.ready_s, 1),
         "copy GiB": round(num_bytes / 2**30, 2),
@@ -207,6 +211,7 @@ def measure(model: Path, cache: str, args: argparse.Namespace) -> dict[str, Any]
         "spare GiB": round(spare_bytes / 2**30, 2),
         "killed rank back s, median": round(statistics.median(back_s), 2) if back_s else "",
         "longest": round(max(back_s), 2) if back_s else "",
+        "of a core, s": round(statistics.median(used_s), 2) if used_s else "",
     }
 
 

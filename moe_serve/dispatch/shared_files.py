@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from moe_serve.errors import PeerError
 
+WEIGHTS = "weights"  # the name of the copy of the weights, which is mapped read-only, among the files of a rank
+
 
 class FileMark(NamedTuple):
     """A file that a process has open. descriptor: its number there;  device, inode: of the file"""

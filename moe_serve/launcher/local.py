@@ -37,6 +37,7 @@ LAST_LINES = 15  # of a child's output, kept for a report of its end
 TERMINATE_S = 2.0  # between SIGTERM and SIGKILL
 _FIRST_PAUSE_S = 5.0  # before a restart that follows a failed start; doubled for each further one
 _MOST_PAUSE_S = 60.0
+_SPARE_AFTER_S = 5.0  # of serving: its imports should delay no start, and a short one needs none
 _NEW_S = 1.0  # a new process of a rank has no connections with others before: until then the one before counts as gone
 _UNMASKED_S = 3.0  # after which a rank of several hosts is replaced though the others have not masked it
 # Set by a launcher that started this process.
@@ -198,6 +199,7 @@ class LocalRanks:
         self._listeners: dict[int, socket.socket] = {}  # of each rank of one of several hosts
         self._stand_in: StandIn | None = None  # votes where they cannot
         self._spare: Child | None = None  # becomes the next rank that is replaced
+        self._served_s: float | None = None  # since when without a spare process
         self.launch_id = 0
         self.launch: Launch | None = None
         self.children: list[Child] = []
@@ -293,7 +295,7 @@ class LocalRanks:
         self._reported.discard(number)
         self._num_before[number] += 1
         self._replaced_s[number] = time.monotonic()
-        spare, self._spare = self._spare, None
+        spare, self._spare, self._served_s = self._spare, None, None
         if spare is not None:
             spare.who = f"rank {rank}"
             if spare.tell(json.dumps(self._environment_of(number))):
@@ -308,6 +310,10 @@ class LocalRanks:
         if self._spare is not None or not launcher.keep_spare or not launcher.max_restarts or not self.children:
             return
         if self.config.engine.on_lost_rank == "end" or self._num_local == self.config.parallel.num_ranks == 1:
+            return
+        now_s = time.monotonic()
+        self._served_s = now_s if self._served_s is None else self._served_s
+        if now_s - self._served_s < _SPARE_AFTER_S:
             return
         environ = child_environment(self.link) | self._meeting | self._common_environment()
         passed = [*self._files, *(listener.fileno() for listener in self._listeners.values())]
@@ -402,7 +408,7 @@ class LocalRanks:
         end_children(self.children, grace_s)
         if self._spare is not None:
             self._spare.finish()
-            self._spare = None
+        self._spare = self._served_s = None
         if self._stand_in is not None:
             self._stand_in.close()
             self._stand_in = None

@@ -16,7 +16,7 @@ import msgspec
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.hosts.speed import Speed
-from moe_serve.dispatch.shared_files import FileMark, SharedFiles
+from moe_serve.dispatch.shared_files import WEIGHTS, FileMark, SharedFiles
 from moe_serve.dispatch.votes import BUFFERS, LOG_NAME, Log
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Refused
@@ -354,7 +354,7 @@ def keep_open(files: Sequence[int], launch_id: int) -> SharedFiles | None:
         kept = SharedFiles(found.pid, found.files, found.kernels)
         with contextlib.suppress(PeerError):  # the rank has ended
             for name in found.files:
-                os.close(kept.open(name, os.O_RDWR))
+                os.close(kept.open(name, os.O_RDONLY if name == WEIGHTS else os.O_RDWR))
             leave_handover(files[-1], msgspec.structs.replace(found, pid=os.getpid(), files=kept.marks(), streams=""))
             return kept
     return None
@@ -391,7 +391,8 @@ def describe_memory(files: Sequence[int], launch_id: int, kept: SharedFiles) -> 
     if not found or found[0].elsewhere is None:
         return None
     elsewhere = msgspec.structs.replace(found[0].elsewhere, addresses=addresses)
-    return HostMemory(msgspec.structs.replace(found[0], elsewhere=elsewhere), kept.sizes())
+    sizes = {name: size for name, size in kept.sizes().items() if name != WEIGHTS}  # of which it reads its own
+    return HostMemory(msgspec.structs.replace(found[0], elsewhere=elsewhere), sizes)
 
 
 def make_memory(files: Sequence[int], memory: HostMemory) -> SharedFiles:

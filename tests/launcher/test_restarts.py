@@ -71,6 +71,7 @@ def test_the_ranks_of_a_host_that_is_back_listen_where_the_others_know_them(tmp_
 
 def test_a_process_that_waits_becomes_the_next_lost_rank_and_another_one_waits_behind_it(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_SPARE", "tests.launcher.told_spare")
+    monkeypatch.setattr(local, "_SPARE_AFTER_S", 0.0)
     lines: list[tuple[str, str]] = []
     no_worker = "tests.launcher.no_such_worker"
     ranks = LocalRanks(CONFIG, lambda *line: lines.append(line), tmp_path, no_worker, Link(token="t" * 32))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.peer_calls import barrier
-from moe_serve.dispatch.shared_files import FileMark, SharedFiles
+from moe_serve.dispatch.shared_files import WEIGHTS, FileMark, SharedFiles
 from moe_serve.dispatch.votes import LOG_NAME, Log
 from moe_serve.engine.protocol.messages import Fatal, Message
 from moe_serve.errors import ConfigError, LaunchError, LostConnectionError, PeerError
@@ -193,13 +193,17 @@ def test_shared_files_are_opened_again_and_another_file_is_not():
 def test_where_no_rank_of_a_host_is_left_a_new_one_finds_what_the_launcher_has_kept(files: tuple[int, ...]):
     elsewhere = Elsewhere([0, 0, 0, 1], ["a", "b"], {3: ("h", 1)}, ["a", "b", "c", "d"])
     assert keep_open(files, 7) is None
-    held = os.memfd_create("memory of a rank")
+    held, weights = os.memfd_create("memory of a rank"), os.memfd_create("weights")
     os.write(held, b"bytes")
-    rank = subprocess.Popen(["sleep", "60"], pass_fds=[held])
+    rank = subprocess.Popen(["sleep", "60"], pass_fds=[held, weights])
     made = SharedFiles()
     made.keep("page", held)
-    (mark,) = made.marks().values()
-    left = handover(pid=rank.pid, page=mark._replace(descriptor=held))
+    made.keep(WEIGHTS, weights)
+    marks = {
+        name: mark._replace(descriptor=each)
+        for (name, mark), each in zip(made.marks().items(), (held, weights), strict=True)
+    }
+    left = handover(pid=rank.pid, **marks)
     leave_handover(files[1], left)
     assert keep_open(files, 7) is None, "on one host no rank would be left to go on"
     leave_handover(files[1], msgspec.structs.replace(left, elsewhere=elsewhere))
@@ -208,6 +212,10 @@ def test_where_no_rank_of_a_host_is_left_a_new_one_finds_what_the_launcher_has_k
     rank.wait()
     made.close()
     os.close(held)
+    os.close(weights)
+    memory = describe_memory(files, 7, kept)
+    assert memory is not None
+    assert memory.sizes == {"page": 5}, "a host that joins has no copy of the weights to map"
     found = find_handover(env(1, files=files))
     assert (found.pid, found.elsewhere) == (os.getpid(), elsewhere)
     opened = SharedFiles(found.pid, found.files).open("page", os.O_RDWR)

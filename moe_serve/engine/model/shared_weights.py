@@ -34,7 +34,7 @@ from torch import Tensor
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import gather_bytes
-from moe_serve.dispatch.shared_files import FileMark, SharedFiles
+from moe_serve.dispatch.shared_files import WEIGHTS, FileMark, SharedFiles
 from moe_serve.dispatch.shm.memory import host_mark
 from moe_serve.engine.model.model_plan import ModelPlan, checkpoint_folder
 from moe_serve.ep.expert_form import scale_of
@@ -48,7 +48,6 @@ from moe_serve.models.weights import ExpertRoom, LoadedWeights
 from moe_serve.process_facts import own_node, runs
 
 MEMORY, NONE = "memory", "none"  # of model.weight_cache, beside a folder
-_FILE = "weights"  # its name among the files of a rank
 _SPARE_BYTES = 64 << 20  # for what dense weights are padded by, beside a quarter
 _LOOK_S = 0.005  # between two looks at what other ranks do
 _LOCK_S = 0.1  # between two looks at a file that another launch makes
@@ -81,9 +80,9 @@ def open_shared_weights(config: ServeConfig, plan: ModelPlan, group: EpGroup, re
         return None
     if group.is_replacement:
         assert group.files is not None, "a rank that joins others has their files"
-        if not group.files.has(_FILE):
+        if not group.files.has(WEIGHTS):
             return None
-        return SharedWeights(plan, group.rank, None, None, group.files.open(_FILE, os.O_RDONLY))
+        return SharedWeights(plan, group.rank, None, None, group.files.open(WEIGHTS, os.O_RDONLY))
     ranks = _who_shares(group)
     sharing = Sharing.of(config, plan, len(ranks))
     if not sharing.dense:
@@ -98,7 +97,7 @@ def open_shared_weights(config: ServeConfig, plan: ModelPlan, group: EpGroup, re
         else:
             descriptor = board.wait_for_file(report)
         if group.files is not None:
-            group.files.keep(_FILE, descriptor)
+            group.files.keep(WEIGHTS, descriptor)
         return SharedWeights(plan, group.rank, board, new, descriptor)
 
 
@@ -268,9 +267,9 @@ class _Board:
         """Returns a descriptor of the leader's file."""
         self._until(lambda: int(self._words[_STATE]) != _UNDECIDED, "choose the file of the weights", report)
         mark = FileMark(*map(int, self._words[_MARK : _MARK + 3]))
-        theirs = SharedFiles(int(self._words[_RANKS]), {_FILE: mark})
+        theirs = SharedFiles(int(self._words[_RANKS]), {WEIGHTS: mark})
         flags = os.O_RDONLY if self.is_finished else os.O_RDWR
-        descriptor = theirs.open(_FILE, flags)
+        descriptor = theirs.open(WEIGHTS, flags)
         theirs.close()
         return descriptor
 
