@@ -22,7 +22,13 @@ from torch import Tensor
 
 from moe_serve.dispatch.buffer_sizes import check_capacity
 from moe_serve.dispatch.gpu.receive_triton import combine_receive_kernel, dispatch_receive_kernel
-from moe_serve.dispatch.gpu.send_triton import combine_send_kernel, dispatch_send_kernel, finish_kernel
+from moe_serve.dispatch.gpu.send_triton import (
+    TOKENS_COUNTED,
+    combine_send_kernel,
+    count_before_kernel,
+    dispatch_send_kernel,
+    finish_kernel,
+)
 from moe_serve.dispatch.gpu.symmetric import Sent, SymmetricRegions, refuse_capture
 from moe_serve.kernels.forms import num_groups
 
@@ -95,8 +101,8 @@ class SlabRanks:
         num_slots = region.num_ranks * region.slots_per_rank
         grid = (num_tokens + triton.cdiv(num_slots, SLOTS_PER_PROGRAM), regions.num_local)
         regions.launcher(dispatch_send_kernel)[grid](
-            x, ids, self._peers[queue], self._rounds[queue], regions.first_rank, num_tokens, region.hidden,
-            region.num_ranks, region.slots_per_rank, region.max_tokens,
+            x, ids, self._count_before(ids), self._peers[queue], self._rounds[queue], regions.first_rank, num_tokens,
+            region.hidden, region.num_ranks, region.slots_per_rank, region.max_tokens,
             region.counts_at, region.arrived_at, region.rows_at, region.staged_at, region.row_bytes, region.scales_at,
             TOPK=topk, W=triton.next_power_of_2(topk), HEADER_INTS=region.header_ints,
             HEADER=triton.next_power_of_2(region.header_ints), GROUPS=triton.next_power_of_2(num_groups(region.hidden)),
@@ -104,6 +110,18 @@ class SlabRanks:
             num_warps=8,
         )  # fmt: skip
         return Sent(queue, ids)
+
+    def _count_before(self, ids: Tensor) -> Tensor | None:
+        """Returns the rows of each slot up to every TOKENS_COUNTED-th token; None where there is none to count."""
+        local, num_tokens, topk = ids.shape
+        if num_tokens <= TOKENS_COUNTED.value:
+            return None
+        num_slots = self.region.num_ranks * self.region.slots_per_rank
+        shape = (local, triton.cdiv(num_tokens, TOKENS_COUNTED.value) + 1, num_slots)
+        before = torch.empty(shape, dtype=torch.int32, device=ids.device)
+        grid = (triton.cdiv(num_slots, SLOTS_PER_PROGRAM), local)
+        count_before_kernel[grid](ids, before, num_tokens, num_slots, TOPK=topk, SLOTS=SLOTS_PER_PROGRAM)
+        return before
 
     def dispatch_receive(self, sent: Sent) -> Slabs:
         """Returns the slabs of that handle; valid until its queue is used again."""

@@ -15,11 +15,34 @@ from moe_serve.kernels.triton.mode import as_dtype
 from moe_serve.kernels.triton.quantize import quantize_groups
 
 TOKENS_BLOCK = tl.constexpr(128)  # tokens whose ids are looked through at a time
+# Tokens of one row of `before`. A program looks through the tokens of its own row alone, so that the work grows with
+# the tokens and not with their square.
+TOKENS_COUNTED = tl.constexpr(512)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])  # changes from step to step; compiling takes seconds
+def count_before_kernel(ids, before, num_tokens, num_slots, TOPK: tl.constexpr, SLOTS: tl.constexpr):
+    """Counts the rows of SLOTS slots. ids: [V, T, TOPK] int64
+
+    before: [V, ceil(T / TOKENS_COUNTED) + 1, P] int32, row i counts the tokens before i * TOKENS_COUNTED; the last all
+    """
+    ids += tl.program_id(1).to(tl.int64) * num_tokens * TOPK
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    inside = slot < num_slots
+    named = tl.where(inside, slot, -1)
+    num_rows = tl.cdiv(num_tokens, TOKENS_COUNTED)
+    before += tl.program_id(1).to(tl.int64) * (num_rows + 1) * num_slots
+    total = tl.zeros((SLOTS,), dtype=tl.int32)
+    for row in range(num_rows):
+        tl.store(before + row * num_slots + slot, total, mask=inside)
+        first = row * TOKENS_COUNTED
+        total += count_rows(ids, named, first, tl.minimum(first + TOKENS_COUNTED, num_tokens), TOPK)
+    tl.store(before + num_rows * num_slots + slot, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # changes from step to step; compiling takes seconds
 def dispatch_send_kernel(
-    x, ids, peers, rounds, first_rank, num_tokens, hidden, num_ranks, slots_per_rank, max_tokens,
+    x, ids, before, peers, rounds, first_rank, num_tokens, hidden, num_ranks, slots_per_rank, max_tokens,
     counts_at, arrived_at, rows_at, staged_at, row_bytes, scales_at,
     TOPK: tl.constexpr, W: tl.constexpr, HEADER_INTS: tl.constexpr, HEADER: tl.constexpr, GROUPS: tl.constexpr,
     SLOTS: tl.constexpr, WIRE: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr, NVSHMEM: tl.constexpr,
@@ -27,13 +50,17 @@ def dispatch_send_kernel(
     """Programs 0 .. num_tokens-1 send one token each; the others announce the counts of SLOTS slots each.
 
     x: [V, T, hidden], ids: [V, T, TOPK] int64, rounds: [V] int64, rounds completed so far
+    before: as of count_before_kernel; None where T <= TOKENS_COUNTED
     HEADER: HEADER_INTS rounded up to a power of two;  GROUPS: power of two >= hidden / 128
     """
     part = tl.program_id(0)
     rank = first_rank + tl.program_id(1)
     round = tl.load(rounds + tl.program_id(1)) + 1
     x += tl.program_id(1).to(tl.int64) * num_tokens * hidden
-    ids += tl.program_id(1) * num_tokens * TOPK
+    ids += tl.program_id(1).to(tl.int64) * num_tokens * TOPK
+    num_slots = num_ranks * slots_per_rank
+    if before is not None:
+        before += tl.program_id(1).to(tl.int64) * (tl.cdiv(num_tokens, TOKENS_COUNTED) + 1) * num_slots
     column = tl.arange(0, W)
     if part < num_tokens:
         group = tl.arange(0, GROUPS)
@@ -48,7 +75,10 @@ def dispatch_send_kernel(
         # Of two entries that name one slot the first sends; both find the result under the first.
         repeats = (slots[:, None] == slots[None, :]) & (column[None, :] < column[:, None])
         sends = (slots >= 0) & (tl.max(repeats.to(tl.int32), axis=1) == 0)
-        rows = rows_before(ids, slots, part, TOPK)
+        first = part // TOKENS_COUNTED * TOKENS_COUNTED
+        rows = count_rows(ids, slots, first, part, TOPK)
+        if before is not None:
+            rows += tl.load(before + part // TOKENS_COUNTED * num_slots + slots, mask=sends, other=0)
         slots = tl.where(sends, slots, 0)
         pe = slots // slots_per_rank
         to_row = (slots % slots_per_rank * num_ranks + rank).to(tl.int64) * max_tokens + rows
@@ -76,14 +106,17 @@ def dispatch_send_kernel(
             signal_each(peers, pe, arrived_at + to_row * 8, tl.zeros_like(to_row) + round, sends)
     else:
         slot = (part - num_tokens) * SLOTS + tl.arange(0, SLOTS)
-        inside = slot < num_ranks * slots_per_rank
-        counts = rows_before(ids, tl.where(inside, slot, -1), num_tokens, TOPK)
+        inside = slot < num_slots
+        if before is not None:
+            counts = tl.load(before + tl.cdiv(num_tokens, TOKENS_COUNTED) * num_slots + slot, mask=inside, other=0)
+        else:
+            counts = count_rows(ids, tl.where(inside, slot, -1), 0, num_tokens, TOPK)
         flag_at = counts_at + (slot % slots_per_rank * num_ranks + rank) * 8
         announced = (round << 32) | counts.to(tl.int64)
         if NVSHMEM:
             for i in tl.static_range(SLOTS):
                 to_slot = (part - num_tokens) * SLOTS + i
-                if to_slot < num_ranks * slots_per_rank:
+                if to_slot < num_slots:
                     at = pick(flag_at, i, tl.arange(0, SLOTS))
                     signal(peers, rank, to_slot // slots_per_rank, at, pick(announced, i, tl.arange(0, SLOTS)), NVSHMEM)
         else:
@@ -148,17 +181,17 @@ def finish_kernel(peers, rounds, first_rank, num_ranks, done_at, RANKS: tl.const
 
 
 @triton.jit
-def rows_before(ids, slots, num_tokens, TOPK: tl.constexpr):
-    """Returns how many of the first num_tokens tokens name each slot: slots [N] -> [N] int32.
+def count_rows(ids, slots, first, end, TOPK: tl.constexpr):
+    """Returns how many of the tokens from `first` up to `end` name each slot: slots [N] -> [N] int32.
 
     A pure function of the ids: the same ids put the same rows in the same places, with no counter to race for.
     """
     found = tl.zeros_like(slots)
-    for start in range(0, num_tokens, TOKENS_BLOCK):
+    for start in range(first, end, TOKENS_BLOCK):
         token = start + tl.arange(0, TOKENS_BLOCK)
         names = (token[:, None] < 0) & (slots[None, :] < 0)  # nothing yet
         for k in tl.static_range(TOPK):
-            named = tl.load(ids + token * TOPK + k, mask=token < num_tokens, other=-2).to(tl.int32)
+            named = tl.load(ids + token * TOPK + k, mask=token < end, other=-2).to(tl.int32)
             names = names | (named[:, None] == slots[None, :])
         found += tl.sum(names.to(tl.int32), axis=0)
     return found

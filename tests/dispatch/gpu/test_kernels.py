@@ -1,5 +1,7 @@
 """Low-latency dispatch and combine over virtual ranks: every row arrives once, in its place, and returns."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,16 +45,16 @@ def make_ranks(device: str, region: Region, dtype: torch.dtype, **options: objec
 
 
 def check_round_trip(
-    device: str, routing: str, num_ranks: int, slots_per_rank: int, hidden: int, topk: int, wire: str, stages: bool
-) -> None:
-    max_tokens = 3
+    device: str, routing: str, num_ranks: int, slots_per_rank: int, hidden: int, topk: int, wire: str, stages: bool,
+    max_tokens: int = 3, turns: int = 3,
+) -> None:  # fmt: skip
     region = Region(
         num_ranks, slots_per_rank, max_tokens, hidden, topk, value_bytes=1 if wire == "fp8" else 2,
         result_value_bytes=2, stages=stages,
     )  # fmt: skip
     ranks = make_ranks(device, region, torch.bfloat16, max_spins=4)
     num_slots = num_ranks * slots_per_rank
-    for turn in range(3):  # the same queue again: rows and flags of earlier rounds lie in the buffers
+    for turn in range(turns):  # the same queue again: rows and flags of earlier rounds lie in the buffers
         x = randn(device, num_ranks, max_tokens, hidden, seed=turn)
         ids = make_ids(routing, num_ranks, max_tokens, topk, num_slots, seed=turn)
         x = x[:, : ids.shape[1]]
@@ -103,6 +105,42 @@ def test_eight_ranks_of_production_width(routing: str, wire: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     check_round_trip("cuda", routing, 8, 36, 7168, 8, wire, False)
+
+
+def check_many_tokens(device: str) -> None:
+    import triton.language as tl
+
+    from moe_serve.dispatch.gpu import launch_triton, send_triton
+
+    shape, num_tokens, few = ("repeated", 1, 3, 16, 2, "bf16", False), 1300, send_triton.TOKENS_COUNTED
+    if device == "cpu":  # the interpreter takes minutes for so many tokens
+        num_tokens, few = 9, tl.constexpr(4)
+    with mock.patch.object(send_triton, "TOKENS_COUNTED", few), mock.patch.object(launch_triton, "TOKENS_COUNTED", few):
+        check_round_trip(device, *shape, num_tokens, 1)
+
+
+def test_more_tokens_than_one_program_looks_through_take_the_same_places(on_device: RunCheck) -> None:
+    on_device(check_many_tokens)
+
+
+def check_counts(device: str, num_tokens: int) -> None:
+    from moe_serve.dispatch.gpu.send_triton import TOKENS_COUNTED
+
+    region = Region(4, 5, num_tokens, 16, 3, value_bytes=2, result_value_bytes=2)
+    ranks = make_ranks(device, region, torch.bfloat16)
+    ids = make_ids("random", 4, num_tokens, 3, 20)
+    ids[:, ::7, -1] = ids[:, ::7, 0]
+    before = ranks._count_before(ids.to(device).contiguous())
+    assert (before is None) == (num_tokens <= TOKENS_COUNTED.value)
+    if before is not None:
+        ends = [*range(0, num_tokens, TOKENS_COUNTED.value), num_tokens]
+        expected = [[segment_rows(each[:end], 20)[1].tolist() for end in ends] for each in ids]
+        assert before.tolist() == expected
+
+
+@pytest.mark.parametrize("num_tokens", [512, 513, 1300])
+def test_counts_up_to_every_block_of_tokens_are_those_of_the_ids(on_device: RunCheck, num_tokens: int) -> None:
+    on_device(check_counts, num_tokens)
 
 
 def check_two_in_flight(device: str) -> None:
