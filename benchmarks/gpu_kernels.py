@@ -9,6 +9,7 @@ launches). Eight "ranks" are virtual: eight regions on one device. Nothing here 
 
 import statistics
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -33,9 +34,9 @@ from benchmarks.gpu_timing import (
 )
 from moe_serve.dispatch.gpu.launch_triton import SlabRanks
 from moe_serve.dispatch.gpu.region import Region
-from moe_serve.ep.device_split import split_table
-from moe_serve.eplb.split.layer import LayerSlots
-from moe_serve.kernels.exact_split import SplitTable, exact_split_reference
+from moe_serve.dispatch.layout import count_slots
+from moe_serve.ep.device_split import DeviceSplit
+from moe_serve.eplb.placement import Placement
 from moe_serve.topology import Topology
 from tests.dispatch.gpu.virtual import virtual_regions
 
@@ -135,44 +136,48 @@ def small_batches(limits: Ceilings) -> list[Row]:
 # -- exact split, small kernels, overlap ----------------------------------------------------------------------------
 
 
-def exact_split(limits: Ceilings) -> list[Row]:
-    from moe_serve.kernels.triton.exact_split import exact_split_triton
+def replica_split(limits: Ceilings) -> Iterator[Row]:
+    """The slots of a layer's tokens, by each split."""
+    from moe_serve.kernels.triton.replica_split import split_replicas_triton
 
     generator = torch.Generator().manual_seed(0)
-    experts, ranks, batches = 256, 32, 200
+    experts, nodes, per_node, batches = 256, 4, 8, 200
+    topology = Topology(nodes, per_node)
     popularity = torch.rand(experts, generator=generator).pow(-0.5)
     hot = popularity.argsort(descending=True)[:32]
     row = torch.cat([torch.arange(experts), hot])[torch.randperm(288, generator=generator)]
-    cpu = split_table(LayerSlots.of(row.numpy(), Topology(1, ranks), experts))
-    table = SplitTable(cpu.fixed_slot.to(DEVICE), cpu.experts.to(DEVICE), cpu.replica_slot.to(DEVICE), cpu.num_slots)
-    counts = [torch.bincount(torch.multinomial(popularity, 32768, True, generator=generator), minlength=experts)
-              for _ in range(batches)]  # fmt: skip
-    on_gpu = [count.to(DEVICE) for count in counts]
-    outcomes = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    for index in range(10):
-        expected, _ = exact_split_reference(counts[index], cpu)
-        split = exact_split_triton(on_gpu[index], table, outcomes)
-        assert numbers(split) == expected.flatten().tolist(), "wrong split"
-    outcomes.zero_()
-    for count in on_gpu:
-        exact_split_triton(count, table, outcomes)
-    at_once, repaired, unproven = numbers(outcomes)
-    micros = graph_us(lambda: exact_split_triton(on_gpu[0], table, outcomes))
-    no_pushes = graph_us(lambda: exact_split_triton(on_gpu[0], table, outcomes, max_pushes=0))
-    conditions = (
-        f"256 experts, 288 slots, 32 ranks; of {batches} batches {at_once} at once, {repaired} repaired, {unproven} not"
-    )
-    return [
-        Row("exact split, sweeps and certificate", no_pushes, "us", "<= 20, >= 99 % at once",
-            no_pushes <= 20 and at_once >= 0.99 * batches, conditions),
-        Row("exact split, with repair", micros, "us", "<= 50", micros <= 50, conditions),
+    placement = Placement(row.numpy()[None], experts, topology.num_ranks)
+    ids = [
+        torch.multinomial(popularity.expand(topology.num_ranks * TOKENS, -1), TOPK, generator=generator)
+        .view(topology.num_ranks, TOKENS, TOPK)
+        for _ in range(batches)
     ]  # fmt: skip
+    counts = [torch.stack([count_slots(each, experts) for each in batch]) for batch in ids]
+    on_gpu = [(batch[0].to(DEVICE), count.to(DEVICE), 0) for batch, count in zip(ids, counts, strict=True)]
+    for split in ("even", "nearest", "exact"):
+        plain = DeviceSplit(placement, split, topology, "cpu")
+        tables = {name: table[0].to(DEVICE) for name, table in plain._tables.items()}
+        outcomes = torch.zeros(3, dtype=torch.int64, device=DEVICE) if split == "exact" else None
+        for batch, each, count in zip(on_gpu[:10], ids, counts, strict=False):
+            physical, slot_rows = split_replicas_triton(*batch, tables, per_node, outcomes)
+            expected, expected_rows = plain.split(0, each[0], count, 0)
+            assert numbers(physical) == expected.flatten().tolist(), "wrong slots"
+            assert numbers(slot_rows) == expected_rows.flatten().tolist(), "wrong split"
+        conditions = f"{experts} experts, 288 slots, {topology.num_ranks} ranks, {TOKENS} tokens of each"
+        if outcomes is not None:
+            outcomes.zero_()
+            for batch in on_gpu:
+                split_replicas_triton(*batch, tables, per_node, outcomes)
+            at_once, repaired, unproven = numbers(outcomes)
+            conditions += f"; of {batches} batches {at_once} at once, {repaired} repaired, {unproven} not"
+        micros = graph_us(partial(split_replicas_triton, *on_gpu[0], tables, per_node, outcomes))
+        yield Row(f"split and slots, {split}", micros, "us", "<= 50", micros <= 50, conditions)
 
 
 def small_kernels(limits: Ceilings) -> list[Row]:
     from moe_serve.kernels.forms import RouterSpec
     from moe_serve.kernels.triton.quantize import quantize_triton
-    from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
+    from moe_serve.kernels.triton.silu_mul import silu_mul_triton
     from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
     rows = []
@@ -181,9 +186,9 @@ def small_kernels(limits: Ceilings) -> list[Row]:
     share = moved / time_us([lambda v=v: quantize_triton(v) for v in x]) / 1e3 / limits.copy_gb_s * 100
     rows.append(Row("FP8 quantise, of copy bandwidth", share, "%", "", None, f"16384 x {HIDDEN}"))
     gate_up = [torch.randn(32768, 4096, dtype=BF16, device=DEVICE) for _ in range(3)]
-    moved = gate_up[0].numel() * 5 // 2
-    share = moved / time_us([lambda v=v: silu_mul_quantize_triton(v) for v in gate_up]) / 1e3 / limits.copy_gb_s * 100
-    rows.append(Row("SwiGLU + quantise, of copy bandwidth", share, "%", "", None, "32768 x 2 x 2048"))
+    moved = gate_up[0].numel() * 3
+    share = moved / time_us([lambda v=v: silu_mul_triton(v) for v in gate_up]) / 1e3 / limits.copy_gb_s * 100
+    rows.append(Row("SwiGLU, of copy bandwidth", share, "%", "", None, "32768 x 2 x 2048"))
     spec = RouterSpec(256, TOPK, "sigmoid", True, 2.5, num_groups=8, topk_groups=4, norm_eps=1e-20)
     logits, bias = torch.randn(TOKENS, 256, device=DEVICE), torch.randn(256, device=DEVICE)
     load = torch.zeros(256, dtype=torch.int64, device=DEVICE)
@@ -248,7 +253,7 @@ BENCHMARKS = {
     "slab_gemm": slab_gemm,
     "low_latency": low_latency,
     "small_batches": small_batches,
-    "exact_split": exact_split,
+    "replica_split": replica_split,
     "small_kernels": small_kernels,
     "overlap": overlap,
 }

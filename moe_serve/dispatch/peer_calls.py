@@ -35,6 +35,12 @@ def all_gather(rows: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup | N
         dist.all_gather(list(rows), own, group=group)
 
 
+def all_gather_into(rows: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fills rows [num_ranks, ..] with what each rank gives as its own, in rank order; one launch on GPUs."""
+    with _peers("an all-gather"):
+        dist.all_gather_into_tensor(rows, own, group=group)
+
+
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> Sequence[bytes]:
     """Returns every rank's data, in rank order: at most 256 bytes each, without zeros at the end.
 

@@ -1,14 +1,15 @@
-"""The split of batches on accelerators: eplb/split/policy.py and make.py in torch, with the same integers, and the
-exact split by one small kernel. Nothing is read back to the host.
+"""The split of batches on accelerators: eplb/split/policy.py and make.py with the same integers, in torch, and on GPUs
+in one launch (kernels/triton/replica_split.py). Nothing is read back to the host.
 
-The kernel bounds its work, so its split may differ from eplb/split/exact.py; the largest rank load is the same wherever
-the kernel proves its result, and `outcomes` counts how often it did.
+The exact split bounds its work, so its split may differ from eplb/split/exact.py; the largest rank load is the same
+wherever it proves its result, and `outcomes` counts how often it did.
 
 Shape words: E = num_logical, P = num_slots, R = num_ranks, N = most experts with replicas, P - E.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -29,8 +30,8 @@ class DeviceSplit:
         self._num_logical, self._is_exact = placement.num_logical, split == "exact"
         # Rows of the exact split's table: an expert on two ranks takes a slot more than others.
         self._most_replicated = max(1, placement.num_slots - placement.num_logical)
-        per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
-        self._reaches = (1, per_node, num_ranks) if split == "nearest" else (num_ranks,)
+        self._ranks_per_node, num_ranks = topology.ranks_per_node, topology.num_ranks
+        self._reaches = (1, self._ranks_per_node, num_ranks) if split == "nearest" else (num_ranks,)
         self.serves_exact = self._is_exact  # for the batches to come
         self.outcomes = torch.zeros(3, dtype=torch.int64, device=device)
         made = [self._make_tables(layer) for layer in layers_of(placement, topology)]
@@ -51,13 +52,19 @@ class DeviceSplit:
 
     def split(self, layer_row: int, topk_ids: Tensor, counts: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         tables = {name: table[layer_row] for name, table in self._tables.items()}
+        if topk_ids.is_cuda:
+            from moe_serve.kernels.triton.replica_split import split_replicas_triton
+
+            outcomes = self.outcomes if self.serves_exact else None
+            return split_replicas_triton(topk_ids, counts, rank, tables, self._ranks_per_node, outcomes)
         rows = self._share_exactly(tables, counts) if self.serves_exact else self._share_in_turn(tables, counts)
         return _assign_tokens(tables["by_expert"], topk_ids, rows[rank]), rows
 
     def _make_tables(self, layer: LayerSlots) -> dict[str, Tensor]:
         """Returns one layer's tables, on the CPU: those of the turns, and of the exact split where it serves."""
         turns = turn_tables(layer, self._reaches)
-        arrays = {"logical": layer.physical_to_logical, "by_expert": layer.by_expert} | vars(turns)
+        ends = np.append(layer.slot_start, layer.num_slots)  # empty slots come last
+        arrays = {"logical": layer.physical_to_logical, "by_expert": layer.by_expert, "slot_start": ends} | vars(turns)
         tables = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self._is_exact:
             table = split_table(layer, self._most_replicated)
@@ -80,7 +87,8 @@ class DeviceSplit:
     def _share_exactly(self, tables: dict[str, Tensor], counts: Tensor) -> Tensor:
         by_expert, logical = tables["by_expert"], tables["logical"]
         table = SplitTable(tables["fixed_slot"], tables["experts"], tables["replica_slot"], logical.shape[0])
-        slot_tokens = self._slot_tokens(counts.sum(0), table)
+        slot_tokens, outcome = exact_split_reference(counts.sum(0), table)
+        self.outcomes[outcome] += 1
         # Tokens of an expert lie in a row, by source rank; its slots cut the same row, in order of slot. Rows of all
         # experts follow each other (a slot without an expert takes none, an expert without tokens has none).
         rank_end = counts.t().reshape(-1).cumsum(0).view(counts.shape[1], -1).t()  # [R, E]
@@ -92,16 +100,6 @@ class DeviceSplit:
         own_end = rank_end[:, logical]
         own_start = own_end - pad(counts, (0, 1))[:, logical]
         return (torch.minimum(ends, own_end) - torch.maximum(starts, own_start)).clamp(min=0)
-
-    def _slot_tokens(self, totals: Tensor, table: SplitTable) -> Tensor:
-        """Returns the tokens of each slot, [E] -> [P], and counts the outcome."""
-        if totals.is_cuda:
-            from moe_serve.kernels.triton.exact_split import exact_split_triton
-
-            return exact_split_triton(totals, table, self.outcomes)
-        slot_tokens, outcome = exact_split_reference(totals, table)
-        self.outcomes[outcome] += 1
-        return slot_tokens
 
 
 def split_table(layer: LayerSlots, num_rows: int = 1) -> SplitTable:

@@ -43,13 +43,18 @@ class Gate:
         return self._spec.num_logical
 
     def __call__(
-        self, x: Tensor, load: Tensor, slots: Tensor | None = None, cached_at: Tensor | None = None
+        self,
+        x: Tensor,
+        load: Tensor,
+        slots: Tensor | None = None,
+        cached_at: Tensor | None = None,
+        step_load: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns ids [T, topk] int64 and weights [T, topk] float32, and adds every choice to load, [E] int64.
 
-        x: [T, H] compute dtype; T may be 0;  slots, cached_at: as topk_gate takes them
+        x: [T, H] compute dtype; T may be 0;  slots, cached_at, step_load: as topk_gate takes them
         """
-        return topk_gate(self._logits(x).contiguous(), self._bias, self._spec, load, slots, cached_at)
+        return topk_gate(self._logits(x).contiguous(), self._bias, self._spec, load, slots, cached_at, step_load)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Returns the logits of rows x, [T, E] float32."""

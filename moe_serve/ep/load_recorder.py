@@ -36,12 +36,8 @@ class LoadRecorder:
         )
         self._confirmed = (self._reported, self._has_rejoined)
 
-    def add(self, layer_row: int, counts: Tensor) -> None:
-        """Adds the tokens of this rank for each expert of a layer: counts [E] int64. Nothing is read back."""
-        self._counts[layer_row] += counts
-
     def row(self, layer_row: int) -> Tensor:
-        """Returns the counts of a layer, [E] int64, for a kernel that adds to them in every step."""
+        """Returns the counts of a layer, [E] int64, for a gate that adds the tokens of this rank in every step."""
         return self._counts[layer_row]
 
     def step_done(self) -> None:

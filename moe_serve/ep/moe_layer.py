@@ -159,23 +159,40 @@ class MoeLayer:
         self._shared = weights.shared
         self.experts = weights.experts
 
-    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, cached_at: Tensor | None = None) -> Turns[Tensor]:
+    @property
+    def needs_counts(self) -> bool:
+        """Whether replicas are chosen by the counts of a step."""
+        return self._replicas.needs_counts
+
+    def new_load(self) -> Tensor:
+        """Returns zeros, where the layers of a step count the experts of its rows: [layers, E] int64."""
+        parallel = self._parallel
+        shape = parallel.replica_map.num_layers, parallel.router.num_logical
+        return torch.zeros(shape, dtype=torch.int64, device=parallel.replica_map.device)
+
+    def __call__(
+        self,
+        x: Tensor,
+        num_tokens: int,
+        num_chunks: int,
+        cached_at: Tensor | None = None,
+        step_load: Tensor | None = None,
+    ) -> Turns[Tensor]:
         """Returns the layer's output for the real rows; rows beyond them hold zeros plus the shared expert.
 
         Without the compiled kernels; with them the layer is recorded.
         x: [T_pad, H] compute dtype;  num_tokens: real rows, the first ones
         num_chunks: rounds, over which the rows are spread evenly, equal on all ranks
         cached_at: [num_tokens] int64, below 0 in padding rows among these, which get no experts; None: there are none
+        step_load: what `new_load` of any layer made for these rows, used where `needs_counts`; None: made here
         """
         parallel, gate = self._parallel, self._gate
         assert isinstance(gate, Gate), "a layer of compiled kernels is recorded, not called"
         parallel.clock.turn(GATE)
         rows, replicas, load = x[:num_tokens], self._replicas, None
         if replicas.needs_counts:
-            load = torch.zeros(parallel.router.num_logical, dtype=torch.int64, device=x.device)
-            ids, weights = gate(rows, load, cached_at=cached_at)
-            if parallel.recorder is not None:
-                parallel.recorder.add(self._layer_row, load)
+            load = (self.new_load() if step_load is None else step_load)[self._layer_row]
+            ids, weights = gate(rows, self._load_row, cached_at=cached_at, step_load=load)
         else:
             ids, weights = gate(rows, self._load_row, replicas.first_slot, cached_at)
         if parallel.router.scales_input:

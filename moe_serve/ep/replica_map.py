@@ -60,6 +60,11 @@ class ReplicaMap:
         return self._first_slot.device
 
     @property
+    def num_layers(self) -> int:
+        """The number of MoE layers."""
+        return self._placement.num_layers
+
+    @property
     def version(self) -> int:
         """The version of the placement in use."""
         return self._placement.version

@@ -20,6 +20,7 @@ def topk_gate_reference(
     load: Tensor,
     slots: Tensor | None = None,
     cached_at: Tensor | None = None,
+    step_load: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns ids [T, topk] int64, best first, and weights [T, topk] float32, and adds every choice to load.
 
@@ -27,6 +28,7 @@ def topk_gate_reference(
     slots:  [E or more] int64, returned in place of each chosen expert; None: the ids of experts are
     cached_at: [T] int64, below 0 in padding rows, which have no experts: their ids are -1, and nothing is counted;
             None: there are none
+    step_load: [E] int64, to which every choice is added, too; None: to no other
     A token whose logits are NaN still has topk different experts, and weights that are NaN.
     """
     scores = torch.softmax(logits, -1) if spec.scoring == "softmax" else _sigmoid_by_row(logits)
@@ -49,7 +51,8 @@ def topk_gate_reference(
     if cached_at is not None:
         is_real *= (cached_at >= 0)[:, None]
         named = torch.where(is_real > 0, named, -1)
-    load.index_add_(0, ids.flatten(), is_real.flatten())
+    for counts in (load,) if step_load is None else (load, step_load):
+        counts.index_add_(0, ids.flatten(), is_real.flatten())
     return named, weights * spec.scaling
 
 
@@ -84,10 +87,11 @@ def topk_gate(
     load: Tensor,
     slots: Tensor | None = None,
     cached_at: Tensor | None = None,
+    step_load: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same contract as the reference; Triton on CUDA."""
     if logits.is_cuda:
         from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
-        return topk_gate_triton(logits, bias, spec, load, slots, cached_at)
-    return topk_gate_reference(logits, bias, spec, load, slots, cached_at)
+        return topk_gate_triton(logits, bias, spec, load, slots, cached_at, step_load)
+    return topk_gate_reference(logits, bias, spec, load, slots, cached_at, step_load)

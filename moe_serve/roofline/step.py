@@ -124,7 +124,8 @@ class _Slabs(GpuSlabAllToAll):
     """The transport without the collective that gathers counts."""
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
-        return Ready(counts.new_empty(self._ranks.region.num_ranks, *counts.shape))
+        gathered = counts.new_empty(self._ranks.region.num_ranks, *counts.shape)
+        return Ready(gathered.copy_(counts))  # one launch, as the collective is
 
 
 class _Collective(CollectiveAllToAll):

@@ -104,7 +104,7 @@ def windows_of_one_rank(records: list[LoadRecord]) -> tuple[LoadWindows, LoadRec
 def run_step(windows: LoadWindows, recorder: LoadRecorder, plan: StepPlan, step_s: float = 0.01) -> None:
     windows.begin_step(plan)
     if plan.runs_forward:
-        recorder.add(0, torch.tensor([1, 0, 0, 0]))
+        recorder.row(0).add_(torch.tensor([1, 0, 0, 0]))
         recorder.step_done()
     windows.end_step(plan, step_s)
 
@@ -162,7 +162,7 @@ def _gather_counts(rank: int, group: EpGroup) -> list[list[list[list[int]]]]:
     recorder = LoadRecorder(2, 3, group)
     taken = []
     for window in (1, 2):
-        recorder.add(1, (rank + window) * (torch.arange(3) == rank))
+        recorder.row(1).add_((rank + window) * (torch.arange(3) == rank))
         taken.append(recorder.take().tolist())
     return taken
 

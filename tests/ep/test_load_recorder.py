@@ -24,7 +24,7 @@ def test_every_step_that_is_done_counts_once(seed: int) -> None:
             counts = torch.tensor([draw.choice([0, 0, 1, 8]) for _ in range(EXPERTS)])
             step[layer] += counts.numpy()
             if draw.random() < 0.5:
-                recorder.add(layer, counts)
+                recorder.row(layer).add_(counts)
             else:  # as a kernel does
                 recorder.row(layer).add_(counts)
         if draw.random() < 0.2:

@@ -234,7 +234,7 @@ def test_every_replica_of_the_hot_expert_receives_rows() -> None:
 def test_a_second_window_starts_from_zero() -> None:
     group = EpGroup(0, 1, torch.device("cpu"))
     recorder = LoadRecorder(1, 4, group)
-    recorder.add(0, torch.tensor([1, 1, 0, 1]))
+    recorder.row(0).add_(torch.tensor([1, 1, 0, 1]))
     assert recorder.take().tolist() == [[[1, 1, 0, 1]]]
     assert recorder.take().tolist() == [[[0, 0, 0, 0]]]
 

@@ -9,7 +9,6 @@ from moe_serve.eplb.split.exact import split_exact
 from moe_serve.eplb.split.layer import LayerSlots, ReplicaGraph
 from moe_serve.kernels.exact_split import PROVEN, REPAIRED, UNPROVEN, exact_split_reference
 from moe_serve.topology import Topology
-from tests.kernels.conftest import RunCheck
 
 
 def random_case(seed: int, num_ranks: int, slots_per_rank: int, num_logical: int) -> tuple[LayerSlots, torch.Tensor]:
@@ -50,39 +49,3 @@ def test_without_pushes_an_unproven_batch_says_so() -> None:
         if int(slot_tokens.view(8, 5).sum(1).max()) > best:
             assert outcome == UNPROVEN
     assert outcomes == {PROVEN, UNPROVEN}
-
-
-def check_split(device: str, shape: list[int], seeds: int, sweeps: int, max_pushes: int) -> None:
-    from moe_serve.kernels.exact_split import SplitTable
-    from moe_serve.kernels.triton.exact_split import exact_split_triton
-
-    outcomes = torch.zeros(3, dtype=torch.int64, device=device)
-    expected_outcomes = [0, 0, 0]
-    for seed in range(seeds):
-        layer, counts = random_case(seed, *shape)
-        table = split_table(layer)
-        expected, outcome = exact_split_reference(counts, table, sweeps, max_pushes)
-        expected_outcomes[outcome] += 1
-        moved = SplitTable(
-            *(t.to(device) for t in (table.fixed_slot, table.experts, table.replica_slot)), table.num_slots
-        )
-        got = exact_split_triton(counts.to(device), moved, outcomes, sweeps, max_pushes)
-        assert torch.equal(got.cpu(), expected)
-    assert outcomes.tolist() == expected_outcomes
-
-
-@pytest.mark.parametrize("shape", [(1, 4, 3), (4, 3, 7), (8, 5, 24)], ids=str)
-def test_the_kernel_gives_the_split_of_the_reference(on_device: RunCheck, shape: tuple[int, int, int]) -> None:
-    on_device(check_split, shape, 6, 2, 32)
-
-
-def test_the_kernel_stops_at_its_bound(on_device: RunCheck) -> None:
-    on_device(check_split, (8, 5, 24), 6, 1, 1)
-
-
-@pytest.mark.gpu
-def test_production_sizes() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    check_split("cuda", [32, 9, 256], 100, 2, 32)
-    check_split("cuda", [32, 16, 256], 20, 2, 32)

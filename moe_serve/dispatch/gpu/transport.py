@@ -41,6 +41,7 @@ from moe_serve.dispatch.collective import CollectiveAllToAll
 from moe_serve.dispatch.gpu.facts import GpuFacts, gather_facts, ipc_problem, nvshmem_problem, wire_problem
 from moe_serve.dispatch.gpu.region import Region, gpu_buffer_sizes, gpu_region, most_gpu_tokens
 from moe_serve.dispatch.gpu.symmetric import Sent, ipc_regions, nvshmem_regions, refuse_capture
+from moe_serve.dispatch.peer_calls import all_gather_into
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import CapacityError, ConfigError, PeerError
 from moe_serve.log import get_logger
@@ -61,10 +62,7 @@ class GpuSlabAllToAll(AllToAll[Sent]):
     def __init__(self, ranks: "SlabRanks", group: EpGroup, transport: str = "nvshmem", deadline_s: float | None = None):
         """transport: "nvshmem" or "cuda_ipc";  deadline_s: of waits after the first step; None: as ranks have it"""
         self._ranks, self._num_queues = ranks, ranks.region.num_queues
-        self._deadline_s = deadline_s
-        self._counts: CollectiveAllToAll | None = None
-        if group.process_group is not None:
-            self._counts = CollectiveAllToAll(group, ranks.region.slots_per_rank, make_wire("auto", torch.bfloat16))
+        self._deadline_s, self._group = deadline_s, group
         self._queue = 0
         self.note = f"Triton kernels over {_HOW[transport]}, masked slabs"
         # A handle has a queue of its own until its combine is received.
@@ -92,8 +90,12 @@ class GpuSlabAllToAll(AllToAll[Sent]):
             self._ranks.max_spins = spins_of(self._deadline_s)
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
-        # One small collective of the process group; only the exact split needs it.
-        return Ready(counts[None]) if self._counts is None else self._counts.exchange_counts(counts)
+        # One small collective of the process group; only ranks with redundant experts need it.
+        if self._group.process_group is None:
+            return Ready(counts[None])
+        gathered = counts.new_empty(self._group.num_ranks, *counts.shape)
+        all_gather_into(gathered, counts.contiguous(), self._group.process_group)
+        return Ready(gathered)
 
     def dispatch(
         self, hidden: Tensor, physical_ids: Tensor, slot_counts: Tensor | None = None, weights: Tensor | None = None

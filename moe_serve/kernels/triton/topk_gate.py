@@ -14,7 +14,7 @@ PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
 
 def topk_gate_triton(
     logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor, slots: Tensor | None = None,
-    cached_at: Tensor | None = None,
+    cached_at: Tensor | None = None, step_load: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Same contract as topk_gate_reference."""
     rows, num_logical = logits.shape
@@ -23,21 +23,22 @@ def topk_gate_triton(
     if rows:
         group_size = num_logical // spec.num_groups
         topk_gate_kernel[(rows,)](
-            logits, bias, load, slots, cached_at, ids, weights, num_logical, group_size, spec.scaling, spec.norm_eps,
-            spec.norm_min, 2 * spec.jitter,
+            logits, bias, load, step_load, slots, cached_at, ids, weights, num_logical, group_size, spec.scaling,
+            spec.norm_eps, spec.norm_min, 2 * spec.jitter,
             TOPK=spec.topk, W=triton.next_power_of_2(spec.topk), GROUPS=spec.num_groups,
             GROUP_ROWS=triton.next_power_of_2(spec.num_groups), GROUP_COLUMNS=triton.next_power_of_2(group_size),
             TOPK_GROUPS=spec.topk_groups, SIGMOID=spec.scoring.startswith("sigmoid"), BIAS=bias is not None,
             NORM=spec.norm_topk, BY_LOGITS=spec.scoring in ("sigmoid_of_chosen", "sparsemixer"),
             SPARSEMIXER=spec.scoring == "sparsemixer", BY_BEST=spec.group_score == "best", SLOTS=slots is not None,
-            PADDED=cached_at is not None,            num_warps=2,
+            PADDED=cached_at is not None, num_warps=2,
         )  # fmt: skip
     return ids, weights
 
 
 @triton.jit
 def topk_gate_kernel(
-    logits, bias, load, slots, cached_at, ids, weights, num_logical, group_size, scaling, norm_eps, norm_min, far_below,
+    logits, bias, load, step_load, slots, cached_at, ids, weights, num_logical, group_size, scaling, norm_eps, norm_min,
+    far_below,
     TOPK: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     BY_LOGITS: tl.constexpr, SPARSEMIXER: tl.constexpr, BY_BEST: tl.constexpr, SLOTS: tl.constexpr,
@@ -101,3 +102,5 @@ def topk_gate_kernel(
     tl.store(weights + token * TOPK + slot, chosen_scores * scaling, mask=slot < TOPK)
     # Counted here, where the ids are at hand; relaxed, because only the sum matters.
     tl.atomic_add(load + chosen, tl.full((W,), 1, tl.int64), mask=counted, sem="relaxed")
+    if step_load is not None:
+        tl.atomic_add(step_load + chosen, tl.full((W,), 1, tl.int64), mask=counted, sem="relaxed")

@@ -42,8 +42,17 @@ class TorchRunner:
     def __call__(self, step: StepInputs) -> Tensor:
         self._rows = None
         batches = step.batch.halves(self.numerics) if step.overlap else (step.batch,)
+        moe = next((layer.moe for layer in self.stack.layers if layer.moe is not None), None)
+        counting = moe if moe is not None and moe.needs_counts else None
         steps = [
-            TorchStep(replace(step, batch=batch), self.attention, self.rope, self.numerics, self.clock)
+            TorchStep(
+                replace(step, batch=batch),
+                self.attention,
+                self.rope,
+                self.numerics,
+                self.clock,
+                None if counting is None else counting.new_load(),
+            )
             for batch in batches
         ]
         rows = _together(take_turns([self.stack(each) for each in steps]), batches)
@@ -59,7 +68,16 @@ class TorchRunner:
 class TorchStep(Step):
     """The rows of one batch, and operations done at once."""
 
-    def __init__(self, step: StepInputs, attention: Attention, rope: RopeTable, numerics: Numerics, clock: PartClock):
+    def __init__(
+        self,
+        step: StepInputs,
+        attention: Attention,
+        rope: RopeTable,
+        numerics: Numerics,
+        clock: PartClock,
+        load: Tensor | None = None,
+    ):
+        """load: where the MoE layers count the experts of these rows, if replicas are chosen by it"""
         batch, scales = step.batch, rope.query_scales
         self.ids, self.slots, self.cache = batch.input_ids, batch.slot_mapping, step.cache
         self.turns = rope(batch.positions)
@@ -70,6 +88,7 @@ class TorchStep(Step):
         self._numerics = numerics
         self._clock = clock
         self._plans: dict[tuple[int | None, int | None], StepPlan] = {}  # by window and chunk, as layers ask
+        self._load = load
 
     @property
     def expanded_rows(self) -> range:
@@ -101,7 +120,7 @@ class TorchStep(Step):
         assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
         step = self._step
         cached_at = self.slots if step.has_padding else None
-        return layer(x, step.batch.num_tokens, step.num_chunks, cached_at)
+        return layer(x, step.batch.num_tokens, step.num_chunks, cached_at, self._load)
 
 
 def _together(rows: Sequence[Tensor], batches: Sequence[ForwardBatch]) -> Tensor:
