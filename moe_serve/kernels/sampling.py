@@ -1,4 +1,5 @@
-"""Draws one token for each row of logits, in torch: the same as the compiled kernel (kernels/cpu/sampling.py).
+"""Draws one token for each row of logits, in torch: the same as the compiled kernels (kernels/cpu/sampling.py,
+kernels/triton/sampling.py).
 
 A token is a pure function of its own row: logits, parameters, seed and output index. Gumbel noise is added to the
 logits over the temperature, and the largest sum wins; equal sums go to the lowest id.
@@ -109,24 +110,13 @@ def sample_rows_reference(logits: Tensor, sampling: SamplingRows) -> list[int]:
     top_k keeps the largest logits, equal ones by id. Of these, top_p keeps the fewest whose probability among them adds
     up to top_p. Of these, min_p keeps those whose probability is at least min_p times the largest one's.
     """
-    found: list[int] = draw_tokens(logits, sampling, reads=not logits.is_cuda).tolist()
-    return found
-
-
-@torch.inference_mode()
-def draw_tokens(logits: Tensor, sampling: SamplingRows, reads: bool) -> Tensor:
-    """Returns what sample_rows_reference does, [num_rows] int64 on the device of the logits.
-
-    reads: look at how many candidates there are, to leave out work: with False the host reads nothing back, and all
-           numbers are as exact as the few that decide otherwise
-    """
     if logits.shape[0] == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return []
     sound = some_left = logits.amax(dim=1).isfinite()  # NaN if any is
     if any(sampling.changes):
         # Whatever the changes make of a row without a finite maximum, it has no token.
-        is_sound = sound.tolist() if reads else [True] * len(sound)
-        change_logits(logits, [each if ok else None for each, ok in zip(sampling.changes, is_sound, strict=True)])
+        changed = zip(sampling.changes, sound.tolist(), strict=True)
+        change_logits(logits, [each if is_sound else None for each, is_sound in changed])
         some_left = logits.amax(dim=1).isfinite()
     if (sampling.rows["temperature"] > 0).all():
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)  # all are drawn below
@@ -136,8 +126,9 @@ def draw_tokens(logits: Tensor, sampling: SamplingRows, reads: bool) -> Tensor:
     for chosen in _groups(sampling.rows, logits.shape[1], at_once):
         at = torch.from_numpy(chosen).to(logits.device)
         masked = logits[at].masked_fill(~some_left[at, None], 0.0)
-        tokens[at] = _draw(masked, _Parameters(sampling.rows[chosen], logits), reads)
-    return torch.where(sound, torch.where(some_left, tokens, NONE_LEFT), NOT_FINITE)
+        tokens[at] = _draw(masked, _Parameters(sampling.rows[chosen], logits))
+    found: list[int] = torch.where(sound, torch.where(some_left, tokens, NONE_LEFT), NOT_FINITE).tolist()
+    return found
 
 
 def _groups(rows: NDArray[np.void], vocab: int, at_once: int) -> list[NDArray[np.int64]]:
@@ -166,25 +157,22 @@ class _Parameters:
         self.filters = self.max_top_k < vocab or bool((rows["top_p"] < 1.0).any())
 
 
-def _draw(logits: Tensor, parameters: _Parameters, reads: bool) -> Tensor:
+def _draw(logits: Tensor, parameters: _Parameters) -> Tensor:
     """Returns the token ids, [num_rows] int64, of rows with finite maxima and temperatures above 0."""
     top = logits.amax(dim=1, keepdim=True).to(torch.float64)
     if parameters.filters:
-        values, ids = likeliest(logits, parameters.max_top_k if reads else logits.shape[1])
+        values, ids = likeliest(logits, parameters.max_top_k)
     else:
         values, ids = logits, torch.arange(logits.shape[1], device=logits.device)[None]
     scaled = (values.to(torch.float64) - top) * parameters.inverse_temperature
     if parameters.filters:
         remains = _in_top_k_and_top_p(scaled, parameters)
         scaled = scaled.masked_fill(~remains, -torch.inf)
-        if reads:
-            count = int(remains.sum(dim=1).max())  # the likeliest ones stand first
-            scaled, ids = scaled[:, :count], ids[:, :count]
+        count = int(remains.sum(dim=1).max())  # the likeliest ones stand first
+        scaled, ids = scaled[:, :count], ids[:, :count]
     if parameters.has_min_p:
         log_min_p = torch.where(parameters.min_p > 0, natural_log(parameters.min_p), -torch.inf)
         scaled = scaled.masked_fill(scaled < log_min_p, -torch.inf)
-    if not reads:
-        return _lowest_of_largest(scaled + gumbel(parameters.seed, parameters.output_index, ids), ids)
     return _largest_sum(scaled, ids, parameters)
 
 
@@ -202,14 +190,10 @@ def _largest_sum(scaled: Tensor, ids: Tensor, parameters: _Parameters) -> Tensor
     if count == 1:  # as a rule
         return ids.gather(1, near.argmax(dim=1, keepdim=True))[:, 0]
     at = near.topk(count, dim=1).indices
-    sums = scaled.gather(1, at) + gumbel(seed, index, ids.gather(1, at))
-    return _lowest_of_largest(sums, ids.gather(1, at))
-
-
-def _lowest_of_largest(sums: Tensor, ids: Tensor) -> Tensor:
-    """Returns the lowest id of the largest sums of each row. sums: [num_rows, n];  ids: the same, or [1, n]"""
+    ids = ids.gather(1, at)
+    sums = scaled.gather(1, at) + gumbel(seed, index, ids)
     lost = sums < sums.amax(dim=1, keepdim=True)
-    return ids.expand_as(sums).masked_fill(lost, torch.iinfo(torch.int64).max).amin(dim=1)
+    return ids.masked_fill(lost, torch.iinfo(torch.int64).max).amin(dim=1)  # of equal sums the lowest id
 
 
 def _in_top_k_and_top_p(scaled: Tensor, parameters: _Parameters) -> Tensor:

@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 
 from moe_serve.kernels import sampling
 from moe_serve.kernels.sampling import (
-    SamplingRows,
-    draw_tokens,
     gumbel,
     natural_log,
     philox,
     sample_rows_reference,
     token_weights,
 )
-from tests.kernels.sampling_rows import banned, one_row, rows_of
+from tests.kernels.sampling_rows import one_row, rows_of
 
 
 def columns(*values: int) -> list[torch.Tensor]:
@@ -145,30 +143,3 @@ def test_a_wide_batch_is_drawn_in_several_parts(monkeypatch) -> None:
     monkeypatch.setattr(sampling, "_CPU_ELEMENTS", 200)
     monkeypatch.setattr(sampling, "_CPU_NOISE_ELEMENTS", 32)
     assert sample_rows_reference(logits, rows) == whole
-
-
-def every_kind(draws: int) -> SamplingRows:
-    """Rows that are greedy, drawn, filtered, changed and left without a token, by turns."""
-    kinds: list[dict[str, float]] = [
-        {"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2},
-        {"temperature": 0.3, "top_k": 9, "top_p": 0.9},
-    ]  # fmt: skip
-    each = [{**kinds[i % len(kinds)], "seed": i, "output_index": i % 5} for i in range(draws)]
-    return rows_of(each, [banned(i % 8, (3 * i) % 40) if i % 3 else None for i in range(draws)])
-
-
-def test_tokens_are_the_same_where_the_host_reads_nothing_back() -> None:
-    logits = torch.randn(120, 40, generator=torch.Generator().manual_seed(0)).mul(3).round(decimals=1)  # some are equal
-    logits[7], logits[8, 3], logits[9, 1:] = torch.nan, torch.inf, -torch.inf
-    rows = every_kind(120)
-    assert draw_tokens(logits.clone(), rows, reads=False).tolist() == sample_rows_reference(logits.clone(), rows)
-
-
-def test_on_a_gpu_nothing_but_the_tokens_leaves_the_device() -> None:
-    pytest.importorskip("triton")
-    from moe_serve.roofline.launches import fake_gpu, recorded
-
-    with fake_gpu(), recorded(takes_copies=True):  # a read would raise
-        logits = torch.empty(12, 40, device=torch.device("cuda", 0))
-        tokens = draw_tokens(logits, every_kind(12), reads=False)
-    assert (tokens.is_cuda, tokens.shape) == (True, (12,))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -68,8 +69,19 @@ class Sampler:
         sampling = SamplingRows(_rows(requests), self._row_changes)
         self._output_indices = sampling.rows["output_index"]
         self._choose: Callable[[Tensor], list[int]] = (
-            RowSampler(sampling) if self._compiled else partial(sample_rows_reference, sampling=sampling)
+            RowSampler(sampling) if self._compiled else partial(sample_rows, sampling=sampling)
         )
+
+
+@torch.inference_mode()
+def sample_rows(logits: Tensor, sampling: SamplingRows) -> list[int]:
+    """Returns what sample_rows_reference does; Triton on CUDA, in one launch, of which the host reads the tokens."""
+    if logits.is_cuda:
+        from moe_serve.kernels.triton.sampling import sample_rows_triton
+
+        found: list[int] = sample_rows_triton(logits, sampling).tolist()
+        return found
+    return sample_rows_reference(logits, sampling)
 
 
 def has_finite_best(logits: Tensor) -> list[bool]:
