@@ -1,6 +1,7 @@
 """The grouped GEMMs of benchmarks/gpu_kernels.py: packed and slab, bf16 and FP8."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -54,17 +55,17 @@ def packed_gemm(limits: Ceilings) -> list[Row]:
 
 
 def slab_gemm(limits: Ceilings) -> list[Row]:
-    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_triton
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
 
     slots, filled, capacity, n, k = 32, 20, 1024, 4096, HIDDEN
     weight = torch.randn(slots, n, k, dtype=BF16, device=DEVICE)  # 1.9 GB: far larger than any cache
     x = torch.randn(slots, capacity, k, dtype=BF16, device=DEVICE)
     counts = torch.full((slots,), filled, device=DEVICE)
-    got = slab_gemm_triton(x, weight, counts, expected_rows=filled)
+    got = grouped_gemm_triton(x, weight, counts, expected_rows=filled)
     check_close(got[3, :filled], x[3, :filled].float() @ weight[3].float().T, 4e-3, "masked GEMM")
     rows = []
     for guess in (16, 64):  # both tiles that could serve this, so that the table can be filled
-        micros = time_us([lambda guess=guess: slab_gemm_triton(x, weight, counts, expected_rows=guess)])
+        micros = time_us([lambda guess=guess: grouped_gemm_triton(x, weight, counts, expected_rows=guess)])
         share = weight.numel() * 2 / micros / 1e3 / limits.read_gb_s * 100
         goal = (">= 75 % of read", share >= 75) if guess == 64 else ("", None)
         rows.append(
@@ -77,7 +78,7 @@ def slab_gemm_fp8(limits: Ceilings, x: torch.Tensor, weight: torch.Tensor, count
     """x: [slots, capacity, k], weight: [slots, n, k] bfloat16, counts: [slots]"""
     from moe_serve.kernels.forms import BlockScaled
     from moe_serve.kernels.quantised import quantize_weight
-    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_fp8_triton
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton
     from moe_serve.kernels.triton.quantize import quantize_triton
 
     pieces = [quantize_weight(one[None], parts=2) for one in weight]  # one by one: it widens to float32
@@ -85,10 +86,10 @@ def slab_gemm_fp8(limits: Ceilings, x: torch.Tensor, weight: torch.Tensor, count
     quantised = BlockScaled(values, torch.cat([piece.scale for piece in pieces]), parts=2)
     x8, scale = quantize_triton(x, counts)
     filled = int(numbers(counts)[3])
-    got = slab_gemm_fp8_triton(x8, scale, quantised, counts, expected_rows=filled)
+    got = grouped_gemm_fp8_triton(x8, scale, quantised, counts, expected_rows=filled)
     check_close(got[3, :filled], x[3, :filled].float() @ weight[3].float().T, 6e-2, "masked FP8 GEMM")
     for guess in (16, 64):
-        micros = time_us([lambda guess=guess: slab_gemm_fp8_triton(x8, scale, quantised, counts, expected_rows=guess)])
+        micros = time_us([partial(grouped_gemm_fp8_triton, x8, scale, quantised, counts, expected_rows=guess)])
         share = quantised.q.numel() / micros / 1e3 / limits.read_gb_s * 100
         yield Row(
             f"masked FP8 GEMM, tile for {guess} rows", share, "%", "", None, f"{len(counts)} experts x {filled} rows"

@@ -22,20 +22,29 @@ from moe_serve.models.spec import ModelSpec
 from moe_serve.roofline.launches import Launch
 from moe_serve.roofline.step import RankStep, record_step
 from moe_serve.roofline.work import Work, in_layers, total, unavoidable_bytes, work_of
-from tests.models.published import DEEPSEEK_V3, PUBLISHED
+from tests.models.published import DEEPSEEK_V3, GPT_OSS_20B, PUBLISHED
 
 NOTES = """
 Recorded without a GPU, and not timed: launches are those of the product's decoder on tensors without memory, bytes and
 FLOP follow from their shapes. Attention reads each cached row once. Launches of the MoE layer
 are those from the router's logits to the sum of its results, with the shared expert, and dispatch and combine among
-GPUs that write into each other's memory. The unavoidable bytes are each touched weight and each cached row once, the
-residual in and out, and rows and results of experts written and read once. The least time of a launch is that of its
+GPUs that write into each other's memory; with redundant experts also the collective that gathers counts. The
+unavoidable bytes are each touched weight and each cached row once, the residual in and out, and rows and results of
+experts written and read once. The least time of a launch is that of its
 bytes at the full rate of the chip's memory, or of its FLOP at the full rate of its matrix units.
 """
 FP8 = {"wire_dtype": "fp8", "expert_form": "fp8"}
 STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "DeepSeek-V3, 32 ranks, FP8": (DEEPSEEK_V3, {"num_ranks": 32, "transport": "slabs"} | FP8),
     "DeepSeek-V3, 8 ranks, FP8": (DEEPSEEK_V3, {"num_ranks": 8, "transport": "slabs"} | FP8),
+    "DeepSeek-V3, 32 ranks, FP8, 32 redundant": (
+        DEEPSEEK_V3,
+        {"num_ranks": 32, "transport": "slabs", "redundant": 32, "split": "exact"} | FP8,
+    ),
+    "gpt-oss-20b, 4 ranks, MXFP4": (
+        GPT_OSS_20B | {"layer_types": ["full_attention"] * 24},
+        {"num_ranks": 4, "transport": "slabs", "expert_form": "mxfp4"},
+    ),
     "GLM-4.5-Air, 8 ranks": (PUBLISHED["GLM-4.5-Air"][0], {"num_ranks": 8, "transport": "slabs"}),
     "Llama-4-Scout, 8 ranks": (PUBLISHED["Llama-4-Scout"][0], {"num_ranks": 8, "transport": "slabs"}),
     "MiniMax-M2, 8 ranks": (PUBLISHED["MiniMax-M2"][0], {"num_ranks": 8, "transport": "slabs"}),

@@ -187,8 +187,9 @@ class ModelConfig(Section):
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights of the right shapes, none is read
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
     # How expert weights are stored. auto: an FP8 checkpoint as it is where the GPU has e4m3 or the compiled CPU kernels
-    # run, an MXFP4 one as it is where these run, else dense (the compute dtype); int8: CPUs only, a quarter of the
-    # memory of float32, rounded from the checkpoint's values; int4: likewise in 4.5 bits, by the compiled CPU kernels.
+    # run, an MXFP4 one as it is where these run or a GPU computes in bfloat16, else dense (the compute dtype); int8:
+    # CPUs only, a quarter of the memory of float32, rounded from the checkpoint's values; int4: likewise in 4.5 bits,
+    # by the compiled CPU kernels.
     expert_weights: Literal["auto", "dense", "fp8", "int8", "mxfp4", "int4"] = "auto"
     # What experts in int4 are multiplied with. auto: int8, each 128 values of a row with a scale of their own, as
     # integers; float: the compute dtype as it is.

@@ -6,13 +6,13 @@ fp8     the e4m3 values of an FP8 checkpoint with its float32 scale for each 128
 int8    a float32 scale for each output channel, quantised at load, CPU only: a quarter of float32, with numbers that
         differ from the checkpoint's
 mxfp4   the numbers of four bits of an MXFP4 checkpoint with a power of two for each 32, for the compiled CPU kernels
-        only: 4.25 bits where bfloat16 has 16
+        and for GPUs: 4.25 bits where bfloat16 has 16
 int4    numbers of four bits and a float16 scale for each 32, quantised at load, for the compiled CPU kernels only: 4.5
         bits, with numbers that differ from the checkpoint's
 
 For the compiled CPU kernels matrices are packed (kernels/cpu/packed.py). They widen weights as they read them and leave
-rows alone, unless `model.activations` says int8; torch and Triton quantise rows too before they multiply them with
-quantised weights.
+rows alone, unless `model.activations` says int8, as Triton does with MXFP4; torch and Triton quantise rows too before
+they multiply them with FP8 or int8.
 
 Shape words: H = hidden, I = width of an expert.
 """
@@ -52,6 +52,7 @@ def choose_expert_form(
     has_e4m3: bool,
     compiled: bool = False,
     in_mxfp4: bool = False,
+    has_narrow_rows: bool = False,
 ) -> ExpertForm:
     """Returns the form that the setting selects for this checkpoint and device.
 
@@ -59,12 +60,14 @@ def choose_expert_form(
     has_e4m3: whether the GPU multiplies e4m3 (sm_89 and later), or compiled kernels widen what is stored so
     compiled: whether the compiled CPU kernels compute
     in_mxfp4: whether the checkpoint has its experts in MXFP4
+    has_narrow_rows: whether the compute dtype is bfloat16 or float16, with which GPUs multiply MXFP4
     Raises ConfigError for a form that is not possible, naming one that is.
     """
     on_gpu = device_type == "cuda"
+    takes_mxfp4 = compiled or (on_gpu and has_narrow_rows)
     match wanted:
         case "auto":
-            if in_mxfp4 and compiled:
+            if in_mxfp4 and takes_mxfp4:
                 return "mxfp4"
             return "fp8" if has_e4m3 and fp8_block is not None and fp8_block.is_kept else "dense"
         case "dense":
@@ -105,10 +108,10 @@ def choose_expert_form(
                     "says so in quantization_config); mxfp4 keeps the values of an MXFP4 checkpoint: "
                     "set model.expert_weights: auto"
                 )
-            if not compiled:
+            if not takes_mxfp4:
                 raise ConfigError(
-                    "model.expert_weights is mxfp4 but only the compiled CPU kernels multiply it, and they do not "
-                    "compute here (docs/numerics.md); set model.expert_weights: dense"
+                    "model.expert_weights is mxfp4 but only the compiled CPU kernels, and GPUs with rows of bfloat16, "
+                    "multiply it, and neither compute here (docs/numerics.md); set model.expert_weights: dense"
                 )
             return "mxfp4"
         case "int4":
@@ -190,7 +193,7 @@ class SlotForm:
             case "int8":
                 return f"not the checkpoint's numbers: {'weights' if self.packed else 'weights and rows'} are rounded"
             case "mxfp4":
-                return "the checkpoint's own values of four bits and their powers of two; widened exactly to float32"
+                return "the checkpoint's own values of four bits and their powers of two; widened exactly"
             case "int4":
                 rows = "are rounded to int8, too" if self.activations == "int8" else "are not"
                 return f"not the checkpoint's numbers: weights are rounded to {INT4}; rows {rows}"

@@ -17,10 +17,10 @@ from moe_serve.dispatch.base import MaskedRows, PackedRows
 from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, bias_of, scale_of
 from moe_serve.kernels.activation import activate, silu_mul_quantize
 from moe_serve.kernels.cpu.experts import GroupedExperts, PackedExperts, packed_ffn
-from moe_serve.kernels.forms import SILU, Activation, BlockScaled
+from moe_serve.kernels.forms import SILU, Activation, BlockScaled, Mxfp4
 from moe_serve.kernels.grouped_gemm import gpu_gemm, group_rows
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.kernels.quantised import grouped_gemm_fp8, grouped_gemm_int8, quantize, quantize_int8, slab_gemm_fp8
+from moe_serve.kernels.quantised import gated_gemm_fp8, grouped_gemm_fp8, grouped_gemm_int8, quantize, quantize_int8
 
 
 class ExpertStore:
@@ -128,6 +128,10 @@ class ExpertStore:
         """Returns an FP8 matrix with its scales, a view."""
         return BlockScaled(self.matrix(name), self.scale(name), PARTS[name])
 
+    def mxfp4(self, name: str) -> Mxfp4:
+        """Returns a matrix in MXFP4, a view."""
+        return Mxfp4(self._stored[name], self.scale(name))
+
     def slot(self, slot_id: int) -> dict[str, Tensor]:
         """Returns the tensors of one expert by name, as contiguous views to send from or receive into."""
         at = slot_id if self._held is None else int(self._held[slot_id])
@@ -149,7 +153,7 @@ class ExpertStore:
 
 
 def _is_reordered(name: str, tensor: Tensor) -> bool:
-    return name in PARTS and tensor.device.type == "cpu" and tensor.dtype != torch.int8
+    return name in PARTS and tensor.device.type == "cpu" and tensor.dtype not in (torch.int8, torch.uint8)
 
 
 def _into_gemm_order(name: str, tensor: Tensor) -> Tensor:
@@ -164,7 +168,7 @@ def _into_gemm_order(name: str, tensor: Tensor) -> Tensor:
     return reordered
 
 
-_PACKED_ALONE = "only the compiled kernels multiply experts of four bits"
+_PACKED_ALONE = "on CPUs only the compiled kernels multiply experts of four bits"
 
 
 def expert_ffn(
@@ -238,18 +242,18 @@ def _gpu_ffn(rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Nume
     filled = counts if isinstance(rows, MaskedRows) else None
     match experts.form:
         case "dense":
-            between = gpu_gemm(x, experts.matrix("gate_up"), counts, numerics, experts.bias("gate_up"))
-            middle = activate(between, experts.activation, filled)
-            return gpu_gemm(middle, experts.matrix("down"), counts, numerics, experts.bias("down"))
+            gate_up: Tensor | Mxfp4 = experts.matrix("gate_up")
+            down: Tensor | Mxfp4 = experts.matrix("down")
+        case "mxfp4":
+            gate_up, down = experts.mxfp4("gate_up"), experts.mxfp4("down")
         case "fp8":
             assert experts.bias("down") is None, "no FP8 checkpoint has biases"
-            gate_up, down = experts.block_scaled("gate_up"), experts.block_scaled("down")
-            product = grouped_gemm_fp8 if filled is None else slab_gemm_fp8
+            assert experts.activation == SILU, "no FP8 checkpoint has another activation"
             arrived = quantize(x, filled) if rows.scale is None else (x, rows.scale)
             dtype = x.dtype if rows.scale is None else torch.bfloat16
-            between = product(*arrived, gate_up, counts, dtype, numerics)
-            return product(*silu_mul_quantize(between, filled), down, counts, dtype, numerics)
-        case "int8":
-            raise AssertionError("int8 experts live on CPUs")
-        case "mxfp4" | "int4":
-            raise AssertionError(_PACKED_ALONE)
+            middle = gated_gemm_fp8(*arrived, experts.block_scaled("gate_up"), counts, numerics)
+            return grouped_gemm_fp8(*middle, experts.block_scaled("down"), counts, dtype, numerics)
+        case "int8" | "int4":
+            raise AssertionError("experts in int8 and int4 live on CPUs")
+    between = gpu_gemm(x, gate_up, counts, numerics, experts.bias("gate_up"), experts.activation)
+    return gpu_gemm(between, down, counts, numerics, experts.bias("down"))

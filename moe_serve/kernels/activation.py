@@ -13,11 +13,8 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
     return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
 
-def silu_mul(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """Same contract as the reference; Triton on CUDA. A row's bits depend on that row only, for any n.
-
-    rows_per_slot: [slots], for slabs gate_up [slots, capacity, 2 n] of which only the first rows are filled; the others
-                   need not be computed
 
     On CPU the halves are strided views, so the loop runs row by row: its ragged tail, which uses other instructions,
     hits the same elements of every row.
@@ -25,7 +22,7 @@ def silu_mul(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> Tensor:
     if gate_up.is_cuda:
         from moe_serve.kernels.triton.silu_mul import silu_mul_triton
 
-        return silu_mul_triton(gate_up.contiguous(), rows_per_slot)
+        return silu_mul_triton(gate_up.contiguous())
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate).mul_(up)
 
@@ -39,26 +36,19 @@ def silu_mul_quantize_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_reference(gate / (1 + torch.exp(-gate)) * up)
 
 
-def silu_mul_quantize(gate_up: Tensor, rows_per_slot: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Same contract as the reference; Triton on CUDA. A row's bits depend on that row only, for any n.
-
-    On CUDA gate_up may also be slabs [slots, capacity, 2 n] with rows_per_slot [slots]: the first rows are filled.
-    """
-    if gate_up.is_cuda:
-        from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
-
-        return silu_mul_quantize_triton(gate_up, rows_per_slot)
+def silu_mul_quantize(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Same contract as the reference, for CPUs. A row's bits depend on that row only, for any n."""
     return quantize_reference(silu_mul(gate_up.float()))
 
 
-def activate(gate_up: Tensor, activation: Activation, rows_per_slot: Tensor | None = None) -> Tensor:
-    """Returns the middle of an MLP; gate_up may be used up. Arguments as of silu_mul; Triton on CUDA."""
+def activate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Returns the middle of an MLP; gate_up, [..., 2 n], may be used up. Triton on CUDA."""
     if activation == SILU:
-        return silu_mul(gate_up, rows_per_slot)
+        return silu_mul(gate_up)
     if gate_up.is_cuda:
         from moe_serve.kernels.triton.silu_mul import silu_mul_triton
 
-        return silu_mul_triton(gate_up.contiguous(), rows_per_slot, activation)
+        return silu_mul_triton(gate_up.contiguous(), activation)
     return clamped_swiglu_(gate_up, activation)
 
 

@@ -278,3 +278,20 @@ def num_scale_rows(n: int, parts: int) -> int:
     """Returns the number of block rows of a matrix of n rows in `parts` stacks."""
     assert n % parts == 0, f"{n} rows are not {parts} equal stacks"
     return parts * num_groups(n // parts)
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """Matrices in MXFP4 (kernels/quantised.py).
+
+    blocks: [groups, n, k / 2] uint8, two numbers in a byte, the first in its lower half
+    scales: [groups, n, k / 32] uint8, the exponent of a power of two plus 127; 255 = not a number
+    """
+
+    blocks: "Tensor"
+    scales: "Tensor"
+
+    def __post_init__(self) -> None:
+        groups, n, half = self.blocks.shape
+        wanted = groups, n, 2 * half // MXFP4_BLOCK
+        assert self.scales.shape == wanted, f"scales {tuple(self.scales.shape)} of MXFP4 matrices, expected {wanted}"

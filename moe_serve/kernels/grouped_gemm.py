@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moe_serve.kernels.forms import Activation, Mxfp4
 from moe_serve.kernels.numerics import FAST, Numerics
 
 # Rows per active group up to which reading the weights in order beats BLAS. Measured with hidden 512, width 256: the
@@ -91,17 +92,22 @@ def slab_gemm(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numer
 
 
 def gpu_gemm(
-    x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics = FAST, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | Mxfp4,
+    rows_per_group: Tensor,
+    numerics: Numerics = FAST,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
 ) -> Tensor:
     """Returns the products of packed rows [rows, k] or of slabs [groups, capacity, k], by Triton.
 
     rows_per_group: on the host or on the device, where the host never reads it
     bias: [groups, n] float32, added to each row of its group; None: nothing is
+    activation: the matrices are gate above up, and the result what lies between, n / 2 columns; None: the product
     """
-    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton, slab_gemm_triton
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
 
-    product = slab_gemm_triton if x.dim() == 3 else grouped_gemm_triton
-    return product(x, weight, rows_per_group, numerics, bias=bias)
+    return grouped_gemm_triton(x, weight, rows_per_group, numerics, bias=bias, activation=activation)
 
 
 def _by_group(x: Tensor, weight: Tensor, rows_per_group: Tensor, out: Tensor | None = None) -> Tensor:

@@ -118,7 +118,8 @@ def grouped_gemm_fp8(
     dtype: torch.dtype = torch.bfloat16,
     numerics: Numerics = FAST,
 ) -> Tensor:
-    """Same contract as the reference; Triton on CUDA (sm_89 and later: earlier GPUs have no e4m3).
+    """Same contract as the reference; Triton on CUDA (sm_89 and later: earlier GPUs have no e4m3), where x may also be
+    slabs [groups, capacity, k], of which only the first rows_per_group rows are filled.
 
     In batch_invariant a row's bits depend on that row and its matrix only. CPUs have no e4m3 arithmetic: one matrix at
     a time is widened to float32, which costs about one pass over memory for each expert that has rows.
@@ -140,20 +141,17 @@ def grouped_gemm_fp8(
     return out
 
 
-def slab_gemm_fp8(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: BlockScaled,
-    rows_per_slot: Tensor,
-    dtype: torch.dtype = torch.bfloat16,
-    numerics: Numerics = FAST,
-) -> Tensor:
-    """x: [slots, capacity, k] float8_e4m3fn, x_scale: [slots, capacity, ceil(k / 128)] float32, rows_per_slot: [slots]
-    int64 -> [slots, capacity, n] dtype; rows beyond a slot's count are undefined. On GPUs only: a CPU packs its rows.
-    """
-    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_fp8_triton
+def gated_gemm_fp8(
+    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor, numerics: Numerics = FAST
+) -> tuple[Tensor, Tensor]:
+    """Returns silu(gate) * up of the product of rows with gate above up, quantised from float32. On GPUs only.
 
-    return slab_gemm_fp8_triton(x, x_scale, weight, rows_per_slot, dtype, numerics)
+    x: [rows, k], or slabs [groups, capacity, k] of which only the first rows_per_group rows are filled, float8_e4m3fn;
+    x_scale: [.., ceil(k / 128)] float32 -> (q [.., n / 2] float8_e4m3fn, scale [.., ceil(n / 2 / 128)] float32)
+    """
+    from moe_serve.kernels.triton.grouped_gemm import gated_gemm_fp8_triton
+
+    return gated_gemm_fp8_triton(x, x_scale, weight, rows_per_group, numerics)
 
 
 def _scale_of_rows(weight: BlockScaled) -> Tensor:
@@ -300,5 +298,6 @@ def quantise_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     exponents = rows.abs().amax(-1).frexp().exponent.long() - 1 - _LARGEST_MXFP4 + _MXFP4_BIAS
     scales = exponents.clamp(0, 254)
     scaled = torch.ldexp(rows, (_MXFP4_BIAS - scales)[..., None])
-    codes = torch.bucketize(scaled.abs(), _ROUND_UP_AT).to(torch.uint8) | (scaled.signbit().to(torch.uint8) << 3)
+    codes = torch.bucketize(scaled.abs(), _ROUND_UP_AT.to(weight.device)).to(torch.uint8)
+    codes |= scaled.signbit().to(torch.uint8) << 3
     return codes[..., 0::2] | codes[..., 1::2] << 4, scales.to(torch.uint8)

@@ -87,7 +87,9 @@ def record_model(
     """
     if wire not in ("auto", "bf16", "fp8"):
         raise ConfigError(f"the wire of GPUs is {wire!r}; choose auto, bf16 or fp8")
-    experts = choose_expert_form("auto", spec.fp8_block, "cuda", has_e4m3=True)
+    experts = choose_expert_form(
+        "auto", spec.fp8_block, "cuda", True, in_mxfp4=spec.experts_in_mxfp4, has_narrow_rows=True
+    )
     sizes = {
         "num_layers": spec.num_layers, "num_moe_layers": spec.num_moe_layers, "hidden": spec.hidden,
         "num_logical": spec.num_logical, "topk": spec.topk,

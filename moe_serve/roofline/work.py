@@ -72,13 +72,10 @@ def _seen(step: RankStep, most: int | None = None) -> float:
 
 def _grouped_gemm(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     x, weight, n, k = (getattr(at[name], "base", at[name]) for name in ("x", "weight", "n", "k"))
-    moved = load.rows * (k * x.itemsize + n * at["y"].itemsize) + load.experts * n * k * weight.itemsize
+    of_scales = at["weight_scale"]
+    matrix = (weight.nbytes + (0 if of_scales is None else of_scales.nbytes)) / at["num_groups"]
+    moved = load.rows * (k * x.itemsize + at["y"].shape[-1] * at["y"].itemsize) + load.experts * matrix
     return Work(moved, 2.0 * load.rows * n * k)
-
-
-def _silu_mul(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
-    rows = load.rows if at["SLABS"] else at["gate_up"].shape[0]
-    return Work(rows * at["width"] * (2 * at["gate_up"].itemsize + at["out"].itemsize))
 
 
 def _attend(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
@@ -156,7 +153,6 @@ def _finish(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
 
 _RULES: dict[str, Callable[[dict[str, Any], RankStep, ExpertLoad], Work]] = {
     "grouped_gemm_kernel": _grouped_gemm,
-    "silu_mul_kernel": _silu_mul,
     "attend_kernel": _attend,
     "expand_kernel": _expand,
     "combine_kernel": _combine_parts,

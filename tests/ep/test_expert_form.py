@@ -53,17 +53,22 @@ def test_a_setting_selects_one_form(
     assert choose_expert_form(wanted, block, device, e4m3) == form
 
 
-def test_mxfp4_is_kept_by_the_compiled_kernels_alone() -> None:
-    def chosen(wanted: str, compiled: bool = True, in_mxfp4: bool = True, device: str = "cpu") -> ExpertForm:
-        return choose_expert_form(wanted, None, device, False, compiled, in_mxfp4)
+def test_mxfp4_is_kept_by_the_compiled_kernels_and_by_gpus_with_narrow_rows() -> None:
+    def chosen(
+        wanted: str, compiled: bool = True, in_mxfp4: bool = True, device: str = "cpu", narrow: bool = False
+    ) -> ExpertForm:
+        return choose_expert_form(wanted, None, device, False, compiled, in_mxfp4, narrow)
 
     assert chosen("auto") == chosen("mxfp4") == "mxfp4"
     assert chosen("auto", compiled=False) == chosen("auto", in_mxfp4=False) == chosen("dense") == "dense"
     assert chosen("int8") == "int8"
+    assert chosen("auto", False, device="cuda", narrow=True) == chosen("mxfp4", False, device="cuda", narrow=True)
+    assert chosen("mxfp4", False, device="cuda", narrow=True) == "mxfp4"
+    assert chosen("auto", False, device="cuda") == chosen("auto", False, narrow=True) == "dense"
     with pytest.raises(ConfigError, match=r"mxfp4 but the checkpoint is not .* set model.expert_weights: auto"):
         chosen("mxfp4", in_mxfp4=False)
     with pytest.raises(
-        ConfigError, match=r"only the compiled CPU kernels multiply it.* set model.expert_weights: dense"
+        ConfigError, match=r"only the compiled CPU kernels, and GPUs .* set model.expert_weights: dense"
     ):
         chosen("mxfp4", compiled=False)
 

@@ -49,10 +49,36 @@ def _packed_gemm(capability: int, rows: int) -> None:
 
 
 def slab_gemm(capability: int) -> None:
-    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_triton
+    from moe_serve.kernels.forms import SILU
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
 
-    counts = some(EXPERTS, dtype=torch.int64)
-    slab_gemm_triton(some(EXPERTS, 1024, HIDDEN), some(EXPERTS, 4096, HIDDEN), counts, described=capability >= 90)
+    counts, weight = some(EXPERTS, dtype=torch.int64), some(EXPERTS, 4096, HIDDEN)
+    for activation in (None, SILU):
+        grouped_gemm_triton(
+            some(EXPERTS, 1024, HIDDEN), weight, counts, described=capability >= 90, activation=activation
+        )
+
+
+def gated_gemm(capability: int) -> None:
+    from moe_serve.kernels.forms import SILU
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
+
+    for rows in (64, 4096):
+        counts, x = some(8, dtype=torch.int64), some(8 * rows, HIDDEN)
+        grouped_gemm_triton(x, some(8, 4096, HIDDEN), counts, described=capability >= 90, activation=SILU)
+
+
+def mxfp4_gemm(capability: int) -> None:
+    from moe_serve.kernels.forms import Activation, Mxfp4
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
+
+    clamped, dtype = Activation("clamped_swiglu", 1.702, 7.0), torch.uint8
+    for rows in (8, 512):
+        x, counts = some(32 * rows, 2880), some(32, dtype=torch.int64)
+        for n, activation in ((5760, clamped), (2880, None)):
+            weight = Mxfp4(some(32, n, 1440, dtype=dtype), some(32, n, 90, dtype=dtype))
+            bias = some(32, n, dtype=torch.float32)
+            grouped_gemm_triton(x, weight, counts, described=capability >= 90, bias=bias, activation=activation)
 
 
 def fp8_experts(slots: int, by_channel: bool = False) -> BlockScaled:
@@ -75,24 +101,28 @@ def packed_gemm_fp8_by_channel(capability: int) -> None:
 
 
 def slab_gemm_fp8(capability: int) -> None:
-    from moe_serve.kernels.triton.grouped_gemm import slab_gemm_fp8_triton
+    from moe_serve.kernels.triton.grouped_gemm import gated_gemm_fp8_triton, grouped_gemm_fp8_triton
 
     x, scale = some(EXPERTS, 1024, HIDDEN, dtype=FP8), some(EXPERTS, 1024, HIDDEN // 128, dtype=torch.float32)
     counts = some(EXPERTS, dtype=torch.int64)
-    slab_gemm_fp8_triton(x, scale, fp8_experts(EXPERTS), counts, described=capability >= 90)
+    for product in (grouped_gemm_fp8_triton, gated_gemm_fp8_triton):
+        product(x, scale, fp8_experts(EXPERTS), counts, described=capability >= 90)
+
+
+def gated_gemm_fp8(capability: int) -> None:
+    from moe_serve.kernels.triton.grouped_gemm import gated_gemm_fp8_triton
+
+    for rows in (64, 4096):
+        x, scale = some(8 * rows, HIDDEN, dtype=FP8), some(8 * rows, HIDDEN // 128, dtype=torch.float32)
+        for by_channel in (False, True):
+            weight, counts = fp8_experts(8, by_channel), some(8, dtype=torch.int64)
+            gated_gemm_fp8_triton(x, scale, weight, counts, described=capability >= 90)
 
 
 def silu_mul(capability: int) -> None:
     from moe_serve.kernels.triton.silu_mul import silu_mul_triton
 
-    silu_mul_triton(some(EXPERTS, 1024, 2 * INTERMEDIATE), some(EXPERTS, dtype=torch.int64))
-
-
-def silu_mul_quantize(capability: int) -> None:
-    from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
-
-    silu_mul_quantize_triton(some(4096, 2 * INTERMEDIATE))
-    silu_mul_quantize_triton(some(EXPERTS, 1024, 2 * INTERMEDIATE), some(EXPERTS, dtype=torch.int64))
+    silu_mul_triton(some(4096, 2 * INTERMEDIATE))
 
 
 def low_latency(capability: int, fp8: bool = False, nvshmem: bool = False, topk: int = TOPK) -> None:
@@ -110,6 +140,18 @@ def low_latency(capability: int, fp8: bool = False, nvshmem: bool = False, topk:
     ranks.combine_receive(sent, some(1, TOKENS, topk, dtype=torch.float32))
 
 
+def low_latency_many_tokens(capability: int) -> None:
+    """Sends more tokens than one program looks through, as a prefill does over CUDA IPC."""
+    from moe_serve.dispatch.gpu.launch_triton import SlabRanks
+    from moe_serve.dispatch.gpu.region import Region
+    from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
+
+    region = Region(8, EXPERTS, 4096, HIDDEN, TOPK, 2, 2, num_queues=1)
+    regions = SymmetricRegions(region, some(8, dtype=torch.int64), 0, 1, some(1, dtype=torch.uint8))
+    ranks = SlabRanks(regions, torch.bfloat16)
+    ranks.dispatch_send(some(1, 4096, HIDDEN), some(1, 4096, TOPK, dtype=torch.int64))
+
+
 def low_latency_fp8(capability: int) -> None:
     low_latency(capability, fp8=True)
 
@@ -118,17 +160,29 @@ def low_latency_top16(capability: int) -> None:
     low_latency(capability, topk=16)
 
 
-def exact_split(capability: int) -> None:
-    from moe_serve.kernels.exact_split import SplitTable
-    from moe_serve.kernels.triton.exact_split import exact_split_triton
+def replica_split(capability: int) -> None:
+    from moe_serve.kernels.triton.replica_split import split_replicas_triton
 
-    for replicated in (32, 64):
-        numbers = [
-            some(256, dtype=torch.int64),
-            some(replicated, dtype=torch.int64),
-            some(replicated, 32, dtype=torch.int64),
-        ]
-        exact_split_triton(some(256, dtype=torch.int64), SplitTable(*numbers, 288), some(3, dtype=torch.int64))
+    experts, ids = 256, some(TOKENS, TOPK, dtype=torch.int64)
+    for ranks, redundant in ((32, 64), (144, 32)):
+        slots = experts + redundant
+        sizes = {"by_expert": slots, "slot_start": experts + 2, "fixed_slot": experts, "experts": redundant}
+        tables = {name: some(size, dtype=torch.int64) for name, size in sizes.items()}
+        tables["replica_slot"] = some(redundant, ranks, dtype=torch.int64)
+        counts, outcomes = some(ranks, experts, dtype=torch.int64), some(3, dtype=torch.int64)
+        for reaches in (1, 3):
+            tables |= {name: some(reaches, slots, dtype=torch.int64) for name in ("size", "turn")}
+            tables |= {"uses": some(reaches, ranks, experts, dtype=torch.bool)}
+            tables |= {"serves": some(reaches, ranks, slots, dtype=torch.bool)}
+            split_replicas_triton(ids, counts, 0, tables, 8, None)
+        split_replicas_triton(ids, counts, 0, tables, 8, outcomes)
+
+
+def sampling(capability: int) -> None:
+    from moe_serve.kernels.triton.sampling import sample_rows_triton
+    from tests.kernels.sampling_rows import rows_of
+
+    sample_rows_triton(some(TOKENS, 151936, dtype=torch.float32), rows_of([{}] * TOKENS))
 
 
 def norms(capability: int) -> None:
@@ -171,11 +225,10 @@ def pack_rows_fp8(capability: int) -> None:
 def gpt_oss_experts(capability: int) -> None:
     from moe_serve.kernels.forms import Activation
     from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
-    from moe_serve.kernels.triton.silu_mul import silu_mul_triton
 
     bias, counts = some(32, 5760, dtype=torch.float32), some(32, dtype=torch.int64)
-    rows = grouped_gemm_triton(some(512, 2880), some(32, 5760, 2880), counts, described=capability >= 90, bias=bias)
-    silu_mul_triton(rows, activation=Activation("clamped_swiglu", 1.702, 7.0))
+    x, weight, activation = some(512, 2880), some(32, 5760, 2880), Activation("clamped_swiglu", 1.702, 7.0)
+    grouped_gemm_triton(x, weight, counts, described=capability >= 90, bias=bias, activation=activation)
 
 
 def weighted_sum(capability: int) -> None:

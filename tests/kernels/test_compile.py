@@ -16,9 +16,9 @@ MAX_REGISTERS = 255  # of a thread; the hardware's limit, at which values start 
 MAX_STACK_BYTES = 16  # a few bytes of addressing; a spilled block is hundreds
 
 ANY_GPU = ["norms", "rope_write", "row_factors", "pack_rows", "gpt_oss_experts", "packed_gemm_few_rows",
-           "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "silu_mul", "weighted_sum", "topk_gate",
-           "exact_split", "low_latency", "low_latency_top16", "attend_gqa", "attend_indexed",
-           "attend_expanded"]  # fmt: skip
+           "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "gated_gemm", "mxfp4_gemm", "silu_mul",
+           "weighted_sum", "topk_gate", "replica_split", "sampling", "low_latency", "low_latency_top16",
+           "low_latency_many_tokens", "attend_gqa", "attend_indexed", "attend_expanded"]  # fmt: skip
 MORE_ATTENTION = ["attend_latent", "attend_sinks", "attend_wide", "attend_float32", "attend_float32_latent"]
 # sm_89 and later have e4m3.
 WITH_E4M3 = [
@@ -27,7 +27,7 @@ WITH_E4M3 = [
     "packed_gemm_fp8",
     "packed_gemm_fp8_by_channel",
     "slab_gemm_fp8",
-    "silu_mul_quantize",
+    "gated_gemm_fp8",
     "low_latency_fp8",
 ]
 USES_MATRIX_UNITS = {"grouped_gemm_kernel", "attend_kernel", "expand_kernel", "index_scores_kernel"}

@@ -46,13 +46,13 @@ def test_packed_rows_of_production_width(rows: list[int]) -> None:
 
 
 def check_slab(device: str, counts: list[int], capacity: int, n: int, k: int) -> None:
-    from moe_serve.kernels.triton.grouped_gemm import GemmTile, slab_gemm_triton
+    from moe_serve.kernels.triton.grouped_gemm import GemmTile, grouped_gemm_triton
 
     slots = len(counts)
     x, weight = randn(device, slots, capacity, k), randn(device, slots, n, k, seed=1)
     for slot, count in enumerate(counts):
         x[slot, count:] = torch.nan  # never read
-    y = slab_gemm_triton(x, weight, torch.tensor(counts, device=device), tile=GemmTile(16, 16, 16, 4, 2))
+    y = grouped_gemm_triton(x, weight, torch.tensor(counts, device=device), tile=GemmTile(16, 16, 16, 4, 2))
     for slot, count in enumerate(counts):
         expected = x[slot, :count].float().cpu() @ weight[slot].float().cpu().T
         assert relative_error(y[slot, :count], expected) < BF16_LIMIT
@@ -66,7 +66,7 @@ def test_slabs_use_their_first_rows_only(on_device: RunCheck, counts: list[int])
 def check_fp8(device: str, rows: list[int], n: int, k: int, parts: int, small: bool, by_channel: bool = False) -> None:
     from moe_serve.kernels.forms import BlockScaled
     from moe_serve.kernels.quantised import dequantize_reference, dequantize_weight, quantize_reference, quantize_weight
-    from moe_serve.kernels.triton.grouped_gemm import GemmTile, grouped_gemm_fp8_triton, slab_gemm_fp8_triton
+    from moe_serve.kernels.triton.grouped_gemm import GemmTile, grouped_gemm_fp8_triton
 
     x, scale = quantize_reference(randn("cpu", sum(rows), k))
     # The parts differ in size, so that a block's scale in the other part would show.
@@ -85,7 +85,7 @@ def check_fp8(device: str, rows: list[int], n: int, k: int, parts: int, small: b
     for slot, (values, s) in enumerate(zip(q.view(torch.uint8).split(rows), q_scale.split(rows), strict=True)):
         slab[slot, : len(values)], slab_scale[slot, : len(values)] = values, s
     counts = torch.tensor(rows, device=device)
-    out = slab_gemm_fp8_triton(slab.view(torch.float8_e4m3fn), slab_scale, moved, counts, torch.float32, tile=tile)
+    out = grouped_gemm_fp8_triton(slab.view(torch.float8_e4m3fn), slab_scale, moved, counts, torch.float32, tile=tile)
     assert out.dtype == torch.float32
     filled = torch.cat([out[slot, :count] for slot, count in enumerate(rows)])
     assert relative_error(filled, expected) < FLOAT32_LIMIT
@@ -153,24 +153,23 @@ def check_fp8_expert(device: str, rows: list[int], hidden: int, width: int) -> N
     from moe_serve.ep.expert_store import ExpertStore, expert_ffn
     from moe_serve.kernels.forms import BlockScaled
     from moe_serve.kernels.quantised import quantize_weight
-    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton, slab_gemm_fp8_triton
+    from moe_serve.kernels.triton.grouped_gemm import gated_gemm_fp8_triton, grouped_gemm_fp8_triton
     from moe_serve.kernels.triton.quantize import quantize_triton
-    from moe_serve.kernels.triton.silu_mul import silu_mul_quantize_triton
 
     slots = len(rows)
     gate_up = quantize_weight(randn("cpu", slots, 2 * width, hidden) / hidden**0.5, 2)
     down = quantize_weight(randn("cpu", slots, hidden, width, seed=1) / width**0.5)
     counts, x = torch.tensor(rows), randn("cpu", sum(rows), hidden, seed=2)
     up_on, down_on = (BlockScaled(w.q.to(device), w.scale.to(device), w.parts) for w in (gate_up, down))
-    between = grouped_gemm_fp8_triton(*quantize_triton(x.to(device)), up_on, counts)
-    packed = grouped_gemm_fp8_triton(*silu_mul_quantize_triton(between), down_on, counts)
+    between = gated_gemm_fp8_triton(*quantize_triton(x.to(device)), up_on, counts)
+    packed = grouped_gemm_fp8_triton(*between, down_on, counts)
 
     slab = torch.full((slots, max(rows) + 1, hidden), torch.nan, dtype=x.dtype, device=device)
     filled = torch.arange(slab.shape[1]) < counts[:, None]
     slab[filled.to(device)] = x.to(device)
     on_device = counts.to(device)
-    between = slab_gemm_fp8_triton(*quantize_triton(slab, on_device), up_on, on_device)
-    masked = slab_gemm_fp8_triton(*silu_mul_quantize_triton(between, on_device), down_on, on_device)
+    between = gated_gemm_fp8_triton(*quantize_triton(slab, on_device), up_on, on_device)
+    masked = grouped_gemm_fp8_triton(*between, down_on, on_device)
 
     own = {"gate_up": gate_up.q, "gate_up_scale": gate_up.scale, "down": down.q, "down_scale": down.scale}
     expected = expert_ffn(PackedRows(x, counts), ExpertStore(own))
@@ -184,10 +183,93 @@ def test_an_fp8_expert_computes_what_it_does_on_a_cpu(on_device: RunCheck, rows:
     on_device(check_fp8_expert, rows, 136, 72)
 
 
-def check_tiles(device: str) -> None:
-    from moe_serve.kernels.triton.grouped_gemm import bf16_tile, fp8_tile
+def test_a_wide_fp8_expert_has_a_scale_for_each_128_of_what_lies_between(on_device: RunCheck) -> None:
+    on_device(check_fp8_expert, [2, 17], 136, 200)
 
-    for pick, value_bytes in ((bf16_tile, 2), (fp8_tile, 1)):
+
+def check_gated(device: str, rows: list[int], width: int, k: int, clamped: bool) -> None:
+    from moe_serve.kernels.activation import clamped_swiglu_reference, silu_mul_reference
+    from moe_serve.kernels.forms import SILU, Activation
+    from moe_serve.kernels.triton.grouped_gemm import GemmTile, grouped_gemm_triton
+
+    activation = Activation("clamped_swiglu", 1.702, 0.7) if clamped else SILU
+    x, weight = randn(device, sum(rows), k), randn(device, len(rows), 2 * width, k, seed=1)
+    bias = randn(device, len(rows), 2 * width, dtype=torch.float32, seed=2)
+    product = expected_rows(x, weight, rows) + bias.cpu().repeat_interleave(torch.tensor(rows), dim=0)
+    wanted = clamped_swiglu_reference(product, activation) if clamped else silu_mul_reference(product)
+    tile = GemmTile(16, 32, 16, num_warps=4, num_stages=2, group_m=2)
+    got = grouped_gemm_triton(x, weight, torch.tensor(rows), tile=tile, bias=bias, activation=activation)
+    assert (got.dtype, got.shape) == (x.dtype, (sum(rows), width))
+    assert relative_error(got, wanted) < BF16_LIMIT
+    slab = torch.full((len(rows), max(rows) + 1, k), torch.nan, dtype=x.dtype, device=device)
+    filled = torch.arange(slab.shape[1]) < torch.tensor(rows)[:, None]
+    slab[filled.to(device)] = x
+    counts = torch.tensor(rows, device=device)
+    got = grouped_gemm_triton(slab, weight, counts, tile=tile, bias=bias, activation=activation)
+    assert relative_error(got[filled.to(device)], wanted) < BF16_LIMIT
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize("rows, width, k", [([0, 0], 16, 16), ([1, 0, 7], 40, 24), ([18, 3], 16, 40)], ids=str)
+def test_a_first_product_ends_with_its_activation(
+    on_device: RunCheck, rows: list[int], width: int, k: int, clamped: bool
+) -> None:
+    on_device(check_gated, rows, width, k, clamped)
+
+
+def check_mxfp4(device: str, rows: list[int], width: int, hidden: int, dtype_name: str) -> None:
+    """An expert of gpt-oss as stored, against its numbers in float32."""
+    from moe_serve.kernels.activation import clamped_swiglu_reference
+    from moe_serve.kernels.forms import Activation, Mxfp4
+    from moe_serve.kernels.quantised import dequantise_mxfp4, quantise_mxfp4
+    from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
+
+    dtype, counts, groups = getattr(torch, dtype_name), torch.tensor(rows), len(rows)
+    wide, stored, biases = [], [], []
+    for seed, (n, k) in enumerate(((2 * width, hidden), (hidden, width))):
+        drawn = randn("cpu", groups, n, k, dtype=torch.float32, seed=seed)
+        drawn[:, :, : k // 2] *= 64  # scales that differ
+        blocks, scales = zip(*(quantise_mxfp4(each / k**0.5) for each in drawn), strict=True)
+        wide.append(torch.stack([dequantise_mxfp4(*pair).float() for pair in zip(blocks, scales, strict=True)]))
+        stored.append(Mxfp4(torch.stack(blocks).flatten(-2).to(device), torch.stack(scales).to(device)))
+        biases.append(randn("cpu", groups, n, dtype=torch.float32, seed=seed + 5))
+    activation = Activation("clamped_swiglu", 1.702, 7.0)
+    x = randn("cpu", sum(rows), hidden, dtype=dtype, seed=9)
+    product = expected_rows(x, wide[0], rows) + biases[0].repeat_interleave(counts, dim=0)
+    wanted = clamped_swiglu_reference(product, activation)
+    bias = [each.to(device) for each in biases]
+    between = grouped_gemm_triton(x.to(device), stored[0], counts, bias=bias[0], activation=activation)
+    assert between.dtype == dtype
+    assert relative_error(between, wanted) < BF16_LIMIT
+    wanted = expected_rows(between, wide[1], rows) + biases[1].repeat_interleave(counts, dim=0)
+    assert relative_error(grouped_gemm_triton(between, stored[1], counts, bias=bias[1]), wanted) < BF16_LIMIT
+
+
+@pytest.mark.parametrize(
+    "rows, width, hidden, dtype",
+    [([0, 0], 32, 32, "bfloat16"), ([1, 0, 7], 32, 96, "bfloat16"), ([17, 2], 96, 160, "bfloat16"),
+     ([3], 64, 32, "float16")],
+    ids=str,
+)  # fmt: skip
+def test_mxfp4_experts_are_multiplied_as_they_are_stored(
+    on_device: RunCheck, rows: list[int], width: int, hidden: int, dtype: str
+) -> None:
+    on_device(check_mxfp4, rows, width, hidden, dtype)
+
+
+@pytest.mark.gpu
+def test_mxfp4_of_production_width() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    check_mxfp4("cuda", [5, 0, 300], 2880, 2880, "bfloat16")
+    check_gated("cuda", [5, 0, 300], 2048, 7168, False)
+    check_fp8_expert("cuda", [5, 0, 300], 7168, 2048)
+
+
+def check_tiles(device: str) -> None:
+    from moe_serve.kernels.triton.grouped_gemm import bf16_tile, fp8_tile, mxfp4_tile
+
+    for pick, value_bytes in ((bf16_tile, 2), (fp8_tile, 1), (mxfp4_tile, 2)):
         tiles = [pick(rows) for rows in (0, 1, 16, 17, 64, 65, 4096)]
         for tile in tiles:
             assert (tile.block_m + tile.block_n) * tile.block_k * value_bytes * tile.num_stages <= 163 * 1024

@@ -198,3 +198,14 @@ PRICED: dict[str, dict[str, Any]] = {
     "Qwen3-235B-A22B": QWEN3_235B,
     "Qwen3-30B-A3B": QWEN3_30B,
 }
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+    "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "initial_context_length": 4096, "rope_theta": 150000, "swiglu_limit": 7.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                     "original_max_position_embeddings": 4096},
+    "eos_token_id": 200002, "pad_token_id": 199999, "tie_word_embeddings": False, "hidden_act": "silu",
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+}  # fmt: skip

@@ -14,8 +14,8 @@ from moe_serve.models.families.registry import DEFAULTS, read_spec
 from moe_serve.models.families.registry import FAMILIES as READERS
 from moe_serve.models.spec import ModelSpec
 from tests.models.families import FAMILIES
-from tests.models.published import PUBLISHED
-from tests.models.test_spec import DEEPSEEK_V2, DEEPSEEK_V2_LITE, DEEPSEEK_V3, GPT_OSS_20B, KIMI_K2, QWEN_30B
+from tests.models.published import GPT_OSS_20B, PUBLISHED
+from tests.models.test_spec import DEEPSEEK_V2, DEEPSEEK_V2_LITE, DEEPSEEK_V3, KIMI_K2, QWEN_30B
 
 Values = dict[str, Any]
 CONFIGS: dict[str, Values] = {name: {**keys, "model_type": kind} for name, (kind, keys) in FAMILIES.items()}

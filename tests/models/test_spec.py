@@ -22,6 +22,7 @@ from tests.models.published import (
     DOTS_LLM1,
     ERNIE_45_21B,
     GLM_45,
+    GPT_OSS_20B,
     GRANITE_1B,
     HUNYUAN_A13B,
     MINIMAX_M2,
@@ -75,18 +76,6 @@ KIMI_K2: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
     "rope_scaling": {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0,
                      "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
-}  # fmt: skip
-
-GPT_OSS_20B: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
-    "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
-    "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 12, "attention_bias": True, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072, "initial_context_length": 4096, "rope_theta": 150000, "swiglu_limit": 7.0,
-    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-                     "original_max_position_embeddings": 4096},
-    "eos_token_id": 200002, "pad_token_id": 199999, "tie_word_embeddings": False, "hidden_act": "silu",
-    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
 }  # fmt: skip
 
 

@@ -14,17 +14,20 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from benchmarks.gpu_step import STEPS, moe_launches, recorded_layer
 from moe_serve.kernels.part_clock import ATTENTION, COMBINE, DISPATCH, EXPERTS, GATE, MLP
 from moe_serve.models.decoder.mla import expand_from
-from moe_serve.models.spec import MlaSpec
-from moe_serve.roofline.launches import HostCopy, HostRead, fake_gpu, recorded
+from moe_serve.models.families.registry import read_spec
+from moe_serve.models.spec import MlaSpec, ModelSpec
+from moe_serve.roofline.launches import HostCopy, HostRead, Recording, fake_gpu, recorded
 from moe_serve.roofline.step import GPU, RankStep, record_step
 from moe_serve.roofline.work import total, unavoidable_bytes, work_of
 from tests.models.families import FAMILIES, spec_of
+from tests.models.mxfp4_checkpoint import write_mxfp4_config
 
 FIRST_OF_TYPE = {model_type: name for name, (model_type, _) in reversed(FAMILIES.items())}
 EACH = [pytest.param(name, marks=[] if name in FIRST_OF_TYPE.values() else pytest.mark.slow) for name in FAMILIES]
 MOE_LAUNCHES = 14  # of a MoE layer, from the router's logits to the sum of its results, the shared expert included
 MOVED = 1.15  # bytes over those that no step can do without
 LAUNCHES = 27  # of a layer with its attention, those that prepare an indexer's queries and keys included
+NORM = GATE, "norm_kernel"
 CHOICE = 2  # launches beside that of attention where an indexer scores and chooses its keys
 
 
@@ -64,16 +67,21 @@ def test_a_decode_step_never_waits_and_launches_little(
 ) -> None:
     spec = spec_of(name, tmp_path)
     recording = record_step(RankStep(spec, transport=transport, num_ranks=num_ranks))
-    names_of = {part: [each.name for each in recording.launches if each.part == part] for part in range(11)}
-    layers, moe_layers = spec.num_layers, spec.num_moe_layers
-    assert len([each for each in names_of[ATTENTION] if each == "attend_kernel"]) == layers
-    of_gate = [each for each in names_of[GATE] if each != "norm_kernel"]  # the norm before it is the residual's
-    num_moe = sum(len(names_of[part]) for part in (DISPATCH, EXPERTS, COMBINE)) + len(of_gate)
-    dense = 4 * (layers - moe_layers)  # norm, gate and up, activation, down
-    num_moe += len(names_of[MLP]) - dense
-    assert num_moe <= MOE_LAUNCHES * moe_layers, names_of
+    layers, moe_layers, dense = spec.num_layers, spec.num_moe_layers, 4 * (spec.num_layers - spec.num_moe_layers)
+    attention = [each.name for each in recording.launches if each.part == ATTENTION]
+    assert attention.count("attend_kernel") == layers
+    num_moe = num_moe_launches(recording, spec)
+    assert num_moe <= MOE_LAUNCHES * moe_layers
     most = LAUNCHES + (CHOICE if getattr(spec.attention, "indexer", None) else 0)
-    assert len(names_of[ATTENTION]) + num_moe + moe_layers + dense <= most * layers, names_of
+    assert len(attention) + num_moe + moe_layers + dense <= most * layers
+
+
+def num_moe_launches(recording: Recording, spec: ModelSpec) -> int:
+    """Returns the launches of all MoE layers; the norm before the gate is the residual's."""
+    parts = (GATE, DISPATCH, EXPERTS, COMBINE, MLP)
+    found = [each.name for each in recording.launches if each.part in parts and (each.part, each.name) != NORM]
+    dense = 4 * (spec.num_layers - spec.num_moe_layers)  # norm, gate and up, activation, down
+    return len(found) - dense
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -100,6 +108,7 @@ def test_rows_are_quantised_once_for_fp8_experts(transport: str, num_ranks: int,
     assert "quantize_kernel" not in names
     assert "dequantize_kernel" not in names
     first_products = [launch for launch in record_step(step).launches if launch.arguments.get("SCALED")][::2]
+    assert len(first_products) == spec.num_moe_layers
     assert {launch.arguments["x"].base.dtype for launch in first_products} == {torch.float8_e4m3fn}
 
 
@@ -113,8 +122,23 @@ def test_a_layer_of_a_published_model_moves_little_more_than_it_must(name: str) 
 
 @pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])
 @pytest.mark.parametrize("split", ["even", "nearest", "exact"])
-def test_replicas_are_chosen_without_a_wait(split: str, transport: str, num_ranks: int, tmp_path: Path) -> None:
-    spec = spec_of("qwen3_moe", tmp_path)
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_replicas_are_chosen_without_a_wait_and_by_one_launch(
+    name: str, split: str, transport: str, num_ranks: int, tmp_path: Path
+) -> None:
+    spec = spec_of(name, tmp_path)
     step = RankStep(spec, transport=transport, num_ranks=num_ranks, redundant=4, split=split)
-    # Replicas are chosen by many small operations of torch: the bound of launches does not hold yet.
-    assert len(record_step(step).launches) <= 100 * spec.num_layers
+    recording = record_step(step)
+    chosen = [each.name for each in recording.launches if each.name == "split_replicas_kernel"]
+    assert len(chosen) == spec.num_moe_layers
+    assert num_moe_launches(recording, spec) <= MOE_LAUNCHES * spec.num_moe_layers
+
+
+@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])
+def test_mxfp4_experts_are_read_as_they_are_stored(transport: str, num_ranks: int, tmp_path: Path) -> None:
+    spec = read_spec(write_mxfp4_config(tmp_path))
+    step = RankStep(spec, transport=transport, num_ranks=num_ranks, expert_form="mxfp4")
+    products = [each for each in record_step(step).launches if each.name == "grouped_gemm_kernel"]
+    assert len(products) == 2 * spec.num_moe_layers
+    stored = [each.arguments["weight"] for each in products]
+    assert {getattr(weight, "base", weight).dtype for weight in stored} == {torch.uint8}

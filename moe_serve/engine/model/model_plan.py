@@ -123,7 +123,10 @@ def expert_form(config: ServeConfig, spec: ModelSpec, device: torch.device, stor
     keeps_fp8 = has_e4m3(device) if stored is None else stored.keeps_fp8
     wanted = config.model.expert_weights
     compiled = stored is not None
-    return choose_expert_form(wanted, spec.fp8_block, device.type, keeps_fp8, compiled, spec.experts_in_mxfp4)
+    has_narrow_rows = compute_dtype(config, device) == torch.bfloat16
+    return choose_expert_form(
+        wanted, spec.fp8_block, device.type, keeps_fp8, compiled, spec.experts_in_mxfp4, has_narrow_rows
+    )
 
 
 def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:

@@ -7,9 +7,14 @@ not a multiple of 16 bytes, through plain loads. Accumulation is float32 along k
 The kernel also serves FP8 with block scales (kernels/quantised.py). One step of its loop is then one block of
 scales: the matrix unit adds 128 products, and the scaled blocks are added in float32 by the ordinary units. This also
 avoids the short accumulators of Hopper's e4m3 instructions. Scales of output channels multiply the sums at the end.
+MXFP4 is read as it is stored, four bits and a power of two for each 32; Triton widens it to the rows' dtype on the way
+to the matrix unit, where the GPU has no instruction for both.
+
+The first product of an expert ends with its activation (`activation`): a program computes the same columns of gate and
+up, and writes what lies between, in the rows' dtype or, for FP8 experts, quantised. So neither is ever in memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,9 +22,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_serve.kernels.forms import FP8_GROUP, BlockScaled
+from moe_serve.kernels.forms import FP8_GROUP, SILU, Activation, BlockScaled, Mxfp4
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.kernels.triton.mode import as_dtype, dot, num_multiprocessors
+from moe_serve.kernels.triton.quantize import quantize_groups
+from moe_serve.kernels.triton.silu_mul import activated
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,9 @@ _BF16 = (
     (64, GemmTile(64, 128, 64, num_warps=4, num_stages=4, programs_per_sm=2)),
     (None, GemmTile(128, 256, 64, num_warps=8, num_stages=3)),
 )
-# The last one where tiles come through plain loads: steps of 64 spill registers on sm_80.
-_BF16_LOADED = GemmTile(128, 256, 32, num_warps=8, num_stages=4)
+# Depth and stages of the last one where tiles come through plain loads: steps of 64 spill registers on sm_80.
+_BF16_LOADED = {"block_k": 32, "num_stages": 4}
+_GATED_LOADED = _BF16_LOADED | {"block_n": 64}  # 128 columns of gate and of up spill, too
 # Values of float32 take twice the room, so the largest tile is left out.
 _FLOAT32 = (_BF16[0], (None, _BF16[1][1]))
 # block_k is the 128 of the scales, so one step has one pair of scales. block_n is at most 128, so that a tile lies in
@@ -59,6 +67,16 @@ _FP8 = (
     (16, GemmTile(16, 64, 128, num_warps=4, num_stages=5, programs_per_sm=2)),
     (64, GemmTile(64, 128, 128, num_warps=4, num_stages=4, programs_per_sm=1)),
     (None, GemmTile(128, 128, 128, num_warps=8, num_stages=4)),
+)
+# The same with gate and up: block_n columns of each, 128 of which share a scale of the result. 128 rows spill.
+_FP8_GATED = (
+    (16, GemmTile(16, 128, 128, num_warps=4, num_stages=3, programs_per_sm=2)),
+    (None, GemmTile(64, 128, 128, num_warps=8, num_stages=4)),
+)
+# Values of four bits are widened in registers: fewer columns at a time, so that nothing spills.
+_MXFP4 = (
+    (16, GemmTile(16, 64, 128, num_warps=4, num_stages=4, programs_per_sm=2)),
+    (None, GemmTile(128, 64, 128, num_warps=8, num_stages=3)),
 )
 
 
@@ -70,9 +88,15 @@ def bf16_tile(rows_per_group: int, invariant: bool = False, dtype: torch.dtype =
     return _BF16[1][1] if invariant else _pick(_BF16 if dtype.itemsize == 2 else _FLOAT32, rows_per_group)
 
 
-def fp8_tile(rows_per_group: int, invariant: bool = False) -> GemmTile:
-    """Returns the tile as bf16_tile does, for e4m3 operands with block scales."""
-    return _FP8[1][1] if invariant else _pick(_FP8, rows_per_group)
+def fp8_tile(rows_per_group: int, invariant: bool = False, gated: bool = False) -> GemmTile:
+    """Returns the tile as bf16_tile does, for e4m3 operands with block scales. gated: of gate and up"""
+    table = _FP8_GATED if gated else _FP8
+    return table[1][1] if invariant else _pick(table, rows_per_group)
+
+
+def mxfp4_tile(rows_per_group: int, invariant: bool = False) -> GemmTile:
+    """Returns the tile as bf16_tile does, for weights in MXFP4."""
+    return _MXFP4[1][1] if invariant else _pick(_MXFP4, rows_per_group)
 
 
 def _pick(table: tuple[tuple[int | None, GemmTile], ...], rows: int) -> GemmTile:
@@ -80,39 +104,35 @@ def _pick(table: tuple[tuple[int | None, GemmTile], ...], rows: int) -> GemmTile
 
 
 def grouped_gemm_triton(
-    x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics = FAST, tile: GemmTile | None = None,
-    described: bool | None = None, bias: Tensor | None = None,
+    x: Tensor, weight: Tensor | Mxfp4, rows_per_group: Tensor, numerics: Numerics = FAST, tile: GemmTile | None = None,
+    described: bool | None = None, bias: Tensor | None = None, activation: Activation | None = None,
+    expected_rows: int = 16,
 ) -> Tensor:  # fmt: skip
-    """Returns the product of each group's rows with its matrix, [rows, n] like x.
+    """Returns the product of each group's rows with its matrix, in the shape of x but for n columns.
 
-    x: [rows, k], weight: [groups, n, k], rows_per_group: [groups] int64 summing to rows, on the host (copied without
-    waiting) or on the device (never read by the host)
-    tile, described: for tests and tuning; None = from the table, and what the device and the operands allow
+    x: [rows, k], or slabs [groups, capacity, k] of which only the first rows_per_group rows are read, and written
+    weight: [groups, n, k] in the dtype of x, or in MXFP4, with rows of bfloat16 or float16
+    rows_per_group: [groups] int64, of packed rows summing to their number, on the host (copied without waiting) or on
+    the device (never read by the host)
     bias: [groups, n] float32, added to the product; None: nothing is
+    activation: the matrices are gate above up, and the result what lies between, n / 2 columns; None: the product
+    tile, described: for tests and tuning; None = from the table, and what the device and the operands allow
+    expected_rows: of a slab, a guess for the choice of the tile only
     """
-    num_groups, n, _ = weight.shape
-    y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
+    stored = weight.blocks if isinstance(weight, Mxfp4) else weight
+    num_groups, n, _ = stored.shape
+    width = n if activation is None else n // 2
+    y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if y.numel():
-        tile = tile or bf16_tile(x.shape[0] // num_groups, numerics.invariant, x.dtype)
-        launch(x, weight, on_device(rows_per_group, x.device), y, 0, tile, described, bias=bias)
-    return y
-
-
-def slab_gemm_triton(
-    x: Tensor, weight: Tensor, rows_per_slot: Tensor, numerics: Numerics = FAST, expected_rows: int = 16,
-    tile: GemmTile | None = None, described: bool | None = None, bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Returns the product of each slab with its matrix, [slots, capacity, n].
-
-    x: [slots, capacity, k], weight: [slots, n, k], rows_per_slot: [slots] int64; rows beyond it are neither read nor
-    written. expected_rows: a guess, for the choice of the tile only;  bias: [slots, n] as in grouped_gemm_triton
-    """
-    slots, capacity, k = x.shape
-    y = torch.empty(slots, capacity, weight.shape[1], dtype=x.dtype, device=x.device)
-    if y.numel():
-        tile = tile or bf16_tile(expected_rows, numerics.invariant, x.dtype)
-        rows, out = x.view(slots * capacity, k), y.view(slots * capacity, -1)
-        launch(rows, weight, on_device(rows_per_slot, x.device), out, capacity, tile, described, bias=bias)
+        rows = x.shape[0] // num_groups if x.dim() == 2 else expected_rows
+        if isinstance(weight, Mxfp4):
+            tile = tile or mxfp4_tile(rows, numerics.invariant)
+        else:
+            tile = tile or bf16_tile(rows, numerics.invariant, x.dtype)
+        if activation is not None:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        scales = Scales(None, weight.scales, 1) if isinstance(weight, Mxfp4) else None
+        launch(x, stored, rows_per_group, y, tile, described, scales, bias, activation)
     return y
 
 
@@ -133,50 +153,68 @@ def has_tensor_memory_accelerator(x: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of FP8 operands: rows [rows, ceil(k / 128)], weight as in BlockScaled, with `parts` stacks, contiguous."""
+    """Scales of quantised operands, contiguous.
 
-    rows: Tensor
+    rows:   [rows, ceil(k / 128)] float32 of FP8 rows;  weight: as in BlockScaled, with `parts` stacks, or in Mxfp4
+    """
+
+    rows: Tensor | None
     weight: Tensor
     parts: int
 
 
 def launch(
-    x: Tensor, weight: Tensor, rows_per_group: Tensor, y: Tensor, capacity: int, tile: GemmTile,
-    described: bool | None, scales: Scales | None = None, bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, rows_per_group: Tensor, y: Tensor, tile: GemmTile, described: bool | None,
+    scales: Scales | None = None, bias: Tensor | None = None, activation: Activation | None = None,
+    y_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fills y [rows, n] from x [rows, k] and weight [groups, n, k].
+    """Fills y from x, packed rows or slabs, and weight [groups, n, k], two numbers of k in a byte where it is MXFP4.
 
-    capacity: rows of a slab, when group g begins at row g * capacity; 0 when groups follow each other without gaps
+    y_scale: [rows, ceil(n / 2 / 128)], filled, where y is e4m3; None: y is not
     """
-    num_groups, n, k = weight.shape
+    num_groups, n, stored_k = weight.shape
+    k, in_mxfp4 = x.shape[-1], weight.dtype == torch.uint8
+    capacity = 0 if x.dim() == 2 else x.shape[1]  # of slabs, of which group g begins at row g * capacity
+    x, y = x.view(-1, k) if x.dim() == 3 else x, y.view(-1, y.shape[-1])
     parts = scales.parts if scales else 1
-    assert scales is None or (tile.block_k, FP8_GROUP % tile.block_n) == (FP8_GROUP, 0), "a step must lie in one block"
+    of_fp8 = scales is not None and not in_mxfp4
+    by_channel = scales is not None and of_fp8 and scales.weight.dim() == 2
+    if of_fp8:
+        assert (tile.block_k, FP8_GROUP % tile.block_n) == (FP8_GROUP, 0), "a step must lie in one block"
+    assert y_scale is None or tile.block_n == FP8_GROUP, "a tile is what shares a scale of the result"
     if described is None:
         described = has_tensor_memory_accelerator(x, weight)
-    if not described and tile == _BF16[-1][1]:
-        tile = _BF16_LOADED
+    if not described and (tile.block_m, tile.block_k) == (128, 64):
+        tile = replace(tile, **(_GATED_LOADED if activation else _BF16_LOADED))
+    stored_block = tile.block_k * stored_k // k
     rows_in = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if described else x
-    weight_in = TensorDescriptor.from_tensor(weight.view(-1, k), [tile.block_n, tile.block_k]) if described else weight
+    weight_in = weight
+    if described:
+        weight_in = TensorDescriptor.from_tensor(weight.view(-1, stored_k), [tile.block_n, stored_block])
     grid = (num_multiprocessors(x.device) * tile.programs_per_sm,)
+    between = activation or SILU
     grouped_gemm_kernel[grid](
-        rows_in, weight_in, scales.rows if scales else None, scales.weight if scales else None, bias, rows_per_group, y,
-        num_groups, n, k, x.stride(0), capacity, GROUPS=triton.next_power_of_2(num_groups), PARTS=parts,
+        rows_in, weight_in, scales.rows if scales else None, scales.weight if scales else None, bias,
+        on_device(rows_per_group, x.device), y, y_scale, num_groups, n, k, x.stride(0), capacity, between.alpha,
+        between.limit, GROUPS=triton.next_power_of_2(num_groups), PARTS=2 if activation else parts,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, DESCRIBED=described,
-        SCALED=scales is not None, BY_CHANNEL=scales is not None and scales.weight.dim() == 2, BIAS=bias is not None,
+        SCALED=of_fp8, BY_CHANNEL=by_channel, MXFP4=in_mxfp4, HALF=x.dtype == torch.float16,
+        BIAS=bias is not None, GATED=activation is not None, CLAMPED=between.kind == "clamped_swiglu",
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["alpha", "limit"])
 def grouped_gemm_kernel(
-    x, weight, x_scale, weight_scale, bias, rows_per_group, y, num_groups, n, k, x_stride, capacity,
+    x, weight, x_scale, weight_scale, bias, rows_per_group, y, y_scale, num_groups, n, k, x_stride, capacity,
+    alpha, limit,
     GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, DESCRIBED: tl.constexpr, SCALED: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    BIAS: tl.constexpr,
+    MXFP4: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
     part_n = n // PARTS
     part_tiles = tl.cdiv(part_n, BLOCK_N)
-    num_n = PARTS * part_tiles
+    num_n = part_tiles if GATED else PARTS * part_tiles
     num_steps = tl.cdiv(k, BLOCK_K)
     num_tiles = count_tiles(rows_per_group, num_groups, num_n, BLOCK_M, GROUPS)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -184,8 +222,8 @@ def grouped_gemm_kernel(
             tile, rows_per_group, num_groups, capacity, num_n, BLOCK_M, GROUPS, GROUP_M
         )
         # Column tiles restart in every part, so that no tile spans two blocks of scales.
-        part, first_column, end_column = 0, tile_n * BLOCK_N, n
-        if PARTS > 1:
+        part, first_column, end_column = 0, tile_n * BLOCK_N, part_n
+        if PARTS > 1 and not GATED:
             part = tile_n // part_tiles
             tile_n = tile_n % part_tiles
             first_column = part * part_n + tile_n * BLOCK_N
@@ -193,74 +231,146 @@ def grouped_gemm_kernel(
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if GATED:
+            total_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if SCALED:
             row_scale_at = x_scale + (first_row + row) * num_steps
-        if SCALED and not BY_CHANNEL:
             block = (group * PARTS + part) * tl.cdiv(part_n, 128) + tile_n * BLOCK_N // 128
-            block_scale_at = weight_scale + block.to(tl.int64) * num_steps
         for step in range(num_steps):
+            depth = step * BLOCK_K + tl.arange(0, BLOCK_K)
             if DESCRIBED:
                 # A tile may reach into the next expert's rows or weights; those results are not stored.
                 a = x.load([(first_row + tile_m * BLOCK_M).to(tl.int32), step * BLOCK_K])
-                b = weight.load([group * n + first_column, step * BLOCK_K])
             else:
-                depth = step * BLOCK_K + tl.arange(0, BLOCK_K)
                 a_at = x + (first_row + row)[:, None] * x_stride + depth[None, :]
-                b_at = weight + (group.to(tl.int64) * n + column)[:, None] * k + depth[None, :]
                 a = tl.load(a_at, mask=(row < num_rows)[:, None] & (depth < k)[None, :], other=0.0)
-                b = tl.load(b_at, mask=(column < end_column)[:, None] & (depth < k)[None, :], other=0.0)
             if SCALED:
                 row_scale = tl.load(row_scale_at + step, mask=row < num_rows, other=0.0)
-                if not BY_CHANNEL:
-                    row_scale *= tl.load(block_scale_at + step)
-                total += dot(a, tl.trans(b)) * row_scale[:, None]
+                total = add_scaled(
+                    total, a, row_scale, weight, weight_scale, group, n, k, first_column, end_column, step, block,
+                    BLOCK_N, BLOCK_K, DESCRIBED, BY_CHANNEL,
+                )  # fmt: skip
+                if GATED:
+                    total_up = add_scaled(
+                        total_up, a, row_scale, weight, weight_scale, group, n, k, part_n + first_column, n, step,
+                        block + tl.cdiv(part_n, 128), BLOCK_N, BLOCK_K, DESCRIBED, BY_CHANNEL,
+                    )  # fmt: skip
+            elif MXFP4:
+                total = add_mxfp4(
+                    total, a, weight, weight_scale, group, n, k, first_column, end_column, step, BLOCK_N, BLOCK_K,
+                    DESCRIBED, HALF,
+                )  # fmt: skip
+                if GATED:
+                    total_up = add_mxfp4(
+                        total_up, a, weight, weight_scale, group, n, k, part_n + first_column, n, step, BLOCK_N,
+                        BLOCK_K, DESCRIBED, HALF,
+                    )  # fmt: skip
             else:
+                b = weight_tile(weight, group, n, k, first_column, end_column, step, BLOCK_N, BLOCK_K, DESCRIBED)
                 total += dot(a, tl.trans(b))
+                if GATED:
+                    up_column = part_n + first_column
+                    b = weight_tile(weight, group, n, k, up_column, n, step, BLOCK_N, BLOCK_K, DESCRIBED)
+                    total_up += dot(a, tl.trans(b))
+        in_part = column < end_column
+        at_channel = group.to(tl.int64) * n + column
         if BY_CHANNEL:
-            channel_at = weight_scale + group.to(tl.int64) * n + column
-            total *= tl.load(channel_at, mask=column < end_column, other=0.0)[None, :]
+            total *= tl.load(weight_scale + at_channel, mask=in_part, other=0.0)[None, :]
         if BIAS:
-            total += tl.load(bias + group.to(tl.int64) * n + column, mask=column < end_column, other=0.0)[None, :]
-        inside = (row < num_rows)[:, None] & (column < end_column)[None, :]
-        at = y + (first_row + row)[:, None] * n + column[None, :]
-        tl.store(at, as_dtype(total, y.dtype.element_ty), mask=inside)
+            total += tl.load(bias + at_channel, mask=in_part, other=0.0)[None, :]
+        width = n
+        if GATED:
+            width = part_n
+            if BY_CHANNEL:
+                total_up *= tl.load(weight_scale + at_channel + part_n, mask=in_part, other=0.0)[None, :]
+            if BIAS:
+                total_up += tl.load(bias + at_channel + part_n, mask=in_part, other=0.0)[None, :]
+            total = activated(total, total_up, alpha, limit, CLAMPED)
+        if y_scale is not None:
+            total, scales = quantize_groups(tl.where(in_part[None, :], total, 0.0))
+            scale_at = y_scale + (first_row + row) * tl.cdiv(width, 128) + tile_n
+            tl.store(scale_at, scales, mask=row < num_rows)
+        else:
+            total = as_dtype(total, y.dtype.element_ty)
+        at = y + (first_row + row)[:, None] * width + column[None, :]
+        tl.store(at, total, mask=(row < num_rows)[:, None] & in_part[None, :])
+
+
+@triton.jit
+def weight_tile(
+    weight, group, n, stored_k, first_column, end_column, step, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """Returns step `step` of BLOCK_N rows of a group's matrix, as stored: [BLOCK_N, BLOCK]."""
+    if DESCRIBED:
+        return weight.load([group * n + first_column, step * BLOCK])
+    else:
+        column = first_column + tl.arange(0, BLOCK_N)
+        depth = step * BLOCK + tl.arange(0, BLOCK)
+        at = weight + (group.to(tl.int64) * n + column)[:, None] * stored_k + depth[None, :]
+        return tl.load(at, mask=(column < end_column)[:, None] & (depth < stored_k)[None, :], other=0.0)
+
+
+@triton.jit
+def add_scaled(
+    total, a, row_scale, weight, weight_scale, group, n, k, first_column, end_column, step, block,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIBED: tl.constexpr, BY_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of FP8 operands, which lie in one block of scales. block: row of blocks of the weight"""
+    b = weight_tile(weight, group, n, k, first_column, end_column, step, BLOCK_N, BLOCK_K, DESCRIBED)
+    if not BY_CHANNEL:
+        row_scale *= tl.load(weight_scale + block.to(tl.int64) * tl.cdiv(k, BLOCK_K) + step)
+    return total + dot(a, tl.trans(b)) * row_scale[:, None]
+
+
+@triton.jit
+def add_mxfp4(
+    total, a, weight, weight_scale, group, n, k, first_column, end_column, step,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIBED: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of rows and a matrix in MXFP4."""
+    b = weight_tile(weight, group, n, k // 2, first_column, end_column, step, BLOCK_N, BLOCK_K // 2, DESCRIBED)
+    column = first_column + tl.arange(0, BLOCK_N)
+    block = step * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)
+    at = weight_scale + (group.to(tl.int64) * n + column)[:, None] * (k // 32) + block[None, :]
+    scale = tl.load(at, mask=(column < end_column)[:, None] & (block < k // 32)[None, :], other=127)
+    return tl.dot_scaled(a, None, "fp16" if HALF else "bf16", tl.trans(b), scale, "e2m1", acc=total)
 
 
 def grouped_gemm_fp8_triton(
     x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor, dtype: torch.dtype = torch.bfloat16,
-    numerics: Numerics = FAST, tile: GemmTile | None = None, described: bool | None = None,
+    numerics: Numerics = FAST, tile: GemmTile | None = None, described: bool | None = None, expected_rows: int = 16,
 ) -> Tensor:  # fmt: skip
-    """Same contract as grouped_gemm_fp8_reference; rows_per_group on the host or on the device.
+    """Returns the product of each group's rows, packed or in slabs as in grouped_gemm_triton, with its matrix.
 
-    tile, described: as in grouped_gemm_triton
+    x: [.., k] float8_e4m3fn, x_scale: [.., ceil(k / 128)] float32 -> [.., n] dtype;  other arguments as there
     """
     groups, n, _ = weight.q.shape
-    y = torch.empty(x.shape[0], n, dtype=dtype, device=x.device)
+    y = torch.empty(*x.shape[:-1], n, dtype=dtype, device=x.device)
     if y.numel():
-        tile = tile or fp8_tile(x.shape[0] // groups, numerics.invariant)
+        rows = x.shape[0] // groups if x.dim() == 2 else expected_rows
         scales = Scales(x_scale, weight.scale, weight.parts)
-        launch(x, weight.q, on_device(rows_per_group, x.device), y, 0, tile, described, scales)
+        launch(x, weight.q, rows_per_group, y, tile or fp8_tile(rows, numerics.invariant), described, scales)
     return y
 
 
-def slab_gemm_fp8_triton(
-    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_slot: Tensor, dtype: torch.dtype = torch.bfloat16,
-    numerics: Numerics = FAST, expected_rows: int = 16, tile: GemmTile | None = None, described: bool | None = None,
-) -> Tensor:  # fmt: skip
-    """Returns the product of each slab with its matrix, [slots, capacity, n] dtype.
+def gated_gemm_fp8_triton(
+    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor, numerics: Numerics = FAST,
+    tile: GemmTile | None = None, described: bool | None = None, expected_rows: int = 16,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns silu(gate) * up of the same product with gate above up, quantised from float32.
 
-    x: [slots, capacity, k] float8_e4m3fn, x_scale: [slots, capacity, ceil(k / 128)] float32, rows_per_slot: [slots]
-    int64; rows beyond it are neither read nor written
-    expected_rows: a guess, for the choice of the tile only
+    weight: two parts -> (q [.., n / 2] float8_e4m3fn, scale [.., ceil(n / 2 / 128)] float32)
     """
-    slots, capacity, k = x.shape
-    y = torch.empty(slots, capacity, weight.q.shape[1], dtype=dtype, device=x.device)
-    if y.numel():
-        tile = tile or fp8_tile(expected_rows, numerics.invariant)
-        rows, out = x.view(slots * capacity, k), y.view(slots * capacity, -1)
-        scales = Scales(x_scale.view(slots * capacity, -1), weight.scale, weight.parts)
-        launch(rows, weight.q, on_device(rows_per_slot, x.device), out, capacity, tile, described, scales)
-    return y
+    groups, n, _ = weight.q.shape
+    q = torch.empty(*x.shape[:-1], n // 2, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(*x.shape[:-1], triton.cdiv(n // 2, FP8_GROUP), dtype=torch.float32, device=x.device)
+    if q.numel():
+        rows = x.shape[0] // groups if x.dim() == 2 else expected_rows
+        tile = tile or fp8_tile(rows, numerics.invariant, gated=True)
+        scales = Scales(x_scale, weight.scale, weight.parts)
+        launch(x, weight.q, rows_per_group, q, tile, described, scales, activation=SILU, y_scale=scale)
+    return q, scale
 
 
 # The host does not know the counts of a decode step. A fixed number of programs runs; each takes every num_programs-th
