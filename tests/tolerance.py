@@ -24,6 +24,6 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
     assert got.shape == wanted.shape, f"{tuple(got.shape)} against {tuple(wanted.shape)}"
     if not wanted.numel():
         return 0.0
-    assert torch.isfinite(got).all(), "not finite"
+    assert torch.isfinite(got.double()).all(), "not finite"
     error = (got.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30)
     return float(error)

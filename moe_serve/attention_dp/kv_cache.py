@@ -1,6 +1,9 @@
 """The paged cache of keys and values of one rank: one tensor per layer, whose address never changes.
 
 A slot holds one token; a block is block_size consecutive slots. The scheduler decides which request owns which block.
+
+In 8 bits (kernels/quantised.py) a slot is one row of bytes: the values of all heads, then their scales, then nothing up
+to a multiple of 16. So whoever moves blocks moves scales with them.
 """
 
 from collections.abc import Sequence
@@ -12,6 +15,9 @@ from torch import Tensor
 
 from moe_serve.errors import CapacityError
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
+from moe_serve.kernels.quantised import CACHED_DTYPES, widen_cached
+
+SLOT_ALIGNMENT = 16  # bytes of a slot in 8 bits
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,19 @@ class KvLayout:
         heads, width = self.row_shape
         return heads * width
 
+    @property
+    def num_scales(self) -> int:
+        """Scales of a head of a slot in 8 bits: one, but two of a latent and its rotated key, whose sizes differ."""
+        return 2 if self.kind == "mla" and self.width > self.value_width else 1
+
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the size of one slot."""
+        if dtype not in CACHED_DTYPES:
+            return self.elements_per_token * dtype.itemsize
+        values = -(-self.elements_per_token // torch.float32.itemsize) * torch.float32.itemsize
+        used = values + self.row_shape[0] * self.num_scales * torch.float32.itemsize
+        return -(-used // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
     def gather_rows(self, slots: Tensor) -> Tensor:
         """Returns the rows of the flattened cache ([num_slots * heads, width]) that hold these tokens' keys and values.
 
@@ -66,15 +85,26 @@ class KvCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        computed: torch.dtype = torch.float32,
     ):
-        """Raises CapacityError when the memory is not there."""
+        """Raises CapacityError when the memory is not there.
+
+        dtype: of what is kept;  computed: of what is gathered from a cache in 8 bits
+        """
         self.layouts = tuple(layouts)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self._computed = computed
         num_slots = num_blocks * block_size + 1  # padding rows write to the last one
+        self._layers: list[Tensor] = []
+        self._scales: list[Tensor | None] = []
         try:
-            self._layers = [zeros_in_huge_pages((num_slots, *layout.row_shape), dtype, device) for layout in layouts]
+            for layout in layouts:
+                memory = zeros_in_huge_pages((num_slots, layout.slot_bytes(dtype)), torch.uint8, device)
+                values, scales = _parts(memory, layout, dtype)
+                self._layers.append(values)
+                self._scales.append(scales)
         except (RuntimeError, MemoryError) as error:
             need = num_blocks * bytes_per_block(layouts, block_size, dtype) / 2**30
             reason = str(error).splitlines()[0]
@@ -87,20 +117,47 @@ class KvCache:
         """Returns the rows of one layer by slot, [num_slots + 1, *row_shape]: values written here are cached."""
         return self._layers[index]
 
+    def scales(self, index: int) -> Tensor | None:
+        """Returns the scales of one layer, [num_slots + 1, heads of a row, num_scales] float32; None where rows are not
+        in 8 bits."""
+        return self._scales[index]
+
     def gather(self, layer: int, rows: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
         """Returns copies of keys [num_seqs, heads, num_keys, width] and values [.., value_width].
 
         rows: from KvLayout.gather_rows. With mla the values are a view of the first value_width elements of the keys.
         """
         layout = self.layouts[layer]
-        found = self._layers[layer].view(-1, layout.width).index_select(0, rows)
+        found = self._found(layer, rows)
         if layout.kind == "mla":
             keys = found.view(num_seqs, 1, -1, layout.width)
             return keys, keys[..., : layout.value_width]
         both = found.view(2, num_seqs, layout.num_heads, -1, layout.width)
         return both[0], both[1]
 
+    def _found(self, layer: int, rows: Tensor) -> Tensor:
+        """Returns copies of rows [n] of the flattened cache, [n, width]."""
+        layout, values, scales = self.layouts[layer], self._layers[layer], self._scales[layer]
+        if scales is None:
+            return values.view(-1, layout.width).index_select(0, rows)
+        heads = layout.row_shape[0]
+        where = rows // heads, rows % heads
+        found = values.view(torch.uint8)[where].view(values.dtype)  # torch indexes no FP8
+        return widen_cached(found, scales[where], layout.value_width).to(self._computed)
+
+
+def _parts(memory: Tensor, layout: KvLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Returns values [slots, *row_shape] and scales [slots, heads, num_scales] in slots of bytes."""
+    if dtype not in CACHED_DTYPES:
+        return memory.view(dtype).view(-1, *layout.row_shape), None
+    heads, num_values, num_scales = layout.row_shape[0], layout.elements_per_token, layout.num_scales
+    values = memory[:, :num_values].view(dtype).view(-1, *layout.row_shape)
+    size = heads * num_scales * torch.float32.itemsize
+    first = -(-num_values // torch.float32.itemsize) * torch.float32.itemsize
+    scales = memory.view(torch.float32)[:, first // 4 : (first + size) // 4].view(-1, heads, num_scales)
+    return values, scales
+
 
 def bytes_per_block(layouts: Sequence[KvLayout], block_size: int, dtype: torch.dtype) -> int:
     """Returns the size of one block over all layers, in bytes."""
-    return sum([layout.elements_per_token for layout in layouts]) * block_size * dtype.itemsize
+    return sum(layout.slot_bytes(dtype) for layout in layouts) * block_size

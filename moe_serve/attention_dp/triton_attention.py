@@ -69,7 +69,10 @@ class TritonAttention:
         out = self._padded(q, plan.num_rows)
         for rows in (plan.decodes, plan.chunks):
             if rows is not None:
-                attend_triton(q, cache.layer(layer), out, self._kernel_shape, rows, seen, self._numerics.invariant)
+                attend_triton(
+                    q, cache.layer(layer), out, self._kernel_shape, rows, seen, self._numerics.invariant,
+                    scales=cache.scales(layer),
+                )  # fmt: skip
         return out
 
     def attend_expanded(
@@ -78,7 +81,7 @@ class TritonAttention:
         """Fills plan.expanded_rows of `out`, as PagedAttention does."""
         if plan.expanded is not None:
             of_heads = heads.keys, heads.values, self._kernel_shape.scale
-            attend_expanded_triton(q, cache.layer(layer), out, *of_heads, plan.expanded)
+            attend_expanded_triton(q, cache.layer(layer), out, *of_heads, plan.expanded, cache.scales(layer))
 
     def attend_indexed(self, q: Tensor, cache: KvCache, layer: int, index: IndexedRows, batch: ForwardBatch) -> Tensor:
         """Returns the attention of the rows over the keys that the indexer chooses, as PagedAttention does."""

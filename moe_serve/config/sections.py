@@ -319,6 +319,15 @@ class CacheConfig(Section):
     num_blocks: PositiveInt | None = None  # per rank; None: from memory_gib
     memory_gib: PositiveFloat = 1.0  # per rank, where num_blocks is None
     prefix_cache: bool = True  # reuse the blocks of equal prompt prefixes
+    # auto: the dtype of the computation. int8, fp8_e4m3: a scale for each head and token; answers change a little
+    # (docs/numerics.md). vLLM's names for the same are taken, too: fp8, int8_per_token_head
+    dtype: Literal["auto", "int8", "fp8_e4m3"] = "auto"
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _by_names_of_vllm(cls, value: object) -> object:
+        names = {"fp8": "fp8_e4m3", "int8_per_token_head": "int8"}
+        return names.get(value, value) if isinstance(value, str) else value
 
 
 class EngineConfig(Section):

@@ -76,7 +76,7 @@ def build_engine(
 ) -> Engine:
     """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises."""
     served = build_served_model(config, group, progress)
-    model_key = served.limits.model_name.encode()
+    model_key = f"{served.limits.model_name} {served.cache.dtype}".encode()
     blocks = RequestBlocks(served.cache.num_blocks, config.cache.block_size, config.cache.prefix_cache, model_key)
     scheduler = Scheduler(
         blocks,
@@ -226,7 +226,9 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         rank=group.rank,
         spec=plan.spec,
         decoder=decoder,
-        cache=KvCache(kv_layouts(plan.spec), plan.num_blocks, block_size, plan.dtype, plan.device),
+        cache=KvCache(
+            kv_layouts(plan.spec), plan.num_blocks, block_size, plan.cache_dtype, plan.device, computed=plan.dtype
+        ),
         limits=limits,
         numerics=plan.numerics,
         device=plan.device,
@@ -276,6 +278,7 @@ def _model_facts(plan: ModelPlan, all_to_all: AnyAllToAll) -> dict[str, Any]:
     return {
         "model_type": plan.spec.model_type,
         "dtype": str(plan.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(plan.cache_dtype).removeprefix("torch."),
         "numerics": plan.choice.name,
         "kernels": plan.choice.kernels,
         "kernels_why": plan.choice.why,

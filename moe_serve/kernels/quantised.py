@@ -18,6 +18,51 @@ from moe_serve.kernels.forms import (
 from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
 
+# ---- Cached keys and values
+# int8 or e4m3, with a float32 scale for each head of a slot, and for each part of a latent's row. scale = amax / most
+# and q = x x (most / amax), each step rounded to float32, where most is 127 or 448 and amax the largest |x|, at least
+# SMALLEST_CACHED. A scale is NaN where a number is not finite, so that what reads the row shows it.
+
+CACHED_DTYPES = {torch.int8: 127.0, torch.float8_e4m3fn: E4M3_MAX}
+SMALLEST_CACHED = 1e-30
+
+
+def quantise_cached(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x: [.., width] -> (q [.., width] of int8 or float8_e4m3fn, scale [..] float32)"""
+    x, most = x.float(), CACHED_DTYPES[dtype]
+    amax = x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_CACHED)
+    q = x * (most / amax)
+    q = (q.round() if dtype == torch.int8 else q).nan_to_num(0.0).clamp(-most, most).to(dtype)
+    return q, (amax / most + (x * 0).sum(-1, keepdim=True)).squeeze(-1)
+
+
+def widen_cached(q: Tensor, scales: Tensor, latent: int | None = None) -> Tensor:
+    """Returns cached rows in float32.
+
+    q: [.., width];  scales: [.., 1], or [.., 2] of what comes before and after `latent`
+    """
+    wide = q.to(torch.float32)
+    if scales.shape[-1] == 1:
+        return wide * scales
+    return torch.cat((wide[..., :latent] * scales[..., :1], wide[..., latent:] * scales[..., 1:]), dim=-1)
+
+
+def write_cached(cache: Tensor, scales: Tensor | None, slots: Tensor, rows: Tensor, latent: int | None = None) -> None:
+    """Writes rows [T, heads, width] to slots [T] of one layer's cache, -1 = the spare row.
+
+    cache:  [slots, heads, width], of the rows' dtype, or of int8 or float8_e4m3fn with scales
+    scales: [slots, heads, parts];  latent: where the second of two parts begins
+    """
+    if scales is None:
+        cache.index_put_((slots,), rows)
+        return
+    parts = [rows] if scales.shape[2] == 1 else [rows[..., :latent], rows[..., latent:]]
+    quantised = [quantise_cached(part, cache.dtype) for part in parts]
+    # As bytes, since torch indexes no FP8.
+    cache.view(torch.uint8).index_put_((slots,), torch.cat([q.view(torch.uint8) for q, _ in quantised], dim=-1))
+    scales.index_put_((slots,), torch.stack([scale for _, scale in quantised], dim=-1))
+
+
 # ---- FP8
 # FP8: e4m3 rows with a float32 scale for every 128 values, as DeepSeek-V3 and DeepEP have them, and grouped GEMMs on
 # e4m3 weights with a scale for every 128 x 128 block, as in DeepSeek-V3 checkpoints, or for every output channel.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.forms import MlaWidths
+from moe_serve.kernels.quantised import write_cached
 from moe_serve.kernels.rows import rms_norm, rms_norm_heads_
 
 
@@ -48,6 +49,7 @@ def rope_write(
     num_heads: int,
     num_kv_heads: int,
     norm_last: bool = False,
+    scales: Tensor | None = None,
 ) -> None:
     """Norms and rotates queries and keys in place, and writes keys and values into the cache.
 
@@ -57,20 +59,21 @@ def rope_write(
     slots:       [T] int64, -1 = the spare row, which is never read
     cache_layer: [slots, 2 num_kv_heads, head_dim], keys first
     norm_last:   the norm comes behind the rotation
+    scales:      [slots, 2 num_kv_heads, 1] float32, of a cache in 8 bits (kernels/quantised.py); else None
     """
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, cache_layer.shape[2])
     if qkv.is_cuda:
         from moe_serve.kernels.triton.rope import rope_write_triton
 
         q, k = heads[:, :num_heads], heads[:, num_heads:]
-        return rope_write_triton(q, k, head_norm, eps, turns, slots, cache_layer, norm_last)
+        return rope_write_triton(q, k, head_norm, eps, turns, slots, cache_layer, norm_last, scales)
     rotated = heads[:, : num_heads + num_kv_heads]
     if head_norm is not None and not norm_last:
         rms_norm_heads_(rotated, head_norm, eps)
     rotate_(rotated[..., : 2 * turns.shape[1]], turns)
     if head_norm is not None and norm_last:
         rms_norm_heads_(rotated, head_norm, eps)
-    cache_layer.index_put_((slots,), heads[:, num_heads:])
+    write_cached(cache_layer, scales, slots, heads[:, num_heads:])
     return None
 
 
@@ -83,23 +86,24 @@ def mla_rope_write(
     slots: Tensor,
     cache_layer: Tensor,
     widths: MlaWidths,
+    scales: Tensor | None = None,
 ) -> None:
     """Rotates the last part of every query head in place, and writes normed latents and rotated keys into the cache.
 
     q:           [T, heads, nope + rope];  row: [T, latent + rope], used up; both may be slices of rows
     latent_norm: [latent];  turns, slots: as in rope_write
-    cache_layer: [slots, 1, latent + rope]
+    cache_layer: [slots, 1, latent + rope];  scales: of a cache in 8 bits [slots, 1, 2] float32, for latent and rope
     """
     if q.is_cuda:
         from moe_serve.kernels.triton.rope import mla_rope_write_triton
 
-        return mla_rope_write_triton(q, row, latent_norm, eps, turns, slots, cache_layer, widths)
+        return mla_rope_write_triton(q, row, latent_norm, eps, turns, slots, cache_layer, widths, scales)
     row = row[:, None]
     rotate_(q[..., widths.nope :], turns)
     rotate_(row[..., widths.latent :], turns)
     latent = row[..., : widths.latent]
     latent.copy_(rms_norm(latent, latent_norm, eps))
-    cache_layer.index_put_((slots,), row)
+    write_cached(cache_layer, scales, slots, row, widths.latent)
     return None
 
 

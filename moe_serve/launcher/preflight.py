@@ -166,10 +166,6 @@ _REFUSED: Sequence[tuple[tuple[str, ...], str]] = (
         "model.expert_weights says (docs/numerics.md)",
     ),
     (
-        ("--kv-cache-dtype",),
-        "is not an option: the cache has the dtype of the computation; leave it out, or set model.dtype",
-    ),
-    (
         ("--mem-fraction-static", "--gpu-memory-utilization"),
         "is not an option: the cache of a rank has a size of its own; set cache.memory_gib",
     ),

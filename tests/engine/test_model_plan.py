@@ -14,6 +14,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.library import CpuLibrary
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.families.registry import read_spec
+from tests.models.families import FAMILIES
 from tests.models.published import PHI_35_MOE
 
 
@@ -133,3 +134,33 @@ def test_the_longest_context_chooses_the_rotations(
     plan = ModelPlan.of(config, read_spec(tmp_path), torch.device("cpu"))
     assert (plan.max_model_len, plan.spec.max_position) == (context, context)
     assert plan.spec.rope.divisors[-1] == divisor
+
+
+def plan_of(folder: Path, keys: dict[str, object], *overrides: str, device: torch.device = CPU) -> ModelPlan:
+    (folder / "config.json").write_text(json.dumps(keys))
+    given = [
+        f"model.path={folder}",
+        "model.load_format=dummy",
+        "cache.memory_gib=0.2",
+        *overrides,
+    ]
+    return ModelPlan.of(load_config(overrides=given), read_spec(folder), device)
+
+
+def test_the_same_memory_holds_more_tokens_in_8_bits(tmp_path: Path) -> None:
+    auto = plan_of(tmp_path, PHI_35_MOE)
+    assert auto.cache_dtype == torch.float32
+    for name, dtype in (("int8", torch.int8), ("fp8_e4m3", torch.float8_e4m3fn), ("fp8", torch.float8_e4m3fn)):
+        plan = plan_of(tmp_path, PHI_35_MOE, f"cache.dtype={name}")
+        assert (plan.cache_dtype, plan.dtype) == (dtype, torch.float32)
+        assert 3.5 < plan.num_blocks / auto.num_blocks <= 4
+
+
+def test_sparse_attention_and_old_gpus_have_no_cache_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, keys = FAMILIES["deepseek_v32"]
+    with pytest.raises(ConfigError, match=r"sparse attention of deepseek_v32 .* set cache\.dtype: auto"):
+        plan_of(tmp_path, keys | {"model_type": model_type}, "cache.dtype=int8")
+    monkeypatch.setattr(model_plan, "has_e4m3", lambda device: False)
+    with pytest.raises(ConfigError, match=r"older than sm_89.* set cache\.dtype: int8 or auto"):
+        plan_of(tmp_path, PHI_35_MOE, "cache.dtype=fp8_e4m3", device=GPU)
+    assert plan_of(tmp_path, PHI_35_MOE, "cache.dtype=int8", device=GPU).cache_dtype == torch.int8

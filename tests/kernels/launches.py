@@ -194,16 +194,26 @@ def norms(capability: int) -> None:
             norm_triton(x, x, some(width), bias, 1e-6, 1.0, some(TOKENS, width))
 
 
-def rope_write(capability: int) -> None:
+def rope_write_8_bits(capability: int) -> None:
+    rope_write(capability, FP8)
+
+
+def rope_write(capability: int, kept: torch.dtype | None = None) -> None:
+    """kept: 8 bits, with scales"""
     from moe_serve.kernels.forms import MlaWidths
     from moe_serve.kernels.triton.rope import mla_rope_write_triton, rope_write_triton
 
     slots, complexes = some(TOKENS, dtype=torch.int64), torch.complex64
     q, k, cache, norm = some(TOKENS, 32, 128), some(TOKENS, 8, 128), some(999, 8, 128), some(36, 128)
-    rope_write_triton(q, k, norm, 1e-6, some(TOKENS, 64, dtype=complexes), slots, cache)
+    scales = None
+    if kept is not None:
+        cache, scales = some(999, 8, 128, dtype=kept), some(999, 8, 1, dtype=torch.float32)
+    rope_write_triton(q, k, norm, 1e-6, some(TOKENS, 64, dtype=complexes), slots, cache, scales=scales)
     rows, turns = some(TOKENS, 576), some(TOKENS, 32, dtype=complexes)
     q, cache, widths = some(TOKENS, 128, 192), some(999, 1, 576), MlaWidths(128, 512, 64)
-    mla_rope_write_triton(q, rows, some(512), 1e-6, turns, slots, cache, widths)
+    if kept is not None:
+        cache, scales = some(999, 1, 576, dtype=kept), some(999, 1, 2, dtype=torch.float32)
+    mla_rope_write_triton(q, rows, some(512), 1e-6, turns, slots, cache, widths, scales)
 
 
 def row_factors(capability: int) -> None:
@@ -261,15 +271,23 @@ def nvshmem_launchers(capability: int) -> dict[str, object]:
     return symmetric.nvshmem_launchers(divmod(capability, 10))
 
 
-def _attend(shape: AttendShape, lens: list[int], dtype: torch.dtype, limited: bool = False) -> None:
-    """Launches attention of sequences with so many rows each and up to 4096 keys; limited: by a window, with sinks."""
+def _attend(
+    shape: AttendShape, lens: list[int], dtype: torch.dtype, limited: bool = False, kept: torch.dtype | None = None
+) -> None:
+    """Launches attention of sequences with so many rows each and up to 4096 keys.
+
+    limited: by a window, with sinks;  kept: dtype of a cache in 8 bits
+    """
     from moe_serve.kernels.triton.attention import Seen, attend_triton
 
     sinks = some(shape.heads * shape.group, dtype=torch.float32)
     q = some(sum(lens), shape.heads, shape.group, shape.width, dtype=dtype)
     out = some(sum(lens), shape.heads, shape.group, shape.value_width, dtype=dtype)
     seen = Seen(128, None, sinks) if limited else Seen()
-    attend_triton(q, some(1024, *shape.row_shape, dtype=dtype), out, shape, _paged(lens), seen)
+    cache, scales = some(1024, *shape.row_shape, dtype=kept or dtype), None
+    if kept is not None:
+        scales = some(1024, shape.row_shape[0], 1 if shape.latent is None else 2, dtype=torch.float32)
+    attend_triton(q, cache, out, shape, _paged(lens), seen, scales=scales)
 
 
 def _paged(lens: list[int]) -> "PagedRows":
@@ -315,6 +333,20 @@ def attend_float32_latent(capability: int) -> None:
     for lens in ([1] * TOKENS, [1], CHUNKS):
         _attend(MLA, lens, torch.float32)
     attend_expanded(capability, torch.float32)
+
+
+def attend_int8(capability: int) -> None:
+    _attend_8_bits(torch.int8)
+
+
+def attend_fp8(capability: int) -> None:
+    _attend_8_bits(FP8)
+
+
+def _attend_8_bits(kept: torch.dtype) -> None:
+    for shape in (GQA, MLA):
+        for lens in ([1] * TOKENS, [1], CHUNKS):
+            _attend(shape, lens, torch.bfloat16, kept=kept)
 
 
 def attend_indexed(capability: int) -> None:

@@ -20,6 +20,7 @@ from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.indexed_attention import chosen_keys
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.quantised import widen_cached, write_cached
 from tests.attention_dp.steps import tables_of
 from tests.attention_dp.test_attention import CASES as BATCHES
 from tests.attention_dp.test_attention import LAYOUTS, MODES, run
@@ -57,6 +58,8 @@ def attend(cached: Sequences, chunks: list[Chunk], device: str = "cpu", **option
     rows = attention.PagedRows(*parts, cached.block_size, len(q), longest)
     out = torch.full((*q.shape[:-1], cached.shape.value_width), float("nan"), dtype=q.dtype, device=device)
     seen = attention.Seen(cached.window, cached.chunk, None if cached.sinks is None else cached.sinks.to(device))
+    if cached.scales is not None:
+        options["scales"] = cached.scales.to(device)
     attention.attend_triton(q.to(device), cached.cache.to(device), out, cached.shape, rows, seen, **options)
     return list(out.cpu().split([end - first for _, first, end in chunks]))
 
@@ -78,6 +81,35 @@ def check_random_batches(device: str, form: str, first_seed: int, end_seed: int)
         for got, each in zip(attend(cached, chunks, device=device), chunks, strict=True):
             error = relative_error(got, cached.reference(*each))
             assert error < LIMITS[dtype], f"{form}, seed {seed}: {error:.1e} of {each} in {dtype}, {case}"
+
+
+def check_8_bits(device: str, form: str, kind: str, first_seed: int, end_seed: int) -> None:
+    shapes, limited = FORMS[form]
+    for seed in range(first_seed, end_seed):
+        draw = random.Random(f"{form} {kind} {seed}")
+        dtype, shape = draw.choice(["float32", "bfloat16"]), draw.choice(shapes)
+        lengths = [draw.choice([1, 16, 33, 65, draw.randint(1, 120)]) for _ in range(2)]
+        case = shape, draw.choice([None, 40]) if limited else None, limited, None
+        cached = sequences(case, lengths, draw.choice([7, 16]), getattr(torch, dtype))
+        stored, read = cached.in_8_bits(getattr(torch, kind))
+        chunks = [(seq, max(end - draw.choice([1, 5]), 0), end) for seq, end in enumerate(lengths)]
+        for got, each in zip(attend(stored, chunks, device=device), chunks, strict=True):
+            error = relative_error(got, read.reference(*each))
+            assert error < LIMITS[dtype], f"{form}, {kind}, seed {seed}: {error:.1e} of {each} in {dtype}, {case}"
+
+
+@pytest.mark.parametrize("form, kind", [("heads", "int8"), ("limited", "float8_e4m3fn"), ("latent", "float8_e4m3fn"),
+                                        ("limited latent", "int8")])  # fmt: skip
+def test_keys_and_values_in_8_bits_are_read_times_their_scales(on_device: RunCheck, form: str, kind: str) -> None:
+    on_device(check_8_bits, form, kind, 0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("form", FORMS)
+def test_many_batches_in_8_bits_are_read_times_their_scales(on_device: RunCheck, form: str, kind: str) -> None:
+    on_device(check_8_bits, form, kind, 2, 102)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -182,6 +214,14 @@ EXPANDED = {
 }
 
 
+def in_8_bits(rows: Tensor, dtype: torch.dtype, latent: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns latents' rows in 8 bits, their scales, and what is read from them."""
+    parts = 1 if rows.shape[2] == latent else 2
+    cache, scales = torch.zeros(rows.shape, dtype=dtype), torch.zeros(len(rows), 1, parts)
+    write_cached(cache, scales, torch.arange(len(rows)), rows, latent)
+    return cache, scales, widen_cached(cache, scales, latent)
+
+
 def check_expanded(device: str, form: str, first_seed: int, end_seed: int) -> None:
     from moe_serve.kernels.triton import expanded_attention
     from moe_serve.kernels.triton.attention import PagedRows
@@ -202,12 +242,14 @@ def check_expanded(device: str, form: str, first_seed: int, end_seed: int) -> No
         keys = (torch.randn(num_heads, nope, latent, generator=generator) / latent**0.5).to(cache)
         values = (torch.randn(num_heads, latent, value, generator=generator) / latent**0.5).to(cache)
         scale, row, wanted, magnitude = (nope + rope) ** -0.5, 2, [], []
+        kept = draw.choice([None, torch.int8, torch.float8_e4m3fn])
         for seq, (length, end) in enumerate(zip(lens, ends, strict=True)):
             tables[seq, : blocks[seq]], order = order[: blocks[seq]], order[blocks[seq] :]
             at = torch.arange(end)
             slots = (tables[seq, at // block_size] * block_size + at % block_size).long()
             cache[slots] = torch.randn(end, 1, latent + rope, generator=generator).to(cache)
-            latents, rotated = cache[slots, 0].double().split([latent, rope], dim=1)
+            read = cache[slots] if kept is None else in_8_bits(cache[slots], kept, latent)[2]
+            latents, rotated = read[:, 0].double().split([latent, rope], dim=1)
             made = latents @ keys.double().transpose(1, 2)
             made = torch.cat((made, rotated.expand(num_heads, -1, -1)), dim=2)
             both = latents @ values.double()
@@ -222,9 +264,12 @@ def check_expanded(device: str, form: str, first_seed: int, end_seed: int) -> No
         parts = [part.to(device) for part in (starts, torch.tensor(ends), tables)]
         rows = PagedRows(*parts, block_size, sum(lens), max(ends))
         out = torch.full((len(q), num_heads, value), float("nan")).to(cache).to(device)
-        of = expanded_attention.ExpandedRows.of(rows, tuple(ends))
+        of, scales = expanded_attention.ExpandedRows.of(rows, tuple(ends)), None
+        if kept is not None:
+            cache, scales, _ = in_8_bits(cache, kept, latent)
+            scales = scales.to(device)
         operands = [each.to(device) for each in (q, cache)], [each.to(device) for each in (keys, values)]
-        expanded_attention.attend_expanded_triton(*operands[0], out, *operands[1], scale, of)
+        expanded_attention.attend_expanded_triton(*operands[0], out, *operands[1], scale, of, scales)
         assert out[:2].isnan().all()
         assert out[-1:].isnan().all()
         # Keys and values are rounded, too.

@@ -19,7 +19,8 @@ ANY_GPU = ["norms", "rope_write", "row_factors", "pack_rows", "gpt_oss_experts",
            "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "gated_gemm", "mxfp4_gemm", "silu_mul",
            "weighted_sum", "topk_gate", "replica_split", "sampling", "low_latency", "low_latency_top16",
            "low_latency_many_tokens", "attend_gqa", "attend_indexed", "attend_expanded"]  # fmt: skip
-MORE_ATTENTION = ["attend_latent", "attend_sinks", "attend_wide", "attend_float32", "attend_float32_latent"]
+MORE_ATTENTION = ["attend_latent", "attend_sinks", "attend_wide", "attend_float32", "attend_float32_latent",
+                  "attend_int8"]  # fmt: skip
 # sm_89 and later have e4m3.
 WITH_E4M3 = [
     "quantize",
@@ -28,6 +29,8 @@ WITH_E4M3 = [
     "packed_gemm_fp8_by_channel",
     "slab_gemm_fp8",
     "gated_gemm_fp8",
+    "rope_write_8_bits",
+    "attend_fp8",
     "low_latency_fp8",
 ]
 USES_MATRIX_UNITS = {"grouped_gemm_kernel", "attend_kernel", "expand_kernel", "index_scores_kernel"}

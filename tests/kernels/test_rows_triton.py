@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.kernels import rows
 from moe_serve.kernels.forms import MlaWidths
 from moe_serve.kernels.indexed_attention import index_write
@@ -139,6 +140,53 @@ def check_mla_rope(device: str, num_rows: int, heads: int, nope: int, latent: in
     rope_write_triton(q, k[:, None], None, 0.0, turns, slots, keys)
     assert relative_error(q, wanted) < FLOAT32
     assert relative_error(keys, wanted_keys) < FLOAT32
+
+
+def check_8_bits(device: str, kind: str) -> None:
+    from moe_serve.kernels.triton.rope import mla_rope_write_triton, rope_write_triton
+
+    dtype, num_rows = getattr(torch, kind), 5
+    turns, slots = turns_of(device, num_rows, 3), slots_of(device, num_rows)
+
+    def caches(heads: int, width: int, parts: int) -> list[torch.Tensor]:
+        """A cache as KvCache lays it out, scales behind the values of their slot; and another one."""
+        layout = KvLayout.gqa(heads // 2, width) if parts == 1 else KvLayout.mla(width - 6, 6)
+        pair = [KvCache([layout], 3, 4, dtype, where) for where in ("cpu", device)]
+        return [each for cache in pair for each in (cache.layer(0), cache.scales(0)) if each is not None]
+
+    def compare(plain: torch.Tensor, plain_scales: torch.Tensor, ours: torch.Tensor, scales: torch.Tensor) -> None:
+        used = slots[slots >= 0].cpu()
+        scales, ours = scales.cpu(), ours.cpu()
+        assert torch.equal(scales.isnan(), plain_scales.isnan())
+        assert relative_error(scales[used].nan_to_num(), plain_scales[used].nan_to_num()) < FLOAT32
+        is_number = ~plain_scales[used].isnan().any(2)  # of other heads codes mean nothing
+        got, wanted = (each.float()[used][is_number] for each in (ours, plain))
+        # Rotations differ in their last bits, which may make the next number of 8 bits.
+        assert (got != wanted).float().mean() < 0.02
+        assert ((got - wanted).abs() <= wanted.abs() / 8 + 1).all()
+
+    qkv = randn(device, num_rows, 4 * 20, dtype=torch.float32)
+    qkv[2, 50] = float("nan")
+    qkv[3, 60:80] = 0
+    plain, plain_scales, ours, scales = caches(2, 20, 1)
+    expected = qkv.cpu().clone()
+    rope_write(expected, None, EPS, turns.cpu(), slots.cpu(), plain, 2, 1, False, plain_scales)
+    split = qkv.view(num_rows, 4, 20)
+    rope_write_triton(split[:, :2], split[:, 2:], None, EPS, turns, slots, ours, False, scales)
+    assert bool(plain_scales.isnan().any())
+    compare(plain, plain_scales, ours, scales)
+
+    widths, norm = MlaWidths(7, 18, 6), randn(device, 18, dtype=torch.float32, seed=1)
+    q, row = randn(device, num_rows, 3, 13, dtype=torch.float32), randn(device, num_rows, 24, dtype=torch.float32)
+    plain, plain_scales, ours, scales = caches(1, 24, 2)
+    mla_rope_write(q.cpu(), row.cpu().clone(), norm.cpu(), EPS, turns.cpu(), slots.cpu(), plain, widths, plain_scales)
+    mla_rope_write_triton(q, row, norm, EPS, turns, slots, ours, widths, scales)
+    compare(plain, plain_scales, ours, scales)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+def test_keys_and_values_are_written_in_8_bits(on_device: RunCheck, kind: str) -> None:
+    on_device(check_8_bits, kind)
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,15 @@ class Runner:
         num_blocks: int = 256,
         dtype: torch.dtype = torch.float32,
         overlap: bool = False,
+        cache_dtype: torch.dtype | None = None,
     ):
-        """overlap: batches run in halves"""
+        """overlap: batches run in halves;  cache_dtype: of 8 bits; None: dtype"""
         self.decoder = decoder
         self.overlap = overlap
         self.numerics = numerics
         self.tables = BlockTables(BLOCK_SIZE)
-        self.cache = KvCache(kv_layouts(decoder.spec), num_blocks, BLOCK_SIZE, dtype, "cpu")
+        kept = cache_dtype or dtype
+        self.cache = KvCache(kv_layouts(decoder.spec), num_blocks, BLOCK_SIZE, kept, "cpu", computed=dtype)
         self._free = [(i * 7) % num_blocks for i in range(num_blocks)]  # 7 and num_blocks have no common factor
         self.logits: dict[str, dict[int, Tensor]] = {}  # request id -> position -> [vocab]
 

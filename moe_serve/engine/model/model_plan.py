@@ -17,7 +17,7 @@ from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.checkpoint_parts import with_stored_head
 from moe_serve.models.decoder.moe_decoder import kv_layouts
-from moe_serve.models.spec import ModelSpec
+from moe_serve.models.spec import MlaSpec, ModelSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 
 
@@ -44,7 +44,8 @@ class NumericsChoice:
 class ModelPlan:
     """The sizes and forms in which one rank serves a model.
 
-    dtype:               of activations and of the KV cache
+    dtype:               of activations
+    cache_dtype:         of the KV cache, the same one or of 8 bits
     choice:              kernels and numerics
     stored:              the dtypes in which weights are kept for the compiled CPU kernels; None: all in dtype
     activations:         what experts in groups are multiplied with
@@ -56,6 +57,7 @@ class ModelPlan:
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     choice: NumericsChoice
     placement: Placement
     expert_form: ExpertForm
@@ -75,17 +77,19 @@ class ModelPlan:
         stored = StoredWeights.of(spec, folder) if choice.numerics.compiled else None
         max_model_len = _max_model_len(config, spec)
         form = expert_form(config, spec, device, stored)
+        cache_dtype = choose_cache_dtype(config, spec, device, dtype)
         return cls(
             spec=spec.in_context(max_model_len),
             device=device,
             dtype=dtype,
+            cache_dtype=cache_dtype,
             choice=choice,
             placement=make_placement(config, spec),
             expert_form=form,
             stored=stored,
             activations=choose_activations(config.model.activations, form),
             max_model_len=max_model_len,
-            num_blocks=num_cache_blocks(config, spec, dtype, max_model_len),
+            num_blocks=num_cache_blocks(config, spec, cache_dtype, max_model_len),
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
         )
 
@@ -111,6 +115,25 @@ def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     return names.get(config.model.dtype, auto)
+
+
+def choose_cache_dtype(
+    config: ServeConfig, spec: ModelSpec, device: torch.device, computed: torch.dtype
+) -> torch.dtype:
+    """Returns the dtype of the KV cache. Raises ConfigError for one that the model or the device cannot have."""
+    wanted = config.cache.dtype
+    if wanted == "auto":
+        return computed
+    if isinstance(spec.attention, MlaSpec) and spec.attention.indexer is not None:
+        raise ConfigError(
+            f"cache.dtype is {wanted} but the sparse attention of {spec.model_type} reads latents and index keys in "
+            "the dtype of the computation; set cache.dtype: auto"
+        )
+    if wanted == "fp8_e4m3" and device.type == "cuda" and not has_e4m3(device):
+        raise ConfigError(
+            "cache.dtype is fp8_e4m3 but this GPU has no e4m3 (it is older than sm_89); set cache.dtype: int8 or auto"
+        )
+    return torch.int8 if wanted == "int8" else torch.float8_e4m3fn
 
 
 def checkpoint_folder(config: ServeConfig) -> Path | None:

@@ -5,9 +5,13 @@
    computes in a tile depends on its own query and on the keys up to its own position, so its bits do not depend on the
    block that it is in: chunks, neighbours and threads change nothing. Keys that a row does not see never enter it, not
    even times zero, which would let in NaN; tiles that lie before a sliding window are skipped. A sink is a score of each
-   query head that stands for no key: rows begin with it as their maximum. */
+   query head that stands for no key: rows begin with it as their maximum.
+
+   Keys and values in 8 bits are widened to float32 tile by tile, exactly but for the product with their scale; the bits
+   are those of a cache that holds these products. */
 #include <stdlib.h>
 #include "attention_tile.h"
+#include "cached.h"
 #include "pool.h"
 
 enum { AHEAD = 16 };                  /* keys fetched ahead */
@@ -16,7 +20,8 @@ enum { COPY_FROM = 4 };               /* tiles of rows for which a copy of a til
 
 typedef struct { /* AttendRows.facts in attention.py */
     i64 num_seqs, num_rows, heads, group, width, value_width;
-    i64 value_at, head_step, slot_step; /* floats from a key to its value, to the next head's key, to the next slot */
+    i64 value_at, head_step; /* elements from a key to its value, and to the next head's key */
+    i64 slot_step;           /* floats to the next slot, where it is not in 8 bits */
     i64 block_size, table_step, table_width;
     const i64 *positions;    /* [T] */
     const i32 *query_starts; /* [num_seqs + 1] */
@@ -34,6 +39,7 @@ typedef struct {
     i64 window;         /* keys that a row sees, its own included; 0 = all before it */
     const float *sinks; /* [heads, group], or 0 */
     i64 chunk;          /* a row sees keys from the last multiple of it on; 0 = from the first */
+    CachedForm form;
     _Atomic i64 *failed;
 } Job;
 
@@ -97,14 +103,52 @@ static void copy_tile(const Attend *a, const Block *b, const float *const *key, 
     }
 }
 
-static void attend_block(const Attend *a, Block *b, i64 seq, const float *head)
+/* Widens a tile of keys in 8 bits, and their values, and says where they are. */
+static void widen_tile(const Job *job, const Block *b, i64 seq, i64 head, i64 first, i64 count, const float **key,
+                       const float **value)
 {
+    const Attend *a = job->step;
+    const CachedForm *form = &job->form;
+    const i32 *table = a->block_tables + seq * a->table_step;
+    const char *cache = (const char *)job->cache + head * a->head_step;
+    i64 rest = a->width - a->value_width; /* of a latent's row, with a scale of its own */
+    for (i64 j = 0; j < count; j++) {
+        i64 at = first + j, slot = table[at / a->block_size] * a->block_size + at % a->block_size;
+        const char *from = cache + slot * form->slot_step;
+        const float *scales = form->scales + slot * form->scale_step;
+        float *to = b->wide + j * b->width;
+        key[j] = value[j] = to;
+        if (a->value_at) {
+            float *value_to = b->wide + KEYS * b->width + j * b->value_width;
+            widen_cached(form->kind, from, a->width, scales[head], to);
+            widen_cached(form->kind, from + a->value_at, a->value_width, scales[a->heads + head], value_to);
+            value[j] = value_to;
+        } else {
+            widen_cached(form->kind, from, a->value_width, scales[0], to);
+            if (rest) { /* behind a latent that need not end at a multiple of 16 */
+                float tail[(rest + 15) / 16 * 16];
+                widen_cached(form->kind, from + a->value_width, rest, scales[1], tail);
+                memcpy(to + a->value_width, tail, rest * 4);
+                memset(to + a->width, 0, (b->width - a->width) * 4);
+            }
+        }
+    }
+    for (i64 j = count; j < KEYS + AHEAD; j++) key[j] = key[count - 1], value[j] = value[count - 1];
+}
+
+static void attend_block(const Job *job, Block *b, i64 seq, i64 head_number)
+{
+    const Attend *a = job->step;
+    const float *head = job->cache + head_number * a->head_step;
     i64 total = b->seen[b->tiles * ROWS - 1];
     for (i64 first = b->from[0] / KEYS * KEYS; first < total; first += KEYS) {
         const float *key[KEYS + AHEAD], *value[KEYS + AHEAD];
         i64 count = least(total - first, KEYS);
-        find_keys(a, seq, head, first, total, key);
-        for (int j = 0; j < KEYS + AHEAD; j++) value[j] = key[j] + a->value_at;
+        if (b->wide) widen_tile(job, b, seq, head_number, first, count, key, value);
+        else {
+            find_keys(a, seq, head, first, total, key);
+            for (int j = 0; j < KEYS + AHEAD; j++) value[j] = key[j] + a->value_at;
+        }
         if (b->turned) {
             copy_tile(a, b, key, value, count);
             score_tile_turned(b, first, count);
@@ -123,12 +167,13 @@ static _Thread_local struct {
 } attend_room;
 
 /* Returns whether there is memory for the block; its arrays are then set. */
-static int make_room(const Attend *a, Block *b)
+static int make_room(const Attend *a, Block *b, int widens)
 {
     b->width = padded(a->width), b->value_width = padded(a->value_width);
     i64 rows = b->tiles * ROWS, copy = 0;
     if (b->width != a->width || b->value_width != a->value_width || (a->value_at && b->tiles >= COPY_FROM)) copy = KEYS;
-    i64 floats = rows * (16 + b->width + b->value_width + KEYS + 1) + copy * (b->width + b->value_width) + 16;
+    i64 wide = !widens ? 0 : KEYS * (b->width + (a->value_at ? b->value_width : 0));
+    i64 floats = rows * (16 + b->width + b->value_width + KEYS + 1) + copy * (b->width + b->value_width) + wide + 16;
     i64 bytes = (floats * 4 + rows * 16 + 63) / 64 * 64;
     if (attend_room.bytes < bytes) {
         free(attend_room.at);
@@ -142,7 +187,8 @@ static int make_room(const Attend *a, Block *b)
     b->p = b->acc + rows * b->value_width;
     b->turned = copy ? b->p + rows * KEYS : 0;
     b->values = b->p + rows * KEYS + copy * b->width;
-    b->seen = (i64 *)(b->values + copy * b->value_width);
+    b->wide = wide ? b->values + copy * b->value_width : 0;
+    b->seen = (i64 *)(b->values + copy * b->value_width + wide);
     b->from = b->seen + rows;
     b->most = (float *)(b->from + rows);
     for (i64 start = 0; start < copy; start += TURNED) /* what turn4 leaves as it is */
@@ -207,12 +253,12 @@ static void attend_piece(const void *about, i64 piece)
     i64 first = tiles * block / blocks * ROWS;
     Block b = {.tiles = tiles * (block + 1) / blocks - first / ROWS};
     b.rows = least(b.tiles * ROWS, rows - first);
-    if (!make_room(a, &b)) {
+    if (!make_room(a, &b, job->form.kind != FLOAT32)) {
         atomic_store(job->failed, 1);
         return;
     }
     take_queries(job, &b, seq, head, first);
-    attend_block(a, &b, seq, job->cache + head * a->head_step);
+    attend_block(job, &b, seq, head);
     write_rows(job, &b, seq, head, first);
 }
 
@@ -236,12 +282,12 @@ i64 attend_plan(Attend *a)
 }
 
 /* q: [T, heads, group, width] with q_step floats from token to token; out: [T, heads, group, value_width]; window, sinks
-   and chunk as in Job. Returns -1 where there is no memory to work in. */
+   and chunk as in Job; form of the cache. Returns -1 where there is no memory to work in. */
 i64 attend(const Attend *step, const float *q, i64 q_step, const float *cache, float *out, i64 window,
-           const float *sinks, i64 chunk)
+           const float *sinks, i64 chunk, const CachedForm *form)
 {
     _Atomic i64 failed = 0;
-    Job job = {step, q, q_step, cache, out, window, sinks, chunk, &failed};
+    Job job = {step, q, q_step, cache, out, window, sinks, chunk, *form, &failed};
     pool_run(attend_piece, &job, step->piece_starts[step->num_seqs]);
     return failed ? -1 : 0;
 }

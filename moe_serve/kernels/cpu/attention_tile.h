@@ -10,6 +10,7 @@ typedef struct { /* the rows of one piece; padded to whole tiles by rows that ar
     float *sum;             /* [rows][16] of the weights, by lane */
     i64 *from, *seen;       /* [rows] the first key that the row sees, and the one behind the last; neither falls */
     float *turned, *values; /* [KEYS / TURNED][width][TURNED], [KEYS][value_width]: copies of a tile, where they pay */
+    float *wide;            /* [KEYS][width], [KEYS][value_width]: a tile that lies in 8 bits; else 0 */
 } Block;
 
 INLINE i64 padded(i64 width) { return (width + 15) / 16 * 16; }

@@ -7,6 +7,7 @@ are not the same everywhere. Takes about 20 ms.
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -18,7 +19,13 @@ from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.experts import GroupedExperts, PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.cpu.logprobs import row_logprobs
-from moe_serve.kernels.cpu.operations import EXAMPLE_ROWS, AnyOperation, declared_operations, recorded_once
+from moe_serve.kernels.cpu.operations import (
+    EXAMPLE_ROWS,
+    AnyOperation,
+    Recorder,
+    declared_operations,
+    recorded_once,
+)
 from moe_serve.kernels.cpu.packed import (
     gate_up_size,
     group_packed_size,
@@ -44,6 +51,11 @@ def kernel_digest() -> str:
         for tensor in probe():
             digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor, which torch compares in every dtype, e4m3 too."""
+    return tensor.flatten().contiguous().view(torch.uint8)
 
 
 def _numbers(*shape: int, seed: int = 1) -> Tensor:
@@ -141,7 +153,16 @@ def _attended(shape: AttendShape) -> list[Tensor]:
     cache, q = _numbers(96, *shape.row_shape), 4 * _numbers(4, shape.heads, shape.group, shape.width, seed=2)
     rows, sinks = _attend_rows(shape), _numbers(shape.heads * shape.group, seed=3)
     plain = recorded_once(4, lambda do: do.attend_rows(q, cache, shape), rows.address)
-    return [plain, recorded_once(4, lambda do: do.attend_rows(q, cache, shape, 3, sinks), rows.address)]
+    results = [plain, recorded_once(4, lambda do: do.attend_rows(q, cache, shape, 3, sinks), rows.address)]
+    scales = _numbers(96, shape.row_shape[0], 1 if shape.latent is None else 2, seed=4) / 100
+    for dtype, factor in ((torch.int8, 127), (torch.float8_e4m3fn, 100)):
+        stored = (cache * factor).to(dtype)
+        results.append(recorded_once(4, partial(_attend_stored, q, stored, shape, scales), rows.address))
+    return results
+
+
+def _attend_stored(q: Tensor, cache: Tensor, shape: AttendShape, scales: Tensor, do: Recorder) -> Tensor:
+    return do.attend_rows(q, cache, shape, scales=scales)
 
 
 def _indexed() -> list[Tensor]:
@@ -167,9 +188,13 @@ def _operations() -> list[Tensor]:
 
 def _results(declared: AnyOperation, given: tuple[object, ...]) -> list[Tensor]:
     tensors = [argument for argument in given if isinstance(argument, Tensor)]
-    before = [tensor.clone() for tensor in tensors]
+    before = [_bytes(tensor).clone() for tensor in tensors]
     result = recorded_once(EXAMPLE_ROWS, lambda do: declared.record(do, *given))
-    changed = [now for now, then in zip(tensors, before, strict=True) if not torch.equal(now, then)]
+    changed = [
+        now.view(torch.uint8) if now.dtype == torch.float8_e4m3fn else now
+        for now, then in zip(tensors, before, strict=True)
+        if not torch.equal(_bytes(now), then)
+    ]
     return [result, *changed] if isinstance(result, Tensor) else changed
 
 

@@ -241,8 +241,14 @@ class Operations:
         rope.rope_write,
         lambda draw: [
             (draw(EXAMPLE_ROWS, 4 * 34), head_norm, _EPS, _some_turns(draw, 17), torch.arange(EXAMPLE_ROWS),
-             torch.zeros(EXAMPLE_ROWS, 2, 34), 2, 1, last)
-            for head_norm, last in ((None, False), (draw(3, 34), False), (draw(3, 34), True))
+             cache, 2, 1, last, scales)
+            for head_norm, last, (cache, scales) in (
+                (None, False, (torch.zeros(EXAMPLE_ROWS, 2, 34), None)),
+                (draw(3, 34), False, (torch.zeros(EXAMPLE_ROWS, 2, 34), None)),
+                (draw(3, 34), True, (torch.zeros(EXAMPLE_ROWS, 2, 34), None)),
+                (None, False, _in_8_bits(torch.int8, 2, 34, 1)),
+                (None, False, _in_8_bits(torch.float8_e4m3fn, 2, 34, 1)),
+            )
         ],
     )  # fmt: skip
     def rope_write(
@@ -256,16 +262,23 @@ class Operations:
         num_heads: int,
         num_kv_heads: int,
         norm_last: bool = False,
+        scales: Tensor | None = None,
     ) -> None:
         norm = 0 if head_norm is None else head_norm
         facts = _facts(num_heads, num_kv_heads, cache_layer.shape[2], 2 * turns.shape[1], int(norm_last))
-        tape.call("rope_write", facts, qkv, ROWS, qkv.stride(0), norm, float_bits(eps), turns, slots, cache_layer)
+        at = facts, qkv, ROWS, qkv.stride(0), norm, float_bits(eps), turns, slots, cache_layer
+        tape.call("rope_write", *at, _cached_form(cache_layer, scales), keep=scales)
 
     @operation(
         rope.mla_rope_write,
         lambda draw: [
             (draw(EXAMPLE_ROWS, 3, 16), draw(EXAMPLE_ROWS, 28), draw(22), _EPS, _some_turns(draw, 3),
-             torch.arange(EXAMPLE_ROWS), torch.zeros(EXAMPLE_ROWS, 1, 28), MlaWidths(10, 22, 6))
+             torch.arange(EXAMPLE_ROWS), cache, MlaWidths(10, 22, 6), scales)
+            for cache, scales in (
+                (torch.zeros(EXAMPLE_ROWS, 1, 28), None),
+                _in_8_bits(torch.int8, 1, 28, 2),
+                _in_8_bits(torch.float8_e4m3fn, 1, 28, 2),
+            )
         ],
     )  # fmt: skip
     def mla_rope_write(
@@ -278,10 +291,12 @@ class Operations:
         slots: Tensor,
         cache_layer: Tensor,
         widths: MlaWidths,
+        scales: Tensor | None = None,
     ) -> None:
         at = q, q.stride(0), row, row.stride(0), ROWS
         facts = _facts(q.shape[1], widths.nope + widths.rope, widths.latent, widths.rope)
-        tape.call("mla_rope_write", facts, *at, latent_norm, float_bits(eps), turns, slots, cache_layer)
+        to = turns, slots, cache_layer, _cached_form(cache_layer, scales)
+        tape.call("mla_rope_write", facts, *at, latent_norm, float_bits(eps), *to, keep=scales)
 
     @operation(
         indexed_attention.index_write,
@@ -322,18 +337,20 @@ class Recorder(Operations, Tape):
         window: int | None = None,
         sinks: Tensor | None = None,
         chunk: int | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Returns the attention of the step's AttendRows, [rows, heads, group, value width].
 
         q:      [rows, heads, group, width]; the stride of rows is free, as in a slice of a fused projection
-        cache:  [slots, *shape.row_shape] float32, one layer's keys and values, those of these rows included
+        cache:  [slots, *shape.row_shape], one layer's keys and values, those of these rows included; float32, or int8
+                or float8_e4m3fn with scales [slots, heads of a slot, 1 or 2] float32 (kernels/quantised.py)
         window: how many keys a row sees, its own included; None: all up to its own
         chunk:  a row sees the keys from the last multiple of it up to its own; None: from the first
         sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
         """
         out = self.buffer("attended", shape.heads, shape.group, shape.value_width)
-        options = attend_options(shape, window, sinks, chunk)
-        self.call("attend", ATTEND, q, q.stride(0), cache, out, *options, keep=sinks)
+        options = *attend_options(shape, window, sinks, chunk), _cached_form(cache, scales)
+        self.call("attend", ATTEND, q, q.stride(0), cache, out, *options, keep=(sinks, scales))
         return out
 
     def attend_chosen(
@@ -434,6 +451,17 @@ def _gate_facts(spec: RouterSpec) -> Tensor:
     scoring, by_best = get_args(Scoring).index(spec.scoring), int(spec.group_score == "best")
     sizes = [spec.num_logical, spec.topk, scoring, int(spec.norm_topk), spec.num_groups, spec.topk_groups, by_best]
     return torch.cat((torch.tensor(sizes), numbers.view(torch.int64)))
+
+
+def _cached_form(cache: Tensor, scales: Tensor | None) -> Tensor:
+    """Returns the form of one layer's cache as cached.h reads it. The caller keeps the scales."""
+    at = (0, 0) if scales is None else (scales.data_ptr(), scales.stride(0))
+    return _facts(KINDS.index(cache.dtype), cache.stride(0), *at)
+
+
+def _in_8_bits(dtype: torch.dtype, heads: int, width: int, parts: int) -> tuple[Tensor, Tensor]:
+    """Returns an empty cache for the rows of the examples, and its scales."""
+    return torch.zeros(EXAMPLE_ROWS, heads, width, dtype=dtype), torch.zeros(EXAMPLE_ROWS, heads, parts)
 
 
 def _some_turns(draw: Draw, pairs: int) -> Tensor:

@@ -1,6 +1,7 @@
 /* What happens to single rows: norms, rotary embedding with the cache's write, weighted sums, packing by slot.
    A row's bits depend on that row only: sums go over every 16th element, in an order that the width alone fixes. */
 #include <math.h>
+#include "cached.h"
 #include "pool.h"
 
 enum { PIECE_FLOATS = 1 << 15 }; /* fewer are not worth another thread */
@@ -109,6 +110,7 @@ typedef struct { /* rope_facts in rows.py */
 } RopeShape;
 typedef struct {
     RopeShape shape;
+    CachedForm form;
     float *qkv;
     i64 rows, step;
     const float *norm; /* [heads + kv_heads, width], or 0 */
@@ -131,16 +133,24 @@ static void rope_piece(const void *about, i64 piece)
             rotate(head, a.rotated / 2, job->turns + t * a.rotated, head);
             if (job->norm && a.norm_last) norm_row(head, job->norm + h * d, d, job->eps, head);
         }
-        if (job->slots[t] >= 0) memcpy(job->cache + job->slots[t] * kv, row + a.heads * d, kv * 4);
+        i64 slot = job->slots[t];
+        if (slot < 0) continue;
+        if (job->form.kind == FLOAT32) memcpy(job->cache + slot * kv, row + a.heads * d, kv * 4);
+        else
+            for (i64 h = 0; h < 2 * a.kv_heads; h++)
+                quantise_cached(row + (a.heads + h) * d, d, job->form.kind,
+                                (char *)job->cache + slot * job->form.slot_step + h * d,
+                                job->form.scales + slot * job->form.scale_step + h);
     }
 }
 
 /* qkv [rows, (heads + 2 kv_heads) * width]: norms and rotates queries and keys in place; keys and values go to the
-   cache's row of each slot, [2 * kv_heads, width]; slot -1: nothing. turns: [rows, rotated / 2] of (cos, sin) */
+   cache's row of each slot, [2 * kv_heads, width]; slot -1: nothing. turns: [rows, rotated / 2] of (cos, sin);
+   form: of the cache */
 i64 rope_write(const RopeShape *shape, float *qkv, i64 rows, i64 step, const float *norm, i64 eps, const float *turns,
-               const i64 *slots, float *cache)
+               const i64 *slots, float *cache, const CachedForm *form)
 {
-    Rope job = {*shape, qkv, rows, step, norm, as_float(eps), turns, slots, cache};
+    Rope job = {*shape, *form, qkv, rows, step, norm, as_float(eps), turns, slots, cache};
     pool_run(rope_piece, &job, pieces_of(rows, (shape->heads + 2 * shape->kv_heads) * shape->width));
     return 0;
 }
@@ -159,6 +169,7 @@ typedef struct {
     const float *turns;
     const i64 *slots;
     float *cache;
+    CachedForm form;
 } MlaRope;
 
 static void mla_rope_piece(const void *about, i64 piece)
@@ -174,18 +185,30 @@ static void mla_rope_piece(const void *about, i64 piece)
         }
         if (job->slots[t] < 0) continue;
         const float *row = job->row + t * job->row_step;
-        float *slot = job->cache + job->slots[t] * width;
-        norm_row(row, job->norm, a.latent, job->eps, slot);
-        rotate(row + a.latent, a.rotated / 2, turns, slot + a.latent);
+        i64 slot = job->slots[t];
+        if (job->form.kind == FLOAT32) {
+            float *to = job->cache + slot * width;
+            norm_row(row, job->norm, a.latent, job->eps, to);
+            rotate(row + a.latent, a.rotated / 2, turns, to + a.latent);
+            continue;
+        }
+        float made[width];
+        char *to = (char *)job->cache + slot * job->form.slot_step;
+        float *scales = job->form.scales + slot * job->form.scale_step;
+        norm_row(row, job->norm, a.latent, job->eps, made);
+        rotate(row + a.latent, a.rotated / 2, turns, made + a.latent);
+        quantise_cached(made, a.latent, job->form.kind, to, scales);
+        if (a.rotated) quantise_cached(made + a.latent, a.rotated, job->form.kind, to + a.latent, scales + 1);
     }
 }
 
 /* q [rows, heads, head_width]: rotates the tail of each head in place; row [rows, latent + rotated]: goes to the
-   cache's row of each slot, its latent normed, its tail rotated; slot -1: nothing */
+   cache's row of each slot, its latent normed, its tail rotated; slot -1: nothing; form: of the cache */
 i64 mla_rope_write(const MlaShape *shape, float *q, i64 q_step, const float *row, i64 row_step, i64 rows,
-                   const float *norm, i64 eps, const float *turns, const i64 *slots, float *cache)
+                   const float *norm, i64 eps, const float *turns, const i64 *slots, float *cache,
+                   const CachedForm *form)
 {
-    MlaRope job = {shape, q, q_step, row, row_step, rows, norm, as_float(eps), turns, slots, cache};
+    MlaRope job = {shape, q, q_step, row, row_step, rows, norm, as_float(eps), turns, slots, cache, *form};
     pool_run(mla_rope_piece, &job, pieces_of(rows, shape->heads * shape->rotated + shape->latent + shape->rotated));
     return 0;
 }

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_serve.kernels.forms import AttendShape
-from moe_serve.kernels.triton.mode import as_dtype, dot, multiply_add
+from moe_serve.kernels.triton.mode import as_dtype, dot, multiply_add, widened
 
 LOG2_E = math.log2(math.e)
 # Keys of one part. Where parts have programs of their own, their sums are written and read again: of one key/value head
@@ -72,6 +72,8 @@ class Places:
     keys, values: of the first head; those of the next are head_step elements further. The same ones where shares_row:
                   then a key begins with its value
     tail:         with which keys of all heads end; of no columns: with nothing
+    scales:       of a cache in 8 bits (kernels/quantised.py), [slots, heads of a slot, parts]: of every key, then of
+                  every value; or of what keys and values share and of the tail
     """
 
     keys: Tensor
@@ -85,15 +87,16 @@ class Places:
     head_step: int
     scale: float
     shares_row: bool = False
+    scales: Tensor | None = None
 
     @classmethod
-    def in_cache(cls, cache: Tensor, shape: AttendShape) -> "Places":
+    def in_cache(cls, cache: Tensor, shape: AttendShape, scales: Tensor | None) -> "Places":
         """cache: [slots, *shape.row_shape]"""
         value, tail = shape.value_width, shape.width - shape.value_width
         widths = value, tail, value, shape.width
         latent = shape.latent is not None
         values = cache if latent else cache[:, shape.heads :]
-        return cls(cache, cache[:, :, value:], values, shape.heads, shape.group, *widths, shape.scale, latent)
+        return cls(cache, cache[:, :, value:], values, shape.heads, shape.group, *widths, shape.scale, latent, scales)
 
     @property
     def blocks(self) -> tuple[int, int, int]:
@@ -124,19 +127,21 @@ class AttendTile:
     columns: int | None = None
 
 
-def tile_for(places: Places, one_row: bool) -> AttendTile:
-    """Returns the tile for rows that are alone in their sequence, or have company.
+def tile_for(places: Places, itemsize: int, one_row: bool) -> AttendTile:
+    """Returns the tile for rows that are alone in their sequence, or have company. itemsize: bytes of their numbers
 
     Chosen by what compiles without spills for sm_80, sm_90 and sm_100; none has been measured on a GPU yet. So tiles of
-    latents have 32 rows: with 64, which Hopper's matrix instructions for four warps take, some values spill, and for
-    Blackwell Triton 3.9 makes a trap.
+    latents have 32 rows, and 16 where decodes read them in 8 bits: with 64, which Hopper's matrix instructions for four
+    warps take, some values spill, and for Blackwell Triton 3.9 makes a trap. The ordinary units want whole rows of both
+    operands in registers, which wide ones do not fit in.
     """
     width, group = sum(places.blocks), max(triton.next_power_of_2(places.group), 16)
-    if places.keys.element_size() == 4:  # by the ordinary units, as torch does
+    if itemsize == 4:  # by the ordinary units, as torch does
         wide = width > 128
         return AttendTile(16, 32, num_warps=8 if wide else 4, num_stages=1, columns=32 if wide else None)
     if places.shares_row:
-        return AttendTile(min(group, 32), 32, num_warps=8, num_stages=3)
+        most = 16 if places.scales is not None and one_row else 32
+        return AttendTile(min(group, most), 32, num_warps=8, num_stages=3)
     if one_row:
         return AttendTile(min(group, 32), 64, num_warps=4, num_stages=5 if width <= 128 else 3)
     return AttendTile(128, 64 if width <= 128 else 32, num_warps=8, num_stages=2)
@@ -144,16 +149,17 @@ def tile_for(places: Places, one_row: bool) -> AttendTile:
 
 def attend_triton(
     q: Tensor, cache: Tensor, out: Tensor, shape: AttendShape, rows: PagedRows, seen: Seen = Seen(),
-    invariant: bool = False, tile: AttendTile | None = None,
+    invariant: bool = False, tile: AttendTile | None = None, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fills the rows of `out` [T, heads, group, value width].
 
     q:        [T, heads, group, width]; the stride of rows is free, as in a slice of a fused projection
-    cache:    [slots, *shape.row_shape], one layer's keys and values, those of these rows included
+    cache:    [slots, *shape.row_shape], one layer's keys and values, those of these rows included; of the queries'
+              dtype, or int8 or e4m3 with scales (kernels/quantised.py)
     invariant: rows with others in their sequence have the bits that they have alone; for chunks this is slow
     """
     if rows.num_rows:
-        attend_places(q, Places.in_cache(cache, shape), out, rows, seen, invariant, tile)
+        attend_places(q, Places.in_cache(cache, shape, scales), out, rows, seen, invariant, tile)
 
 
 def attend_places(
@@ -163,7 +169,7 @@ def attend_places(
     """Does the same with keys and values wherever they lie. Strides of rows are free in `out`, too, but for decodes."""
     one_row = rows.query_starts is None
     in_parts = one_row or invariant
-    tile = tile or tile_for(places, in_parts)
+    tile = tile or tile_for(places, q.element_size(), in_parts)
     first, second, tail_block = places.blocks
     group_block = min(triton.next_power_of_2(places.group), tile.rows)
     tokens = tile.rows // group_block
@@ -174,6 +180,7 @@ def attend_places(
     num_heads = places.heads * triton.cdiv(places.group, group_block)
     all_heads, width = places.heads * places.group, places.value_width
     part_out = part_sums = None
+    scales = places.scales
     apart = one_row and num_parts > 1 and num_tiles * num_heads < ENOUGH_PROGRAMS
     if apart:
         per_part = q.shape[0], all_heads, num_parts
@@ -184,12 +191,13 @@ def attend_places(
     attend_kernel[(num_tiles * num_heads, num_parts if apart else 1)](
         q, places.keys, places.tail if tail_block else places.keys, places.values, out, part_out, part_sums,
         seen.sinks, rows.query_starts, rows.seq_lens, rows.block_tables, num_seqs, num_parts, places.scale * LOG2_E,
-        *limits, q.stride(0), out.stride(0), places.keys.stride(0), rows.block_tables.stride(0),
+        *limits, q.stride(0), out.stride(0), places.keys.stride(0), rows.block_tables.stride(0), scales,
+        0 if scales is None else scales.stride(0),
         HEADS=places.heads, GROUP=places.group, GROUP_BLOCK=group_block, TOKENS=tokens,
         HEAD_STEP=places.head_step, KEY=places.key_width, WIDTH=width, FIRST=first, SECOND=second,
         TAIL=places.tail_width, BLOCK_T=tail_block, BLOCK_N=tile.keys,
         BLOCK_SIZE=rows.block_size, LATENT=places.shares_row, ONE_ROW=one_row, PART=part_keys if num_parts > 1 else 0,
-        FOLD=not apart, AT_ONCE=tile.columns or first, **sees,
+        FOLD=not apart, AT_ONCE=tile.columns or first, SCALED=scales is not None, **sees,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if apart:
@@ -215,12 +223,12 @@ def _num_parts(max_keys: int, seen: Seen, part_keys: int) -> int:
 @triton.jit
 def attend_kernel(
     q, k, tail, v, out, part_out, part_sums, sinks, query_starts, seq_lens, tables, num_seqs, num_parts, scale,
-    window, chunk, q_stride, out_stride, slot_stride, table_stride,
+    window, chunk, q_stride, out_stride, slot_stride, table_stride, scales, scale_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_STEP: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, ONE_ROW: tl.constexpr, PART: tl.constexpr, FOLD: tl.constexpr,
-    AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
+    AT_ONCE: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     # Programs of one tile of rows follow each other, so that its keys are read from memory once for all heads.
     HEAD_BLOCKS: tl.constexpr = (GROUP + GROUP_BLOCK - 1) // GROUP_BLOCK
@@ -251,22 +259,26 @@ def attend_kernel(
         table = tables + seq.to(tl.int64) * table_stride
         k += head * HEAD_STEP
         v += head * HEAD_STEP
+        value_scales = scales
+        if SCALED and not LATENT:
+            scales += head
+            value_scales = scales + HEADS
         before = first_row.to(tl.int64) * (HEADS * GROUP)  # rows of heads in the parts
         at = token * (HEADS * GROUP) + all_head
         if PART == 0:
             total, total_b, weights, most = attend_keys(
                 query, query_b, query_tail, used, k, tail, v, table, position, first_key, begin, end, scale,
-                slot_stride, KEY, WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW,
-                WINDOW or CHUNK, AT_ONCE,
+                slot_stride, scales, value_scales, scale_stride, KEY, WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N,
+                BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK, AT_ONCE, SCALED, q.dtype.element_ty,
             )  # fmt: skip
         elif FOLD:
             total, total_b, weights, most = no_sums(TOKENS * GROUP_BLOCK, FIRST, SECOND)
             for part in range(begin // PART, tl.cdiv(end, PART)):
                 more, more_b, more_weights, more_most = attend_keys(
                     query, query_b, query_tail, used, k, tail, v, table, position, first_key,
-                    tl.maximum(begin, part * PART), tl.minimum(end, part * PART + PART), scale, slot_stride, KEY,
-                    WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK,
-                    AT_ONCE,
+                    tl.maximum(begin, part * PART), tl.minimum(end, part * PART + PART), scale, slot_stride, scales,
+                    value_scales, scale_stride, KEY, WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT,
+                    ONE_ROW, WINDOW or CHUNK, AT_ONCE, SCALED, q.dtype.element_ty,
                 )  # fmt: skip
                 keep, add, most = shares(most, more_most)
                 total = folded(total, more, keep[:, None], add[:, None])
@@ -280,8 +292,8 @@ def attend_kernel(
             end = tl.minimum(end, part * PART + PART)
             total, total_b, weights, most = attend_keys(
                 query, query_b, query_tail, used, k, tail, v, table, position, first_key, begin, end, scale,
-                slot_stride, KEY, WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N, BLOCK_SIZE, LATENT, ONE_ROW,
-                WINDOW or CHUNK, AT_ONCE,
+                slot_stride, scales, value_scales, scale_stride, KEY, WIDTH, FIRST, SECOND, TAIL, BLOCK_T, BLOCK_N,
+                BLOCK_SIZE, LATENT, ONE_ROW, WINDOW or CHUNK, AT_ONCE, SCALED, q.dtype.element_ty,
             )  # fmt: skip
             number = before * num_parts + part - first_part
             store_part(part_out, part_sums, number, at * num_parts, total, total_b, weights, most,
@@ -339,9 +351,11 @@ def store_part(
 @triton.jit
 def attend_keys(
     query, query_b, query_tail, used, k, tail, v, table, position, first_key, begin, end, scale, slot_stride,
+    scales, value_scales, scale_stride,
     KEY: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr,
-    ONE_ROW: tl.constexpr, LIMITED: tl.constexpr, AT_ONCE: tl.constexpr,
+    ONE_ROW: tl.constexpr, LIMITED: tl.constexpr, AT_ONCE: tl.constexpr, SCALED: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Returns weighted values of keys begin .. end, [rows, FIRST] and [rows, SECOND], sums of weights, and top scores.
 
@@ -354,28 +368,37 @@ def attend_keys(
         # Others are not read: what freed blocks and the ends of blocks hold may not be a number.
         inside = (key >= begin) & (key < end)
         block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0)
-        at = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * slot_stride
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        at = slot * slot_stride
         if AT_ONCE < FIRST:  # query holds addresses
             scores = tl.zeros((query.shape[0], BLOCK_N), dtype=tl.float32)
             # It depends on the loop, so that Triton does not move the loads out of it, where they fill the registers.
             again = used & (first >= 0)
             for column in tl.static_range(0, FIRST + SECOND, AT_ONCE):
-                some = load_columns(k + at, inside, column, KEY, AT_ONCE)
+                some = widened(load_columns(k + at, inside, column, KEY, AT_ONCE), KIND)
                 scores += dot(load_columns(query, again, column, KEY, AT_ONCE), tl.trans(some))
-            for column in tl.static_range(0, BLOCK_T, AT_ONCE):
-                some = load_columns(tail + at, inside, column, TAIL, AT_ONCE)
-                scores += dot(load_columns(query + KEY, again, column, TAIL, AT_ONCE), tl.trans(some))
-            keys = load_columns(k + at, inside, 0, KEY, FIRST)
-            keys_b = load_columns(k + at, inside, FIRST, KEY, SECOND) if SECOND > 0 else keys
-        else:
-            keys = load_columns(k + at, inside, 0, KEY, FIRST)
+        keys = widened(load_columns(k + at, inside, 0, KEY, FIRST), KIND)
+        keys_b = keys
+        if SECOND > 0:
+            keys_b = widened(load_columns(k + at, inside, FIRST, KEY, SECOND), KIND)
+        if AT_ONCE >= FIRST:
             scores = dot(query, tl.trans(keys))
-            keys_b = keys
             if SECOND > 0:
-                keys_b = load_columns(k + at, inside, FIRST, KEY, SECOND)
                 scores += dot(query_b, tl.trans(keys_b))
-            if BLOCK_T > 0:
-                scores += dot(query_tail, tl.trans(load_columns(tail + at, inside, 0, TAIL, BLOCK_T)))
+        if SCALED:
+            key_scales = tl.load(scales + slot * scale_stride, mask=inside, other=0.0)[None, :]
+            scores *= key_scales
+        if BLOCK_T > 0:
+            if AT_ONCE >= FIRST:
+                of_tail = dot(query_tail, tl.trans(widened(load_columns(tail + at, inside, 0, TAIL, BLOCK_T), KIND)))
+            else:
+                of_tail = tl.zeros((query.shape[0], BLOCK_N), dtype=tl.float32)
+                for column in tl.static_range(0, BLOCK_T, AT_ONCE):
+                    some = widened(load_columns(tail + at, inside, column, TAIL, AT_ONCE), KIND)
+                    of_tail += dot(load_columns(query + KEY, again, column, TAIL, AT_ONCE), tl.trans(some))
+            if SCALED:
+                of_tail *= tl.load(scales + slot * scale_stride + 1, mask=inside, other=0.0)[None, :]
+            scores += of_tail
         visible = inside[None, :]
         if not ONE_ROW:
             visible = visible & (key[None, :] <= position[:, None])
@@ -388,11 +411,16 @@ def attend_keys(
         weight = tl.exp2(scores - reference[:, None])
         weights = weights * shrink + tl.sum(weight, 1)
         most = highest
-        weight = as_dtype(weight, keys.dtype)
-        values = keys if LATENT else load_columns(v + at, inside, 0, WIDTH, FIRST)
+        if SCALED:
+            if LATENT:
+                weight *= key_scales
+            else:
+                weight *= tl.load(value_scales + slot * scale_stride, mask=inside, other=0.0)[None, :]
+        weight = as_dtype(weight, KIND)
+        values = keys if LATENT else widened(load_columns(v + at, inside, 0, WIDTH, FIRST), KIND)
         total = total * shrink[:, None] + dot(weight, values)
         if SECOND > 0:
-            values_b = keys_b if LATENT else load_columns(v + at, inside, FIRST, WIDTH, SECOND)
+            values_b = keys_b if LATENT else widened(load_columns(v + at, inside, FIRST, WIDTH, SECOND), KIND)
             total_b = total_b * shrink[:, None] + dot(weight, values_b)
     return total, total_b, weights, most
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_serve.kernels.triton.attention import PagedRows, Places, Seen, attend_places, load_columns, sequence_of
-from moe_serve.kernels.triton.mode import as_dtype, dot
+from moe_serve.kernels.triton.mode import as_dtype, dot, widened
 
 TILE = 128  # keys of a program; every sequence begins with a tile of its own
 # Columns that a program makes, and of latents at a time; few of float32, which the ordinary units multiply.
@@ -48,16 +48,17 @@ class ExpandedRows:
 
 
 def attend_expanded_triton(
-    q: Tensor, cache: Tensor, out: Tensor, keys: Tensor, values: Tensor, scale: float, expanded: ExpandedRows
-) -> None:
+    q: Tensor, cache: Tensor, out: Tensor, keys: Tensor, values: Tensor, scale: float, expanded: ExpandedRows,
+    scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """Fills the rows of `out` [T, heads, value width].
 
     q:      [T, heads, nope + rope]
-    cache:  [slots, 1, latent + rope], those of these rows included
+    cache:  [slots, 1, latent + rope], those of these rows included; in 8 bits with scales [slots, 1, 1 or 2] float32
     keys:   [heads, nope, latent], makes keys but their last `rope` elements, which all heads share, out of latents
     values: [heads, latent, value width], makes values
     """
-    rows = expanded.rows
+    rows, cached = expanded.rows, (cache, scales)
     num_heads, nope, latent = keys.shape
     value, rope = values.shape[2], cache.shape[2] - latent
     num_keys, per_head = expanded.num_tiles * TILE, nope + value
@@ -69,8 +70,8 @@ def attend_expanded_triton(
     for first in range(0, num_heads, some_heads):
         heads = slice(first, min(first + some_heads, num_heads))
         own = made[:, rope:]
-        _expand(cache, keys[heads].transpose(1, 2), own, made if first == 0 else None, per_head, expanded)
-        _expand(cache, values[heads], own[:, nope:], None, per_head, expanded)
+        _expand(cached, keys[heads].transpose(1, 2), own, made if first == 0 else None, per_head, expanded)
+        _expand(cached, values[heads], own[:, nope:], None, per_head, expanded)
         places = Places(
             own, made, own[:, nope:], heads.stop - heads.start, 1, nope, rope, value, head_step=per_head, scale=scale
         )
@@ -78,30 +79,33 @@ def attend_expanded_triton(
 
 
 def _expand(
-    cache: Tensor, weight: Tensor, made: Tensor, tail: Tensor | None, head_step: int, expanded: ExpandedRows
-) -> None:
+    cached: tuple[Tensor, Tensor | None], weight: Tensor, made: Tensor, tail: Tensor | None, head_step: int,
+    expanded: ExpandedRows,
+) -> None:  # fmt: skip
     """Writes latents times weight [heads, latent, n] to `made`, and the rest of cached rows to `tail`, if given."""
-    num_heads, latent, width = weight.shape
-    most, some_latents = COLUMNS_FLOAT32 if cache.dtype == torch.float32 else COLUMNS
+    (cache, scales), (num_heads, latent, width) = cached, weight.shape
+    most, some_latents = COLUMNS_FLOAT32 if weight.dtype == torch.float32 else COLUMNS
     rows, block = expanded.rows, min(max(triton.next_power_of_2(width), 16), most)
     column_blocks, rope = triton.cdiv(width, block), cache.shape[2] - latent
     expand_kernel[(expanded.num_tiles * num_heads * column_blocks,)](
-        cache, cache[:, :, latent:], weight, made, tail, expanded.first_tiles, rows.seq_lens, rows.block_tables,
-        rows.seq_lens.shape[0], cache.stride(0), *weight.stride(), made.stride(0), rows.block_tables.stride(0),
+        cache, cache[:, :, latent:], scales, weight, made, tail, expanded.first_tiles, rows.seq_lens,
+        rows.block_tables, rows.seq_lens.shape[0], cache.stride(0), 0 if scales is None else scales.stride(0),
+        *weight.stride(), made.stride(0), rows.block_tables.stride(0),
         HEADS=num_heads, COLUMN_BLOCKS=column_blocks, WIDTH=width, BLOCK_N=block, HEAD_STEP=head_step, LATENT=latent,
         BLOCK_K=some_latents, TAIL=rope, BLOCK_T=max(triton.next_power_of_2(rope), 16),
-        WRITES_TAIL=tail is not None and rope > 0, TILE_KEYS=TILE, BLOCK_SIZE=rows.block_size,
+        WRITES_TAIL=tail is not None and rope > 0, SCALED=scales is not None, TILE_KEYS=TILE,
+        BLOCK_SIZE=rows.block_size,
         num_warps=8, num_stages=3,
     )  # fmt: skip
 
 
 @triton.jit
 def expand_kernel(
-    latents, cached_tail, weight, made, tail, first_tiles, seq_lens, tables, num_seqs, slot_stride, head_stride,
-    in_stride, out_stride, made_stride, table_stride,
+    latents, cached_tail, scales, weight, made, tail, first_tiles, seq_lens, tables, num_seqs, slot_stride,
+    scale_stride, head_stride, in_stride, out_stride, made_stride, table_stride,
     HEADS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_STEP: tl.constexpr, LATENT: tl.constexpr, BLOCK_K: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
-    WRITES_TAIL: tl.constexpr, TILE_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WRITES_TAIL: tl.constexpr, SCALED: tl.constexpr, TILE_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one head, for one tile of keys. Programs of one tile follow each other, as in attend_kernel."""
     tile = tl.program_id(0) // (HEADS * COLUMN_BLOCKS)
@@ -111,7 +115,8 @@ def expand_kernel(
     key = (tile - tl.load(first_tiles + seq)) * TILE_KEYS + tl.arange(0, TILE_KEYS)
     inside = key < tl.load(seq_lens + seq).to(tl.int32)
     block = tl.load(tables + seq.to(tl.int64) * table_stride + key // BLOCK_SIZE, mask=inside, other=0)
-    at = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * slot_stride
+    slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+    at = slot * slot_stride
     column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_at = weight + head.to(tl.int64) * head_stride + column[None, :] * out_stride
     total = tl.zeros((TILE_KEYS, BLOCK_N), dtype=tl.float32)
@@ -121,7 +126,9 @@ def expand_kernel(
         some = tl.load(latents + at[:, None] + of_latent[None, :], mask=inside[:, None] & used[None, :], other=0.0)
         factors = tl.load(weight_at + of_latent[:, None] * in_stride,
                           mask=used[:, None] & (column < WIDTH)[None, :], other=0.0)  # fmt: skip
-        total += dot(some, factors)
+        total += dot(widened(some, weight.dtype.element_ty), factors)
+    if SCALED:
+        total *= tl.load(scales + slot * scale_stride, mask=inside, other=0.0)[:, None]
     made_key = tile.to(tl.int64) * TILE_KEYS + tl.arange(0, TILE_KEYS)
     made_at = made + made_key[:, None] * made_stride + (head * HEAD_STEP + column)[None, :]
     tl.store(made_at, as_dtype(total, made.dtype.element_ty), mask=inside[:, None] & (column < WIDTH)[None, :])
@@ -129,5 +136,8 @@ def expand_kernel(
         if (head == 0) & (column_block == 0):
             of_tail = tl.arange(0, BLOCK_T)
             rest = load_columns(cached_tail + at, inside, 0, TAIL, BLOCK_T)
+            if SCALED:
+                by = tl.load(scales + slot * scale_stride + 1, mask=inside, other=0.0)
+                rest = as_dtype(rest.to(tl.float32) * by[:, None], tail.dtype.element_ty)
             tl.store(tail + made_key[:, None] * made_stride + of_tail[None, :], rest,
                      mask=inside[:, None] & (of_tail < TAIL)[None, :])  # fmt: skip

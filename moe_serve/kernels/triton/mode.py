@@ -37,12 +37,35 @@ def as_e4m3(x):
 
 
 @triton.jit
+def quantised(x, dtype: tl.constexpr):
+    """Returns float32 rows x [rows, elements] in int8 or e4m3, and their scales [rows] (kernels/quantised.py)."""
+    most: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
+    amax = tl.maximum(tl.max(tl.abs(x), 1), 1e-30)
+    scales = amax / most + tl.sum(x * 0.0, 1)
+    x = x * (most / amax)[:, None]
+    x = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -most), most)
+    if dtype == tl.int8:
+        return ((x + 12582912.0) - 12582912.0).to(tl.int8), scales  # rounds to an integer, ties to even
+    else:
+        return as_e4m3(x), scales
+
+
+@triton.jit
 def as_dtype(x, dtype: tl.constexpr):
     """Returns float32 x rounded to the nearest `dtype` (ties to even)."""
     if INTERPRET and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def widened(x, dtype: tl.constexpr):
+    """Returns numbers of a cache, which are of this dtype or of 8 bits, in `dtype`: exact."""
+    if INTERPRET and x.dtype != dtype:
+        return as_dtype(x.to(tl.float32), dtype)
+    else:
+        return x.to(dtype)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_serve.kernels.forms import MlaWidths
-from moe_serve.kernels.triton.mode import as_dtype
+from moe_serve.kernels.triton.mode import as_dtype, quantised
 
 HEADS_PER_PROGRAM = 8
 VALUES_PER_WARP = 256  # 8 for each thread: one 16-byte access of bf16
@@ -15,13 +15,13 @@ VALUES_PER_WARP = 256  # 8 for each thread: one 16-byte access of bf16
 
 def rope_write_triton(
     q: Tensor, k: Tensor, norm: Tensor | None, eps: float, turns: Tensor, slots: Tensor, cache_layer: Tensor,
-    norm_last: bool = False,
+    norm_last: bool = False, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Rotates queries in place; norms and rotates keys, and writes them and the values behind them into the cache.
 
     q: [T, heads, width];  k: [T, cached heads, width], keys, then as many values, or keys alone; both may be slices
     norm: [heads + key heads, width] or None;  turns, slots, norm_last: as in rope_write
-    cache_layer: [slots, cached heads, width]
+    cache_layer: [slots, cached heads, width];  scales: of a cache in 8 bits [slots, cached heads, 1] float32
     """
     num_tokens, num_heads, width = q.shape
     num_cached = k.shape[1]
@@ -29,8 +29,9 @@ def rope_write_triton(
     if num_tokens:
         grid = (num_tokens, triton.cdiv(num_heads + num_cached, HEADS_PER_PROGRAM))
         rope_write_kernel[grid](
-            q, k, norm, _numbers(turns), slots, cache_layer, q.stride(0), k.stride(0), cache_layer.shape[0], num_heads,
-            num_keys, num_cached, width, turns.shape[1], turns.stride(0) * 2, eps, NORM=norm is not None,
+            q, k, norm, _numbers(turns), slots, cache_layer, scales, q.stride(0), k.stride(0), cache_layer.stride(0),
+            0 if scales is None else scales.stride(0), cache_layer.shape[0], num_heads, num_keys, num_cached, width,
+            turns.shape[1], turns.stride(0) * 2, eps, SCALED=scales is not None, NORM=norm is not None,
             NORM_LAST=norm_last, HEADS=HEADS_PER_PROGRAM, PAIRS=triton.next_power_of_2(width // 2),
             num_warps=_num_warps(triton.next_power_of_2(width // 2)),
         )  # fmt: skip
@@ -38,14 +39,15 @@ def rope_write_triton(
 
 def mla_rope_write_triton(
     q: Tensor, row: Tensor, latent_norm: Tensor, eps: float, turns: Tensor, slots: Tensor, cache_layer: Tensor,
-    widths: MlaWidths,
+    widths: MlaWidths, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Same contract as mla_rope_write of kernels/rope.py, but leaves `row` as it is."""
     num_tokens, num_heads, _ = q.shape
     if num_tokens:
         mla_rope_write_kernel[(num_tokens, triton.cdiv(num_heads, HEADS_PER_PROGRAM) + 1)](
-            q, row, latent_norm, _numbers(turns), slots, cache_layer, q.stride(0), q.stride(1), row.stride(0),
-            cache_layer.shape[0], num_heads, widths.nope, widths.latent, turns.stride(0) * 2, eps,
+            q, row, latent_norm, _numbers(turns), slots, cache_layer, scales, q.stride(0), q.stride(1), row.stride(0),
+            cache_layer.stride(0), 0 if scales is None else scales.stride(0), cache_layer.shape[0], num_heads,
+            widths.nope, widths.latent, turns.stride(0) * 2, eps, SCALED=scales is not None,
             HEADS=HEADS_PER_PROGRAM, PAIRS=triton.next_power_of_2(widths.rope // 2), NUM_PAIRS=widths.rope // 2,
             LATENT=triton.next_power_of_2(widths.latent),
             num_warps=_num_warps(triton.next_power_of_2(widths.rope // 2)),
@@ -83,8 +85,9 @@ def normed(x, weight, width, eps):
 
 @triton.jit(do_not_specialize=["num_slots", "eps"])
 def rope_write_kernel(
-    q, k, norm, turns, slots, cache, q_stride, k_stride, num_slots, num_heads, num_keys, num_cached, width, num_pairs,
-    turns_stride, eps, NORM: tl.constexpr, NORM_LAST: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    q, k, norm, turns, slots, cache, scales, q_stride, k_stride, slot_stride, scale_stride, num_slots, num_heads,
+    num_keys, num_cached, width, num_pairs, turns_stride, eps, SCALED: tl.constexpr, NORM: tl.constexpr,
+    NORM_LAST: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Program: (token, some heads of queries, keys and values, in this order)."""
     token = tl.program_id(0).to(tl.int64)
@@ -112,14 +115,21 @@ def rope_write_kernel(
     tl.store(q + at_q, as_dtype(y, kind), mask=of_query)
     slot = tl.load(slots + token)
     slot = tl.where(slot < 0, num_slots - 1, slot)  # padding rows write to the spare row
-    at_cache = (slot * num_cached + cached)[:, None] * width + element[None, :]
-    tl.store(cache + at_cache, as_dtype(y, cache.dtype.element_ty), mask=of_cached)
+    at_cache = slot * slot_stride + cached[:, None] * width + element[None, :]
+    if SCALED:
+        y, by = quantised(y, cache.dtype.element_ty)
+        is_cached = (cached >= 0) & (cached < num_cached)
+        tl.store(scales + slot * scale_stride + cached, by, mask=is_cached)
+    else:
+        y = as_dtype(y, cache.dtype.element_ty)
+    tl.store(cache + at_cache, y, mask=of_cached)
 
 
 @triton.jit(do_not_specialize=["num_slots", "eps"])
 def mla_rope_write_kernel(
-    q, row, latent_norm, turns, slots, cache, q_stride, head_stride, row_stride, num_slots, num_heads, nope, latent,
-    turns_stride, eps, HEADS: tl.constexpr, PAIRS: tl.constexpr, NUM_PAIRS: tl.constexpr, LATENT: tl.constexpr,
+    q, row, latent_norm, turns, slots, cache, scales, q_stride, head_stride, row_stride, slot_stride, scale_stride,
+    num_slots, num_heads, nope, latent, turns_stride, eps, SCALED: tl.constexpr, HEADS: tl.constexpr,
+    PAIRS: tl.constexpr, NUM_PAIRS: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
     """Program: (token, some query heads); the last one writes the token's cached row."""
     token = tl.program_id(0).to(tl.int64)
@@ -136,15 +146,24 @@ def mla_rope_write_kernel(
     else:
         slot = tl.load(slots + token)
         slot = tl.where(slot < 0, num_slots - 1, slot)
-        to = cache + slot * (latent + 2 * NUM_PAIRS)
+        to = cache + slot * slot_stride
         kind = cache.dtype.element_ty
         column = tl.arange(0, LATENT)
         values = tl.load(row + token * row_stride + column, mask=column < latent, other=0.0).to(tl.float32)
         weight = tl.load(latent_norm + column, mask=column < latent, other=0.0).to(tl.float32)
         values = values * tl.rsqrt(tl.sum(values * values) / latent + eps) * weight
-        tl.store(to + column, as_dtype(values, kind), mask=column < latent)
         key_at = row + token * row_stride + latent + element[None, :]
         key = tl.load(key_at, mask=rotates, other=0.0).to(tl.float32)
-        tl.store(
-            to + latent + element[None, :], as_dtype(rotated(key, turns_at, NUM_PAIRS, 1, PAIRS), kind), mask=rotates
-        )
+        key = rotated(key, turns_at, NUM_PAIRS, 1, PAIRS)
+        values = values[None, :]
+        if SCALED:
+            values, by = quantised(values, kind)
+            key, key_by = quantised(key, kind)
+            scales_at = scales + slot * scale_stride + tl.arange(0, 1)
+            tl.store(scales_at, by)
+            if NUM_PAIRS > 0:
+                tl.store(scales_at + 1, key_by)
+        else:
+            values, key = as_dtype(values, kind), as_dtype(key, kind)
+        tl.store(to + column[None, :], values, mask=(column < latent)[None, :])
+        tl.store(to + latent + element[None, :], key, mask=rotates)

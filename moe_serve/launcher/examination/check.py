@@ -246,9 +246,10 @@ def _weights(config: ServeConfig, plan: ModelPlan, num_sharing: int) -> Iterator
 
 def _cache(config: ServeConfig, plan: ModelPlan) -> Memory:
     block_size = config.cache.block_size
-    num_bytes = plan.num_blocks * bytes_per_block(kv_layouts(plan.spec), block_size, plan.dtype)
+    num_bytes = plan.num_blocks * bytes_per_block(kv_layouts(plan.spec), block_size, plan.cache_dtype)
     blocks = f"{plan.num_blocks} blocks of {block_size} tokens: {plan.num_blocks * block_size} tokens"
-    return Memory("KV cache", num_bytes, blocks)
+    kept = "" if plan.cache_dtype == plan.dtype else f", in {config.cache.dtype} with a scale for each head and token"
+    return Memory("KV cache", num_bytes, blocks + kept)
 
 
 def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | None) -> Iterator[Memory]:

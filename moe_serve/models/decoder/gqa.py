@@ -156,7 +156,8 @@ class GqaLayer:
             do.multiply_rows_(qkv[:, : spec.num_heads * spec.head_dim], do.query_scales)
         heads, norm_last = (spec.num_heads, spec.num_kv_heads), spec.qk_norm == "rotated_head"
         turns = do.turns if self.rotates else do.turns[:, :0]
-        do.rope_write(qkv, norm, eps, turns, do.slots, do.cache.layer(self.index), *heads, norm_last)
+        cache, scales = do.cache.layer(self.index), do.cache.scales(self.index)
+        do.rope_write(qkv, norm, eps, turns, do.slots, cache, *heads, norm_last, scales)
         q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
         q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
         attended = do.attend(q, self.index, self.window, self.sinks, self.chunk)

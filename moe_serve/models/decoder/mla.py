@@ -162,8 +162,8 @@ class MlaLayer:
             q = do.linear("q_b", self.q_b, latent)
             index = None if self.indexer is None or keys is None else self.indexer.rows(latent, keys, do)
         q = q.view(x.shape[0], spec.num_heads, -1)
-        cache = do.cache.layer(self.index)
-        do.mla_rope_write(q, row, self.kv_a_norm, form.norm_eps, do.turns, do.slots, cache, form.widths)
+        cache, scales = do.cache.layer(self.index), do.cache.scales(self.index)
+        do.mla_rope_write(q, row, self.kv_a_norm, form.norm_eps, do.turns, do.slots, cache, form.widths, scales)
         if index is not None:
             do.index_write(index.q, index.k, do.turns, do.slots, do.cache.layer(index.layer))
             latent_q = do.absorb(self.absorb, q, spec.nope_dim)

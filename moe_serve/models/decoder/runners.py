@@ -235,7 +235,8 @@ class RecordedStep(Step, Recorder):
     def attend(
         self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None, chunk: int | None = None
     ) -> Tensor:
-        return self.attend_rows(q, self.cache.layer(layer), self._shape, window, sinks, chunk)
+        scales = self.cache.scales(layer)
+        return self.attend_rows(q, self.cache.layer(layer), self._shape, window, sinks, chunk, scales)
 
     def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
         chosen = index.q, index.weights, self.cache.layer(index.layer)

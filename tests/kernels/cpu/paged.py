@@ -1,14 +1,16 @@
 """Sequences in a paged cache for tests of attention: what the kernel makes of them, and what plain torch does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.attention import attention_reference
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.operations import recorded_once
 from moe_serve.kernels.forms import AttendShape
+from moe_serve.kernels.quantised import widen_cached, write_cached
 
 SHAPES = {
     "gqa": AttendShape(2, 4, 64, 0.125),
@@ -49,6 +51,7 @@ class Sequences:
     window: int | None
     sinks: Tensor | None
     chunk: int | None
+    scales: Tensor | None = None
 
     def batch(self, chunks: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns queries, positions, starts and block tables of a call for chunks (sequence, first position, end)."""
@@ -59,7 +62,7 @@ class Sequences:
         lengths = [end - first for _, first, end in chunks]
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         positions = torch.cat([torch.arange(0), *(torch.arange(first, end) for _, first, end in chunks)])
-        wide = self.cache.new_zeros(len(positions), self.shape.heads * self.shape.group * self.shape.width + 5)
+        wide = self.queries[0].new_zeros(len(positions), self.shape.heads * self.shape.group * self.shape.width + 5)
         q = wide[:, 2:-3].view(len(positions), self.shape.heads, self.shape.group, self.shape.width)
         for (seq, first, end), start in zip(chunks, starts.tolist(), strict=False):
             q[start : start + end - first] = self.queries[seq][first:end]
@@ -69,9 +72,21 @@ class Sequences:
         """Returns the attention of chunks, computed in one call of the compiled kernels."""
         q, positions, starts, tables = self.batch(chunks)
         rows = AttendRows(self.shape, positions, starts, tables, self.block_size)
-        options = self.window, self.sinks, self.chunk
+        options = self.window, self.sinks, self.chunk, self.scales
         attended = recorded_once(len(q), lambda do: do.attend_rows(q, self.cache, self.shape, *options), rows.address)
         return list(attended.split([end - first for _, first, end in chunks]))
+
+    def in_8_bits(self, dtype: torch.dtype) -> "tuple[Sequences, Sequences]":
+        """Returns the same sequences in a cache of 8 bits, and in one that holds what is read from it."""
+        layout = KvLayout.gqa(self.shape.heads, self.shape.width)
+        if self.shape.latent is not None:
+            layout = KvLayout.mla(self.shape.latent, self.shape.width - self.shape.latent)
+        kept = KvCache([layout], len(self.cache) // self.block_size, self.block_size, dtype, "cpu")
+        cache, scales = kept.layer(0), kept.scales(0)
+        assert scales is not None
+        write_cached(cache, scales, torch.arange(len(self.cache)), self.cache, self.shape.latent)
+        wide = widen_cached(cache, scales, self.shape.latent)
+        return replace(self, cache=cache, scales=scales), replace(self, cache=wide)
 
     def slots(self, seq: int) -> Tensor:
         """Returns the slot of every position of one sequence."""
