@@ -18,7 +18,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.kernels.part_clock import ATTENTION, EXPERTS, OTHER, PARTS
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.roofline.launches import Launch
-from moe_serve.roofline.step import RankStep, Transport, record_step
+from moe_serve.roofline.step import RankStep, Transport, even_sizes, record_step
 from moe_serve.roofline.work import ExpertLoad, work_of
 
 STEPS: tuple[tuple[Phase, Transport], ...] = (
@@ -31,25 +31,27 @@ _EXACT = 1e-6  # of an amount: what is smaller is noise of the fit
 
 @dataclass(frozen=True)
 class _Size:
-    """sequences, context, new_tokens: as of RankStep;  wide: on the larger number of ranks"""
+    """sequences, context, new_tokens: as of RankStep;  ranks: which of `_numbers_of_ranks`"""
 
     sequences: int
     context: int
     new_tokens: int = 1
-    wide: bool = False
+    ranks: int = 0
 
 
 # Of each phase sizes differ in one unit after the other. Decodes: enough rows that no row's keys are cut into parts.
 _SIZES: dict[Phase, tuple[_Size, ...]] = {
-    "decode": (_Size(128, 4095), _Size(256, 4095), _Size(128, 8191), _Size(128, 4095, wide=True)),
+    "decode": (
+        _Size(128, 4095), _Size(256, 4095), _Size(128, 8191), _Size(128, 4095, ranks=1), _Size(128, 4095, ranks=2),
+    ),
     "prefill": (
         _Size(1, 0, 1024), _Size(2, 0, 1024), _Size(1, 0, 2048), _Size(1, 0, 4096), _Size(1, 1024, 1024),
-        _Size(1, 1024, 2048), _Size(1, 0, 1024, wide=True),
+        _Size(1, 1024, 2048), _Size(1, 0, 1024, ranks=1), _Size(2, 0, 1024, ranks=1), _Size(1, 0, 1024, ranks=2),
     ),
 }  # fmt: skip
 _UNITS: dict[Phase, tuple[Unit, ...]] = {
-    "decode": ("step", "token", "key", "rank"),
-    "prefill": ("step", "token", "sequence", "key", "pair", "square", "rank"),
+    "decode": ("step", "token", "key"),
+    "prefill": ("step", "token", "sequence", "key", "pair", "square"),
 }
 
 
@@ -110,17 +112,19 @@ def record_kind(like: RankStep, phase: Phase, transport: Transport) -> StepRecor
 
 def _kernels(like: RankStep, phase: Phase, transport: Transport) -> Iterable[KernelRecord]:
     """Returns the kernels of a step, by layers."""
-    sizes, units = _SIZES[phase], _UNITS[phase]
-    few, many = (1, 1) if transport == "local" else _numbers_of_ranks(like.spec.num_logical)
-    if few == many:
-        sizes, units = tuple(size for size in sizes if not size.wide), units[:-1]
+    ranks = [1] if transport == "local" else _numbers_of_ranks(like.spec.num_logical)
+    sizes = [size for size in _SIZES[phase] if size.ranks < len(ranks)]
+    of_ranks: tuple[Unit, ...] = ("rank", "slot")  # told apart by a third number of ranks
+    units = (*_UNITS[phase], *of_ranks[: len(ranks) - 1])
+    if transport == "collective" and len(ranks) > 1:
+        units = (*units, "sent")
     of_step: list[dict[_Key, _Sums]] | None = None
     for one, times in _kinds(like.spec).items():
         two = _two_layers(like.spec, one)
         steps = [
             replace(
                 like, spec=two, sequences=size.sequences, context=size.context, new_tokens=size.new_tokens,
-                transport=transport, num_ranks=many if size.wide else few,
+                transport=transport, num_ranks=ranks[size.ranks],
             )
             for size in sizes
         ]  # fmt: skip
@@ -132,10 +136,10 @@ def _kernels(like: RankStep, phase: Phase, transport: Transport) -> Iterable[Ker
     yield from _fitted(steps, of_step, units, "none", 1)
 
 
-def _numbers_of_ranks(num_experts: int) -> tuple[int, int]:
-    """Returns two numbers of ranks over which the experts can be spread evenly."""
-    found = [ranks for ranks in (16, 8, 4, 2, *range(3, 17)) if num_experts % ranks == 0] or [1]
-    return min(found[:2]), max(found[:2])
+def _numbers_of_ranks(num_experts: int) -> list[int]:
+    """Returns up to three numbers of ranks over which the experts can be spread evenly."""
+    found = [ranks for ranks in (16, 8, 4, 2, *range(3, 16)) if num_experts % ranks == 0]
+    return sorted(found[:3]) or [1]
 
 
 def _kinds(spec: ModelSpec) -> Mapping[int, int]:
@@ -257,8 +261,12 @@ def amount_of(unit: Unit, step: RankStep) -> float:
             return step.tokens * step.length
         case "square":
             return step.tokens * step.new_tokens
+        case "sent":
+            return sum(even_sizes(step).rows)
         case "rank":
             return step.num_ranks
+        case "slot":
+            return step.placement.slots_per_rank
         case _:
             assert unit == "step", f"{unit} is of experts"
             return 1.0

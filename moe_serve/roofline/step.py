@@ -155,13 +155,18 @@ def _transport_of(step: RankStep, slots_per_rank: int) -> AnyAllToAll:
     if step.transport == "local":
         return make_all_to_all(group, request)
     if step.transport == "collective":
-        rows = step.tokens * num_ranks * (1 - (1 - 1 / num_ranks) ** spec.topk)  # one for each rank of a token
-        sizes = Sizes(_even(step.tokens * spec.topk, num_ranks), _even(round(rows), num_ranks))
-        return _Collective(num_ranks, slots_per_rank, make_wire(step.wire_dtype, torch.bfloat16), sizes)
+        return _Collective(num_ranks, slots_per_rank, make_wire(step.wire_dtype, torch.bfloat16), even_sizes(step))
     region = gpu_region(num_ranks, limits, torch.bfloat16, step.wire_dtype, stages=True)
     peers = torch.empty(num_ranks, dtype=torch.int64, device=GPU)
     regions = SymmetricRegions(region, peers, 0, 1, None)
     return _Slabs(SlabRanks(regions, torch.bfloat16, keep_fp8=fp8_rows), group)
+
+
+def even_sizes(step: RankStep) -> Sizes:
+    """Returns what a rank sends to each, and receives, where experts are chosen evenly."""
+    ranks = step.num_ranks
+    rows = step.tokens * ranks * (1 - (1 - 1 / ranks) ** step.spec.topk)  # one for each rank of a token
+    return Sizes(_even(step.tokens * step.spec.topk, ranks), _even(round(rows), ranks))
 
 
 def _even(amount: int, num_ranks: int) -> list[int]:

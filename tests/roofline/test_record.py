@@ -60,8 +60,8 @@ def test_a_record_of_few_sizes_says_what_others_do(
 ) -> None:
     spec = replace(spec_of(name, tmp_path), max_position=20000)
     record = record_kind(RankStep(spec), phase, transport)
-    for sequences, context, new_tokens in SIZES[phase]:
-        num_ranks = 1 if transport == "local" else 4
+    for number, (sequences, context, new_tokens) in enumerate(SIZES[phase]):
+        num_ranks = 1 if transport == "local" else (4, 8, 2)[number]
         step = RankStep(spec, sequences, context, new_tokens, num_ranks, transport)
         assert said(record, step) == pytest.approx(done(step), rel=0.02), sequences
 

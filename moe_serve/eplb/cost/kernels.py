@@ -260,11 +260,13 @@ class RecordedKernels(StepKernels):
         hardware: HardwareProfile,
         steps: ModelSteps,
         num_ranks: int,
+        ranks_of_token: float,
         engine: EngineProfile,
         compute_share: float = 1.0,
     ) -> None:
-        """compute_share: as of `Kernels`"""
+        """ranks_of_token, compute_share: as of `Kernels`"""
         self.hardware, self.steps, self.num_ranks, self.engine = hardware, steps, num_ranks, engine
+        self._ranks_of_token = ranks_of_token
         self.hbm = hardware.hbm_efficiency * hardware.hbm_bytes_per_s
         reached = compute_share * hardware.gemm_efficiency
         self._flops = {
@@ -345,7 +347,8 @@ class RecordedKernels(StepKernels):
         else:
             length, new = max(batch.context, 1.0), max(batch.context * (1 - batch.cache_hit), 1.0)
         sequences = batch.tokens_per_rank / new
-        return even_amounts(sequences, length, new, self.num_ranks, slots, self.steps.sizes["topk"])
+        even = even_amounts(sequences, length, new, self.num_ranks, slots, self.steps.sizes["topk"])
+        return {**even, "sent": batch.tokens_per_rank * self._ranks_of_token}
 
 
 def even_amounts(
@@ -366,7 +369,9 @@ def even_amounts(
         "square": tokens * new_tokens,
         "row": rows,
         "expert": slots_per_rank * (1 - (1 - 1 / slots_per_rank) ** rows),
+        "sent": tokens * num_ranks * (1 - (1 - 1 / num_ranks) ** topk),
         "rank": float(num_ranks),
+        "slot": float(slots_per_rank),
     }
 
 

@@ -96,7 +96,8 @@ class CostModel:
     def _kernels(self, compute_share: float) -> StepKernels:
         if self._steps is None:
             return Kernels(self.hardware, self.model, self._ranks_of_token, compute_share)
-        return RecordedKernels(self.hardware, self._steps, self.topology.num_ranks, self.engine, compute_share)
+        ranks = self.topology.num_ranks, self._ranks_of_token
+        return RecordedKernels(self.hardware, self._steps, *ranks, self.engine, compute_share)
 
     def dispatch(self, rank_rows: Floats, mode: Mode) -> Floats:
         """Returns the seconds of one dispatch: rows that arrive at each rank [..., R] -> [...]."""

@@ -12,7 +12,9 @@ profiles/steps. Each amount is a sum over units of the batch:
     square    new tokens x new tokens of their request
     row       rows that the experts of the rank get
     expert    experts of the rank that get any
+    sent      rows that the rank sends: one of each token for each rank that has any of its experts
     rank      ranks
+    slot      slots of the rank
 """
 
 import json
@@ -28,7 +30,7 @@ from numpy.typing import NDArray
 from moe_serve.errors import ConfigError
 
 Floats = NDArray[np.float64]
-Unit = Literal["step", "token", "sequence", "key", "pair", "square", "row", "expert", "rank"]
+Unit = Literal["step", "token", "sequence", "key", "pair", "square", "row", "expert", "sent", "rank", "slot"]
 Rate = Literal["bf16", "fp8", "attention"]  # of its FLOP: dense or grouped products, or attention
 Layers = Literal["moe", "dense", "none"]
 Work = Mapping[Unit, float]

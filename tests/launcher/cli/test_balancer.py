@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from moe_serve.eplb.cost.step_record import load_steps
 from moe_serve.eplb.files.placements import read_placement, write_placement
 from moe_serve.eplb.files.traces import read_trace, write_trace
 from moe_serve.eplb.load import rank_load
@@ -357,7 +358,8 @@ def test_roofline_says_what_bounds_each_kernel_and_its_file_prices_a_simulation(
     for words in ("decode, 128 tokens a rank, 4,096 in the cache, 32 ranks", "grouped_gemm 7168 x 4096", "bound by"):
         assert words in out
     report = json.loads(call("roofline", saved, "--ranks", 32, "--hardware", "H200", "--json")[1])
-    assert (report["model"], report["chip"], len(report["kernels"])) == ("DeepSeek-V3", "H200", 40)
+    assert (report["model"], report["chip"]) == ("DeepSeek-V3", "H200")
+    assert len(report["kernels"]) == len(load_steps("DeepSeek-V3").step("decode", 32).kernels)
     longest = [max(each[f"{name}_us"] for name in ("memory", "compute", "launch")) for each in report["kernels"]]
     assert report["step_us"] == pytest.approx(sum(longest))
     attend = next(each for each in report["kernels"] if (each["kernel"], each["times"]) == ("attend", 58))
