@@ -112,11 +112,10 @@ def slab_gemm_fp8(capability: int) -> None:
 def gated_gemm_fp8(capability: int) -> None:
     from moe_serve.kernels.triton.grouped_gemm import gated_gemm_fp8_triton
 
-    for rows in (64, 4096):
-        x, scale = some(8 * rows, HIDDEN, dtype=FP8), some(8 * rows, HIDDEN // 128, dtype=torch.float32)
-        for by_channel in (False, True):
-            weight, counts = fp8_experts(8, by_channel), some(8, dtype=torch.int64)
-            gated_gemm_fp8_triton(x, scale, weight, counts, described=capability >= 90)
+    x, scale = some(8 * 64, HIDDEN, dtype=FP8), some(8 * 64, HIDDEN // 128, dtype=torch.float32)
+    for by_channel in (False, True):
+        weight, counts = fp8_experts(8, by_channel), some(8, dtype=torch.int64)
+        gated_gemm_fp8_triton(x, scale, weight, counts, described=capability >= 90)
 
 
 def silu_mul(capability: int) -> None:
@@ -160,22 +159,25 @@ def low_latency_top16(capability: int) -> None:
     low_latency(capability, topk=16)
 
 
-def replica_split(capability: int) -> None:
+def replica_split(capability: int, ranks: int = 32, redundant: int = 64) -> None:
     from moe_serve.kernels.triton.replica_split import split_replicas_triton
 
     experts, ids = 256, some(TOKENS, TOPK, dtype=torch.int64)
-    for ranks, redundant in ((32, 64), (144, 32)):
-        slots = experts + redundant
-        sizes = {"by_expert": slots, "slot_start": experts + 2, "fixed_slot": experts, "experts": redundant}
-        tables = {name: some(size, dtype=torch.int64) for name, size in sizes.items()}
-        tables["replica_slot"] = some(redundant, ranks, dtype=torch.int64)
-        counts, outcomes = some(ranks, experts, dtype=torch.int64), some(3, dtype=torch.int64)
-        for reaches in (1, 3):
-            tables |= {name: some(reaches, slots, dtype=torch.int64) for name in ("size", "turn")}
-            tables |= {"uses": some(reaches, ranks, experts, dtype=torch.bool)}
-            tables |= {"serves": some(reaches, ranks, slots, dtype=torch.bool)}
-            split_replicas_triton(ids, counts, 0, tables, 8, None)
-        split_replicas_triton(ids, counts, 0, tables, 8, outcomes)
+    slots = experts + redundant
+    sizes = {"by_expert": slots, "slot_start": experts + 2, "fixed_slot": experts, "experts": redundant}
+    tables = {name: some(size, dtype=torch.int64) for name, size in sizes.items()}
+    tables["replica_slot"] = some(redundant, ranks, dtype=torch.int64)
+    counts, outcomes = some(ranks, experts, dtype=torch.int64), some(3, dtype=torch.int64)
+    for reaches in (1, 3):
+        tables |= {name: some(reaches, slots, dtype=torch.int64) for name in ("size", "turn")}
+        tables |= {"uses": some(reaches, ranks, experts, dtype=torch.bool)}
+        tables |= {"serves": some(reaches, ranks, slots, dtype=torch.bool)}
+        split_replicas_triton(ids, counts, 0, tables, 8, None)
+    split_replicas_triton(ids, counts, 0, tables, 8, outcomes)
+
+
+def replica_split_wide(capability: int) -> None:
+    replica_split(capability, 144, 32)
 
 
 def sampling(capability: int) -> None:

@@ -19,8 +19,8 @@ ANY_GPU = ["norms", "rope_write", "row_factors", "pack_rows", "gpt_oss_experts",
            "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "gated_gemm", "mxfp4_gemm", "silu_mul",
            "weighted_sum", "topk_gate", "replica_split", "sampling", "low_latency", "low_latency_top16",
            "low_latency_many_tokens", "attend_gqa", "attend_indexed", "attend_expanded"]  # fmt: skip
-MORE_ATTENTION = ["attend_latent", "attend_sinks", "attend_wide", "attend_float32", "attend_float32_latent",
-                  "attend_int8"]  # fmt: skip
+MORE = ["attend_latent", "attend_sinks", "attend_wide", "attend_float32", "attend_float32_latent",
+        "attend_int8", "replica_split_wide"]  # fmt: skip
 # sm_89 and later have e4m3.
 WITH_E4M3 = [
     "quantize",
@@ -73,10 +73,11 @@ def compiled(capability: int, launches: list[str], **environment: str) -> list[d
 @pytest.mark.parametrize(
     "capability, launches",
     [
-        pytest.param(80, ANY_GPU + MORE_ATTENTION, marks=pytest.mark.slow),
-        (90, ANY_GPU + WITH_E4M3),
-        pytest.param(90, MORE_ATTENTION, marks=pytest.mark.slow),
-        pytest.param(100, ANY_GPU + WITH_E4M3 + MORE_ATTENTION, marks=pytest.mark.slow),
+        pytest.param(80, ANY_GPU + MORE, marks=pytest.mark.slow),
+        (90, ANY_GPU),
+        (90, WITH_E4M3),
+        pytest.param(90, MORE, marks=pytest.mark.slow),
+        pytest.param(100, ANY_GPU + WITH_E4M3 + MORE, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile_without_spilling(capability: int, launches: list[str]) -> None:

@@ -27,6 +27,12 @@ EACH = [pytest.param(name, marks=[] if name in FIRST_OF_TYPE.values() else pytes
 MOE_LAUNCHES = 14  # of a MoE layer, from the router's logits to the sum of its results, the shared expert included
 MOVED = 1.15  # bytes over those that no step can do without
 LAUNCHES = 27  # of a layer with its attention, those that prepare an indexer's queries and keys included
+# With redundant experts: a gate of the shared expert is a product of its own, and so are scaled inputs of experts.
+ONE_MORE = {"qwen2_moe": 1, "llama4_text": 1}
+FAST_WITH_REPLICAS = ("qwen3_moe", "deepseek_v3")
+WITH_REPLICAS = [
+    pytest.param(name, marks=[] if name in FAST_WITH_REPLICAS else pytest.mark.slow) for name in FIRST_OF_TYPE.values()
+]
 NORM = GATE, "norm_kernel"
 CHOICE = 2  # launches beside that of attention where an indexer scores and chooses its keys
 
@@ -122,7 +128,7 @@ def test_a_layer_of_a_published_model_moves_little_more_than_it_must(name: str) 
 
 @pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])
 @pytest.mark.parametrize("split", ["even", "nearest", "exact"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", WITH_REPLICAS)
 def test_replicas_are_chosen_without_a_wait_and_by_one_launch(
     name: str, split: str, transport: str, num_ranks: int, tmp_path: Path
 ) -> None:
@@ -131,7 +137,7 @@ def test_replicas_are_chosen_without_a_wait_and_by_one_launch(
     recording = record_step(step)
     chosen = [each.name for each in recording.launches if each.name == "split_replicas_kernel"]
     assert len(chosen) == spec.num_moe_layers
-    assert num_moe_launches(recording, spec) <= MOE_LAUNCHES * spec.num_moe_layers
+    assert num_moe_launches(recording, spec) <= (MOE_LAUNCHES + ONE_MORE.get(name, 0)) * spec.num_moe_layers
 
 
 @pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])
