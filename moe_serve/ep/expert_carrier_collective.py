@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import lost_connection
-from moe_serve.ep.expert_transfer import Transfers
+from moe_serve.ep.expert_transfer import IncomingExpert, OutgoingExpert, Transfers
 from moe_serve.errors import LostConnectionError
 
 PIECE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -92,7 +91,7 @@ class CollectiveCarrier:
         return num_bytes or self.piece_bytes
 
     def _issue(self, moved: "_Round", buffers: Tensor) -> "_Exchange":
-        piece_bytes, to_ranks, from_ranks = moved.next_sizes()
+        number, to_ranks, from_ranks = moved.next_sizes()
         send, receive = buffers
         work = dist.all_to_all_single(
             receive[: sum(from_ranks)],
@@ -102,12 +101,12 @@ class CollectiveCarrier:
             group=self._group,
             async_op=True,
         )
-        return _Exchange(work, piece_bytes, buffers)
+        return _Exchange(work, number, buffers)
 
     def _receive(self, moved: "_Round", exchange: "_Exchange") -> int:
         """Puts what has arrived into the staging slots; returns its bytes."""
         exchange.work.wait()  # it is complete: raises what went wrong; orders the streams of a GPU
-        num_bytes = moved.write_from(exchange.buffers[1], exchange.piece_bytes)
+        num_bytes = moved.write_from(exchange.buffers[1], exchange.number)
         self._free.append(exchange.buffers)
         return num_bytes
 
@@ -139,52 +138,64 @@ class _Round:
         # In the order in which an all-to-all lays them out; two for one rank stay in the order of the round.
         self._outgoing = sorted(transfers.outgoing, key=lambda expert: expert.dst_rank)
         self._incoming = sorted(transfers.incoming, key=lambda expert: expert.src_rank)
-        self._to_ranks = [sum(expert.dst_rank == rank for expert in self._outgoing) for rank in range(num_ranks)]
-        self._from_ranks = [sum(expert.src_rank == rank for expert in self._incoming) for rank in range(num_ranks)]
-        of_experts = [expert.pieces for expert in self._outgoing] + [expert.pieces for expert in self._incoming]
-        pieces = of_experts[0] if of_experts else []  # all experts have pieces of the same sizes
-        sizes = [len(piece) for piece in pieces] or [0] * transfers.num_pieces
-        self._sizes = deque([*sizes, _TRAILER_BYTES])  # of an expert, in the exchanges that are left
+        self._num_ranks = num_ranks
+        self._num_pieces, self._next = transfers.num_pieces, 0
 
     @property
     def is_issued(self) -> bool:
-        """Whether all exchanges are on their way."""
-        return not self._sizes
+        """Whether all exchanges are on their way: those of pieces, and the one of checksums."""
+        return self._next > self._num_pieces
+
+    def _size(self, expert: OutgoingExpert | IncomingExpert, exchange: int) -> int:
+        """Returns the bytes of an expert in an exchange: none in the last ones if others have more pieces."""
+        if exchange == self._num_pieces:
+            return _TRAILER_BYTES
+        return len(expert.pieces[exchange]) if exchange < len(expert.pieces) else 0
 
     def next_sizes(self) -> tuple[int, list[int], list[int]]:
-        """Takes the next exchange; returns its bytes for one expert, to each rank, and from each rank."""
-        size = self._sizes.popleft()
-        return size, [size * n for n in self._to_ranks], [size * n for n in self._from_ranks]
+        """Takes the next exchange; returns which it is, and its bytes to each rank and from each rank."""
+        to_ranks, from_ranks = [0] * self._num_ranks, [0] * self._num_ranks
+        for sent in self._outgoing:
+            to_ranks[sent.dst_rank] += self._size(sent, self._next)
+        for received in self._incoming:
+            from_ranks[received.src_rank] += self._size(received, self._next)
+        self._next += 1
+        return self._next - 1, to_ranks, from_ranks
 
     def read_into(self, buffer: Tensor) -> int:
         """Fills a send buffer for the next exchange; returns the bytes."""
-        size = self._sizes[0]
-        for start, expert in zip(count(0, size), self._outgoing):
-            if expert.is_read:
+        start = 0
+        for expert in self._outgoing:
+            size = self._size(expert, self._next)
+            if self._next == self._num_pieces:
                 sealed = expert.checksum() ^ self._round_id
                 buffer[start : start + size] = sealed.view(torch.uint8)
-            else:
+            elif size:
                 expert.read_into(buffer[start:])
-        return size * len(self._outgoing)
+            start += size
+        return start
 
-    def write_from(self, buffer: Tensor, size: int) -> int:
+    def write_from(self, buffer: Tensor, exchange: int) -> int:
         """Puts a receive buffer where it belongs, in the order of the exchanges; returns the bytes."""
-        for start, expert in zip(count(0, size), self._incoming):
+        start = 0
+        for expert in self._incoming:
+            size = self._size(expert, exchange)
             arrived = buffer[start : start + size]
-            if expert.is_written:
+            if exchange == self._num_pieces:
                 expert.compare(arrived.view(torch.int64) ^ self._round_id)
-            else:
+            elif size:
                 expert.next_piece.copy_(arrived)
                 expert.accept()
-        return size * len(self._incoming)
+            start += size
+        return start
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An exchange on its way. piece_bytes: of each expert;  buffers: [2, n] uint8, what is sent and what arrives"""
+    """An exchange on its way. number: which of its round;  buffers: [2, n] uint8, what is sent and what arrives"""
 
     work: dist.Work
-    piece_bytes: int
+    number: int
     buffers: Tensor
 
 

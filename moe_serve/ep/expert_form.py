@@ -9,6 +9,8 @@ mxfp4   the numbers of four bits of an MXFP4 checkpoint with a power of two for 
         and for GPUs: 4.25 bits where bfloat16 has 16
 int4    numbers of four bits and a float16 scale for each 32, quantised at load, for the compiled CPU kernels only: 4.5
         bits, with numbers that differ from the checkpoint's
+groups  the codes and scales of a checkpoint in groups (GGUF, GPTQ, AWQ), for the compiled CPU kernels only; the form
+        of the groups may differ between layers
 
 For the compiled CPU kernels matrices are packed (kernels/cpu/packed.py). They widen weights as they read them and leave
 rows alone, unless `model.activations` says int8, as Triton does with MXFP4; torch and Triton quantise rows too before
@@ -40,7 +42,7 @@ from moe_serve.kernels.forms import (
 from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.quantised import has_vnni
 
-ExpertForm = Literal["dense", "fp8", "int8", "mxfp4", "int4"]
+ExpertForm = Literal["dense", "fp8", "int8", "mxfp4", "int4", "groups"]
 
 PARTS: Mapping[str, int] = {"gate_up": 2, "down": 1}  # matrices of an expert: number of row stacks in each
 
@@ -53,6 +55,7 @@ def choose_expert_form(
     compiled: bool = False,
     in_mxfp4: bool = False,
     has_narrow_rows: bool = False,
+    in_groups: bool = False,
 ) -> ExpertForm:
     """Returns the form that the setting selects for this checkpoint and device.
 
@@ -61,6 +64,7 @@ def choose_expert_form(
     compiled: whether the compiled CPU kernels compute
     in_mxfp4: whether the checkpoint has its experts in MXFP4
     has_narrow_rows: whether the compute dtype is bfloat16 or float16, with which GPUs multiply MXFP4
+    in_groups: whether it has all of them in groups that the compiled kernels multiply
     Raises ConfigError for a form that is not possible, naming one that is.
     """
     on_gpu = device_type == "cuda"
@@ -69,6 +73,8 @@ def choose_expert_form(
         case "auto":
             if in_mxfp4 and takes_mxfp4:
                 return "mxfp4"
+            if in_groups and compiled:
+                return "groups"
             return "fp8" if has_e4m3 and fp8_block is not None and fp8_block.is_kept else "dense"
         case "dense":
             return "dense"
@@ -130,7 +136,7 @@ def choose_activations(wanted: str, form: ExpertForm) -> Activations:
 
     Raises ConfigError where the form's products take only the other.
     """
-    if form == "int4":
+    if form in ("int4", "groups"):
         return "float" if wanted == "float" else "int8"
     if wanted == "int8":
         raise ConfigError(
@@ -156,7 +162,8 @@ class SlotForm:
     by_channel: whether form fp8 has a scale for each output channel, not for each 128 x 128
     has_bias: whether gate, up and down have biases, which are float32 in every form
     activation: between gate and up, and down
-    activations: of form int4: what goes into its products
+    activations: of forms int4 and groups: what goes into their products
+    stored_groups: of form groups: the forms of gate_up and of down
     """
 
     form: ExpertForm
@@ -168,17 +175,18 @@ class SlotForm:
     has_bias: bool = False
     activation: Activation = SILU
     activations: Activations = "float"
+    stored_groups: tuple[GroupForm, GroupForm] | None = None
 
     @property
     def groups(self) -> tuple[GroupForm, GroupForm] | None:
         """The forms of gate_up and of down where weights are in groups; None: they are not."""
-        return (INT4, INT4) if self.form == "int4" else None
+        return (INT4, INT4) if self.form == "int4" else self.stored_groups
 
     @property
     def label(self) -> str:
         """The form in a few words, equal for stores that can exchange experts of one model, and give it equal bits."""
         dtype = f" {str(self.dtype).removeprefix('torch.')}" if self.form == "dense" else ""
-        multiplied = f" by {self.activations}" if self.form == "int4" else ""
+        multiplied = "" if self.groups is None else f" by {self.activations}"
         return f"{self.form}{dtype}{multiplied}{', packed' if self.packed else ''}"
 
     @property
@@ -197,6 +205,14 @@ class SlotForm:
             case "int4":
                 rows = "are rounded to int8, too" if self.activations == "int8" else "are not"
                 return f"not the checkpoint's numbers: weights are rounded to {INT4}; rows {rows}"
+            case "groups":
+                rows = "rows are rounded to int8" if self.activations == "int8" else "widened exactly to float32"
+                return f"the checkpoint's own codes and scales ({self._kept_groups()}); {rows}"
+
+    def _kept_groups(self) -> str:
+        assert self.stored_groups is not None
+        gate_up, down = self.stored_groups
+        return str(gate_up) if gate_up == down else f"{gate_up}; down: {down}"
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -204,8 +220,8 @@ class SlotForm:
 
         gate_up: [2 I, H], gate rows first;  down: [H, I];  packed ones: [elements];  NAME_scale: fp8
         [parts x ceil(n / parts / 128), ceil(k / 128)] for a matrix of n x k, by channel [n], int8 [n], mxfp4
-        [n, k / 32], packed as the matrix is, which has two numbers in a byte, [n, k / 2];  int4: bytes, with the scales
-        among them;  NAME_bias: [n] float32
+        [n, k / 32], packed as the matrix is, which has two numbers in a byte, [n, k / 2];  int4, groups: bytes,
+        with the scales among them;  NAME_bias: [n] float32
         """
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (n, k) in {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}.items():
@@ -223,10 +239,11 @@ class SlotForm:
                 case "mxfp4":
                     tensors[name] = self._shape(name, n, k // 2), torch.uint8
                     tensors[scale_of(name)] = self._shape(name, n, k // MXFP4_BLOCK), torch.uint8
-                case "int4":
-                    assert self.packed, "only the compiled kernels multiply int4"
-                    rows = 2 * padded(self.width) if name == "gate_up" else n
-                    tensors[name] = (group_packed_size(rows, k, INT4),), torch.uint8
+                case "int4" | "groups":
+                    assert self.packed, "only the compiled kernels multiply weights in groups"
+                    assert self.groups is not None, "the form of the groups is not given"
+                    rows, form = (n, self.groups[1]) if name == "down" else (2 * padded(self.width), self.groups[0])
+                    tensors[name] = (group_packed_size(rows, k, form),), torch.uint8
             if self.has_bias:
                 tensors[bias_of(name)] = (n,), torch.float32
         return tensors

@@ -220,7 +220,7 @@ def _packed_ffn(
                 middle_q, middle_scale, experts.matrix("down"), experts.scale("down"), counts, x.dtype
             )
             return _add_bias(results, experts.bias("down"), counts)
-        case "mxfp4" | "int4":
+        case "mxfp4" | "int4" | "groups":
             raise AssertionError(_PACKED_ALONE)
 
 
@@ -253,7 +253,7 @@ def _gpu_ffn(rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Nume
             dtype = x.dtype if rows.scale is None else torch.bfloat16
             middle = gated_gemm_fp8(*arrived, experts.block_scaled("gate_up"), counts, numerics)
             return grouped_gemm_fp8(*middle, experts.block_scaled("down"), counts, dtype, numerics)
-        case "int8" | "int4":
-            raise AssertionError("experts in int8 and int4 live on CPUs")
+        case "int8" | "int4" | "groups":
+            raise AssertionError(f"experts in {experts.form} live on CPUs")
     between = gpu_gemm(x, gate_up, counts, numerics, experts.bias("gate_up"), experts.activation)
     return gpu_gemm(between, down, counts, numerics, experts.bias("down"))

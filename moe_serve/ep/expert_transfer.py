@@ -1,8 +1,9 @@
 """Moves the experts of a migration round from rank to rank: in pieces, a few at a time, without waiting.
 
-A piece is a part of one tensor of a slot, as bytes. All stores have equal shapes, so both ranks cut an expert into the
-same pieces. The source rank sums the bytes as it reads them, the destination rank as they lie in its own staging slot,
-and both compare. Between them stands a carrier, chosen by where the ranks are (`make_carrier` in weight_mover.py):
+A piece is a part of one tensor of a slot, as bytes. The stores of a layer have equal shapes on all ranks, so both cut
+an expert into the same pieces. The source rank sums the bytes as it reads them, the destination rank as they lie in its
+own staging slot, and both compare. Between them stands a carrier, chosen by where the ranks are (`make_carrier` in
+weight_mover.py):
 
     NoCarrier           one rank: nothing travels
     ShmCarrier          CPU ranks of one host, through shared memory (expert_carrier_shm.py)
@@ -96,7 +97,7 @@ class Transfers:
     """The experts that one rank sends and receives in a round.
 
     round_id:   of the round with all its moves: another round has another one, even if it has the same version
-    num_pieces: of each expert, on any rank; 0 = no expert travels in this round, between any ranks
+    num_pieces: of the expert with the most, in any layer; 0 = no expert travels in this round, between any ranks
     outgoing, incoming: of this rank, in the order of the round
     """
 

@@ -132,13 +132,14 @@ class WeightMover:
     """
 
     def __init__(self, stores: Sequence[ExpertStore], rank: int, carrier: ExpertCarrier, settings: MoveSettings):
-        """stores: by row of the placement, all of equal shapes;  rank: of the placement"""
-        assert len({store.shapes for store in stores}) == 1, "the layers have experts of different shapes"
+        """stores: by row of the placement;  rank: of the placement"""
         self._stores = stores
         self._rank = rank
         self._carrier = carrier
         self._settings = settings
-        self._staging = stores[0].staging(settings.staging_slots)
+        by_shapes = {store.shapes: store for store in stores}  # layers of one form share the staging slots
+        made = {shapes: store.staging(settings.staging_slots) for shapes, store in by_shapes.items()}
+        self._staging = [made[store.shapes] for store in stores]  # by row of the placement
         self._budget = MoveBudget(settings.step_share)
         self._moves: RankMoves
         self._incoming: list[IncomingExpert] = []
@@ -156,14 +157,14 @@ class WeightMover:
         )
         self._moves = moves
         self._incoming = [
-            IncomingExpert(move.layer, move.src_rank, index, self._pieces(self._staging, staging_slot))
+            IncomingExpert(move.layer, move.src_rank, index, self._pieces(self._staging[move.layer], staging_slot))
             for staging_slot, (move, index) in enumerate(moves.incoming)
         ]
         outgoing = [
             OutgoingExpert(move.dst_rank, self._pieces(self._stores[move.layer], self._local_slot(move.src_slot)))
             for move in moves.outgoing
         ]
-        num_pieces = len(self._pieces(self._staging, 0)) if moves.crosses else 0
+        num_pieces = max(len(self._pieces(each, 0)) for each in self._staging) if moves.crosses else 0
         self._carrier.start(Transfers(round_id(migration_round, version), num_pieces, outgoing, self._incoming))
         self._deadline = MoveDeadline(self._settings.deadline_s, time.monotonic())
         self.running = version
@@ -188,7 +189,7 @@ class WeightMover:
         self._move_inside()
         for staging_slot, (move, _) in enumerate(self._moves.incoming):
             store = self._stores[move.layer]
-            store.write_slot(self._local_slot(move.dst_slot), self._staging.slot(staging_slot))
+            store.write_slot(self._local_slot(move.dst_slot), self._staging[move.layer].slot(staging_slot))
         self.running = self.staged = 0
 
     def cancel(self) -> None:
@@ -214,10 +215,10 @@ class WeightMover:
     def _move_inside(self) -> None:
         """Does the moves inside this rank. The staging slot behind the received experts is the spare one."""
         for move in self._moves.local:
-            store = self._stores[move.layer]
+            store, staging = self._stores[move.layer], self._staging[move.layer]
             if move.parks:
-                self._staging.write_slot(len(self._incoming), store.slot(move.dst_slot))
-            source = self._staging.slot(len(self._incoming)) if move.from_spare else store.slot(move.src_slot)
+                staging.write_slot(len(self._incoming), store.slot(move.dst_slot))
+            source = staging.slot(len(self._incoming)) if move.from_spare else store.slot(move.src_slot)
             store.write_slot(move.dst_slot, source)
 
     def _pieces(self, store: ExpertStore, slot: int) -> list[Tensor]:

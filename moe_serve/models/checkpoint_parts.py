@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_serve.errors import ModelError
-from moe_serve.kernels.forms import FP8_GROUP
+from moe_serve.kernels.forms import FP8_GROUP, GroupForm
 from moe_serve.models.checkpoint import BLOCK_DTYPES, DTYPES, all_tensors, has_weights
 from moe_serve.models.model_files import shown
 from moe_serve.models.packed_integers import packed_matrices
@@ -192,6 +192,20 @@ class CheckpointParts:
         return {
             _PACKED if name in self.packed else self._tensors[name].dtype_name for name in names if name is not None
         }
+
+    def group_form(self, parts: Iterable[Part]) -> GroupForm | None:
+        """Returns the one form of groups in which these parts are stored; None where they are stored otherwise."""
+        from moe_serve.models.gguf_blocks import group_form  # which loads torch
+
+        forms: set[GroupForm | None] = set()
+        for part in parts:
+            name = self.stored_name(part)
+            if name is not None and name in self.packed:
+                forms.add(self.packed[name].form(part.shape[1]))
+            else:
+                dtype_name = "" if name is None else self._tensors[name].dtype_name
+                forms.add(group_form(dtype_name) if dtype_name in BLOCK_DTYPES else None)
+        return forms.pop() if len(forms) == 1 else None
 
     def stored_name(self, part: Part) -> str | None:
         """Returns the name under which a part is stored; None where it is missing."""

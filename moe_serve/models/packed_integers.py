@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_serve.errors import ModelError
+from moe_serve.kernels.forms import GROUP_CHUNK, GROUPS, GroupForm, GroupScale
 from moe_serve.models.model_files import shown
 from moe_serve.models.spec import IntegerCoding
 from moe_serve.models.stored_tensor import StoredTensor
@@ -25,7 +27,9 @@ from moe_serve.models.stored_tensor import StoredTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SCALES = ("F16", "BF16", "F32")
+    from moe_serve.kernels.group_quantised import GroupQuantised
+
+_SCALES: Mapping[str, GroupScale] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 _INTEGERS = ("I32",)
 _FIRST = {"gptq": "qweight", "awq": "qweight", "compressed": "weight_packed"}
 _OTHERS = {
@@ -84,19 +88,19 @@ class PackedMatrix:
                 return {
                     "qweight": ((packed_k, n), _INTEGERS, True),
                     "qzeros": ((groups, packed_n), _INTEGERS, True),
-                    "scales": ((groups, n), _SCALES, True),
+                    "scales": ((groups, n), tuple(_SCALES), True),
                     "g_idx": ((k,), _INTEGERS, self.coding.act_order),
                 }
             case "awq":
                 return {
                     "qweight": ((k, packed_n), _INTEGERS, True),
                     "qzeros": ((groups, packed_n), _INTEGERS, True),
-                    "scales": ((groups, n), _SCALES, True),
+                    "scales": ((groups, n), tuple(_SCALES), True),
                 }
             case "compressed":
                 return {
                     "weight_packed": ((n, packed_k), _INTEGERS, True),
-                    "weight_scale": ((n, groups), _SCALES, True),
+                    "weight_scale": ((n, groups), tuple(_SCALES), True),
                     "weight_zero_point": ((packed_n, groups), _INTEGERS, not self.coding.symmetric),
                     "weight_shape": ((2,), ("I64", "I32"), False),
                     "weight_g_idx": ((k,), _INTEGERS, self.coding.act_order),
@@ -117,11 +121,47 @@ class PackedMatrix:
     def _named(self, end: str) -> str:
         return self.name.removesuffix("weight") + end
 
+    def form(self, k: int) -> GroupForm | None:
+        """Returns the form in which `groups` gives rows of k; None where the kernels have none for these groups."""
+        coding, group = self.coding, self._group(k)
+        kept = group if group in GROUPS else GROUP_CHUNK if group == k or group % GROUP_CHUNK == 0 else None
+        if coding.act_order or kept is None:
+            return None
+        scales = next(piece for end, piece in self.pieces.items() if end in ("scales", "weight_scale"))
+        has_zeros = coding.method != "compressed" or "weight_zero_point" in self.pieces
+        return GroupForm(coding.bits, kept, _SCALES[scales.dtype_name], None if has_zeros else 1 << coding.bits - 1)
+
+    def groups(self, k: int, read: Callable[[str], "Tensor"]) -> "GroupQuantised":
+        """Returns the codes and scales of the matrix [n, k], which has a `form`. read: as `values` takes it
+
+        Raises ModelError where columns are scattered over groups though the configuration says that none are.
+        """
+        import torch
+
+        from moe_serve.kernels.group_quantised import GroupQuantised
+
+        form = self.form(k)
+        assert form is not None, f"{self.name} has no form"
+        codes, scale, zero, of_column = self._read(k, read)
+        if not torch.equal(of_column, torch.arange(k) // self._group(k)):
+            raise ModelError(
+                f"{self.name}: columns are scattered over groups, which config.json does not say (desc_act, actorder); "
+                "correct it there, or set model.expert_weights: dense"
+            )
+        of_group = torch.arange(form.num_groups(k)) * form.group // self._group(k)
+        zeros = zero[:, of_group].contiguous() if form.zero is None else None
+        return GroupQuantised(form, codes[:, :k].contiguous(), scale[:, of_group].contiguous(), zeros)
+
     def values(self, k: int, read: Callable[[str], "Tensor"]) -> "Tensor":
         """Returns the matrix [n, k] in float32, exactly: code and scale have few bits.
 
         read: gives a piece by its name; the pieces have no problems
         """
+        codes, scale, zero, of_column = self._read(k, read)
+        return (codes[:, :k].float() - zero[:, of_column].float()) * scale.float()[:, of_column]
+
+    def _read(self, k: int, read: Callable[[str], "Tensor"]) -> "tuple[Tensor, Tensor, Tensor, Tensor]":
+        """Returns codes [n, at least k] uint8, scales and zeros [n, groups], and the group of each column, [k]."""
         import torch
 
         def piece(end: str) -> "Tensor":
@@ -143,8 +183,7 @@ class PackedMatrix:
                 if "weight_zero_point" in self.pieces:
                     zero = _unpacked(piece("weight_zero_point").t(), bits)[:, : len(scale)].t()
         index = next((end for end in self.pieces if end.endswith("g_idx")), None)
-        groups = torch.arange(k) // self._group(k) if index is None else piece(index).long()
-        return (codes[:, :k].float() - zero[:, groups].float()) * scale.float()[:, groups]
+        return codes, scale, zero, torch.arange(k) // self._group(k) if index is None else piece(index).long()
 
 
 def packed_matrices(coding: IntegerCoding, tensors: Mapping[str, StoredTensor]) -> dict[str, PackedMatrix]:

@@ -78,11 +78,11 @@ class ExpertPlaces:
     end: int
 
     @classmethod
-    def of(cls, layer_ids: Sequence[int], num_logical: int, form: SlotForm) -> "ExpertPlaces":
-        """Returns the places of a model's experts. layer_ids: of the model; none where ranks keep their own"""
+    def of(cls, forms: Mapping[int, SlotForm], num_logical: int) -> "ExpertPlaces":
+        """Returns the places of a model's experts. forms: by layer of the model; none where ranks keep their own"""
         layers: dict[int, dict[str, Place]] = {}
         end = HEAD_BYTES
-        for layer in layer_ids:
+        for layer, form in forms.items():
             layers[layer] = {}
             for name, (shape, dtype) in form.tensors.items():
                 layers[layer][name] = place = _place((num_logical, *shape), dtype, end)

@@ -8,7 +8,7 @@ MXFP4 checkpoint are bfloat16, also exactly. Vectors (norms, biases) are always 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from moe_serve.ep.expert_form import ExpertForm, SlotForm
-from moe_serve.kernels.forms import FP8_GROUP
+from moe_serve.kernels.forms import FP8_GROUP, GroupForm
 from moe_serve.kernels.group_quantised import Activations
 from moe_serve.models.checkpoint import all_tensors, has_weights
 from moe_serve.models.checkpoint_parts import CheckpointParts
@@ -34,11 +34,13 @@ class StoredWeights:
     dense:      bfloat16, float32, or float8_e4m3fn with its scales, of each tensor by its name in weight_plan.py
     experts:    bfloat16 or float32, of experts in form dense
     keeps_fp8:  whether all experts are stored in e4m3 with scales that the kernels take
+    groups:     where all experts are stored in groups: the forms of gate_up and of down, by model layer id
     """
 
     dense: Mapping[str, torch.dtype]
     experts: torch.dtype
     keeps_fp8: bool
+    groups: Mapping[int, tuple[GroupForm, GroupForm]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: ModelSpec, folder: Path | None) -> Self:
@@ -75,12 +77,23 @@ class StoredWeights:
             is_kept &= not (parts.is_fused(matrix) and parts.mixes_gate_and_up(matrix))
             stored = parts.parts(matrix, range(spec.num_logical))
             experts |= {"BF16"} if matrix.mxfp4_scale is not None else parts.dtype_names(stored)
-        return cls(dense, _kept(experts), keeps_fp8=is_kept and experts == {"F8_E4M3"})
+        return cls(dense, _kept(experts), is_kept and experts == {"F8_E4M3"}, _expert_groups(spec, parts))
 
 
 def _kept(dtype_names: set[str]) -> torch.dtype:
     """Returns bfloat16 where all of a tensor is stored in it, else float32, since no value is rounded."""
     return torch.bfloat16 if dtype_names == {"BF16"} else torch.float32
+
+
+def _expert_groups(spec: ModelSpec, parts: CheckpointParts) -> dict[int, tuple[GroupForm, GroupForm]]:
+    """Returns the forms of gate_up and of down in each layer; nothing where some experts are stored otherwise."""
+    found: dict[int, dict[str, GroupForm]] = {layer: {} for layer in spec.moe_layer_ids}
+    for matrix in (plan for plan in expert_tensors(spec) if plan.kind == "matrix"):
+        form = parts.group_form(parts.parts(matrix, range(spec.num_logical)))
+        if form is None or matrix.mxfp4_scale is not None:
+            return {}
+        found[matrix.layer_id][matrix.name] = form
+    return {layer: (forms["gate_up"], forms["down"]) for layer, forms in found.items()}
 
 
 _PROJECTIONS = ("qkv", "q_kv_a", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down")
@@ -135,7 +148,18 @@ class WeightShare:
 
     @property
     def slot_form(self) -> SlotForm:
-        """Returns the form of one slot."""
+        """Returns the form of one slot; of the largest where layers differ."""
+        if self.form != "groups":
+            return self.slot_form_of(0)
+        return max(map(self.slot_form_of, self.spec.moe_layer_ids), key=lambda form: form.num_bytes)
+
+    @property
+    def slot_forms(self) -> dict[int, SlotForm]:
+        """Returns the form of one slot by MoE layer of the model."""
+        return {layer: self.slot_form_of(layer) for layer in self.spec.moe_layer_ids}
+
+    def slot_form_of(self, layer_id: int) -> SlotForm:
+        """Returns the form of one slot of a layer of the model."""
         dtype = self.dtype if self.stored is None else self.stored.experts
         spec, packed = self.spec, self.stored is not None
         return SlotForm(
@@ -148,6 +172,7 @@ class WeightShare:
             has_bias=spec.expert_bias,
             activation=spec.activation,
             activations=self.activations,
+            stored_groups=self.stored.groups[layer_id] if self.form == "groups" and self.stored is not None else None,
         )
 
     def dense_dtype(self, plan: DenseTensor) -> torch.dtype:

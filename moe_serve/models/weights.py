@@ -32,14 +32,14 @@ from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.errors import CapacityError, ModelError
 from moe_serve.kernels.cpu.packed import pack, pack_gate_up, pack_groups, pack_groups_gate_up
-from moe_serve.kernels.forms import Fp8Block
-from moe_serve.kernels.group_quantised import quantise_groups
+from moe_serve.kernels.forms import INT4, Fp8Block
+from moe_serve.kernels.group_quantised import GroupQuantised, quantise_groups, stack
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.packed_memory import OWN_MEMORY, PackedMemory
 from moe_serve.kernels.quantised import dequantise_mxfp4, quantise_mxfp4, quantize_int8, quantize_weight
 from moe_serve.models.checkpoint import BLOCK_DTYPES, Checkpoint
 from moe_serve.models.checkpoint_parts import CheckpointParts
-from moe_serve.models.gguf_blocks import dequantise_blocks, mxfp4_blocks
+from moe_serve.models.gguf_blocks import dequantise_blocks, groups_of, mxfp4_blocks
 from moe_serve.models.model_files import shown
 from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_tensors, expert_tensors
 from moe_serve.models.weight_share import WeightShare
@@ -54,7 +54,7 @@ class LoadedWeights:
     dense:      tensors named as in weight_plan.py, with "NAME_scale" of those in FP8
     experts:    per MoE layer (its model layer id) the tensors of expert_form.SlotForm, [slots_per_rank, ...]:
                 "gate_up", "down", their scales and biases; an empty slot holds zeros
-    slot_form:  of the experts' slots
+    slot_forms: of the experts' slots, per MoE layer
     bytes_read: of the checkpoint, 0 for dummy weights
     memory:     takes the packed forms of dense tensors
     held:       the expert of each of the rank's slots, by layer, where `experts` are all, [num_logical, ...]
@@ -62,7 +62,7 @@ class LoadedWeights:
 
     dense: dict[str, Tensor]
     experts: dict[int, dict[str, Tensor]]
-    slot_form: SlotForm
+    slot_forms: dict[int, SlotForm]
     bytes_read: int
     memory: PackedMemory = OWN_MEMORY
     held: Mapping[int, NDArray[np.int32]] | None = None
@@ -70,7 +70,7 @@ class LoadedWeights:
     def store(self, layer_id: int) -> ExpertStore:
         """Returns the experts of a layer as its MoE layer keeps them; takes them out, since the store owns them."""
         held = None if self.held is None else self.held[layer_id]
-        return ExpertStore(self.experts.pop(layer_id), self.slot_form, held)
+        return ExpertStore(self.experts.pop(layer_id), self.slot_forms[layer_id], held)
 
 
 def load_weights(
@@ -92,7 +92,7 @@ def load_weights(
 
         report()
         dense, experts = _load(reader, share, report, room)
-        return LoadedWeights(dense, experts, share.slot_form, checkpoint.bytes_read)
+        return LoadedWeights(dense, experts, share.slot_forms, checkpoint.bytes_read)
 
 
 def dummy_weights(share: WeightShare, seed: int = 0, room: "ExpertRoom | None" = None) -> LoadedWeights:
@@ -102,7 +102,7 @@ def dummy_weights(share: WeightShare, seed: int = 0, room: "ExpertRoom | None" =
     quantised form rounds those of the dense one.
     """
     dense, experts = _load(DummyWeights(share, seed), share, lambda: None, room)
-    return LoadedWeights(dense, experts, share.slot_form, 0)
+    return LoadedWeights(dense, experts, share.slot_forms, 0)
 
 
 def no_weights(share: WeightShare) -> LoadedWeights:
@@ -114,11 +114,11 @@ def no_weights(share: WeightShare) -> LoadedWeights:
     experts = {
         layer: {
             name: torch.empty(share.num_slots, *shape, dtype=dtype, device=share.device)
-            for name, (shape, dtype) in share.slot_form.tensors.items()
+            for name, (shape, dtype) in form.tensors.items()
         }
-        for layer in share.spec.moe_layer_ids
+        for layer, form in share.slot_forms.items()
     }
-    return LoadedWeights(dense, experts, share.slot_form, 0)
+    return LoadedWeights(dense, experts, share.slot_forms, 0)
 
 
 class WeightSource(Protocol):
@@ -311,6 +311,11 @@ class CheckpointWeights:
             else:
                 _put_matrix(one, plan.name, self._share.form, self._brought_into_form(plan, expert))
             return
+        if plan.kind == "matrix" and self._share.form == "groups":
+            which = expert if is_fused else None
+            weights = [self._in_groups(part, which) for part in self._parts.parts(plan, (expert,))]
+            _pack_in_groups(plan.name, stack(weights), one)
+            return
         row = 0
         for part in self._parts.parts(plan, (expert,)):
             if plan.kind == "bias":
@@ -333,6 +338,8 @@ class CheckpointWeights:
                 _put_rows(one, name, row, *self._stored_fp8(part, expert))
             case "mxfp4":
                 _put_rows(one, name, row, *self._mxfp4_rows(part))
+            case "groups":
+                raise AssertionError(f"{part.source} comes in groups, whole")
 
     def _brought_into_form(self, plan: ExpertTensor, expert: int) -> Tensor:
         """Returns one expert of a fused tensor in another form than ours: [n, k], or biases [n]."""
@@ -355,6 +362,20 @@ class CheckpointWeights:
         if int(scales.max()) == _MXFP4_NAN:
             raise self._not_finite(part.source, None)
         return codes, scales
+
+    def _in_groups(self, part: Part, expert: int | None) -> GroupQuantised:
+        """Returns the codes and scales of a stored matrix, or of one expert of a fused one."""
+        name = self._parts.stored_name(part)
+        assert name is not None
+        if (packed := self._parts.packed.get(name)) is not None:
+            weight = packed.groups(part.shape[1], self._checkpoint.read)
+        else:
+            raw = self._checkpoint.read(name) if expert is None else self._checkpoint.read(name, expert, 1)[0]
+            weight = groups_of(raw, self._checkpoint.tensors[name].dtype_name)
+        scales = weight.scale, weight.minimum, weight.super_scale, weight.super_minimum
+        if not all(each is None or all_finite(each, self._share.dtype) for each in scales):
+            raise self._not_finite(name if packed is None else next(packed.tensors), expert)
+        return weight
 
     def _read(self, part: Part, out: Tensor, expert: int | None = None) -> None:
         """Fills `out` with a stored tensor, or with one expert of a fused one."""
@@ -448,7 +469,7 @@ def empty_slots(plan: ExpertTensor, share: WeightShare, num_slots: int) -> dict[
 
     Raises CapacityError when the device has no memory for them.
     """
-    return _zeros(plan, share.slot_form, num_slots, share.device)
+    return _zeros(plan, share.slot_form_of(plan.layer_id), num_slots, share.device)
 
 
 def _zeros(plan: ExpertTensor, form: SlotForm, num_slots: int, device: torch.device | str) -> dict[str, Tensor]:
@@ -477,22 +498,19 @@ def _filling(
 ) -> Iterator[dict[str, Tensor]]:
     """Gives the tensors of one expert to write: [n, k] and its scales, or biases [n].
 
-    They are the slot itself, or temporary ones which are packed into the slot afterwards; of int4 a matrix in float32,
-    which is quantised then.
+    They are the slot itself, in form groups as it is packed, or temporary ones which are packed into the slot
+    afterwards; of int4 a matrix in float32, which is quantised then.
     """
-    of_slot, form = {name: tensor[slot] for name, tensor in slots.items()}, share.slot_form
-    if not form.packed or plan.kind != "matrix":
+    of_slot, form = {name: tensor[slot] for name, tensor in slots.items()}, share.slot_form_of(plan.layer_id)
+    if not form.packed or plan.kind != "matrix" or form.form == "groups":
         yield of_slot
         return
-    if form.groups is not None:
+    if form.form == "int4":
         values = torch.zeros(plan.shape)
         yield {plan.name: values}
-        if plan.name == "gate_up":
-            pack_groups_gate_up(quantise_groups(values, form.groups[0]), of_slot[plan.name])
-        else:
-            pack_groups(quantise_groups(values, form.groups[1]), of_slot[plan.name])
+        _pack_in_groups(plan.name, quantise_groups(values, INT4), of_slot)
         return
-    plain = _zeros(plan, replace(share.slot_form, packed=False), 1, share.device)
+    plain = _zeros(plan, replace(form, packed=False), 1, share.device)
     one = {name: tensor[0] for name, tensor in plain.items()}
     yield one
     pack_matrix = pack_gate_up if plan.name == "gate_up" else pack
@@ -501,6 +519,10 @@ def _filling(
             pack_matrix(tensor, of_slot[name])
         else:
             of_slot[name].copy_(tensor)
+
+
+def _pack_in_groups(name: str, weight: GroupQuantised, of_slot: dict[str, Tensor]) -> None:
+    (pack_groups_gate_up if name == "gate_up" else pack_groups)(weight, of_slot[name])
 
 
 def _put_matrix(one: dict[str, Tensor], name: str, form: ExpertForm, values: Tensor) -> None:
@@ -519,6 +541,8 @@ def _put_matrix(one: dict[str, Tensor], name: str, form: ExpertForm, values: Ten
             one[scale_of(name)].copy_(weight.scale[0])
         case "mxfp4":
             _put_mxfp4(one, name, *quantise_mxfp4(values))
+        case "groups":
+            raise AssertionError("nothing is rounded to a checkpoint's groups")
 
 
 def _put_mxfp4(one: dict[str, Tensor], name: str, blocks: Tensor, scales: Tensor) -> None:

@@ -15,8 +15,10 @@ from moe_serve.ep.expert_transfer import ExpertCarrier, NoCarrier
 from moe_serve.ep.weight_mover import MoveSettings, WeightMover
 from moe_serve.eplb.migration.moves import MigrationRound
 from moe_serve.eplb.placement import Placement
+from moe_serve.kernels.forms import INT4, GroupForm
 from tests.dispatch.shm.regions import map_anonymous
 
+LARGER = GroupForm(8, 16, "two_levels", 32)
 BUSY_S = 1e-9  # a step so short that every turn carries one piece
 Forms = tuple[ExpertForm, torch.dtype, bool, bool]  # the last two: packed for the compiled CPU kernels, with biases
 FORMS: tuple[Forms, ...] = (
@@ -28,6 +30,7 @@ FORMS: tuple[Forms, ...] = (
     ("fp8", torch.float32, True, False),
     ("mxfp4", torch.float32, True, True),
     ("int4", torch.float32, True, False),
+    ("groups", torch.float32, True, True),
 )
 
 
@@ -56,7 +59,9 @@ def make_stores(placement: Placement, rank: int, form: Forms, hidden: int, width
     slots = placement.slots_per_rank
     stores = []
     for layer, row in enumerate(placement.physical_to_logical.tolist()):
-        kept = SlotForm(form[0], hidden, width, form[1], form[2], has_bias=form[3])
+        groups = (INT4, LARGER) if layer % 2 else (INT4, INT4)  # layers of different sizes
+        stored = groups if form[0] == "groups" else None
+        kept = SlotForm(form[0], hidden, width, form[1], form[2], has_bias=form[3], stored_groups=stored)
         tensors = {name: torch.zeros(slots, *shape, dtype=dtype) for name, (shape, dtype) in kept.tensors.items()}
         store = ExpertStore(tensors, kept)
         for slot, expert in enumerate(row[rank * slots :][:slots]):
@@ -91,7 +96,7 @@ class VirtualRanks:
         ranks = range(placement.num_ranks)
         self.placement = placement
         self.stores = [make_stores(placement, rank, form, hidden, width) for rank in ranks]
-        self.slot_bytes = self.stores[0][0].slot_bytes
+        self.slot_bytes = max(store.slot_bytes for store in self.stores[0])
         self.shared = map_anonymous(len(ranks), region_bytes(self.slot_bytes, settings.staging_slots))
         self.movers = [
             WeightMover(

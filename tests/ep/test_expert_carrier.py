@@ -259,7 +259,7 @@ def check_moves(rank: int, group: EpGroup, kind: str) -> int:
         placement = random_placement(rng, 2, 5, 3, 3)
         stores = make_stores(placement, rank, form, 8, 5)
         settings = MoveSettings(staging_slots=2)
-        carrier = make(kind, group, stores[0].slot_bytes)
+        carrier = make(kind, group, max(store.slot_bytes for store in stores))
         mover = WeightMover(stores, rank, carrier, settings)
         for _ in range(2):
             new = random_placement(rng, 2, 5, 3, 3, placement.version)

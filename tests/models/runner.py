@@ -19,6 +19,7 @@ from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
+from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.models.checkpoint_parts import with_stored_head
 from moe_serve.models.decoder import moe_decoder
@@ -65,6 +66,13 @@ def load_decoder(
     stored = StoredWeights.of(spec, folder) if numerics.compiled and moe_layer is MoeLayer else None
     weights = load_weights(folder, WeightShare(spec, one_rank(spec), 0, dtype, "cpu", stored=stored))
     return decoder_with(moe_layer, spec, weights, numerics, dtype)
+
+
+def share_in_groups(path: Path, activations: Activations) -> WeightShare:
+    """Returns the share of one rank that keeps experts in the groups in which they are stored."""
+    spec = read_spec(path)
+    stored = StoredWeights.of(spec, path)
+    return WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu", "groups", stored, activations)
 
 
 def decoder_with(

@@ -43,7 +43,8 @@ from tests.models.families import (
     save,
 )
 from tests.models.gguf_checkpoint import Kind, float32, matrices_in, random_blocks, write_gguf
-from tests.models.runner import Runner, decoder_with, load_decoder, one_rank
+from tests.models.runner import Runner, decoder_with, load_decoder, one_rank, share_in_groups
+from tests.tolerance import GROUPS_BY_INT8, relative_error
 
 # ---- values
 
@@ -174,6 +175,40 @@ def test_a_file_of_mixed_types_has_the_bits_of_its_values_in_safetensors(written
     stored = {tensor.dtype_name for tensor in all_tensors(path).values()}
     assert {"Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16", "F32"} <= stored
     assert torch.equal(logits(path, COMPILED), logits(path.with_suffix(""), COMPILED))
+
+
+def of_experts(name: str) -> Kind:
+    """Returns Q4_K for experts, but Q6_K for the down projections of the second layer; Q8_0 for other matrices."""
+    if "exps" not in name:
+        return matrices_in(Kind.Q8_0)(name)
+    return Kind.Q6_K if name.startswith("blk.1.ffn_down") else Kind.Q4_K
+
+
+def test_experts_keep_their_codes_and_scales_layer_by_layer(written: Written) -> None:
+    path = written("two layers", of_experts, WIDE | {"num_hidden_layers": 2})
+    found = {}
+    for activations in ("float", "int8"):
+        share = share_in_groups(path, activations)
+        weights = load_weights(path, share)
+        sizes = [form.num_bytes for form in share.slot_forms.values()]
+        assert sizes[1] > sizes[0]
+        assert share.slot_form.num_bytes == sizes[1]
+        assert [weights.experts[layer]["down"].nbytes for layer in (0, 1)] == [
+            share.num_slots * share.slot_forms[layer].tensors["down"][0][0] for layer in (0, 1)
+        ]
+        found[activations] = logits(path, COMPILED, decoder_with(MoeLayer, share.spec, weights, COMPILED))
+    wanted = logits(path.with_suffix(""), COMPILED)
+    assert torch.equal(found["float"], wanted)
+    assert 0 < relative_error(found["int8"], wanted) < GROUPS_BY_INT8
+
+
+def test_experts_that_differ_within_a_matrix_are_dequantised(written: Written) -> None:
+    path = written(
+        "two layers",
+        lambda name: Kind.Q5_K if "ffn_up_exps" in name else of_experts(name),
+        WIDE | {"num_hidden_layers": 2},
+    )
+    assert not StoredWeights.of(read_spec(path), path).groups
 
 
 def test_experts_in_mxfp4_keep_their_blocks(written: Written) -> None:

@@ -23,7 +23,7 @@ def descriptor(tmp_path: Path) -> Iterator[int]:
     """Gives a finished file."""
     opened = os.open(tmp_path / "weights", os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(opened, ROOM)
-    places = ExpertPlaces.of(LAYERS, NUM_LOGICAL, FORM)
+    places = ExpertPlaces.of(dict.fromkeys(LAYERS, FORM), NUM_LOGICAL)
     for layer, tensors in places.views(map_file(opened, places.end, writable=True)).items():
         for tensor in tensors.values():
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % 99 + layer)
@@ -98,7 +98,7 @@ def test_a_file_that_is_torn_is_refused(descriptor: int, damage: object, said: s
 def test_a_model_without_experts_in_the_file_has_its_dense_weights_there(tmp_path: Path) -> None:
     opened = os.open(tmp_path / "weights", os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(opened, ROOM)
-    writer = WeightWriter(opened, ROOM, ExpertPlaces.of((), NUM_LOGICAL, FORM))
+    writer = WeightWriter(opened, ROOM, ExpertPlaces.of({}, NUM_LOGICAL))
     writer.add_loaded({"norm": VECTORS["norm"]}, set())
     writer.finish("", with_sums=False)
     reader = WeightReader(opened)

@@ -86,9 +86,9 @@ def test_fp8_slots_hold_the_stored_bytes_with_a_scale_for_each_row(block: Fp8Blo
         ]
         assert same_bytes(slots[name][expert], torch.cat([v.view(torch.uint8) for v in values]))
         assert same_bytes(slots[scale_of(name)][expert], torch.cat(scales))
-    assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in loaded.experts[1].items()} == loaded.slot_form.tensors
+    assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in loaded.experts[1].items()} == loaded.slot_forms[1].tensors
     drawn = dummy_weights(share_of(spec, "fp8"), 1).experts[1]
-    assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in drawn.items()} == loaded.slot_form.tensors
+    assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in drawn.items()} == loaded.slot_forms[1].tensors
     assert StoredWeights.of(spec, None).keeps_fp8
 
 
@@ -174,7 +174,7 @@ def check_packed(form: ExpertForm, dtype: torch.dtype, fp8_folder: Path) -> None
         (dummy_weights(plain, 3), dummy_weights(packed, 3)),
     ):
         for layer, tensors in got.experts.items():
-            assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in tensors.items()} == packed.slot_form.tensors
+            assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in tensors.items()} == packed.slot_forms[layer].tensors
             for name, wanted in right.experts[layer].items():
                 for slot, matrix in enumerate(wanted):
                     held = tensors[name][slot]

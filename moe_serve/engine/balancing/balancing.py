@@ -317,7 +317,8 @@ def make_balancing(
         mover = NamedExperts()
     elif eplb.mode == "dynamic":
         moves = MoveSettings(eplb.staging_slots, eplb.move_step_share, eplb.move_deadline_s)
-        mover = WeightMover(stores, group.rank, make_carrier(group, stores[0].slot_bytes, eplb.staging_slots), moves)
+        most_bytes = max(store.slot_bytes for store in stores)
+        mover = WeightMover(stores, group.rank, make_carrier(group, most_bytes, eplb.staging_slots), moves)
 
     def make_balancer(step: int, reports: BalanceReports) -> Balancer:
         facts = SystemFacts.of_model(

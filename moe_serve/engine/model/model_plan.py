@@ -99,7 +99,7 @@ class ModelPlan:
 
     @property
     def slot_form(self) -> SlotForm:
-        """The form of one expert slot."""
+        """The form of one expert slot; of the largest where layers differ."""
         return self.share(0).slot_form
 
     def share(self, rank: int, has_experts: bool = True) -> WeightShare:
@@ -146,10 +146,9 @@ def expert_form(config: ServeConfig, spec: ModelSpec, device: torch.device, stor
     keeps_fp8 = has_e4m3(device) if stored is None else stored.keeps_fp8
     wanted = config.model.expert_weights
     compiled = stored is not None
-    has_narrow_rows = compute_dtype(config, device) == torch.bfloat16
-    return choose_expert_form(
-        wanted, spec.fp8_block, device.type, keeps_fp8, compiled, spec.experts_in_mxfp4, has_narrow_rows
-    )
+    in_mxfp4, in_groups = spec.experts_in_mxfp4, stored is not None and bool(stored.groups)
+    narrow = compute_dtype(config, device) == torch.bfloat16
+    return choose_expert_form(wanted, spec.fp8_block, device.type, keeps_fp8, compiled, in_mxfp4, narrow, in_groups)
 
 
 def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:

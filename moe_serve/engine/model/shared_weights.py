@@ -160,7 +160,7 @@ class SharedWeights:
             loaded = read(replace(share, has_dense=False), None)
         num_read = 0 if loaded is None else loaded.bytes_read
         experts = loaded.experts if loaded is not None and not self.has_experts else reader.experts.views(reader.data)
-        return LoadedWeights(reader.dense(), experts, share.slot_form, num_read, reader, self._held())
+        return LoadedWeights(reader.dense(), experts, share.slot_forms, num_read, reader, self._held())
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -193,8 +193,7 @@ class SharedWeights:
 
 
 def _places(plan: ModelPlan, has_experts: bool) -> ExpertPlaces:
-    layers = plan.placement.moe_layer_ids if has_experts else ()
-    return ExpertPlaces.of(layers, plan.placement.num_logical, plan.slot_form)
+    return ExpertPlaces.of(plan.share(0).slot_forms if has_experts else {}, plan.placement.num_logical)
 
 
 def _filled_by(placement: Placement, rank: int) -> Placement:
@@ -448,7 +447,7 @@ def _made_from(config: ServeConfig, plan: ModelPlan, has_experts: bool) -> str:
         if file.suffix in (".safetensors", ".json", ".gguf") and (facts := file.stat())
     ]
     drawn = config.model.seed if folder is None else None
-    return json.dumps([marks, drawn, repr(plan.slot_form), repr(plan.stored), has_experts, _digest_of_code()])
+    return json.dumps([marks, drawn, repr(plan.share(0).slot_forms), repr(plan.stored), has_experts, _digest_of_code()])
 
 
 def _digest_of_code() -> str:

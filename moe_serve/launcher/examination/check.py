@@ -231,13 +231,16 @@ def _weights(config: ServeConfig, plan: ModelPlan, num_sharing: int) -> Iterator
         why = "the embedding's values, packed for the product"
         yield Memory("output projection", dense_bytes["embed"], why)
     expert_bytes = plan.slot_form.num_bytes
+    all_layers = sum(form.num_bytes for form in plan.share(0).slot_forms.values())
+    less = ", less in some layers" if all_layers != spec.num_moe_layers * expert_bytes else ""
     if sharing.experts:
         num_experts = spec.num_logical * spec.num_moe_layers
-        why = f"{num_experts} x {bytes_in_words(expert_bytes)}, once for {num_sharing} ranks{where}; slots name them"
-        yield Memory("experts", num_experts * expert_bytes, why, shared=True)
+        size = f"{num_experts} x {bytes_in_words(expert_bytes)}{less}"
+        why = f"{size}, once for {num_sharing} ranks{where}; slots name them"
+        yield Memory("experts", spec.num_logical * all_layers, why, shared=True)
         return
-    slots = f"{num_slots} slots x {spec.num_moe_layers} layers x {bytes_in_words(expert_bytes)}"
-    yield Memory("expert slots", num_slots * spec.num_moe_layers * expert_bytes, slots)
+    slots = f"{num_slots} slots x {spec.num_moe_layers} layers x {bytes_in_words(expert_bytes)}{less}"
+    yield Memory("expert slots", num_slots * all_layers, slots)
     if config.eplb.mode == "dynamic" and config.parallel.num_ranks > 1:
         staging = config.eplb.staging_slots
         why = f"eplb.staging_slots {staging} x {bytes_in_words(expert_bytes)}, to send and to receive"
