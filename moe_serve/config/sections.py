@@ -343,6 +343,9 @@ class EngineConfig(Section):
     # on what else runs, whatever `numerics` says. torch: plain torch, for comparison or where ranks have no compiler
     # no_amx: as auto, but without AMX, whose products with bfloat16 weights have other last bits: if some lack it
     cpu_kernels: Literal["auto", "no_amx", "torch"] = "auto"
+    # Kernels of attention on GPUs, by SGLang's names; vLLM's are taken, too. auto: triton. flashinfer, flashmla: of these
+    # packages, for the models that they cover; decode steps are then not captured in graphs
+    attention_backend: Literal["auto", "triton", "flashinfer", "flashmla"] = "auto"
     row_tile: Literal[4, 8, 16] = 4  # rows of a GEMM tile in batch_invariant; 1 and 2 are not invariant everywhere
     exchange: Literal["auto", "gloo", "shm"] = "auto"  # of step proposals; auto: shm on one host and between CPU hosts
     step_deadline_s: PositiveFloat = 60.0  # a peer that takes longer is lost
@@ -354,6 +357,12 @@ class EngineConfig(Section):
     suspect_after_s: PositiveFloat = 3.0
     heartbeat_s: PositiveFloat = 1.0  # how often an idle rank shows that it is alive
     prefill_hold_steps: NonNegativeInt = 0  # steps a lone prefill may wait so that ranks prefill together
+
+    @field_validator("attention_backend", mode="before")
+    @classmethod
+    def _by_names_of_vllm(cls, value: object) -> object:
+        name = value.lower() if isinstance(value, str) else value
+        return "triton" if name == "triton_attn" else name
 
     @model_validator(mode="after")
     def _decode_rows_fit_the_budget(self) -> Self:

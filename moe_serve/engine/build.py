@@ -97,7 +97,10 @@ def build_engine(
         served=served,
         scheduler=scheduler,
         batches=BatchBuilder(
-            blocks.tables, served.device, served.numerics, captures_decodes(served.numerics, served.device)
+            blocks.tables,
+            served.device,
+            served.numerics,
+            captures_decodes(served.numerics, served.device, config.engine.attention_backend),
         ),
         sampler=Sampler(served.limits.eos_token_ids, served.numerics.compiled),
         requests=requests,
@@ -209,7 +212,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
     shared = open_shared_weights(config, plan, group, progress)
     share, read = plan.share(group.rank, has_experts=held is None), partial(_read_weights, config, progress)
     weights = read(share, None) if shared is None else shared.load(share, read, progress)
-    decoder = build_decoder(plan.spec, weights, parallel, plan.device)
+    decoder = build_decoder(plan.spec, weights, parallel, plan.device, config.engine.attention_backend)
     if shared is not None:
         shared.finish(progress)
     block_size = config.cache.block_size

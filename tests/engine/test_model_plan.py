@@ -164,3 +164,37 @@ def test_sparse_attention_and_old_gpus_have_no_cache_in_8_bits(tmp_path: Path, m
     with pytest.raises(ConfigError, match=r"older than sm_89.* set cache\.dtype: int8 or auto"):
         plan_of(tmp_path, PHI_35_MOE, "cache.dtype=fp8_e4m3", device=GPU)
     assert plan_of(tmp_path, PHI_35_MOE, "cache.dtype=int8", device=GPU).cache_dtype == torch.int8
+
+
+@pytest.mark.parametrize(("overrides", "why"), [
+    (["engine.attention_backend=flashinfer"], "not installed; pip install flashinfer-python"),
+    (["engine.attention_backend=flashmla"], "not installed; pip install sgl-flash-mla"),
+])  # fmt: skip
+def test_packages_that_are_not_there_are_named(
+    overrides: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_plan, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=why):
+        plan_of(tmp_path, PHI_35_MOE, *overrides, device=GPU)
+    with pytest.raises(ConfigError, match="this rank computes on cpu; set engine"):
+        plan_of(tmp_path, PHI_35_MOE, *overrides)
+
+
+@pytest.mark.parametrize(("family", "overrides", "why"), [
+    ("gpt_oss", [], "gpt_oss has attention sinks"),
+    ("llama4_text", [], "llama4_text attends within chunks of positions"),
+    ("deepseek_v3", [], r"latents of 512 \+ 64 columns alone"),
+    ("qwen3_moe", ["cache.dtype=int8"], "reads bfloat16 alone here"),
+    ("qwen3_moe", ["engine.numerics=batch_invariant"], "set engine.numerics: fast"),
+    ("qwen3_moe", ["engine.attention_backend=flashmla"], "attends latents alone"),
+])  # fmt: skip
+def test_what_packages_do_not_cover_is_refused(
+    family: str, overrides: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_plan, "find_spec", lambda name: name)
+    model_type, keys = FAMILIES[family]
+    given = ["engine.attention_backend=flashinfer", *overrides]
+    with pytest.raises(ConfigError, match=why):
+        plan_of(tmp_path, keys | {"model_type": model_type}, *given, device=GPU)
+    model_type, keys = FAMILIES["qwen3_moe"]
+    assert plan_of(tmp_path, keys | {"model_type": model_type}, given[0], device=GPU).dtype == torch.bfloat16

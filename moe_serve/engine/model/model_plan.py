@@ -1,6 +1,7 @@
 """Decides how a rank serves a model, before any weight is read: kernels, numerics, dtypes, placement, cache sizes."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
@@ -17,8 +18,14 @@ from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.checkpoint_parts import with_stored_head
 from moe_serve.models.decoder.moe_decoder import kv_layouts
-from moe_serve.models.spec import MlaSpec, ModelSpec
+from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
+
+# Of attention kernels: the module, and where it is from.
+_PACKAGES = {
+    "flashinfer": ("flashinfer", "pip install flashinfer-python"),
+    "flashmla": ("flash_mla", "pip install sgl-flash-mla"),
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class ModelPlan:
         max_model_len = _max_model_len(config, spec)
         form = expert_form(config, spec, device, stored)
         cache_dtype = choose_cache_dtype(config, spec, device, dtype)
+        check_attention_backend(config, spec, device, cache_dtype)
         return cls(
             spec=spec.in_context(max_model_len),
             device=device,
@@ -134,6 +142,35 @@ def choose_cache_dtype(
             "cache.dtype is fp8_e4m3 but this GPU has no e4m3 (it is older than sm_89); set cache.dtype: int8 or auto"
         )
     return torch.int8 if wanted == "int8" else torch.float8_e4m3fn
+
+
+def check_attention_backend(config: ServeConfig, spec: ModelSpec, device: torch.device, cache: torch.dtype) -> None:
+    """Raises ConfigError where a package of attention kernels is asked for that cannot attend for this model."""
+    name, attention = config.engine.attention_backend, spec.attention
+    if name in ("auto", "triton"):
+        return
+    module, install = _PACKAGES[name]
+    latents = attention if isinstance(attention, MlaSpec) else None
+    heads = attention if isinstance(attention, GqaSpec) else None
+    back = "set engine.attention_backend: auto"
+    reasons = (
+        (device.type != "cuda", f"this rank computes on {device.type}; {back}"),
+        (find_spec(module) is None, f"it is not installed; {install}, or {back}"),
+        (config.engine.numerics != "fast", "its sums depend on the batch; set engine.numerics: fast"),
+        (cache != torch.bfloat16, "it reads bfloat16 alone here; set cache.dtype: auto and model.dtype: bfloat16"),
+        (heads is not None and heads.has_sinks, f"{spec.model_type} has attention sinks; {back}"),
+        (heads is not None and any(map(heads.chunk_of, range(spec.num_layers))),
+         f"{spec.model_type} attends within chunks of positions; {back}"),
+        (latents is not None and (latents.kv_lora_rank, latents.rope_dim) != (512, 64),
+         f"it takes latents of 512 + 64 columns alone; {back}"),
+        (name == "flashmla" and latents is None, f"it attends latents alone, as DeepSeek has; {back}"),
+        (name == "flashmla" and latents is not None and latents.num_heads not in (64, 128),
+         f"it takes 64 or 128 heads alone; {back}"),
+        (name == "flashmla" and config.cache.block_size != 64, "its pages have 64 tokens; set cache.block_size: 64"),
+    )  # fmt: skip
+    for applies, why in reasons:
+        if applies:
+            raise ConfigError(f"engine.attention_backend is {name}, but {why}")
 
 
 def checkpoint_folder(config: ServeConfig) -> Path | None:

@@ -143,6 +143,9 @@ class ServeOptions(ModelOptions):
     )  # fmt: skip
     max_logprobs: int | None = setting("engine.max_logprobs", help="likeliest tokens that a request may ask for")
     page_size: int | None = setting("cache.block_size", "--page-size", "--block-size", help=", tokens")
+    attention_backend: str | None = setting(
+        "engine.attention_backend", help="of GPUs: auto, triton, flashinfer or flashmla"
+    )
     kv_cache_dtype: str | None = setting(
         "cache.dtype", help="auto, or int8 or fp8_e4m3: half the memory of bfloat16, answers change a little"
     )

@@ -60,8 +60,11 @@ def build_decoder(
     weights: LoadedWeights,
     parallel: ExpertParallel,
     device: torch.device | str,
+    attention_backend: str = "auto",
 ) -> MoeDecoder:
-    """Returns the decoder. Takes the dense tensors out of `weights`, so that none is held twice once it is packed."""
+    """Returns the decoder. attention_backend: of GPUs, as engine.attention_backend names it
+
+    Takes the dense tensors out of `weights`, so that none is held twice once it is packed."""
     dense, numerics = weights.dense, parallel.numerics
     forms = WeightForms(numerics, weights.memory)
     embed, norm = dense.pop("embed"), _norm(dense, "norm")
@@ -99,16 +102,17 @@ def build_decoder(
     if numerics.compiled:
         run: StackRunner = RecordedRunner(stack, table, attention.shape, spec.vocab_size, parallel.clock)
     else:
-        attend = make_attention(attention.shape, numerics, embed.dtype, torch.device(device))
+        attend = make_attention(attention.shape, numerics, embed.dtype, torch.device(device), attention_backend)
         run = TorchRunner(stack, table, attend, numerics, parallel.clock)
-        if captures_decodes(numerics, device):
+        if captures_decodes(numerics, device, attention_backend):
             run = GraphRunner(run, parallel)
     return MoeDecoder(spec, stack, run)
 
 
-def captures_decodes(numerics: Numerics, device: torch.device | str) -> bool:
+def captures_decodes(numerics: Numerics, device: torch.device | str, attention_backend: str) -> bool:
     """Returns whether decode steps may be captured in graphs, so that their batches are padded and stay in place."""
-    return torch.device(device).type == "cuda" and not numerics.invariant
+    by_triton = attention_backend in ("auto", "triton")
+    return torch.device(device).type == "cuda" and by_triton and not numerics.invariant
 
 
 def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:
@@ -123,9 +127,16 @@ def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:
     return (layout,) * spec.num_layers
 
 
-def make_attention(shape: AttentionShape, numerics: Numerics, dtype: torch.dtype, device: torch.device) -> Attention:
-    """Returns the attention for a device: Triton's kernels on GPUs, torch elsewhere."""
+def make_attention(
+    shape: AttentionShape, numerics: Numerics, dtype: torch.dtype, device: torch.device, backend: str
+) -> Attention:
+    """Returns the attention for a device: Triton's kernels on GPUs, or those of a package; torch elsewhere."""
     if device.type == "cuda":
+        if backend in ("flashinfer", "flashmla"):
+            from moe_serve.attention_dp.attention_packages import FlashInferAttention, FlashMlaAttention
+
+            make = FlashInferAttention if backend == "flashinfer" else FlashMlaAttention
+            return make(shape, numerics, dtype, device)
         from moe_serve.attention_dp.triton_attention import TritonAttention
 
         return TritonAttention(shape, numerics, dtype)

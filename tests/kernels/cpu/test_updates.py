@@ -64,7 +64,9 @@ def test_norms_in_place_leave_their_neighbours_and_sums_take_a_factor(run, libra
         total = x + 0.22 * delta
         normed = run("add_rms_norm", x, delta, weight, EPS, 0.22)
         assert relative_error(x, total) < FLOAT32
-        assert relative_error(normed, rms_norm_reference(x, weight, EPS)) < FLOAT32  # a norm of one tiny sum magnifies it
+        assert (
+            relative_error(normed, rms_norm_reference(x, weight, EPS)) < FLOAT32
+        )  # a norm of one tiny sum magnifies it
 
 
 @pytest.mark.parametrize("width", (16, 33, 350))

@@ -122,6 +122,7 @@ def test_the_demo_configuration_file_says_what_serve_does_without_arguments():
         (["--max-num-batched-tokens", "256"], "engine", {"max_batch_tokens": 256}),
         (["--page-size", "4", "--disable-radix-cache"], "cache", {"block_size": 4, "prefix_cache": False}),
         (["--block-size", "8"], "cache", {"block_size": 8}),
+        (["--attention-backend", "FLASHINFER"], "engine", {"attention_backend": "flashinfer"}),
         (["--kv-cache-dtype", "int8"], "cache", {"dtype": "int8"}),
         (["--kv-cache-dtype", "fp8"], "cache", {"dtype": "fp8_e4m3"}),
         (["--port", "1", "--set", "server.port=2"], "server", {"port": 2}),
