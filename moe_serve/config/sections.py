@@ -343,8 +343,8 @@ class EngineConfig(Section):
     # on what else runs, whatever `numerics` says. torch: plain torch, for comparison or where ranks have no compiler
     # no_amx: as auto, but without AMX, whose products with bfloat16 weights have other last bits: if some lack it
     cpu_kernels: Literal["auto", "no_amx", "torch"] = "auto"
-    # Kernels of attention on GPUs, by SGLang's names; vLLM's are taken, too. auto: triton. flashinfer, flashmla: of these
-    # packages, for the models that they cover; decode steps are then not captured in graphs
+    # Kernels of attention on GPUs, by SGLang's names; vLLM's are taken, too. auto: triton
+    # flashinfer, flashmla: of these packages, for models that they cover; decode steps are then not captured in graphs
     attention_backend: Literal["auto", "triton", "flashinfer", "flashmla"] = "auto"
     row_tile: Literal[4, 8, 16] = 4  # rows of a GEMM tile in batch_invariant; 1 and 2 are not invariant everywhere
     exchange: Literal["auto", "gloo", "shm"] = "auto"  # of step proposals; auto: shm on one host and between CPU hosts
