@@ -10,35 +10,10 @@ import pytest
 
 from moe_serve.dispatch.gpu.region import Region
 from moe_serve.dispatch.shm.region import NUM_BUFFERS
-from moe_serve.ep.moe_layer import Turns, take_turns
+from tests.dispatch.models.programs import OVER_SHARED_MEMORY, OVER_SLABS, program
 from tests.dispatch.models.spin import needs_spin, search
 
 pytestmark = needs_spin
-
-# What a half of a step does in a layer between two yields of ep/moe_layer.py.
-OVER_SHARED_MEMORY = (
-    ("send(COUNTS, {})",),
-    ("receive(COUNTS, {})", "send(ROWS, {})"),
-    ("receive(ROWS, {})", "compute({})", "send(RESULTS, {})"),
-    ("add({})",),
-)
-OVER_SLABS = (("dispatch({})",), ("receive({})", "answer({})"), ("add({})",))
-
-
-def program(num_layers: int, turns: tuple[tuple[str, ...], ...]) -> str:
-    """Returns the calls of a rank in a step of two halves, in their order. turns: of a half in a layer"""
-    calls: list[str] = []
-
-    def half(number: int) -> Turns[None]:
-        for layer in range(num_layers):
-            for turn, made in enumerate(turns):
-                calls.extend(call.format(2 * layer + number + 1) for call in made)
-                if turn < len(turns) - 1:
-                    yield
-
-    take_turns([half(0), half(1)])
-    return "; ".join(calls)
-
 
 def shared_memory(num_ranks: int, may_lose: bool) -> dict[str, object]:
     return {
