@@ -5,7 +5,8 @@ Models of SPIN and the twin over OpenSHMEM are written in these words.
 
 from moe_serve.ep.moe_layer import Turns, take_turns
 
-# What a half of a step does in a layer between two yields of ep/moe_layer.py.
+# What a half of a step does in a layer between two yields of ep/moe_layer.py. test_recorded_runs.py
+# holds the first against recorded calls.
 OVER_SHARED_MEMORY = (
     ("send(COUNTS, {})",),
     ("receive(COUNTS, {})", "send(ROWS, {})"),

@@ -39,9 +39,10 @@ byte proposed[R];                  /* epochs, on the pages */
 bool returns;                      /* the lost rank asks to come back */
 byte joined, ready;                /* epoch in which it is taken back; ranks that are ready for it */
 
-#ifdef REPLAY
+#ifdef RECORDED /* events of a run: nothing else may happen, in no other order */
+byte recorded[LENGTH] = { RECORDED };
 byte at;
-#define EVENT(kind, ch, n) TRACE(at, me * 64 + kind * 16 + ch * 4 + (n) - 1) -> at++
+#define EVENT(kind, ch, n) at < LENGTH && recorded[at] == me * 64 + kind * 16 + ch * 4 + (n) - 1 -> at++
 #else
 #define EVENT(kind, ch, n) true
 #endif
@@ -247,7 +248,7 @@ init
         :: else -> break
         od
     }
-#ifdef REPLAY
-    assert(at < LENGTH) /* false where the recorded run is a path of this model */
+#ifdef RECORDED
+    assert(at < LENGTH) /* fails where the recorded run is a path of this model */
 #endif
 }

@@ -25,8 +25,13 @@ class Search:
     seconds: float
 
 
-def search(model: str, folder: Path, defined: Mapping[str, object], optimised: str = "-O1") -> Search:
-    """Looks at all states of a model, up to the first error. optimised: -O0 for a short search, since C takes longer"""
+def search(
+    model: str, folder: Path, defined: Mapping[str, object], optimised: str = "-O1", may_stand: bool = False
+) -> Search:
+    """Looks at all states of a model, up to the first error.
+
+    optimised: -O0 for a short search, since C takes longer;  may_stand: it is no error that nothing can go on
+    """
     lines = [f"#define {name} {value}" for name, value in defined.items()]
     text = (MODELS / model).read_text(encoding="utf-8")
     (folder / model).write_text("\n".join([*lines, text]), encoding="utf-8")
@@ -34,7 +39,7 @@ def search(model: str, folder: Path, defined: Mapping[str, object], optimised: s
     for command in (
         ["spin", "-a", model],
         ["gcc", "-w", optimised, "-DSAFETY", "-DCOLLAPSE", "-DVECTORSZ=4096", "-DMEMLIM=2000", "-o", "pan", "pan.c"],
-        ["./pan", "-m1000000", "-w22"],
+        ["./pan", "-m1000000", "-w22", *(["-E"] if may_stand else [])],
     ):
         done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
         said = done.stdout

@@ -15,6 +15,7 @@ from tests.dispatch.models.spin import needs_spin, search
 
 pytestmark = needs_spin
 
+
 def shared_memory(num_ranks: int, may_lose: bool) -> dict[str, object]:
     return {
         "R": num_ranks,
