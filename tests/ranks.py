@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))  # times as long: where code is slow, as under a sanitizer
 GRACE_S = 2.0  # how long the others may go on after one rank failed: their tracebacks often say more
 _pools: dict[int, "RankPool"] = {}
 
@@ -32,7 +33,7 @@ def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: flo
 
     fn:   a function at the top of its module; group is its EpGroup (cpu; a gloo process group, also for one rank)
     args: picklable; results too (they travel over pipes between parent and own children only)
-    Raises RankFailure when a rank raises or dies, or when one has not answered after timeout_s.
+    Raises RankFailure when a rank raises or dies, or when one has not answered after timeout_s, times PATIENCE.
     """
     if "<" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} cannot be named in a rank; move the function to the top of its module")
@@ -43,7 +44,7 @@ def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: flo
     if pool is None:
         pool = _pools[num_ranks] = RankPool(num_ranks)
     try:
-        return pool.run(fn, args, timeout_s)
+        return pool.run(fn, args, PATIENCE * timeout_s)
     except BaseException:
         _pools.pop(num_ranks).close(kill=True)  # its ranks may be inside a collective: start the next run anew
         raise

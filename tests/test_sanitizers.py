@@ -71,6 +71,7 @@ def sanitized(tmp_path: Path) -> dict[str, str]:
         "PYTHONMALLOC": "malloc",  # else small buffers of Python have no bounds that the sanitizer knows
         "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own are many
         "UBSAN_OPTIONS": "print_stacktrace=1",
+        "TEST_PATIENCE": "10",
     }
 
 

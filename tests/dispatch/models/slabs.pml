@@ -36,27 +36,26 @@ bool unread[3 * R * R * QUEUES];
 bool has_waited; /* in vain: nobody does so first twice */
 bool late[R];
 
-/* Waits for a flag of each peer that `is_due`. */
-inline wait_each(kind, n, is_due) {
-    atomic {
-        r = 0;
-        do
-        :: r < R && r != me && (is_due) ->
-            if
-            :: flag[OF(kind, me, r, n)] >= ROUND(n)
-            :: flag[OF(kind, me, r, n)] < ROUND(n) && MAY_BE_LATE && !has_waited && r == SLOW -> has_waited = true
-            :: flag[OF(kind, me, r, n)] < ROUND(n) && (late[r] || late[me]) /* it may never come */
-            fi;
-            if
-            :: CAME(flag[OF(kind, me, r, n)], n)
-            :: else -> late[me] = true
-            fi;
-            r++
-        :: r < R && (r == me || !(is_due)) -> r++
-        :: else -> break
-        od;
-        r = 0
-    }
+/* Waits for a flag of each peer that is due, or takes note of who is late. A wait that ends at its deadline has the flags of
+   that moment, and whoever waits for long may as well come late: so nothing but the moment is left open here. */
+#define IS_DUE(r) true
+#define HAS_ROW(r) (flag[OF(COUNT, me, r, n)] == ROUND(n) && data[OF(COUNT, me, r, n)])
+#define HAS_SENT(r) (has >> (r) & 1)
+#define MAY_SKIP(r) (MAY_BE_LATE && (late[r] || late[me] || ((r) == SLOW && !has_waited)))
+#define READY(kind, r, DUE) ((r) == me || !DUE(r) || flag[OF(kind, me, r, n)] >= ROUND(n) || MAY_SKIP(r))
+#define WAIT_EACH(kind, DUE) READY(kind, 0, DUE) && READY(kind, 1, DUE) && READY(kind, R - 1, DUE); note_late(kind, n, DUE(r))
+
+inline note_late(kind, n, is_due) {
+    r = 0; misses = false;
+    do
+    :: r < R && r != me && (is_due) ->
+        has_waited = has_waited || flag[OF(kind, me, r, n)] < ROUND(n);
+        misses = misses || !CAME(flag[OF(kind, me, r, n)], n);
+        r++
+    :: r < R && (r == me || !(is_due)) -> r++
+    :: else -> break
+    od;
+    late[me] = late[me] || misses; misses = false; r = 0
 }
 
 inline write(kind, n) {
@@ -111,8 +110,7 @@ inline dispatch(n) {
 }
 
 inline receive(n) {
-    atomic { wait_each(COUNT, n, true);
-    wait_each(ROW, n, flag[OF(COUNT, me, r, n)] == ROUND(n) && data[OF(COUNT, me, r, n)]) }
+    atomic { WAIT_EACH(COUNT, IS_DUE); WAIT_EACH(ROW, HAS_ROW) }
     atomic {
         got[QUEUE(n)] = 0; wrong[QUEUE(n)] = 0; r = 0;
         do
@@ -134,7 +132,8 @@ inline answer(n) {
 }
 
 inline add(n) {
-    atomic { has = (is_busy -> ALL & ~(1 << me) : 0); wait_each(RESULT, n, true && (has >> r & 1)) }
+    atomic { has = (is_busy -> ALL & ~(1 << me) : 0) }
+    atomic { WAIT_EACH(RESULT, HAS_SENT) }
     atomic {
         r = 0;
         do
@@ -147,7 +146,7 @@ inline add(n) {
         od;
         r = 0; has = 0;
 #ifndef NO_DONE
-        wait_each(DONE, n, true)
+        WAIT_EACH(DONE, IS_DUE)
 #endif
     }
 }
@@ -155,7 +154,7 @@ inline add(n) {
 proctype rank(byte me)
 {
     byte r, has, got[QUEUES], wrong[QUEUES];
-    bool is_busy = true, bad;
+    bool is_busy = true, bad, misses;
     if
     :: true
     :: me == R - 2 -> is_busy = false /* it never has a row for another rank */

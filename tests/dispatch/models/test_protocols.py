@@ -44,6 +44,15 @@ def slabs(num_ranks: int, may_be_late: bool) -> dict[str, object]:
     }
 
 
+def frames(num_epochs: int, num_calls: int, room: int) -> dict[str, object]:
+    """room: what a connection takes at once"""
+    return {"R": 3, "BUFFERS": NUM_BUFFERS, "EPOCHS": num_epochs, "CALLS": num_calls, "ROOM": room}
+
+
+def moves(num_rounds: int) -> dict[str, object]:
+    return {"R": 3, "LOST": 2, "STEPS": 3, "ROUNDS": num_rounds}
+
+
 EXCHANGE = {"R": 3, "BUFFERS": 2, "STEPS": 4}
 GROUPS = {"R": 3, "EPOCHS": 2, "SUSPICIONS": 2}
 slow = pytest.mark.slow  # a minute of a core
@@ -56,8 +65,11 @@ slow = pytest.mark.slow  # a minute of a core
         pytest.param("shared_memory.pml", shared_memory(3, False), marks=slow),
         pytest.param("shared_memory.pml", shared_memory(3, True), marks=slow),
         pytest.param("shared_memory.pml", ROWS_ALONE, marks=slow),
-        pytest.param("slabs.pml", slabs(2, True), marks=slow),
+        ("slabs.pml", slabs(2, True)),
         pytest.param("slabs.pml", slabs(3, False), marks=slow),
+        pytest.param("frames.pml", frames(2, 2, 2), marks=slow),
+        pytest.param("frames.pml", frames(3, 1, 1), marks=slow),  # with a rejoin
+        pytest.param("moves.pml", moves(1), marks=slow),
         ("step_exchange.pml", EXCHANGE),
         pytest.param("regroup.pml", GROUPS, marks=slow),
     ],
@@ -73,6 +85,11 @@ MISTAKES = {
     "shared_memory.pml": (shared_memory(3, True), "FLAG_FIRST", "NO_ACK", "EARLY_ACK", "UNCHECKED", "KEPT_FLAGS"),
     "slabs.pml": (slabs(2, True), "FLAG_FIRST", "NO_DONE", "ONE_QUEUE"),
     "step_exchange.pml": (EXCHANGE, "FLAG_FIRST", "ONE_BUFFER", "KEPT_FLAGS", "UNCHECKED", "HASTY"),
+    "frames.pml": (
+        frames(2, 2, 2),
+        *("FLAG_FIRST", "RESUMED", "KEPT_STATE", "TAKES_OLD", "NO_FENCE", "LATE_WORD", "NOT_CUT"),
+    ),
+    "moves.pml": (moves(2), "ALONE", "IN_PLACE", "TRUSTED", "SAME_TICKET", "KEPT_COUNT"),
     "regroup.pml": (GROUPS, "OWN_WORD", "NO_WAIT"),
 }
 
