@@ -15,7 +15,7 @@
 #define ALL ((1 << R) - 1)
 #define IN(r) (members >> (r) & 1)
 #define OTHER(r) ((r) != me && IN(r))
-#define LEADER (IN(0) -> 0 : 1)
+#define LEADER (1 - IN(0))
 #define STAMP (epoch * 16 + n)
 #define LEFT(r) (OTHER(r) && proposed[r] > epoch)
 #define VOID (LEFT(0) || LEFT(1) || LEFT(2))
@@ -32,8 +32,8 @@ byte row_staged[2 * R], row_version[2 * R];
 bool row_fault[2 * R], row_message[2 * R], row_needs[2 * R], row_sees[2 * R];
 byte at_exchange[R], at_forward[R];
 
-byte told_at, told_version, told[R];                             /* a broadcast of the placement */
-byte heard_at, heard_version, heard_from, heard_slot, heard_to;  /* a broadcast of a round */
+byte told_at[R], told_version[R], told[R * R];     /* a broadcast of the placement, by root */
+byte heard_at[R], heard_version[R], heard_move[R]; /* a broadcast of a round */
 
 byte table[R * R];          /* [rank that knows it, rank]: the expert in the first slot */
 byte version[R];
@@ -46,7 +46,8 @@ bool returns, was_late;
 byte num_rounds;
 
 #define EXPERT(r, slot) ((slot) -> 2 * (r) + 1 : table[me * R + (r)])
-#define ROUND_ID (running * 32 + from * 8 + from_slot * 4 + to)
+#define MOVE(from, slot, to) ((from) * 8 + (slot) * 4 + (to))
+#define ROUND_ID (running * 32 + MOVE(from, from_slot, to))
 
 inline end_round() {
     ticket[me] = 0; running = 0; staged = 0; fault = false; serves = 0; num = 0; from = 0; from_slot = 0; to = 0;
@@ -145,10 +146,10 @@ inline take_piece() {
 
 inline choose() {
     if
-    :: IN(1) && IN(0) -> heard_from = 1; heard_slot = 0; heard_to = 0
-    :: IN(1) && IN(0) -> heard_from = 1; heard_slot = 1; heard_to = 0
-    :: IN(2) && IN(1) -> heard_from = 2; heard_slot = 0; heard_to = 1
-    :: IN(2) && IN(0) -> heard_from = 0; heard_slot = 1; heard_to = 2
+    :: IN(1) && IN(0) -> heard_move[me] = MOVE(1, 0, 0)
+    :: IN(1) && IN(0) -> heard_move[me] = MOVE(1, 1, 0)
+    :: IN(2) && IN(1) -> heard_move[me] = MOVE(2, 0, 1)
+    :: IN(2) && IN(0) -> heard_move[me] = MOVE(0, 1, 2)
     fi
 }
 
@@ -193,23 +194,23 @@ again:
         if
         :: lacks && root == me ->
             atomic {
-                told_version = version[me];
+                told_version[me] = version[me];
                 do
-                :: r < R -> told[r] = table[me * R + r]; r++
+                :: r < R -> told[me * R + r] = table[me * R + r]; r++
                 :: else -> break
                 od;
-                r = 0; told_at = STAMP
+                r = 0; told_at[me] = STAMP
             }
         :: lacks && root != me ->
             atomic {
-                WAIT(told_at == STAMP, root == LOST);
+                WAIT(told_at[root] == STAMP, root == LOST);
                 if
-                :: needs || version[me] != told_version ->
+                :: needs || version[me] != told_version[root] ->
                     do
-                    :: r < R -> table[me * R + r] = told[r]; r++
+                    :: r < R -> table[me * R + r] = told[root * R + r]; r++
                     :: else -> break
                     od;
-                    r = 0; version[me] = told_version; needs = false; slot = told[me]
+                    r = 0; version[me] = told_version[root]; needs = false; slot = told[root * R + me]
                 :: else
                 fi
             }
@@ -219,10 +220,11 @@ again:
         :: asks ->
             atomic {
                 if
-                :: me == LEADER -> choose(); num_rounds++; heard_version = version[me] + 1; heard_at = STAMP
-                :: else -> WAIT(heard_at == STAMP, LEADER == LOST)
+                :: me == LEADER -> choose(); num_rounds++; heard_version[me] = version[me] + 1; heard_at[me] = STAMP
+                :: else -> WAIT(heard_at[LEADER] == STAMP, LEADER == LOST)
                 fi;
-                running = heard_version; from = heard_from; from_slot = heard_slot; to = heard_to;
+                running = heard_version[LEADER]; from = heard_move[LEADER] / 8; from_slot = heard_move[LEADER] / 4 % 2;
+                to = heard_move[LEADER] % 4;
                 staged = (me == to -> 0 : running);
                 if
                 :: me == to ->

@@ -8,7 +8,7 @@
    void for it. So the slow rank may be anywhere, also dead. Whatever a rank adds up in a step without a late peer is right,
    and nobody is late where no wait has ended.
    NVSHMEM may deliver rows and flags of different rows in any order; none is sent before what lay there was read, so
-   that makes no difference: asserted where no wait has ended.
+   that makes no difference: asserted where no wait may end.
 
    Mistakes, each of which must be caught: FLAG_FIRST a flag before its row; NO_DONE a queue is used again without asking;
    ONE_QUEUE both handles have the same queue. */
@@ -32,7 +32,14 @@
 #define OF(kind, to, from, n) (((kind) * R + (to)) * R + (from)) * QUEUES + QUEUE(n)
 byte flag[4 * R * R * QUEUES];
 byte data[3 * R * R * QUEUES]; /* whether there is a row; rows and results: numbers of calls */
+#if MAY_BE_LATE
+#define IS_FREE(at) true
+#define UNREAD(at, is_so) skip
+#else
 bool unread[3 * R * R * QUEUES];
+#define IS_FREE(at) !unread[at]
+#define UNREAD(at, is_so) unread[at] = is_so
+#endif
 bool has_waited; /* in vain: nobody does so first twice */
 bool late[R];
 
@@ -55,7 +62,7 @@ inline note_late(kind, n, is_due) {
     :: r < R && (r == me || !(is_due)) -> r++
     :: else -> break
     od;
-    late[me] = late[me] || misses; misses = false; r = 0
+    late[me] = late[me] || misses; bad = bad && !late[me]; misses = false; r = 0
 }
 
 inline write(kind, n) {
@@ -63,8 +70,8 @@ inline write(kind, n) {
         r = 0;
         do
         :: r < R && r != me && (has >> r & 1) ->
-            assert(!unread[OF(kind, r, me, n)] || has_waited);
-            unread[OF(kind, r, me, n)] = true;
+            assert(IS_FREE(OF(kind, r, me, n)));
+            UNREAD(OF(kind, r, me, n), true);
             data[OF(kind, r, me, n)] = (kind == RESULT && (wrong[QUEUE(n)] >> r & 1) -> 0 : n);
             r++
         :: r < R && !(r != me && (has >> r & 1)) -> r++
@@ -116,7 +123,7 @@ inline receive(n) {
         do
         :: r < R && r != me && CAME(flag[OF(COUNT, me, r, n)], n) && data[OF(COUNT, me, r, n)] && CAME(flag[OF(ROW, me, r, n)], n) ->
             got[QUEUE(n)] = got[QUEUE(n)] | 1 << r;
-            unread[OF(ROW, me, r, n)] = false;
+            UNREAD(OF(ROW, me, r, n), false);
             wrong[QUEUE(n)] = (data[OF(ROW, me, r, n)] != n -> wrong[QUEUE(n)] | 1 << r : wrong[QUEUE(n)]);
             r++
         :: else -> r++; if :: r >= R -> break :: else fi
@@ -128,7 +135,7 @@ inline receive(n) {
 /* A result of a wrong row is wrong: 0. A kernel of its own ends the round. */
 inline answer(n) {
     atomic { has = got[QUEUE(n)]; FIRST(RESULT, n) }
-    atomic { SECOND(RESULT, n); raise(DONE, n, ALL); has = 0 }
+    atomic { SECOND(RESULT, n); raise(DONE, n, ALL); has = 0; got[QUEUE(n)] = 0; wrong[QUEUE(n)] = 0 }
 }
 
 inline add(n) {
@@ -138,8 +145,8 @@ inline add(n) {
         r = 0;
         do
         :: r < R && (has >> r & 1) ->
-            bad = bad || (CAME(flag[OF(RESULT, me, r, n)], n) && data[OF(RESULT, me, r, n)] != n);
-            unread[OF(RESULT, me, r, n)] = false;
+            bad = bad || (!late[me] && CAME(flag[OF(RESULT, me, r, n)], n) && data[OF(RESULT, me, r, n)] != n);
+            UNREAD(OF(RESULT, me, r, n), false);
             r++
         :: r < R && !(has >> r & 1) -> r++
         :: else -> break

@@ -35,12 +35,12 @@ ROWS_ALONE = shared_memory(3, True) | {
 }
 
 
-def slabs(num_ranks: int, may_be_late: bool) -> dict[str, object]:
+def slabs(num_ranks: int, may_be_late: bool, num_layers: int = 2) -> dict[str, object]:
     return {
         "R": num_ranks,
         "QUEUES": Region.num_queues,
         "MAY_BE_LATE": int(may_be_late),
-        "PROGRAM": program(2, OVER_SLABS),
+        "PROGRAM": program(num_layers, OVER_SLABS),
     }
 
 
@@ -49,8 +49,8 @@ def frames(num_epochs: int, num_calls: int, room: int) -> dict[str, object]:
     return {"R": 3, "BUFFERS": NUM_BUFFERS, "EPOCHS": num_epochs, "CALLS": num_calls, "ROOM": room}
 
 
-def moves(num_rounds: int) -> dict[str, object]:
-    return {"R": 3, "LOST": 2, "STEPS": 3, "ROUNDS": num_rounds}
+def moves(num_rounds: int, lost: int = 2) -> dict[str, object]:
+    return {"R": 3, "LOST": lost, "STEPS": 3, "ROUNDS": num_rounds}
 
 
 EXCHANGE = {"R": 3, "BUFFERS": 2, "STEPS": 4}
@@ -59,24 +59,29 @@ slow = pytest.mark.slow  # a minute of a core
 
 
 @pytest.mark.parametrize(
-    "model, defined",
+    "model, defined, optimised",
     [
-        pytest.param("shared_memory.pml", shared_memory(2, True), marks=slow),
-        pytest.param("shared_memory.pml", shared_memory(3, False), marks=slow),
-        pytest.param("shared_memory.pml", shared_memory(3, True), marks=slow),
-        pytest.param("shared_memory.pml", ROWS_ALONE, marks=slow),
-        ("slabs.pml", slabs(2, True)),
-        pytest.param("slabs.pml", slabs(3, False), marks=slow),
-        pytest.param("frames.pml", frames(2, 2, 2), marks=slow),
-        pytest.param("frames.pml", frames(3, 1, 1), marks=slow),  # with a rejoin
-        pytest.param("moves.pml", moves(1), marks=slow),
-        ("step_exchange.pml", EXCHANGE),
-        pytest.param("regroup.pml", GROUPS, marks=slow),
+        pytest.param("shared_memory.pml", shared_memory(2, True), "-O1", marks=slow),
+        pytest.param("shared_memory.pml", shared_memory(3, False), "-O1", marks=slow),
+        pytest.param("shared_memory.pml", shared_memory(3, True), "-O1", marks=slow),
+        pytest.param("shared_memory.pml", ROWS_ALONE, "-O1", marks=slow),
+        ("slabs.pml", slabs(2, True), "-O0"),
+        ("slabs.pml", slabs(3, False), "-O0"),
+        pytest.param("slabs.pml", slabs(3, True, num_layers=1), "-O1", marks=slow),
+        pytest.param("frames.pml", frames(2, 2, 2), "-O1", marks=slow),
+        pytest.param("frames.pml", frames(3, 1, 1), "-O1", marks=slow),  # with a rejoin
+        pytest.param("moves.pml", moves(2), "-O1", marks=slow),
+        pytest.param("moves.pml", moves(1, lost=0), "-O1", marks=slow),  # who announces the rounds
+        pytest.param("moves.pml", moves(1, lost=1), "-O1", marks=slow),
+        ("step_exchange.pml", EXCHANGE, "-O0"),
+        pytest.param("regroup.pml", GROUPS, "-O1", marks=slow),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value['R']} ranks",
 )
-def test_a_protocol_holds_under_every_schedule(model: str, defined: dict[str, object], tmp_path: Path) -> None:
-    found = search(model, tmp_path, defined)
+def test_a_protocol_holds_under_every_schedule(
+    model: str, defined: dict[str, object], optimised: str, tmp_path: Path
+) -> None:
+    found = search(model, tmp_path, defined, optimised)
     assert not found.error
     assert found.states > 1000
 
