@@ -27,6 +27,8 @@ def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int], Turns[Te
 class ReferenceMoe:
     """Its result cannot depend on the batch: each token is computed alone, experts added in top-k order in float32."""
 
+    needs_counts = False
+
     def __init__(self, parallel: ExpertParallel, layer_row: int, weights: MoeWeights):
         self.router, self.gate, self.bias = parallel.router, weights.gate, weights.correction_bias
         self.experts, self.shared, self.logit_bias = weights.experts, weights.shared, weights.logit_bias
