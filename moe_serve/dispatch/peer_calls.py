@@ -38,7 +38,7 @@ def all_gather(rows: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup | N
 def all_gather_into(rows: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> None:
     """Fills rows [num_ranks, ..] with what each rank gives as its own, in rank order; one launch on GPUs."""
     with _peers("an all-gather"):
-        dist.all_gather_into_tensor(rows, own, group=group)
+        dist.all_gather_into_tensor(rows.view(-1), own.view(-1), group=group)  # gloo takes no other shapes
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> Sequence[bytes]:
