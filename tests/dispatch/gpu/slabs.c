@@ -4,8 +4,9 @@
    A put with signal is a put, a fence and an atomic store of the flag: OpenSHMEM 1.4 has no other. Rows are float32. The
    calls PROGRAM, the region's division and the sizes come from the code: test_openshmem.py writes them above this text.
 
-   The last rank sleeps between rows and flags, and before it first receives: so whoever may come too early does, in every
-   run. There is no deadline here: a flag of a later round ends all ranks, and so does a row for another slot.
+   The last rank sleeps for PAUSE_MS between rows and flags, and for AHEAD_MS before it first receives, unless a peer is a
+   round ahead by then: so whoever may come too early does. There is no deadline here: a flag of a later round ends all
+   ranks, and so does a row for another slot.
 
    Mistakes, each of which must be seen: FLAG_FIRST a flag before its row; NO_DONE a queue is used again without asking;
    ONE_QUEUE both handles have the same queue. */
@@ -25,7 +26,6 @@
 #define ROUND(n) (((n) - 1) / QUEUES + 1)
 #endif
 #define CAPACITY (RANKS * MOST_TOKENS)
-#define PAUSE_US 100000
 
 typedef struct { /* what a rank gives to a call, and gets of it */
     long num_tokens, ids[MOST_TOKENS][TOPK];
@@ -123,7 +123,7 @@ static void dispatch(int n)
             }
         }
         if (me == RANKS - 1 && !pass)
-            usleep(PAUSE_US);
+            usleep(PAUSE_MS * 1000);
     }
 }
 
@@ -131,7 +131,8 @@ static void receive(int n)
 {
     Output *out = outputs + n - 1;
     if (me == RANKS - 1 && n == 1)
-        usleep(3 * PAUSE_US);
+        for (int i = 0; i < AHEAD_MS && shmem_long_atomic_fetch((long *)at(n, COUNTS_AT), me) >> 32 == ROUND(n); i++)
+            usleep(1000);
     for (long slot = SLOTS - 1; slot >= 0; slot--) {
         long first = 0;
         for (long source = 0; source < RANKS; source++) {
@@ -176,7 +177,7 @@ static void answer(int n)
                     raise_flag(source, n, RESULT_ARRIVED_AT + entry * 8, ROUND(n));
             }
         if (me == RANKS - 1 && !pass)
-            usleep(PAUSE_US);
+            usleep(PAUSE_MS * 1000);
     }
     for (int pe = RANKS - 1; pe >= 0; pe--)
         raise_flag(pe, n, DONE_AT + me * 8, ROUND(n));

@@ -89,8 +89,8 @@ def given(call: Call) -> bytes:
     return given.tobytes()
 
 
-def run_over_openshmem(num_ranks: int, folder: Path, *mistakes: str) -> subprocess.CompletedProcess[str]:
-    """Compiles and runs slabs.c; ranks leave what they got in the folder."""
+def run_over_openshmem(num_ranks: int, folder: Path, **changed: object) -> subprocess.CompletedProcess[str]:
+    """Compiles and runs slabs.c; ranks leave what they got in the folder. changed: what is defined above it"""
     region = a_region(num_ranks)
     sizes = asdict(region) | {
         name: getattr(region, name) for name in dir(Region) if isinstance(getattr(Region, name), property)
@@ -100,7 +100,8 @@ def run_over_openshmem(num_ranks: int, folder: Path, *mistakes: str) -> subproce
         "result_rows_at", "result_staged_at", "result_row_bytes", "queue_bytes", "hidden", "topk",
     )}  # fmt: skip
     defined |= {"RANKS": num_ranks, "SLOTS": SLOTS, "MOST_TOKENS": MOST_TOKENS, "QUEUES": region.num_queues}
-    defined |= {"CALLS": NUM_CALLS, "PROGRAM": program(NUM_LAYERS, OVER_SLABS)} | dict.fromkeys(mistakes, "")
+    defined |= {"CALLS": NUM_CALLS, "PROGRAM": program(NUM_LAYERS, OVER_SLABS)} | {"PAUSE_MS": 50, "AHEAD_MS": 200}
+    defined |= changed
     lines = [f"#define {name} {value}" for name, value in defined.items()]
     text = Path(__file__).with_name("slabs.c").read_text(encoding="utf-8")
     (folder / "slabs.c").write_text("\n".join([*lines, text]), encoding="utf-8")
@@ -108,7 +109,7 @@ def run_over_openshmem(num_ranks: int, folder: Path, *mistakes: str) -> subproce
         data = b"".join(given(a_call(number, rank, num_ranks)) for number in range(NUM_CALLS))
         (folder / f"given{rank}").write_bytes(data)
     subprocess.run(["oshcc", "-O1", "-o", "slabs", "slabs.c", "-lm"], cwd=folder, check=True)
-    command = ["oshrun", "--oversubscribe", "--timeout", "60", "-n"]
+    command = ["oshrun", "--oversubscribe", "--timeout", "300", "-n"]
     if os.geteuid() == 0:
         command.insert(1, "--allow-run-as-root")
     return subprocess.run(
@@ -222,6 +223,8 @@ def test_the_kernels_leave_the_same_bytes_in_all_regions(interpreter: RunCheck, 
     [("FLAG_FIRST", "a row that is not"), ("NO_DONE", "a later round"), ("ONE_QUEUE", "a later round")],
 )
 def test_a_mistake_in_the_order_is_seen(mistake: str, found: str, tmp_path: Path) -> None:
-    done = run_over_openshmem(2, tmp_path, mistake)
+    # All ranks end as soon as one sees it, so the pauses may be as long as a busy machine needs.
+    pauses = {"PAUSE_MS": 60_000} if mistake == "FLAG_FIRST" else {"AHEAD_MS": 60_000}
+    done = run_over_openshmem(2, tmp_path, **pauses, **{mistake: ""})
     assert f"finds {found}" in done.stdout, f"{done.stdout}{done.stderr}"
     assert done.returncode != 0
