@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -167,11 +168,26 @@ def _build(compiler: tuple[str, ...], source: Path, path: Path, flags: tuple[str
     descriptor, built = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(descriptor)
     try:
-        command = [*compiler, *_FLAGS, *flags, "-o", built, str(source)]
-        subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S, text=True)
+        _run_bounded([*compiler, *_FLAGS, *flags, "-o", built, str(source)])
         os.replace(built, path)
     finally:
         Path(built).unlink(missing_ok=True)
+
+
+def _run_bounded(command: list[str]) -> None:
+    """Runs a compiler; ends it with all that it has started where it takes too long, or this process is interrupted.
+
+    Raises CalledProcessError, TimeoutExpired.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, process_group=0) as compiler:
+        try:
+            output, errors = compiler.communicate(timeout=_TIMEOUT_S)
+        except BaseException:
+            os.killpg(compiler.pid, signal.SIGKILL)  # the compiler proper is a child of the command
+            raise
+    if compiler.returncode:
+        raise subprocess.CalledProcessError(compiler.returncode, command, output, errors)
 
 
 def processor_features() -> str:

@@ -13,6 +13,7 @@ import pytest
 from moe_serve import c_library
 from moe_serve.c_library import find_compiler, load_c_library, processor_flags
 from moe_serve.errors import ConfigError
+from moe_serve.process_facts import has_ended
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
 
@@ -46,6 +47,18 @@ def test_a_helper_is_built_again_when_a_header_of_another_folder_has_changed(tmp
     for number in (1, 2):
         header.write_text(f"#define NUMBER {number}\n")
         assert load_c_library(source, {"number": 0}, folder=tmp_path / "built")[0].number() == number
+
+
+def test_a_compiler_that_takes_too_long_leaves_no_process(tmp_path, monkeypatch):
+    wrapper, child = tmp_path / "bin" / "cc", tmp_path / "child"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f"#!/bin/sh\nsleep 100 &\necho $! > {child}\nwait\n")
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(c_library, "_TIMEOUT_S", 0.5)
+    with pytest.raises(ConfigError, match=r"0\.5 seconds"):
+        load_c_library(write_sources(tmp_path / "sources", 1), {"number": 0}, folder=tmp_path / "built")
+    assert has_ended(int(child.read_text()))
 
 
 @needs_compiler
