@@ -65,7 +65,7 @@ class Rank:
             if self.passes.is_on:
                 self.passes.add(0, slots)
         experts = torch.tensor(self.windows.placement.physical_to_logical[0])[slots.ravel()]
-        self.counter.add(0, torch.bincount(experts, minlength=4))
+        self.counter.row(0).add_(torch.bincount(experts, minlength=4))
         self.counter.step_done()
         self.step += 1
         self.control.end_step(step)
