@@ -311,7 +311,7 @@ def model_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(gpu_model, "DEVICE", torch.device("cpu", 0))
     for module in (gpu_model, moe_decoder):
-        monkeypatch.setattr(module, "captures_decodes", lambda _, device: torch.device(device).index == 0)
+        monkeypatch.setattr(module, "captures_decodes", lambda _, device, backend: torch.device(device).index == 0)
     monkeypatch.setattr(moe_decoder, "GraphRunner", lambda *parts: GraphRunner(*parts, capture=capture))
     monkeypatch.setattr(LocalAllToAll, "captures", True)
     monkeypatch.setattr(gpu_model, "time_us", times)
