@@ -14,7 +14,7 @@ their last bits.
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ class SamplingRows:
 def sample_rows_reference(logits: Tensor, sampling: SamplingRows) -> list[int]:
     """Returns the token id of each row, or NOT_FINITE or NONE_LEFT.
 
-    logits: [num_rows, vocab] float32; changed in place
+    logits: [num_rows, vocab] float32 on CPU; changed in place
 
     top_k keeps the largest logits, equal ones by id. Of these, top_p keeps the fewest whose probability among them adds
     up to top_p. Of these, min_p keeps those whose probability is at least min_p times the largest one's.
@@ -122,7 +122,7 @@ def sample_rows_reference(logits: Tensor, sampling: SamplingRows) -> list[int]:
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)  # all are drawn below
     else:
         tokens = logits.argmax(dim=1)  # of equal logits the first
-    at_once = max(1, (_CUDA_ELEMENTS if logits.is_cuda else _CPU_ELEMENTS) // logits.shape[1])
+    at_once = max(1, _CPU_ELEMENTS // logits.shape[1])
     for chosen in _groups(sampling.rows, logits.shape[1], at_once):
         at = torch.from_numpy(chosen).to(logits.device)
         masked = logits[at].masked_fill(~some_left[at, None], 0.0)
@@ -182,7 +182,7 @@ def _largest_sum(scaled: Tensor, ids: Tensor, parameters: _Parameters) -> Tensor
     scaled: [num_rows, num_ids];  ids: the same, or [1, num_ids] of all rows
     """
     seed, index = parameters.seed, parameters.output_index
-    width = ids.shape[1] if ids.is_cuda else max(1, _CPU_NOISE_ELEMENTS // scaled.shape[0])
+    width = max(1, _CPU_NOISE_ELEMENTS // scaled.shape[0])
     starts = range(0, ids.shape[1], width)
     noise = [gumbel(seed, index, ids[:, start : start + width], torch.log) for start in starts]
     ids, near = ids.expand_as(scaled), scaled + torch.cat(noise, dim=1)
@@ -220,7 +220,7 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, order)
 
 
-Integers = TypeVar("Integers", Tensor, NDArray[np.int64])
+Integers = NDArray[np.int64]
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -256,10 +256,8 @@ def gumbel(
 
     log: torch.log is five times as fast, but a device's own in the last bits
     """
-    if token_ids.is_cuda:
-        bits = _random_bits(seeds, output_indices, token_ids)
-    else:  # numpy takes two thirds of the time of torch for these operations, and less for few ids
-        bits = torch.from_numpy(_random_bits(seeds.numpy(), output_indices.numpy(), token_ids.numpy()))
+    # By numpy, which takes two thirds of the time of torch for these operations, and less for few ids.
+    bits = torch.from_numpy(_random_bits(seeds.numpy(), output_indices.numpy(), token_ids.numpy()))
     uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-53)  # in (0, 1), never an end
     return log(log(uniform).neg_()).neg_()
 
@@ -277,7 +275,7 @@ def _random_bits(seeds: Integers, output_indices: Integers, token_ids: Integers)
 def philox(
     first: Integers, second: Integers, key: tuple[Integers, Integers]
 ) -> tuple[Integers, Integers, Integers, Integers]:
-    """Returns the four 32-bit words of philox4x32-10, as int64; tensors and numpy arrays give the same.
+    """Returns the four 32-bit words of philox4x32-10, as int64.
 
     first, second: int64, of which 32 bits are the first two counter words; the other two are zero
     key:           two of int64 below 2**32; all four are broadcast

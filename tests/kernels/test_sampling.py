@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from moe_serve.kernels import sampling
 from moe_serve.kernels.sampling import (
@@ -23,6 +24,10 @@ def columns(*values: int) -> list[torch.Tensor]:
     return [torch.tensor([[value]]) for value in values]
 
 
+def arrays(*values: int) -> list[NDArray[np.int64]]:
+    return [np.array([[value]]) for value in values]
+
+
 def noise(seed: int, output_index: int, num_ids: int) -> torch.Tensor:
     return gumbel(*columns(seed, output_index), torch.arange(num_ids)[None])[0]
 
@@ -35,24 +40,11 @@ def kept(logits: list[float], draws: int = 400, **parameters: float) -> set[int]
 
 def test_philox_gives_the_published_numbers() -> None:
     # Random123's known answers for philox4x32-10.
-    words = philox(*columns(0, 0), tuple(columns(0, 0)))
+    words = philox(*arrays(0, 0), tuple(arrays(0, 0)))
     assert [word.item() for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     ones = 0xFFFFFFFF
-    words = philox(*columns(0x243F6A88, 0x85A308D3), tuple(columns(ones, ones)))
+    words = philox(*arrays(0x243F6A88, 0x85A308D3), tuple(arrays(ones, ones)))
     assert [word.item() for word in words] == philox_by_hand([0x243F6A88, 0x85A308D3, 0, 0], [ones, ones])
-
-
-def test_numpy_and_torch_draw_the_same_words() -> None:
-    """CPU tensors take the numpy way, CUDA tensors the other one: the same function."""
-    numbers = np.random.default_rng(0)
-    ids, index, *key = (numbers.integers(2**32, size=size) for size in ((1, 300), (5, 1), (5, 1), (5, 1)))
-    tensors = [torch.from_numpy(each) for each in (ids, index, *key)]
-    before = [each.copy() for each in (ids, index, *key)]
-    words = philox(ids, index, (key[0], key[1]))
-    for of_numpy, of_torch in zip(words, philox(tensors[0], tensors[1], (tensors[2], tensors[3])), strict=True):
-        np.testing.assert_array_equal(of_numpy, of_torch.numpy())
-    for now, then in zip((ids, index, *key), before, strict=True):
-        np.testing.assert_array_equal(now, then, "nothing given is changed")
 
 
 def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
