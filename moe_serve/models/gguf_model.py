@@ -414,7 +414,8 @@ _SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
 
 def _deepseek2(told: _Metadata) -> dict[str, Any]:
     """DeepSeek-V2, V3, R1 and Kimi-K2, whose files have one architecture."""
-    scoring = told.size("expert_gating_func", _SOFTMAX)
+    usual = _SIGMOID if told.layers_with("exp_probs_b.bias") else _SOFTMAX  # V3 has correction biases, V2 none
+    scoring = told.size("expert_gating_func", usual)
     if scoring not in (_SOFTMAX, _SIGMOID):
         raise told.wrong("expert_gating_func", scoring, "1 (softmax) or 2 (sigmoid)")
     is_v3 = scoring == _SIGMOID

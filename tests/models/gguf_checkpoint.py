@@ -154,9 +154,8 @@ def _write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
     if family in ("deepseek_v2", "deepseek_v3", "glm4_moe", "dots1"):
-        is_softmax = family == "deepseek_v2"
-        kinds = gguf.ExpertGatingFuncType
-        writer.add_expert_gating_func(kinds.SOFTMAX if is_softmax else kinds.SIGMOID)
+        if family == "glm4_moe" or config.get("scoring_func") == "sigmoid":  # else the file does not say
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
         writer.add_expert_shared_count(config["n_shared_experts"])
