@@ -84,6 +84,8 @@ def test_an_empty_batch_reaches_every_moe_layer(name: str, overlap: bool, numeri
     seen: list[tuple[int, int, int]] = []
 
     class Spy:
+        needs_counts = False
+
         def __call__(self, x: torch.Tensor, num_tokens: int, num_chunks: int, *_: None) -> Turns[torch.Tensor]:
             seen.append((x.shape[0], num_tokens, num_chunks))
             yield
