@@ -155,9 +155,10 @@ static void probe_attention(i64 heads, i64 group, i64 width, i64 latent, i64 con
                     BLOCK, table_width, table_width, positions, starts, tables, pieces, 0.125};
     float *q = floats((1 + CHUNK) * heads * group * width, 4), *cache = floats(SEQUENCES * table_width * BLOCK * row, 1);
     float *out = get_room((1 + CHUNK) * heads * group * value_width * 4);
+    CachedForm form = {FLOAT32, row};
     attend_plan(&facts);
     for (i64 window = 0; window < 200; window = window * 3 + 5) {
-        attend(&facts, q, heads * group * width, cache, out, window, window ? floats(heads * group, 1) : 0, 0);
+        attend(&facts, q, heads * group * width, cache, out, window, window ? floats(heads * group, 1) : 0, 0, &form);
         char name[40];
         snprintf(name, sizeof name, "attend, window %d", (int)window);
         say(name, heads, group, width, context, out, (1 + CHUNK) * heads * group * value_width * 4);
@@ -188,7 +189,8 @@ static void probe_rope(i64 rows, i64 heads, i64 kv_heads, i64 width, i64 has_nor
     float *qkv = floats(rows * step, 2), *norm = has_norm ? floats((heads + kv_heads) * width, 1) : 0;
     float *cache = get_room(rows * 2 * kv_heads * width * 4);
     RopeShape shape = {heads, kv_heads, width, width, 0};
-    rope_write(&shape, qkv, rows, step, norm, eps_bits(), floats(rows * width, 1), slots, cache);
+    rope_write(&shape, qkv, rows, step, norm, eps_bits(), floats(rows * width, 1), slots, cache,
+               &(CachedForm){FLOAT32, 2 * kv_heads * width});
     say("rope_write: qkv", rows, heads, width, has_norm, qkv, rows * step * 4);
     say("rope_write: cache", rows, heads, width, has_norm, cache, rows * 2 * kv_heads * width * 4);
 }
@@ -201,7 +203,8 @@ static void probe_mla_rope(i64 rows, i64 heads, i64 nope, i64 latent, i64 rotate
     for (i64 t = 0; t < rows; t++) slots[t] = t;
     float *q = floats(rows * q_step, 2), *row = floats(rows * width, 2), *norm = floats(latent, 1);
     float *cache = get_room(rows * width * 4);
-    mla_rope_write(&shape, q, q_step, row, width, rows, norm, eps_bits(), floats(rows * rotated, 1), slots, cache);
+    mla_rope_write(&shape, q, q_step, row, width, rows, norm, eps_bits(), floats(rows * rotated, 1), slots, cache,
+                   &(CachedForm){FLOAT32, width});
     say("mla_rope_write: q", rows, heads, nope, rotated, q, rows * q_step * 4);
     say("mla_rope_write: cache", rows, heads, latent, rotated, cache, rows * width * 4);
 }
