@@ -375,7 +375,7 @@ def test_a_killed_rank_comes_back_alone_while_every_call_keeps_its_tokens(system
     assert all('"type":"length","length":300' in answer.text for answer in answers), [a.text[-300:] for a in answers]
     system.wait_for("rank 1 rejoined; ranks 0, 1 serve")
     assert pid_of_rank(client, 0) == other
-    assert pid_of_rank(client, 1) not in pids
+    assert pid_of_rank(client, 1) != victim, "the spare process, or a new one, takes its place"
     right = client.post("/generate", json=body).json()["output_ids"]
     told = [answer.text.split("data: ")[-2] if "data: " in answer.text else answer.text for answer in answers]
     assert [json.loads(text)["output_ids"] for text in told] == [right] * 3
