@@ -172,12 +172,14 @@ def serve(
     add_in_slot_order: bool = False,
     prepare: Prepare | None = None,
     timeout_s: float = 240,
+    placed: Callable[[EpGroup], EpGroup] | None = None,
 ) -> Served:
     """Returns what num_ranks engines made of the requests; request i goes to rank i % num_ranks.
 
     stagger:           a seed by which requests arrive over time; None: all at once
     add_in_slot_order: a mutation: expert outputs are added as the ranks that computed them are numbered
     prepare:           changes each rank's engine before it runs; at the top of its module
+    placed:            gives each rank the group of other hosts; at the top of its module
     Fails where ranks went on without one: no front end is here that would move its requests to others.
     """
     settings = [
@@ -191,7 +193,7 @@ def serve(
         scripts.append([(0, submit) for submit in mine] if stagger is None else staggered(mine, stagger + rank))
     run = _serve_mutated if add_in_slot_order else _serve_on_rank
     with tempfile.TemporaryDirectory() as meeting:
-        return _merge(run_ranks(num_ranks, run, scripts, settings, meeting, prepare, timeout_s=timeout_s))
+        return _merge(run_ranks(num_ranks, run, scripts, settings, meeting, prepare, placed, timeout_s=timeout_s))
 
 
 def _serve_mutated(rank: int, group: EpGroup, *args: Any) -> Served:
@@ -210,8 +212,16 @@ def _serve_mutated(rank: int, group: EpGroup, *args: Any) -> Served:
 
 
 def _serve_on_rank(
-    rank: int, group: EpGroup, scripts: Sequence[Script], overrides: list[str], meeting: str, prepare: Prepare | None
+    rank: int,
+    group: EpGroup,
+    scripts: Sequence[Script],
+    overrides: list[str],
+    meeting: str,
+    prepare: Prepare | None,
+    placed: Callable[[EpGroup], EpGroup] | None = None,
 ) -> Served:
+    if placed is not None:
+        group = placed(group)
     submits = [message for _, message in scripts[rank] if isinstance(message, Submit)]
     produced_before = {submit.request_id: list(submit.output_ids) for submit in submits if submit.output_ids}
     config = load_config(overrides=overrides)

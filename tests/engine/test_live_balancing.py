@@ -1,13 +1,16 @@
 """Experts move while requests are served, and no token notices: bit for bit, in batch_invariant."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.protocol.messages import Submit
+from tests.dispatch.hosts.pretended import on_hosts
 from tests.engine.moving import DYNAMIC, lead_restlessly, move_in_every_step
 from tests.engine.offline import OTHER_FAMILIES, Served, serve, tiny_model
 from tests.engine.test_identity import GREEDY, PLAIN, requests_for, same
@@ -130,6 +133,34 @@ def test_tokens_of_no_family_notice_experts_that_move(family: str, tmp_path: Pat
     same(served, wanted)
     assert set(served.tokens) == set(wanted.tokens)
     assert served.counters["num_activations"] >= 2 * (served.num_steps - 2) > 10
+
+
+def of_one_host(group: EpGroup) -> EpGroup:
+    return group
+
+
+def of_linked_hosts(group: EpGroup) -> EpGroup:
+    return on_hosts(group, (0, 1))
+
+
+def of_hosts_over_gloo(group: EpGroup) -> EpGroup:
+    return replace(group, num_nodes=2)
+
+
+@pytest.fixture(scope="module")
+def in_four_bits(model: list[str]) -> Served:
+    return serve(1, requests(), [*PLAIN, *model, "eplb.mode=off", "model.expert_weights=int4"])
+
+
+@pytest.mark.parametrize("placed", [of_one_host, of_linked_hosts, of_hosts_over_gloo], ids=lambda each: each.__name__)
+def test_tokens_do_not_notice_experts_in_four_bits_that_move_between_ranks_or_hosts(
+    model: list[str], reference: Served, in_four_bits: Served, placed: Callable[[EpGroup], EpGroup]
+) -> None:
+    overrides = [*settings(model, 2, "collective", "exact"), *DYNAMIC, "model.expert_weights=int4"]
+    served = serve(2, requests(), overrides, stagger=3, prepare=move_always, placed=placed)
+    same(served, in_four_bits)
+    assert served.counters["num_activations"] >= 2 * (served.num_steps - 2) > 10
+    assert served.digests != reference.digests, "the setting changed nothing"
 
 
 @pytest.mark.parametrize("mode", ["off", "static", "dynamic"])
