@@ -55,7 +55,11 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 def _nibbles(packed: Tensor) -> Tensor:
     """Returns codes of four bits: those of the low halves, then those of the high ones. [.., n] -> [.., 2 n] uint8"""
-    return torch.cat((packed & 15, packed >> 4), -1)
+    half = packed.shape[-1]
+    codes = packed.new_empty(*packed.shape[:-1], 2 * half)
+    torch.bitwise_and(packed, 15, out=codes[..., :half])
+    torch.bitwise_right_shift(packed, 4, out=codes[..., half:])
+    return codes
 
 
 def _bits(packed: Tensor, shifts: range, mask: int) -> Tensor:

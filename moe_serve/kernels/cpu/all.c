@@ -1,6 +1,7 @@
 /* The library: all kernels, with one pool. */
 #include "gemm.c"
 #include "experts.c"
+#include "group_pack.c"
 #include "group_quantise.c"
 #include "part_clock.c"
 #include "calls.c"

@@ -7,13 +7,12 @@ lie in the same panels, with their scales beside them, as bytes (groups.h). The 
 so machines can exchange packed weights byte for byte.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_serve.kernels.forms import GROUP_CHUNK, GROUP_SUPER, GroupForm
+from moe_serve.kernels.cpu.library import cpu_library
+from moe_serve.kernels.forms import GroupForm
 from moe_serve.kernels.group_quantised import Activations, GroupQuantised
 
 PANEL = 64
@@ -66,7 +65,6 @@ def pack_gate_up(weight: Tensor, out: Tensor) -> None:
 # ---- weights in groups
 
 _SCALES = ("float32", "float16", "bfloat16", "two_levels")  # in the order of groups.h
-_CODE_STEP = 32  # of k, to a multiple of which codes are padded
 
 
 def group_packed_size(n: int, k: int, form: GroupForm) -> int:
@@ -83,56 +81,26 @@ def group_facts(form: GroupForm, activations: Activations) -> Tensor:
 
 def pack_groups(weight: GroupQuantised, out: Tensor) -> None:
     """Writes a weight [n, k] in groups to `out` [group_packed_size] uint8."""
-    n = weight.codes.shape[0]
-    _pack_groups(weight, lambda rows: pad(rows, (0, 0, 0, 0, 0, padded(n) - n)), out)
+    _pack_groups(weight, False, out)
 
 
 def pack_groups_gate_up(weight: GroupQuantised, out: Tensor) -> None:
     """Writes the weight of gate above up [2 x width, k] in groups to `out`: each panel is 32 rows of both."""
-    width = weight.codes.shape[0] // 2
-
-    def in_panels(rows: Tensor) -> Tensor:
-        both = pad(rows.view(2, width, *rows.shape[1:]), (0, 0, 0, 0, 0, padded(width) - width))
-        return both.view(2, -1, HALF, *rows.shape[1:]).transpose(0, 1).reshape(2 * padded(width), *rows.shape[1:])
-
-    _pack_groups(weight, in_panels, out)
+    _pack_groups(weight, True, out)
 
 
-def _pack_groups(weight: GroupQuantised, in_panels: Callable[[Tensor], Tensor], out: Tensor) -> None:
-    """in_panels: brings rows [n, ...] of bytes into the order of the panels, and pads them"""
-    form, k, at = weight.form, weight.codes.shape[1], 0  # at: bytes of a column so far
-    of_chunk = GROUP_CHUNK // form.group
-    for chunk, start in enumerate(range(0, k, GROUP_CHUNK)):
-        groups = slice(chunk * of_chunk, (chunk + 1) * of_chunk)
-        above = slice(start // GROUP_SUPER, start // GROUP_SUPER + 1)
-        fields = [
-            *((tensor, above) for tensor in (weight.super_scale, weight.super_minimum)),
-            *((tensor, groups) for tensor in (weight.scale, weight.minimum, weight.zero)),
-        ]
-        rows = [_bytes(tensor[:, columns]) for tensor, columns in fields if tensor is not None]
-        rows.append(_words(weight.codes[:, start : start + GROUP_CHUNK], form.bits))
-        for each in rows:
-            _put_columns(in_panels(each), out, at, form.row_bytes(k))
-            at += each.shape[1] * each.shape[2]
-    assert at == form.row_bytes(k), f"{at} bytes of a row in {form}"
-
-
-def _put_columns(rows: Tensor, out: Tensor, at: int, row_bytes: int) -> None:
-    """Writes rows [n, m, bytes] to each panel, [m][column][bytes], from byte `at` of a column on."""
-    n, m, size = rows.shape
-    full = n // PANEL * PANEL
-    for first, last, width in ((0, full, PANEL), (full, n, HALF)):
-        panels = out[first * row_bytes : last * row_bytes].view(-1, width * row_bytes)
-        wanted = panels[:, width * at : width * (at + m * size)].view(-1, m, width, size)
-        wanted.copy_(rows[first:last].view(-1, width, m, size).transpose(1, 2))
-
-
-def _bytes(numbers: Tensor) -> Tensor:
-    """Returns numbers [n, m] as bytes, [n, m, itemsize]."""
-    return numbers.contiguous().view(torch.uint8).view(*numbers.shape, numbers.itemsize)
-
-
-def _words(codes: Tensor, bits: int) -> Tensor:
-    """Returns the words of codes [n, k], [n, words, 4] bytes: of four k each, or of eight, the first four below."""
-    words = pad(codes, (0, -codes.shape[1] % _CODE_STEP)).view(len(codes), -1, 4)
-    return words if bits == 8 else words[:, 0::2] | words[:, 1::2] << 4
+def _pack_groups(weight: GroupQuantised, is_gate_up: bool, out: Tensor) -> None:
+    form, (n, k), codes = weight.form, weight.codes.shape, weight.codes.contiguous()
+    of_supers = [weight.super_scale, weight.super_minimum]
+    found = [*of_supers, weight.scale, weight.minimum, weight.zero]  # in the order in which groups.h has them
+    fields = [
+        (numbers.contiguous(), numbers.shape[1], numbers.itemsize, at < len(of_supers))
+        for at, numbers in enumerate(found)
+        if numbers is not None
+    ]
+    facts = torch.tensor([[numbers.data_ptr(), *rest] for numbers, *rest in fields])
+    rows, row_bytes = 2 * padded(n // 2) if is_gate_up else padded(n), form.row_bytes(k)
+    assert out.is_contiguous(), "packed weights have gaps"
+    assert out.nbytes == rows * row_bytes, f"{out.nbytes} bytes for {rows} rows of {row_bytes}"
+    addresses = facts.data_ptr(), len(fields), row_bytes, out.data_ptr()
+    cpu_library().call.pack_groups(codes.data_ptr(), n, k, form.bits, form.group, is_gate_up, *addresses)
