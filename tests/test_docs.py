@@ -85,3 +85,12 @@ def test_the_page_on_models_names_every_family() -> None:
         assert [name for name in model_types if name not in named] == [], (
             f"docs/models.md does not name these of {reader}"
         )
+
+
+def test_the_page_on_models_says_what_fits_where_as_check_counts_it() -> None:
+    from tools.what_fits import MODELS, line_of
+
+    lines = (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
+    assert all(any(line.startswith(f"| {name} |") and "GiB |" in line for line in lines) for name in MODELS)
+    for name in ("Granite-3.1-1B-A400M", "gpt-oss-20b"):  # the others by `python -m tools.what_fits`
+        assert line_of(name) in lines

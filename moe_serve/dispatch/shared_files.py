@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 from moe_serve.errors import PeerError
 
-WEIGHTS = "weights"  # the name of the copy of the weights, which is mapped read-only, among the files of a rank
+WEIGHTS = "weights of node "  # begins the name of a copy of the weights, which is mapped read-only
+
+
+def weights_of(node: int) -> str:
+    """Returns the name of the copy of the weights for ranks of a NUMA node. node: as process_facts.own_node"""
+    return f"{WEIGHTS}{node}"
 
 
 class FileMark(NamedTuple):

@@ -16,7 +16,7 @@ import msgspec
 
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.hosts.speed import Speed
-from moe_serve.dispatch.shared_files import WEIGHTS, FileMark, SharedFiles
+from moe_serve.dispatch.shared_files import WEIGHTS, FileMark, SharedFiles, weights_of
 from moe_serve.dispatch.votes import BUFFERS, LOG_NAME, Log
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Refused
@@ -27,7 +27,7 @@ from moe_serve.launcher.rank_env import RankEnv, host_name
 from moe_serve.links.link import find_link
 from moe_serve.links.listeners import refuse_new_connections
 from moe_serve.log import get_logger
-from moe_serve.process_facts import runs
+from moe_serve.process_facts import own_node, runs
 
 if TYPE_CHECKING:
     from moe_serve.dispatch.base import EpGroup
@@ -324,15 +324,18 @@ def read_handover(file: int, launch_id: int) -> Handover | None:
 
 
 def find_handover(env: RankEnv) -> Handover:
-    """Returns what a living rank of this host has left, or else the launcher. Raises LaunchError where neither has."""
+    """Returns what a living rank of this host has left, or else the launcher. Raises LaunchError where neither has.
+
+    One with a copy of the weights for this process's NUMA node comes first.
+    """
     others = [env.handover_file(rank) for rank in env.local_ranks if rank != env.rank]
-    for file in (*others, env.launch_files[-1]):
-        found = read_handover(file, env.launch_id)
-        if found is not None and runs(found.pid):
-            return found
-    raise LaunchError(
-        f"rank {env.rank} was restarted alone, but no other rank of its launch serves; start all ranks again"
-    )
+    left = (read_handover(file, env.launch_id) for file in (*others, env.launch_files[-1]))
+    living = [found for found in left if found is not None and runs(found.pid)]
+    if not living:
+        raise LaunchError(
+            f"rank {env.rank} was restarted alone, but no other rank of its launch serves; start all ranks again"
+        )
+    return next((found for found in living if weights_of(own_node()) in found.files), living[0])
 
 
 def wakes_before(env: RankEnv) -> str:
@@ -354,7 +357,7 @@ def keep_open(files: Sequence[int], launch_id: int) -> SharedFiles | None:
         kept = SharedFiles(found.pid, found.files, found.kernels)
         with contextlib.suppress(PeerError):  # the rank has ended
             for name in found.files:
-                os.close(kept.open(name, os.O_RDONLY if name == WEIGHTS else os.O_RDWR))
+                os.close(kept.open(name, os.O_RDONLY if name.startswith(WEIGHTS) else os.O_RDWR))
             leave_handover(files[-1], msgspec.structs.replace(found, pid=os.getpid(), files=kept.marks(), streams=""))
             return kept
     return None
@@ -391,7 +394,7 @@ def describe_memory(files: Sequence[int], launch_id: int, kept: SharedFiles) -> 
     if not found or found[0].elsewhere is None:
         return None
     elsewhere = msgspec.structs.replace(found[0].elsewhere, addresses=addresses)
-    sizes = {name: size for name, size in kept.sizes().items() if name != WEIGHTS}  # of which it reads its own
+    sizes = {name: size for name, size in kept.sizes().items() if not name.startswith(WEIGHTS)}  # of which it reads its own
     return HostMemory(msgspec.structs.replace(found[0], elsewhere=elsewhere), sizes)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.peer_calls import barrier
-from moe_serve.dispatch.shared_files import WEIGHTS, FileMark, SharedFiles
+from moe_serve.dispatch.shared_files import FileMark, SharedFiles, weights_of
 from moe_serve.dispatch.votes import LOG_NAME, Log
 from moe_serve.engine.protocol.messages import Fatal, Message
 from moe_serve.errors import ConfigError, LaunchError, LostConnectionError, PeerError
@@ -29,6 +29,7 @@ from moe_serve.launcher.rank_start import (
     make_memory,
 )
 from moe_serve.launcher.serve import loss_message, run_worker
+from moe_serve.process_facts import own_node
 
 GLOO = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:37298. Look at the remote worker."
 
@@ -126,6 +127,12 @@ def test_a_new_process_finds_what_a_living_rank_of_its_launch_has_left(files: tu
     leave_handover(files[3], handover(pages=FileMark(3, 4, 5), longer_than_the_next=FileMark(6, 7, 8)))
     leave_handover(files[3], left)
     assert find_handover(env(1, files=files)) == left
+    of_nodes = [handover(**{weights_of(node): FileMark(6, 7, 8)}) for node in (own_node() + 1, own_node())]
+    for file, each in zip((files[1], files[3]), of_nodes, strict=True):
+        leave_handover(file, each)
+    assert find_handover(env(1, files=files)) == of_nodes[1], "the copy of the weights of its own NUMA node"
+    leave_handover(files[1], handover(pid=2**22 + 1))
+    leave_handover(files[3], left)
     with pytest.raises(LaunchError, match="no other rank"):
         find_handover(env(1, launch_id=8, files=files))
     os.ftruncate(files[3], 1)
@@ -198,7 +205,7 @@ def test_where_no_rank_of_a_host_is_left_a_new_one_finds_what_the_launcher_has_k
     rank = subprocess.Popen(["sleep", "60"], pass_fds=[held, weights])
     made = SharedFiles()
     made.keep("page", held)
-    made.keep(WEIGHTS, weights)
+    made.keep(weights_of(0), weights)
     marks = {
         name: mark._replace(descriptor=each)
         for (name, mark), each in zip(made.marks().items(), (held, weights), strict=True)

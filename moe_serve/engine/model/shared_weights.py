@@ -10,7 +10,7 @@ Experts are in the file where one host has all ranks: slots only name them then,
 no bytes. On several hosts a rank keeps the experts of its slots, as without a copy. Ranks that are bound to different
 NUMA nodes are here as if on different hosts, since the memory of another node is slow to read.
 
-A rank that is started anew maps the file of a living one. No collective is called while weights are read, which takes
+A rank that is started anew maps the file of a living one of its node. No collective is called while weights are read, which takes
 long: a rank that waits looks at words in memory, and at the processes that it waits for.
 """
 
@@ -34,7 +34,7 @@ from torch import Tensor
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import gather_bytes
-from moe_serve.dispatch.shared_files import WEIGHTS, FileMark, SharedFiles
+from moe_serve.dispatch.shared_files import FileMark, SharedFiles, weights_of
 from moe_serve.dispatch.shm.memory import host_mark
 from moe_serve.engine.model.model_plan import ModelPlan, checkpoint_folder
 from moe_serve.ep.expert_form import scale_of
@@ -80,9 +80,10 @@ def open_shared_weights(config: ServeConfig, plan: ModelPlan, group: EpGroup, re
         return None
     if group.is_replacement:
         assert group.files is not None, "a rank that joins others has their files"
-        if not group.files.has(WEIGHTS):
+        name = weights_of(own_node())
+        if not group.files.has(name):
             return None
-        return SharedWeights(plan, group.rank, None, None, group.files.open(WEIGHTS, os.O_RDONLY))
+        return SharedWeights(plan, group.rank, None, None, group.files.open(name, os.O_RDONLY))
     ranks = _who_shares(group)
     sharing = Sharing.of(config, plan, len(ranks))
     if not sharing.dense:
@@ -97,7 +98,7 @@ def open_shared_weights(config: ServeConfig, plan: ModelPlan, group: EpGroup, re
         else:
             descriptor = board.wait_for_file(report)
         if group.files is not None:
-            group.files.keep(WEIGHTS, descriptor)
+            group.files.keep(weights_of(own_node()), descriptor)
         return SharedWeights(plan, group.rank, board, new, descriptor)
 
 
@@ -266,9 +267,9 @@ class _Board:
         """Returns a descriptor of the leader's file."""
         self._until(lambda: int(self._words[_STATE]) != _UNDECIDED, "choose the file of the weights", report)
         mark = FileMark(*map(int, self._words[_MARK : _MARK + 3]))
-        theirs = SharedFiles(int(self._words[_RANKS]), {WEIGHTS: mark})
+        theirs = SharedFiles(int(self._words[_RANKS]), {"weights": mark})
         flags = os.O_RDONLY if self.is_finished else os.O_RDWR
-        descriptor = theirs.open(WEIGHTS, flags)
+        descriptor = theirs.open("weights", flags)
         theirs.close()
         return descriptor
 
