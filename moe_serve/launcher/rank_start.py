@@ -394,7 +394,8 @@ def describe_memory(files: Sequence[int], launch_id: int, kept: SharedFiles) -> 
     if not found or found[0].elsewhere is None:
         return None
     elsewhere = msgspec.structs.replace(found[0].elsewhere, addresses=addresses)
-    sizes = {name: size for name, size in kept.sizes().items() if not name.startswith(WEIGHTS)}  # of which it reads its own
+    # Of the weights it reads its own.
+    sizes = {name: size for name, size in kept.sizes().items() if not name.startswith(WEIGHTS)}
     return HostMemory(msgspec.structs.replace(found[0], elsewhere=elsewhere), sizes)
 
 

@@ -10,8 +10,8 @@ Experts are in the file where one host has all ranks: slots only name them then,
 no bytes. On several hosts a rank keeps the experts of its slots, as without a copy. Ranks that are bound to different
 NUMA nodes are here as if on different hosts, since the memory of another node is slow to read.
 
-A rank that is started anew maps the file of a living one of its node. No collective is called while weights are read, which takes
-long: a rank that waits looks at words in memory, and at the processes that it waits for.
+A rank that is started anew maps the file of a living one of its node. No collective is called while weights are read,
+which takes long: a rank that waits looks at words in memory, and at the processes that it waits for.
 """
 
 import contextlib

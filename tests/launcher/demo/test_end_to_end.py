@@ -364,7 +364,6 @@ def test_a_killed_rank_comes_back_alone_while_every_call_keeps_its_tokens(system
     for thread in threads:
         thread.start()
     assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] == 3)
-    pids = system.descendants()
     other, victim = pid_of_rank(client, 0), pid_of_rank(client, 1)
     os.kill(victim, signal.SIGKILL)
     system.wait_for(r"rank 1 (is masked|\(process \d+\) was killed by SIGKILL).*; rank 0 waits for it")
