@@ -1,4 +1,4 @@
-"""A plain MoE layer for one rank that routes and runs every token on its own, to test the decoder without ep/."""
+"""A plain MoE layer for one rank whose products are sums along one token's row, to test the decoder without ep/."""
 
 from collections.abc import Callable
 
@@ -10,6 +10,8 @@ from moe_serve.ep.moe_layer import ExpertParallel, MoeWeights, Turns
 from moe_serve.kernels.activation import clamped_swiglu_reference
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun
+
+VECTORS = 32  # float32 values that torch takes at once with AVX-512: two vectors
 
 
 def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int], Turns[Tensor]], x: Tensor) -> Tensor:
@@ -25,7 +27,7 @@ def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int], Turns[Te
 
 
 class ReferenceMoe:
-    """Its result cannot depend on the batch: each token is computed alone, experts added in top-k order in float32."""
+    """Its result cannot depend on the batch: no sum runs over tokens; experts are added in top-k order in float32."""
 
     needs_counts = False
 
@@ -37,58 +39,71 @@ class ReferenceMoe:
         yield
         out = torch.zeros_like(x)
         out = out if self.shared is None else self.shared(x)(out)
-        for t in range(num_tokens):
-            ids, weights = self._route(x[t])
-            total = torch.zeros_like(x[t], dtype=torch.float32)
-            for expert, weight in zip(ids.tolist(), weights, strict=True):
-                row = x[t] * weight if self.router.scales_input else x[t]
-                weight = 1.0 if self.router.scales_input else weight
-                middle = self._activate(self._project("gate_up", expert, row))
-                total += weight * self._project("down", expert, middle).float()
-            out[t] = (out[t].float() + total).to(x.dtype)
+        rows = x[:num_tokens]
+        total = torch.zeros_like(rows, dtype=torch.float32)
+        for expert, weight in zip(*(each.unbind(1) for each in self._route(rows)), strict=True):
+            row = rows * weight[:, None] if self.router.scales_input else rows
+            middle = self._activate(self._project("gate_up", expert, row))
+            result = self._project("down", expert, middle).float()
+            total += result if self.router.scales_input else weight[:, None] * result
+        out[:num_tokens] = (out[:num_tokens].float() + total).to(x.dtype)
         return out
 
     def record(self, recorder: Recorder, x: Tensor) -> Tensor:
         return record_call(recorder, self, x)
 
-    def _project(self, name: str, expert: int, x: Tensor) -> Tensor:
-        y, bias = functional.linear(x, self.experts.matrix(name)[expert]), self.experts.bias(name)
+    def _project(self, name: str, expert: Tensor, x: Tensor) -> Tensor:
+        """x: [T, k], expert: [T] -> [T, n]"""
+        y, bias = each_alone(x, self.experts.matrix(name)[expert]), self.experts.bias(name)
         return y if bias is None else y + bias[expert].to(y.dtype)
 
     def _activate(self, gate_up: Tensor) -> Tensor:
         activation = self.experts.activation
         if activation.kind == "clamped_swiglu":
             return clamped_swiglu_reference(gate_up, activation)
-        gate, up = gate_up.chunk(2)
+        gate, up = gate_up.chunk(2, -1)
         return functional.silu(gate) * up
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [T, H] -> ids, weights [T, K]"""
         router = self.router
-        logits = functional.linear(x.float(), self.gate.float(), self.logit_bias)
-        scores = logits.softmax(-1) if router.scoring == "softmax" else logits.sigmoid()
+        logits = each_alone(x.float(), self.gate.float())
+        logits = logits if self.logit_bias is None else logits + self.logit_bias
+        scores = logits.softmax(-1) if router.scoring == "softmax" else in_whole_vectors(torch.sigmoid, logits)
         if router.scoring == "sparsemixer":
             return self._sparsemix(logits)
         if router.scoring == "sigmoid_of_chosen":
-            return logits.topk(router.topk).indices, logits.topk(router.topk).values.sigmoid()
+            chosen = logits.topk(router.topk)
+            return chosen.indices, in_whole_vectors(torch.sigmoid, chosen.values)
         choice = scores if self.bias is None else scores + self.bias
         if router.num_groups > 1:
-            groups = choice.view(router.num_groups, -1)
+            groups = choice.unflatten(1, (router.num_groups, -1))
             of_group = groups.amax(-1) if router.group_score == "best" else groups.topk(2, -1).values.sum(-1)
             best = of_group.topk(router.topk_groups).indices
-            allowed = torch.zeros(router.num_groups, dtype=torch.bool).index_fill_(0, best, True)
-            choice = groups.masked_fill(~allowed[:, None], -torch.inf).flatten()
+            allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, best, True)
+            choice = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
         ids = choice.topk(router.topk).indices
-        weights = scores[ids]
+        weights = scores.gather(1, ids)
         if router.norm_topk:
-            weights = weights / (weights.sum() + router.norm_eps).clamp(min=router.norm_min)
+            weights = weights / (weights.sum(-1, keepdim=True) + router.norm_eps).clamp(min=router.norm_min)
         return ids, weights * router.scaling
 
     def _sparsemix(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         left, ids, weights = logits.clone(), [], []
         for _ in range(2):
-            best = left.max()
+            best = left.amax(-1, keepdim=True)
             near = (best - left) / torch.maximum(logits.abs(), best) <= 2 * self.router.jitter
-            ids.append(int(left.argmax()))
-            weights.append(1 / (left[near] - best).exp().sum())
-            left[ids[-1]] = -torch.inf
-        return torch.tensor(ids), torch.stack(weights)
+            ids.append(left.argmax(-1))
+            weights.append(1 / in_whole_vectors(torch.exp, left - best).where(near, 0).sum(-1))
+            left.scatter_(1, ids[-1][:, None], -torch.inf)
+        return torch.stack(ids, 1), torch.stack(weights, 1)
+
+
+def each_alone(x: Tensor, matrix: Tensor) -> Tensor:
+    """Multiplies without a GEMM, whose sums may differ with the number of rows. x: [T, k], matrix: [T or 1, n, k]"""
+    return (x[:, None].float() * matrix.float()).sum(-1).to(x.dtype)
+
+
+def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Applies an elementwise function to x [T, n]. Torch gives what does not fill its vectors other bits."""
+    return function(functional.pad(x, (0, -x.shape[1] % VECTORS)))[:, : x.shape[1]]

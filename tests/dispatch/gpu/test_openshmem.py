@@ -223,8 +223,9 @@ def test_the_kernels_leave_the_same_bytes_in_all_regions(interpreter: RunCheck, 
     [("FLAG_FIRST", "a row that is not"), ("NO_DONE", "a later round"), ("ONE_QUEUE", "a later round")],
 )
 def test_a_mistake_in_the_order_is_seen(mistake: str, found: str, tmp_path: Path) -> None:
-    # All ranks end as soon as one sees it, so the pauses may be as long as a busy machine needs.
-    pauses = {"PAUSE_MS": 60_000} if mistake == "FLAG_FIRST" else {"AHEAD_MS": 60_000}
+    # All ranks end as soon as one sees it, so AHEAD_MS may be as long as a busy machine needs. The first PAUSE_MS is
+    # always waited for: no peer's atomics get to a rank that sleeps. The mistake shows in the second.
+    pauses = {"PAUSE_MS": 5_000} if mistake == "FLAG_FIRST" else {"AHEAD_MS": 60_000}
     done = run_over_openshmem(2, tmp_path, **pauses, **{mistake: ""})
     assert f"finds {found}" in done.stdout, f"{done.stdout}{done.stderr}"
     assert done.returncode != 0
