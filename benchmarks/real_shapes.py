@@ -32,6 +32,7 @@ from moe_serve.launcher.examination.check import examine
 from tests.models.published import GPT_OSS_20B, QWEN3_30B
 
 MODELS = {"qwen3-30b-a3b": QWEN3_30B, "gpt-oss-20b": GPT_OSS_20B}
+_DRAWN = 1 << 22  # numbers of a dense tensor, which repeat: those of embeddings take minutes
 EXPERTS_IN = {"qwen3_moe": Kind.Q4_0, "gpt_oss": Kind.MXFP4}
 
 
@@ -222,7 +223,8 @@ def drawn(tensor: Tensor, draw: np.random.Generator) -> NDArray[np.uint8]:
     if "norm" in tensor.name:
         return np.ones(tensor.shape, np.float32).view(np.uint8)
     if tensor.kind in (Kind.F32, Kind.BF16):
-        values = draw.standard_normal(tensor.shape, np.float32)
+        size = int(np.prod(tensor.shape))
+        values = np.resize(draw.standard_normal(min(size, _DRAWN), np.float32), size)
         values *= 0.02 if len(tensor.shape) == 1 or tensor.name.endswith("bias") else deviation
         words = values.view(np.uint32)
         words = words if tensor.kind is Kind.F32 else (words >> 16).astype(np.uint16)
