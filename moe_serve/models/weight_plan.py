@@ -93,7 +93,7 @@ def dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
 
 def dense_parameters(spec: ModelSpec) -> int:
     """Returns the number of parameters that every rank holds: all but those of the routed experts."""
-    return sum(math.prod(tensor.shape) for tensor in dense_tensors(spec))
+    return sum(math.prod(tensor.shape) for tensor in _dense_tensors(spec))
 
 
 def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:

@@ -279,7 +279,7 @@ def check_expanded(device: str, form: str, first_seed: int, end_seed: int) -> No
 
 @pytest.mark.parametrize("form", EXPANDED)
 def test_expanded_keys_and_values_give_the_attention_of_the_formula(on_device: RunCheck, form: str) -> None:
-    on_device(check_expanded, form, 0, 1 if form == "DeepSeek" else 3)
+    on_device(check_expanded, form, 0, 1)
 
 
 @pytest.mark.slow

@@ -17,22 +17,13 @@ MAX_STACK_BYTES = 16  # a few bytes of addressing; a spilled block is hundreds
 
 ANY_GPU = ["norms", "rope_write", "row_factors", "pack_rows", "gpt_oss_experts", "packed_gemm_few_rows",
            "packed_gemm_some_rows", "packed_gemm_many_rows", "slab_gemm", "gated_gemm", "mxfp4_gemm", "silu_mul",
-           "weighted_sum", "topk_gate", "replica_split", "sampling", "low_latency", "low_latency_top16",
-           "low_latency_many_tokens", "attend_gqa", "attend_indexed", "attend_expanded"]  # fmt: skip
-MORE = ["attend_latent", "attend_sinks", "attend_wide", "attend_float32", "attend_float32_latent",
+           "weighted_sum", "topk_gate", "replica_split", "sampling", "low_latency", "low_latency_many_tokens",
+           "attend_gqa", "attend_indexed", "attend_expanded"]  # fmt: skip
+MORE = ["low_latency_top16", "attend_latent", "attend_sinks", "attend_wide", "attend_float32", "attend_float32_latent",
         "attend_int8", "replica_split_wide"]  # fmt: skip
 # sm_89 and later have e4m3.
-WITH_E4M3 = [
-    "quantize",
-    "pack_rows_fp8",
-    "packed_gemm_fp8",
-    "packed_gemm_fp8_by_channel",
-    "slab_gemm_fp8",
-    "gated_gemm_fp8",
-    "rope_write_8_bits",
-    "attend_fp8",
-    "low_latency_fp8",
-]
+WITH_E4M3 = ["quantize", "pack_rows_fp8", "packed_gemm_fp8", "gated_gemm_fp8", "rope_write_8_bits"]
+MORE_WITH_E4M3 = ["packed_gemm_fp8_by_channel", "slab_gemm_fp8", "attend_fp8", "low_latency_fp8"]
 USES_MATRIX_UNITS = {"grouped_gemm_kernel", "attend_kernel", "expand_kernel", "index_scores_kernel"}
 WITHOUT_MATRIX_UNITS = {"attend_float32", "attend_float32_latent"}  # in full precision
 MOVES_16_BYTES = {"dispatch_send_kernel", "combine_send_kernel", "dispatch_receive_kernel", "attend_kernel",
@@ -74,10 +65,9 @@ def compiled(capability: int, launches: list[str], **environment: str) -> list[d
     "capability, launches",
     [
         pytest.param(80, ANY_GPU + MORE, marks=pytest.mark.slow),
-        (90, ANY_GPU),
-        (90, WITH_E4M3),
-        pytest.param(90, MORE, marks=pytest.mark.slow),
-        pytest.param(100, ANY_GPU + WITH_E4M3 + MORE, marks=pytest.mark.slow),
+        (90, ANY_GPU + WITH_E4M3),
+        pytest.param(90, MORE + MORE_WITH_E4M3, marks=pytest.mark.slow),
+        pytest.param(100, ANY_GPU + WITH_E4M3 + MORE + MORE_WITH_E4M3, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile_without_spilling(capability: int, launches: list[str]) -> None:

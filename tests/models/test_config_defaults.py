@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ NOT_NUMBERS = {"checkpoint_dtype": None}
 
 def ours(values: Values, folder: Path) -> ModelSpec | None:
     """What we read; None where it is refused."""
-    (folder / "config.json").write_text(json.dumps(values))
+    return read(json.dumps(values), folder)
+
+
+@lru_cache(maxsize=1000)  # most keys left out give the configuration in full that others gave
+def read(text: str, folder: Path) -> ModelSpec | None:
+    (folder / "config.json").write_text(text)
     try:
         return replace(read_spec(folder), **NOT_NUMBERS)
     except ModelError:

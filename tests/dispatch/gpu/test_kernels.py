@@ -323,6 +323,7 @@ def test_halves_over_the_gpu_transport_have_the_bits_of_a_whole_batch_over_the_l
     on_device(check_halves)
 
 
+@pytest.mark.slow
 def test_eight_virtual_ranks_in_one_process(on_device: RunCheck) -> None:
     on_device(check_round_trip, "random", 8, 1, 16, 2, "bf16", False)
 
