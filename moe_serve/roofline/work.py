@@ -147,10 +147,6 @@ def _combine_receive(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Wo
     return Work(load.rows * at["result_row_bytes"] + at["out"].nbytes)
 
 
-def _finish(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
-    return Work(8.0 * at["num_ranks"])
-
-
 _RULES: dict[str, Callable[[dict[str, Any], RankStep, ExpertLoad], Work]] = {
     "grouped_gemm_kernel": _grouped_gemm,
     "attend_kernel": _attend,
@@ -165,7 +161,6 @@ _RULES: dict[str, Callable[[dict[str, Any], RankStep, ExpertLoad], Work]] = {
     "dispatch_receive_kernel": _dispatch_receive,
     "combine_send_kernel": _combine_send,
     "combine_receive_kernel": _combine_receive,
-    "finish_kernel": _finish,
 }
 
 

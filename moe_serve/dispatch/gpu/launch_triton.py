@@ -27,7 +27,6 @@ from moe_serve.dispatch.gpu.send_triton import (
     combine_send_kernel,
     count_before_kernel,
     dispatch_send_kernel,
-    finish_kernel,
 )
 from moe_serve.dispatch.gpu.symmetric import Sent, SymmetricRegions, refuse_capture
 from moe_serve.kernels.forms import num_groups
@@ -78,7 +77,10 @@ class SlabRanks:
         x_dtype = torch.float8_e4m3fn if self._keep_fp8 else dtype
         queues = range(region.num_queues)
         self._peers = [regions.peers + queue * region.queue_bytes for queue in queues]
-        self._rounds = [torch.zeros(local, dtype=torch.int64, device=device) for _ in queues]
+        # [V] int64 each: the last round that has ended, for dispatch, and the one that has been received, for combine.
+        # So no launch reads what it writes, and a round needs no launch of its own to be counted.
+        self._finished = [torch.zeros(local, dtype=torch.int64, device=device) for _ in queues]
+        self._round_now = [torch.zeros(local, dtype=torch.int64, device=device) for _ in queues]
         self._slabs = [
             Slabs(
                 torch.empty(*rows, region.hidden, dtype=x_dtype, device=device),
@@ -101,7 +103,7 @@ class SlabRanks:
         num_slots = region.num_ranks * region.slots_per_rank
         grid = (num_tokens + triton.cdiv(num_slots, SLOTS_PER_PROGRAM), regions.num_local)
         regions.launcher(dispatch_send_kernel)[grid](
-            x, ids, self._count_before(ids), self._peers[queue], self._rounds[queue], regions.first_rank, num_tokens,
+            x, ids, self._count_before(ids), self._peers[queue], self._finished[queue], regions.first_rank, num_tokens,
             region.hidden, region.num_ranks, region.slots_per_rank, region.max_tokens,
             region.counts_at, region.arrived_at, region.rows_at, region.staged_at, region.row_bytes, region.scales_at,
             TOPK=topk, W=triton.next_power_of_2(topk), HEADER_INTS=region.header_ints,
@@ -129,7 +131,7 @@ class SlabRanks:
         grid = (region.slots_per_rank * region.num_ranks * ROW_SPLITS, regions.num_local)
         regions.launcher(dispatch_receive_kernel)[grid](
             slabs.x, slabs.scale, slabs.origin, slabs.rows_per_slot, self.late, self._peers[sent.queue],
-            self._rounds[sent.queue], regions.first_rank, self.max_spins,
+            self._finished[sent.queue], self._round_now[sent.queue], regions.first_rank, self.max_spins,
             region.hidden, region.num_ranks, region.slots_per_rank, region.max_tokens,
             region.counts_at, region.arrived_at, region.rows_at, region.row_bytes, region.scales_at,
             TOPK=region.topk, HEADER_INTS=region.header_ints, HEADER=triton.next_power_of_2(region.header_ints),
@@ -140,19 +142,16 @@ class SlabRanks:
 
     def combine_send(self, sent: Sent, results: Tensor) -> None:
         """results: [V, S, capacity, H], rows where dispatch_receive put the inputs."""
-        region, regions, slabs = self.region, self._regions, self._slabs[sent.queue]
-        peers, rounds = self._peers[sent.queue], self._rounds[sent.queue]
-        grid = (region.slots_per_rank * COMBINE_SPLITS, regions.num_local)
+        region, regions, slabs, queue = self.region, self._regions, self._slabs[sent.queue], sent.queue
+        grid = (region.slots_per_rank * COMBINE_SPLITS + 1, regions.num_local)
         regions.launcher(combine_send_kernel)[grid](
-            results, slabs.origin, slabs.rows_per_slot, peers, rounds, regions.first_rank,
-            region.hidden, region.num_ranks, region.slots_per_rank, region.max_tokens,
-            region.result_arrived_at, region.result_rows_at, region.result_staged_at, region.result_row_bytes,
-            SPLITS=COMBINE_SPLITS, BLOCK=triton.next_power_of_2(region.hidden), WIRE=self._result_wire,
-            STAGES=region.stages, NVSHMEM=regions.nvshmem, num_warps=8,
-        )  # fmt: skip
-        regions.launcher(finish_kernel)[(1, regions.num_local)](
-            peers, rounds, regions.first_rank, region.num_ranks, region.done_at,
-            RANKS=triton.next_power_of_2(region.num_ranks), NVSHMEM=regions.nvshmem, num_warps=1,
+            results, slabs.origin, slabs.rows_per_slot, self._peers[queue], self._round_now[queue],
+            self._finished[queue], regions.first_rank, region.hidden, region.num_ranks, region.slots_per_rank,
+            region.max_tokens, region.result_arrived_at, region.result_rows_at, region.result_staged_at,
+            region.result_row_bytes, region.done_at,
+            SPLITS=COMBINE_SPLITS, BLOCK=triton.next_power_of_2(region.hidden),
+            RANKS=triton.next_power_of_2(region.num_ranks), WIRE=self._result_wire, STAGES=region.stages,
+            NVSHMEM=regions.nvshmem, num_warps=8,
         )  # fmt: skip
 
     def combine_receive(self, sent: Sent, weights: Tensor) -> Tensor:
@@ -164,8 +163,8 @@ class SlabRanks:
         splits = triton.cdiv(region.hidden, COMBINE_BLOCK)
         grid = (num_tokens * splits + 1, regions.num_local)
         regions.launcher(combine_receive_kernel)[grid](
-            out, sent.ids, weights.contiguous(), self.late, self._peers[queue], self._rounds[queue], regions.first_rank,
-            self.max_spins, num_tokens, region.hidden, region.num_ranks, region.slots_per_rank,
+            out, sent.ids, weights.contiguous(), self.late, self._peers[queue], self._round_now[queue],
+            regions.first_rank, self.max_spins, num_tokens, region.hidden, region.num_ranks, region.slots_per_rank,
             region.result_arrived_at, region.done_at, region.result_rows_at, region.result_row_bytes,
             TOPK=region.topk, W=triton.next_power_of_2(region.topk), RANKS=triton.next_power_of_2(region.num_ranks),
             SPLITS=splits, BLOCK=COMBINE_BLOCK, WIRE=self._result_wire,

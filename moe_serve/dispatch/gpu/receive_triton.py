@@ -15,7 +15,7 @@ from moe_serve.kernels.triton.mode import as_dtype, multiply_add
 
 @triton.jit
 def dispatch_receive_kernel(
-    slab, slab_scale, origin, rows_per_slot, late, peers, rounds, first_rank, max_spins,
+    slab, slab_scale, origin, rows_per_slot, late, peers, finished, round_now, first_rank, max_spins,
     hidden, num_ranks, slots_per_rank, max_tokens, counts_at, arrived_at, rows_at, row_bytes, scales_at,
     TOPK: tl.constexpr, HEADER_INTS: tl.constexpr, HEADER: tl.constexpr, GROUPS: tl.constexpr, RANKS: tl.constexpr,
     SPLITS: tl.constexpr, WIRE: tl.constexpr, FP8: tl.constexpr, UNPACK_FP8: tl.constexpr,
@@ -25,13 +25,14 @@ def dispatch_receive_kernel(
     Program: ((slot, source, split), rank). slab: [V, S, capacity, hidden] compute dtype, or e4m3 with slab_scale
     [V, S, capacity, hidden / 128] when FP8 rows stay FP8 (UNPACK_FP8 False); origin: [V, S, capacity] int64, source <<
     32 | t * K + k; rows_per_slot: [V, S] int64; late: [V, R] int64, last round that this source missed
+    finished: [V] int64, the round before this one;  round_now: [V] int64, becomes this one for combine's kernels
     """
     split = tl.program_id(0) % SPLITS
     source = tl.program_id(0) // SPLITS % num_ranks
     slot = tl.program_id(0) // SPLITS // num_ranks
     local = tl.program_id(1)
     own = tl.load(peers + first_rank + local)
-    round = tl.load(rounds + local) + 1
+    round = tl.load(finished + local) + 1
 
     # Counts carry their value in the flag itself, so reading it needs no order with anything else.
     ranks = tl.arange(0, RANKS)
@@ -45,6 +46,8 @@ def dispatch_receive_kernel(
     counts = tl.where(came & (ranks < num_ranks), flags & 0xFFFFFFFF, 0)
     first = tl.sum(tl.where(ranks < source, counts, 0))
     count = tl.sum(tl.where(ranks == source, counts, 0)).to(tl.int32)
+    if tl.program_id(0) == 0:
+        tl.store(round_now + local, round)
     if (source == 0) & (split == 0):
         tl.store(rows_per_slot + local * slots_per_rank + slot, tl.sum(counts))
         tl.atomic_max(
@@ -86,7 +89,7 @@ def dispatch_receive_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])  # changes from step to step; compiling takes seconds
 def combine_receive_kernel(
-    out, ids, weights, late, peers, rounds, first_rank, max_spins, num_tokens, hidden, num_ranks, slots_per_rank,
+    out, ids, weights, late, peers, round_now, first_rank, max_spins, num_tokens, hidden, num_ranks, slots_per_rank,
     result_arrived_at, done_at, result_rows_at, result_row_bytes,
     TOPK: tl.constexpr, W: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     WIRE: tl.constexpr,
@@ -94,12 +97,12 @@ def combine_receive_kernel(
     """Adds a token's results, weighted, in top-k order in float32: the order is part of the result.
 
     Program: ((token, split of the row), rank), and one more per rank that waits until all ranks ended the round.
-    out: [V, T, hidden], ids: [V, T, TOPK] int64, weights: [V, T, TOPK] float32, rounds: [V], with this one
+    out: [V, T, hidden], ids: [V, T, TOPK] int64, weights: [V, T, TOPK] float32, round_now: [V] int64
     """
     part = tl.program_id(0)
     local = tl.program_id(1)
     own = tl.load(peers + first_rank + local)
-    round = tl.load(rounds + local)
+    round = tl.load(round_now + local)
     token = part // SPLITS
     if token < num_tokens:
         column = tl.arange(0, W)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The sending halves of low-latency dispatch and combine, and the small kernel that ends a round.
+"""The sending halves of low-latency dispatch and combine.
 
 Grid axis 1 is the rank: 1 in a process with its own GPU, V for V virtual ranks on one. No program here ever waits, so
 a launch always ends: that, and launching all sends before any wait, is why nothing can deadlock.
@@ -42,20 +42,20 @@ def count_before_kernel(ids, before, num_tokens, num_slots, TOPK: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # changes from step to step; compiling takes seconds
 def dispatch_send_kernel(
-    x, ids, before, peers, rounds, first_rank, num_tokens, hidden, num_ranks, slots_per_rank, max_tokens,
+    x, ids, before, peers, finished, first_rank, num_tokens, hidden, num_ranks, slots_per_rank, max_tokens,
     counts_at, arrived_at, rows_at, staged_at, row_bytes, scales_at,
     TOPK: tl.constexpr, W: tl.constexpr, HEADER_INTS: tl.constexpr, HEADER: tl.constexpr, GROUPS: tl.constexpr,
     SLOTS: tl.constexpr, WIRE: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. num_tokens-1 send one token each; the others announce the counts of SLOTS slots each.
 
-    x: [V, T, hidden], ids: [V, T, TOPK] int64, rounds: [V] int64, rounds completed so far
+    x: [V, T, hidden], ids: [V, T, TOPK] int64, finished: [V] int64, the round before this one
     before: as of count_before_kernel; None where T <= TOKENS_COUNTED
     HEADER: HEADER_INTS rounded up to a power of two;  GROUPS: power of two >= hidden / 128
     """
     part = tl.program_id(0)
     rank = first_rank + tl.program_id(1)
-    round = tl.load(rounds + tl.program_id(1)) + 1
+    round = tl.load(finished + tl.program_id(1)) + 1
     x += tl.program_id(1).to(tl.int64) * num_tokens * hidden
     ids += tl.program_id(1).to(tl.int64) * num_tokens * TOPK
     num_slots = num_ranks * slots_per_rank
@@ -125,59 +125,57 @@ def dispatch_send_kernel(
 
 @triton.jit
 def combine_send_kernel(
-    results, origin, rows_per_slot, peers, rounds, first_rank, hidden, num_ranks, slots_per_rank, max_tokens,
-    result_arrived_at, result_rows_at, result_staged_at, result_row_bytes,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, WIRE: tl.constexpr, STAGES: tl.constexpr, NVSHMEM: tl.constexpr,
+    results, origin, rows_per_slot, peers, round_now, finished, first_rank, hidden, num_ranks, slots_per_rank,
+    max_tokens, result_arrived_at, result_rows_at, result_staged_at, result_row_bytes, done_at,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, WIRE: tl.constexpr, STAGES: tl.constexpr,
+    NVSHMEM: tl.constexpr,
 ):  # fmt: skip
     """Sends every result to its place on the source rank. Program: (slot, split); splits take rows of the slot in turn.
 
+    One more program per rank ends the round: it tells all peers that this rank has read their rows, as the launches
+    before this one have.
     results: [V, S, capacity, hidden], origin: [V, S, capacity] int64, source rank << 32 | t * K + k
+    round_now: [V] int64, which dispatch_receive_kernel has written;  finished: [V] int64, becomes the same; nothing in
+    this launch reads it
     """
     slot = tl.program_id(0) // SPLITS
     rank = first_rank + tl.program_id(1)
-    round = tl.load(rounds + tl.program_id(1)) + 1
-    capacity = num_ranks * max_tokens
-    slab = (tl.program_id(1) * slots_per_rank + slot).to(tl.int64) * capacity
-    num_rows = tl.load(rows_per_slot + tl.program_id(1) * slots_per_rank + slot)
-    channel = tl.arange(0, BLOCK)
-    for row in range(tl.program_id(0) % SPLITS, num_rows, SPLITS):
-        row_origin = tl.load(origin + slab + row)
-        source = (row_origin >> 32).to(tl.int32)
-        entry = row_origin & 0xFFFFFFFF
-        from_at = result_staged_at + (slot.to(tl.int64) * capacity + row) * result_row_bytes
-        if STAGES:
-            at = tl.load(peers + rank) + from_at
-        else:
-            at = tl.load(peers + source) + result_rows_at + entry * result_row_bytes
-        target = tl.multiple_of(at.to(tl.pointer_type(WIRE)), 16)
-        values = tl.load(results + (slab + row) * hidden + channel, mask=channel < hidden)
-        tl.store(target + channel, as_dtype(values.to(tl.float32), WIRE), mask=channel < hidden)
-        tl.debug_barrier()
-        if STAGES:
-            put_and_signal(
-                peers, rank, source, result_rows_at + entry * result_row_bytes, from_at, result_row_bytes,
-                result_arrived_at + entry * 8, round, NVSHMEM, 1024,
-            )  # fmt: skip
-        else:
-            signal(peers, rank, source, result_arrived_at + entry * 8, round, NVSHMEM)
-
-
-@triton.jit
-def finish_kernel(peers, rounds, first_rank, num_ranks, done_at, RANKS: tl.constexpr, NVSHMEM: tl.constexpr):
-    """Ends the round: signals all peers that this rank has read and answered all its rows, and counts the round.
-
-    A launch of its own, since only the end of a launch guarantees that all its programs are done.
-    """
-    rank = first_rank + tl.program_id(1)
-    round = tl.load(rounds + tl.program_id(1)) + 1
-    if NVSHMEM:
-        for pe in range(num_ranks):
-            signal(peers, rank, pe, done_at + rank * 8, round, NVSHMEM)
+    round = tl.load(round_now + tl.program_id(1))
+    if slot < slots_per_rank:
+        capacity = num_ranks * max_tokens
+        slab = (tl.program_id(1) * slots_per_rank + slot).to(tl.int64) * capacity
+        num_rows = tl.load(rows_per_slot + tl.program_id(1) * slots_per_rank + slot)
+        channel = tl.arange(0, BLOCK)
+        for row in range(tl.program_id(0) % SPLITS, num_rows, SPLITS):
+            row_origin = tl.load(origin + slab + row)
+            source = (row_origin >> 32).to(tl.int32)
+            entry = row_origin & 0xFFFFFFFF
+            from_at = result_staged_at + (slot.to(tl.int64) * capacity + row) * result_row_bytes
+            if STAGES:
+                at = tl.load(peers + rank) + from_at
+            else:
+                at = tl.load(peers + source) + result_rows_at + entry * result_row_bytes
+            target = tl.multiple_of(at.to(tl.pointer_type(WIRE)), 16)
+            values = tl.load(results + (slab + row) * hidden + channel, mask=channel < hidden)
+            tl.store(target + channel, as_dtype(values.to(tl.float32), WIRE), mask=channel < hidden)
+            tl.debug_barrier()
+            if STAGES:
+                put_and_signal(
+                    peers, rank, source, result_rows_at + entry * result_row_bytes, from_at, result_row_bytes,
+                    result_arrived_at + entry * 8, round, NVSHMEM, 1024,
+                )  # fmt: skip
+            else:
+                signal(peers, rank, source, result_arrived_at + entry * 8, round, NVSHMEM)
     else:
-        pe = tl.arange(0, RANKS)
-        flag_at = done_at + rank * 8 + tl.zeros((RANKS,), dtype=tl.int64)
-        signal_each(peers, pe, flag_at, tl.zeros_like(flag_at) + round, pe < num_ranks)
-    tl.store(rounds + tl.program_id(1), round)
+        tl.store(finished + tl.program_id(1), round)
+        if NVSHMEM:
+            for pe in range(num_ranks):
+                signal(peers, rank, pe, done_at + rank * 8, round, NVSHMEM)
+        else:
+            tl.debug_barrier()
+            pe = tl.arange(0, RANKS)
+            flag_at = done_at + rank * 8 + tl.zeros((RANKS,), dtype=tl.int64)
+            signal_each(peers, pe, flag_at, tl.zeros_like(flag_at) + round, pe < num_ranks)
 
 
 @triton.jit

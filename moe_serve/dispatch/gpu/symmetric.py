@@ -237,7 +237,7 @@ def nvshmem_launchers(capability: tuple[int, int]) -> dict[str, Any]:
     if path is None:
         raise ConfigError(NVSHMEM_LACKS[3])
     NvshmemLibFinder.found_device_lib_path = path  # torch looks for one file for all GPUs, which no wheel has now
-    calls_nvshmem = (send.dispatch_send_kernel, send.combine_send_kernel, send.finish_kernel)
+    calls_nvshmem = (send.dispatch_send_kernel, send.combine_send_kernel)
     plain = (receive.dispatch_receive_kernel, receive.combine_receive_kernel)  # they read their own memory only
     linked = {kernel.__name__: requires_nvshmem(kernel) for kernel in calls_nvshmem}  # type: ignore[no-untyped-call]
     return linked | {kernel.__name__: kernel for kernel in plain}

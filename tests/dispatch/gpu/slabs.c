@@ -159,6 +159,8 @@ static void receive(int n)
 static void answer(int n)
 {
     const Output *out = outputs + n - 1;
+    for (int pe = RANKS - 1; pe >= 0; pe--)
+        raise_flag(pe, n, DONE_AT + me * 8, ROUND(n));
     for (int pass = 0; pass < 2; pass++) {
         for (long slot = SLOTS - 1; slot >= 0; slot--)
             for (long row = out->rows_per_slot[slot] - 1; row >= 0; row--) {
@@ -179,8 +181,6 @@ static void answer(int n)
         if (me == RANKS - 1 && !pass)
             usleep(PAUSE_MS * 1000);
     }
-    for (int pe = RANKS - 1; pe >= 0; pe--)
-        raise_flag(pe, n, DONE_AT + me * 8, ROUND(n));
 }
 
 static void add(int n)

@@ -132,10 +132,10 @@ inline receive(n) {
     }
 }
 
-/* A result of a wrong row is wrong: 0. A kernel of its own ends the round. */
+/* A result of a wrong row is wrong: 0. That all rows were read is said before the results come. */
 inline answer(n) {
-    atomic { has = got[QUEUE(n)]; FIRST(RESULT, n) }
-    atomic { SECOND(RESULT, n); raise(DONE, n, ALL); has = 0; got[QUEUE(n)] = 0; wrong[QUEUE(n)] = 0 }
+    atomic { raise(DONE, n, ALL); has = got[QUEUE(n)]; FIRST(RESULT, n) }
+    atomic { SECOND(RESULT, n); has = 0; got[QUEUE(n)] = 0; wrong[QUEUE(n)] = 0 }
 }
 
 inline add(n) {
