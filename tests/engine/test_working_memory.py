@@ -1,5 +1,6 @@
 """What a step is said to take at its largest, against the allocator's peak while such steps run."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.scheduler import ScheduledChunk
-from moe_serve.engine.model.working_memory import StepSizes, working_memory
+from moe_serve.engine.model.working_memory import StepSizes, expanded_together, working_memory
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
+from moe_serve.models.decoder.mla import expand_from
 from moe_serve.models.families.registry import read_spec
+from moe_serve.models.spec import MlaSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import dummy_weights
 from tests.engine.offline import tiny_model
@@ -106,3 +109,35 @@ def test_the_largest_step_takes_what_is_said_and_not_much_less(family: str, nume
     measured = max(peaks.values())
     most = 1.03 if numerics.compiled else 1.7  # a recording says the sizes of its buffers
     assert measured <= said < most * measured, f"{said} for {largest}; {peaks}"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: no kernels")
+@pytest.mark.parametrize("most_bytes", [1 << 28, 1 << 21])  # all heads at once; a few
+def test_what_kernels_expand_at_a_time_takes_what_is_said(
+    most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_serve.kernels.triton import expanded_attention
+    from moe_serve.roofline.step import RankStep, record_step
+
+    monkeypatch.setattr(expanded_attention, "MOST_BYTES", most_bytes)
+    folder = tiny_model(tmp_path, "deepseek_v3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | SIZES["deepseek_v3"]))
+    spec = read_spec(folder)
+    assert isinstance(spec.attention, MlaSpec)
+    border = expand_from(spec.attention)
+    assert border is not None
+    made = []
+    # One prompt, prompts, one behind a prefix, and as many as are just long enough to be expanded behind theirs.
+    for sequences, new_tokens in ((1, ROWS), (SEQUENCES, ROWS // SEQUENCES), (1, ROWS), (ROWS // border, border)):
+        context = 0 if len(made) < 2 else KEYS - new_tokens
+        launches = record_step(RankStep(spec, sequences, context, new_tokens)).launches
+        expands = [
+            each.arguments["made"].untyped_storage().nbytes() for each in launches if each.name == "expand_kernel"
+        ]
+        assert expands
+        made.append(max(expands))
+    sizes = StepSizes(ROWS, KEYS, SEQUENCES, itemsize=2, on_gpu=True)
+    said = expanded_together(spec.attention, sizes, border)
+    assert max(made) <= said < 2 * max(made), made
+    assert working_memory(spec, FAST, sizes)[0] > said

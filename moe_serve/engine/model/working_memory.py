@@ -37,6 +37,7 @@ class StepSizes:
     rows:     tokens;  keys: of the longest sequence;  sequences: that run at once
     itemsize: bytes of an activation
     in_halves: whether large steps run in halves that take turns
+    on_gpu:    whether kernels attend all sequences together
     """
 
     rows: int
@@ -44,6 +45,7 @@ class StepSizes:
     sequences: int
     itemsize: int
     in_halves: bool = False
+    on_gpu: bool = False
 
 
 def working_memory(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> tuple[int, str]:
@@ -131,12 +133,35 @@ def _mla(spec: MlaSpec, numerics: Numerics, sizes: StepSizes) -> int:
     absorbed = short * heads * (2 * spec.latent_dim + spec.nope_dim + spec.kv_lora_rank + spec.value_dim) * size
     absorbed += _attended(numerics, sizes, 1, heads, spec.latent_dim, spec.latent_dim)
     expanded = 0
-    if expands:
+    if expands and border is not None and sizes.on_gpu:
+        expanded = expanded_together(spec, sizes, border)
+    elif expands:
         # Keys, the part of them without rotation, values, and values padded to the width of keys.
         widths = spec.nope_dim + 2 * spec.query_dim + spec.value_dim
         expanded = sizes.keys * (heads * widths + spec.latent_dim) * size
     values = sizes.rows * heads * spec.value_dim * size
     return projected + values + max(absorbed, expanded)
+
+
+def expanded_together(spec: MlaSpec, sizes: StepSizes, border: int) -> int:
+    """Returns the most bytes of keys and values that the expanded form makes at a time on a GPU, of all sequences.
+
+    border: as of expand_from
+    """
+    from moe_serve.kernels.triton.expanded_attention import MOST_BYTES, TILE  # loads triton
+
+    def prefix(rows: int) -> int:  # the longest behind which so many rows are expanded (attention_plan.first_expanded)
+        longest = sizes.keys - rows
+        return longest if rows >= border else min(longest, rows * rows // (2 * (border - rows)))
+
+    most_sequences = min(sizes.sequences, sizes.rows)
+    prefixes = max(
+        min(most_sequences, sizes.rows // rows) * prefix(rows)
+        for rows in range(1, min(border, sizes.rows, sizes.keys) + 1)
+    )
+    keys = sizes.rows + prefixes + most_sequences * (TILE - 1)
+    head = keys * (spec.nope_dim + spec.value_dim) * sizes.itemsize
+    return keys * spec.rope_dim * sizes.itemsize + min(spec.num_heads * head, max(MOST_BYTES, head))
 
 
 def _indexed(spec: MlaSpec, indexer: IndexerSpec, sizes: StepSizes) -> int:

@@ -280,6 +280,7 @@ def _working_memory(config: ServeConfig, plan: ModelPlan) -> Memory:
         sequences=config.engine.max_running_requests,
         itemsize=plan.dtype.itemsize,
         in_halves=config.dispatch.overlap_from_tokens is not None,
+        on_gpu=plan.device.type == "cuda",
     )
     num_bytes, largest = working_memory(plan.spec, plan.numerics, sizes)
     return Memory("a step at its largest", num_bytes, f"{largest}, with even load of experts")
