@@ -131,17 +131,18 @@ def choose_expert_form(
             raise ConfigError(f"model.expert_weights is {wanted!r}; choose one of auto, dense, fp8, int8, mxfp4, int4")
 
 
-def choose_activations(wanted: str, form: ExpertForm) -> Activations:
-    """Returns what experts of this form are multiplied with. wanted: model.activations
+def choose_activations(wanted: str, form: ExpertForm, has_groups: bool = False) -> Activations:
+    """Returns what weights in groups are multiplied with, experts of this form among them.
 
-    Raises ConfigError where the form's products take only the other.
+    wanted: model.activations;  has_groups: whether dense weights are in groups
+    Raises ConfigError where no product takes int8.
     """
-    if form in ("int4", "groups"):
+    if has_groups or form in ("int4", "groups"):
         return "float" if wanted == "float" else "int8"
     if wanted == "int8":
         raise ConfigError(
-            f"model.activations is int8 but experts are kept as {form}, which the kernels multiply with float32 alone; "
-            "set model.activations: auto, or model.expert_weights: int4"
+            f"model.activations is int8 but experts are kept as {form}, and no weights are in groups: the "
+            "kernels multiply them with float32 alone; set model.activations: auto, or model.expert_weights: int4"
         )
     return "float"
 

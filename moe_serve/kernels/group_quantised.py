@@ -5,7 +5,9 @@ scale for every 128 values; integer products are added exactly within a group of
 added in order of k, in float32.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -46,23 +48,12 @@ class GroupQuantised:
     super_minimum: Tensor | None = None
 
     def __post_init__(self) -> None:
-        form, (n, k) = self.form, self.codes.shape
-        of_groups, of_supers = (n, form.num_groups(k)), (n, -(-k // GROUP_SUPER))
-        scales, two = SCALE_DTYPES[form.scale], form.is_two_level
-        wanted = {
-            "codes": (True, (n, k), torch.uint8),
-            "scale": (True, of_groups, scales),
-            "zero": (form.zero is None, of_groups, torch.uint8),
-            "minimum": (form.has_minimum, of_groups, torch.uint8 if two else scales),
-            "super_scale": (two, of_supers, torch.float16),
-            "super_minimum": (two and form.has_minimum, of_supers, torch.float16),
-        }
-        for name, (present, shape, dtype) in wanted.items():
+        n, k = self.codes.shape
+        wanted = _wanted(self.form, n, k)
+        for name in _TENSORS:
             tensor: Tensor | None = getattr(self, name)
             found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-            assert found == ((shape, dtype) if present else None), (
-                f"{name} of {form}: {found}, expected {shape} {dtype}"
-            )
+            assert found == wanted.get(name), f"{name} of {self.form}: {found}, expected {wanted.get(name)}"
 
     def wide_scale(self) -> Tensor:
         """Returns the scale of each group, [n, groups] float32; the product of two levels is exact."""
@@ -90,24 +81,88 @@ class GroupQuantised:
         return of_groups.repeat_interleave(self.form.group, 1)[:, : self.codes.shape[1]]
 
 
+_TENSORS = ("codes", "scale", "zero", "minimum", "super_scale", "super_minimum")
+
+
+def _wanted(form: GroupForm, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Returns shape and dtype of each tensor that a weight [n, k] of this form has."""
+    of_groups, of_supers = (n, form.num_groups(k)), (n, -(-k // GROUP_SUPER))
+    scales, two = SCALE_DTYPES[form.scale], form.is_two_level
+    tensors = {
+        "codes": (True, (n, k), torch.uint8),
+        "scale": (True, of_groups, scales),
+        "zero": (form.zero is None, of_groups, torch.uint8),
+        "minimum": (form.has_minimum, of_groups, torch.uint8 if two else scales),
+        "super_scale": (two, of_supers, torch.float16),
+        "super_minimum": (two and form.has_minimum, of_supers, torch.float16),
+    }
+    return {name: (shape, dtype) for name, (present, shape, dtype) in tensors.items() if present}
+
+
 def _times(of_groups: Tensor, of_supers: Tensor | None, group: int) -> Tensor:
     if of_supers is None:
         return of_groups
     return of_groups * of_supers.float().repeat_interleave(GROUP_SUPER // group, 1)[:, : of_groups.shape[1]]
 
 
-def stack(parts: list[GroupQuantised]) -> GroupQuantised:
+def stack(parts: Sequence[GroupQuantised]) -> GroupQuantised:
     """Returns the rows of weights of one form, one weight below the other."""
 
-    def rows(tensors: list[Tensor | None]) -> Tensor | None:
-        present = [tensor for tensor in tensors if tensor is not None]
+    def rows(name: str) -> Tensor | None:
+        present = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
         return torch.cat(present) if present else None
 
-    codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
-    others = [
-        rows([getattr(part, name) for part in parts]) for name in ("zero", "minimum", "super_scale", "super_minimum")
-    ]
-    return GroupQuantised(parts[0].form, codes, scale, *others)
+    return _of_tensors(parts[0].form, {name: rows(name) for name in _TENSORS})
+
+
+def _of_tensors(form: GroupForm, tensors: Mapping[str, Tensor | None]) -> GroupQuantised:
+    return GroupQuantised(form, **{name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def shapes_alone(form: GroupForm, n: int, k: int) -> GroupQuantised:
+    """Returns a weight [n, k] on meta."""
+    wanted = _wanted(form, n, k)
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in wanted.items()}
+    return _of_tensors(form, tensors)
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """A weight [n, k] whose rows lie in weights [n_i, k] one below the other, each in a form of its own."""
+
+    parts: tuple[GroupQuantised, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[GroupQuantised]) -> "GroupRows":
+        """Returns them, neighbours of one form as one part."""
+        return cls(tuple(stack(list(alike)) for _, alike in groupby(parts, lambda part: part.form)))
+
+    @property
+    def whole(self) -> GroupQuantised:
+        """The weight where all its rows have one form."""
+        (only,) = self.parts
+        return only
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(len(part.codes) for part in self.parts), self.parts[0].codes.shape[1]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].codes.device
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def take(self, order: Tensor) -> "GroupRows":
+        """Returns the rows in another order, which leaves each in its part. order: [n] int64"""
+        taken, first = [], 0
+        for part in self.parts:
+            rows = order[first : first + len(part.codes)] - first
+            first += len(part.codes)
+            tensors = {name: getattr(part, name) for name in _TENSORS}
+            taken.append(_of_tensors(part.form, {name: None if t is None else t[rows] for name, t in tensors.items()}))
+        return GroupRows(tuple(taken))
 
 
 # ---- quantising

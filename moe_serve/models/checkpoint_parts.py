@@ -193,19 +193,15 @@ class CheckpointParts:
             _PACKED if name in self.packed else self._tensors[name].dtype_name for name in names if name is not None
         }
 
-    def group_form(self, parts: Iterable[Part]) -> GroupForm | None:
-        """Returns the one form of groups in which these parts are stored; None where they are stored otherwise."""
+    def group_form(self, part: Part) -> GroupForm | None:
+        """Returns the form of groups in which a part is stored; None where it is stored otherwise."""
         from moe_serve.models.gguf_blocks import group_form  # which loads torch
 
-        forms: set[GroupForm | None] = set()
-        for part in parts:
-            name = self.stored_name(part)
-            if name is not None and name in self.packed:
-                forms.add(self.packed[name].form(part.shape[1]))
-            else:
-                dtype_name = "" if name is None else self._tensors[name].dtype_name
-                forms.add(group_form(dtype_name) if dtype_name in BLOCK_DTYPES else None)
-        return forms.pop() if len(forms) == 1 else None
+        name = self.stored_name(part)
+        if name is not None and name in self.packed:
+            return self.packed[name].form(part.shape[1])
+        dtype_name = "" if name is None else self._tensors[name].dtype_name
+        return group_form(dtype_name) if dtype_name in BLOCK_DTYPES else None
 
     def stored_name(self, part: Part) -> str | None:
         """Returns the name under which a part is stored; None where it is missing."""

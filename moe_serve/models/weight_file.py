@@ -31,7 +31,7 @@ from moe_serve.errors import ModelError
 
 HEAD_BYTES = 4096
 _HEAD = struct.Struct("<24sqq32s")  # mark, place and size of the table, its hash
-_MARK = b"moe_serve weights, 1".ljust(24, b"\0")
+_MARK = b"moe_serve weights, 2".ljust(24, b"\0")
 _PAGE = 4096
 _SUMMED, _PIECE = 64 << 20, 1 << 20  # bytes of one sum, and of what of it is read at a time
 
@@ -59,10 +59,6 @@ class Place:
     def view(self, data: Tensor) -> Tensor:
         """Returns the tensor. data: the mapped file, uint8"""
         return data[self.at : self.end].view(self._dtype).view(self.shape)
-
-    def shape_alone(self) -> Tensor:
-        """Returns a tensor on meta."""
-        return torch.empty(self.shape, dtype=self._dtype, device="meta")
 
 
 def _place(shape: Sequence[int], dtype: torch.dtype, behind: int) -> Place:
@@ -121,18 +117,13 @@ class WeightWriter:
         self._descriptor, self._experts, self._end = descriptor, experts, experts.end
         self._writable = map_file(descriptor, size, writable=True)
         self._vectors: dict[str, Place] = {}
-        self._matrices: dict[str, Place] = {}
         self._packed: list[Place] = []
 
-    def add_loaded(self, dense: Mapping[str, Tensor], matrices: set[str]) -> None:
-        """Keeps dense tensors as they were loaded; `matrices`, which get packed, by their shape alone."""
-        for name, tensor in dense.items():
-            if name in matrices:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                self._matrices[name] = Place(dtype, tuple(tensor.shape), 0)
-            else:
-                self._vectors[name] = self._take(tensor.shape, tensor.dtype)
-                self._vectors[name].view(self._writable).copy_(tensor)
+    def add_vectors(self, vectors: Mapping[str, Tensor]) -> None:
+        """Keeps dense tensors that are not packed, as they were loaded."""
+        for name, tensor in vectors.items():
+            self._vectors[name] = self._take(tensor.shape, tensor.dtype)
+            self._vectors[name].view(self._writable).copy_(tensor)
 
     def pack(self, shape: Sequence[int], weight: Tensor, fill: Callable[[Tensor], object]) -> Tensor:
         place = self._take(shape, weight.dtype)
@@ -161,7 +152,6 @@ class WeightWriter:
             "experts": [[layer, _rows(places)] for layer, places in self._experts.layers.items()],
             "experts_end": self._experts.end,
             "vectors": _rows(self._vectors),
-            "matrices": _rows(self._matrices),
             "packed": [_row(place) for place in self._packed],
             "sums": sums(self.data[: self._end]) if with_sums else [],
         }
@@ -193,7 +183,7 @@ class WeightReader:
         self.key: str = table["key"]
         layers = {int(layer): _places(rows) for layer, rows in table["experts"]}
         self.experts = ExpertPlaces(layers, table["experts_end"])
-        self._vectors, self._matrices = _places(table["vectors"]), _places(table["matrices"])
+        self._vectors = _places(table["vectors"])
         packed = [_from_row(row) for row in table["packed"]]
         self._packed: Iterator[Place] = iter(packed)
         self._sums: list[list[int]] = table["sums"]
@@ -207,10 +197,9 @@ class WeightReader:
         if sums(self.data) != self._sums:
             raise ModelError("its bytes are not those that were written")
 
-    def dense(self) -> dict[str, Tensor]:
-        """Returns the dense tensors as they were loaded, the matrices among them on meta."""
-        vectors = {name: place.view(self.data).clone() for name, place in self._vectors.items()}
-        return vectors | {name: place.shape_alone() for name, place in self._matrices.items()}
+    def vectors(self) -> dict[str, Tensor]:
+        """Returns the dense tensors that are not packed, as they were loaded."""
+        return {name: place.view(self.data).clone() for name, place in self._vectors.items()}
 
     def pack(self, shape: Sequence[int], weight: Tensor, fill: Callable[[Tensor], object]) -> Tensor:
         place = next(self._packed)

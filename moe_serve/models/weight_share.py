@@ -4,6 +4,10 @@ The compiled CPU kernels keep weights as the checkpoint stores them: bfloat16 st
 float32 is exact, so kernels that widen what they read compute what float32 weights would give, from half the memory.
 The same holds for the FP8 of experts and of most projections; other FP8 is dequantised to float32. Dense experts of an
 MXFP4 checkpoint are bfloat16, also exactly. Vectors (norms, biases) are always float32.
+
+Projections, embeddings and the head that are stored in groups (GGUF, GPTQ, AWQ, compressed-tensors) stay in them. What
+is small (routers, gates of shared experts), what the absorbed form of MLA cuts into heads (kv_b), and columns that
+act-order scatters over groups are widened to float32.
 """
 
 import math
@@ -16,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from moe_serve.ep.expert_form import ExpertForm, SlotForm
+from moe_serve.kernels.cpu.packed import group_packed_size
 from moe_serve.kernels.forms import FP8_GROUP, GroupForm
 from moe_serve.kernels.group_quantised import Activations
 from moe_serve.models.checkpoint import all_tensors, has_weights
@@ -31,16 +36,19 @@ if TYPE_CHECKING:
 class StoredWeights:
     """The dtypes in which weights are kept as stored.
 
-    dense:      bfloat16, float32, or float8_e4m3fn with its scales, of each tensor by its name in weight_plan.py
+    dense:      bfloat16, float32, or float8_e4m3fn with its scales, of each tensor by its name in weight_plan.py that
+                is not in groups
     experts:    bfloat16 or float32, of experts in form dense
     keeps_fp8:  whether all experts are stored in e4m3 with scales that the kernels take
     groups:     where all experts are stored in groups: the forms of gate_up and of down, by model layer id
+    dense_groups: of each dense tensor that is kept in groups: the form of each of its parts
     """
 
     dense: Mapping[str, torch.dtype]
     experts: torch.dtype
     keeps_fp8: bool
     groups: Mapping[int, tuple[GroupForm, GroupForm]] = field(default_factory=dict)
+    dense_groups: Mapping[str, tuple[GroupForm, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: ModelSpec, folder: Path | None) -> Self:
@@ -62,12 +70,12 @@ class StoredWeights:
 
     @classmethod
     def _as_read(cls, spec: ModelSpec, parts: CheckpointParts) -> Self:
-        dense = {}
+        dense, in_groups = {}, _dense_groups(spec, parts)
         for plan in dense_tensors(spec):
             names = parts.dtype_names(plan.parts) if plan.kind == "matrix" else set()
             is_fp8 = names == {"F8_E4M3"} and _keeps_projection(spec, plan)
             dense[plan.name] = torch.float8_e4m3fn if is_fp8 else _kept(names)
-        for name in [name for name in dense if name.endswith("gate_up")]:
+        for name in [name for name in dense if name.endswith("gate_up") and name not in in_groups]:
             down = name.removesuffix("gate_up") + "down"
             if dense[name] != dense[down]:  # one kernel reads both, as the same dtype
                 dense[name] = dense[down] = torch.float32
@@ -77,7 +85,8 @@ class StoredWeights:
             is_kept &= not (parts.is_fused(matrix) and parts.mixes_gate_and_up(matrix))
             stored = parts.parts(matrix, range(spec.num_logical))
             experts |= {"BF16"} if matrix.mxfp4_scale is not None else parts.dtype_names(stored)
-        return cls(dense, _kept(experts), is_kept and experts == {"F8_E4M3"}, _expert_groups(spec, parts))
+        keeps_fp8 = is_kept and experts == {"F8_E4M3"}
+        return cls(dense, _kept(experts), keeps_fp8, _expert_groups(spec, parts), in_groups)
 
 
 def _kept(dtype_names: set[str]) -> torch.dtype:
@@ -89,11 +98,30 @@ def _expert_groups(spec: ModelSpec, parts: CheckpointParts) -> dict[int, tuple[G
     """Returns the forms of gate_up and of down in each layer; nothing where some experts are stored otherwise."""
     found: dict[int, dict[str, GroupForm]] = {layer: {} for layer in spec.moe_layer_ids}
     for matrix in (plan for plan in expert_tensors(spec) if plan.kind == "matrix"):
-        form = parts.group_form(parts.parts(matrix, range(spec.num_logical)))
-        if form is None or matrix.mxfp4_scale is not None:
+        stored = {parts.group_form(part) for part in parts.parts(matrix, range(spec.num_logical))}
+        form = stored.pop()
+        if stored or form is None or matrix.mxfp4_scale is not None:
             return {}
         found[matrix.layer_id][matrix.name] = form
     return {layer: (forms["gate_up"], forms["down"]) for layer, forms in found.items()}
+
+
+def _dense_groups(spec: ModelSpec, parts: CheckpointParts) -> dict[str, tuple[GroupForm, ...]]:
+    """Returns the forms of the parts of each dense tensor that stays in groups."""
+    found: dict[str, tuple[GroupForm, ...]] = {}
+    for plan in dense_tensors(spec):
+        forms = tuple(parts.group_form(part) for part in plan.parts)
+        if plan.name.rpartition(".")[2] in (*_PROJECTIONS, "embed", "lm_head") and None not in forms:
+            found[plan.name] = tuple(form for form in forms if form is not None)
+    for name in [name for name in found if name.endswith("gate_up")]:  # one kernel reads them and down
+        if name.removesuffix("gate_up") + "down" not in found or len(set(found[name])) > 1:
+            del found[name]
+    downs = [name for name in found if name.endswith("down")]
+    return {
+        name: forms
+        for name, forms in found.items()
+        if name not in downs or name.removesuffix("down") + "gate_up" in found
+    }
 
 
 _PROJECTIONS = ("qkv", "q_kv_a", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down")
@@ -133,7 +161,7 @@ class WeightShare:
     dtype:     of everything but quantised experts, and of what `stored` says
     form:      of the experts
     stored:    for the compiled CPU kernels, which take matrices as they are stored, and experts packed; None: others
-    activations: what experts in groups are multiplied with
+    activations: what weights in groups are multiplied with
     """
 
     spec: ModelSpec
@@ -175,17 +203,25 @@ class WeightShare:
             stored_groups=self.stored.groups[layer_id] if self.form == "groups" and self.stored is not None else None,
         )
 
+    def dense_groups(self, plan: DenseTensor) -> tuple[GroupForm, ...]:
+        """Returns the form of each part of a dense tensor that the rank keeps in groups; () where it does not."""
+        return () if self.stored is None else self.stored.dense_groups.get(plan.name, ())
+
     def dense_dtype(self, plan: DenseTensor) -> torch.dtype:
-        """Returns the dtype in which the rank keeps a dense tensor."""
+        """Returns the dtype in which the rank keeps a dense tensor that is not in groups."""
         if plan.kind == "bias32":
             return torch.float32
         return self.dtype if self.stored is None else self.stored.dense[plan.name]
 
     @property
     def dense_bytes(self) -> dict[str, int]:
-        """Returns the size of each dense tensor by its name, with the float32 scales of FP8."""
+        """Returns the size of each dense tensor by its name, with its scales."""
         sizes, block = {}, self.spec.fp8_block
         for plan in dense_tensors(self.spec):
+            if forms := self.dense_groups(plan):
+                rows = zip(plan.parts, forms, strict=True)
+                sizes[plan.name] = sum(group_packed_size(part.shape[0], part.shape[1], form) for part, form in rows)
+                continue
             dtype = self.dense_dtype(plan)
             sizes[plan.name] = math.prod(plan.shape) * dtype.itemsize
             if dtype == torch.float8_e4m3fn:

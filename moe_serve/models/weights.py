@@ -6,6 +6,8 @@ form of `model.expert_weights` (ep/expert_form.py), everything else in the compu
 matrices in the dtype of the checkpoint (weight_share.py). Experts are packed one by one while they are loaded, so that
 a rank's experts are in memory once.
 
+Matrices in groups of four or eight bits (kernels/group_quantised.py) are read as they are stored, or dequantised.
+
 FP8 tensors are stored as e4m3 with a scale for every square block (128 x 128; the last of a row or column may be
 partial), for every row or for the whole tensor. Dense tensors are dequantised as they are read, to float32 for the
 compiled CPU kernels; experts are converted to the form of their slots.
@@ -33,7 +35,14 @@ from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.errors import CapacityError, ModelError
 from moe_serve.kernels.cpu.packed import pack, pack_gate_up, pack_groups, pack_groups_gate_up
 from moe_serve.kernels.forms import INT4, Fp8Block
-from moe_serve.kernels.group_quantised import GroupQuantised, quantise_groups, stack
+from moe_serve.kernels.group_quantised import (
+    Activations,
+    GroupQuantised,
+    GroupRows,
+    quantise_groups,
+    shapes_alone,
+    stack,
+)
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.packed_memory import OWN_MEMORY, PackedMemory
 from moe_serve.kernels.quantised import dequantise_mxfp4, quantise_mxfp4, quantize_int8, quantize_weight
@@ -45,25 +54,28 @@ from moe_serve.models.weight_plan import DenseTensor, ExpertTensor, Part, dense_
 from moe_serve.models.weight_share import WeightShare
 
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes to read)
+Dense = Tensor | GroupRows
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
     """One rank's weights, on the device.
 
-    dense:      tensors named as in weight_plan.py, with "NAME_scale" of those in FP8
+    dense:      tensors named as in weight_plan.py, with "NAME_scale" of those in FP8; GroupRows of those in groups
     experts:    per MoE layer (its model layer id) the tensors of expert_form.SlotForm, [slots_per_rank, ...]:
                 "gate_up", "down", their scales and biases; an empty slot holds zeros
     slot_forms: of the experts' slots, per MoE layer
     bytes_read: of the checkpoint, 0 for dummy weights
+    activations: what dense tensors in groups are multiplied with
     memory:     takes the packed forms of dense tensors
     held:       the expert of each of the rank's slots, by layer, where `experts` are all, [num_logical, ...]
     """
 
-    dense: dict[str, Tensor]
+    dense: dict[str, Dense]
     experts: dict[int, dict[str, Tensor]]
     slot_forms: dict[int, SlotForm]
     bytes_read: int
+    activations: Activations = "float"
     memory: PackedMemory = OWN_MEMORY
     held: Mapping[int, NDArray[np.int32]] | None = None
 
@@ -92,7 +104,7 @@ def load_weights(
 
         report()
         dense, experts = _load(reader, share, report, room)
-        return LoadedWeights(dense, experts, share.slot_forms, checkpoint.bytes_read)
+        return LoadedWeights(dense, experts, share.slot_forms, checkpoint.bytes_read, share.activations)
 
 
 def dummy_weights(share: WeightShare, seed: int = 0, room: "ExpertRoom | None" = None) -> LoadedWeights:
@@ -107,10 +119,7 @@ def dummy_weights(share: WeightShare, seed: int = 0, room: "ExpertRoom | None" =
 
 def no_weights(share: WeightShare) -> LoadedWeights:
     """Returns the tensors of a share with their shapes alone: its device is meta."""
-    dense = {
-        plan.name: torch.empty(plan.shape, dtype=share.dense_dtype(plan), device=share.device)
-        for plan in dense_tensors(share.spec)
-    }
+    dense = {plan.name: _shape_alone(plan, share) for plan in dense_tensors(share.spec)}
     experts = {
         layer: {
             name: torch.empty(share.num_slots, *shape, dtype=dtype, device=share.device)
@@ -118,13 +127,20 @@ def no_weights(share: WeightShare) -> LoadedWeights:
         }
         for layer, form in share.slot_forms.items()
     }
-    return LoadedWeights(dense, experts, share.slot_forms, 0)
+    return LoadedWeights(dense, experts, share.slot_forms, 0, share.activations)
+
+
+def _shape_alone(plan: DenseTensor, share: WeightShare) -> Dense:
+    if forms := share.dense_groups(plan):
+        parts = zip(forms, plan.parts, strict=True)
+        return GroupRows.of([shapes_alone(form, *part.shape) for form, part in parts])
+    return torch.empty(plan.shape, dtype=share.dense_dtype(plan), device=share.device)
 
 
 class WeightSource(Protocol):
     """Gives single tensors: CheckpointWeights, DummyWeights."""
 
-    def dense(self, plan: DenseTensor) -> dict[str, Tensor]:
+    def dense(self, plan: DenseTensor) -> Mapping[str, Dense]:
         """Returns a dense tensor on the device, and the scales of one that is kept in FP8, by name."""
         ...
 
@@ -138,12 +154,12 @@ ExpertRoom = Callable[[ExpertTensor], dict[str, Tensor]]  # gives what `empty_sl
 
 def _load(
     source: WeightSource, share: WeightShare, report: Callable[[], None], room: ExpertRoom | None
-) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+) -> tuple[dict[str, Dense], dict[int, dict[str, Tensor]]]:
     """Returns `dense` and `experts` of LoadedWeights. report: called after each dense tensor and each expert
 
     Every expert is read once, in ascending order, so that files are read forward.
     """
-    dense: dict[str, Tensor] = {}
+    dense: dict[str, Dense] = {}
     for dense_plan in dense_tensors(share.spec) if share.has_dense else ():
         dense |= source.dense(dense_plan)
         report()
@@ -285,7 +301,9 @@ class CheckpointWeights:
             total += num_bytes // self._spec.num_logical * len(experts) if is_fused else num_bytes
         return total
 
-    def dense(self, plan: DenseTensor) -> dict[str, Tensor]:
+    def dense(self, plan: DenseTensor) -> Mapping[str, Dense]:
+        if self._share.dense_groups(plan):
+            return {plan.name: GroupRows.of([self._in_groups(part, None) for part in plan.parts])}
         out = torch.empty(plan.shape, dtype=self._share.dense_dtype(plan), device=self._share.device)
         if plan.in_heads:
             keys, values = (self._rows(part.source, None) for part in plan.parts)

@@ -26,6 +26,9 @@ from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weights import dummy_weights
 from tests.engine.offline import Served, serve, tiny_model
 from tests.engine.test_identity import PLAIN, requests_for, same
+from tests.models.families import make_random, save
+from tests.models.gguf_checkpoint import Kind, matrices_in, write_gguf
+from tests.models.test_gguf import WIDE
 from tests.models.test_loading_memory import MALLOC_MMAP_THRESHOLD
 from tests.ranks import run_ranks
 
@@ -71,6 +74,32 @@ def test_tokens_have_the_same_bits_in_memory_in_a_new_file_and_in_one_that_was_t
     after = made.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert {path.suffix for path in cache.iterdir()} == {".weights", ".lock"}
+
+
+def test_a_gguf_file_of_mixed_types_gives_the_same_bits_alone_and_from_a_copy(tmp_path: Path) -> None:
+    save(make_random("qwen3_moe", WIDE), tmp_path / "model")
+    file = write_gguf(tmp_path / "model", tmp_path / "mixed.gguf", mixed)
+    plan = ModelPlan.of(load_config(overrides=[*PLAIN, f"model.path={file}"]), read_spec(file), torch.device("cpu"))
+    assert plan.activations == "int8"
+    assert plan.stored is not None
+    assert plan.stored.dense_groups.keys() == {"embed", "layers.0.qkv", "layers.0.o", "lm_head"}
+    assert len(set(plan.stored.dense_groups["layers.0.qkv"])) == 2
+    alone, *shared = (
+        answer("qwen3_moe", num_ranks, [*PLAIN, f"model.path={file}", f"model.weight_cache={cache}"])
+        for num_ranks, cache in ((1, "none"), (2, "memory"), (1, tmp_path / "cache"), (2, tmp_path / "cache"))
+    )
+    for each in shared:
+        same(each, alone)
+
+
+def mixed(name: str) -> Kind:
+    """Returns types as llama.cpp mixes them."""
+    of_matrix = matrices_in(Kind.Q4_K)(name)
+    return (
+        Kind.Q6_K
+        if of_matrix is Kind.Q4_K and name.split(".")[-2] in ("attn_v", "output", "ffn_down_exps")
+        else of_matrix
+    )
 
 
 def open_to_others(path: Path) -> None:

@@ -77,6 +77,7 @@ def test_int4_takes_int8_activations_unless_told_otherwise_and_other_forms_refus
     assert choose_expert_form("int4", None, "cpu", False, compiled=True) == "int4"
     assert choose_activations("auto", "int4") == choose_activations("int8", "int4") == "int8"
     assert choose_activations("float", "int4") == choose_activations("auto", "dense") == "float"
+    assert choose_activations("int8", "mxfp4", has_groups=True) == "int8"
     with pytest.raises(ConfigError, match=r"experts are kept as mxfp4.* set model.activations: auto"):
         choose_activations("int8", "mxfp4")
     forms = [SlotForm("int4", 96, 64, torch.float32, packed=True, activations=each) for each in ("float", "int8")]

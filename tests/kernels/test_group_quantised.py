@@ -7,9 +7,11 @@ from moe_serve.kernels.forms import GROUPS, INT4, GroupForm
 from moe_serve.kernels.group_quantised import (
     SCALE_DTYPES,
     GroupQuantised,
+    GroupRows,
     group_product_reference,
     quantise_activations,
     quantise_groups_reference,
+    shapes_alone,
     stack,
 )
 from tests.tolerance import relative_error
@@ -52,6 +54,19 @@ def random_groups(form: GroupForm, n: int, k: int) -> GroupQuantised:
         halves() if form.is_two_level else None,
         halves() if form.is_two_level and form.has_minimum else None,
     )
+
+
+def test_rows_are_taken_within_their_parts():
+    parts = [random_groups(form, 3, 300) for form in (INT4, INT4, FORMS[3])]
+    weight, order = GroupRows.of(parts), torch.tensor([4, 0, 5, 1, 3, 2, 8, 6, 7])
+    assert [len(part.codes) for part in weight.parts] == [6, 3]
+    assert weight.shape == (9, 300)
+    values = torch.cat([part.values() for part in parts])
+    assert torch.equal(torch.cat([part.values() for part in weight.take(order).parts]), values[order])
+    alone = shapes_alone(FORMS[3], 3, 300)
+    assert {name: getattr(alone, name).shape for name in ("codes", "scale")} == {
+        name: getattr(parts[2], name).shape for name in ("codes", "scale")
+    }
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

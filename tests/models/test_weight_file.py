@@ -28,7 +28,7 @@ def descriptor(tmp_path: Path) -> Iterator[int]:
         for tensor in tensors.values():
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % 99 + layer)
     writer = WeightWriter(opened, ROOM, places)
-    writer.add_loaded(VECTORS | {"layers.0.qkv": QKV, "embed": EMBED}, {"layers.0.qkv", "embed"})
+    writer.add_vectors(VECTORS)
     assert torch.equal(writer.pack((2, 12), QKV, doubled), torch.stack((QKV.flatten(), -QKV.flatten())))
     assert torch.equal(writer.keep(EMBED), EMBED)
     writer.finish("key", with_sums=True)
@@ -47,13 +47,12 @@ def never(out: Tensor) -> None:
 def test_a_reader_gets_what_was_written_and_packs_nothing(descriptor: int) -> None:
     reader = WeightReader(descriptor)
     reader.check()
-    dense = reader.dense()
+    vectors = reader.vectors()
     assert reader.key == "key"
-    assert dense["layers.0.qkv"].is_meta
-    assert dense["layers.0.qkv"].shape == QKV.shape
-    assert all(torch.equal(dense[name], tensor) for name, tensor in VECTORS.items())
-    assert torch.equal(reader.pack((2, 12), dense["layers.0.qkv"], never)[1], -QKV.flatten())
-    assert torch.equal(reader.keep(dense["embed"]), EMBED)
+    assert vectors.keys() == VECTORS.keys()
+    assert all(torch.equal(vectors[name], tensor) for name, tensor in VECTORS.items())
+    assert torch.equal(reader.pack((2, 12), QKV.to("meta"), never)[1], -QKV.flatten())
+    assert torch.equal(reader.keep(EMBED.to("meta")), EMBED)
     experts = reader.experts.views(reader.data)
     assert {name: tuple(tensor.shape[1:]) for name, tensor in experts[4].items()} == {
         name: shape for name, (shape, _) in FORM.tensors.items()
@@ -99,9 +98,9 @@ def test_a_model_without_experts_in_the_file_has_its_dense_weights_there(tmp_pat
     opened = os.open(tmp_path / "weights", os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(opened, ROOM)
     writer = WeightWriter(opened, ROOM, ExpertPlaces.of({}, NUM_LOGICAL))
-    writer.add_loaded({"norm": VECTORS["norm"]}, set())
+    writer.add_vectors({"norm": VECTORS["norm"]})
     writer.finish("", with_sums=False)
     reader = WeightReader(opened)
     assert not reader.experts.layers
-    assert torch.equal(reader.dense()["norm"], VECTORS["norm"])
+    assert torch.equal(reader.vectors()["norm"], VECTORS["norm"])
     os.close(opened)

@@ -55,7 +55,7 @@ class ModelPlan:
     cache_dtype:         of the KV cache, the same one or of 8 bits
     choice:              kernels and numerics
     stored:              the dtypes in which weights are kept for the compiled CPU kernels; None: all in dtype
-    activations:         what experts in groups are multiplied with
+    activations:         what weights in groups are multiplied with
     max_model_len:       prompt and output tokens of one request
     num_blocks:          of this rank's KV cache
     max_tokens_per_rank: rows that one dispatch carries
@@ -95,7 +95,9 @@ class ModelPlan:
             placement=make_placement(config, spec),
             expert_form=form,
             stored=stored,
-            activations=choose_activations(config.model.activations, form),
+            activations=choose_activations(
+                config.model.activations, form, has_groups=stored is not None and bool(stored.dense_groups)
+            ),
             max_model_len=max_model_len,
             num_blocks=num_cache_blocks(config, spec, cache_dtype, max_model_len),
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,

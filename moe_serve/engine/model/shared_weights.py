@@ -44,7 +44,7 @@ from moe_serve.log import get_logger
 from moe_serve.models.weight_file import ExpertPlaces, Experts, WeightReader, WeightWriter, map_file
 from moe_serve.models.weight_plan import ExpertTensor, dense_tensors
 from moe_serve.models.weight_share import WeightShare
-from moe_serve.models.weights import ExpertRoom, LoadedWeights
+from moe_serve.models.weights import ExpertRoom, LoadedWeights, no_weights
 from moe_serve.process_facts import own_node, runs
 
 MEMORY, NONE = "memory", "none"  # of model.weight_cache, beside a folder
@@ -149,7 +149,10 @@ class SharedWeights:
             return self._mapped(share, read, loaded)
         self._writer = WeightWriter(self._descriptor, self._new.size, places)
         matrices = {plan.name for plan in dense_tensors(share.spec) if plan.kind == "matrix"}
-        self._writer.add_loaded(loaded.dense, matrices)
+        vectors = {
+            name: tensor for name, tensor in loaded.dense.items() if name not in matrices and isinstance(tensor, Tensor)
+        }
+        self._writer.add_vectors(vectors)
         experts = places.views(self._writer.data) if self.has_experts else loaded.experts
         return replace(loaded, experts=experts, memory=self._writer, held=self._held())
 
@@ -161,7 +164,8 @@ class SharedWeights:
             loaded = read(replace(share, has_dense=False), None)
         num_read = 0 if loaded is None else loaded.bytes_read
         experts = loaded.experts if loaded is not None and not self.has_experts else reader.experts.views(reader.data)
-        return LoadedWeights(reader.dense(), experts, share.slot_forms, num_read, reader, self._held())
+        dense = no_weights(replace(share, device="meta")).dense | reader.vectors()  # packed ones by their shape
+        return LoadedWeights(dense, experts, share.slot_forms, num_read, share.activations, reader, self._held())
 
     @property
     def facts(self) -> dict[str, Any]:

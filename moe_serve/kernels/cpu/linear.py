@@ -10,7 +10,6 @@ from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.packed import group_facts, group_packed_size, pack, pack_groups, packed_size
 from moe_serve.kernels.forms import num_groups
 from moe_serve.kernels.group_quantised import Activations, GroupQuantised
-from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.packed_memory import OWN_MEMORY, PackedMemory
 
 # In the order of weights.h; bytes hold two numbers of MXFP4 each.
@@ -20,15 +19,22 @@ GROUPS = len(KINDS)  # weights in groups, whatever their form
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """Rows that kernels look up by id, float32 or bfloat16.
+    """Rows that kernels look up by id, float32, bfloat16, or in groups.
 
-    data: [num_rows, width], or the same as a packed weight
+    data:   [num_rows, width], or the same as a packed weight
+    groups: what groups.h reads of a packed weight in groups; else None
     """
 
     data: Tensor
     num_rows: int
     width: int
     is_packed: bool
+    groups: Tensor | None = None
+
+    @property
+    def kind(self) -> int:
+        """How numbers are kept, as weights.h counts it."""
+        return KINDS.index(self.data.dtype) if self.groups is None else GROUPS
 
     @classmethod
     def of(cls, rows: Tensor) -> Self:
@@ -83,12 +89,18 @@ class PackedLinear(_Projection):
         self.out_features, self.in_features = weight.shape
 
     @classmethod
-    def of_groups(cls, weight: GroupQuantised, bias: Tensor | None, activations: Activations) -> Self:
+    def of_groups(
+        cls,
+        weight: GroupQuantised,
+        bias: Tensor | None,
+        activations: Activations,
+        memory: PackedMemory = OWN_MEMORY,
+    ) -> Self:
         """Returns the projection by a weight [n, k] in groups. activations: what it is multiplied with"""
         made = cls.__new__(cls)
         made.out_features, made.in_features = n, k = weight.codes.shape
-        made._packed = zeros_in_huge_pages((1, group_packed_size(n, k, weight.form)), torch.uint8, weight.codes.device)
-        pack_groups(weight, made._packed[0])
+        size = group_packed_size(n, k, weight.form)
+        made._packed = memory.pack((1, size), weight.codes, lambda packed: pack_groups(weight, packed[0]))
         made._bias = None if bias is None else bias.float().contiguous()
         made._groups = groups = group_facts(weight.form, activations)
         bias_at = 0 if made._bias is None else made._bias.data_ptr()
@@ -102,13 +114,34 @@ class PackedLinear(_Projection):
     @property
     def rows(self) -> RowTable:
         """Returns the rows of the weight, [n, k], as they lie packed."""
-        return RowTable(self._packed, self.out_features, self.in_features, is_packed=True)
+        return RowTable(self._packed, self.out_features, self.in_features, True, self._groups)
+
+    @property
+    def parts(self) -> "tuple[PackedLinear, ...]":
+        """The projections to neighbouring columns of the result."""
+        return (self,)
 
     def into(self, x: Tensor, out: Tensor) -> Tensor:
         """Writes the projection of x [rows, k] to out [rows, n], both float32 and of any row stride; returns out."""
         assert x.dtype == out.dtype == torch.float32, f"rows of {x.dtype} into {out.dtype}"
         assert x.stride(1) == out.stride(1) == 1 or not x.numel() or self.in_features == 1 or self.out_features == 1
         self._linear(self._at, x.data_ptr(), x.shape[0], x.stride(0), 0, out.data_ptr(), out.stride(0), 0)
+        return out
+
+
+class PackedParts:
+    """One projection to the columns of several, whose weights have forms of their own."""
+
+    def __init__(self, parts: tuple[PackedLinear, ...]):
+        self.parts = parts
+        self.out_features = sum(part.out_features for part in parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, k] float32, of any row stride -> [rows, n]; rows may be 0."""
+        out, column = x.new_empty(x.shape[0], self.out_features), 0
+        for part in self.parts:
+            part.into(x, out[:, column : column + part.out_features])
+            column += part.out_features
         return out
 
 

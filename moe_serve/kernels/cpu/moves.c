@@ -1,6 +1,8 @@
 /* What moves data between the kernels of a recorded step. */
+#include "groups.h"
 #include "pool.h"
-#include "weights.h"
+
+#include <math.h>
 
 /* [rows, heads, width], with strides of rows and heads in floats */
 i64 copy_heads(const float *from, i64 rows, i64 heads, i64 width, i64 from_row, i64 from_head, float *to, i64 to_row,
@@ -15,6 +17,7 @@ i64 copy_heads(const float *from, i64 rows, i64 heads, i64 width, i64 from_row, 
 typedef struct {
     const void *table;
     i64 kind, is_packed, table_rows, width;
+    const Groups *groups; /* GROUPS only */
     const i64 *ids;
     float *out;
 } Gather;
@@ -41,12 +44,36 @@ static void gather_packed_row(const Gather *g, i64 id, float *out)
     }
 }
 
+/* A row of a packed weight in groups. */
+static void gather_grouped_row(const Gather *g, i64 id, float *out)
+{
+    const Groups *form = g->groups;
+    i64 panel = id / PANEL, bits = form->bits, per_word = 32 / bits;
+    Panel p = {GROUPS, panel_width(g->table_rows, panel), g->width,
+               weight_panel(g->table, panel, g->width, GROUPS, form), .groups = form};
+    GroupChunk chunk;
+    for (i64 start = 0; start < g->width; start += GROUP_CHUNK) {
+        read_chunk(&p, start, &chunk);
+        for (i64 k = 0; k < chunk.k; k++) {
+            i64 i = k % per_word, at = bits == 8 || i < 4 ? 8 * i : 8 * (i - 4) + 4;
+            i64 number = k / form->group * p.width + id % PANEL;
+            uint32_t word;
+            memcpy(&word, chunk.codes + (k / per_word * p.width + id % PANEL) * 4, 4);
+            float zero = form->zero < 0 ? chunk.zero[number] : (float)form->zero;
+            float code = (float)(word >> at & (bits == 8 ? 255 : 15)) - zero, scale = chunk.scale[number];
+            out[start + k] = form->has_minimum ? fmaf(code, scale, -chunk.minimum[number]) : code * scale;
+        }
+    }
+}
+
 static void gather_row(const void *job, i64 i)
 {
     const Gather *g = job;
     i64 first = g->ids[i] * g->width;
     float *out = g->out + i * g->width;
-    if (g->is_packed)
+    if (g->kind == GROUPS)
+        gather_grouped_row(g, g->ids[i], out);
+    else if (g->is_packed)
         gather_packed_row(g, g->ids[i], out);
     else if (g->kind == FLOAT32)
         memcpy(out, (const float *)g->table + first, g->width * 4);
@@ -54,12 +81,12 @@ static void gather_row(const void *job, i64 i)
         for (i64 c = 0; c < g->width; c++) out[c] = widened_bf16(((const uint16_t *)g->table)[first + c]);
 }
 
-/* out[i] = row ids[i] of table, widened to float32. kind: float32 or bfloat16; is_packed: the table is [table_rows,
+/* out[i] = row ids[i] of table, widened to float32. kind: float32, bfloat16 or GROUPS; is_packed: the table is [table_rows,
    width] packed as a weight is, else its rows follow each other; fails for an id that is no row of the table */
-i64 gather_rows(const void *table, i64 kind, i64 is_packed, i64 table_rows, i64 width, const i64 *ids, i64 num_ids,
-                float *out)
+i64 gather_rows(const void *table, i64 kind, i64 is_packed, i64 table_rows, i64 width, const Groups *groups,
+                const i64 *ids, i64 num_ids, float *out)
 {
-    Gather gather = {table, kind, is_packed, table_rows, width, ids, out};
+    Gather gather = {table, kind, is_packed, table_rows, width, groups, ids, out};
     for (i64 i = 0; i < num_ids; i++)
         if (ids[i] < 0 || ids[i] >= table_rows) return -1;
     if (is_packed)

@@ -22,7 +22,7 @@ from moe_serve.kernels import indexed_attention, rope, rows
 from moe_serve.kernels.cpu.attention import attend_options
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.library import cpu_library
-from moe_serve.kernels.cpu.linear import KINDS, PackedHeads, PackedLinear, RowTable
+from moe_serve.kernels.cpu.linear import KINDS, PackedHeads, PackedLinear, PackedParts, RowTable
 from moe_serve.kernels.cpu.packed import padded
 from moe_serve.kernels.cpu.rows import float_bits
 from moe_serve.kernels.cpu.tape import (
@@ -217,9 +217,12 @@ class Operations:
             tape.call("add_gated_rows", total, x, ROWS, x.shape[1], gate)
 
     @operation(_linear, lambda draw: [("y", PackedLinear(draw(70, _HIDDEN), draw(70)), draw(EXAMPLE_ROWS, _HIDDEN))])
-    def linear(tape: Tape, name: str, weight: PackedLinear, x: Tensor) -> Tensor:
-        out = tape.buffer(name, weight.out_features)
-        tape.call("linear", weight.facts, x, ROWS, x.stride(0), 0, out, out.stride(0), 0, keep=weight)
+    def linear(tape: Tape, name: str, weight: PackedLinear | PackedParts, x: Tensor) -> Tensor:
+        out, column = tape.buffer(name, weight.out_features), 0
+        for part in weight.parts:
+            columns = out[:, column : column + part.out_features]
+            tape.call("linear", part.facts, x, ROWS, x.stride(0), 0, columns, out.stride(0), 0, keep=part)
+            column += part.out_features
         return out
 
     @operation(_absorb, lambda draw: [(PackedHeads(draw(3, 6, 11)), draw(EXAMPLE_ROWS, 3, 10), 6)])
@@ -418,8 +421,9 @@ def recorded_once(num_rows: int, record: Callable[[Recorder], R], attend: int = 
 
 
 def _record_gather(tape: Tape, table: RowTable, ids: Tensor | Input, num_ids: Input, out: Tensor) -> None:
-    facts = KINDS.index(table.data.dtype), int(table.is_packed), table.num_rows, table.width
-    tape.call("gather_rows", table.data, *facts, ids, num_ids, out)
+    facts = table.kind, int(table.is_packed), table.num_rows, table.width
+    groups = 0 if table.groups is None else table.groups
+    tape.call("gather_rows", table.data, *facts, groups, ids, num_ids, out)
 
 
 def _record_heads(tape: Tape, weight: PackedHeads, x: Tensor, out: Tensor) -> None:

@@ -5,6 +5,7 @@ Shape words: T = rows of the batch (padded), H = hidden.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.cpu.operations import AnyLinear
 from moe_serve.kernels.rope import pair_order
 from moe_serve.models.decoder.step import Step
-from moe_serve.models.decoder.weight_forms import WeightForms
+from moe_serve.models.decoder.weight_forms import WeightForms, take_rows
 from moe_serve.models.spec import GqaSpec, QueryTemperature, RopeSpec
 
 
@@ -87,7 +88,7 @@ class GqaAttention:
         group = spec.num_heads // spec.num_kv_heads
         self.shape = AttentionShape(layout, group, spec.softmax_scale, has_sinks=spec.has_sinks)
 
-    def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, forms: WeightForms) -> "GqaLayer":
+    def layer(self, index: int, weights: dict[str, Any], rope: RopeSpec, forms: WeightForms) -> "GqaLayer":
         """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
         spec = self.spec
         qkv, bias, scale = weights.pop("qkv"), weights.pop("qkv_bias", None), weights.pop("qkv_scale", None)
@@ -101,23 +102,24 @@ class GqaAttention:
         if not rope.interleaved:
             order = pair_order(rope.dim, qkv.device)
             order = torch.cat((order, torch.arange(rope.dim, spec.head_dim, device=order.device)))
-            qkv = self._reorder(qkv, order)
-            bias = None if bias is None else self._reorder(bias, order)
+            rows = self._rows_in(order)
+            qkv = take_rows(qkv, rows)
+            bias = None if bias is None else take_rows(bias, rows)
             if scale is not None and scale.dim() == 1:  # rows stay in their blocks
-                scale = self._reorder(scale, order)
+                scale = take_rows(scale, rows)
             norm = None if norm is None else norm[:, order].contiguous()
         out = forms.linear(weights.pop("o"), weights.pop("o_bias", None), weights.pop("o_scale", None))
         sinks = weights.pop("sinks") if spec.has_sinks else None
         visible = spec.window_of(index), spec.chunk_of(index)
         return GqaLayer(self, index, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, rotates)
 
-    def _reorder(self, qkv: Tensor, order: Tensor) -> Tensor:
-        """Returns the fused projection with the rows of every query and key head reordered."""
+    def _rows_in(self, order: Tensor) -> Tensor:
+        """Returns the order of the fused projection's rows with those of every query and key head reordered."""
         spec = self.spec
-        bits = qkv.view(torch.uint8) if qkv.dtype == torch.float8_e4m3fn else qkv  # which torch can index
-        heads = bits.view(-1, spec.head_dim, *qkv.shape[1:])
         num_rotated = spec.num_heads + spec.num_kv_heads
-        return torch.cat((heads[:num_rotated, order], heads[num_rotated:])).flatten(0, 1).view(qkv.dtype)
+        num_rows = (num_rotated + spec.num_kv_heads) * spec.head_dim
+        heads = torch.arange(num_rows, device=order.device).view(-1, spec.head_dim)
+        return torch.cat((heads[:num_rotated, order], heads[num_rotated:])).flatten()
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ Shape words: T = rows of the batch (padded), H = hidden, heads = num_heads.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rope import pair_order
 from moe_serve.kernels.rows import LayerNorm
 from moe_serve.models.decoder.step import IndexRows, Step
-from moe_serve.models.decoder.weight_forms import WeightForms
+from moe_serve.models.decoder.weight_forms import WeightForms, take_rows
 from moe_serve.models.spec import IndexerSpec, MlaSpec, RopeSpec
 
 INDEX_EPS = 1e-6  # of the norm of index keys; no configuration says it
@@ -41,7 +42,7 @@ class MlaAttention:
         layout = KvLayout.mla(spec.kv_lora_rank, spec.rope_dim)
         self.shape = AttentionShape(layout, spec.num_heads, spec.softmax_scale, expand_from=border)
 
-    def layer(self, index: int, weights: dict[str, Tensor], rope: RopeSpec, forms: WeightForms) -> "MlaLayer":
+    def layer(self, index: int, weights: dict[str, Any], rope: RopeSpec, forms: WeightForms) -> "MlaLayer":
         """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
         spec = self.spec
         q_kv_a, a_bias = weights.pop("q_kv_a"), weights.pop("q_kv_a_bias", None)
@@ -53,16 +54,14 @@ class MlaAttention:
         if not rope.interleaved:
             # Query heads end with the rotated part, and so does the last projection to the cache.
             order = pair_order(spec.rope_dim, q_kv_a.device)
-            latent, queries = slice(-spec.latent_dim, None), slice(None, -spec.latent_dim)
-            a_bias = None if a_bias is None else _reorder_tails(a_bias, 1, order, latent)
-            a_scale = _reorder_scales(a_scale, 1, order, latent)
-            q_kv_a = _reorder_tails(q_kv_a, 1, order, latent)
-            if q_b is None:
-                q_kv_a = _reorder_tails(q_kv_a, spec.num_heads, order, queries)
-                a_scale = _reorder_scales(a_scale, spec.num_heads, order, queries)
-            else:
-                q_b = _reorder_tails(q_b, spec.num_heads, order, slice(None))
-                b_scale = _reorder_scales(b_scale, spec.num_heads, order, slice(None))
+            queries = _tails_in(order, spec.num_heads, spec.query_dim)
+            num_q = len(q_kv_a) - spec.latent_dim
+            first = queries if q_b is None else torch.arange(num_q, device=order.device)
+            rows = torch.cat((first, num_q + _tails_in(order, 1, spec.latent_dim)))
+            a_bias = None if a_bias is None else take_rows(a_bias, rows)
+            q_kv_a, a_scale = take_rows(q_kv_a, rows), _scales_of(a_scale, rows)
+            if q_b is not None:
+                q_b, b_scale = take_rows(q_b, queries), _scales_of(b_scale, queries)
         kv_b = weights.pop("kv_b").view(spec.num_heads, spec.nope_dim + spec.value_dim, spec.kv_lora_rank)
         absorb = kv_b[:, : spec.nope_dim].contiguous()
         expand = kv_b[:, spec.nope_dim :].transpose(1, 2).contiguous()
@@ -81,7 +80,7 @@ class MlaAttention:
         )
 
     def _indexer(
-        self, spec: IndexerSpec, index: int, weights: dict[str, Tensor], rope: RopeSpec, forms: WeightForms
+        self, spec: IndexerSpec, index: int, weights: dict[str, Any], rope: RopeSpec, forms: WeightForms
     ) -> "Indexer":
         """Takes the weights of an indexer, which rotates the first elements of its heads, pairs in halves."""
         order = pair_order(rope.dim, weights["index_k"].device)
@@ -202,15 +201,16 @@ def expand_from(spec: MlaSpec) -> int | None:
     return -(-spec.kv_lora_rank * per_head // saved) if saved > 0 else None
 
 
-def _reorder_tails(weight: Tensor, num_heads: int, order: Tensor, rows: slice) -> Tensor:
-    """Returns the weight with the last len(order) rows of each head reordered; the heads lie in `rows`."""
-    weight = weight.clone()
-    tails = (weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight)[rows]  # torch indexes no FP8
-    heads = tails.view(num_heads, -1, *tails.shape[1:])
-    heads[:, -len(order) :] = heads[:, -len(order) :][:, order]
-    return weight
+def _tails_in(order: Tensor, num_heads: int, width: int) -> Tensor:
+    """Returns the order of rows of heads of this width, [num_heads x width], with the last of each head reordered."""
+    rows = torch.arange(num_heads * width, device=order.device).view(num_heads, width)
+    kept = width - len(order)
+    return torch.cat((rows[:, :kept], rows[:, kept + order]), 1).flatten()
 
 
-def _reorder_scales(scale: Tensor | None, num_heads: int, order: Tensor, rows: slice) -> Tensor | None:
-    """Returns the scales of rows that `_reorder_tails` reorders: those of channels with them, others as they are."""
-    return scale if scale is None or scale.dim() == 2 else _reorder_tails(scale, num_heads, order, rows)
+def _scales_of(scale: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Returns the scales of rows in another order: those of channels with them, others as they are."""
+    if scale is None or scale.dim() == 2:
+        return scale
+    taken: Tensor = take_rows(scale, rows)
+    return taken

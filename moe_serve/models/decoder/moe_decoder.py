@@ -7,6 +7,7 @@ Shape words: T = rows of the batch (padded), H = hidden, E = num_logical.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,8 +66,9 @@ def build_decoder(
     """Returns the decoder. attention_backend: of GPUs, as engine.attention_backend names it
 
     Takes the dense tensors out of `weights`, so that none is held twice once it is packed."""
-    dense, numerics = weights.dense, parallel.numerics
-    forms = WeightForms(numerics, weights.memory)
+    numerics = parallel.numerics
+    dense: dict[str, Any] = weights.dense
+    forms = WeightForms(numerics, weights.memory, weights.activations)
     embed, norm = dense.pop("embed"), _norm(dense, "norm")
     if isinstance(spec.attention, GqaSpec):
         attention: GqaAttention | MlaAttention = GqaAttention(spec.attention, spec.norm_eps)
@@ -143,16 +145,16 @@ def make_attention(
     return PagedAttention(shape, numerics, dtype, device)
 
 
-def _shared_expert(weights: dict[str, Tensor], forms: WeightForms) -> SharedExpert:
+def _shared_expert(weights: dict[str, Any], forms: WeightForms) -> SharedExpert:
     gate = weights.pop("shared_gate", None)
     return SharedExpert(_mlp(weights, "shared_", forms), None if gate is None else forms.linear(gate))
 
 
-def _norm(weights: dict[str, Tensor], name: str) -> AnyNorm:
+def _norm(weights: dict[str, Any], name: str) -> AnyNorm:
     weight, bias = weights.pop(name), weights.pop(name + "_bias", None)
     return weight if bias is None else LayerNorm(weight, bias)
 
 
-def _mlp(weights: dict[str, Tensor], prefix: str, forms: WeightForms) -> GatedMlp | PackedMlp:
+def _mlp(weights: dict[str, Any], prefix: str, forms: WeightForms) -> GatedMlp | PackedMlp:
     scales = weights.pop(prefix + "gate_up_scale", None), weights.pop(prefix + "down_scale", None)
     return forms.mlp(weights.pop(prefix + "gate_up"), weights.pop(prefix + "down"), scales)

@@ -1,17 +1,39 @@
 """The dense weights of a decoder in the form that its operations read: for torch, or packed for compiled kernels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moe_serve.kernels.activation import silu_mul
-from moe_serve.kernels.cpu.experts import PackedExperts
-from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, RowTable
-from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
+from moe_serve.kernels.cpu.experts import GroupedExperts, PackedExperts
+from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, PackedParts, RowTable
+from moe_serve.kernels.cpu.packed import (
+    gate_up_size,
+    group_packed_size,
+    pack,
+    pack_gate_up,
+    pack_groups,
+    pack_groups_gate_up,
+    packed_size,
+    padded,
+)
+from moe_serve.kernels.group_quantised import Activations, GroupQuantised, GroupRows
 from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.packed_memory import PackedMemory
 
 Scales = tuple[Tensor | None, Tensor | None]  # of gate and up, and of down
+AnyMatrix = Tensor | GroupRows
+_IN_GROUPS = "only the compiled kernels take weights in groups"
+
+
+def take_rows(weight: Any, order: Tensor) -> Any:
+    """Returns a matrix or a vector with its rows in another order. weight: Tensor or GroupRows;  order: [n] int64"""
+    if isinstance(weight, GroupRows):
+        return weight.take(order)
+    bits = weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight  # torch indexes no FP8
+    return bits[order].view(weight.dtype)
 
 
 class GatedMlp:
@@ -49,18 +71,39 @@ class PackedMlp:
         gate_up_scale, down_scale = (None if scale is None else scale[None] for scale in scales)
         self.experts = PackedExperts(packed_gate_up, packed_down, hidden, width, gate_up_scale, down_scale)
 
+    @classmethod
+    def of_groups(
+        cls, gate_up: GroupQuantised, down: GroupQuantised, activations: Activations, memory: PackedMemory
+    ) -> "PackedMlp":
+        """Returns it of weights in groups. activations: what they are multiplied with"""
+        hidden, width = down.codes.shape
+        sizes = (
+            group_packed_size(2 * padded(width), hidden, gate_up.form),
+            group_packed_size(hidden, width, down.form),
+        )
+        made, groups = cls.__new__(cls), GroupedExperts(gate_up.form, down.form, activations)
+        made.experts = PackedExperts(
+            memory.pack((1, sizes[0]), gate_up.codes, lambda packed: pack_groups_gate_up(gate_up, packed[0])),
+            memory.pack((1, sizes[1]), down.codes, lambda packed: pack_groups(down, packed[0])),
+            hidden,
+            width,
+            groups=groups,
+        )
+        return made
+
 
 class WeightForms:
     """Brings the dense weights of one model into form; those of equal shape share their proof of row counts."""
 
-    def __init__(self, numerics: Numerics, memory: PackedMemory):
-        """memory: of packed weights, which the compiled kernels alone read"""
+    def __init__(self, numerics: Numerics, memory: PackedMemory, activations: Activations):
+        """memory: of packed weights, which the compiled kernels alone read;  activations: beside weights in groups"""
         self._numerics = numerics
+        self._activations = activations
         self._memory = memory
         self._proven: dict[object, tuple[int, ...]] = {}
 
     def embedding(
-        self, rows: Tensor, head: Tensor | None, bias: Tensor | None
+        self, rows: AnyMatrix, head: AnyMatrix | None, bias: Tensor | None
     ) -> tuple[Tensor | RowTable, Linear | PackedLinear]:
         """Returns the table of embeddings and the projection to logits; the kernels read both from one packed weight.
 
@@ -69,18 +112,36 @@ class WeightForms:
         """
         weight = rows if head is None else head
         if not self._numerics.compiled:
-            return rows, self.linear(weight, bias)
-        projection = PackedLinear(weight, bias, memory=self._memory)
-        return projection.rows if head is None else RowTable.of(self._memory.keep(rows)), projection
+            assert isinstance(rows, Tensor) and isinstance(weight, Tensor), _IN_GROUPS  # noqa: PT018
+            return rows, Linear(weight, bias, self._numerics, self._proven)
+        projection = self._packed(weight, bias, None)
+        if head is None:
+            return projection.rows, projection
+        if isinstance(rows, GroupRows):
+            return self._packed(rows, None, None).rows, projection
+        return RowTable.of(self._memory.keep(rows)), projection
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Linear | PackedLinear:
+    def linear(
+        self, weight: AnyMatrix, bias: Tensor | None = None, scale: Tensor | None = None
+    ) -> Linear | PackedLinear | PackedParts:
         """weight: [n, k], bias: [n] -> a function of rows [T, k] -> [T, n]
 
-        scale: [n] or by block, of a weight in FP8, which the compiled kernels alone take
+        scale: [n] or by block, of a weight in FP8, which the compiled kernels alone take, as they do one in groups
         """
+        if isinstance(weight, GroupRows) and len(weight.parts) > 1:
+            sizes = [len(part.codes) for part in weight.parts]
+            biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+            parts = zip(weight.parts, biases, strict=True)
+            return PackedParts(tuple(self._packed(GroupRows((part,)), of_part, None) for part, of_part in parts))
         if self._numerics.compiled:
-            return PackedLinear(weight, bias, scale, self._memory)
+            return self._packed(weight, bias, scale)
+        assert isinstance(weight, Tensor), _IN_GROUPS
         return Linear(weight, bias, self._numerics, self._proven)
+
+    def _packed(self, weight: AnyMatrix, bias: Tensor | None, scale: Tensor | None) -> PackedLinear:
+        if isinstance(weight, GroupRows):
+            return PackedLinear.of_groups(weight.whole, bias, self._activations, self._memory)
+        return PackedLinear(weight, bias, scale, self._memory)
 
     def ones(self, *shape: int, like: Tensor) -> Tensor:
         """Returns the weight of a norm that has none, beside a matrix of this dtype and device."""
@@ -94,11 +155,16 @@ class WeightForms:
             return PackedHeads(weight, self._memory)
         return HeadLinear(weight, self._numerics, self._proven)
 
-    def mlp(self, gate_up: Tensor, down: Tensor, scales: Scales = (None, None)) -> GatedMlp | PackedMlp:
+    def mlp(self, gate_up: AnyMatrix, down: AnyMatrix, scales: Scales = (None, None)) -> GatedMlp | PackedMlp:
         """gate_up: [2 I, H], gate rows first;  down: [H, I] -> a function of rows [T, H] -> [T, H]
 
         scales: [2 I] and [H], or by block, of weights in FP8, which the compiled kernels alone take
+        Both are in groups, or none.
         """
+        if isinstance(gate_up, GroupRows):
+            assert isinstance(down, GroupRows), "gate and up are in groups, and down is not"
+            return PackedMlp.of_groups(gate_up.whole, down.whole, self._activations, self._memory)
+        assert isinstance(down, Tensor), "down is in groups, and gate and up are not"
         if self._numerics.compiled:
             return PackedMlp(gate_up, down, scales, self._memory)
         linear = (Linear(weight, None, self._numerics, self._proven) for weight in (gate_up, down))

@@ -225,7 +225,7 @@ static void probe_moves(i64 tokens, i64 topk, i64 width, i64 slots)
     for (i64 packed = 0; packed < 2; packed++)
         for (i64 kind = FLOAT32; kind <= BFLOAT16; kind++) {
             char *table = weights(padded_to_32(slots) * padded_to_2(width), kind);
-            gather_rows(table, kind, packed, slots, width, integers(tokens, slots), tokens, out);
+            gather_rows(table, kind, packed, slots, width, 0, integers(tokens, slots), tokens, out);
             say("gather_rows", tokens, width, kind, packed, out, tokens * width * 4);
         }
 }

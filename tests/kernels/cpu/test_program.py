@@ -14,7 +14,13 @@ from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import pack_rows, weighted_sum
 from moe_serve.kernels.cpu.tape import Input, Program, RecordedRun, RowInputs
+from moe_serve.kernels.forms import INT4, GroupForm
+from moe_serve.kernels.group_quantised import GroupRows
+from moe_serve.kernels.numerics import COMPILED
+from moe_serve.kernels.packed_memory import OWN_MEMORY
 from moe_serve.kernels.part_clock import OTHER, PartClock
+from moe_serve.models.decoder.weight_forms import WeightForms
+from tests.kernels.test_group_quantised import FORMS, random_groups
 
 NUM_ROWS = [0, 1, 3, 5]
 
@@ -140,9 +146,34 @@ def test_rows_of_a_packed_weight_are_gathered_bit_for_bit(dtype: torch.dtype) ->
         assert torch.equal(rows, weight[ids].float()), (num_rows, width)
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rows_of_a_weight_in_groups_are_gathered_as_its_values(form: GroupForm) -> None:
+    for num_rows, width in ((1, 16), (33, 300), (200, 136)):
+        weight, record, ids = random_groups(form, num_rows, width), recorder(num_rows), torch.randperm(num_rows)
+        rows = record.gather("rows", PackedLinear.of_groups(weight, None, "int8").rows, record.ids)
+        record.run(RecordedRun(RowInputs(num_rows, ids=ids.data_ptr()), 1, False))
+        assert torch.equal(rows, weight.values()[ids]), (num_rows, width)
+
+
+def test_columns_of_weights_in_other_forms_lie_side_by_side() -> None:
+    forms = WeightForms(COMPILED, OWN_MEMORY, "float")
+    weight, bias, x = (
+        GroupRows.of([random_groups(form, 37, 130) for form in FORMS[:3]]),
+        torch.randn(111),
+        torch.randn(3, 130),
+    )
+    linear, record = forms.linear(weight, bias), recorder()
+    got = record.linear("y", linear, x)
+    record.run(a_step(3))
+    values = torch.cat([part.values() for part in weight.parts])
+    assert torch.equal(got[:3], PackedLinear(values, bias)(x))
+    assert torch.equal(linear(x), got[:3])
+
+
 @pytest.mark.parametrize("bad", [-1, 7])
 def test_an_id_beyond_the_table_fails(bad: int) -> None:
-    for table in (RowTable.of(torch.randn(7, 19)), PackedLinear(torch.randn(7, 19)).rows):
+    in_groups = PackedLinear.of_groups(random_groups(INT4, 7, 19), None, "float")
+    for table in (RowTable.of(torch.randn(7, 19)), PackedLinear(torch.randn(7, 19)).rows, in_groups.rows):
         record, ids = recorder(), torch.tensor([bad])
         record.gather("rows", table, record.ids)
         with pytest.raises(RuntimeError, match="gather_rows"):
