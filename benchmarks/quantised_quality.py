@@ -1,12 +1,13 @@
-"""How far experts of fewer bits move a model's log probabilities, against the same model with its own numbers.
+"""How far weights of fewer bits move a model's log probabilities, against the same model with its own numbers.
 
     python -m benchmarks.quantised_quality [--tokens 500]
 
 The demo model reads Python source and documentation of the standard library, and tiny random models of a few families
-(tests/models/families.py) random ids, in one piece. `shift` is the mean of |log p - log p'| of the tokens that follow,
-`KL` the mean divergence of the distributions in nats, `other first` the share of positions whose likeliest token is
-another one. The demo model was trained, so its shift says something of real models; random ones have flat
-distributions, and show that nothing is wrong with a family. Takes a minute.
+(tests/models/families.py) random ids, in one piece. Experts are quantised at load, or all matrices are those of a GGUF
+file, in which attention, embeddings and the head keep their codes, too. `shift` is the mean of |log p - log p'| of the
+tokens that follow, `KL` the mean divergence of the distributions in nats, `other first` the share of positions whose
+likeliest token is another one. The demo model was trained, so its shift says something of real models; random ones
+have flat distributions, and show that nothing is wrong with a family. Takes a minute.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_served_model
 from moe_serve.models.tokenizer import Tokenizer
 from tests.models import families
+from tests.models.gguf_checkpoint import Kind, matrices_in, write_gguf
 from tests.models.runner import Runner
 
 FORMS = {
@@ -32,6 +34,8 @@ FORMS = {
     "int4, float activations": ["model.expert_weights=int4", "model.activations=float"],
     "int4, int8 activations": ["model.expert_weights=int4"],
 }
+FILES = {Kind.Q8_0: "Q8_0", Kind.Q4_0: "Q4_0"}  # of GGUF, all matrices
+ACTIVATIONS = ("float", "int8")
 FAMILIES = ("qwen3_moe", "deepseek_v2", "mixtral", "olmoe")
 
 
@@ -41,13 +45,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=500, help="of each text")
     args = parser.parse_args()
     facts = conditions("transformers")
-    rows = [row for text, ids in demo_texts(args.tokens) for row in compared(f"demo, {text}", [], ids)]
     with tempfile.TemporaryDirectory() as folder:
+        files = forms_of_files(Path(folder))
+        rows = [row for text, ids in demo_texts(args.tokens) for row in compared(f"demo, {text}", [], ids, files)]
         for name in FAMILIES:
             families.save(families.make_oracle(name), Path(folder) / name)
             ids = torch.randint(3, 256, (200,), generator=torch.Generator().manual_seed(0)).tolist()
             rows += compared(f"tiny {name}", [f"model.path={Path(folder) / name}", "model.skip_tokenizer=true"], ids)
-    print(save("quantised_quality", "Log probabilities with experts of fewer bits", rows, facts))
+    print(save("quantised_quality", "Log probabilities with weights of fewer bits", rows, facts))
 
 
 def demo_texts(num_tokens: int) -> list[tuple[str, list[int]]]:
@@ -60,15 +65,29 @@ def demo_texts(num_tokens: int) -> list[tuple[str, list[int]]]:
     return [(name, tokenizer.encode(text)[:num_tokens]) for name, text in texts.items()]
 
 
-def compared(model: str, overrides: list[str], ids: list[int]) -> list[dict[str, Any]]:
+def forms_of_files(folder: Path) -> dict[str, list[str]]:
+    """Writes the demo model as GGUF files. Returns the overrides that serve them, by what they are."""
+    demo, forms = model_dir(load_config().model), {}
+    for kind, name in FILES.items():
+        file = write_gguf(demo, folder / f"{name}.gguf", matrices_in(kind))
+        for each in ACTIVATIONS:
+            settings = [f"model.path={file}", "model.skip_tokenizer=true", f"model.activations={each}"]
+            forms[f"all in {name}, {each} activations"] = settings
+    return forms
+
+
+def compared(
+    model: str, overrides: list[str], ids: list[int], more_forms: dict[str, list[str]] | None = None
+) -> list[dict[str, Any]]:
+    """Returns a row for each of FORMS, and of more_forms. overrides: of the model"""
     wanted, following = log_probabilities([*overrides, "model.expert_weights=dense"], ids), torch.tensor(ids[1:])
     loss = -wanted[torch.arange(len(following)), following].mean()
     rows = []
-    for form, more in FORMS.items():
+    for form, more in (FORMS | (more_forms or {})).items():
         got = log_probabilities([*overrides, *more], ids)
         at = torch.arange(len(following)), following
         row = {
-            "model": model, "experts": form, "tokens": len(following), "loss": float(loss),
+            "model": model, "weights": form, "tokens": len(following), "loss": float(loss),
             "loss with these": float(-got[at].mean()), "shift": float((got[at] - wanted[at]).abs().mean()),
             "KL": float((wanted.exp() * (wanted - got)).sum(1).mean()),
             "other first": f"{float((got.argmax(1) != wanted.argmax(1)).float().mean()):.1%}",

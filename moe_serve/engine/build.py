@@ -205,6 +205,8 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         log.info("kernels: %s (%s); numerics: %s", plan.choice.kernels, plan.choice.why, plan.choice.name)
         if plan.expert_form != "dense":
             log.info("%s expert weights: %s", plan.expert_form, plan.slot_form.meaning)
+        if plan.stored is not None and plan.stored.dense_meaning:
+            log.info("dense weights: %s; rows by %s", plan.stored.dense_meaning, plan.activations)
         if spec.tie_embeddings and not plan.spec.tie_embeddings:
             log.info("the checkpoint's own lm_head is used, which config.json would tie to the embedding")
     progress = progress or (lambda phase, fraction: None)

@@ -21,7 +21,7 @@ from moe_serve.models.weight_plan import (
     is_ignored,
 )
 
-_PACKED = "integers"  # in place of a dtype's name
+PACKED = "integers"  # in place of a dtype's name
 SCALE_DTYPES = ("F32", "BF16", "F16")
 NAMED_IN_A_MESSAGE = 8  # tensors of each kind; a wrong folder would name thousands
 _COMPARED_BYTES = 1 << 24  # at a time
@@ -189,9 +189,7 @@ class CheckpointParts:
     def dtype_names(self, parts: Iterable[Part]) -> set[str]:
         """Returns the stored dtypes of those parts that are there."""
         names = (self.stored_name(part) for part in parts)
-        return {
-            _PACKED if name in self.packed else self._tensors[name].dtype_name for name in names if name is not None
-        }
+        return {PACKED if name in self.packed else self._tensors[name].dtype_name for name in names if name is not None}
 
     def group_form(self, part: Part) -> GroupForm | None:
         """Returns the form of groups in which a part is stored; None where it is stored otherwise."""

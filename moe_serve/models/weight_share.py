@@ -11,6 +11,7 @@ act-order scatters over groups are widened to float32.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,8 +24,8 @@ from moe_serve.ep.expert_form import ExpertForm, SlotForm
 from moe_serve.kernels.cpu.packed import group_packed_size
 from moe_serve.kernels.forms import FP8_GROUP, GroupForm
 from moe_serve.kernels.group_quantised import Activations
-from moe_serve.models.checkpoint import all_tensors, has_weights
-from moe_serve.models.checkpoint_parts import CheckpointParts
+from moe_serve.models.checkpoint import BLOCK_DTYPES, all_tensors, has_weights
+from moe_serve.models.checkpoint_parts import PACKED, CheckpointParts
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.weight_plan import DenseTensor, dense_tensors, expert_tensors
 
@@ -42,6 +43,7 @@ class StoredWeights:
     keeps_fp8:  whether all experts are stored in e4m3 with scales that the kernels take
     groups:     where all experts are stored in groups: the forms of gate_up and of down, by model layer id
     dense_groups: of each dense tensor that is kept in groups: the form of each of its parts
+    widened:    dense matrices whose codes are widened to float32
     """
 
     dense: Mapping[str, torch.dtype]
@@ -49,6 +51,7 @@ class StoredWeights:
     keeps_fp8: bool
     groups: Mapping[int, tuple[GroupForm, GroupForm]] = field(default_factory=dict)
     dense_groups: Mapping[str, tuple[GroupForm, ...]] = field(default_factory=dict)
+    widened: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, spec: ModelSpec, folder: Path | None) -> Self:
@@ -70,11 +73,13 @@ class StoredWeights:
 
     @classmethod
     def _as_read(cls, spec: ModelSpec, parts: CheckpointParts) -> Self:
-        dense, in_groups = {}, _dense_groups(spec, parts)
+        dense, in_groups, widened = {}, _dense_groups(spec, parts), []
         for plan in dense_tensors(spec):
             names = parts.dtype_names(plan.parts) if plan.kind == "matrix" else set()
             is_fp8 = names == {"F8_E4M3"} and _keeps_projection(spec, plan)
             dense[plan.name] = torch.float8_e4m3fn if is_fp8 else _kept(names)
+            if names & {PACKED, *BLOCK_DTYPES} and plan.name not in in_groups:
+                widened.append(plan.name)
         for name in [name for name in dense if name.endswith("gate_up") and name not in in_groups]:
             down = name.removesuffix("gate_up") + "down"
             if dense[name] != dense[down]:  # one kernel reads both, as the same dtype
@@ -86,7 +91,17 @@ class StoredWeights:
             stored = parts.parts(matrix, range(spec.num_logical))
             experts |= {"BF16"} if matrix.mxfp4_scale is not None else parts.dtype_names(stored)
         keeps_fp8 = is_kept and experts == {"F8_E4M3"}
-        return cls(dense, _kept(experts), keeps_fp8, _expert_groups(spec, parts), in_groups)
+        return cls(dense, _kept(experts), keeps_fp8, _expert_groups(spec, parts), in_groups, tuple(widened))
+
+    @property
+    def dense_meaning(self) -> str:
+        """Returns in words how dense layers in groups are kept; "" where the checkpoint has none."""
+        if not self.dense_groups and not self.widened:
+            return ""
+        kept = f"{len(self.dense_groups)} matrices keep the checkpoint's own codes and scales"
+        names = Counter(name.rpartition(".")[2] for name in self.widened)
+        widened = ", ".join(f"{name} of {count} layers" if count > 1 else name for name, count in names.items())
+        return f"{kept}; widened to float32: {widened}" if widened else kept
 
 
 def _kept(dtype_names: set[str]) -> torch.dtype:

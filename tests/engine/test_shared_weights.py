@@ -27,7 +27,7 @@ from moe_serve.models.weights import dummy_weights
 from tests.engine.offline import Served, serve, tiny_model
 from tests.engine.test_identity import PLAIN, requests_for, same
 from tests.models.families import make_random, save
-from tests.models.gguf_checkpoint import Kind, matrices_in, write_gguf
+from tests.models.gguf_checkpoint import as_q4_k_m, write_gguf
 from tests.models.test_gguf import WIDE
 from tests.models.test_loading_memory import MALLOC_MMAP_THRESHOLD
 from tests.ranks import run_ranks
@@ -78,7 +78,7 @@ def test_tokens_have_the_same_bits_in_memory_in_a_new_file_and_in_one_that_was_t
 
 def test_a_gguf_file_of_mixed_types_gives_the_same_bits_alone_and_from_a_copy(tmp_path: Path) -> None:
     save(make_random("qwen3_moe", WIDE), tmp_path / "model")
-    file = write_gguf(tmp_path / "model", tmp_path / "mixed.gguf", mixed)
+    file = write_gguf(tmp_path / "model", tmp_path / "mixed.gguf", as_q4_k_m)
     plan = ModelPlan.of(load_config(overrides=[*PLAIN, f"model.path={file}"]), read_spec(file), torch.device("cpu"))
     assert plan.activations == "int8"
     assert plan.stored is not None
@@ -90,16 +90,6 @@ def test_a_gguf_file_of_mixed_types_gives_the_same_bits_alone_and_from_a_copy(tm
     )
     for each in shared:
         same(each, alone)
-
-
-def mixed(name: str) -> Kind:
-    """Returns types as llama.cpp mixes them."""
-    of_matrix = matrices_in(Kind.Q4_K)(name)
-    return (
-        Kind.Q6_K
-        if of_matrix is Kind.Q4_K and name.split(".")[-2] in ("attn_v", "output", "ffn_down_exps")
-        else of_matrix
-    )
 
 
 def open_to_others(path: Path) -> None:

@@ -57,6 +57,13 @@ def matrices_in(kind: Kind) -> TypeOf:
     return choose
 
 
+def as_q4_k_m(name: str) -> Kind:
+    """Returns types much as llama.cpp mixes them in Q4_K_M: larger ones where errors matter more."""
+    kind = matrices_in(Kind.Q4_K)(name)
+    larger = name.split(".")[-2] in ("attn_v", "output", "ffn_down_exps")
+    return Kind.Q6_K if larger and kind is Kind.Q4_K else kind
+
+
 def _is_matrix(name: str) -> bool:
     return name.endswith(".weight") and "norm" not in name and "sinks" not in name and name != "rope_freqs.weight"
 

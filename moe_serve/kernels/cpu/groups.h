@@ -49,16 +49,27 @@ INLINE vf widen_float16(const char *from)
 #endif
 }
 
+INLINE vf widen_byte(const char *from)
+{
+#if defined(__AVX512F__) /* of which compilers make many instructions */
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from)));
+#elif defined(__AVX2__)
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)from)));
+#else
+    typedef uint8_t vub __attribute__((vector_size(VL), aligned(1), may_alias));
+    return __builtin_convertvector(__builtin_convertvector(*(const vub *)from, vi), vf);
+#endif
+}
+
 INLINE vf widen_number(const int kind, const char *from)
 {
     typedef uint16_t vh __attribute__((vector_size(VL * 2), aligned(1), may_alias));
-    typedef uint8_t vub __attribute__((vector_size(VL), aligned(1), may_alias));
     switch (kind) {
     case SCALES_FLOAT32: return *(const vf *)from;
     case SCALES_FLOAT16: return widen_float16(from);
     case SCALES_BFLOAT16: return (vf)(__builtin_convertvector(*(const vh *)from, vu) << 16);
     case SCALES_TWO_LEVELS: return widen_int8(from);
-    default: return __builtin_convertvector(__builtin_convertvector(*(const vub *)from, vi), vf);
+    default: return widen_byte(from);
     }
 }
 

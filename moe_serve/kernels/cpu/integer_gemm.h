@@ -291,7 +291,8 @@ static __attribute__((noinline)) void integer_product(const Panel *p, i64 rows, 
     for (i64 start = 0; start < p->k; start += GROUP_CHUNK) {
         read_chunk(p, start, &chunk);
         i64 bytes = code_bytes(g, chunk.k) * p->width, is_apart = g->bits == 4 && blocks > 1;
-        for (i64 line = 0; line < bytes; line += 64) __builtin_prefetch(chunk.codes + PREFETCH + line, 0, 2);
+        const char *end = chunk.codes + bytes, *at = end - chunk_bytes(g, chunk.k) * p->width; /* scales, too */
+        for (; at < end; at += 64) __builtin_prefetch(at + PREFETCH, 0, 2);
         if (is_apart) codes_apart(chunk.codes, bytes, p->width * 4, apart);
         for (i64 b = 0; b < blocks; b++) {
             i64 from = rows * b / blocks, count = rows * (b + 1) / blocks - from;

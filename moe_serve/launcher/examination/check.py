@@ -168,6 +168,8 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
     report.model += _shape_lines(config, spec)
     plan = ModelPlan.of(config, spec, torch.device(device))
     report.model += [_slots(plan), Line("expert weights", plan.expert_form, plan.slot_form.meaning)]
+    if plan.stored is not None and plan.stored.dense_meaning:
+        report.model.append(Line("dense weights", "groups", f"{plan.stored.dense_meaning}; rows by {plan.activations}"))
     report.num_sharing = num_sharing_ranks(config)
     weights = list(_weights(config, plan, report.num_sharing))
     report.transport = transport = describe_transport(
