@@ -27,7 +27,7 @@ from moe_serve.engine.model.expert_sources import ExpertSources
 from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
 from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, checkpoint_folder
 from moe_serve.engine.model.served_model import ServedModel
-from moe_serve.engine.model.shared_weights import open_shared_weights
+from moe_serve.engine.model.shared_weights import MEMORY, NONE, SharedWeights, open_shared_weights
 from moe_serve.engine.output.grammars import make_grammars
 from moe_serve.engine.output.row_logprobs import LogprobScorer
 from moe_serve.engine.output.sampler import Sampler
@@ -54,7 +54,7 @@ from moe_serve.ep.peer_experts import ExpertServer
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.files.trace_jsonl import RollingTrace, TraceMeta, begin_trace
 from moe_serve.eplb.placement import Placement
-from moe_serve.errors import ConfigError
+from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.log import get_logger
 from moe_serve.models.decoder.moe_decoder import build_decoder, captures_decodes, kv_layouts
 from moe_serve.models.families.registry import read_spec
@@ -299,6 +299,32 @@ def _model_facts(plan: ModelPlan, all_to_all: AnyAllToAll) -> dict[str, Any]:
         "all_to_all_note": all_to_all.note,
         "all_to_all_is_bitwise": all_to_all.capabilities.bitwise,
     }
+
+
+def pack_weights(config: ServeConfig, progress: Progress) -> SharedWeights:
+    """Returns the file of this model in model.weight_cache, made as CPU ranks of one host make it if it is missing.
+
+    Raises ConfigError where there are no such files, CapacityError where the folder takes none, and as the ranks do.
+    """
+    serving = config.parallel.model_copy(update={"num_ranks": 1})
+    config = ServeConfig(model=config.model, engine=config.engine, parallel=serving)  # a file is the same for all ranks
+    if config.model.weight_cache in (MEMORY, NONE):
+        raise ConfigError(
+            f"model.weight_cache is {config.model.weight_cache}, which keeps no file; set model.weight_cache: FOLDER"
+        )
+    group, spec = EpGroup(0, 1, torch.device("cpu")), read_spec(model_dir(config.model))
+    plan = ModelPlan.of(config, spec, group.device)
+    shared = open_shared_weights(config, plan, group, progress)
+    if shared is None:
+        raise ConfigError(f"weights are packed for the compiled CPU kernels alone: {plan.choice.why}")
+    if shared.in_memory:
+        raise CapacityError(f"{config.model.weight_cache} takes no file with packed weights; see the line above")
+    parallel = _expert_parallel(config, plan, group, use_threads(config, plan.choice))
+    weights = shared.load(plan.share(0), partial(_read_weights, config, progress), progress)
+    if not shared.was_there:
+        build_decoder(plan.spec, weights, parallel, plan.device)  # which packs what is dense
+        shared.finish(progress)
+    return shared
 
 
 def use_threads(config: ServeConfig, choice: NumericsChoice) -> int:

@@ -11,16 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import barrier
-from moe_serve.engine.build import build_served_model
+from moe_serve.engine.build import build_served_model, pack_weights
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.model_plan import ModelPlan
 from moe_serve.engine.model.shared_weights import open_shared_weights
 from moe_serve.errors import ConfigError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import find_cpu_library
+from moe_serve.launcher.cli import app as cli
 from moe_serve.launcher.examination.check import examine
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weights import dummy_weights
@@ -74,6 +76,21 @@ def test_tokens_have_the_same_bits_in_memory_in_a_new_file_and_in_one_that_was_t
     after = made.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert {path.suffix for path in cache.iterdir()} == {".weights", ".lock"}
+
+
+def test_a_file_that_was_packed_beforehand_is_the_one_that_ranks_find(tmp_path: Path) -> None:
+    cache, drawn = tmp_path / "cache", settings(tmp_path, "qwen3_moe", tmp_path / "cache")
+    command = ["convert-weights", *(word for each in drawn for word in ("--set", each))]
+    said = [CliRunner().invoke(cli.app, command, catch_exceptions=False).output for _ in range(2)]
+    assert "weights: 0.00 GiB, once for all ranks of this host, in a file in" in said[0]
+    assert "found there" in said[1]
+    (made,) = cache.glob("*.weights")
+    before = made.stat()
+    alone = answer("qwen3_moe", 2, settings(tmp_path, "qwen3_moe", "none"))
+    same(answer("qwen3_moe", 2, drawn, maps_all), alone)
+    assert (made.stat().st_ino, made.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    with pytest.raises(ConfigError, match="set model.weight_cache: FOLDER"):
+        pack_weights(load_config(overrides=settings(tmp_path, "qwen3_moe", "memory")), lambda phase, fraction: None)
 
 
 def test_a_gguf_file_of_mixed_types_gives_the_same_bits_alone_and_from_a_copy(tmp_path: Path) -> None:

@@ -115,13 +115,14 @@ class SharedWeights:
 
     num_bytes: of the copy, once it is finished;  has_experts: it holds all experts
     was_there: it was finished before this rank came
+    in_memory: it is this rank's new one, and has no name
     """
 
     def __init__(self, plan: ModelPlan, rank: int, board: "_Board | None", new: "_NewFile | None", descriptor: int):
         """board: of the ranks that make it; None: it was finished before;  new: the leader's file, if it makes one"""
         self._plan, self._rank, self._board, self._new, self._descriptor = plan, rank, board, new, descriptor
         self._writer: WeightWriter | None = None
-        self._in_memory = new is not None and new.path is None
+        self.in_memory = new is not None and new.path is None
         self.num_bytes, self.has_experts = 0, False
         self.was_there = board is None or board.is_finished
 
@@ -175,7 +176,7 @@ class SharedWeights:
     def described(self, cache: str) -> str:
         """Returns a line for the log. cache: model.weight_cache"""
         what = "weights" if self.has_experts else "weights without experts"
-        where = "in memory" if self._in_memory else f"in a file in {cache}{', found there' * self.was_there}"
+        where = "in memory" if self.in_memory else f"in a file in {cache}{', found there' * self.was_there}"
         return f"{what}: {self.num_bytes / 2**30:.2f} GiB, once for all ranks of this host, {where}"
 
     def _held(self) -> Mapping[int, NDArray[np.int32]] | None:

@@ -16,8 +16,8 @@ import moe_serve
 from moe_serve.errors import MoeServeError
 from moe_serve.launcher.cli.bench import HELP as BENCH_HELP
 from moe_serve.launcher.cli.bench import bench
-from moe_serve.launcher.cli.command import api_key_of_environment, option, takes
-from moe_serve.launcher.cli.options import ConfigOptions, ModelOptions, ServeOptions, with_flags
+from moe_serve.launcher.cli.command import api_key_of_environment, option, progress_bar, takes
+from moe_serve.launcher.cli.options import ConfigOptions, ModelOptions, ServeOptions, setting, with_flags
 from moe_serve.launcher.preflight import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from moe_serve.attention_dp.request import SamplingParams
     from moe_serve.config import ServeConfig
 
-_STARTING = ("serve", "generate", "check")  # commands with the options of ranks
+_STARTING = ("serve", "generate", "check", "convert-weights")  # commands with the options of ranks
 
 app = typer.Typer(
     name="moe-serve",
@@ -145,6 +145,39 @@ def check(options: ModelOptions) -> None:
     from moe_serve.launcher.examination.check import print_check
 
     raise typer.Exit(print_check(config))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertWeightsOptions(ModelOptions):
+    """The options of `moe-serve convert-weights`."""
+
+    weight_cache: str | None = setting("model.weight_cache", "--weight-cache", help="the folder", metavar="FOLDER")
+
+
+CONVERT_WEIGHTS_HELP = """\
+Pack a model's weights into the folder of model.weight_cache, so that the first start finds them there.
+
+\b
+  moe-serve convert-weights --model MODEL.gguf --weight-cache ~/weights --set model.expert_weights=int4
+  moe-serve serve --model MODEL.gguf --set model.weight_cache=~/weights --set model.expert_weights=int4
+
+The file is the one that CPU ranks of one host make at their first start, by the same code, and for any number of them:
+settings of the model must be those that it is served with. A file that is there already is compared with its sums.
+"""
+
+
+@app.command("convert-weights", help=CONVERT_WEIGHTS_HELP)
+@takes(ConvertWeightsOptions)
+def convert_weights(options: ConvertWeightsOptions) -> None:
+    """Fills the folder, with a bar."""
+    config = options.effective_config()
+    from moe_serve.engine.build import pack_weights
+    from moe_serve.log import configure_logging
+
+    configure_logging(form=config.server.log_format)
+    with progress_bar("packing weights") as show:
+        shared = pack_weights(config, lambda phase, fraction: show(fraction, 1.0))
+    typer.echo(shared.described(config.model.weight_cache))
 
 
 DOCTOR_HELP = """\
