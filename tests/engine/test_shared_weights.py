@@ -89,7 +89,7 @@ def test_a_file_that_was_packed_beforehand_is_the_one_that_ranks_find(tmp_path: 
     alone = answer("qwen3_moe", 2, settings(tmp_path, "qwen3_moe", "none"))
     same(answer("qwen3_moe", 2, drawn, maps_all), alone)
     assert (made.stat().st_ino, made.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    with pytest.raises(ConfigError, match="set model.weight_cache: FOLDER"):
+    with pytest.raises(ConfigError, match=r"set model.weight_cache: FOLDER"):
         pack_weights(load_config(overrides=settings(tmp_path, "qwen3_moe", "memory")), lambda phase, fraction: None)
 
 
