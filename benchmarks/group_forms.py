@@ -28,8 +28,9 @@ FORMS = {
     "int4 with zero points": GroupForm(4, 32, "float16", None),
     "GPTQ, AWQ of 128": GroupForm(4, 128, "float16", None),
     "Q4_K": GroupForm(4, 32, "two_levels", 0, has_minimum=True),
-    "Q5_K": GroupForm(8, 32, "two_levels", 0, has_minimum=True),
-    "Q6_K": GroupForm(8, 16, "two_levels", 32),
+    "Q5_K": GroupForm(6, 32, "two_levels", 0, has_minimum=True),
+    "Q6_K": GroupForm(6, 16, "two_levels", 32),
+    "Q6_K in 8 bits": GroupForm(8, 16, "two_levels", 32),
     "Q8_0": GroupForm(8, 32, "float16", 128),
 }
 PLAIN = "bfloat16"

@@ -191,7 +191,7 @@ class ModelConfig(Section):
     # CPUs only, a quarter of the memory of float32, rounded from the checkpoint's values; int4: likewise in 4.5 bits,
     # by the compiled CPU kernels.
     expert_weights: Literal["auto", "dense", "fp8", "int8", "mxfp4", "int4"] = "auto"
-    # What weights in groups of four or eight bits are multiplied with: experts in int4 or in the checkpoint's codes,
+    # What weights in groups of four to eight bits are multiplied with: experts in int4 or in the checkpoint's codes,
     # and dense layers in these. auto: int8, each 128 values of a row with a scale of their own, as integers; float: the
     # compute dtype as it is.
     activations: Literal["auto", "float", "int8"] = "auto"

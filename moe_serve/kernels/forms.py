@@ -196,7 +196,8 @@ _SCALE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "two_levels": 1}
 
 @dataclass(frozen=True)
 class GroupForm:
-    """Weights of four or eight bits, of which neighbours in a row share a scale: GPTQ, AWQ, compressed-tensors, GGUF.
+    """Weights of four, six or eight bits, of which neighbours in a row share a scale, as GPTQ, AWQ,
+    compressed-tensors and GGUF have them.
 
         value = scale x (code - zero) - minimum
 
@@ -209,7 +210,7 @@ class GroupForm:
            uint8 times another float16 of every 256 neighbours
     """
 
-    bits: Literal[4, 8]
+    bits: Literal[4, 6, 8]
     group: int
     scale: GroupScale
     zero: int | None

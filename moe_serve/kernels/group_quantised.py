@@ -1,4 +1,4 @@
-"""Weights of four or eight bits in groups (forms.GroupForm): read, written, and their products in plain torch.
+"""Weights of four, six or eight bits in groups (forms.GroupForm): read, written, and their products in plain torch.
 
 A product with float activations is one of the weights' values. With int8 activations a row is quantised first, one
 scale for every 128 values; integer products are added exactly within a group of weights, and what the groups give is

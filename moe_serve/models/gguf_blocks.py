@@ -138,11 +138,11 @@ def _mxfp4(blocks: Tensor) -> _Parts:
 _TYPES: Mapping[str, tuple[GroupForm, Callable[[Tensor], _Parts]]] = {
     "Q4_0": (GroupForm(4, 32, "float16", zero=8), _q4_0),
     "Q4_1": (GroupForm(4, 32, "float16", zero=0, has_minimum=True), _q4_1),
-    "Q5_0": (GroupForm(8, 32, "float16", zero=16), _q5_0),
-    "Q5_1": (GroupForm(8, 32, "float16", zero=0, has_minimum=True), _q5_1),
+    "Q5_0": (GroupForm(6, 32, "float16", zero=16), _q5_0),
+    "Q5_1": (GroupForm(6, 32, "float16", zero=0, has_minimum=True), _q5_1),
     "Q8_0": (GroupForm(8, 32, "float16", zero=128), _q8_0),
     "Q4_K": (GroupForm(4, 32, "two_levels", zero=0, has_minimum=True), _q4_k),
-    "Q5_K": (GroupForm(8, 32, "two_levels", zero=0, has_minimum=True), _q5_k),
-    "Q6_K": (GroupForm(8, 16, "two_levels", zero=32), _q6_k),
-    "MXFP4": (GroupForm(8, 32, "float32", zero=12), _mxfp4),
+    "Q5_K": (GroupForm(6, 32, "two_levels", zero=0, has_minimum=True), _q5_k),
+    "Q6_K": (GroupForm(6, 16, "two_levels", zero=32), _q6_k),
+    "MXFP4": (GroupForm(6, 32, "float32", zero=12), _mxfp4),
 }

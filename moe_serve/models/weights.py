@@ -6,7 +6,7 @@ form of `model.expert_weights` (ep/expert_form.py), everything else in the compu
 matrices in the dtype of the checkpoint (weight_share.py). Experts are packed one by one while they are loaded, so that
 a rank's experts are in memory once.
 
-Matrices in groups of four or eight bits (kernels/group_quantised.py) are read as they are stored, or dequantised.
+Matrices in groups of four to eight bits (kernels/group_quantised.py) are read as they are stored, or dequantised.
 
 FP8 tensors are stored as e4m3 with a scale for every square block (128 x 128; the last of a row or column may be
 partial), for every row or for the whole tensor. Dense tensors are dequantised as they are read, to float32 for the

@@ -22,8 +22,8 @@ FORMS = (
     GroupForm(4, 64, "float32", 8),
     GroupForm(4, 32, "float16", 0, has_minimum=True),  # GGUF's Q4_1
     GroupForm(4, 32, "two_levels", 0, has_minimum=True),  # Q4_K
-    GroupForm(8, 32, "two_levels", 0, has_minimum=True),  # Q5_K
-    GroupForm(8, 16, "two_levels", 32),  # Q6_K
+    GroupForm(6, 32, "two_levels", 0, has_minimum=True),  # Q5_K
+    GroupForm(6, 16, "two_levels", 32),  # Q6_K
     GroupForm(8, 128, "float16", 128),
     GroupForm(8, 32, "bfloat16", None),
 )

@@ -27,14 +27,18 @@ INLINE i64 packed_row(const PackJob *j, i64 panel, i64 column)
 
 static void pack_codes(const PackJob *j, const uint8_t *codes, i64 count, i64 columns, uint8_t *to)
 {
-    i64 per_word = 32 / j->bits, words = (count + PACKED_STEP - 1) / PACKED_STEP * PACKED_STEP / per_word;
-    uint8_t padded[PACKED_CHUNK] = {0};
-    if (codes) memcpy(padded, codes, count);
-    for (i64 w = 0; w < words; w++, to += columns * 4) {
-        uint32_t word, above;
-        memcpy(&word, padded + w * per_word, 4);
-        if (j->bits == 4) memcpy(&above, padded + w * 8 + 4, 4), word |= above << 4;
+    i64 words = (count + PACKED_STEP - 1) / PACKED_STEP * PACKED_STEP / 4 /* of four codes each */, step = columns * 4;
+    uint32_t four[PACKED_CHUNK / 4] = {0};
+    if (codes) memcpy(four, codes, count);
+    for (i64 w = 0; w < words && j->bits == 8; w++, to += step) memcpy(to, four + w, 4);
+    for (i64 w = 0; w < words && j->bits < 8; w += 2, to += step) {
+        uint32_t word = (four[w] & 0x0f0f0f0f) | (four[w + 1] & 0x0f0f0f0f) << 4;
         memcpy(to, &word, 4);
+    }
+    for (i64 w = 0; w < words && j->bits == 6; w += 4, to += step) {
+        uint32_t upper = 0;
+        for (i64 i = 0; i < 4; i++) upper |= (four[w + i] >> 4 & 0x03030303) << 2 * i;
+        memcpy(to, &upper, 4);
     }
 }
 

@@ -1,11 +1,12 @@
-/* Weights of four or eight bits, of which neighbours in k share a scale (kernels/group_quantised.py):
+/* Weights of four, six or eight bits, of which neighbours in k share a scale (kernels/group_quantised.py):
 
        value = scale (code - zero) - minimum
 
    A panel lies in chunks of 128 of k: for each column, in two levels, the upper factor of scales, then of minimums; then
    for each group the scales, minimums and zero points of its columns; then the codes. A column's word of 32 bits holds
    the codes of four k, or of eight: those of the first four in the lower halves of its bytes. Codes of the last chunk go
-   on to a multiple of 32 of k. */
+   on to a multiple of 32 of k. Codes of six bits lie as the lower four of all of them, then words with the upper two of
+   sixteen k: those of every fourth one side by side in a byte. */
 #pragma once
 #include "gemm.h"
 
@@ -97,10 +98,29 @@ static __attribute__((noinline)) void widen_numbers(i64 kind, const char *from, 
 
 /* A chunk of a panel, with its numbers widened. */
 typedef struct {
-    const char *codes;
+    const char *codes; /* of four or eight bits: those of six are here as eight */
     i64 k, groups;
     _Alignas(64) float scale[CHUNK_GROUPS * PANEL], minimum[CHUNK_GROUPS * PANEL], zero[CHUNK_GROUPS * PANEL]; /* [group][width] */
+    _Alignas(64) char bytes[GROUP_CHUNK * PANEL];
 } GroupChunk;
+
+/* Writes codes of six bits as bytes: [k / 4][width][4] */
+static void six_bits_to_bytes(const char *codes, i64 k, i64 line, char *to)
+{
+    const char *upper = codes + k / 8 * line;
+    for (i64 w = 0; w < k / 4; w += 4)
+        for (i64 c = 0; c < line; c += VL * 4) {
+            vu high = *(const vu *)(upper + w / 4 * line + c);
+            __builtin_prefetch(codes + PREFETCH + w / 2 * line + c, 0, 2);
+            __builtin_prefetch(codes + PREFETCH + (w / 2 + 1) * line + c, 0, 2);
+            __builtin_prefetch(upper + PREFETCH + w / 4 * line + c, 0, 2);
+            UNROLL for (int i = 0; i < 4; i++) {
+                vu low = *(const vu *)(codes + (w + i) / 2 * line + c);
+                vu both = (low >> 4 * (i % 2) & 0x0f0f0f0f) | ((i < 2 ? high << (4 - 2 * i) : high >> (2 * i - 4)) & 0x30303030);
+                *(vu *)(to + (w + i) * line + c) = both;
+            }
+        }
+}
 
 static __attribute__((noinline)) void read_chunk(const Panel *p, i64 start, GroupChunk *chunk)
 {
@@ -119,6 +139,9 @@ static __attribute__((noinline)) void read_chunk(const Panel *p, i64 start, Grou
     }
     if (g->zero < 0) widen_numbers(WIDE_BYTE, at, 0, p->width, count, chunk->zero), at += count;
     chunk->codes = at;
+    if (g->bits != 6) return;
+    six_bits_to_bytes(at, padded_to_32(chunk->k), p->width * 4, chunk->bytes);
+    chunk->codes = chunk->bytes;
 }
 
 _Static_assert(GROUP_CHUNK % WIDE_K == 0 && WIDE_K % CODE_STEP == 0, "blocks of k divide a chunk");

@@ -177,6 +177,7 @@ INLINE void add_16(const int R, const int V, const int codes_are, const int widt
             }
         UNROLL for (int v = 0; v < V; v++) {
             vi codes = *(const vi *)(words + i / step * width * 4 + v * VL * 4);
+            if (codes_are != CODES_4_APART) __builtin_prefetch(words + i / step * width * 4 + v * VL * 4 + PREFETCH, 0, 2);
             vi low = codes & (codes_are == CODES_4 ? 0x0f0f0f0f : -1);
             UNROLL for (int r = 0; r < R; r++) part[r][v] = add_codes(small, part[r][v], low, x[0][r]);
             if (codes_are != CODES_4) continue;
@@ -276,6 +277,7 @@ static void codes_apart(const char *codes, i64 bytes, i64 line, char *to)
     for (i64 at = 0; at < bytes; at += line, to += 2 * line)
         for (i64 c = 0; c < line; c += VL * 4) {
             vi both = *(const vi *)(codes + at + c);
+            __builtin_prefetch(codes + at + c + PREFETCH, 0, 2);
             *(vi *)(to + c) = both & 0x0f0f0f0f, *(vi *)(to + line + c) = (vi)((vu)both >> 4) & 0x0f0f0f0f;
         }
 }
@@ -290,16 +292,17 @@ static __attribute__((noinline)) void integer_product(const Panel *p, i64 rows, 
     for (i64 r = 0; r < rows && !p->k; r++) memset(y[r], 0, p->width * 4);
     for (i64 start = 0; start < p->k; start += GROUP_CHUNK) {
         read_chunk(p, start, &chunk);
-        i64 bytes = code_bytes(g, chunk.k) * p->width, is_apart = g->bits == 4 && blocks > 1;
-        const char *end = chunk.codes + bytes, *at = end - chunk_bytes(g, chunk.k) * p->width; /* scales, too */
-        for (; at < end; at += 64) __builtin_prefetch(at + PREFETCH, 0, 2);
+        /* Lines are fetched ahead one by one, beside the work on others: those of scales here, those of codes there. */
+        const char *at = p->w + start / GROUP_CHUNK * chunk_bytes(g, GROUP_CHUNK) * p->width;
+        i64 bytes = code_bytes(g, chunk.k) * p->width, scales = chunk_bytes(g, chunk.k) * p->width - bytes, is_apart = g->bits == 4 && blocks > 1;
+        for (i64 line = 0; line < scales; line += 64) __builtin_prefetch(at + PREFETCH + line, 0, 2);
         if (is_apart) codes_apart(chunk.codes, bytes, p->width * 4, apart);
         for (i64 b = 0; b < blocks; b++) {
             i64 from = rows * b / blocks, count = rows * (b + 1) / blocks - from;
             IntegerTile t = {.groups = g, .chunk = &chunk, .codes = is_apart ? apart : chunk.codes, .width = p->width,
                              .more = start};
             for (i64 r = 0; r < count; r++) t.x[r] = x[from + r] + start / GROUP_CHUNK, t.y[r] = y[from + r];
-            (g->bits == 8 ? codes_8 : is_apart ? codes_4_apart : codes_4)(&t, count);
+            (g->bits != 4 ? codes_8 : is_apart ? codes_4_apart : codes_4)(&t, count);
         }
     }
 }

@@ -48,7 +48,7 @@ static void gather_packed_row(const Gather *g, i64 id, float *out)
 static void gather_grouped_row(const Gather *g, i64 id, float *out)
 {
     const Groups *form = g->groups;
-    i64 panel = id / PANEL, bits = form->bits, per_word = 32 / bits;
+    i64 panel = id / PANEL, bits = form->bits == 4 ? 4 : 8, per_word = 32 / bits;
     Panel p = {GROUPS, panel_width(g->table_rows, panel), g->width,
                weight_panel(g->table, panel, g->width, GROUPS, form), .groups = form};
     GroupChunk chunk;
