@@ -97,12 +97,15 @@ class KvCache:
         self.dtype = dtype
         self._computed = computed
         num_slots = num_blocks * block_size + 1  # padding rows write to the last one
+        self.page_bytes = bytes_per_block(layouts, block_size, dtype)
+        self._memory: list[Tensor] = []
         self._layers: list[Tensor] = []
         self._scales: list[Tensor | None] = []
         try:
             for layout in layouts:
                 memory = zeros_in_huge_pages((num_slots, layout.slot_bytes(dtype)), torch.uint8, device)
                 values, scales = _parts(memory, layout, dtype)
+                self._memory.append(memory)
                 self._layers.append(values)
                 self._scales.append(scales)
         except (RuntimeError, MemoryError) as error:
@@ -121,6 +124,20 @@ class KvCache:
         """Returns the scales of one layer, [num_slots + 1, heads of a row, num_scales] float32; None where rows are not
         in 8 bits."""
         return self._scales[index]
+
+    def read_page(self, block: int) -> Tensor:
+        """Returns a copy of what a block holds, layer after layer: [page_bytes] uint8 on the CPU."""
+        first = block * self.block_size
+        parts = [memory[first : first + self.block_size].reshape(-1) for memory in self._memory]
+        return torch.cat(parts).cpu()
+
+    def write_page(self, block: int, page: Tensor) -> None:
+        """Writes to a block what `read_page` returned for another."""
+        first, start = block * self.block_size, 0
+        for memory in self._memory:
+            rows = memory[first : first + self.block_size]
+            rows.copy_(page[start : start + rows.numel()].view(rows.shape))
+            start += rows.numel()
 
     def gather(self, layer: int, rows: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
         """Returns copies of keys [num_seqs, heads, num_keys, width] and values [.., value_width].

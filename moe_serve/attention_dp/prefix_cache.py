@@ -60,6 +60,10 @@ class PrefixCache:
         """Returns whether a block with this key is published."""
         return key in self._block_of
 
+    def key_of(self, block: int) -> bytes:
+        """Returns the key of a published block."""
+        return self._key_of[block]
+
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Returns the blocks of the longest published run of keys, from the first one on."""
         blocks = []

@@ -6,10 +6,16 @@ with the block list of each request.
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from moe_serve.attention_dp.block_tables import BlockTables
 from moe_serve.attention_dp.prefix_cache import PrefixCache, next_key, root_key
 from moe_serve.attention_dp.request import Request
+
+if TYPE_CHECKING:  # which have tensors
+    from moe_serve.attention_dp.pages import Fetch, PageTiers
+
+_BYTES_UP = 32 << 20  # of pages that a request takes in one step
 
 
 class BlockPool:
@@ -76,10 +82,22 @@ class BlockPool:
 
 
 class RequestBlocks:
-    """The blocks of one rank's KV cache, and the requests that hold them. tables: their block tables"""
+    """The blocks of one rank's KV cache, and the requests that hold them.
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True, model_key: bytes = b""):
+    tables: their block tables;  tiers: pages outside the pool; None: there are none
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: bool = True,
+        model_key: bytes = b"",
+        tiers: "PageTiers | None" = None,
+    ):
         """model_key: as in prefix_cache.root_key"""
+        self.tiers = tiers
+        self._fetches: "dict[str, Fetch]" = {}  # by request
         self.block_size = block_size
         self.tables = BlockTables(block_size)
         self._model_key = model_key
@@ -141,6 +159,40 @@ class RequestBlocks:
         request.num_published = start + len(found)
         return True
 
+    def fetch(self, request: Request) -> None:
+        """Begins to bring up the pages that follow what an admitted request has found in the pool."""
+        start, end = request.num_computed // self.block_size, request.num_reusable // self.block_size
+        if self.tiers is not None and start < end and request.num_computed % self.block_size == 0:
+            self._fetches[request.request_id] = self.tiers.fetch(request.block_keys[start:end])
+
+    def bring(self, request: Request) -> bool:
+        """Takes pages that have come up into the request's own blocks; returns whether it should wait for more.
+
+        A bounded number in each call, so that the steps of others do not wait.
+        """
+        fetch = self._fetches.get(request.request_id)
+        if self.tiers is None or fetch is None:
+            return False
+        start, offset = divmod(request.num_computed, self.block_size)
+        next_key = request.block_keys[start : start + 1]
+        if offset or next_key != list(fetch.keys[fetch.num_taken : fetch.num_taken + 1]):
+            self._end_fetch(request)  # a sibling has computed them meanwhile, or there are no more
+            return False
+        count = max(1, _BYTES_UP // self.tiers.page_bytes)
+        num_taken = self.tiers.take(fetch, request.block_ids[start : start + count])
+        if num_taken:
+            request.num_computed += num_taken * self.block_size
+            self.publish(request)
+        if self.tiers.is_coming(fetch):
+            return True
+        self._end_fetch(request)
+        return False
+
+    def _end_fetch(self, request: Request) -> None:
+        fetch = self._fetches.pop(request.request_id, None)
+        if self.tiers is not None and fetch is not None:
+            self.tiers.drop(fetch)
+
     def next_key(self, request: Request) -> bytes | None:
         """Returns the prefix-cache key of the block that a prefill computes next; None where it will not be shared."""
         index = request.num_computed // self.block_size
@@ -153,6 +205,8 @@ class RequestBlocks:
             blocks = self._pool.allocate(missing)
             if self._cache is not None:
                 self._cache.forget(blocks)
+                if self.tiers is not None:
+                    self.tiers.written(blocks)
             self.tables.extend(request, blocks)
 
     def publish(self, request: Request) -> None:
@@ -171,6 +225,11 @@ class RequestBlocks:
         # The tail is released, and so evicted, first: a prefix without its tail is still useful.
         for block in reversed(request.block_ids):
             self._pool.release(block, keep=self._cache is not None and block in self._cache)
+        if self.tiers is not None and self._cache is not None:
+            self._end_fetch(request)
+            for block in request.block_ids:
+                if block in self._cache and self._pool.num_references(block) == 0:
+                    self.tiers.keep(self._cache.key_of(block), block)
         self.tables.drop(request)
 
     def withdraw(self, request: Request) -> None:
@@ -179,7 +238,12 @@ class RequestBlocks:
             self._cache.forget(request.block_ids)
 
     def flush(self) -> int:
-        """Empties the prefix cache; returns how many blocks it held. Blocks that requests hold stay theirs."""
+        """Empties the prefix cache and its tiers; returns how many blocks of the pool it held.
+
+        Blocks that requests hold stay theirs.
+        """
+        if self.tiers is not None:
+            self.tiers.flush()
         return 0 if self._cache is None else self._cache.clear()
 
     def check(self, running: Iterable[Request]) -> None:

@@ -75,6 +75,7 @@ class Scheduler:
         self._left_since_proposal = False  # whether a request has left `running`, maybe with a chunk
         self._refused_at: tuple[Request, int] | None = None  # head of the queue that did not fit, free blocks then
         self._stats = SchedulerStats()
+        self.awaits_pages = False  # whether a prefill was left out of the newest proposal, until its pages have come up
 
     @property
     def num_running(self) -> int:
@@ -156,8 +157,9 @@ class Scheduler:
         self._left_since_proposal = False
         decodes, prefilling, preempted = self._propose_decodes(order)
         self._admit(prefilling)
-        for request in prefilling:
-            self._reuse(request)
+        num_prefilling = len(prefilling)
+        prefilling = [request for request in prefilling if not self._reuse(request)]
+        self.awaits_pages = len(prefilling) < num_prefilling
         num_left = [request.num_known - request.num_computed for request in prefilling]
         keys = [self.blocks.next_key(request) for request in prefilling]
         shares = share_budget(num_left, keys, self.max_batch_tokens - len(decodes))
@@ -253,17 +255,22 @@ class Scheduler:
             self._running[request.request_id] = request
             blocks.share(request, prefix)
             blocks.reserve(request, request.num_known)
+            blocks.fetch(request)
             self._count_admission(request)
             prefilling.append(request)
 
-    def _reuse(self, request: Request) -> None:
-        """Takes blocks that others have published since the request was admitted, such as those of an equal prompt."""
+    def _reuse(self, request: Request) -> bool:
+        """Takes blocks that others have published since the request was admitted, such as those of an equal prompt,
+        and pages that have come up from a tier. Returns whether the request should wait for more of these."""
         num_before = request.num_computed
-        if self.blocks.reuse(request) and not request.was_preempted:
+        self.blocks.reuse(request)
+        waits = self.blocks.bring(request)
+        if request.num_computed > num_before and not request.was_preempted:
             num_prompt = len(request.prompt_ids)
             num_cached = min(request.num_computed, num_prompt) - min(num_before, num_prompt)
             request.num_cached_prompt += num_cached
             self._stats.num_cached_prompt_tokens += num_cached
+        return waits
 
     def _count_admission(self, request: Request) -> None:
         stats = self._stats

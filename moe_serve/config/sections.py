@@ -320,9 +320,23 @@ class CacheConfig(Section):
     num_blocks: PositiveInt | None = None  # per rank; None: from memory_gib
     memory_gib: PositiveFloat = 1.0  # per rank, where num_blocks is None
     prefix_cache: bool = True  # reuse the blocks of equal prompt prefixes
+    # Prefixes beyond the pool, and over restarts: pages that no request holds are copied to memory, in GB per rank, and
+    # to files in `path`, in GB for all ranks of a host and all models there. None: no such tier
+    host_gb: PositiveFloat | None = None
+    disk_gb: PositiveFloat | None = None
+    path: str | None = None
     # auto: the dtype of the computation. int8, fp8_e4m3: a scale for each head and token; answers change a little
     # (docs/numerics.md). vLLM's names for the same are taken, too: fp8, int8_per_token_head
     dtype: Literal["auto", "int8", "fp8_e4m3"] = "auto"
+
+    @model_validator(mode="after")
+    def _tiers_are_whole(self) -> Self:
+        if (self.disk_gb is None) != (self.path is None):
+            given, missing = ("disk_gb", "path") if self.path is None else ("path", "disk_gb")
+            raise ValueError(f"{given} is set but not {missing}; files of the KV cache need both, a quota and a folder")
+        if not self.prefix_cache and (self.host_gb or self.disk_gb):
+            raise ValueError("host_gb and disk_gb keep prefixes, which prefix_cache: false excludes; leave one out")
+        return self
 
     @field_validator("dtype", mode="before")
     @classmethod

@@ -14,6 +14,7 @@ import torch
 
 from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.attention_dp.pages import PageFolder, PageTiers
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.config import ServeConfig, model_dir, served_name
@@ -76,8 +77,10 @@ def build_engine(
 ) -> Engine:
     """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises."""
     served = build_served_model(config, group, progress)
-    model_key = f"{served.limits.model_name} {served.cache.dtype}".encode()
-    blocks = RequestBlocks(served.cache.num_blocks, config.cache.block_size, config.cache.prefix_cache, model_key)
+    tiers = _page_tiers(config, served)
+    blocks = RequestBlocks(
+        served.cache.num_blocks, config.cache.block_size, config.cache.prefix_cache, served.kv_key, tiers
+    )
     scheduler = Scheduler(
         blocks,
         max_running=config.engine.max_running_requests,
@@ -250,6 +253,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
             "shared_weights": None if shared is None else shared.facts,
         },
         clock=parallel.clock,
+        kv_key=_kv_key(config, plan),
     )
     if held is not None and not served.names_experts:
         own = slots_to_read(held, plan.placement, group.rank)
@@ -263,6 +267,26 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         served.windows.listeners.append(served.trace.add)
         served.windows.at_end.append(served.trace.close)
     return served
+
+
+def _kv_key(config: ServeConfig, plan: ModelPlan) -> bytes:
+    """Returns all that makes cached values differ. Of weights only the name, where no page outlives this process."""
+    key = f"{served_name(config.model)} {plan.cache_dtype}"
+    if config.cache.disk_gb is not None:
+        arithmetic = f"{plan.choice.name} {plan.choice.kernels} {plan.dtype} {plan.activations}"
+        key += f" {arithmetic} {weights_made_from(config, plan, has_experts=False)}"
+    return key.encode()
+
+
+def _page_tiers(config: ServeConfig, served: ServedModel) -> PageTiers | None:
+    """Returns the tiers below this rank's pool; None: there are none. Raises ConfigError for an unusable cache.path."""
+    cache, folder = config.cache, None
+    if cache.host_gb is None and cache.disk_gb is None:
+        return None
+    if cache.disk_gb is not None and cache.path is not None:
+        quota = int(cache.disk_gb * 1e9)
+        folder = PageFolder(Path(cache.path).expanduser(), served.kv_key, quota)
+    return PageTiers(served.cache, int((cache.host_gb or 0) * 1e9), folder)
 
 
 def _where_experts_are(plan: ModelPlan, group: EpGroup, sources: ExpertSources) -> tuple[ModelPlan, Placement | None]:

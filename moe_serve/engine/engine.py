@@ -50,6 +50,7 @@ from moe_serve.log import get_logger
 
 log = get_logger(__name__)
 _WAITING_POLL_S = 0.005  # between two exchanges of ranks that wait for a lost one
+_PAGES_POLL_S = 0.001  # between two steps that nobody has work for, of a rank whose prefills wait for pages of a tier
 _GRAMMAR_POLL_S = 0.002  # between two looks for a compiled grammar, of a rank that sleeps
 _MASKED_POLL_S = 0.002  # how often a masked rank checks whether the others regroup with it
 
@@ -137,6 +138,8 @@ class Engine:
                 return
             if plan.sleep:
                 self._sleep()
+            elif self.scheduler.awaits_pages and not plan.runs_forward:
+                time.sleep(_PAGES_POLL_S)
 
     def _tell_void(self, error: PeerError) -> None:
         """Logs whom this rank waited for when its step ended, and tells the front end, which hears all ranks."""
@@ -193,6 +196,8 @@ class Engine:
         """Ends the threads and connections of this rank. All ranks call it, after `run`."""
         if self.expert_server is not None:
             self.expert_server.close()
+        if self.scheduler.blocks.tiers is not None:
+            self.scheduler.blocks.tiers.close()
         self.balancing.close()
         self.records.close()
         self.served.all_to_all.close()

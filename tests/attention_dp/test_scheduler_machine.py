@@ -4,13 +4,18 @@ The simulated cache stores, per slot, the tokens that its KV depends on. A row r
 that was shared or taken too early, written twice or left stale is seen as a wrong value, not only as a wrong count.
 """
 
+import time
+from typing import cast
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.attention_dp.pages import PageTiers
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
-from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
+from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 
 MAX_NEW_TOKENS = 6
 
@@ -36,14 +41,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
     )
     def start(self, num_blocks, block_size, max_running, spare_tokens, prefix_cache):
-        self.blocks = RequestBlocks(num_blocks, block_size, prefix_cache)
-        self.scheduler = Scheduler(self.blocks, max_running, max_running + spare_tokens, 64)
         self.kv: dict[int, tuple[int, ...]] = {}  # slot -> the tokens its content was computed from
+        self.blocks = RequestBlocks(num_blocks, block_size, prefix_cache, b"", self.tiers(num_blocks, block_size))
+        self.scheduler = Scheduler(self.blocks, max_running, max_running + spare_tokens, 64)
         self.alive: dict[str, Request] = {}
         self.stop_after: dict[str, int] = {}
         self.num_added = 0
         self.num_steps_as_oldest = 0
         self.oldest: Request | None = None
+
+    def tiers(self, num_blocks: int, block_size: int) -> PageTiers | None:
+        return None
+
+    def propose(self) -> Proposal:
+        """Returns a proposal behind those that only wait for pages."""
+        late_s = time.monotonic() + 10
+        while (proposal := self.scheduler.propose()).is_empty and self.scheduler.awaits_pages:
+            assert time.monotonic() < late_s, "pages neither come nor fail to"
+            time.sleep(1e-4)
+        return proposal
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), data=st.data())
     def add(self, prompt, data):
@@ -67,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), hold=st.booleans())
     def step(self, data, hold):
-        proposal = self.scheduler.propose()
+        proposal = self.propose()
         self.scheduler.check()
         chunks = proposal.decodes + proposal.prefills
         assert proposal.num_tokens == sum(chunk.length for chunk in chunks) <= self.scheduler.max_batch_tokens
@@ -104,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(limit):
             if not self.alive:
                 break
-            chunks = self.scheduler.commit(self.scheduler.propose())
+            chunks = self.scheduler.commit(self.propose())
             self.complete(chunks, self.compute(chunks))
         assert not self.alive, f"{sorted(self.alive)} did not finish within {limit} steps"
         self.accounting_holds()
@@ -163,7 +179,37 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.num_steps_as_oldest <= limit, f"{oldest.request_id} starves"
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+class TieredMachine(SchedulerMachine):
+    """The same, with pages that leave the pool, and come up as slow or fast as their thread is."""
+
+    def tiers(self, num_blocks: int, block_size: int) -> PageTiers | None:
+        self.page_tiers = PageTiers(cast(KvCache, SimulatedCache(self.kv, block_size)), 20, None)
+        return self.page_tiers
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "page_tiers"):
+            self.page_tiers.close()
+
+
+class SimulatedCache:
+    """Blocks of the simulated cache, as PageTiers moves them."""
+
+    page_bytes = 1
+    layouts = ()
+
+    def __init__(self, kv: dict[int, tuple[int, ...]], block_size: int):
+        self._kv, self._size = kv, block_size
+
+    def read_page(self, block: int) -> list[tuple[int, ...]]:
+        return [self._kv[block * self._size + offset] for offset in range(self._size)]
+
+    def write_page(self, block: int, page: list[tuple[int, ...]]) -> None:
+        self._kv.update({block * self._size + offset: value for offset, value in enumerate(page)})
+
+
+LIMITS = {"stateful_step_count": 40, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+SchedulerMachine.TestCase.settings = settings(max_examples=70, **LIMITS)
+TieredMachine.TestCase.settings = settings(max_examples=50, **LIMITS)
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestTieredMachine = TieredMachine.TestCase

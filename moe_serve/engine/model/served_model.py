@@ -40,6 +40,7 @@ class ServedModel:
     clock:    measures the parts of a step
     changing: entered where slots change, until `placement` names the experts that they hold; other ranks read them
     info:     facts for /server_info
+    kv_key:   of all that makes cached values differ, as in prefix_cache.root_key
     """
 
     rank: int
@@ -56,6 +57,7 @@ class ServedModel:
     sources: ExpertSources
     info: dict[str, Any]
     clock: PartClock
+    kv_key: bytes
     trace: TraceWriter | None = None
     passes: PassRecorder | None = None
     changing: SlotChanges = field(default_factory=SlotChanges)

@@ -379,7 +379,7 @@ def _in_folder(
     folder: Path, config: ServeConfig, plan: ModelPlan, has_experts: bool, size: int
 ) -> tuple[_NewFile | None, int]:
     """Returns what `_choose` does. Raises OSError where there is no room."""
-    source, key = model_dir(config.model), _made_from(config, plan, has_experts)
+    source, key = model_dir(config.model), weights_made_from(config, plan, has_experts)
     names = json.dumps([str(source.resolve()), config.model.load_format, plan.slot_form.label, has_experts, own_node()])
     path = folder / f"{source.stem}-{blake2b(names.encode(), digest_size=8).hexdigest()}.weights"
     lock = _lock(path.with_suffix(".lock"))
@@ -443,8 +443,8 @@ def _find(path: Path, key: str) -> int:
         return -1
 
 
-def _made_from(config: ServeConfig, plan: ModelPlan, has_experts: bool) -> str:
-    """Returns all that decides about the bytes of packed weights, as text."""
+def weights_made_from(config: ServeConfig, plan: ModelPlan, has_experts: bool) -> str:
+    """Returns all that decides about the bytes of packed weights, as text: equal texts, equal weights."""
     source, folder = model_dir(config.model), checkpoint_folder(config)
     files = sorted(source.iterdir()) if source.is_dir() else sorted(source.parent.glob("*" + source.suffix))
     marks = [

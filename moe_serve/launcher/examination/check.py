@@ -181,7 +181,7 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
     )
     report.problems += transport.problems
     report.model += [Line(*fact) for fact in describe_loss(config, plan, report.num_sharing, transport.shares_memory)]
-    report.memory += [*weights, _cache(config, plan)]
+    report.memory += [*weights, *_cache(config, plan)]
     report.memory += [*_dispatch_buffers(config, plan, transport.taken), _working_memory(config, plan)]
     report.memory += [_rotations(plan), _prompt_logits(config, plan)]
     cache_tokens = plan.num_blocks * config.cache.block_size
@@ -249,12 +249,15 @@ def _weights(config: ServeConfig, plan: ModelPlan, num_sharing: int) -> Iterator
         yield Memory("experts that move", 2 * staging * expert_bytes, why)
 
 
-def _cache(config: ServeConfig, plan: ModelPlan) -> Memory:
+def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     block_size = config.cache.block_size
     num_bytes = plan.num_blocks * bytes_per_block(kv_layouts(plan.spec), block_size, plan.cache_dtype)
     blocks = f"{plan.num_blocks} blocks of {block_size} tokens: {plan.num_blocks * block_size} tokens"
     kept = "" if plan.cache_dtype == plan.dtype else f", in {config.cache.dtype} with a scale for each head and token"
-    return Memory("KV cache", num_bytes, blocks + kept)
+    yield Memory("KV cache", num_bytes, blocks + kept)
+    if config.cache.host_gb is not None:
+        pages = f"cache.host_gb {config.cache.host_gb:g}, of prefixes that left the KV cache, as they come"
+        yield Memory("pages in memory", int(config.cache.host_gb * 1e9), pages)
 
 
 def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | None) -> Iterator[Memory]:

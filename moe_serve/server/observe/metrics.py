@@ -159,6 +159,7 @@ _RANK_COUNTERS = (
     ("moe_serve_rank_recomputed_tokens", "Tokens computed again after that.", "num_recomputed_tokens"),
     ("moe_serve_rank_failed_requests", "Requests whose logits were not finite.", "num_failed"),
 )
+_PAGES = "num_pages_"
 _TOKENS = (("decode", "num_decode_tokens"), ("prefill", "num_prefill_tokens"), ("output", "num_output_tokens"))
 
 
@@ -202,6 +203,17 @@ class RankMetrics(Collector):
             "Rows that the rank ran: of decodes, of prefills; and tokens that came out.",
             ("rank", "kind"),
             [((rank, kind), status.counters.get(key, 0.0)) for rank, status in told for kind, key in _TOKENS],
+        )
+        yield counters(
+            "moe_serve_rank_cache_pages",
+            "Pages of the KV cache outside its pool: brought up from memory, from files; copied down; or not, and why.",
+            ("rank", "fate"),
+            [
+                ((rank, key.removeprefix(_PAGES)), count)
+                for rank, status in told
+                for key, count in sorted(status.counters.items())
+                if key.startswith(_PAGES)
+            ],
         )
         phases = [(rank, *item) for rank, status in told for item in sorted(status.phases.items())]
         yield histograms(

@@ -1,0 +1,40 @@
+"""Prefixes that left the pool, or the process, come back with the bits that they had; with other weights none does."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_serve.attention_dp.request import SamplingParams
+from tests.engine.offline import Served, prompts_with_shared_beginnings, serve, submits_of, tiny_model
+
+# fmt: off
+SMALL = [
+    "model.load_format=dummy", "cache.num_blocks=40", "cache.block_size=4", "engine.max_batch_tokens=24",
+    "engine.max_running_requests=3",
+]
+# fmt: on
+
+
+def served(num_ranks: int, *overrides: str) -> Served:
+    prompts = prompts_with_shared_beginnings(16, 200, max_len=100)
+    params = SamplingParams(max_new_tokens=4, temperature=0.7, ignore_eos=True)
+    return serve(num_ranks, submits_of(prompts, params), [*SMALL, *overrides])
+
+
+@pytest.mark.parametrize("model, num_ranks", [("deepseek_v3", 1), ("qwen2_moe", 2)])
+def test_tokens_do_not_notice_tiers_nor_a_restart(model: str, num_ranks: int, tmp_path: Path) -> None:
+    own = f"model.path={tiny_model(tmp_path, model)}"
+    pages = tmp_path / "pages"
+    files = [own, f"cache.path={pages}", "cache.disk_gb=0.1"]
+    plain = served(num_ranks, own)
+    first = served(num_ranks, "cache.host_gb=0.01", *files)
+    again = served(num_ranks, *files)
+    other = served(num_ranks, *files, "model.seed=7")
+    assert first.tokens == again.tokens == plain.tokens
+    assert first.digests == again.digests == plain.digests
+    cached = [run.stats["num_cached_prompt_tokens"] for run in (plain, first, again, other)]
+    assert cached[0] <= cached[1] < cached[2], "a restart finds the pages of the run before"
+    assert other.tokens != plain.tokens
+    assert cached[3] < cached[2], "pages of other weights are not found"
+    assert len(list(pages.iterdir())) == 2
+    assert not list(pages.glob("*/*.[0-9]*")), "no unfinished file is left"
