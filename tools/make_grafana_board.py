@@ -98,7 +98,7 @@ ROWS: dict[str, list[Panel]] = {
             "hits": f"{rate('moe_serve_rank_prefix_cache_hits_total')} / "
                     f"{rate('moe_serve_rank_prefix_cache_queries_total')}",
         }),
-        Panel("Preemptions, pages", "Requests that lost their KV blocks; tokens computed again; pages of tiers.", "short", {
+        Panel("Preemptions, pages", "Requests that lost blocks; tokens computed again; pages of tiers.", "short", {
             "rank {{rank}}": rate("moe_serve_rank_preemptions_total", "rank"),
             "tokens again, rank {{rank}}": rate("moe_serve_rank_recomputed_tokens_total", "rank"),
             "pages {{fate}}": rate("moe_serve_rank_cache_pages_total", "fate"),

@@ -97,7 +97,7 @@ class RequestBlocks:
     ):
         """model_key: as in prefix_cache.root_key"""
         self.tiers = tiers
-        self._fetches: "dict[str, Fetch]" = {}  # by request
+        self._fetches: dict[str, Fetch] = {}  # by request
         self.block_size = block_size
         self.tables = BlockTables(block_size)
         self._model_key = model_key

@@ -28,7 +28,13 @@ from moe_serve.engine.model.expert_sources import ExpertSources
 from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
 from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, checkpoint_folder
 from moe_serve.engine.model.served_model import ServedModel
-from moe_serve.engine.model.shared_weights import MEMORY, NONE, SharedWeights, open_shared_weights
+from moe_serve.engine.model.shared_weights import (
+    MEMORY,
+    NONE,
+    SharedWeights,
+    open_shared_weights,
+    weights_made_from,
+)
 from moe_serve.engine.output.grammars import make_grammars
 from moe_serve.engine.output.row_logprobs import LogprobScorer
 from moe_serve.engine.output.sampler import Sampler
