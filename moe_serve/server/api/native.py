@@ -27,7 +27,7 @@ from moe_serve.server.api.params import (
     sampling_params,
     sglang_constraint,
 )
-from moe_serve.server.edge.body import Body, Count, Name, OnlyFalse, TokenId, read_body, show
+from moe_serve.server.edge.body import Body, Count, FromPrefillServer, Name, OnlyFalse, TokenId, read_body, show
 from moe_serve.server.edge.errors import error_of, json_bytes
 from moe_serve.server.requests.admission import MAX_PRIORITY
 from moe_serve.server.requests.open_request import OpenRequest
@@ -119,9 +119,9 @@ class GenerateBody(Body):
     lora_path: None = None
     custom_logit_processor: None = None
     routing_key: None = None
-    bootstrap_host: None = None
-    bootstrap_port: None = None
-    bootstrap_room: None = None
+    bootstrap_host: FromPrefillServer = None
+    bootstrap_port: FromPrefillServer = None
+    bootstrap_room: FromPrefillServer = None
 
 
 def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:

@@ -30,7 +30,18 @@ from moe_serve.server.api.params import (
     sampling_params,
 )
 from moe_serve.server.api.tool_fields import EXAMPLE_CHOICE, ReasoningUse, ToolUse, tool_use
-from moe_serve.server.edge.body import Body, Count, Name, Only, OnlyEmpty, OnlyFalse, OnlyOne, TokenId, read_body
+from moe_serve.server.edge.body import (
+    Body,
+    Count,
+    FromPrefillServer,
+    Name,
+    Only,
+    OnlyEmpty,
+    OnlyFalse,
+    OnlyOne,
+    TokenId,
+    read_body,
+)
 from moe_serve.server.requests.prompts import GenerateRequest, Prompt
 
 REST_OF_CONTEXT = 2**31  # max_new_tokens of a request that names no length: reduced to what the model takes
@@ -125,7 +136,7 @@ class OpenAiCall(SamplingFields):
     media_io_kwargs: None = None
     guided_decoding_backend: None = None
     return_tokens_as_token_ids: OnlyFalse | None = None
-    kv_transfer_params: None = None
+    kv_transfer_params: FromPrefillServer = None
     vllm_xargs: OnlyEmpty | None = None
     # In SGLang's.
     lora_path: None = None
@@ -133,9 +144,9 @@ class OpenAiCall(SamplingFields):
     return_hidden_states: OnlyFalse | None = None
     return_routed_experts: OnlyFalse | None = None
     custom_logit_processor: None = None
-    bootstrap_host: None = None
-    bootstrap_port: None = None
-    bootstrap_room: None = None
+    bootstrap_host: FromPrefillServer = None
+    bootstrap_port: FromPrefillServer = None
+    bootstrap_room: FromPrefillServer = None
     routing_key: None = None
 
 

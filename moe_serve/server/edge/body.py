@@ -167,6 +167,18 @@ class OnlyEmpty(Only):
     values = ([], {}, "")
 
 
+# What a router of SGLang or vLLM adds, for servers that compute prompts and outputs apart.
+FromPrefillServer = Annotated[
+    None,
+    Meta(
+        extra={
+            "instead": "send the call without it, to this server alone: its ranks compute prompts and outputs, and "
+            "session_id (/generate) or routed_dp_rank takes calls to the rank that has their prompt cached"
+        }
+    ),
+]
+
+
 @overload
 def read_body(body: bytes, form: type[T], path: str = "", may_be_empty: bool = False) -> T: ...
 @overload

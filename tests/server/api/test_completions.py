@@ -216,6 +216,7 @@ WRONG = [
     ({"prompt": "a", "n": 0}, 400, "n", "n is 0"),
     ({"prompt": "a", "seed": -1}, 400, "seed", "seed is -1"),
     ({"prompt": "a", "suffix": "b"}, 400, "suffix", "not supported"),
+    ({"prompt": "a", "kv_transfer_params": {"do_remote_decode": True}}, 400, "kv_transfer_params", "this server alone"),
     ({"prompt": "a", "max_new_tokens": 5}, 400, "max_new_tokens", "did you mean max_tokens"),
     ({"prompt": "a", "temprature": 1}, 400, "temprature", "did you mean temperature"),
     ({"prompt": "a", "stream_options": {"usage": True}}, 400, "stream_options.usage", "is not a field"),

@@ -136,6 +136,7 @@ BAD = [
     ({"text": "a", "routed_dp_rank": -1}, "routed_dp_rank", "at least 0"),
     ({"text": "a", "return_hidden_states": True}, "return_hidden_states", "not supported"),
     ({"text": "a", "lora_path": "x"}, "lora_path", "not supported"),
+    ({"text": "a", "bootstrap_room": 5}, "bootstrap_room", "to this server alone"),
     ({"text": "a", "strem": True}, "strem", "did you mean stream?"),
     ({"prompt": "a", "text": "b"}, "prompt", "did you mean text?"),
     ({"text": "a", "zzz": 1}, "zzz", "known here"),
