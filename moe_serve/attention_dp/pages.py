@@ -207,7 +207,6 @@ class PageTiers:
         self.page_bytes = cache.page_bytes
         self._cache, self._host_bytes, self._folder = cache, host_bytes, folder
         self._host: OrderedDict[bytes, Tensor] = OrderedDict()  # the page used longest ago first
-        self._on_disk: set[bytes] = set()
         self._down: OrderedDict[bytes, int | Tensor] = OrderedDict()  # blocks to be copied, or pages that are, in order
         self._num_copied = 0  # of these pages
         self._key_of: dict[int, bytes] = {}  # of these blocks
@@ -226,9 +225,8 @@ class PageTiers:
         with self._lock:
             if key in self._host:
                 self._host.move_to_end(key)
-            is_in_memory = self._host_bytes == 0 or key in self._host
-            is_in_a_file = self._folder is None or key in self._on_disk
-            if key in self._down or (is_in_memory and is_in_a_file):
+            is_wanted = self._folder is not None or (self._host_bytes > 0 and key not in self._host)
+            if key in self._down or not is_wanted:
                 return
             if len(self._down) >= _QUEUED_PAGES:
                 self.counters["no_room"] += 1
@@ -303,7 +301,6 @@ class PageTiers:
             self._down.clear()
             self._num_copied = 0
             self._key_of.clear()
-            self._on_disk.clear()
             self._copied, self._clear = None, True
             self._lock.notify()
 
@@ -367,14 +364,11 @@ class PageTiers:
             found = self._folder.read(key, len(self._cache.layouts), self.page_bytes)
         except DamagedPage as error:
             self.counters[error.reason] += 1
-            with self._lock:
-                self._on_disk.discard(key)
             return None, ""
         if found is None:
             return None, ""
         page = torch.frombuffer(found, dtype=torch.uint8)
         with self._lock:
-            self._on_disk.add(key)
             self._put_in_host(key, page)
         return page, "from_disk"
 
@@ -383,26 +377,33 @@ class PageTiers:
         with self._lock:
             if not self._down:
                 return
-            key, held = self._down.popitem(last=False)
+            key, held = next(iter(self._down.items()))
+            folder, is_in_memory = self._folder, self._host_bytes == 0 or key in self._host
+        if folder is not None and folder.has(key):
+            folder = None
+        with self._lock:
+            if self._down.get(key) is not held:
+                return  # its block is written now: the page has taken its place
+            del self._down[key]
             if isinstance(held, int):
                 self._copied = key
             else:
                 self._num_copied -= 1
-        page = self._cache.read_page(held) if isinstance(held, int) else held
+        is_needed = folder is not None or not is_in_memory
+        page = self._cache.read_page(held) if isinstance(held, int) and is_needed else held
         with self._lock:
             if isinstance(held, int):
                 if self._copied != key:
                     return
                 self._copied = None
                 self._key_of.pop(held, None)
+            if isinstance(page, int):
+                return
             self._put_in_host(key, page)
-            folder = None if key in self._on_disk else self._folder
         if folder is not None:
-            if not folder.has(key):
-                folder.write(key, len(self._cache.layouts), page.numpy().data)
-            with self._lock:
-                self._on_disk.add(key)
-        self.counters["down"] += 1
+            folder.write(key, len(self._cache.layouts), page.numpy().data)
+        if is_needed:
+            self.counters["down"] += 1
 
     def _put_in_host(self, key: bytes, page: Tensor) -> None:
         """Keeps a page in memory, for which those used longest ago make room. The caller holds the lock."""
