@@ -19,6 +19,25 @@ from moe_serve.errors import CapacityError
 MAX_KEYS = 65536  # entries of the affinity table, about 10 MB
 
 
+def why_local(
+    num_uncached: int, least_tokens: int, prefill_wait: int, local_wait: int, num_decoding: int
+) -> str | None:
+    """Returns why the decode ranks compute a prompt themselves; None: a prefill rank does.
+
+    A local prefill holds up every request that its rank decodes, by about a token's time for each of its tokens. So a
+    prefill rank may make the request wait for as long as all of these together would, beside the local wait.
+
+    num_uncached: tokens of the prompt that no decode rank has cached;  least_tokens: for which the hand-over pays
+    prefill_wait, local_wait: prompt tokens ahead of it, on the best rank of each kind
+    num_decoding: requests of the best decode rank
+    """
+    if num_uncached < least_tokens:
+        return "short"
+    if prefill_wait > local_wait + num_uncached * num_decoding:
+        return "prefill_busy"
+    return None
+
+
 @dataclass(slots=True)
 class _Sent:
     """A request of this front end that is not finished."""
@@ -46,11 +65,21 @@ class _RankState:
 class RequestRouter:
     """Routes the requests of one front end to the ranks. Its memory is bounded: LRU over prompt blocks."""
 
-    def __init__(self, num_ranks: int, load_gap: float = 512.0, block_size: int = 16, max_keys: int = MAX_KEYS):
+    def __init__(
+        self,
+        num_ranks: int,
+        load_gap: float = 512.0,
+        block_size: int = 16,
+        max_keys: int = MAX_KEYS,
+        first_rank: int = 0,
+    ):
+        """first_rank: their numbers begin there"""
         self.load_gap = load_gap
         self.block_size = block_size
         self.max_keys = max_keys
-        self._ranks = {rank: _RankState() for rank in range(num_ranks)}  # those that are not lost
+        self._ranks = {
+            rank: _RankState() for rank in range(first_rank, first_rank + num_ranks)
+        }  # those that are not lost
         self._sent: dict[str, _Sent] = {}
         self._first_of: dict[str, str] = {}  # group -> its first request that is not finished
         # Block key -> bit mask of the ranks that were sent a prompt with this block. Least recently used first.
@@ -65,6 +94,17 @@ class RequestRouter:
     def load(self, rank: int) -> int:
         """Returns the load of a rank in tokens, as far as this front end knows."""
         return self._ranks[rank].load
+
+    @property
+    def prompt_wait(self) -> int:
+        """Prompt tokens that are ahead of a new request, on the rank with the fewest; there is one."""
+        return min(state.own_prefill + state.others for state in self._ranks.values())
+
+    def uncached(self, prompt_ids: Sequence[int], salt: str) -> int:
+        """Returns how many tokens of a prompt the rank that was sent most of its beginning has to compute."""
+        keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
+        cached = self._cached_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
+        return len(prompt_ids) - max(cached.values(), default=0)
 
     def route(
         self,

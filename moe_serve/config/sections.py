@@ -215,6 +215,12 @@ class ParallelConfig(Section):
     cpu_bind: Literal["auto", "none"] | tuple[NonNegativeInt, ...] = "auto"
     attn_tp: PositiveInt = 1
     pp: PositiveInt = 1
+    # Ranks that compute prompts with their first token, an expert-parallel group of its own beside the num_ranks, which
+    # then decode. Only under `moe-serve serve`, on one host, on CPUs. 0: every rank does both
+    num_prefill_ranks: NonNegativeInt = 0
+    # A prompt with fewer tokens than this that no decode rank has cached stays with the decode ranks
+    prefill_from_tokens: PositiveInt = 256
+    role: Literal["both", "prefill", "decode"] = "both"  # of these ranks; `moe-serve serve` sets it for each group
 
     @model_validator(mode="after")
     def _only_data_and_expert_parallel(self) -> Self:
@@ -481,6 +487,40 @@ class ServeConfig(Section):
     def has_front_ends(self) -> bool:
         """Whether this host has some."""
         return self.launcher.front_ends == "every_host" or self.launcher.node_rank == 0
+
+    @model_validator(mode="after")
+    def _roles_fit(self) -> Self:
+        parallel = self.parallel
+        if parallel.role != "both" and not parallel.num_prefill_ranks:
+            raise ValueError(
+                f"parallel.role is {parallel.role} but parallel.num_prefill_ranks is 0; leave parallel.role out, and "
+                "start both groups by moe-serve serve --prefill-ranks P --decode-ranks D"
+            )
+        if not parallel.num_prefill_ranks:
+            return self
+        if self.launcher.nnodes > 1:
+            raise ValueError(
+                f"parallel.num_prefill_ranks is {parallel.num_prefill_ranks} but launcher.nnodes is "
+                f"{self.launcher.nnodes}, and prefill ranks are on one host with the others; set one of the two to its "
+                "default"
+            )
+        if parallel.device == "cuda":
+            raise ValueError(
+                "parallel.num_prefill_ranks is above 0 but parallel.device is cuda, and prefill ranks are on CPUs; set "
+                "parallel.num_prefill_ranks: 0, or parallel.device: cpu"
+            )
+        if self.eplb.record_path is not None:
+            raise ValueError(
+                "eplb.record_path is one file, which prefill and decode ranks would both write; leave it out, or set "
+                "parallel.num_prefill_ranks: 0"
+            )
+        return self
+
+    def of_role(self, role: Literal["prefill", "decode"]) -> "ServeConfig":
+        """Returns the configuration of the ranks with a role; `parallel.num_ranks` is how many they are."""
+        number = self.parallel.num_prefill_ranks if role == "prefill" else self.parallel.num_ranks
+        parallel = self.parallel.model_copy(update={"role": role, "num_ranks": number})
+        return self.model_copy(update={"parallel": parallel})
 
     @model_validator(mode="after")
     def _a_transport_can_do_what_is_asked(self) -> Self:

@@ -56,6 +56,11 @@ class StartDisplay:
         self._log.end()
 
     @property
+    def num_ranks(self) -> int:
+        """How many ranks it shows."""
+        return len(self._phases)
+
+    @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started_s
 

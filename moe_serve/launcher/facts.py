@@ -33,6 +33,10 @@ _SAMPLE_BYTES = 16 << 10
 _LARGEST_FILE = 1 << 30
 
 
+# Where experts and ranks are changes no token.
+_NO_VALUES = ("parallel.", "server.", "launcher.", "eplb.", "the file of eplb.")
+
+
 class Fact(NamedTuple):
     """key: a setting, or what else must be equal;  value: compared;  note: for people, may differ"""
 
@@ -59,6 +63,12 @@ def facts_of(config: ServeConfig, device: str) -> list[Fact]:
 def launcher_facts(config: ServeConfig) -> list[Fact]:
     """Returns what the launchers of all hosts must have in common; the ranks compare the rest."""
     return [Fact("the version of moe_serve", moe_serve.__version__), *_settings(config)]
+
+
+def what_is_computed(facts: Sequence[Fact]) -> str:
+    """Returns a hash of what decides about values: equal ones give equal tokens, however many ranks there are."""
+    kept = [fact for fact in facts if not fact.key.startswith(_NO_VALUES) and fact.key != _TOKEN]
+    return _short(repr([(fact.key, fact.value) for fact in kept]).encode())
 
 
 def front_end_facts(config: ServeConfig) -> dict[str, str]:

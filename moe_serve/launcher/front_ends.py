@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -73,8 +73,13 @@ class FrontEnds:
         self._left: list[int] = list(numbers)  # those that are not given up
         addresses = [link.front_end_at(self._first + number) for number in numbers]
         self._links = [self._sockets.connected(zmq.DEALER, address, linger_ms=200) for address in addresses]
+        self._prefill_links: list[zmq.Socket[bytes]] = []  # where they take reports about prefill ranks
+        if config.parallel.num_prefill_ranks:
+            of_prefill = link.of_prefill()
+            addresses = [of_prefill.front_end_at(self._first + number) for number in numbers]
+            self._prefill_links = [self._sockets.connected(zmq.DEALER, each, linger_ms=200) for each in addresses]
         self._poller = zmq.Poller()
-        for each in self._links:
+        for each in (*self._links, *self._prefill_links):
             self._poller.register(each, zmq.POLLIN)
         self._by_age: list[int] = []
         self._ready: set[tuple[int, int, int]] = set()  # (front end, launch, rank)
@@ -100,8 +105,13 @@ class FrontEnds:
         )
         self._by_age = [*(each for each in self._by_age if each != number), number]
         hello = Hello(SUPERVISOR, self._config.parallel.num_ranks, 0, os.getpid(), os.uname().nodename)
-        self._links[number].send(encode(hello))
+        for link in self._of(number):
+            link.send(encode(hello))
         return child
+
+    def _of(self, number: int) -> Sequence[zmq.Socket[bytes]]:
+        """Returns the sockets of a front end."""
+        return [each[number] for each in (self._links, self._prefill_links) if each]
 
     @property
     def have_ended(self) -> bool:
@@ -170,19 +180,22 @@ class FrontEnds:
         """
         ready = dict(self._poller.poll(timeout_ms))
         oldest = self._by_age[0] if self._by_age else None
-        for number, link in enumerate(self._links):
+        own = [(number, link) for number in range(len(self._links)) for link in self._of(number)]
+        for number, link in own:
             if link not in ready:
                 continue
             while link.poll(0):
                 data = link.recv()
                 with contextlib.suppress(msgspec.DecodeError):  # Alive and Shutdown are for ranks
                     message = decode_to_front_end(data)
-                    self._note_state(number, message)
+                    self._note_state(number, message, link in self._prefill_links)
                     if number == oldest or not isinstance(message, Progress):
                         yield message
 
-    def _note_state(self, number: int, message: ToFrontEnd) -> None:
+    def _note_state(self, number: int, message: ToFrontEnd, is_of_prefill: bool) -> None:
         match message:
+            case _ if is_of_prefill:  # what follows is about those that decode
+                return
             case Hello():
                 self.num_before[message.rank] = message.num_before
             case Ready():
@@ -197,7 +210,8 @@ class FrontEnds:
     def tell(self, message: Message) -> None:
         """Sends a message to all of them."""
         for number in self._left:
-            self._links[number].send(encode(message))
+            for link in self._of(number):
+                link.send(encode(message))
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to all of them."""

@@ -7,6 +7,7 @@ without a lost one; their decision is printed.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import (
@@ -20,7 +21,6 @@ from moe_serve.engine.protocol.messages import (
     Ready,
     ToFrontEnd,
 )
-from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.local import Death, LocalRanks, Replacements, Restarts, left_out
 
 _EXIT_SEEN_S = 0.3  # peers may miss a process this long before its parent knows how it ended
@@ -65,6 +65,16 @@ class _Masked:
     serving: str
 
 
+class Display(Protocol):
+    """Shows a launch to people."""
+
+    def phase(self, rank: int, phase: str, fraction: float) -> None:
+        """Shows what a rank does. fraction: 0..1 of it"""
+
+    def note(self, text: str, style: str = "") -> None:
+        """Prints a line."""
+
+
 class LaunchWatch:
     """One launch, from its start to its loss.
 
@@ -75,7 +85,7 @@ class LaunchWatch:
     def __init__(
         self,
         config: ServeConfig,
-        display: StartDisplay,
+        display: Display,
         ranks: LocalRanks,
         restarts: Restarts,
         tell: Callable[[Message], None],

@@ -51,6 +51,11 @@ def look_for_files(config: "ServeConfig") -> None:
     if location != "trivial" and not Path(location).is_file():
         raise ConfigError(f"eplb.init_expert_location is {location!r} but there is no such file; correct the path")
     _check_memory(config, spec)
+    if config.parallel.num_prefill_ranks and config.parallel.device == "auto" and Path("/dev/nvidiactl").exists():
+        raise ConfigError(
+            "parallel.num_prefill_ranks is above 0 and this machine has a GPU, but prefill ranks are on CPUs; set "
+            "parallel.num_prefill_ranks: 0, or parallel.device: cpu"
+        )
     look_at_secrets(config)
     look_where_to_write(config)
 
@@ -171,7 +176,8 @@ _REFUSED: Sequence[tuple[tuple[str, ...], str]] = (
     ),
     (
         ("--disaggregation-*", "--kv-transfer-config"),
-        "asks for prefill and decode on separate servers, which is not supported; leave it out",
+        "asks for prefill and decode on separate servers, which is not supported; leave it out, and give one server "
+        "ranks of both kinds by moe-serve serve --prefill-ranks P --decode-ranks D",
     ),
     (
         ("--master-addr", "--master-port", "--nccl-init-addr"),

@@ -22,7 +22,7 @@ from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Refused
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError, PeerError
-from moe_serve.launcher.facts import Fact, facts_of, first_difference, front_end_facts
+from moe_serve.launcher.facts import Fact, facts_of, first_difference, front_end_facts, what_is_computed
 from moe_serve.launcher.rank_env import RankEnv, host_name
 from moe_serve.links.link import find_link
 from moe_serve.links.listeners import refuse_new_connections
@@ -107,6 +107,7 @@ class RankStart:
         )
         group = replace(groups.ep, streams=self._streams(groups.ep.link) if groups.ep.device.type == "cpu" else None)
         engine = _build_engine(self._config, group, exchange, self._mailbox, self.env, self.report)
+        engine.served.info["computes"] = what_is_computed(facts)
         self._leave_handover(group, facts)
         self.report("waiting for the other ranks", 1.0)
         barrier(groups.patient)
@@ -142,6 +143,7 @@ class RankStart:
             env.rank, env.num_ranks, device, num_nodes=num_nodes, files=files, link=between, streams=streams
         )
         engine = _build_engine(config, group, exchange, self._mailbox, env, self.report)
+        engine.served.info["computes"] = what_is_computed(facts)
         self._leave_handover(group, facts)
         return engine
 
@@ -251,7 +253,7 @@ def _build_engine(
     from moe_serve.engine.build import build_engine
 
     engine = build_engine(config, group, exchange, mailbox, launch_id=env.launch_id, progress=report)
-    engine.served.info |= {"exchange": type(exchange).__name__, "launched_by": env.source}
+    engine.served.info |= {"role": config.parallel.role, "exchange": type(exchange).__name__, "launched_by": env.source}
     engine.served.info["shared_with_front_end"] = front_end_facts(config)
     return engine
 

@@ -12,6 +12,7 @@ the loss of node rank 0, their parents wait for it, and its next one takes over.
 """
 
 import contextlib
+import os
 import signal
 import socket
 import time
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from moe_serve.config import ServeConfig, ServerConfig, served_name
-from moe_serve.engine.protocol.messages import SUPERVISOR, Exited, Fatal, Members, Message
+from moe_serve.engine.protocol.messages import SUPERVISOR, Exited, Fatal, Members, Message, ToFrontEnd
 from moe_serve.errors import LaunchError, MoeServeError
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.front_ends import FrontEnds
@@ -98,9 +99,22 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
     listener = open_port(config.server.host, config.server.port)
     with listener, OwnFolder() as folder:
         config = with_port(config, listener.getsockname()[1])
-        ranks = LocalRanks(config, display.line, folder, module=worker)
+        own, prefill = config, None
+        if config.parallel.num_prefill_ranks:
+            config = share_threads(config)
+            own, prefill = config.of_role("decode"), _Prefill(config.of_role("prefill"), display, folder, worker)
+        ranks = LocalRanks(own, display.line, folder, module=worker)
         with signals_stop() as signals:
-            return _System(config, display, ranks, signals).run(listener)
+            return _System(own, display, ranks, signals, prefill=prefill).run(listener)
+
+
+def share_threads(config: ServeConfig) -> ServeConfig:
+    """Returns the configuration with the cores of this host divided over the ranks of both roles."""
+    parallel = config.parallel
+    if parallel.threads_per_rank is not None:
+        return config
+    num_threads = max(1, len(os.sched_getaffinity(0)) // (parallel.num_ranks + parallel.num_prefill_ranks))
+    return config.model_copy(update={"parallel": parallel.model_copy(update={"threads_per_rank": num_threads})})
 
 
 def serve_with_other_hosts(
@@ -415,8 +429,95 @@ def with_port(config: ServeConfig, http_port: int) -> ServeConfig:
     return config.model_copy(update={"server": config.server.model_copy(update={"port": http_port})})
 
 
+class _PrefillDisplay:
+    """Shows prefill ranks behind those that decode. first: the number of the first"""
+
+    def __init__(self, display: StartDisplay, first: int):
+        self._display, self._first = display, first
+
+    def phase(self, rank: int, phase: str, fraction: float) -> None:
+        """Shows what a rank does."""
+        self._display.phase(self._first + rank, phase, fraction)
+
+    def note(self, text: str, style: str = "") -> None:
+        """Prints a line about these ranks."""
+        self._display.note(f"prefill: {text}", style=style)
+
+    def line(self, who: str, line: str) -> None:
+        """Prints what one of them has printed."""
+        self._display.line(f"prefill {who}", line)
+
+
+class _Prefill:
+    """The prefill ranks of a system: a launch of their own, without which the others serve on.
+
+    config: of their role;  folder: of the launcher
+    """
+
+    def __init__(self, config: ServeConfig, display: StartDisplay, folder: Path, worker: str):
+        self._config = config
+        self._display = _PrefillDisplay(display, display.num_ranks - config.parallel.num_ranks)
+        self._link = Link(folder=folder).of_prefill()
+        assert self._link.folder is not None
+        self.ranks = LocalRanks(config, self._display.line, self._link.folder, worker, self._link)
+        self._restarts = Restarts(config.launcher, "the prefill ranks were")
+        self._launch: LaunchWatch | None = None  # None: they are not running
+        self._starts_at_s: float | None = None
+        self._tell: Callable[[Message], None] = lambda message: None
+
+    def start(self, tell: Callable[[Message], None]) -> None:
+        """Starts the ranks. tell: sends a message to the front ends"""
+        self._tell = tell
+        self.ranks.folder.mkdir(mode=0o700)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._starts_at_s = None
+        self.ranks.start()
+        self._launch = LaunchWatch(self._config, self._display, self.ranks, self._restarts, self._tell)
+
+    def take(self, message: ToFrontEnd) -> None:
+        """Shows what a rank has reported."""
+        if self._launch is not None:
+            self._launch.take(message)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether they serve, or nobody waits for them any more."""
+        return self._launch.is_ready if self._launch is not None else self._starts_at_s is None
+
+    def turn(self) -> None:
+        """Replaces lost ranks, and restarts all of them where that fails."""
+        if self._starts_at_s is not None and time.monotonic() >= self._starts_at_s:
+            self._begin()
+        if self._launch is None:
+            return
+        if self._launch.is_ready:
+            self.ranks.keep_spare()
+        loss = self._launch.find_loss()
+        if loss is None:
+            self._launch.replace_lost_ranks()
+            return
+        self._launch = None
+        for line in (str(loss), *(f"  {line}" for line in loss.last_lines)):
+            self._display.note(line, style="red")
+        self.ranks.end(0.0 if loss.others_run else _LOSS_GRACE_S)
+        if not loss.is_setting and self._restarts.note_loss(str(loss), loss.had_served):
+            self._starts_at_s = time.monotonic() + self._restarts.pause_s
+            again = f"they are started again{in_a_while(self._restarts.pause_s)} ({self._restarts.describe()})"
+            self._display.note(f"{again}; the decode ranks serve on meanwhile", style="yellow")
+            return
+        why = ["a setting must be corrected first"] if loss.is_setting else self._restarts.report()
+        for line in (*why, "they are not started again; the decode ranks serve on"):
+            self._display.note(line, style="red")
+
+
 class _System:
-    """The system as its launcher sees it. hosts: the others, where there are; ranks is of all then"""
+    """The system as its launcher sees it.
+
+    hosts:   the others, where there are; ranks is of all then
+    prefill: the ranks that compute prompts, beside `ranks` then
+    """
 
     def __init__(
         self,
@@ -425,7 +526,9 @@ class _System:
         ranks: LocalRanks,
         signals: Signals,
         hosts: Leader | None = None,
+        prefill: _Prefill | None = None,
     ):
+        self._prefill = prefill
         self.config = config
         self.display = display
         self.ranks = ranks
@@ -451,6 +554,8 @@ class _System:
                 self.ranks.start()
             else:
                 self._join(running)
+            if self._prefill is not None:
+                self._prefill.start(self._tell)
             self.start_front_ends(listener.fileno())
             if self.config.num_front_ends == 1:
                 listener.close()  # the front end holds it now
@@ -491,7 +596,13 @@ class _System:
             assert self._front_ends is not None
             for message in self._front_ends.receive(_POLL_MS):
                 self._launch.take(message)
-            if self._launch.is_ready and not self._is_announced and self._front_ends.serve(self.ranks.launch_id):
+                if self._prefill is not None:
+                    self._prefill.take(message)
+            if self._prefill is not None and not self.signals.num:
+                self._prefill.turn()
+            waits = self._prefill is not None and not self._was_ready and not self._prefill.is_ready
+            is_ready = self._launch.is_ready and not self._is_announced and not waits
+            if is_ready and self._front_ends.serve(self.ranks.launch_id):
                 self._announce()
             if self._is_announced:
                 self.ranks.keep_spare()
@@ -633,7 +744,11 @@ class _System:
         if not self._launch.is_ready or front_ends is None or front_ends.have_ended:
             for child in self.ranks.children:  # no front end asks them to end, or they do not listen yet
                 child.signal(signal.SIGINT if self._launch.is_ready else signal.SIGTERM)
-        children = [*self.ranks.children, *(front_ends.children if front_ends is not None else ())]
+        of_prefill = [] if self._prefill is None else self._prefill.ranks.children
+        if self._prefill is not None and (not self._prefill.is_ready or front_ends is None or front_ends.have_ended):
+            for child in of_prefill:
+                child.signal(signal.SIGTERM)
+        children = [*self.ranks.children, *of_prefill, *(front_ends.children if front_ends is not None else ())]
         deadline_s = time.monotonic() + _END_GRACE_S
         while time.monotonic() < deadline_s and self.signals.num < 2:
             if all(child.code is not None for child in children):
@@ -645,6 +760,8 @@ class _System:
         if front_ends is not None:
             front_ends.close()
         self.ranks.end(grace_s=0.0)
+        if self._prefill is not None:
+            self._prefill.ranks.end(grace_s=0.0)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import secrets
 import socket
 import stat
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_serve.config import ServeConfig, ServerConfig
@@ -49,6 +49,15 @@ class Link:
         if self.folder is None:
             return f"tcp://{self.front_ends[worker] if self.front_ends else host_and_port(self.host, self.port)}"
         return f"ipc://{self.folder}/front_end-{worker}" if worker else f"ipc://{self.folder}/front_end"
+
+    def of_prefill(self) -> "Link":
+        """Returns the link of the prefill ranks beside these. Raises ConfigError over TCP."""
+        if self.folder is None:
+            raise ConfigError(
+                "parallel.num_prefill_ranks is above 0 but only `moe-serve serve` starts prefill ranks; leave it out "
+                "beside torchrun, mpirun and LLM"
+            )
+        return replace(self, folder=self.folder / "prefill")
 
     def wakes_of(self, rank: int, own_host: str) -> str:
         """Returns the address where a rank takes wakes; over TCP, one of own_host with any free port."""

@@ -61,7 +61,8 @@ def serve(options: ServeOptions) -> None:
     is_alone = config.launcher.nnodes == 1
     if is_alone:
         look_for_files(config)
-    with StartDisplay(config.parallel.num_ranks, with_flags, config.server.log_format) as display:
+    num_ranks = config.parallel.num_ranks + config.parallel.num_prefill_ranks
+    with StartDisplay(num_ranks, with_flags, config.server.log_format) as display:
         changed = "\n".join(f"  {each}" for each in config.changed())
         display.heading(f"moe-serve {moe_serve.__version__}; settings other than defaults:\n{changed}", style="dim")
         if is_alone:

@@ -95,6 +95,12 @@ class ServeOptions(ModelOptions):
         "parallel.num_ranks", "--attn-dp-size", "--attention-data-parallel-size", "--dp-size", "--data-parallel-size",
         help=" as well: attention is data-parallel over all ranks",
     )  # fmt: skip
+    decode_ranks: int | None = setting(
+        "parallel.num_ranks", help=" as well: beside --prefill-ranks they decode, and compute short prompts"
+    )
+    prefill_ranks: int | None = setting(
+        "parallel.num_prefill_ranks", help="ranks that compute prompts with their first token alone; 0: every rank does"
+    )
     print_config: bool = option(
         "--print-config", default=False, help="print the effective configuration, a file for --config, and end"
     )

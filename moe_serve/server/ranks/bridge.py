@@ -60,7 +60,7 @@ from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.calls import ApiServers, Command, CommandBook
 from moe_serve.server.ranks.rank_table import Liveness, RankTable, RankView
-from moe_serve.server.ranks.request_book import RequestBook, RestartWait
+from moe_serve.server.ranks.request_book import GroupRequests, PrefillRequests, RequestBook, RestartWait
 from moe_serve.server.ranks.router_socket import RouterSocket
 from moe_serve.server.ranks.void_reports import VoidReports
 from moe_serve.server.requests.open_request import Changes, Notifier, OpenRequest, RequestSpec, UnavailableError
@@ -77,44 +77,26 @@ _UNNAMED_LOSS_S = 0.5  # how long a report that cannot name the lost rank waits 
 _GOODBYE_S = 3.0  # how long the ranks may take to end
 
 
-class Bridge:
-    """The ranks, seen from the front end: keeps the table of ranks and the book of requests up to date.
+class RankGroup:
+    """The ranks of one launch, seen from a front end: keeps their table up to date, and tells `requests` what happens.
 
-    tokenizer: None = ids in, ids out
-    observer:  called with what the ranks report while they start and end (Hello, Progress, Ready, Fatal, Goodbye)
-    link:      how ranks attach; None: as the environment and the configuration say
+    requests: those that these ranks serve
+    observer: called with what the ranks report while they start and end (Hello, Progress, Ready, Fatal, Goodbye)
     """
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        tokenizer: Decoder | None,
-        observer: Observer | None = None,
-        link: Link | None = None,
-    ):
-        server = config.server
+    def __init__(self, config: ServeConfig, requests: GroupRequests, observer: Observer | None, link: Link):
         self.config = config
-        self.notifier = Notifier()
         # A rank carries a command out between two steps, and writes a file at most.
         self._command_deadline_s = config.engine.step_deadline_s + _WRITE_S
         self.workers = RankTable(config.parallel.num_ranks)
         self.balance = BalanceBook(config.eplb.mode)
-        self.book = RequestBook(config, tokenizer, self._send_to_rank)
-        self.grammars = GrammarCheck(None if tokenizer is None else str(model_dir(config.model)))
+        self._requests = requests
         self._voids = VoidReports()
-        self._commands = CommandBook(self._send_to_rank, secrets.randbits(52))
-        self._link = link or find_link(server)
-        self.api_servers = ApiServers(
-            self._link.worker,
-            config.num_front_ends,
-            server.api_workers,
-            self._send_to_rank,
-            lambda: [view.rank for view in self.workers if view.serves],
-            self.book,
-        )
+        self._commands = CommandBook(self.send_to_rank, secrets.randbits(52))
+        self._link = link
         self._supervisors = Supervisors(observer, self._send)
         self._liveness = Liveness(config)
-        self._restart = RestartWait(self.workers, self.book, server.restart_deadline_s)
+        self._restart = RestartWait(self.workers, requests, config.server.restart_deadline_s)
         self._drained: tuple[int | None, str] = None, ""  # the last launch that was asked to end, and why
         self._changed = Condition()  # a rank has attached, got ready, ended or was lost
         self._is_finishing = False  # no new requests are accepted
@@ -132,7 +114,7 @@ class Bridge:
         """Binds the address that ranks attach to. Raises LaunchError when it is taken."""
         self._socket = RouterSocket(self._link, self._receive)
         self._started_s = self.workers.began_s = time.monotonic()
-        self._tasks = [asyncio.create_task(self._keep_in_touch()), asyncio.create_task(self._keep_deadlines())]
+        self._tasks = [asyncio.create_task(self._keep_in_touch())]
 
     @property
     def link(self) -> Link:
@@ -147,11 +129,11 @@ class Bridge:
 
     async def _let_end(self, deadline_s: float) -> int:
         """Waits for the open requests; returns how many are left at the deadline. Ends a pause, which holds some."""
-        self.book.go_on()
+        self._requests.let_end()
         ends_s = time.monotonic() + deadline_s
-        while len(self.book) and time.monotonic() < ends_s:
+        while len(self._requests) and time.monotonic() < ends_s:
             await asyncio.sleep(_LOOK_S)
-        return len(self.book)
+        return len(self._requests)
 
     def drain(self, reason: str = "the server is ending") -> None:
         """Takes no more requests, and ends the open ones with an error; ranks may end from now on."""
@@ -162,7 +144,6 @@ class Bridge:
     async def close(self) -> None:
         """Ends the ranks and closes the socket; returns within a few seconds whatever the ranks do."""
         self.drain()
-        await self.grammars.close()
         if self._socket is not None:
             await self._end_launch_in_order()
         for task in self._tasks:
@@ -230,7 +211,7 @@ class Bridge:
     def give_up(self, reason: str) -> None:
         """Ends the open requests with an error, since nobody starts the lost ranks again."""
         self._restart.give_up()
-        self.book.fail_all(reason)
+        self._requests.fail_all(reason)
 
     async def command(self, command: Command) -> Answer:
         """Sends a command to all ranks that take part, and returns the leader's answer. Fills in its call_id.
@@ -238,17 +219,6 @@ class Bridge:
         Raises UnavailableError when the ranks cannot take it or do not answer, QueueFullError when too many are open.
         """
         return await self._commands.call(command, self._serving(), self._command_deadline_s)
-
-    async def flush_cache(self) -> list[Answer]:
-        """Empties the prefix caches of the ranks that take part, and returns the answer of each.
-
-        Raises RequestError while requests are open, and UnavailableError and QueueFullError as `command` does.
-        """
-        if len(self.book):
-            raise RequestError(f"{len(self.book)} requests are open; flush the cache when they have ended")
-        answers = await self._commands.call_each(FlushCache(0), self._serving(), self._command_deadline_s)
-        self.book.forget_prompts()
-        return answers
 
     async def profile(self, command: Profile) -> list[Answer]:
         """Tells the ranks that take part to start or end a profile, and returns the answer of each.
@@ -263,6 +233,335 @@ class Bridge:
         if problem is not None:
             raise UnavailableError(problem)
         return [view.rank for view in self.workers if view.serves]
+
+    # --- ranks that attach, end and are lost -------------------------------------------------------------------------
+
+    def report_loss(self, reason: str, rank: int = SUPERVISOR) -> None:
+        """Takes a report from a caller that watches the processes: a rank is gone (SUPERVISOR: all are started again).
+
+        If the others can go on without it, they will say so.
+        """
+        if rank == SUPERVISOR or not self.workers.can_spare(rank):
+            self._end_launch(reason, None if rank == SUPERVISOR else rank)
+        else:
+            self._suspect(reason, rank)
+
+    def _suspect(self, reason: str, rank: int) -> None:
+        self.workers.suspect(rank, reason, time.monotonic())
+        self._requests.suspect(rank)
+        self._changed.notify_all()
+
+    def _asked_to_end(self) -> str | None:
+        """Returns why the ranks of this launch were asked to end; None if they were not."""
+        launch_id, reason = self._drained
+        return reason if launch_id == self.workers.launch_id else None
+
+    def _drain_ranks(self, view: RankView) -> None:
+        """Ends all ranks, since one was asked to: once the open requests have ended, or at the deadline."""
+        if self._asked_to_end() is not None:
+            return
+        deadline_s = self.config.server.drain_deadline_s
+        reason = f"rank {view.rank} on {view.host} was asked to end, so all ranks end"
+        self._drained = self.workers.launch_id, reason
+        log.warning("%s; %d open requests have %g s to end", reason, len(self._requests), deadline_s)
+        self._tasks.append(asyncio.create_task(self._end_drained(self.workers.launch_id, reason, deadline_s)))
+
+    async def _end_drained(self, launch_id: int, reason: str, deadline_s: float) -> None:
+        num_left = await self._let_end(deadline_s)
+        if launch_id == self.workers.launch_id and self.workers.loss is None:
+            if num_left:
+                late = f"the request was open after server.drain_deadline_s = {deadline_s:g} s"
+                self._fail_all(f"{reason}; {late}")
+            self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        for view in self.workers:
+            self._send(view.identity, Shutdown())
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _receive(self, identity: bytes, data: bytes) -> None:
+        try:
+            message = decode_to_front_end(data)
+        except msgspec.DecodeError as error:
+            self._warnings.warn(f"{identity!r}", "dropped a message that is not one of ours: %s", error)
+            return
+        try:
+            self._take(identity, message)
+        except Exception:  # the outermost frame: open requests must end, not hang on a mistake of ours
+            log.exception("the front end failed on a %s message", type(message).__name__)
+            self._end_launch("the front end failed on a message of a rank; see its log", None)
+
+    def _take(self, identity: bytes, message: ToFrontEnd) -> None:
+        """Handles a message of a rank or a supervisor; drops those of past launches."""
+        if isinstance(message, Hello):
+            self._attach(identity, message)
+            return
+        if identity in self._supervisors:
+            self._take_of_launcher(message)
+            return
+        if isinstance(message, Pulse):
+            self.workers.pulse(message, time.monotonic())
+            return
+        view = self.workers.by_identity(identity)
+        if isinstance(message, ForFrontEnds):
+            if view is not None:
+                self._take_of_front_end(message, view.rank)
+            return
+        if view is None or message.launch_id != self.workers.launch_id:
+            return
+        view.heard_s = time.monotonic()
+        match message:
+            case Tokens():
+                self._requests.take(message)
+            case Status():
+                view.status = message
+                self._requests.take_status(message)
+            case Voided():
+                self._voids.add(message)
+            case Members():
+                self._regroup(message)
+                self._explain_void(message.members)
+            case Apart():
+                if self.workers.set_apart(message):
+                    log.warning("%s; no request is served here until then", message.reason)
+                    self._group = message
+                    self._tell(message)
+            case Answer():
+                self._commands.take(message)
+            case BalanceReport() if view.mask_reason is None:  # a masked rank leads no more
+                self.balance.take(message, time.time())
+            case Fatal():
+                self._take_fatal(view, message)
+            case Progress():
+                self.workers.progress(view, message)
+                self._tell(message)
+            case Ready():
+                self.workers.ready(view, message)
+                self._restart.serve()
+                self._rank_is_ready(view.rank)
+                self._tell(message)
+            case Draining() if view.mask_reason is None:
+                self._drain_ranks(view)
+            case Goodbye():
+                view.ended = True
+                if not self._is_draining and view.mask_reason is None:
+                    why = self._asked_to_end() or f"rank {view.rank} was told to end"
+                    self._end_launch(f"{why}; start the ranks again", view.rank)
+                self._tell(message)
+
+    def _take_of_front_end(self, message: ForFrontEnds, rank: int) -> None:
+        """Takes what another front end says; `Bridge` does. rank: it has passed that on"""
+
+    def _rank_is_ready(self, rank: int) -> None:
+        """Notes that a rank takes requests."""
+
+    def _take_of_launcher(self, message: ToFrontEnd) -> None:
+        """Takes a report of the launcher, possibly about a launch that is not known here yet."""
+        match message:
+            case Exited() if self.workers.has_process(message):
+                self._suspect(message.reason, message.rank)
+            case Fatal() if message.launch_id == self.workers.launch_id:
+                self._end_launch(message.message, None if message.lost_rank == SUPERVISOR else message.lost_rank)
+            case Fatal():
+                self.workers.never_begin(message.launch_id)
+
+    def _attach(self, identity: bytes, hello: Hello) -> None:
+        if hello.rank == SUPERVISOR:
+            story: list[Message] = [each for view in self.workers for each in self.workers.story(view)]
+            self._supervisors.attach(identity, [*story, *filter(None, [self._group])])
+            return
+        now_s = time.monotonic()
+        self._liveness.discount_own(self.workers, now_s)
+        if self.workers.find_replaced_by(hello, now_s):
+            self._end_launch("the ranks are gone without a word, and others have been started", None)
+        arrival = self.workers.attach(identity, hello, now_s)
+        if arrival.refusal is not None:
+            self._warnings.warn("refused", "refused a rank: %s", arrival.refusal)
+            self._send(identity, Refused(arrival.refusal))
+        if arrival.refusal is not None or arrival.waits:
+            return
+        self._send(identity, Alive())
+        if arrival.was_cut:
+            log.warning("rank %d attached again after its connection was cut", hello.rank)
+            self._requests.resubmit(hello.rank)
+            self._commands.lose([hello.rank])
+        self._tell(hello)
+
+    def _take_fatal(self, view: RankView, message: Fatal) -> None:
+        if view.mask_reason is not None:
+            log.warning("rank %d, which was masked, has ended: %s", view.rank, message.message)
+        elif message.lost_rank == view.rank:
+            self.report_loss(f"rank {view.rank} on {view.host} failed: {message.message}", view.rank)
+        elif message.lost_rank >= 0:
+            lost = f"rank {message.lost_rank} on {self.workers.host_of(message.lost_rank)}"
+            reason = f"rank {view.rank} on {view.host} reports that {lost} is lost: {message.message}"
+            self._end_launch(reason, message.lost_rank)
+        else:  # another peer or the launcher is about to report which rank it is
+            reason = f"rank {view.rank} on {view.host} reports that a rank is lost: {message.message}"
+            self._end_launch(reason, None, wait_s=_UNNAMED_LOSS_S)
+        view.ended = True
+
+    def _regroup(self, message: Members) -> None:
+        """Moves the requests of masked ranks, and routes to ranks that have rejoined."""
+        was_apart = self.workers.apart is not None
+        change = self.workers.regroup(message)
+        num_moved = self._requests.regroup(change)
+        self._restart.serve()
+        self._commands.lose(change.masked)
+        if not (change.masked or change.rejoined or (was_apart and self.workers.apart is None)):
+            return
+        if not len(self._supervisors):  # a supervisor logs it itself
+            serving = ", ".join(map(str, message.members))
+            rejoined = ", ".join(map(str, change.rejoined))
+            reason = f"rank {rejoined} has rejoined" if rejoined else message.reason
+            log.warning("%s; serving: %s; requests moved: %d", reason, serving, num_moved)
+        self._group = message
+        self._tell(message)
+
+    def _explain_void(self, members: list[int]) -> None:
+        """Logs why a step was void, once all ranks that go on have said what they know of it."""
+        sentence = self._voids.settle(members, self.workers.host_of)
+        if sentence is not None:
+            log.warning("%s", sentence)
+
+    def _end_launch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
+        """Ends the launch: no requests are taken. After wait_s the open ones end, or wait for the next launch."""
+        is_news = self.workers.end_launch(reason, lost_rank)
+        if wait_s > 0:
+            if is_news:
+                asyncio.get_running_loop().call_later(wait_s, self._settle_loss, self.workers.launch_id)
+        elif is_news or (len(self._requests) and not self._awaits_restart):
+            self._settle_loss(self.workers.launch_id)
+        self._changed.notify_all()
+
+    def _settle_loss(self, launch_id: int) -> None:
+        reason, lost_rank = self.workers.loss, self.workers.lost_rank
+        if launch_id != self.workers.launch_id or reason is None:
+            return  # the ranks were restarted
+        if not self._is_draining and self._said != (launch_id, reason):
+            log.error("%s", reason)
+            self._explain_void([])
+        self._said = launch_id, reason
+        self._commands.fail_all(reason)
+        if self._awaits_restart:
+            self._restart.lose(lost_rank)
+        else:
+            self._requests.fail_all(reason)
+        blamed = SUPERVISOR if lost_rank is None else lost_rank
+        self._tell(Fatal(blamed, launch_id, reason, blamed))
+
+    @property
+    def _awaits_restart(self) -> bool:
+        """Whether requests wait for ranks that are being started again."""
+        return self._restart.is_open and not self._is_draining
+
+    def _fail_all(self, reason: str) -> None:
+        self._requests.fail_all(reason)
+        self._commands.fail_all(reason)
+
+    def _tell(self, message: ToFrontEnd) -> None:
+        """Passes on what happens while the ranks start and end."""
+        self._changed.notify_all()
+        self._supervisors.tell(message)
+
+    def send_to_rank(self, rank: int, message: Message) -> None:
+        """Sends without waiting."""
+        for view in self.workers:
+            if view.rank == rank:
+                self._send(view.identity, message)
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        if self._socket is not None:
+            self._socket.send(identity, message)
+
+    # --- deadlines ----------------------------------------------------------------------------------------------------
+
+    async def _keep_in_touch(self) -> None:
+        while True:
+            if self._socket is not None:
+                self._socket.keep_alive([view.identity for view in self.workers], Alive())
+            await asyncio.sleep(ALIVE_PERIOD_S)
+            now_s = time.monotonic()
+            self._liveness.discount_own(self.workers, now_s)
+            if (why := self._restart.overdue(now_s)) is not None:
+                self._fail_all(why)
+            if self._is_draining or self.workers.loss is not None:
+                continue
+            if (lost := self._liveness.look(self.workers, now_s)) is not None:
+                self._end_launch(*lost)
+            if (why := self._liveness.late_start(self.workers, now_s)) is not None:
+                self._end_launch(why, None)
+
+    def describe_group(self) -> dict[str, Any]:
+        """Returns the state of these ranks, for /server_info."""
+        return {
+            "state": self.problem() or "ready",
+            "launch_id": f"{self.workers.launch_id:x}",
+            "ranks_out": {str(rank): reason for rank, reason in self.workers.masked.items()},
+            "ranks": self.workers.describe(time.monotonic()),
+        }
+
+
+class Bridge(RankGroup):
+    """The ranks that decode, which usually do all, with the book of requests; and beside them prefill ranks, maybe.
+
+    tokenizer: None = ids in, ids out
+    observer:  called with what the ranks report while they start and end (Hello, Progress, Ready, Fatal, Goodbye)
+    link:      how ranks attach; None: as the environment and the configuration say
+    prefill:   the ranks that compute prompts alone; None: there are none
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        tokenizer: Decoder | None,
+        observer: Observer | None = None,
+        link: Link | None = None,
+    ):
+        link = link or find_link(config.server)
+        self.notifier = Notifier()
+        self.book = RequestBook(config, tokenizer, self._send_to_one)
+        self.grammars = GrammarCheck(None if tokenizer is None else str(model_dir(config.model)))
+        super().__init__(config, self.book, observer, link)
+        self.prefill: PrefillGroup | None = None
+        if config.parallel.num_prefill_ranks:
+            first = config.parallel.num_ranks
+            requests, prefill_link = PrefillRequests(self.book, first), link.of_prefill()
+            self.prefill = PrefillGroup(config.of_role("prefill"), requests, prefill_link, self._compare_roles)
+        self.api_servers = ApiServers(
+            link.worker,
+            config.num_front_ends,
+            config.server.api_workers,
+            self.send_to_rank,
+            lambda: [view.rank for view in self.workers if view.serves],
+            self.book,
+        )
+
+    async def start(self) -> None:
+        await super().start()
+        self._tasks.append(asyncio.create_task(self._keep_deadlines()))
+        if self.prefill is not None:
+            await self.prefill.start()
+
+    async def close(self) -> None:
+        self.drain()
+        await self.grammars.close()
+        if self.prefill is not None:
+            await asyncio.gather(super().close(), self.prefill.close())
+        else:
+            await super().close()
+
+    async def flush_cache(self) -> list[Answer]:
+        """Empties the prefix caches of the ranks that take part, and returns the answer of each.
+
+        Raises RequestError while requests are open, and UnavailableError and QueueFullError as `command` does.
+        """
+        if len(self.book):
+            raise RequestError(f"{len(self.book)} requests are open; flush the cache when they have ended")
+        answers = await self._commands.call_each(FlushCache(0), self._serving(), self._command_deadline_s)
+        self.book.forget_prompts()
+        return answers
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -325,264 +624,54 @@ class Bridge:
             },
             "ranks_out": {str(rank): reason for rank, reason in self.workers.masked.items()},
             "ranks": self.workers.describe(time.monotonic()),
+            "prefill": None if self.prefill is None else self.prefill.describe_group() | {"routes": self.book.routes},
         }
 
-    # --- ranks that attach, end and are lost -------------------------------------------------------------------------
+    # --- ranks of both roles ------------------------------------------------------------------------------------------
 
-    def report_loss(self, reason: str, rank: int = SUPERVISOR) -> None:
-        """Takes a report from a caller that watches the processes: a rank is gone (SUPERVISOR: all are started again).
-
-        If the others can go on without it, they will say so.
-        """
-        if rank == SUPERVISOR or not self.workers.can_spare(rank):
-            self._end_launch(reason, None if rank == SUPERVISOR else rank)
+    def _send_to_one(self, rank: int, message: Message) -> None:
+        """rank: as the book numbers them"""
+        first = self.workers.num_ranks
+        if self.prefill is not None and rank >= first:
+            self.prefill.send_to_rank(rank - first, message)
         else:
-            self._suspect(reason, rank)
+            self.send_to_rank(rank, message)
 
-    def _suspect(self, reason: str, rank: int) -> None:
-        self.workers.suspect(rank, reason, time.monotonic())
-        self.book.suspect(rank)
-        self._changed.notify_all()
+    def _take_of_front_end(self, message: ForFrontEnds, rank: int) -> None:
+        self.api_servers.take(message, rank)
 
-    def _asked_to_end(self) -> str | None:
-        """Returns why the ranks of this launch were asked to end; None if they were not."""
-        launch_id, reason = self._drained
-        return reason if launch_id == self.workers.launch_id else None
+    def _rank_is_ready(self, rank: int) -> None:
+        self.api_servers.tell_again(rank)
+        self._compare_roles()
 
-    def _drain_ranks(self, view: RankView) -> None:
-        """Ends all ranks, since one was asked to: once the open requests have ended, or at the deadline."""
-        if self._asked_to_end() is not None:
+    def _compare_roles(self) -> None:
+        """Lets prefill ranks have requests once they are known to compute the same as those that decode."""
+        own, theirs = self.workers.info, {} if self.prefill is None else self.prefill.workers.info
+        if not own or not theirs:
             return
-        deadline_s = self.config.server.drain_deadline_s
-        reason = f"rank {view.rank} on {view.host} was asked to end, so all ranks end"
-        self._drained = self.workers.launch_id, reason
-        log.warning("%s; %d open requests have %g s to end", reason, len(self.book), deadline_s)
-        self._tasks.append(asyncio.create_task(self._end_drained(self.workers.launch_id, reason, deadline_s)))
-
-    async def _end_drained(self, launch_id: int, reason: str, deadline_s: float) -> None:
-        num_left = await self._let_end(deadline_s)
-        if launch_id == self.workers.launch_id and self.workers.loss is None:
-            if num_left:
-                late = f"the request was open after server.drain_deadline_s = {deadline_s:g} s"
-                self._fail_all(f"{reason}; {late}")
-            self._end_ranks()
-
-    def _end_ranks(self) -> None:
-        for view in self.workers:
-            self._send(view.identity, Shutdown())
-
-    # --- messages -----------------------------------------------------------------------------------------------------
-
-    def _receive(self, identity: bytes, data: bytes) -> None:
-        try:
-            message = decode_to_front_end(data)
-        except msgspec.DecodeError as error:
-            self._warnings.warn(f"{identity!r}", "dropped a message that is not one of ours: %s", error)
-            return
-        try:
-            self._take(identity, message)
-        except Exception:  # the outermost frame: open requests must end, not hang on a mistake of ours
-            log.exception("the front end failed on a %s message", type(message).__name__)
-            self._end_launch("the front end failed on a message of a rank; see its log", None)
-
-    def _take(self, identity: bytes, message: ToFrontEnd) -> None:
-        """Handles a message of a rank or a supervisor; drops those of past launches."""
-        if isinstance(message, Hello):
-            self._attach(identity, message)
-            return
-        if identity in self._supervisors:
-            self._take_of_launcher(message)
-            return
-        if isinstance(message, Pulse):
-            self.workers.pulse(message, time.monotonic())
-            return
-        view = self.workers.by_identity(identity)
-        if isinstance(message, ForFrontEnds):
-            if view is not None:
-                self.api_servers.take(message, view.rank)
-            return
-        if view is None or message.launch_id != self.workers.launch_id:
-            return
-        view.heard_s = time.monotonic()
-        match message:
-            case Tokens():
-                self.book.take(message)
-            case Status():
-                view.status = message
-                self.book.take_status(message)
-            case Voided():
-                self._voids.add(message)
-            case Members():
-                self._regroup(message)
-                self._explain_void(message.members)
-            case Apart():
-                if self.workers.set_apart(message):
-                    log.warning("%s; no request is served here until then", message.reason)
-                    self._group = message
-                    self._tell(message)
-            case Answer():
-                self._commands.take(message)
-            case BalanceReport() if view.mask_reason is None:  # a masked rank leads no more
-                self.balance.take(message, time.time())
-            case Fatal():
-                self._take_fatal(view, message)
-            case Progress():
-                self.workers.progress(view, message)
-                self._tell(message)
-            case Ready():
-                self.workers.ready(view, message)
-                self._restart.serve()
-                self.api_servers.tell_again(view.rank)
-                self._tell(message)
-            case Draining() if view.mask_reason is None:
-                self._drain_ranks(view)
-            case Goodbye():
-                view.ended = True
-                if not self._is_draining and view.mask_reason is None:
-                    why = self._asked_to_end() or f"rank {view.rank} was told to end"
-                    self._end_launch(f"{why}; start the ranks again", view.rank)
-                self._tell(message)
-
-    def _take_of_launcher(self, message: ToFrontEnd) -> None:
-        """Takes a report of the launcher, possibly about a launch that is not known here yet."""
-        match message:
-            case Exited() if self.workers.has_process(message):
-                self._suspect(message.reason, message.rank)
-            case Fatal() if message.launch_id == self.workers.launch_id:
-                self._end_launch(message.message, None if message.lost_rank == SUPERVISOR else message.lost_rank)
-            case Fatal():
-                self.workers.never_begin(message.launch_id)
-
-    def _attach(self, identity: bytes, hello: Hello) -> None:
-        if hello.rank == SUPERVISOR:
-            story: list[Message] = [each for view in self.workers for each in self.workers.story(view)]
-            self._supervisors.attach(identity, [*story, *filter(None, [self._group])])
-            return
-        now_s = time.monotonic()
-        self._liveness.discount_own(self.workers, now_s)
-        if self.workers.find_replaced_by(hello, now_s):
-            self._end_launch("the ranks are gone without a word, and others have been started", None)
-        arrival = self.workers.attach(identity, hello, now_s)
-        if arrival.refusal is not None:
-            self._warnings.warn("refused", "refused a rank: %s", arrival.refusal)
-            self._send(identity, Refused(arrival.refusal))
-        if arrival.refusal is not None or arrival.waits:
-            return
-        self._send(identity, Alive())
-        if arrival.was_cut:
-            log.warning("rank %d attached again after its connection was cut", hello.rank)
-            self.book.resubmit(hello.rank)
-            self._commands.lose([hello.rank])
-        self._tell(hello)
-
-    def _take_fatal(self, view: RankView, message: Fatal) -> None:
-        if view.mask_reason is not None:
-            log.warning("rank %d, which was masked, has ended: %s", view.rank, message.message)
-        elif message.lost_rank == view.rank:
-            self.report_loss(f"rank {view.rank} on {view.host} failed: {message.message}", view.rank)
-        elif message.lost_rank >= 0:
-            lost = f"rank {message.lost_rank} on {self.workers.host_of(message.lost_rank)}"
-            reason = f"rank {view.rank} on {view.host} reports that {lost} is lost: {message.message}"
-            self._end_launch(reason, message.lost_rank)
-        else:  # another peer or the launcher is about to report which rank it is
-            reason = f"rank {view.rank} on {view.host} reports that a rank is lost: {message.message}"
-            self._end_launch(reason, None, wait_s=_UNNAMED_LOSS_S)
-        view.ended = True
-
-    def _regroup(self, message: Members) -> None:
-        """Moves the requests of masked ranks, and routes to ranks that have rejoined."""
-        was_apart = self.workers.apart is not None
-        change = self.workers.regroup(message)
-        num_moved = self.book.regroup(change)
-        self._restart.serve()
-        self._commands.lose(change.masked)
-        if not (change.masked or change.rejoined or (was_apart and self.workers.apart is None)):
-            return
-        if not len(self._supervisors):  # a supervisor logs it itself
-            serving = ", ".join(map(str, message.members))
-            rejoined = ", ".join(map(str, change.rejoined))
-            reason = f"rank {rejoined} has rejoined" if rejoined else message.reason
-            log.warning("%s; serving: %s; requests moved: %d", reason, serving, num_moved)
-        self._group = message
-        self._tell(message)
-
-    def _explain_void(self, members: list[int]) -> None:
-        """Logs why a step was void, once all ranks that go on have said what they know of it."""
-        sentence = self._voids.settle(members, self.workers.host_of)
-        if sentence is not None:
-            log.warning("%s", sentence)
-
-    def _end_launch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
-        """Ends the launch: no requests are taken. After wait_s the open ones end, or wait for the next launch."""
-        is_news = self.workers.end_launch(reason, lost_rank)
-        if wait_s > 0:
-            if is_news:
-                asyncio.get_running_loop().call_later(wait_s, self._settle_loss, self.workers.launch_id)
-        elif is_news or (len(self.book) and not self._awaits_restart):
-            self._settle_loss(self.workers.launch_id)
-        self._changed.notify_all()
-
-    def _settle_loss(self, launch_id: int) -> None:
-        reason, lost_rank = self.workers.loss, self.workers.lost_rank
-        if launch_id != self.workers.launch_id or reason is None:
-            return  # the ranks were restarted
-        if not self._is_draining and self._said != (launch_id, reason):
-            log.error("%s", reason)
-            self._explain_void([])
-        self._said = launch_id, reason
-        self._commands.fail_all(reason)
-        if self._awaits_restart:
-            self._restart.lose(lost_rank)
-        else:
-            self.book.fail_all(reason)
-        blamed = SUPERVISOR if lost_rank is None else lost_rank
-        self._tell(Fatal(blamed, launch_id, reason, blamed))
-
-    @property
-    def _awaits_restart(self) -> bool:
-        """Whether requests wait for ranks that are being started again."""
-        return self._restart.is_open and not self._is_draining
-
-    def _fail_all(self, reason: str) -> None:
-        self.book.fail_all(reason)
-        self._commands.fail_all(reason)
-
-    def _tell(self, message: ToFrontEnd) -> None:
-        """Passes on what happens while the ranks start and end."""
-        self._changed.notify_all()
-        self._supervisors.tell(message)
-
-    def _send_to_rank(self, rank: int, message: Message) -> None:
-        for view in self.workers:
-            if view.rank == rank:
-                self._send(view.identity, message)
-
-    def _send(self, identity: bytes, message: Message) -> None:
-        if self._socket is not None:
-            self._socket.send(identity, message)
-
-    # --- deadlines ----------------------------------------------------------------------------------------------------
-
-    async def _keep_in_touch(self) -> None:
-        while True:
-            if self._socket is not None:
-                self._socket.keep_alive([view.identity for view in self.workers], Alive())
-            await asyncio.sleep(ALIVE_PERIOD_S)
-            now_s = time.monotonic()
-            self._liveness.discount_own(self.workers, now_s)
-            if (why := self._restart.overdue(now_s)) is not None:
-                self._fail_all(why)
-            if self._is_draining or self.workers.loss is not None:
-                continue
-            if (lost := self._liveness.look(self.workers, now_s)) is not None:
-                self._end_launch(*lost)
-            if (why := self._liveness.late_start(self.workers, now_s)) is not None:
-                self._end_launch(why, None)
+        is_same = own.get("computes") == theirs.get("computes")
+        if not is_same:
+            log.error(
+                "the prefill ranks compute other values than the decode ranks (another model, version or setting), so "
+                "they get no requests; start both groups with the same configuration"
+            )
+        self.book.trust_prefill(is_same)
 
     async def _keep_deadlines(self) -> None:
         while True:
             await asyncio.sleep(_DEADLINE_LOOK_S)
             self.book.end_overdue(time.monotonic())
+
+
+class PrefillGroup(RankGroup):
+    """The ranks that compute prompts with their first token. on_ready: called when one of them takes requests"""
+
+    def __init__(self, config: ServeConfig, requests: PrefillRequests, link: Link, on_ready: Callable[[], None]):
+        super().__init__(config, requests, None, link)
+        self._on_ready = on_ready
+
+    def _rank_is_ready(self, rank: int) -> None:
+        self._on_ready()
 
 
 class Supervisors:

@@ -8,8 +8,11 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
-from moe_serve.attention_dp.request_router import RequestRouter
+import msgspec
+
+from moe_serve.attention_dp.request_router import RequestRouter, why_local
 from moe_serve.config import ServeConfig, ServerConfig
 from moe_serve.engine.output.incremental_decoder import Decoder
 from moe_serve.engine.protocol.messages import Abort, Message, Status, Tokens
@@ -26,8 +29,41 @@ EndListener = Callable[[OpenRequest], None]
 MAX_LOSSES = 3  # ranks that may end while they serve one request, without a token in between
 
 
+class GroupRequests(Protocol):
+    """The requests of the ranks of one role, as their group sees them. Ranks are numbered within the group."""
+
+    def __len__(self) -> int: ...
+
+    def let_end(self) -> None:
+        """The ranks are to end: their open requests may, for a while, and no others come."""
+
+    def fail_all(self, reason: str) -> None:
+        """The ranks are lost, and do not come back."""
+
+    def wait_for_launch(self, lost_rank: int | None) -> None:
+        """The ranks are lost, and are started again. lost_rank: that caused it; None: not known"""
+
+    def begin_launch(self, block_size: int, masked: Collection[int]) -> int:
+        """All ranks are new and serve; returns how many requests are submitted again. block_size: in tokens"""
+
+    def resubmit(self, rank: int) -> None:
+        """A rank has dropped its requests."""
+
+    def suspect(self, rank: int) -> None:
+        """A rank is presumed lost."""
+
+    def regroup(self, change: Regrouped) -> int:
+        """Other ranks take part now; returns how many requests moved."""
+
+    def take(self, message: Tokens) -> None:
+        """Hands tokens to their requests."""
+
+    def take_status(self, status: Status) -> None:
+        """Takes a rank's report of its load."""
+
+
 class RequestBook:
-    """All open requests, their ranks, and counters.
+    """All open requests, their ranks, and counters. Prefill ranks are numbered behind the decode ranks here.
 
     Requests wait here until a rank has capacity; here they can be ordered, dropped, or sent to another rank.
 
@@ -74,6 +110,40 @@ class RequestBook:
             self.waiting_tokens / self._config.server.max_waiting_tokens,
         )
         return Queue(share, self.waiting_tokens, self._drain_rate.per_s(time.monotonic()))
+
+    @property
+    def routes(self) -> Mapping[str, int]:
+        """How many requests began on a prefill rank ("prefill"), or on a decode rank, by reason."""
+        return self._capacity.routes
+
+    def num_at_prefill(self) -> int:
+        """Returns how many requests prefill ranks have."""
+        return sum(self._capacity.is_prefill(request.rank) for request in self._open.values())
+
+    def begin_prefill(self, block_size: int, masked: Collection[int]) -> None:
+        """Sends prompts to prefill ranks that are all new. block_size: of their caches;  masked: lost ranks"""
+        self.leave_prefill(None)
+        self._capacity.begin_prefill(block_size, masked)
+
+    def leave_prefill(self, lost_rank: int | None) -> None:
+        """Sends nothing more to prefill ranks; decode ranks serve their requests. lost_rank: the cause, as above"""
+        self._capacity.lose_prefill()
+        for request in list(self._open.values()):
+            if request.rank is None or not self._capacity.is_prefill(request.rank):
+                continue
+            if request.rank != lost_rank or self._count_loss(request, lost_rank):
+                self._send(request.rank, Abort(request.request_id))
+                self._leave(request)
+                self._queue(request)
+        self.send_waiting()
+
+    def trust_prefill(self, computes_the_same: bool) -> None:
+        """Notes whether prefill ranks compute the same as decode ranks; until that is known, none gets a request."""
+        self._capacity.trusts_prefill = computes_the_same
+
+    def let_end(self) -> None:
+        """Lets the open requests end, those of a pause too."""
+        self.go_on()
 
     def begin_launch(self, block_size: int, masked: Collection[int]) -> int:
         """Starts with an empty router, since all ranks are new; returns how many requests are submitted again.
@@ -215,9 +285,12 @@ class RequestBook:
             if request.lacks_tokens_before(event):
                 self._submit_again(request, message.rank)
                 continue
+            is_handed_over = self._capacity.is_prefill(message.rank) and request.is_handed_over(event)
+            if is_handed_over:
+                event = msgspec.structs.replace(event, finish=None)
             if not request.has_started and event.token_ids:
                 request.has_started = True
-                self._capacity.started(event.request_id)
+                self._capacity.started(message.rank, event.request_id)
             num_before = request.num_output
             request.apply(event)
             if request.num_output > num_before:
@@ -227,6 +300,10 @@ class RequestBook:
                 if event.finish is None:  # a stop string, which ranks do not know
                     self._send(message.rank, Abort(request.request_id))
                 self._forget(request)
+            elif is_handed_over:
+                self._leave(request)
+                self._queue(request)
+                self.send_waiting()
 
     def forget_prompts(self) -> None:
         """Forgets which prompts each rank may have in its cache."""
@@ -283,13 +360,13 @@ class RequestBook:
         """Sends a request to a rank. may_choose: the one that its caller named, if that serves"""
         rank = self._capacity.send(request, may_choose)
         request.go_to(rank)
-        self._send(rank, request.submit_message())
+        self._send(rank, request.submit_message(self._capacity.is_prefill(rank)))
 
     def _submit_again(self, request: OpenRequest, rank: int) -> None:
         request.leave_rank()
         request.go_to(rank)
         self.counters["num_resubmitted"] += 1
-        self._send(rank, request.submit_message())
+        self._send(rank, request.submit_message(self._capacity.is_prefill(rank)))
 
     def _leave(self, request: OpenRequest) -> None:
         if request.rank is not None:
@@ -376,10 +453,15 @@ def ranks_to_choose_from(num_requests: Mapping[int, int], slots: int, most: int)
 
 
 class RankCapacity:
-    """The number of requests at each rank, and the router that chooses among the ranks with room.
+    """The number of requests at each rank, and the routers that choose among the ranks with room.
 
     A rank gets as many requests as it can run and a few more, so that it never idles between two of them. Front ends
     do not know each other's requests, so each of several counts with its share of a rank's slots.
+
+    Whether a prefill rank computes a prompt is decided here alone, when a decode rank has room for its request.
+
+    trusts_prefill: whether prefill ranks are known to compute the same as decode ranks
+    routes: where requests began, "prefill" or why not; {} without prefill ranks
     """
 
     def __init__(self, config: ServeConfig):
@@ -389,6 +471,11 @@ class RankCapacity:
         self._most_sent = running + max(_AHEAD, running // 8)
         self._slots = -(-running // config.num_front_ends)
         self._router = self._new_router(config.cache.block_size)
+        self._first_prefill = config.parallel.num_ranks
+        self._prefill = self._new_router(config.cache.block_size, prefill=True)
+        self.trusts_prefill = False
+        self.routes: Counter[str] = Counter()
+        self.lose_prefill()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -404,12 +491,28 @@ class RankCapacity:
     def lose(self, ranks: Collection[int]) -> None:
         """Sends nothing more to these ranks."""
         for rank in ranks:
-            self._router.mark_lost(rank)
+            self._router_of(rank).mark_lost(rank)
+
+    def begin_prefill(self, block_size: int, masked: Collection[int]) -> None:
+        """Begins with new prefill ranks without requests; as begin_launch."""
+        self._prefill = self._new_router(block_size, prefill=True)
+        self.lose(masked)
+
+    def lose_prefill(self) -> None:
+        """Sends nothing more to prefill ranks."""
+        self.lose(self._prefill.ranks)
+
+    def is_prefill(self, rank: int | None) -> bool:
+        """Returns whether this is a prefill rank."""
+        return rank is not None and rank >= self._first_prefill
+
+    def _router_of(self, rank: int) -> RequestRouter:
+        return self._prefill if self.is_prefill(rank) else self._router
 
     def regain(self, ranks: Collection[int]) -> None:
         """Sends to these ranks again."""
         for rank in ranks:
-            self._router.mark_back(rank)
+            self._router_of(rank).mark_back(rank)
 
     def has_room(self, rank: int | None) -> bool:
         """Returns whether a request may be sent to this rank. rank: None, or one that is lost: to any"""
@@ -423,41 +526,110 @@ class RankCapacity:
         if may_choose and spec.rank is not None and spec.rank in self._router.ranks:
             rank = spec.rank
         else:
-            rank = self._router.route(
+            why = self._why_local(request)
+            router = self._router if why else self._prefill
+            num_left = spec.params.max_new_tokens - len(output)
+            rank = router.route(
                 [*spec.prompt_ids, *output],
                 spec.session_id,
                 spec.salt,
                 request_id=request.request_id,
-                max_new_tokens=spec.params.max_new_tokens - len(output),
-                among=ranks_to_choose_from(
-                    {each: self._num_sent[each] for each in self._router.ranks}, self._slots, self._most_sent
-                ),
+                max_new_tokens=num_left if why else 1,
+                among=self._with_room(router),
                 group=spec.group,
             )
+            if not request.attempt and self._config.parallel.num_prefill_ranks:
+                self.routes[why or "prefill"] += 1
         self._num_sent[rank] += 1
         return rank
+
+    def _with_room(self, router: RequestRouter) -> list[int]:
+        return ranks_to_choose_from({each: self._num_sent[each] for each in router.ranks}, self._slots, self._most_sent)
+
+    def _why_local(self, request: OpenRequest) -> str | None:
+        """Returns why no prefill rank gets a request; None: one does."""
+        if request.num_output:
+            return "begun"
+        if not self.trusts_prefill or not self._prefill.ranks or not self._router.ranks:
+            return "no_prefill_rank"
+        if not self._with_room(self._prefill):
+            return "prefill_full"
+        return why_local(
+            self._router.uncached(request.spec.prompt_ids, request.spec.salt),
+            self._config.parallel.prefill_from_tokens,
+            self._prefill.prompt_wait,
+            self._router.prompt_wait,
+            min(self._num_sent[each] for each in self._router.ranks),
+        )
 
     def free(self, rank: int, request_id: str) -> None:
         """Notes that a request has left its rank."""
         self._num_sent[rank] -= 1
-        self._router.finished(request_id)
+        self._router_of(rank).finished(request_id)
 
-    def started(self, request_id: str) -> None:
-        """Notes that the first token of a request has come."""
-        self._router.started(request_id)
+    def started(self, rank: int, request_id: str) -> None:
+        """Notes that the first token of a request has come from its rank."""
+        self._router_of(rank).started(request_id)
 
     def update(self, status: Status) -> None:
         """Takes a rank's report of its load."""
-        self._router.update(status.rank, status.pending_tokens)
+        self._router_of(status.rank).update(status.rank, status.pending_tokens)
 
     def forget_prompts(self) -> None:
         """Forgets which prompts each rank may have in its cache."""
         self._router.forget_prompts()
 
-    def _new_router(self, block_size: int) -> RequestRouter:
-        return RequestRouter(
-            self._config.parallel.num_ranks, load_gap=self._config.server.routing_load_gap, block_size=block_size
-        )
+    def _new_router(self, block_size: int, prefill: bool = False) -> RequestRouter:
+        parallel, load_gap = self._config.parallel, self._config.server.routing_load_gap
+        if prefill:
+            return RequestRouter(parallel.num_prefill_ranks, load_gap, block_size, first_rank=parallel.num_ranks)
+        return RequestRouter(parallel.num_ranks, load_gap, block_size)
+
+
+class PrefillRequests:
+    """What the book holds for prefill ranks. Where they fail, decode ranks serve: a request is a value.
+
+    first: number of the first of them in the book
+    """
+
+    def __init__(self, book: RequestBook, first: int):
+        self._book = book
+        self._first = first
+
+    def __len__(self) -> int:
+        return self._book.num_at_prefill()
+
+    def let_end(self) -> None:
+        self._book.leave_prefill(None)
+
+    def fail_all(self, reason: str) -> None:
+        self._book.leave_prefill(None)
+
+    def wait_for_launch(self, lost_rank: int | None) -> None:
+        self._book.leave_prefill(None if lost_rank is None else self._first + lost_rank)
+
+    def begin_launch(self, block_size: int, masked: Collection[int]) -> int:
+        self._book.begin_prefill(block_size, self._numbers(masked))
+        return 0
+
+    def resubmit(self, rank: int) -> None:
+        self._book.resubmit(self._first + rank)
+
+    def suspect(self, rank: int) -> None:
+        self._book.suspect(self._first + rank)
+
+    def regroup(self, change: Regrouped) -> int:
+        own = (change.masked, change.rejoined, change.ended)
+        return self._book.regroup(Regrouped(*(self._numbers(each) for each in own)))
+
+    def take(self, message: Tokens) -> None:
+        self._book.take(msgspec.structs.replace(message, rank=self._first + message.rank))
+
+    def take_status(self, status: Status) -> None:
+        self._book.take_status(msgspec.structs.replace(status, rank=self._first + status.rank))
+
+    def _numbers(self, ranks: Collection[int]) -> list[int]:
+        return [self._first + rank for rank in ranks]
 
 
 class RestartWait:
@@ -468,7 +640,7 @@ class RestartWait:
     deadline_s: the longest wait, from the first loss until ranks serve again
     """
 
-    def __init__(self, workers: RankTable, book: RequestBook, deadline_s: float):
+    def __init__(self, workers: RankTable, book: GroupRequests, deadline_s: float):
         self._workers = workers
         self._book = book
         self._deadline_s = deadline_s

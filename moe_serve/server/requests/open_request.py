@@ -201,14 +201,18 @@ class OpenRequest:
         self.prompt_logprobs = first.prompt_logprobs
         self._prompt_from = first
 
-    def submit_message(self) -> Submit:
-        """Returns the message with which a rank starts, or continues where an earlier attempt stopped."""
+    def submit_message(self, prefill: bool = False) -> Submit:
+        """Returns the message with which a rank starts, or continues where an earlier attempt stopped.
+
+        prefill: up to the next token alone
+        """
+        most = max(1, self.spec.params.max_new_tokens)
         return Submit(
             request_id=self.request_id,
             attempt=self.attempt,
             prompt_ids=self.spec.prompt_ids,
             # A rank computes a prompt to sample from it; a token that nobody asked for is dropped here.
-            params=replace(self.spec.params, max_new_tokens=max(1, self.spec.params.max_new_tokens)),
+            params=replace(self.spec.params, max_new_tokens=min(most, self.num_output + 1) if prefill else most),
             seed=self.spec.seed,
             output_ids=list(self.matcher.output_ids),
             salt=self.spec.salt,
@@ -219,6 +223,10 @@ class OpenRequest:
         """Returns whether events before this one were lost with a connection."""
         block, mine = event.prompt_logprobs, self.prompt_logprobs
         return event.index > self.num_output or (block is not None and mine is not None and block.start > len(mine))
+
+    def is_handed_over(self, event: TokenEvent) -> bool:
+        """Returns whether an event of a prefill rank ends its part alone, so that a decode rank goes on."""
+        return event.finish == "length" and event.index + len(event.token_ids) < self.spec.params.max_new_tokens
 
     def go_to(self, rank: int) -> None:
         """Notes that a rank serves it from now on."""

@@ -44,7 +44,7 @@ def request(number: int, session_id: str | None = None) -> OpenRequest:
 def send(capacity: RankCapacity, number: int, **fields: str | None) -> int:
     """Sends a request, whose prompt is computed at once."""
     rank = capacity.send(request(number, **fields), may_choose=True)
-    capacity.started(str(number))
+    capacity.started(rank, str(number))
     return rank
 
 

@@ -1,0 +1,195 @@
+"""Prefill and decode ranks apart: where a request begins, and that it ends with the same tokens whatever is lost."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.attention_dp.request_router import why_local
+from moe_serve.config import load_config
+from moe_serve.errors import ConfigError
+from moe_serve.links.folder import OwnFolder
+from moe_serve.links.link import Link
+from moe_serve.server.ranks.bridge import Bridge
+from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
+from tests.server.fake_worker import FakeWorker
+from tests.server.served import fake_config, in_event_loop
+
+LONG, SHORT = list(range(10, 50)), [10, 11]
+
+
+@pytest.mark.parametrize(
+    ("num_uncached", "prefill_wait", "local_wait", "num_decoding", "why"),
+    [
+        (255, 0, 0, 8, "short"),
+        (256, 0, 0, 8, None),
+        (2048, 0, 0, 0, None),
+        (2048, 1, 0, 0, "prefill_busy"),  # nobody decodes here, so nobody is held up by it
+        (2048, 4096, 0, 2, None),
+        (2048, 4097, 0, 2, "prefill_busy"),
+        (2048, 4097, 1, 2, None),
+    ],
+)
+def test_a_prefill_rank_computes_what_is_long_while_its_queue_costs_less(
+    num_uncached: int, prefill_wait: int, local_wait: int, num_decoding: int, why: str | None
+):
+    assert why_local(num_uncached, 256, prefill_wait, local_wait, num_decoding) == why
+
+
+@dataclass
+class RoleWorker(FakeWorker):
+    of: Link | None = None
+
+    def link(self) -> Link:
+        assert self.of is not None
+        return self.of
+
+
+@dataclass
+class Roles:
+    bridge: Bridge
+    decode: list[FakeWorker]
+    prefill: list[FakeWorker]
+    of_prefill: list[asyncio.Task[None]]
+
+    def submit(self, prompt: list[int], seed: int = 5, **params: int) -> OpenRequest:
+        spec = RequestSpec(prompt, SamplingParams(**{"max_new_tokens": 6} | params), seed)
+        return self.bridge.submit([spec], Changes())[0]
+
+    async def output(self, request: OpenRequest) -> list[int]:
+        while not request.is_done:
+            await asyncio.sleep(0.005)
+        assert request.failure is None, request.failure
+        return list(request.matcher.output_ids)
+
+    async def run(self, prompt: list[int], **params: int) -> list[int]:
+        return await self.output(self.submit(prompt, **params))
+
+
+@contextlib.asynccontextmanager
+async def roles(
+    num_prefill: int = 1, num_decode: int = 1, computes: str = "x", **fields: object
+) -> AsyncIterator[Roles]:
+    config = fake_config(num_decode, f"parallel.num_prefill_ranks={num_prefill}", "parallel.prefill_from_tokens=8")
+    with OwnFolder() as folder:
+        (folder / "prefill").mkdir(mode=0o700)
+        link = Link(folder=folder)
+        bridge = Bridge(config, None, link=link)
+        await bridge.start()
+        decode = [RoleWorker(r, num_decode, 0, 1, of=link, info={"computes": "x"}) for r in range(num_decode)]
+        facts = {"computes": computes, "on_lost_rank": "mask"}
+        prefill = [
+            RoleWorker(r, num_prefill, 0, 2, of=link.of_prefill(), info=facts, **fields)  # type: ignore[arg-type]
+            for r in range(num_prefill)
+        ]
+        tasks = [asyncio.create_task(worker.run()) for worker in [*decode, *prefill]]
+        try:
+            await bridge.wait_until_ready()
+            assert bridge.prefill is not None
+            await bridge.prefill.wait_until_ready()
+            yield Roles(bridge, list(decode), list(prefill), tasks[num_decode:])
+        finally:
+            await bridge.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+TOKENS = [7, 8, 9, 10, 11, 12]
+
+
+@in_event_loop
+async def test_a_long_prompt_begins_on_a_prefill_rank_and_goes_on_where_ranks_decode():
+    async with roles() as served:
+        assert await served.run(LONG) == TOKENS
+        (first,), (then,) = served.prefill[0].submitted, served.decode[0].submitted
+        assert (first.params.max_new_tokens, first.output_ids) == (1, [])
+        assert (then.params.max_new_tokens, then.output_ids, then.prompt_ids) == (6, TOKENS[:1], LONG)
+        assert then.attempt > first.attempt
+        assert dict(served.bridge.book.routes) == {"prefill": 1}
+        assert await served.run(SHORT) == TOKENS
+        assert dict(served.bridge.book.routes) == {"prefill": 1, "short": 1}
+        assert len(served.prefill[0].submitted) == 1
+        assert served.bridge.describe()["prefill"]["state"] == "ready"
+
+
+@in_event_loop
+async def test_one_token_comes_from_the_prefill_rank_alone():
+    async with roles() as served:
+        assert await served.run(LONG, max_new_tokens=1) == TOKENS[:1]
+        assert served.decode[0].submitted == []
+
+
+@in_event_loop
+async def test_an_abort_reaches_the_rank_that_has_the_request():
+    async with roles() as served:
+        served.prefill[0].go.clear()
+        request = served.submit(LONG)
+        while not served.prefill[0].submitted:
+            await asyncio.sleep(0.005)
+        served.bridge.book.abort(request)
+        while not served.prefill[0].aborted:
+            await asyncio.sleep(0.005)
+        assert len(served.bridge.book) == served.bridge.book.num_at_prefill() == 0
+
+
+@pytest.mark.parametrize("num_prefill", [1, 2])
+def test_requests_of_lost_prefill_ranks_end_with_the_same_tokens(num_prefill: int):
+    @in_event_loop
+    async def check() -> None:
+        async with roles(num_prefill) as served:
+            group = served.bridge.prefill
+            assert group is not None
+            for worker in served.prefill:
+                worker.go.clear()
+            requests = [served.submit(LONG) for _ in range(4)]
+            while not all(worker.submitted for worker in served.prefill):
+                await asyncio.sleep(0.005)
+            for rank, task in enumerate(served.of_prefill):
+                task.cancel()
+                group.report_loss(f"rank {rank} was killed", rank)
+            group.report_loss("all ranks are lost")
+            assert [await served.output(request) for request in requests] == [TOKENS] * 4
+            assert served.bridge.problem() is None, "the decode ranks serve on"
+            assert await served.run(LONG) == TOKENS
+            assert served.bridge.book.routes["no_prefill_rank"] == 1
+
+    check()
+
+
+@in_event_loop
+async def test_without_decode_ranks_nothing_is_served_and_the_reason_names_them():
+    async with roles() as served:
+        served.prefill[0].go.clear()
+        request = served.submit(LONG)
+        served.bridge.report_loss("rank 0 was killed", 0)
+        while not request.is_done:
+            await asyncio.sleep(0.005)
+        assert "rank 0 was killed" in str(request.failure)
+        assert "rank 0 was killed" in str(served.bridge.problem())
+
+
+@in_event_loop
+async def test_prefill_ranks_that_compute_something_else_get_no_request():
+    async with roles(computes="another model") as served:
+        assert await served.run(LONG) == TOKENS
+        assert served.prefill[0].submitted == []
+        assert dict(served.bridge.book.routes) == {"no_prefill_rank": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["parallel.role=prefill"], "--prefill-ranks P --decode-ranks D"),
+        (["launcher.nnodes=2", "launcher.dist_init_addr=h:5", "parallel.num_ranks=2"], "on one host"),
+        (["parallel.device=cuda"], "prefill ranks are on CPUs"),
+        (["eplb.record_path=/tmp/x"], "both write"),
+    ],
+)
+def test_settings_that_roles_do_not_fit_are_refused_with_the_fix(settings: list[str], words: str):
+    ranks = [] if "role" in settings[0] else ["parallel.num_prefill_ranks=1"]
+    with pytest.raises(ConfigError, match=words):
+        load_config(overrides=[*ranks, *settings])
