@@ -65,6 +65,8 @@ ROWS: dict[str, list[Panel]] = {
             "degraded: {{step}}": rate("moe_serve_degraded_calls_total", "step"),
             "moved to another rank": rate("moe_serve_requests_moved_total"),
         }),
+        Panel("Where prompts are computed", "With prefill ranks: there, or why not, a second.", "reqps",
+              {"{{route}}": rate("moe_serve_requests_routed_total", "route")}, stacked=True),
         Panel("Time to the first token", "From the request, read and checked.", "s",
               quantiles("moe_serve_time_to_first_token_seconds")),
         Panel("Time between tokens", "Of one request.", "s", quantiles("moe_serve_inter_token_latency_seconds")),

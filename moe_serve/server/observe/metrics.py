@@ -112,6 +112,12 @@ class RequestMetrics(Collector):
         )
         yield counter("moe_serve_requests_moved", "Times that a request went to another rank, since its own was lost.",
                       bridge.book.counters["num_moved"])  # fmt: skip
+        yield counters(
+            "moe_serve_requests_routed",
+            "Where requests began that prefill ranks could have had: there, or on a decode rank, and why.",
+            ("route", *names),
+            [((route, *values), count) for route, count in bridge.book.routes.items()],
+        )
         yield counter("moe_serve_prompt_tokens", "Prompt tokens of requests that had a first token.",
                       stats.num_prompt_tokens)  # fmt: skip
         yield counter("moe_serve_cached_prompt_tokens", "Of the prompt tokens, those from a prefix cache.",

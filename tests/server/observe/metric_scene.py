@@ -28,6 +28,7 @@ async def all_families(names: str = "") -> dict[str, Metric]:
         await until(lambda: all(view.status for view in served.bridge.workers))
         for name in (*metrics._BALANCE_TOTALS, *metrics._BALANCE_GAUGES):
             served.bridge.balance.totals.setdefault(name, 1.0)
+        served.bridge.book._capacity.routes["prefill"] += 1
         await served.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 3})
         text = (await served.client.get("/metrics", params={"names": names} if names else {})).text
     return {family.name: family for family in text_string_to_metric_families(text)}

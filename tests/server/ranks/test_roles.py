@@ -186,7 +186,7 @@ async def test_prefill_ranks_that_compute_something_else_get_no_request():
         (["parallel.role=prefill"], "--prefill-ranks P --decode-ranks D"),
         (["launcher.nnodes=2", "launcher.dist_init_addr=h:5", "parallel.num_ranks=2"], "on one host"),
         (["parallel.device=cuda"], "prefill ranks are on CPUs"),
-        (["eplb.record_path=/tmp/x"], "both write"),
+        (["eplb.record_path=x.jsonl"], "both write"),
     ],
 )
 def test_settings_that_roles_do_not_fit_are_refused_with_the_fix(settings: list[str], words: str):

@@ -1,0 +1,53 @@
+"""Prefill and decode ranks apart, by `moe-serve serve`: the tokens of the demo system, and of lost prefill ranks."""
+
+import os
+import signal
+import threading
+
+import httpx
+
+from tests.launcher.running import Running, eventually, gone
+
+
+def test_roles_give_the_tokens_of_two_ranks_and_no_request_is_lost_with_the_prefill_rank(demo: Running):
+    flags = ["--prefill-ranks", "1", "--decode-ranks", "1", "--port", "0", "--device", "cpu"]
+    prompts = [list(range(100 + 7 * number, 180 + 7 * number)) for number in range(3)]
+    params = {"max_new_tokens": 40, "ignore_eos": True, "sampling_seed": 3, "frequency_penalty": 0.4}
+    bodies = [{"input_ids": ids, "sampling_params": params, "return_logprob": True} for ids in prompts]
+
+    def answer(client: httpx.Client, body: dict[str, object]) -> tuple[object, object]:
+        got = client.post("/generate", json=body).json()
+        return got["output_ids"], got["meta_info"]["output_token_logprobs"]
+
+    with demo.client(timeout_s=120) as client:
+        right = [answer(client, body) for body in bodies]
+    with Running("moe_serve", ["serve", *flags, "--set=parallel.prefill_from_tokens=32"]) as running:
+        with running.client(timeout_s=120) as client:
+
+            def prefill() -> dict:
+                return client.get("/server_info").json()["prefill"]
+
+            assert [answer(client, body) for body in bodies] == right
+            assert prefill()["routes"] == {"prefill": 3}
+            assert answer(client, bodies[0] | {"input_ids": prompts[0][:8]})[0]
+            assert prefill()["routes"] == {"prefill": 3, "short": 1}
+            assert 'moe_serve_requests_routed_total{route="short"} 1.0' in client.get("/metrics").text
+            (rank,) = prefill()["ranks"]
+            assert rank["info"]["role"] == "prefill"
+            got: dict[int, tuple[object, object]] = {}
+            threads = [
+                threading.Thread(target=lambda n=n: got.update({n: answer(client, bodies[n])})) for n in range(3)
+            ]
+            for thread in threads:
+                thread.start()
+            os.kill(rank["pid"], signal.SIGKILL)
+            for thread in threads:
+                thread.join(120)
+            assert [got[number] for number in range(3)] == right
+            assert client.get("/ready").status_code == 200, "the decode ranks serve on"
+            running.wait_for("prefill: they are started again", 120)
+            assert eventually(lambda: prefill()["state"] == "ready", 120)
+            assert answer(client, bodies[0]) == right[0]
+            pids = running.descendants()
+        assert running.end(signal.SIGINT) == 0, running.output
+        assert gone(pids)
