@@ -18,6 +18,11 @@ class NumaNode:
     cpus: frozenset[int]
 
 
+def is_private(facts: os.stat_result) -> bool:
+    """Returns whether a file or folder with these facts belongs to this user, and nobody else can write to it."""
+    return facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
+
+
 def resident_bytes() -> int:
     """Returns the memory that this process has in RAM; 0 where that is not known."""
     try:

@@ -33,6 +33,7 @@ from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.prefix_cache import KEY_BYTES
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
+from moe_serve.process_facts import is_private
 
 _HEADER = struct.Struct(f"<8s{KEY_BYTES}sIQI")  # magic, key, layers, bytes of the page, their CRC-32
 _MAGIC = b"moekv\0\0\1"  # its last byte is the version of the format
@@ -55,7 +56,7 @@ class DamagedPage(Exception):
 
 
 def encode_header(key: bytes, num_layers: int, page: memoryview) -> bytes:
-    """Returns the header of a page. The checksum is zlib's CRC-32, which every Python has, at more than 1 GB/s."""
+    """Returns the header of a page. The checksum is zlib's CRC-32, which every Python has."""
     return _HEADER.pack(_MAGIC, key, num_layers, page.nbytes, zlib.crc32(page))
 
 
@@ -84,8 +85,7 @@ class PageFolder:
         self.folder = path / blake2b(identity, digest_size=8).hexdigest()
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            facts = path.stat()
-            if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+            if not is_private(path.stat()):
                 raise ConfigError(
                     f"cache.path {path} belongs to another user, or others can write to it; chmod go-w it, or name "
                     "another folder"
@@ -106,6 +106,7 @@ class PageFolder:
         self._used = self._shrink()
 
     def has(self, key: bytes) -> bool:
+        """Returns whether there is a file for this page, which may be damaged."""
         return self._file(key).exists()
 
     def write(self, key: bytes, num_layers: int, page: memoryview) -> None:

@@ -45,7 +45,7 @@ from moe_serve.models.weight_file import ExpertPlaces, Experts, WeightReader, We
 from moe_serve.models.weight_plan import ExpertTensor, dense_tensors
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import ExpertRoom, LoadedWeights, no_weights
-from moe_serve.process_facts import own_node, runs
+from moe_serve.process_facts import is_private, own_node, runs
 
 MEMORY, NONE = "memory", "none"  # of model.weight_cache, beside a folder
 _SPARE_BYTES = 64 << 20  # for what dense weights are padded by, beside a quarter
@@ -366,8 +366,7 @@ def _most_bytes(plan: ModelPlan, has_experts: bool) -> int:
 def _usable(folder: Path) -> Path:
     """Returns the folder, made where it is missing. Raises ConfigError where others can write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts = folder.stat()
-    if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+    if not is_private(folder.stat()):
         raise ConfigError(
             f"model.weight_cache {folder} belongs to another user, or others can write to it; chmod go-w it, or name "
             "another folder"
@@ -428,7 +427,7 @@ def _find(path: Path, key: str) -> int:
         return -1
     try:
         facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+        if not stat.S_ISREG(facts.st_mode) or not is_private(facts):
             raise ModelError("it belongs to another user, or others can write to it")
         reader = WeightReader(descriptor)
         if reader.key != key:
