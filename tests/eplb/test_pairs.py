@@ -77,20 +77,22 @@ def placed(layer, broken, pool):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.05, 0.5]), st.floats(0, 1))
-def test_the_compiled_search_is_the_plain_one_to_the_bit(compiled, seed, price, share):
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.05, 0.5]), st.floats(0, 1), st.booleans())
+def test_the_compiled_search_is_the_plain_one_to_the_bit(compiled, seed, price, share, all_broken):
     layer = random_layer(seed)
-    effort = Effort(int(share * len(layer.table)), price, 640, seed * 2 + 1)
+    most = len(layer.table) if all_broken else int(share * len(layer.table))
+    effort = Effort(most, price, 640, seed * 2 + 1, all_broken)
     plain, fast = search_pairs(layer, effort), pairs.search_pairs_compiled(compiled, layer, effort)
     assert [a.tolist() for a in plain] == [a.tolist() for a in fast]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.05]), st.floats(0, 1))
-def test_what_the_search_finds_is_legal_and_no_worse(seed, price, share):
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.05]), st.floats(0, 1), st.booleans())
+def test_what_the_search_finds_is_legal_and_no_worse(seed, price, share, all_broken):
     layer = random_layer(seed)
-    most = int(share * len(layer.table))
-    broken, pool = search_pairs(layer, Effort(most, price, 640, seed * 2 + 1))
+    most = len(layer.table) if all_broken else int(share * len(layer.table))
+    broken, pool = search_pairs(layer, Effort(most, price, 640, seed * 2 + 1, all_broken))
+    assert len(broken) == most or not all_broken
     assert len(set(broken.tolist())) == len(broken) <= most
     assert len(pool) == 2 * len(broken)
     table = placed(layer, broken, pool)
@@ -99,17 +101,19 @@ def test_what_the_search_finds_is_legal_and_no_worse(seed, price, share):
     assert (count <= layer.most).all()
     in_pool = np.bincount(pool, minlength=len(layer.most) + 1)[: len(layer.most)]
     assert (in_pool <= len(broken)).all(), "an expert needs a rank for each of its replicas"
-    before, after = objective(layer, layer.table, 0, price), objective(layer, table, len(broken), price)
+    before = objective(layer, layer.table, len(layer.table) * all_broken, price)
+    after = objective(layer, table, len(broken), price)
     assert after <= before * (1 + 1e-9)
 
 
-def test_a_long_search_finds_the_best_of_all_small_placements():
+@pytest.mark.parametrize("all_broken", [False, True])
+def test_a_long_search_finds_the_best_of_all_small_placements(all_broken):
     for seed in range(4):
         draw = np.random.default_rng(seed)
         load = np.exp(0.8 * draw.standard_normal(6))
         table = np.array([[0, 1], [2, 3], [4, 5], [0, 2]])
         layer = layer_of(table, load / load.sum() * 4)
-        broken, pool = search_pairs(layer, Effort(4, 0.0, 20_000, 7, hottest=3.0))
+        broken, pool = search_pairs(layer, Effort(4, 0.0, 20_000, 7, all_broken, hottest=3.0))
         found = objective(layer, placed(layer, broken, pool), 0, 0.0)
         best = min(
             objective(layer, np.array(slots).reshape(4, 2), 0, 0.0)
@@ -179,6 +183,25 @@ def test_the_plan_is_the_same_with_and_without_a_compiler_for_equal_effort(monke
     monkeypatch.setattr(pairs, "find_library", lambda: None)
     assert same_slots(plan(later, 24, current).placement, compiled.placement)
     assert compiled.num_moves > 0
+
+
+def test_a_plan_from_nothing_splits_light_experts_where_minimax_replication_does_not():
+    tokens = lognormal(6, 64, 0.6)
+    request = PlanRequest(tokens, Topology(1, 36), 72)
+    minimax, searched = (make_policy(name).plan(request) for name in ("greedy", "refined"))
+    assert searched.placement.num_duplicates.sum() == 0
+    assert (searched.balancedness >= minimax.balancedness).all()
+    assert searched.balancedness.mean() > minimax.balancedness.mean() + 0.01
+
+
+def test_a_plan_from_nothing_is_the_same_with_and_without_a_compiler_for_equal_effort(monkeypatch):
+    request = PlanRequest(lognormal(2, 40, 0.6), Topology(1, 24), 48)
+    monkeypatch.setattr(pairs, "COUNT_STEPS", 640)
+    monkeypatch.setattr(pairs, "PLAIN_COUNT_STEPS", 640)
+    policy = make_policy("refined", rounds=0)
+    compiled = policy.plan(request)
+    monkeypatch.setattr(pairs, "find_library", lambda: None)
+    assert same_slots(policy.plan(request).placement, compiled.placement)
 
 
 def test_without_a_compiler_the_log_says_so_once(monkeypatch, caplog):

@@ -16,7 +16,7 @@ from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
 from tests.eplb.loads import lognormal, same_slots, small_cases
 
-FAST = {"refined": {"rounds": 4, "iterations": 8, "sweeps": 12}, "milp": {"limit_s": 0.5}}
+FAST = {"refined": {"rounds": 4, "sweeps": 12}, "milp": {"limit_s": 0.5}}
 OURS = [name for name in POLICIES if name != "milp"]  # the program is slow; it has its own tests
 NO_DUPLICATES = [name for name in OURS if name not in ("deepseek", "static")]
 RELAXED = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])

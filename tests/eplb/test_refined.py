@@ -91,7 +91,7 @@ def test_a_layer_that_cannot_be_evened_is_not_searched_any_further(monkeypatch, 
         raise AssertionError("a search began where no placement is better")
 
     monkeypatch.setattr("moe_serve.eplb.policies.refined._pack", search)
-    monkeypatch.setattr("moe_serve.eplb.policies.refined._propose", search)
+    monkeypatch.setattr("moe_serve.eplb.policies.refined.search_counts", search)
     for tokens in (one_hot(2, num_experts, 0.9), zipf(2, num_experts, 1.2)):
         made = plan(tokens, num_ranks, slots)
         assert (made.balancedness >= plan(tokens, num_ranks, slots, "greedy").balancedness).all()
@@ -108,13 +108,6 @@ def test_equal_counts_are_packed_once(monkeypatch):
     monkeypatch.setattr(refined, "pack_longest_first", pack)
     plan(lognormal(2, 256, 0.6), 64, 256)  # slots equal experts: every apportionment is the same
     assert len(packed) == 1
-
-
-def test_more_effort_is_never_worse():
-    tokens = zipf(2, 64, 0.5)
-    tops = [plan(tokens, 36, 72, options={"iterations": n, "rounds": 0}).balancedness.mean() for n in (0, 20, 100)]
-    assert tops[0] <= tops[1] + 1e-9
-    assert tops[0] < tops[2]
 
 
 def test_a_load_that_costs_per_copy_prefers_fewer_copies():

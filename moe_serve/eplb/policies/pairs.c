@@ -11,7 +11,7 @@ typedef int64_t i64;
 typedef uint64_t u64;
 
 typedef struct { /* laid out as pairs.py writes it */
-    i64 num_ranks, num_experts, max_broken, num_blocks, steps_per_block, seed;
+    i64 num_ranks, num_experts, max_broken, all_broken, num_blocks, steps_per_block, seed;
     const i64 *table;           /* [R, 2] */
     const i64 *start;           /* [E + 1]: values[start[e] + c] is the size of each of c replicas */
     const i64 *least, *most;    /* [E] of c */
@@ -20,24 +20,26 @@ typedef struct { /* laid out as pairs.py writes it */
     const double *thresholds;   /* [4096] */
     const double *price;        /* [1] of a broken rank */
     i64 *broken, *pool;         /* out: [R], [2 R] */
-    i64 *numbers;               /* scratch [8 R + 4 (E + 1)] */
+    i64 *numbers;               /* scratch [8 R + 3 (E + 1)] */
     double *reals;              /* scratch [4 R + E + 1] */
 } Task;
 
-typedef struct { /* a place in the pool for `number` replicas of an expert */
-    i64 expert, number;
+typedef struct { /* `number` replicas are put into the pool before index `at`, or, where expert is -1, left out from there */
+    i64 at, number, expert;
     double value;
-} Entry;
+} Cut;
 
 typedef struct {
     const Task *t;
     i64 num_broken, num_pooled;
     i64 *order, *place_of;      /* [R]: broken ranks first; [R]: where in it a rank stands */
-    i64 *count, *pooled, *gone; /* [E + 1]: replicas; those in the pool; scratch, all 0 */
+    i64 *count, *pooled;        /* [E + 1]: replicas; those in the pool */
     i64 *holder_start, *holders; /* [E + 1], [<= 2 R]: ranks that hold an expert in the table */
     i64 *experts, *new_experts; /* [2 R]: the pool, heaviest first */
     double *sizes, *new_sizes;  /* [2 R] */
     double *value;              /* [E + 1] of one replica now */
+    i64 num_cuts;
+    Cut cuts[5];                /* of the pool, for the proposal at hand */
 } Search;
 
 static u64 draw(u64 *state) {
@@ -56,46 +58,90 @@ static i64 partner(const Search *s, i64 rank, i64 expert) {
     return pair[0] == expert ? pair[1] : pair[0];
 }
 
-/* Writes the pool without gone[e] replicas of each expert and with these entries; returns its sum of peaks. */
-static double rebuild(Search *s, Entry *entries, i64 num_entries, i64 *num_pooled) {
-    for (i64 i = 1; i < num_entries; i++) {
-        Entry entry = entries[i];
+/* Returns where the replicas of an expert begin in the pool: all are beside each other, others may have their size. */
+static i64 begin_of(const Search *s, i64 expert) {
+    double value = s->value[expert];
+    i64 low = 0, high = s->num_pooled;
+    while (low < high) {
+        i64 middle = (low + high) / 2;
+        if (s->sizes[middle] > value) low = middle + 1;
+        else high = middle;
+    }
+    while (s->experts[low] != expert) low++;
+    return low;
+}
+static i64 end_of_larger_or_equal(const Search *s, double value) {
+    i64 low = 0, high = s->num_pooled;
+    while (low < high) {
+        i64 middle = (low + high) / 2;
+        if (s->sizes[middle] >= value) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+static void leave_out(Search *s, i64 expert, i64 number) {
+    if (number > 0) s->cuts[s->num_cuts++] = (Cut){begin_of(s, expert), number, -1, 0};
+}
+/* others: replicas of the expert that stay in the pool, beside which these go */
+static void put_in(Search *s, i64 expert, i64 number, double value, i64 others) {
+    i64 at = others > 0 ? begin_of(s, expert) : end_of_larger_or_equal(s, value);
+    if (number > 0) s->cuts[s->num_cuts++] = (Cut){at, number, expert, value};
+}
+/* Whether one cut comes before another in the new pool. */
+static int before(const Cut *a, const Cut *b) {
+    if (a->at != b->at) return a->at < b->at;
+    if ((a->expert < 0) != (b->expert < 0)) return b->expert < 0; /* what is put in stands before what is left out */
+    return a->value > b->value;
+}
+
+/* Writes the sizes of the pool after the cuts, which it sorts; returns its sum of peaks. */
+static double rebuild(Search *s) {
+    for (i64 i = 1; i < s->num_cuts; i++) {
+        Cut cut = s->cuts[i];
         i64 at = i;
-        for (; at > 0 && entries[at - 1].value < entry.value; at--) entries[at] = entries[at - 1];
-        entries[at] = entry;
+        for (; at > 0 && before(&cut, &s->cuts[at - 1]); at--) s->cuts[at] = s->cuts[at - 1];
+        s->cuts[at] = cut;
     }
-    i64 n = 0, next = 0;
-    for (i64 i = 0; i <= s->num_pooled; i++) {
-        i64 expert = i < s->num_pooled ? s->experts[i] : -1;
-        if (expert >= 0 && s->gone[expert] > 0) {
-            s->gone[expert]--;
-            continue;
+    double *v = s->new_sizes;
+    i64 n = 0, read = 0;
+    for (i64 c = 0; c < s->num_cuts; c++) {
+        const Cut *cut = s->cuts + c;
+        if (cut->at > read) {
+            memcpy(v + n, s->sizes + read, sizeof(double) * (cut->at - read));
+            n += cut->at - read, read = cut->at;
         }
-        for (; next < num_entries && (expert < 0 || entries[next].value > s->sizes[i]); next++)
-            for (i64 j = 0; j < entries[next].number; j++, n++) {
-                s->new_experts[n] = entries[next].expert;
-                s->new_sizes[n] = entries[next].value;
-            }
-        if (expert < 0) break;
-        s->new_experts[n] = expert;
-        s->new_sizes[n++] = s->sizes[i];
+        if (cut->expert < 0) read += cut->number;
+        else for (i64 j = 0; j < cut->number; j++) v[n++] = cut->value;
     }
-    const double *v = s->new_sizes;
+    memcpy(v + n, s->sizes + read, sizeof(double) * (s->num_pooled - read));
+    n += s->num_pooled - read;
     double sum[4] = {0, 0, 0, 0};
     i64 half = n / 2, i = 0;
     for (; i + 4 <= half; i += 4)
         for (i64 j = 0; j < 4; j++) sum[j] += v[i + j] * v[n - 1 - i - j];
     for (; i < half; i++) sum[i & 3] += v[i] * v[n - 1 - i];
-    *num_pooled = n;
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-static void keep(Search *s, i64 num_pooled) {
+/* Makes the pool the one that `rebuild` has seen. */
+static void keep(Search *s) {
+    i64 n = 0, read = 0;
+    for (i64 c = 0; c < s->num_cuts; c++) {
+        const Cut *cut = s->cuts + c;
+        if (cut->at > read) {
+            memcpy(s->new_experts + n, s->experts + read, sizeof(i64) * (cut->at - read));
+            n += cut->at - read, read = cut->at;
+        }
+        if (cut->expert < 0) read += cut->number;
+        else for (i64 j = 0; j < cut->number; j++) s->new_experts[n++] = cut->expert;
+    }
+    memcpy(s->new_experts + n, s->experts + read, sizeof(i64) * (s->num_pooled - read));
+    s->num_pooled = n + s->num_pooled - read;
     i64 *experts = s->experts;
     double *sizes = s->sizes;
     s->experts = s->new_experts, s->new_experts = experts;
     s->sizes = s->new_sizes, s->new_sizes = sizes;
-    s->num_pooled = num_pooled;
 }
 
 static void set_place(Search *s, i64 rank, i64 place) {
@@ -126,30 +172,30 @@ static int fits_without(const Search *s, i64 out) {
 /* Breaks rank `in` and mends rank `out`; -1 = none. Returns whether that was accepted; sums: whole ranks, pool */
 static int move_ranks(Search *s, i64 in, i64 out, double limit, double *sums) {
     const i64 *table = s->t->table;
-    Entry entries[2];
-    i64 num_entries = 0, num_pooled;
     double change = 0;
+    s->num_cuts = 0;
     if (out >= 0) {
         i64 a = table[2 * out], b = table[2 * out + 1];
         if (s->pooled[a] < 1 + (a == b) || s->pooled[b] < 1) return 0;
         if (in < 0 && !fits_without(s, out)) return 0;
         change += peak(s, out);
+        leave_out(s, a, 1 + (a == b));
+        if (a != b) leave_out(s, b, 1);
     }
     if (in >= 0) {
         for (i64 k = 0; k < 2; k++) {
             i64 expert = table[2 * in + k];
-            i64 leaving = out >= 0 && (table[2 * out] == expert || table[2 * out + 1] == expert);
+            i64 leaving = out < 0 ? 0 : (table[2 * out] == expert) + (table[2 * out + 1] == expert);
             i64 room = s->num_broken + (out < 0);
             if (expert < s->t->num_experts && s->pooled[expert] - leaving >= room) return 0;
-            entries[num_entries++] = (Entry){expert, 1, s->value[expert]};
+            put_in(s, expert, 1, s->value[expert], s->pooled[expert] - leaving);
         }
         change -= peak(s, in);
     }
-    if (out >= 0) s->gone[table[2 * out]]++, s->gone[table[2 * out + 1]]++;
-    double pool = rebuild(s, entries, num_entries, &num_pooled);
+    double pool = rebuild(s);
     double delta = change + (pool - sums[1]) + *s->t->price * ((in >= 0) - (out >= 0));
     if (delta > limit) return 0;
-    keep(s, num_pooled);
+    keep(s);
     if (out >= 0) mend_rank(s, out);
     if (in >= 0) break_rank(s, in);
     sums[0] += change;
@@ -160,26 +206,26 @@ static int move_ranks(Search *s, i64 in, i64 out, double limit, double *sums) {
 /* Breaks rank `in` (-1 = none), then turns a replica of `giver` in the pool into one of `taker`. */
 static int change_counts(Search *s, i64 in, i64 taker, i64 giver, double limit, double *sums) {
     const Task *t = s->t;
-    i64 empty = t->num_experts, num_entries = 0, num_pooled;
+    i64 empty = t->num_experts;
     double more = t->values[t->start[taker] + s->count[taker] + 1];
     double fewer = giver == empty ? s->value[empty] : t->values[t->start[giver] + s->count[giver] - 1];
     i64 takers = s->pooled[taker] + 1, givers = s->pooled[giver] - 1;
-    Entry entries[3];
     double change = 0;
+    s->num_cuts = 0;
     if (in >= 0) {
         i64 other = partner(s, in, giver);
         if (other == taker) return 0;
         if (other < empty && s->pooled[other] > s->num_broken) return 0;
         change -= peak(s, in);
         givers += 1 + (other == giver);
-        if (other != giver) entries[num_entries++] = (Entry){other, 1, s->value[other]};
+        if (other != giver) put_in(s, other, 1, s->value[other], s->pooled[other]);
     }
     if (takers > s->num_broken + (in >= 0)) return 0;
-    s->gone[taker] = s->pooled[taker];
-    s->gone[giver] = s->pooled[giver];
-    if (givers > 0) entries[num_entries++] = (Entry){giver, givers, fewer};
-    entries[num_entries++] = (Entry){taker, takers, more};
-    double pool = rebuild(s, entries, num_entries, &num_pooled);
+    leave_out(s, taker, s->pooled[taker]);
+    leave_out(s, giver, s->pooled[giver]);
+    put_in(s, giver, givers, fewer, 0);
+    put_in(s, taker, takers, more, 0);
+    double pool = rebuild(s);
     for (i64 h = s->holder_start[taker]; h < s->holder_start[taker + 1]; h++) {
         i64 rank = s->holders[h];
         if (s->place_of[rank] < s->num_broken || rank == in) continue;
@@ -195,7 +241,7 @@ static int change_counts(Search *s, i64 in, i64 taker, i64 giver, double limit, 
     }
     double delta = change + (pool - sums[1]) + *t->price * (in >= 0);
     if (delta > limit) return 0;
-    keep(s, num_pooled);
+    keep(s);
     if (in >= 0) break_rank(s, in);
     s->pooled[giver]--, s->pooled[taker]++;
     s->count[giver]--, s->count[taker]++;
@@ -208,7 +254,7 @@ static int change_counts(Search *s, i64 in, i64 taker, i64 giver, double limit, 
 static int propose(Search *s, u64 first, u64 second, double limit, double *sums) {
     const Task *t = s->t;
     i64 num_ranks = t->num_ranks, kind = first & 7, broken = s->num_broken, whole = num_ranks - broken;
-    if (kind < 5) {
+    if (kind < 5 && !t->all_broken) {
         if ((kind != 3 && broken == 0) || (kind != 4 && whole == 0)) return 0;
         if (kind == 3 && broken >= t->max_broken) return 0;
         i64 out = kind == 3 ? -1 : s->order[below(first, broken)];
@@ -216,7 +262,7 @@ static int propose(Search *s, u64 first, u64 second, double limit, double *sums)
         return move_ranks(s, in, out, limit, sums);
     }
     i64 in = -1, giver, taker;
-    if (kind == 5 || broken == 0) {
+    if (!t->all_broken && (kind == 5 || broken == 0)) {
         if (broken >= t->max_broken || whole == 0) return 0;
         in = s->order[broken + below(first, whole)];
         giver = t->table[2 * in + (first >> 3 & 1)];
@@ -226,7 +272,12 @@ static int propose(Search *s, u64 first, u64 second, double limit, double *sums)
         taker = below(second, t->num_experts);
     else { /* one of the heavier of two ranks */
         i64 one = below(second, num_ranks), two = below(second * 0x9E3779B97F4A7C15ull, num_ranks);
-        taker = t->table[2 * (peak(s, one) > peak(s, two) ? one : two) + (first >> 5 & 1)];
+        if (t->all_broken) { /* a rank is a pair of the pool */
+            const double *v = s->sizes;
+            i64 last = s->num_pooled - 1, i = v[one] * v[last - one] > v[two] * v[last - two] ? one : two;
+            taker = s->experts[first >> 5 & 1 ? last - i : i];
+        } else
+            taker = t->table[2 * (peak(s, one) > peak(s, two) ? one : two) + (first >> 5 & 1)];
     }
     if (taker == giver || taker == t->num_experts || s->count[taker] >= t->most[taker]) return 0;
     if (giver != t->num_experts && s->count[giver] <= t->least[giver]) return 0;
@@ -247,10 +298,10 @@ i64 search_pairs(const Task *t) {
     Search s = {.t = t};
     s.order = at, at += num_ranks, s.place_of = at, at += num_ranks;
     s.holders = at, at += 2 * num_ranks, s.experts = at, at += 2 * num_ranks, s.new_experts = at, at += 2 * num_ranks;
-    s.count = at, at += num_experts + 1, s.pooled = at, at += num_experts + 1, s.gone = at, at += num_experts + 1;
+    s.count = at, at += num_experts + 1, s.pooled = at, at += num_experts + 1;
     s.holder_start = at;
     s.sizes = t->reals, s.new_sizes = s.sizes + 2 * num_ranks, s.value = s.new_sizes + 2 * num_ranks;
-    memset(s.count, 0, sizeof(i64) * 4 * (num_experts + 1));
+    memset(s.count, 0, sizeof(i64) * 3 * (num_experts + 1));
     for (i64 i = 0; i < 2 * num_ranks; i++) s.count[t->table[i]]++;
     for (i64 e = 0; e < num_experts; e++) s.holder_start[e + 1] = s.holder_start[e] + s.count[e];
     memcpy(s.pooled, s.holder_start, sizeof(i64) * num_experts); /* where the next holder goes, for now */
@@ -262,8 +313,11 @@ i64 search_pairs(const Task *t) {
     for (i64 r = 0; r < num_ranks; r++) s.order[r] = s.place_of[r] = r;
     s.num_broken = s.num_pooled = 0;
     double sums[2] = {sum_whole(&s), 0};
-    double best = sums[0];
-    i64 best_broken = 0;
+    for (i64 r = 0; t->all_broken && r < num_ranks; r++) move_ranks(&s, r, -1, INFINITY, sums);
+    double best = sums[0] + sums[1] + *t->price * s.num_broken;
+    i64 best_broken = s.num_broken;
+    memcpy(t->broken, s.order, sizeof(i64) * s.num_broken);
+    memcpy(t->pool, s.experts, sizeof(i64) * s.num_pooled);
     u64 state = (u64)t->seed;
     for (i64 block = 0; block < t->num_blocks; block++)
         for (i64 step = 0; step < t->steps_per_block; step++) {

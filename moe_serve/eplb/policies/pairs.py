@@ -1,4 +1,4 @@
-"""Edits a placement with two slots per rank: breaks some ranks and pairs their replicas anew, counts included.
+"""Searches placements with two slots per rank: breaks ranks and pairs their replicas anew, counts included.
 
 Single edits get stuck with two slots per rank: one more replica of a heavy expert fits nowhere until many ranks change
 partners. So some ranks are *broken*: their replicas go into a pool, replica counts change within the pool, and the pool
@@ -10,8 +10,9 @@ its two experts, so a broken rank costs one move, which `price` weighs.
 The search anneals one layer at a time. A proposal breaks a rank, mends one (it gets its old pair back), does both, or
 turns a replica of the pool into one of another expert. It is accepted when the sum of peaks, plus the price of broken
 ranks, rises by less than a random threshold that cools down. Where an expert's count changes, the ranks that keep it
-change too. `search_pairs` is the plain form of pairs.c: the same draws, sums in the same order and ties, so the same
-result to the bit.
+change too. A plan from nothing (`search_counts`) is the same search with all ranks broken from the start: only counts
+are left to change. `search_pairs` is the plain form of pairs.c: the same draws, sums in the same order and ties, so the
+same result to the bit.
 
 Shape words: L = layers, R = ranks, E = experts; expert E is an empty slot.
 """
@@ -22,6 +23,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, reduce
+from math import inf
 from operator import add, mul
 from pathlib import Path
 
@@ -50,6 +52,9 @@ MORE_REPLICAS = 4  # than minimax replication gives, at most
 STEPS_PER_RANK, MOST_STEPS = 420, 60_000
 ATTEMPTS = 3  # of a search whose placement breaks a limit; each begins with another seed
 PLAIN_STEPS = 10_000  # without a compiler: 0.1 s a layer
+COUNT_STEPS, PLAIN_COUNT_STEPS = 32_000, 4_000  # of a plan from nothing; three in four cost next to nothing
+COUNT_STEEPNESS = 150.0  # of the smooth maximum, per load of the heaviest rank of minimax replication
+COUNT_TEMPERATURES = (0.1, 1e-4)
 _Pair = tuple[int, int]
 
 
@@ -95,6 +100,7 @@ class Effort:
     price:            of a broken rank, in peaks
     steps:            proposals in all
     seed:             > 0
+    all_broken:       all ranks are broken from the start, and stay so: the pool is the whole placement
     hottest, coldest: the first and the last temperature, in peaks
     blocks:           temperatures; each holds for steps // blocks proposals
     """
@@ -103,6 +109,7 @@ class Effort:
     price: float
     steps: int
     seed: int
+    all_broken: bool = False
     hottest: float = 1.0
     coldest: float = 0.03
     blocks: int = 64
@@ -131,10 +138,7 @@ def edit_pairs(problem: Problem, table: Ids, layers: Ints, rules: PairRules) -> 
         allowed = min(int(rules.room[layer]), problem.num_ranks)
         for attempt in range(ATTEMPTS):
             effort = Effort(allowed, rules.price, steps, _seed(problem.request.seed, layer, attempt))
-            if library is None:
-                broken, pool = search_pairs(searched, effort)
-            else:
-                broken, pool = search_pairs_compiled(library, searched, effort)
+            broken, pool = _search(library, searched, effort)
             pool = np.where(pool == problem.weight.shape[1], -1, pool)
             new = place_pairs(
                 table[layer],
@@ -151,6 +155,37 @@ def edit_pairs(problem: Problem, table: Ids, layers: Ints, rules: PairRules) -> 
                 break
             allowed = max(0, allowed - over)  # a few pairs found neither of their experts' old ranks free
     return False
+
+
+def search_counts(problem: Problem, table: Ids) -> tuple[Ints, bool]:
+    """Returns replica counts [L, E] whose best packing is light, and whether the deadline cut the search short.
+
+    table: [L, R, 2], minimax replication packed: where the search begins
+
+    Minimax replication makes the heaviest replica light. With two slots per rank, though, what a heavy replica shares
+    its rank with matters more: often it is better to split a small expert, whose halves then sit beside heavy ones.
+    """
+    library, num_experts = find_library(), problem.weight.shape[1]
+    counts = replicas_in(table, num_experts)
+    rules = PairRules(np.zeros(len(table), dtype=np.int64), COUNT_STEEPNESS, 0.0, 0.0)
+    for layer in range(len(table)):
+        if problem.deadline.passed:
+            return counts, True
+        top = _top_load(problem, layer, table[layer])
+        if top <= 0:
+            continue
+        searched = _layer(problem, layer, table[layer], top, counts[layer], rules)
+        effort = Effort(
+            problem.num_ranks,
+            0.0,
+            COUNT_STEPS if library is not None else PLAIN_COUNT_STEPS,
+            _seed(problem.request.seed, layer, 0),
+            True,
+            *COUNT_TEMPERATURES,
+        )
+        pool = _search(library, searched, effort)[1]
+        counts[layer] = np.bincount(pool, minlength=num_experts + 1)[:num_experts]
+    return counts, False
 
 
 def _layer(problem: Problem, layer: int, table: Ids, top: float, minimax: Ints, rules: PairRules) -> PairLayer:
@@ -189,11 +224,17 @@ def _seed(seed: int, layer: int, attempt: int) -> int:
     return (mixed ^ mixed >> 31) >> 1 | 1
 
 
+def _search(library: ctypes.CDLL | None, layer: PairLayer, effort: Effort) -> tuple[Ints, Ints]:
+    return search_pairs(layer, effort) if library is None else search_pairs_compiled(library, layer, effort)
+
+
 def search_pairs(layer: PairLayer, effort: Effort) -> tuple[Ints, Ints]:
     """Returns the broken ranks [B] and the pool for them [2 B], heaviest first: the best state that was seen."""
     search = _Search(layer, effort)
-    best = search.whole
-    found: tuple[list[int], list[int]] = [], []
+    for rank in range(len(search.table)) if effort.all_broken else ():
+        search.move_ranks(rank, None, inf)
+    best = search.whole + search.paired + effort.price * search.num_broken
+    found = search.order[: search.num_broken], search.experts
     random = _draws(effort.seed)
     for temperature in effort.temperatures.tolist():
         for _ in range(effort.steps // effort.blocks):
@@ -269,7 +310,7 @@ class _Search:
         """Draws a proposal and makes it if the objective rises by at most the limit. Returns whether it was made."""
         num_ranks, kind, broken = len(self.table), first & 7, self.num_broken
         whole = num_ranks - broken
-        if kind < 5:
+        if kind < 5 and not self.effort.all_broken:
             if (kind != 3 and broken == 0) or (kind != 4 and whole == 0):
                 return False
             if kind == 3 and broken >= self.effort.max_broken:
@@ -277,7 +318,7 @@ class _Search:
             mended = None if kind == 3 else self.order[_below(first, broken)]
             return self.move_ranks(None if kind == 4 else self.order[broken + _below(second, whole)], mended, limit)
         rank = None
-        if kind == 5 or broken == 0:
+        if not self.effort.all_broken and (kind == 5 or broken == 0):
             if broken >= self.effort.max_broken or whole == 0:
                 return False
             rank = self.order[broken + _below(first, whole)]
@@ -288,7 +329,12 @@ class _Search:
             taker = _below(second, self.empty)
         else:  # one of the heavier of two ranks
             one, two = _below(second, num_ranks), _below(second * 0x9E3779B97F4A7C15 & _MASK, num_ranks)
-            taker = self.table[one if self.peak(one) > self.peak(two) else two][first >> 5 & 1]
+            if self.effort.all_broken:  # a rank is a pair of the pool
+                pairs = [(i, len(self.experts) - 1 - i) for i in (one, two)]
+                peaks = [self.falling[i] * self.falling[j] for i, j in pairs]
+                taker = self.experts[pairs[0 if peaks[0] > peaks[1] else 1][first >> 5 & 1]]
+            else:
+                taker = self.table[one if self.peak(one) > self.peak(two) else two][first >> 5 & 1]
         if taker in (giver, self.empty) or self.count[taker] >= self.most[taker]:
             return False
         if giver != self.empty and self.count[giver] <= self.least[giver]:
@@ -383,7 +429,8 @@ class _Search:
                     at = experts.index(expert, at)
                     del experts[at], falling[at]
         for expert, number, size in sorted(entries, key=lambda entry: -entry[2]):
-            at = bisect_right(falling, -size)
+            stay = self.pooled[expert] - gone.get(expert, 0)
+            at = experts.index(expert) if stay > 0 else bisect_right(falling, -size)
             experts[at:at] = [expert] * number
             falling[at:at] = [-size] * number
         half = len(falling) // 2
@@ -429,7 +476,7 @@ def search_pairs_compiled(library: ctypes.CDLL, layer: PairLayer, effort: Effort
     """Same contract as `search_pairs`, and the same result to the bit."""
     num_ranks, num_experts = len(layer.table), len(layer.most)
     broken, pool = np.empty(num_ranks, dtype=np.int64), np.empty(2 * num_ranks, dtype=np.int64)
-    numbers = np.empty(8 * num_ranks + 4 * (num_experts + 1), dtype=np.int64)
+    numbers = np.empty(8 * num_ranks + 3 * (num_experts + 1), dtype=np.int64)
     room = np.empty(4 * num_ranks + num_experts + 1)
     reals = layer.values, effort.temperatures, THRESHOLDS, np.array([effort.price])
     arrays: list[NDArray[np.number]] = [
@@ -439,7 +486,7 @@ def search_pairs_compiled(library: ctypes.CDLL, layer: PairLayer, effort: Effort
     arrays += [broken, pool, numbers, room]
     task = np.array(
         [
-            num_ranks, num_experts, effort.max_broken, effort.blocks, effort.steps // effort.blocks,
+            num_ranks, num_experts, effort.max_broken, effort.all_broken, effort.blocks, effort.steps // effort.blocks,
             effort.seed, *(array.ctypes.data for array in arrays),
         ],
         dtype=np.int64,

@@ -16,7 +16,6 @@ from moe_serve.eplb.policies.packing import (
     balancedness_bound,
     lightest_top,
     list_replicas,
-    minimax_counts,
     pack_in_rounds,
     pack_longest_first,
     repair_duplicates,
@@ -24,6 +23,7 @@ from moe_serve.eplb.policies.packing import (
     replicas_in,
     swap_until_even,
 )
+from moe_serve.eplb.policies.pairs import search_counts
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, part_of, problem_of
 from moe_serve.eplb.policies.single_edits import (
@@ -38,7 +38,6 @@ from moe_serve.eplb.policies.single_edits import (
 MOST_EDITS = 1000  # of a layer under a hierarchy
 _EVEN = 0.999  # balancedness at which annealing leaves a layer alone, as it does where no placement can be better
 _REPLICAS_PER_ROUND = 10_000  # of all trials of a round of annealing; sets the number of chains
-_PROPOSALS = 16  # of each iteration of the search over pairs
 _AT_THE_BOUND = 1e-4  # a heaviest rank this share above what is proved is not worth a search
 # (rounding, power) of `apportion` that win on Zipf and lognormal loads where minimax (0, 1) does not.
 _APPORTIONMENTS = (
@@ -51,7 +50,6 @@ _APPORTIONMENTS = (
     (0.0, 0.7),
     (0.5, 0.7),
 )
-Singles = NDArray[np.float32]
 Counts = NDArray[np.int64]
 
 
@@ -61,7 +59,6 @@ class RefinedPolicy:
 
     sweeps:      rounds of swaps, at most
     tolerance:   swaps end when the heaviest rank is this share above the mean
-    iterations:  of the search over counts with two slots per rank; 0 = no search there
     rounds:      of annealing, for problems of up to 128 slots
     good_enough: layers within this share of their bound are left as they are
     prove:       compute the tight bound too, 0.1 s per layer; worth it with two to four slots per rank
@@ -69,7 +66,6 @@ class RefinedPolicy:
 
     sweeps: int = 90
     tolerance: float = 7e-4
-    iterations: int = 160
     rounds: int = 50
     good_enough: float = 0.995
     prove: bool = False
@@ -116,7 +112,7 @@ class RefinedPolicy:
         truncated = False
         top = packed[rows].sum(axis=2).max(axis=1)
         if problem.slots_per_rank == 2:
-            counts, truncated = _search_pair_counts(part, self.iterations)
+            counts, truncated = search_counts(part, table[rows])
             candidates = iter([(*_pack_pairs(part, counts), truncated)])
         elif problem.fixed is None:
             candidates = _try_apportionments(part, self.sweeps)
@@ -274,118 +270,6 @@ def _tops(weight: Floats, table: Ids, fixed: Floats | None) -> Floats:
     counts = np.maximum(replicas_in(table, weight.shape[1]), 1)
     top: Floats = replica_load(weight, counts, table, fixed).sum(axis=2).max(axis=1)
     return top
-
-
-def _search_pair_counts(problem: Problem, iterations: int) -> tuple[Counts, bool]:
-    """Returns replica counts for two slots per rank, [L, E] int64, and whether the deadline cut the search short.
-
-    Minimax replication makes the heaviest replica light. With few slots per rank, though, what a heavy replica shares
-    its rank with matters more: often it is better to split a small expert, whose halves then sit beside heavy replicas.
-    The best packing of given replicas is known (lightest beside heaviest), so the search tries thousands of counts
-    alone, all layers at once.
-
-    Every iteration proposes M exchanges in each layer (one or two replicas from experts that stay light without them go
-    to others) and keeps the best if a steep power mean of the pair loads does not rise. Never worse than minimax.
-    """
-    (num_layers, num_experts), num_slots = problem.weight.shape, problem.num_slots
-    limits = (problem.min_replicas, problem.num_ranks)
-    mean = problem.weight.sum(axis=1) / problem.num_ranks
-    unit = problem.weight / np.where(mean > 0, mean, 1.0)[:, None]
-    unit_fixed = None if problem.fixed is None else problem.fixed / np.where(mean > 0, mean, 1.0)[:, None]
-    counts, top = _start(unit, unit_fixed, num_slots, limits)
-    best, best_top = counts.copy(), top.copy()
-    draw = np.random.default_rng(problem.request.seed)
-    layer = np.arange(num_layers)
-    many_unit = np.repeat(unit, _PROPOSALS, axis=0)
-    many_fixed = None if unit_fixed is None else np.repeat(unit_fixed, _PROPOSALS, axis=0)
-    reference, value = top, np.zeros(num_layers, dtype=np.float32)
-    for iteration in range(iterations):
-        if problem.deadline.passed:
-            return best, True
-        if iteration % 20 == 0:  # keep the power mean in the range of float32 as the maximum falls
-            pairs = _pair_loads(unit, counts, unit_fixed, num_slots)
-            reference = np.maximum(pairs.max(axis=1), np.float32(1e-30))
-            value = _power_sum(pairs, reference)
-        tried = _propose(unit, counts, limits, draw)
-        pairs = _pair_loads(many_unit, tried.reshape(-1, num_experts), many_fixed, num_slots)
-        values = _power_sum(pairs, np.repeat(reference, _PROPOSALS)).reshape(num_layers, _PROPOSALS)
-        chosen = values.argmin(axis=1)
-        ok = values[layer, chosen] <= value
-        counts = np.where(ok[:, None], tried[layer, chosen], counts)
-        value = np.where(ok, values[layer, chosen], value)
-        top = pairs.max(axis=1).reshape(num_layers, _PROPOSALS)[layer, chosen]
-        better = ok & (top < best_top)
-        best[better], best_top[better] = counts[better], top[better]
-    return best, False
-
-
-def _start(unit: Floats, fixed: Floats | None, num_slots: int, limits: tuple[int, int]) -> tuple[Counts, Singles]:
-    """Returns the best counts over all a: minimax with a replicas fewer, and the a lightest experts split instead."""
-    num_experts, (min_replicas, num_ranks) = unit.shape[1], limits
-    lightest = np.argsort(unit, axis=1, kind="stable")
-    best, best_top = None, np.full(len(unit), np.inf, dtype=np.float32)
-    spare = num_slots - num_experts * min_replicas
-    for split in range(0, min(spare, num_experts) + 1, max(1, spare // 16)):
-        counts = minimax_counts(unit, num_slots - split, num_ranks, fixed, min_replicas)
-        light = lightest[:, :split]
-        now = np.take_along_axis(counts, light, axis=1)
-        np.put_along_axis(counts, light, np.minimum(now + 1, num_ranks), axis=1)
-        top = _pair_loads(unit, counts, fixed, num_slots).max(axis=1)
-        best = counts if best is None else np.where((top < best_top)[:, None], counts, best)
-        best_top = np.minimum(best_top, top)
-    assert best is not None
-    return best, best_top
-
-
-def _propose(unit: Floats, counts: Counts, limits: tuple[int, int], draw: np.random.Generator) -> Counts:
-    """Returns counts [L, M, E] that differ from `counts` [L, E] by one or two replicas moved between experts.
-
-    limits: fewest and most replicas of an expert
-    """
-    num_layers, num_experts = counts.shape
-    min_replicas, max_replicas = limits
-    x, m = np.arange(num_layers)[:, None], np.arange(_PROPOSALS)[None, :]
-    can_give = counts > min_replicas
-    givers = np.argsort(np.where(can_give, unit / np.maximum(counts - 1, 1), np.inf), axis=1, kind="stable")
-    takers = np.argsort(unit / (counts + 1), axis=1, kind="stable")
-    num_givers = can_give.sum(axis=1, keepdims=True)
-    tried = np.repeat(counts[:, None], _PROPOSALS, axis=1)
-    random = draw.random((4, num_layers, _PROPOSALS))
-    for step in range(2):
-        giver = givers[x, (num_givers * random[2 * step] ** 1.5).astype(np.int64)]
-        position = random[2 * step + 1].copy()
-        position[:, : _PROPOSALS // 2] **= 2  # half of the proposals prefer the lightest experts
-        taker = takers[x, (num_experts * position).astype(np.int64)]
-        # Every third proposal moves two replicas.
-        moved = (num_givers > 0) & ((m % 3 == 0) | (step == 0))
-        tried[x, m, giver] -= moved
-        tried[x, m, taker] += moved
-    illegal = ((tried < min_replicas) | (tried > max_replicas)).any(axis=2)
-    rows, columns = np.nonzero(illegal)
-    tried[rows, columns] = counts[rows]
-    return tried
-
-
-def _pair_loads(unit: Floats, counts: Counts, fixed: Floats | None, num_slots: int) -> Singles:
-    """Returns rank loads with the lightest replica beside the heaviest, and so on: [X, num_slots / 2] float32."""
-    each = (unit / counts if fixed is None else unit / counts + fixed).astype(np.float32)
-    empty = num_slots - counts.sum(axis=1, keepdims=True)
-    repeats = np.concatenate([counts, empty], axis=1)
-    values = np.concatenate([each, np.zeros((len(unit), 1), dtype=np.float32)], axis=1)
-    replicas = np.repeat(values.ravel(), repeats.ravel()).reshape(len(unit), num_slots)
-    replicas.sort(axis=1)
-    half = num_slots // 2
-    pairs: Singles = replicas[:, :half] + replicas[:, : half - 1 : -1]
-    return pairs
-
-
-def _power_sum(pairs: Singles, reference: Singles) -> Singles:
-    """Returns the sum of (pair / reference) ** 64: smooth, but dominated by the heaviest pairs."""
-    power = np.minimum(pairs / reference[:, None], np.float32(3.5))  # 3.5 ** 64 x 2^10 stays finite in float32
-    for _ in range(6):
-        power *= power
-    total: Singles = power.sum(axis=1)
-    return total
 
 
 def _try_apportionments(problem: Problem, sweeps: int) -> Iterator[tuple[Ids, Floats, bool]]:

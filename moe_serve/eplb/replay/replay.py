@@ -456,8 +456,8 @@ def redundancy_curve(
     More slots never hurt: a layer whose plan is worse than one with fewer slots takes that one's value, since it could
     leave its additional slots empty.
     """
-    # Without the searches over replica counts: a curve needs many good plans rather than one optimal plan.
-    policy = make_policy("refined", iterations=0, rounds=0)
+    # Without annealing: a curve needs many good plans rather than one optimal plan.
+    policy = make_policy("refined", rounds=0)
     best = np.zeros(len(tokens))
     rows = []
     for num_slots in sorted(set(slots)):
