@@ -4,6 +4,7 @@ A step fails to record where the host would wait for the device. But prefills ov
 torch.distributed, whose receives need sizes: there the host waits, and the sizes are those of experts chosen evenly.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST
-from moe_serve.models.decoder.moe_decoder import build_decoder, kv_layouts
+from moe_serve.models.decoder.moe_decoder import MoeDecoder, build_decoder, kv_layouts
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import no_weights
@@ -80,10 +81,35 @@ class RankStep:
 
 def record_step(step: RankStep) -> Recording:
     """Returns the launches of the forward of a step. Raises where the host would wait, but for sizes of receives."""
-    spec = step.spec
-    placement = step.placement
     decodes, waits = step.new_tokens == 1, step.transport == "collective"
     with fake_gpu():
+        ready = ReadyStep.of(step)
+        run: Any = ready.decoder.run
+        run.capture = lambda launch: (lambda: None, launch())  # nothing runs in either case
+        for _ in range(2 if decodes else 1):  # a first decode makes what stays, the second one is captured
+            with recorded(takes_copies=waits, takes_reads=waits) as recording:
+                clock: Any = ready.parallel.clock
+                clock.turn = recording.turn
+                ready.forward(ready.batch)
+    return recording
+
+
+@dataclass(frozen=True)
+class ReadyStep:
+    """A rank that has weights and a cache for a step, without memory. Made and used in `fake_gpu`.
+
+    batch: of the step
+    """
+
+    decoder: MoeDecoder
+    parallel: ExpertParallel
+    cache: KvCache
+    batch: ForwardBatch
+
+    @classmethod
+    def of(cls, step: RankStep) -> "ReadyStep":
+        """Returns it with as many blocks in the cache as the step has."""
+        spec, placement = step.spec, step.placement
         share = WeightShare(spec, placement, 0, torch.bfloat16, GPU, step.expert_form)
         parallel = ExpertParallel(
             rank=0,
@@ -95,29 +121,26 @@ def record_step(step: RankStep) -> Recording:
             numerics=FAST,
         )
         decoder = build_decoder(spec, no_weights(share), parallel, GPU)
+        batch = batch_of([(step.new_tokens, step.length)] * step.sequences)
         num_blocks = step.sequences * -(-step.length // BLOCK_SIZE)
         cache = KvCache(kv_layouts(spec), num_blocks, BLOCK_SIZE, torch.bfloat16, GPU)
-        batch = batch_of(step)
-        run: Any = decoder.run
-        run.capture = lambda launch: (lambda: None, launch())  # nothing runs in either case
-        for _ in range(2 if decodes else 1):  # a first decode makes what stays, the second one is captured
-            with recorded(takes_copies=waits, takes_reads=waits) as recording:
-                clock: Any = parallel.clock
-                clock.turn = recording.turn
-                decoder.forward(batch, cache, 1)
-    return recording
+        return cls(decoder, parallel, cache, batch)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Returns the logits of a batch, in one round of the MoE layers."""
+        return self.decoder.forward(batch, self.cache, 1)
 
 
-def batch_of(step: RankStep) -> ForwardBatch:
-    """Returns the batch of a step, whose numbers nobody knows."""
-    num, rows = step.sequences, step.tokens
+def batch_of(sequences: Sequence[tuple[int, int]]) -> ForwardBatch:
+    """Returns a batch whose numbers nobody knows. sequences: new tokens of each, and all behind them; decodes first"""
+    new_tokens, lengths = zip(*sequences, strict=True)
+    num, rows = len(sequences), sum(new_tokens)
     ids, positions, slots = (torch.empty(rows, dtype=torch.int64, device=GPU) for _ in range(3))
     lens, logit_rows = (torch.empty(num, dtype=torch.int64, device=GPU) for _ in range(2))
     starts = torch.empty(num + 1, dtype=torch.int32, device=GPU)
-    tables = torch.empty(num, -(-step.length // BLOCK_SIZE), dtype=torch.int32, device=GPU)
+    tables = torch.empty(num, -(-max(lengths) // BLOCK_SIZE), dtype=torch.int32, device=GPU)
     tensors = ids, positions, slots, lens, logit_rows, starts, tables
-    num_decodes = num if step.new_tokens == 1 else 0
-    return ForwardBatch(*tensors, BLOCK_SIZE, rows, num_decodes, (step.length,) * num, (step.new_tokens,) * num)
+    return ForwardBatch(*tensors, BLOCK_SIZE, rows, new_tokens.count(1), lengths, new_tokens)
 
 
 class _Slabs(GpuSlabAllToAll):

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.scheduler import ScheduledChunk
@@ -111,7 +114,79 @@ def test_the_largest_step_takes_what_is_said_and_not_much_less(family: str, nume
     assert measured <= said < most * measured, f"{said} for {largest}; {peaks}"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed: no kernels")
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of CUDA tensors that operations of its body make, while these live.
+
+    most: at a time
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        if func.namespace == "aten" and func.has_kernel_for_dispatch_key(composite):
+            with self:
+                return func.decompose(*args, **kwargs)
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **kwargs)
+        self._live = {key: live for key, live in self._live.items() if not live[0].expired()}
+        for made in tree_leaves(out):
+            storage = made.untyped_storage() if isinstance(made, torch.Tensor) and made.is_cuda else None
+            if storage is not None and storage._cdata not in given:
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(num_bytes for _, num_bytes in self._live.values()))
+        return out
+
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Rows, keys and sequences of the largest step, and such steps: long ones; then decodes alone, and short prompts.
+GPU_STEPS: list[tuple[tuple[int, int, int], dict[str, list[tuple[int, int]]]]] = [
+    ((ROWS, KEYS, SEQUENCES), STEPS),
+    (
+        (16, 8 * KEYS, 16),
+        {"prompts of two": [(2, 2)] * 8}
+        | {f"{number} decodes": [(1, 8 * KEYS)] * number for number in (2, 3, 7, 15, 16)},
+    ),
+]
+ON_GPU = ["gpt_oss", "deepseek_v3", "deepseek_v32"]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: no kernels")
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in ON_GPU else pytest.mark.slow) for name in SIZES]
+)
+def test_the_largest_step_on_a_gpu_takes_what_is_said(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.jit import JITFunction
+
+    from moe_serve.roofline.launches import fake_gpu
+    from moe_serve.roofline.step import RankStep, ReadyStep, batch_of
+
+    monkeypatch.setattr(JITFunction, "run", lambda *_, **__: None)
+    folder = tiny_model(tmp_path, family)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | SIZES[family] | {"max_position_embeddings": 8 * KEYS}))
+    spec = read_spec(folder)
+    with fake_gpu():
+        ready = ReadyStep.of(RankStep(spec, SEQUENCES, KEYS - ROWS, ROWS))
+        for (rows, keys, sequences), steps in GPU_STEPS:
+            said, largest = working_memory(spec, FAST, StepSizes(rows, keys, sequences, itemsize=2, on_gpu=True))
+            peaks = {}
+            for name, step in steps.items():
+                batch = batch_of(step)
+                with LiveBytes() as live:
+                    ready.forward(batch)
+                peaks[name] = live.most
+            measured = max(peaks.values())
+            assert measured <= said < 2.3 * measured, f"{said} for {largest}; {peaks}"
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: no kernels")
 @pytest.mark.parametrize("most_bytes", [1 << 28, 1 << 21])  # all heads at once; a few
 def test_what_kernels_expand_at_a_time_takes_what_is_said(
     most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

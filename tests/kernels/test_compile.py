@@ -145,7 +145,7 @@ RECEIVES = ("dispatch_receive_kernel", "combine_receive_kernel")
 
 @pytest.mark.slow  # the text alone; the default suite compiles these kernels for their resources
 @pytest.mark.parametrize("capability", [90, 100])
-def test_flags_are_released_behind_their_rows_and_acquired_before_them(capability: int, tmp_path: Path) -> None:
+def test_flags_are_released_behind_their_rows_and_each_read_of_one_acquires(capability: int, tmp_path: Path) -> None:
     compiled(capability, ["--ptx", str(tmp_path), "low_latency"])
     for name in SENDS + RECEIVES:
         text = (tmp_path / f"{name}.ptx").read_text(encoding="ascii")
@@ -163,12 +163,20 @@ def test_flags_are_released_behind_their_rows_and_acquired_before_them(capabilit
         assert text != rows, mistake
         assert text.count(".exch.") == rows.count(".exch."), mistake
         assert flag_faults(text, is_sender=True), mistake
-    arrived = (tmp_path / "dispatch_receive_kernel.ptx").read_text(encoding="ascii")
-    assert flag_faults(arrived.replace("sys.acquire", "sys.relaxed"), is_sender=False)
+    for name in RECEIVES:
+        arrived = (tmp_path / f"{name}.ptx").read_text(encoding="ascii")
+        for found in re.finditer("|".join(map(re.escape, ACQUIRES)), arrived):  # one mistake at a time
+            relaxed, volatile = found[0].replace("acquire", "relaxed"), "ld.volatile.global.b64"
+            for mistake in (relaxed, volatile, "ld.global.b64", found[0].replace(".sys.", ".gpu.")):
+                text = arrived[: found.start()] + mistake + arrived[found.end() :]
+                assert flag_faults(text, is_sender=False), (name, mistake)
 
 
 def flag_faults(text: str, is_sender: bool) -> list[str]:
-    """Returns where a flag is not released by chosen threads behind a barrier, or that none is acquired."""
+    """Returns where a flag is not released by chosen threads behind a barrier, or what reads one without acquire.
+
+    A kernel that receives waits at two places, and reads flags at each before its loop and within.
+    """
     faults, is_behind_barrier, num_flags = [], False, 0
     for line in text[text.index(".entry") :].splitlines():
         if "st.global" in line:
@@ -181,4 +189,8 @@ def flag_faults(text: str, is_sender: bool) -> list[str]:
                 faults.append(line)
         elif any(each in line for each in ACQUIRES):
             num_flags += 1
-    return faults if num_flags else [f"no flag is {'released' if is_sender else 'acquired'}"]
+        elif ".volatile" in line or ".relaxed.add" in line:
+            faults.append(line)
+    if is_sender:
+        return faults if num_flags else ["no flag is released"]
+    return faults if num_flags == 4 else [f"{num_flags} reads of flags acquire", *faults]

@@ -34,14 +34,10 @@ def dispatch_receive_kernel(
     own = tl.load(peers + first_rank + local)
     round = tl.load(finished + local) + 1
 
-    # Counts carry their value in the flag itself, so reading it needs no order with anything else.
+    # A count carries its value in the flag itself, below the round.
     ranks = tl.arange(0, RANKS)
-    flags_at = (own + counts_at).to(tl.pointer_type(tl.int64)) + slot * num_ranks + ranks
-    flags = tl.load(flags_at, mask=ranks < num_ranks, other=0, volatile=True)
-    spins = 0
-    while (tl.min(tl.where(ranks < num_ranks, flags >> 32, round)) < round) & (spins < max_spins):
-        flags = tl.load(flags_at, mask=ranks < num_ranks, other=0, volatile=True)
-        spins += 1
+    counts_of_slot = counts_at + (slot * num_ranks + ranks).to(tl.int64) * 8
+    flags = wait_for_each(own, counts_of_slot, round << 32, ranks < num_ranks, max_spins)
     came = (flags >> 32) == round
     counts = tl.where(came & (ranks < num_ranks), flags & 0xFFFFFFFF, 0)
     first = tl.sum(tl.where(ranks < source, counts, 0))
@@ -112,7 +108,8 @@ def combine_receive_kernel(
         # All flags first, then all rows: the loads of K rows are then in flight together.
         first_k = tl.min(tl.where(slots[:, None] == slots[None, :], column[None, :], W), axis=1)
         places = token * TOPK + first_k
-        came = wait_for_each(own, result_arrived_at + places.to(tl.int64) * 8, round, slots >= 0, max_spins)
+        flags = wait_for_each(own, result_arrived_at + places.to(tl.int64) * 8, round, slots >= 0, max_spins)
+        came = (slots >= 0) & (flags == round)
         lost = (slots >= 0) & (came == 0)
         tl.atomic_max(late + local * num_ranks + slots // slots_per_rank, tl.zeros((W,), tl.int64) + round, mask=lost)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -128,11 +125,6 @@ def combine_receive_kernel(
     else:
         # From here on every peer has read what this rank sent: the next round of this queue may overwrite it.
         ranks = tl.arange(0, RANKS)
-        flags_at = (own + done_at).to(tl.pointer_type(tl.int64)) + ranks
-        flags = tl.load(flags_at, mask=ranks < num_ranks, other=0, volatile=True)
-        spins = 0
-        while (tl.min(tl.where(ranks < num_ranks, flags, round)) < round) & (spins < max_spins):
-            flags = tl.load(flags_at, mask=ranks < num_ranks, other=0, volatile=True)
-            spins += 1
+        flags = wait_for_each(own, done_at + ranks.to(tl.int64) * 8, round, ranks < num_ranks, max_spins)
         missing = (ranks < num_ranks) & (flags < round)
         tl.atomic_max(late + local * num_ranks + ranks, tl.zeros_like(flags) + round, mask=missing)

@@ -93,14 +93,14 @@ def wait_for(region, flag_at, round, max_spins):
 
 
 @triton.jit
-def wait_for_each(region, flag_at, round, mask, max_spins):
-    """Waits for a block of flags at once; returns which of them came (False outside mask)."""
+def wait_for_each(region, flag_at, least, mask, max_spins):
+    """Waits until a block of flags reach `least`, or for max_spins; returns them, what is outside mask undefined."""
     flags = (region + flag_at).to(tl.pointer_type(tl.int64))
     nothing = tl.zeros_like(flag_at)
     seen = tl.atomic_add(flags, nothing, mask=mask, sem="acquire", scope="sys")
     spins = 0
-    while (tl.min(tl.where(mask, seen, round)) < round) & (spins < max_spins):
+    while (tl.min(tl.where(mask, seen, least)) < least) & (spins < max_spins):
         seen = tl.atomic_add(flags, nothing, mask=mask, sem="acquire", scope="sys")
         spins += 1
     tl.debug_barrier()
-    return mask & (seen == round)
+    return seen

@@ -1,8 +1,8 @@
 """The memory that one step takes at its largest beside weights and KV cache.
 
 With torch and Triton the phases of a layer follow each other, so a step takes its rows between layers and the largest
-phase, whose sizes are worked out here. The compiled CPU kernels write to buffers that stay: those of a recording. A
-test compares both with the allocator's peak.
+phase, whose sizes are worked out here. The compiled CPU kernels write to buffers that stay: those of a recording.
+Tests compare both with the allocator's peak, and steps on GPUs with what recorded ones allocate.
 
 Shape words: T = rows, K = keys of the longest sequence, H = hidden, n = sequences.
 """
@@ -18,6 +18,7 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
+from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.linear import LARGEST_TILE
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.models.decoder.mla import expand_from
@@ -37,7 +38,7 @@ class StepSizes:
     rows:     tokens;  keys: of the longest sequence;  sequences: that run at once
     itemsize: bytes of an activation
     in_halves: whether large steps run in halves that take turns
-    on_gpu:    whether kernels attend all sequences together
+    on_gpu:    whether the Triton kernels attend
     """
 
     rows: int
@@ -86,7 +87,10 @@ def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, 
     """Returns the bytes of each phase of a step by name, the rows between layers included in each."""
     spec_bytes, rows = sizes.itemsize, sizes.rows
     between = 4 * rows * spec.hidden * spec_bytes  # residual, what is added to it, the normed sum, the phase's result
-    between += _plan(spec, numerics, sizes)
+    if sizes.on_gpu:
+        between += rows * spec.rope.dim // 2 * torch.complex64.itemsize
+    else:
+        between += _plan(spec, numerics, sizes)
     phases = {
         f"attention of {rows} tokens over {sizes.keys} keys": _attention(spec, numerics, sizes),
         f"experts of {rows} tokens": _experts(spec, numerics, sizes),
@@ -100,9 +104,12 @@ def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, 
 def _experts(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
     rows = sizes.rows * spec.topk
     hidden, width = spec.hidden, spec.moe_intermediate
-    tiled = hidden + width if numerics.invariant else 0  # rows of an expert, copied to whole row tiles
-    biases = max(hidden, width) if spec.expert_bias else 0  # repeated for the rows of either product
-    routed = rows * (2 * hidden + 3 * width + tiled + biases) * sizes.itemsize
+    if sizes.on_gpu:  # the products end with activation and biases
+        routed = rows * (2 * hidden + width) * sizes.itemsize
+    else:
+        tiled = hidden + width if numerics.invariant else 0  # rows of an expert, copied to whole row tiles
+        biases = max(hidden, width) if spec.expert_bias else 0  # repeated for the rows of either product
+        routed = rows * (2 * hidden + 3 * width + tiled + biases) * sizes.itemsize
     shared = 3 * sizes.rows * spec.shared_intermediate * sizes.itemsize
     gate = sizes.rows * spec.num_logical * 3 * 4 + rows * 4 * _INDEX  # logits, scores, choice; ids and their orders
     scaled = sizes.rows * hidden * sizes.itemsize if spec.router.scales_input else 0
@@ -110,6 +117,11 @@ def _experts(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
 
 
 def _attention(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
+    if sizes.on_gpu:
+        before = sizes.rows * spec.hidden * sizes.itemsize  # the rows of the MLP before, which the loop still holds
+        if isinstance(spec.attention, GqaSpec):
+            return before + _gqa_on_gpu(spec.attention, spec.num_layers, sizes)
+        return before + _mla_on_gpu(spec.attention, numerics, sizes)
     if isinstance(spec.attention, GqaSpec):
         return _gqa(spec.attention, numerics, sizes)
     return _mla(spec.attention, numerics, sizes)
@@ -120,6 +132,17 @@ def _gqa(spec: GqaSpec, numerics: Numerics, sizes: StepSizes) -> int:
     rows = sizes.rows * (q + 2 * kv + 2 * q) * sizes.itemsize  # projected, attended, and put together from pieces
     group = spec.num_heads // spec.num_kv_heads
     return rows + _attended(numerics, sizes, spec.num_kv_heads, group, spec.head_dim, 2 * kv)
+
+
+def _gqa_on_gpu(spec: GqaSpec, num_layers: int, sizes: StepSizes) -> int:
+    """Returns the bytes of projections and results, and of the sums over parts of few decodes' keys."""
+    from moe_serve.kernels.triton.attention import Seen, part_bytes  # loads triton
+
+    shape = AttendShape(spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.softmax_scale)
+    limits = {(spec.window_of(layer), spec.chunk_of(layer)) for layer in range(num_layers)}
+    parts = [part_bytes(shape, sizes.itemsize, sizes.sequences, sizes.keys, Seen(*limit)) for limit in limits]
+    row = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    return sizes.rows * row * sizes.itemsize + max(parts)
 
 
 def _mla(spec: MlaSpec, numerics: Numerics, sizes: StepSizes) -> int:
@@ -133,14 +156,37 @@ def _mla(spec: MlaSpec, numerics: Numerics, sizes: StepSizes) -> int:
     absorbed = short * heads * (2 * spec.latent_dim + spec.nope_dim + spec.kv_lora_rank + spec.value_dim) * size
     absorbed += _attended(numerics, sizes, 1, heads, spec.latent_dim, spec.latent_dim)
     expanded = 0
-    if expands and border is not None and sizes.on_gpu:
-        expanded = expanded_together(spec, sizes, border)
-    elif expands:
+    if expands:
         # Keys, the part of them without rotation, values, and values padded to the width of keys.
         widths = spec.nope_dim + 2 * spec.query_dim + spec.value_dim
         expanded = sizes.keys * (heads * widths + spec.latent_dim) * size
     values = sizes.rows * heads * spec.value_dim * size
     return projected + values + max(absorbed, expanded)
+
+
+def _mla_on_gpu(spec: MlaSpec, numerics: Numerics, sizes: StepSizes) -> int:
+    from moe_serve.kernels.triton.attention import part_bytes  # loads triton
+    from moe_serve.kernels.triton.indexed_attention import chosen_bytes
+
+    heads, size, border = spec.num_heads, sizes.itemsize, expand_from(spec)
+    shape = AttendShape(1, heads, spec.latent_dim, spec.softmax_scale, spec.kv_lora_rank)
+    projected = sizes.rows * (2 * (spec.q_lora_rank or 0) + spec.latent_dim + heads * spec.query_dim) * size
+    absorbed_row = heads * (spec.latent_dim + spec.kv_lora_rank) * size
+    indexer, values = spec.indexer, sizes.rows * heads * spec.value_dim * size
+    if indexer is not None:
+        rows = indexer.num_heads * (indexer.width + 1) + 2 * indexer.width  # queries, weights, the key, and normed
+        chosen = chosen_bytes(sizes.rows, sizes.keys, indexer.topk)
+        parts = part_bytes(shape, size, sizes.rows, min(indexer.topk, sizes.keys))
+        return projected + sizes.rows * (rows * size + absorbed_row) + max(chosen + parts, values)
+    parts = part_bytes(shape, size, sizes.sequences, sizes.keys)
+    if border is None or numerics.invariant:
+        return projected + sizes.rows * absorbed_row + max(parts, values)
+    short = min(sizes.rows, sizes.sequences * border)
+    return (
+        projected
+        + values
+        + max(short * (absorbed_row + heads * spec.value_dim * size) + parts, expanded_together(spec, sizes, border))
+    )
 
 
 def expanded_together(spec: MlaSpec, sizes: StepSizes, border: int) -> int:
@@ -154,10 +200,13 @@ def expanded_together(spec: MlaSpec, sizes: StepSizes, border: int) -> int:
         longest = sizes.keys - rows
         return longest if rows >= border else min(longest, rows * rows // (2 * (border - rows)))
 
-    most_sequences = min(sizes.sequences, sizes.rows)
+    most_sequences = min(sizes.sequences, sizes.rows // 2)  # those of one row are decodes
     prefixes = max(
-        min(most_sequences, sizes.rows // rows) * prefix(rows)
-        for rows in range(1, min(border, sizes.rows, sizes.keys) + 1)
+        (
+            min(most_sequences, sizes.rows // rows) * prefix(rows)
+            for rows in range(2, min(border, sizes.rows, sizes.keys) + 1)
+        ),
+        default=0,
     )
     keys = sizes.rows + prefixes + most_sequences * (TILE - 1)
     head = keys * (spec.nope_dim + spec.value_dim) * sizes.itemsize

@@ -171,19 +171,18 @@ def attend_places(
     in_parts = one_row or invariant
     tile = tile or tile_for(places, q.element_size(), in_parts)
     first, second, tail_block = places.blocks
-    group_block = min(triton.next_power_of_2(places.group), tile.rows)
+    group_block, num_heads = _blocks_of_heads(places, tile)
     tokens = tile.rows // group_block
     part_keys = LATENT_PART_KEYS if places.shares_row else PART_KEYS
     num_parts = _num_parts(rows.max_keys, seen, part_keys) if in_parts else 1
     num_seqs = rows.seq_lens.shape[0]
     num_tiles = rows.num_rows if one_row else rows.num_rows // tokens + num_seqs
-    num_heads = places.heads * triton.cdiv(places.group, group_block)
     all_heads, width = places.heads * places.group, places.value_width
     part_out = part_sums = None
     scales = places.scales
     apart = one_row and num_parts > 1 and num_tiles * num_heads < ENOUGH_PROGRAMS
     if apart:
-        per_part = q.shape[0], all_heads, num_parts
+        per_part = rows.num_rows, all_heads, num_parts  # others may be chunks
         part_out = torch.empty(*per_part, width, dtype=torch.float32, device=q.device)
         part_sums = torch.empty(*per_part, 2, dtype=torch.float32, device=q.device)
     limits = seen.window or 0, seen.chunk or 0
@@ -207,6 +206,25 @@ def attend_places(
             part_out, part_sums, seen.sinks, rows.seq_lens, out, num_parts, *limits,
             HEADS=all_heads, BLOCK_H=block_h, WIDTH=width, BLOCK_V=block_v, PART=part_keys, **sees,
         )  # fmt: skip
+
+
+def part_bytes(shape: AttendShape, itemsize: int, num_rows: int, max_keys: int, seen: Seen = Seen()) -> int:
+    """Returns the most bytes of the sums of parts, of up to num_rows rows that are alone in their sequences.
+
+    itemsize: of a number of the queries;  max_keys: of one row
+    """
+    places = Places.in_cache(torch.empty(1, *shape.row_shape, device="meta"), shape, None)
+    parts = _num_parts(max_keys, seen, LATENT_PART_KEYS if places.shares_row else PART_KEYS)
+    _, num_heads = _blocks_of_heads(places, tile_for(places, itemsize, one_row=True))
+    rows = min(num_rows, (ENOUGH_PROGRAMS - 1) // num_heads)
+    sums = rows * places.heads * places.group * parts * (places.value_width + 2)
+    return sums * torch.float32.itemsize if parts > 1 else 0
+
+
+def _blocks_of_heads(places: Places, tile: AttendTile) -> tuple[int, int]:
+    """Returns how many query heads a program takes of a group, and the programs that all heads of a token take."""
+    block = min(triton.next_power_of_2(places.group), tile.rows)
+    return block, places.heads * triton.cdiv(places.group, block)
 
 
 def _padded(width: int) -> int:

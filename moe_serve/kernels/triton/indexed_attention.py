@@ -46,7 +46,7 @@ def choose_triton(index_q: Tensor, weights: Tensor, keys: Tensor, topk: int, row
     num_seqs = rows.seq_lens.shape[0]
     slots = torch.empty(rows.num_rows, topk, dtype=torch.int32, device=index_q.device)
     counts = torch.empty(rows.num_rows, dtype=torch.int32, device=index_q.device)
-    per_pass = rows.num_rows if rows.max_keys <= topk else min(max(MOST_SCORES // rows.max_keys, 1), rows.num_rows)
+    per_pass = _rows_of_pass(rows.num_rows, rows.max_keys, topk)
     scores = None
     if rows.max_keys > topk:
         scores = torch.empty(per_pass, rows.max_keys, dtype=torch.float32, device=index_q.device)
@@ -68,6 +68,17 @@ def choose_triton(index_q: Tensor, weights: Tensor, keys: Tensor, topk: int, row
             BLOCK_SIZE=rows.block_size, num_warps=8,
         )  # fmt: skip
     return slots, counts
+
+
+def chosen_bytes(num_rows: int, max_keys: int, topk: int) -> int:
+    """Returns the bytes of scores and slots for rows that see up to max_keys keys."""
+    scored = _rows_of_pass(num_rows, max_keys, topk) * max_keys if max_keys > topk else 0
+    return 4 * (scored + num_rows * (topk + 1))
+
+
+def _rows_of_pass(num_rows: int, max_keys: int, topk: int) -> int:
+    """Returns of how many rows keys are scored together."""
+    return num_rows if max_keys <= topk else min(max(MOST_SCORES // max_keys, 1), num_rows)
 
 
 @triton.jit

@@ -182,7 +182,7 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
     report.problems += transport.problems
     report.model += [Line(*fact) for fact in describe_loss(config, plan, report.num_sharing, transport.shares_memory)]
     report.memory += [*weights, *_cache(config, plan)]
-    report.memory += [*_dispatch_buffers(config, plan, transport.taken), _working_memory(config, plan)]
+    report.memory += [*_dispatch_buffers(config, plan, transport.taken), *_working_memory(config, plan)]
     report.memory += [_rotations(plan), _prompt_logits(config, plan)]
     cache_tokens = plan.num_blocks * config.cache.block_size
     if cache_tokens < plan.max_model_len:
@@ -277,18 +277,25 @@ def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes |
     yield Memory("dispatch, receiving (even load)", sent_bytes, worst)
 
 
-def _working_memory(config: ServeConfig, plan: ModelPlan) -> Memory:
-    """Returns the memory of the largest step, apart from the rows between ranks."""
+def _working_memory(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
+    """Yields the memory of the largest step, apart from the rows between ranks, and what its attention keeps."""
+    on_gpu = plan.device.type == "cuda"
+    if on_gpu and find_spec("triton") is None:
+        return  # among the problems; its kernels know what they take
     sizes = StepSizes(
         rows=config.engine.max_batch_tokens,
         keys=min(plan.max_model_len, plan.num_blocks * config.cache.block_size),
         sequences=config.engine.max_running_requests,
         itemsize=plan.dtype.itemsize,
         in_halves=config.dispatch.overlap_from_tokens is not None,
-        on_gpu=plan.device.type == "cuda",
+        on_gpu=on_gpu,
     )
     num_bytes, largest = working_memory(plan.spec, plan.numerics, sizes)
-    return Memory("a step at its largest", num_bytes, f"{largest}, with even load of experts")
+    yield Memory("a step at its largest", num_bytes, f"{largest}, with even load of experts")
+    if on_gpu and config.engine.attention_backend == "flashinfer":
+        from moe_serve.attention_dp.attention_packages import WORKSPACE_BYTES
+
+        yield Memory("attention workspace", WORKSPACE_BYTES, "of FlashInfer, for its plans and sums")
 
 
 def _rotations(plan: ModelPlan) -> Memory:

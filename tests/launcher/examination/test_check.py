@@ -2,11 +2,13 @@
 
 import re
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from moe_serve.config import load_config, model_dir
+from moe_serve.engine.model import model_plan
 from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.launcher.examination import check
 from moe_serve.launcher.examination.check import Report, examine, print_check
@@ -45,6 +47,15 @@ def test_more_ranks_hold_fewer_experts_each_and_replicas_cost_slots():
     (slots,) = [line for line in report.model if line.name == "slots"]
     assert slots.value == "9 per rank and layer"  # 34 is rounded up to 36
     assert slots.why.startswith("4 of 36 hold replicas")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: no kernels")
+def test_the_workspace_of_flashinfer_is_counted_beside_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_plan, "find_spec", lambda name: True)  # as if it was installed
+    path = f"model.path={tiny_model(tmp_path, 'qwen3_moe')}", "model.load_format=dummy", "parallel.device=cuda"
+    ours, theirs = (sizes(checked(*path, f"engine.attention_backend={name}")) for name in ("auto", "flashinfer"))
+    assert theirs == ours | {"attention workspace": 128 << 20}
+    assert ours["a step at its largest"] > 0
 
 
 @pytest.mark.skipif(find_cpu_library() is None, reason="no C compiler")
