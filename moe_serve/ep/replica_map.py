@@ -48,7 +48,7 @@ class ReplicaMap:
         self._split: HostSplit | DeviceSplit | None = None
         self._is_exact = split == "exact"
         # A fact of the shape, not of the placement: with as many slots as experts nothing can have a replica.
-        if placement.num_slots > placement.num_logical:
+        if placement.num_layers and placement.num_slots > placement.num_logical:
             if torch.device(device).type == "cpu":
                 self._split = HostSplit(placement, split, topology, compiled)
             else:

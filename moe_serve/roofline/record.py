@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from moe_serve.ep.expert_form import choose_expert_form
 from moe_serve.eplb.cost.kernels import Phase
 from moe_serve.eplb.cost.step_record import KernelRecord, Layers, ModelSteps, Rate, StepRecord, Unit
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.part_clock import ATTENTION, EXPERTS, OTHER, PARTS
-from moe_serve.models.spec import GqaSpec, ModelSpec
+from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 from moe_serve.roofline.launches import Launch
 from moe_serve.roofline.step import RankStep, Transport, even_sizes, record_step
 from moe_serve.roofline.work import ExpertLoad, work_of
@@ -26,6 +27,7 @@ STEPS: tuple[tuple[Phase, Transport], ...] = (
 )  # fmt: skip
 _ATTENTION = {"attend_kernel", "expand_kernel"}
 _WEIGHT_OF = {"mm": 1, "addmm": 2, "addmm_": -1}  # which tensor of a product is the weight
+CACHE_DTYPES = {"auto": torch.bfloat16, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 _EXACT = 1e-6  # of an amount: what is smaller is noise of the fit
 
 
@@ -80,15 +82,25 @@ class _Sums:
 
 
 def record_model(
-    spec: ModelSpec, name: str, wire: str = "auto", progress: Callable[[float, float | None], None] = lambda *_: None
+    spec: ModelSpec,
+    name: str,
+    wire: str = "auto",
+    progress: Callable[[float, float | None], None] = lambda *_: None,
+    redundant: int = 0,
+    cache: str = "auto",
 ) -> ModelSteps:
     """Returns the steps of a model: decodes and prefills, on one rank and on several.
 
     wire: as dispatch.wire_dtype;  progress: called with (kinds of steps recorded, all of them)
-    Raises ConfigError for a wire that is unknown.
+    redundant: slots beside one of each expert, among several ranks;  cache: as cache.dtype
+    Raises ConfigError for a wire or a cache that is unknown, and for one that the model cannot have.
     """
     if wire not in ("auto", "bf16", "fp8"):
         raise ConfigError(f"the wire of GPUs is {wire!r}; choose auto, bf16 or fp8")
+    if cache not in CACHE_DTYPES:
+        raise ConfigError(f"the KV cache is in {cache!r}; choose one of {', '.join(CACHE_DTYPES)}")
+    if cache != "auto" and isinstance(spec.attention, MlaSpec) and spec.attention.indexer is not None:
+        raise ConfigError(f"{spec.model_type} has an indexer, which reads its keys in bfloat16; record with auto")
     experts = choose_expert_form(
         "auto", spec.fp8_block, "cuda", True, in_mxfp4=spec.experts_in_mxfp4, has_narrow_rows=True
     )
@@ -96,13 +108,13 @@ def record_model(
         "num_layers": spec.num_layers, "num_moe_layers": spec.num_moe_layers, "hidden": spec.hidden,
         "num_logical": spec.num_logical, "topk": spec.topk,
     }  # fmt: skip
-    like = RankStep(spec, expert_form=experts, wire_dtype=wire)
+    like = RankStep(spec, expert_form=experts, wire_dtype=wire, redundant=redundant, cache_dtype=CACHE_DTYPES[cache])
     steps = []
     progress(0, len(STEPS))
     for phase, transport in STEPS:
         steps.append(record_kind(like, phase, transport))
         progress(len(steps), len(STEPS))
-    return ModelSteps(name, sizes, experts, wire, tuple(steps))
+    return ModelSteps(name, sizes, experts, wire, tuple(steps), redundant, cache)
 
 
 def record_kind(like: RankStep, phase: Phase, transport: Transport) -> StepRecord:
@@ -112,7 +124,9 @@ def record_kind(like: RankStep, phase: Phase, transport: Transport) -> StepRecor
 
 def _kernels(like: RankStep, phase: Phase, transport: Transport) -> Iterable[KernelRecord]:
     """Returns the kernels of a step, by layers."""
-    ranks = [1] if transport == "local" else _numbers_of_ranks(like.spec.num_logical)
+    if transport == "local":  # one rank has each expert once
+        like = replace(like, redundant=0)
+    ranks = [1] if transport == "local" else _numbers_of_ranks(like.spec.num_logical, like.redundant)
     sizes = [size for size in _SIZES[phase] if size.ranks < len(ranks)]
     of_ranks: tuple[Unit, ...] = ("rank", "slot")  # told apart by a third number of ranks
     units = (*_UNITS[phase], *of_ranks[: len(ranks) - 1])
@@ -136,9 +150,10 @@ def _kernels(like: RankStep, phase: Phase, transport: Transport) -> Iterable[Ker
     yield from _fitted(steps, of_step, units, "none", 1)
 
 
-def _numbers_of_ranks(num_experts: int) -> list[int]:
-    """Returns up to three numbers of ranks over which the experts can be spread evenly."""
-    found = [ranks for ranks in (16, 8, 4, 2, *range(3, 16)) if num_experts % ranks == 0]
+def _numbers_of_ranks(num_experts: int, redundant: int) -> list[int]:
+    """Returns up to three numbers of ranks over which the slots can be spread evenly, no expert twice on a rank."""
+    slots = num_experts + redundant
+    found = [ranks for ranks in (16, 8, 4, 2, *range(3, 16)) if slots % ranks == 0 and slots <= ranks * num_experts]
     return sorted(found[:3]) or [1]
 
 

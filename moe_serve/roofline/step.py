@@ -47,6 +47,7 @@ class RankStep:
     new_tokens: of each in the step; 1: they decode
     transport:  "local" on one rank; between several "slabs" (GPUs write into each other's memory), or "collective"
     redundant:  slots beside those of one expert each
+    cache_dtype: in which keys and values are cached
     """
 
     spec: ModelSpec
@@ -59,6 +60,7 @@ class RankStep:
     expert_form: ExpertForm = "dense"
     redundant: int = 0
     split: Any = "even"
+    cache_dtype: torch.dtype = torch.bfloat16
 
     @property
     def tokens(self) -> int:
@@ -123,7 +125,7 @@ class ReadyStep:
         decoder = build_decoder(spec, no_weights(share), parallel, GPU)
         batch = batch_of([(step.new_tokens, step.length)] * step.sequences)
         num_blocks = step.sequences * -(-step.length // BLOCK_SIZE)
-        cache = KvCache(kv_layouts(spec), num_blocks, BLOCK_SIZE, torch.bfloat16, GPU)
+        cache = KvCache(kv_layouts(spec), num_blocks, BLOCK_SIZE, step.cache_dtype, GPU, torch.bfloat16)
         return cls(decoder, parallel, cache, batch)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -164,6 +166,9 @@ class _Collective(CollectiveAllToAll):
 
     def _on_host(self, sizes: Tensor) -> Sizes:
         return self._even
+
+    def _is_small(self, slot_counts: Tensor, row_bytes: int) -> bool:
+        return False  # a prompt's rows are worth a round of sizes
 
     def _all_to_all(self, phase: str, out: Tensor, *_: Any) -> Pending[Tensor]:
         return Ready(out)

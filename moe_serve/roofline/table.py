@@ -71,7 +71,7 @@ def roofline(steps: ModelSteps, chip: HardwareProfile, sizes: Sizes) -> list[Lin
     step = steps.step(sizes.phase, sizes.num_ranks)
     new = 1 if sizes.phase == "decode" else sizes.context
     length = sizes.context + 1 if sizes.phase == "decode" else sizes.context
-    slots = -(-experts // sizes.num_ranks)
+    slots = steps.slots_per_rank(sizes.num_ranks)
     amounts = even_amounts(sizes.tokens / new, length, new, sizes.num_ranks, slots, steps.sizes["topk"])
     launch_s = load_engine(OURS).launch_s
     peak = {"bf16": chip.bf16_flops, "attention": chip.bf16_flops, "fp8": chip.fp8_flops}
@@ -174,4 +174,6 @@ def to_json(steps: ModelSteps, chip: HardwareProfile, sizes: Sizes) -> dict[str,
 
 def _form(steps: ModelSteps, step: StepRecord) -> str:
     wire = "" if step.transport == "local" else f", rows as {steps.wire}"
-    return f"experts in {steps.experts}{wire}, transport {step.transport}"
+    replicas = f", {steps.redundant} redundant experts" if steps.redundant and step.transport != "local" else ""
+    cache = "" if steps.cache == "auto" else f", KV cache in {steps.cache}"
+    return f"experts in {steps.experts}{replicas}{cache}{wire}, transport {step.transport}"

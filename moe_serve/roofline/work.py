@@ -88,15 +88,18 @@ def _attend(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
         most = at["window"] if at["WINDOW"] else at["chunk"] if at["CHUNK"] else None
         read = float(step.sequences * min(step.length, step.length if most is None else most + step.new_tokens - 1))
         seen = _seen(step, most)
-    moved = q.nbytes + read * at["k"][0].nbytes + (out if parts is None else parts).nbytes
+    row = at["k"][0].nbytes + (0 if at["scales"] is None else at["scales"][0].nbytes)
+    moved = q.nbytes + read * row + (out if parts is None else parts).nbytes
     return Work(moved, 2.0 * seen * heads * (q.shape[-1] + out.shape[-1]))
 
 
 def _expand(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     weight, keys = getattr(at["weight"], "base", at["weight"]), float(step.sequences * step.length)
     heads, latent, width = at["HEADS"], at["LATENT"], at["WIDTH"]
-    row = latent + 2 * at["TAIL"] * at["WRITES_TAIL"] + heads * width
-    return Work((keys * row + heads * latent * width) * weight.itemsize, 2.0 * keys * heads * latent * width)
+    read = (latent + at["TAIL"] * at["WRITES_TAIL"]) * at["latents"].itemsize
+    read += 0 if at["scales"] is None else at["scales"][0].nbytes
+    made = (heads * width + at["TAIL"] * at["WRITES_TAIL"]) * weight.itemsize
+    return Work(keys * (read + made) + heads * latent * width * weight.itemsize, 2.0 * keys * heads * latent * width)
 
 
 def _combine_parts(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
@@ -121,12 +124,14 @@ def _norm(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
 
 
 def _rope_write(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
-    return Work(2 * (at["q"].nbytes + at["k"].nbytes) + at["turns"].nbytes)
+    cached = at["k"].numel() * at["cache"].itemsize
+    return Work(2 * at["q"].nbytes + at["k"].nbytes + cached + at["turns"].nbytes)
 
 
 def _mla_rope_write(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     turned = step.tokens * at["num_heads"] * 2 * at["NUM_PAIRS"] * at["q"].itemsize
-    return Work(2 * (turned + at["row"].nbytes) + at["turns"].nbytes)
+    cached = at["row"].numel() * at["cache"].itemsize
+    return Work(2 * turned + at["row"].nbytes + cached + at["turns"].nbytes)
 
 
 def _dispatch_send(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
@@ -174,7 +179,7 @@ def unavoidable_bytes(step: RankStep) -> float:
     dense = sum(size for name, size in share.dense_bytes.items() if name.startswith("layers."))
     experts = spec.num_moe_layers * load.experts * share.slot_form.num_bytes
     keys = step.sequences * step.length
-    cache = keys * 2.0 * sum(layout.elements_per_token for layout in kv_layouts(spec))
+    cache = float(keys) * sum(layout.slot_bytes(step.cache_dtype) for layout in kv_layouts(spec))
     row = 2 * spec.hidden
     row_there = spec.hidden if step.expert_form == "fp8" else row
     carried = spec.num_moe_layers * load.rows * 2.0 * (row_there + row)

@@ -11,7 +11,7 @@ import pytest
 from moe_serve.eplb.cost.kernels import Batch, RecordedKernels
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_engine, load_hardware, load_model_profile, profile_names
-from moe_serve.eplb.cost.step_record import load_steps, packaged_steps, to_json, total
+from moe_serve.eplb.cost.step_record import KernelRecord, load_steps, packaged_steps, to_json, total
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 
@@ -39,6 +39,20 @@ def test_every_packaged_model_is_priced_on_every_gpu(model: str, hardware: str, 
 
 def test_all_gpu_models_with_a_profile_have_steps() -> None:
     assert packaged_steps() == sorted(set(profile_names("models")) - {"demo"}), "demo is priced on CPUs"
+
+
+def test_recorded_replicas_are_priced_and_count_as_slots() -> None:
+    steps = load_steps("DeepSeek-V3")
+    more = KernelRecord("dispatch", "split_replicas", "moe", 58, "bf16", {"step": 1.0}, {"slot": 1e6}, {})
+    with_replicas = tuple(replace(step, kernels=(*step.kernels, more)) for step in steps.steps)
+    record = replace(steps, steps=with_replicas, redundant=32)
+    engine = replace(OURS, steps=record)
+    costs = CostModel(H100, load_model_profile("DeepSeek-V3"), Topology(4, 8), engine)
+    kernels = kernels_of(costs)
+    assert kernels._amounts(DECODE)["slot"] == 288 / 32
+    seconds = [each._seconds(DECODE, "dispatch", ("moe",)) for each in (kernels, kernels_of(priced()))]
+    assert seconds[0] - seconds[1] == pytest.approx(58 * (engine.launch_s + 9e6 / kernels.hbm))
+    assert costs.step(DECODE).total_s > 0
 
 
 @pytest.mark.parametrize("batch", [DECODE, PREFILL], ids=["decode", "prefill"])

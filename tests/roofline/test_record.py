@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from moe_serve.eplb.cost.kernels import Phase, even_amounts
 from moe_serve.eplb.cost.step_record import Amounts, StepRecord, load_steps, total
@@ -66,6 +68,34 @@ def test_a_record_of_few_sizes_says_what_others_do(
         assert said(record, step) == pytest.approx(done(step), rel=0.02), sequences
 
 
+@pytest.mark.slow  # the default suite records such steps once (tests/launcher/cli/test_balancer.py)
+@pytest.mark.parametrize(
+    "name, phase, transport, form",
+    [
+        ("deepseek_v3", "decode", "slabs", {"redundant": 8, "cache_dtype": torch.int8}),
+        ("deepseek_v3", "prefill", "collective", {"redundant": 8, "cache_dtype": torch.int8}),
+        ("mixtral", "decode", "slabs", {"redundant": 8, "cache_dtype": torch.float8_e4m3fn}),
+    ],
+)
+def test_replicas_and_a_cache_in_8_bits_are_recorded_likewise(
+    name: str, phase: Phase, transport: Transport, form: dict[str, Any], tmp_path: Path
+) -> None:
+    spec = replace(spec_of(name, tmp_path), max_position=20000)
+    like = RankStep(spec, **form)
+    record = record_kind(like, phase, transport)
+    for (sequences, context, new_tokens), num_ranks in zip(SIZES[phase], (4, 8, 2), strict=True):
+        step = RankStep(spec, sequences, context, new_tokens, num_ranks, transport, **form)
+        assert said(record, step) == pytest.approx(done(step), rel=0.02), sequences
+    splits = [each for each in record.kernels if each.name == "split_replicas"]
+    assert [each.launches for each in splits] == [{"step": 1.0}] * len({each.layers for each in splits} | {"moe"})
+    plain = RankStep(spec, sequences, context, new_tokens, num_ranks, transport)
+    cached = [
+        sum(work_of(launch, step).num_bytes for launch in record_step(step).launches if launch.name == "attend_kernel")
+        for step in (replace(plain, cache_dtype=form["cache_dtype"]), plain)
+    ]
+    assert cached[0] < cached[1]
+
+
 def by_part(record: StepRecord, step: RankStep) -> dict[tuple[str, str], tuple[float, float]]:
     """Returns launches and bytes of each part, by kind of layer."""
     found: dict[tuple[str, str], tuple[float, float]] = {}
@@ -96,6 +126,10 @@ def test_packaged_steps_are_those_of_today(name: str, phase: Phase, transport: T
         assert before[part][1] == pytest.approx(num_bytes, rel=DRIFT_OF_BYTES, abs=1e4), (part, why)
 
 
-def test_a_wire_that_gpus_do_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_wire_and_a_cache_that_gpus_do_not_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="choose auto, bf16 or fp8"):
         record_model(spec_of("mixtral", tmp_path), "mixtral", "float32")
+    with pytest.raises(ConfigError, match="choose one of auto, int8, fp8_e4m3"):
+        record_model(spec_of("mixtral", tmp_path), "mixtral", cache="float16")
+    with pytest.raises(ConfigError, match="has an indexer, which reads its keys in bfloat16"):
+        record_model(spec_of("deepseek_v32", tmp_path), "deepseek_v32", cache="int8")

@@ -341,7 +341,7 @@ class RecordedKernels(StepKernels):
 
     def _amounts(self, batch: Batch) -> Amounts:
         """Returns the amounts of a batch with an even load."""
-        slots = -(-self.steps.sizes["num_logical"] // self.num_ranks)
+        slots = self.steps.slots_per_rank(self.num_ranks)
         if batch.phase == "decode":
             length, new = batch.context + 1, 1.0
         else:

@@ -77,6 +77,8 @@ class ModelSteps:
     name:    of the model
     sizes:   its num_layers, num_moe_layers, hidden, num_logical and topk, so that nothing else is priced by it
     experts: form of expert weights;  wire: dtype of rows on their way to experts
+    redundant: slots beside one of each expert, between several ranks, which choose replicas in each step where there
+             are any;  cache: form of keys and values, as cache.dtype
     """
 
     name: str
@@ -84,6 +86,12 @@ class ModelSteps:
     experts: str
     wire: str
     steps: tuple[StepRecord, ...]
+    redundant: int = 0
+    cache: str = "auto"
+
+    def slots_per_rank(self, num_ranks: int) -> int:
+        """Returns the slots of each of so many ranks."""
+        return -(-(self.sizes["num_logical"] + (self.redundant if num_ranks > 1 else 0)) // num_ranks)
 
     def step(self, phase: str, num_ranks: int) -> StepRecord:
         """Returns the step of a phase on so many ranks."""

@@ -40,6 +40,8 @@ class RooflineOptions:
     )
     context: int = option(default=4096, min=1, help="Tokens in the cache per request, or length of a prompt (prefill).")
     wire: str = option(default="auto", help="Rows on their way to experts, as dispatch.wire_dtype (a model folder).")
+    redundant: int = option(default=0, min=0, help="Redundant experts between ranks (a model folder).")
+    cache: str = option(default="auto", help="Keys and values, as cache.dtype (a model folder).")
     save: Path | None = option(help="Write all steps of the model there, for simulate --engine.")
     json_output: bool = option("--json", default=False, help="One JSON object on stdout.")
 
@@ -57,14 +59,20 @@ def roofline(options: RooflineOptions) -> None:
     chip = load_hardware(options.hardware)
     tokens = options.tokens_per_rank or (16384 if options.phase == "prefill" else 128)
     sizes = Sizes(options.phase, options.ranks, tokens, options.context)
-    steps = _steps_of(options.model, options.wire)
+    steps = _steps_of(options)
     if options.save is not None:
         options.save.write_text(steps_to_json(steps), encoding="utf-8")
     typer.echo(json.dumps(to_json(steps, chip, sizes)) if options.json_output else to_table(steps, chip, sizes))
 
 
-def _steps_of(model: str, wire: str) -> "ModelSteps":
+def _steps_of(options: RooflineOptions) -> "ModelSteps":
+    model = options.model
     if not Path(model).is_dir():
+        if options.redundant or options.cache != "auto":
+            raise ConfigError(
+                f"steps of {model} are recorded already, and --redundant and --cache change what is recorded; name a "
+                "model folder, of which config.json is enough"
+            )
         from moe_serve.eplb.cost.step_record import load_steps
 
         return load_steps(model)
@@ -76,4 +84,5 @@ def _steps_of(model: str, wire: str) -> "ModelSteps":
     from moe_serve.roofline.record import record_model
 
     with progress_bar("recording") as show:
-        return record_model(spec, Path(model).resolve().name, wire, show)
+        forms = options.redundant, options.cache
+        return record_model(spec, Path(model).resolve().name, options.wire, show, *forms)

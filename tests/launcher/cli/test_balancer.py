@@ -385,6 +385,7 @@ def test_roofline_says_what_bounds_each_kernel_and_its_file_prices_a_simulation(
         (["DeepSeek-V3", "--ranks", "300"], "256 experts are spread over at most 256 ranks, not 300"),
         (["DeepSeek-V3", "--hardware", "H900"], "no hardware profile 'H900'"),
         (["DeepSeek-V3", "--save", "/nowhere/steps.json"], "there is no folder /nowhere"),
+        (["DeepSeek-V3", "--redundant", "32"], "are recorded already, and --redundant and --cache change what is"),
     ],
 )
 def test_mistakes_of_roofline_are_one_line(arguments: list[str], words: str) -> None:
@@ -402,7 +403,14 @@ def test_roofline_records_a_model_folder(tmp_path: Path) -> None:
         "rms_norm_eps": 1e-5, "hidden_act": "silu",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    code, out, _ = call("roofline", tmp_path, "--ranks", 2, "--json")
+    forms = "--redundant", 4, "--cache", "int8", "--save", tmp_path / "steps.json"
+    code, out, _ = call("roofline", tmp_path, "--ranks", 2, "--json", *forms)
     assert code == 0
-    names = {each["kernel"] for each in json.loads(out)["kernels"]}
-    assert {"grouped_gemm 64 x 192", "dispatch_send", "attend", "mm 64 x 256"} < names
+    kernels = {each["kernel"]: each for each in json.loads(out)["kernels"]}
+    assert {"grouped_gemm 64 x 192", "dispatch_send", "attend", "mm 64 x 256", "split_replicas"} < kernels.keys()
+    assert kernels["split_replicas"]["launches"] == 2  # one in each layer
+    of_slot = 2 * 2 * 16 + 2 * 2 * 4  # keys and values of two heads of 16, with their scales
+    assert kernels["attend"]["num_bytes"] == 2 * 128 * (2 * 2 * 64 + 4097 * of_slot)
+    steps = load_steps(tmp_path / "steps.json")
+    assert (steps.redundant, steps.cache, steps.slots_per_rank(2), steps.slots_per_rank(1)) == (4, "int8", 4, 4)
+    assert "4 redundant experts, KV cache in int8" in call("roofline", tmp_path / "steps.json", "--ranks", 2)[1]
