@@ -258,7 +258,8 @@ def gumbel(
     """
     # By numpy, which takes two thirds of the time of torch for these operations, and less for few ids.
     bits = torch.from_numpy(_random_bits(seeds.numpy(), output_indices.numpy(), token_ids.numpy()))
-    uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-53)  # in (0, 1), never an end
+    uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-53)
+    uniform.clamp_(max=1 - 2.0**-53)  # in (0, 1), never an end: the last number of 53 bits would be rounded to 1
     return log(log(uniform).neg_()).neg_()
 
 

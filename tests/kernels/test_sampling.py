@@ -1,6 +1,7 @@
 """The torch twin of sampling, held against definitions in plain Python."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moe_serve.kernels import sampling
+from moe_serve.c_library import find_compiler, load_c_library, processor_flags
+from moe_serve.kernels import cpu, sampling
 from moe_serve.kernels.sampling import (
     gumbel,
     natural_log,
@@ -54,6 +56,37 @@ def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
         counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
         key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
     return counter
+
+
+def test_the_largest_number_of_random_bits_gives_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = np.array([2**53 - 1, 2**53 - 2, 2**52 + 1, 2**52, 0])
+    monkeypatch.setattr(sampling, "_random_bits", lambda *_: bits)
+    one = torch.zeros(1, dtype=torch.int64)
+    largest, second, *others = gumbel(one, one, one).tolist()
+    assert largest == pytest.approx(-math.log(-math.log1p(-(2.0**-53))), rel=1e-12)
+    assert second == pytest.approx(-math.log(-math.log1p(-(2.0**-52))), rel=1e-12)
+    assert second < largest < math.inf
+    rounded = [(float(each) + 0.5) * 2.0**-53 for each in bits[2:].tolist()]
+    assert others == (-natural_log(-natural_log(torch.tensor(rounded, dtype=torch.float64)))).tolist()
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
+def test_noise_in_c_has_the_bits_of_torch_up_to_the_largest_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "noise.c"
+    source.write_text(
+        f'#include "{Path(cpu.__file__).with_name("gumbel.h")}"\n'
+        "int64_t noise(int64_t high, int64_t low)\n"
+        "{ double x = gumbel_of(high, low); int64_t bits; memcpy(&bits, &x, 8); return bits; }\n"
+    )
+    flags = *processor_flags(), "-ffp-contract=off"
+    library, _ = load_c_library(source, {"noise": 2}, flags, tmp_path / "built")
+    words = [(2**32 - 1, 2**32 - 1), (2**32 - 1, 2**32 - 65), (0, 0), (123456789, 987654321)]
+    bits = np.array([(high >> 5 << 26) + (low >> 6) for high, low in words])
+    monkeypatch.setattr(sampling, "_random_bits", lambda *_: bits)
+    one = torch.zeros(1, dtype=torch.int64)
+    assert [library.noise(*each) for each in words] == gumbel(one, one, one).view(torch.int64).tolist()
 
 
 def test_the_logarithm_is_accurate_over_the_numbers_that_noise_needs() -> None:

@@ -108,13 +108,13 @@ def test_no_rows_have_no_tokens(on_device: RunCheck) -> None:
 def check_rough_noise(device: str) -> None:
     from tests.kernels.noise_kernel import noise_kernel
 
-    ends = [0, 1, 2, 2**20, 2**52, 2**53 - 2**47, 2**53 - 2**46, 2**53 - 2**20, 2**53 - 3, 2**53 - 2]
+    ends = [0, 1, 2, 2**20, 2**52, 2**53 - 2**47, 2**53 - 2**46, 2**53 - 2**20, 2**53 - 3, 2**53 - 2, 2**53 - 1]
     drawn = np.random.default_rng(0).integers(0, 2**53, 2038)
     bits = torch.from_numpy(np.concatenate([np.array(ends), drawn, 2**53 - 2 - (drawn >> 30)])[:4096]).to(device)
     bits = torch.cat([bits, bits[: 4096 - len(bits)]])
     rough, exact = torch.empty(4096, device=device), torch.empty(4096, dtype=torch.float64, device=device)
     noise_kernel[(1,)](bits, rough, exact, SIZE=4096, enable_fp_fusion=False)
-    uniform = (bits.cpu().numpy() + 0.5) / 2**53
+    uniform = np.minimum((bits.cpu().numpy() + 0.5) / 2**53, 1 - 2**-53)
     assert (rough.double() - exact).abs().max() < 1e-4
     wanted = torch.tensor([-math.log(-math.log(each)) for each in uniform.tolist()], dtype=torch.float64)
     assert (exact.cpu() - wanted).abs().max() < 1e-9

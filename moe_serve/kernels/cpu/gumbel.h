@@ -86,11 +86,13 @@ INLINE double log_of(double x)
     return (double)exponent * 0.69314718055994530942 + s * (r * z + 2.0);
 }
 
-/* Gumbel(0, 1) of 53 random bits; the uniform number is in (0, 1), never an end. */
+/* Gumbel(0, 1) of 53 random bits; the uniform number is in (0, 1), never an end: the last one, which no float64 below 1
+   is near enough, stays below it. */
 INLINE double gumbel_of(uint32_t word0, uint32_t word1)
 {
     uint64_t bits = ((uint64_t)(word0 >> 5) << 26) + (word1 >> 6);
-    double uniform = ((double)bits + 0.5) * 0x1p-53;
+    double uniform = ((double)bits + 0.5) * 0x1p-53, most = 1.0 - 0x1p-53;
+    uniform = uniform < most ? uniform : most;
     return -log_of(-log_of(uniform));
 }
 
