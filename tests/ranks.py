@@ -160,6 +160,7 @@ class RankPool:
 
 def _serve(rank: int, num_ranks: int, pipe: Connection, inherited: list[Connection], store: str) -> None:
     """The life of one rank: joins the group, then runs what the pipe names until the pipe ends."""
+    import gc
     import sys
 
     import torch
@@ -167,6 +168,7 @@ def _serve(rank: int, num_ranks: int, pipe: Connection, inherited: list[Connecti
 
     from moe_serve.dispatch.base import EpGroup
 
+    gc.freeze()  # what the parent has left, such as a store of torch, would wait here for threads of the parent
     for other in inherited:
         other.close()  # else a sibling's pipe would stay open when the parent closes it
     torch.set_num_threads(1)

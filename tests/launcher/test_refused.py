@@ -1,6 +1,7 @@
 """A rank that the front end refuses ends with an exit code and a last line that say so, before it loads a model."""
 
 import asyncio
+import gc
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ def run_worker_in_fork(place: dict[str, str], settings: list[str], import_s: flo
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
+        gc.freeze()  # a store that an earlier test has left would, once collected, wait for a thread of its own process
         os.dup2(writing, 1)
         os.dup2(writing, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
