@@ -24,10 +24,10 @@ from moe_serve.engine.protocol.messages import (
     encode,
 )
 from moe_serve.engine.step.exchange import make_exchange
-from moe_serve.launcher.rank_env import free_port
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from tests.engine.offline import tiny_model
+from tests.launcher.running import quiet_port
 from tests.ranks import run_ranks
 
 NUM_HEARTBEATS, NUM_REQUESTS = 40, 24
@@ -116,7 +116,7 @@ def ask_one_by_one(router: "zmq.Socket[bytes]", names: Sequence[bytes]) -> None:
 
 def test_a_heartbeat_of_an_idle_system_is_one_exchange_and_no_forward(tmp_path: Path) -> None:
     model = str(tiny_model(tmp_path, "qwen3_moe"))
-    ranks = run_ranks(3, idle, model, 0.02, free_port())[:2]
+    ranks = run_ranks(3, idle, model, 0.02, quiet_port())[:2]
     for did in ranks:
         assert did.sleeps >= NUM_HEARTBEATS
         assert did.forwards == 0
@@ -127,7 +127,7 @@ def test_a_heartbeat_of_an_idle_system_is_one_exchange_and_no_forward(tmp_path: 
 
 def test_a_request_to_one_rank_wakes_all_ranks_without_waiting_for_a_heartbeat(tmp_path: Path) -> None:
     model = str(tiny_model(tmp_path, "qwen3_moe"))
-    ranks = run_ranks(3, idle, model, AN_HOUR_S, free_port())[:2]
+    ranks = run_ranks(3, idle, model, AN_HOUR_S, quiet_port())[:2]
     for did in ranks:
         assert did.forwards == NUM_REQUESTS, "both ranks take part in each request's one step"
         assert did.steps <= 2 * NUM_REQUESTS + 2, "for each request its step, and the one that sends all to sleep"

@@ -115,8 +115,8 @@ def quiet_port() -> int:
 
 
 def gone(pids: Sequence[int]) -> bool:
-    """Whether none of these processes runs any more."""
-    return not any(_runs(pid) for pid in pids)
+    """Whether none of these processes runs any more, or soon: one that is killed takes a moment to die."""
+    return eventually(lambda: not any(_runs(pid) for pid in pids), timeout_s=15.0)
 
 
 def _runs(pid: int) -> bool:

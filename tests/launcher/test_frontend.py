@@ -10,16 +10,15 @@ from moe_serve.config import ModelConfig, load_config, model_dir
 from moe_serve.errors import ConfigError
 from moe_serve.launcher.facts import front_end_facts
 from moe_serve.launcher.frontend import share_of_front_end
-from moe_serve.launcher.rank_env import free_port
 from moe_serve.links.link import Link, check_front_ends
-from tests.launcher.running import Running, eventually
+from tests.launcher.running import Running, eventually, quiet_port
 from tests.server.fake_worker import FakeWorker
 
 
 def test_a_front_end_with_another_tokenizer_than_its_ranks_ends(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model_dir(ModelConfig()), tmp_path / "model"))
     (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes() + b"\n")
-    port = free_port()
+    port = quiet_port()
     settings = ["--set=server.port=0", f"--set=server.worker_port={port}"]
     with Running("moe_serve", ["frontend", *settings]) as running:
         running.wait_for("HTTP on")
@@ -40,7 +39,7 @@ def test_a_front_end_with_another_tokenizer_than_its_ranks_ends(tmp_path: Path) 
 
 def test_helpers_for_chats_start_before_anybody_asks() -> None:
     """The first chat waited 2 s for two processes to start."""
-    settings = ["--set=server.port=0", f"--set=server.worker_port={free_port()}"]
+    settings = ["--set=server.port=0", f"--set=server.worker_port={quiet_port()}"]
     with Running("moe_serve", ["frontend", *settings]) as running:
         running.wait_for("HTTP on")
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moe_serve.launcher.rank_env import free_port
 from tests.launcher.listening import listening, takes_connections
-from tests.launcher.running import Running, eventually, gone, pid_of_rank
+from tests.launcher.running import Running, eventually, gone, pid_of_rank, quiet_port
 
 WORKER = "moe_serve.launcher.serve"
 FIVE = {"text": "def ", "sampling_params": {"temperature": 0, "max_new_tokens": 5}}
@@ -26,8 +25,8 @@ def settings() -> list[str]:
     values = {
         "parallel.num_ranks": 2,
         "parallel.device": "cpu",
-        "server.port": free_port(),
-        "server.worker_port": free_port(),
+        "server.port": quiet_port(),
+        "server.worker_port": quiet_port(),
         "server.worker_deadline_s": 5,
     }
     return [argument for name, value in values.items() for argument in ("--set", f"{name}={value}")]
@@ -51,7 +50,7 @@ def torchrun(*arguments: str) -> Running:
 
 @pytest.mark.slow  # by default one torchrun starts all ranks, twice
 def test_two_torchruns_joined_on_one_host(settings):
-    port = str(free_port())
+    port = str(quiet_port())
     join = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port)
     with (
         front_end(settings) as (server, client),
@@ -99,7 +98,7 @@ def test_requests_go_on_when_two_torchruns_have_started_their_ranks_again(settin
     """As between two hosts: the ranks share no memory, and lose each other in a call of gloo."""
     settings += ["--set", "dispatch.backend=collective", "--set", "engine.exchange=gloo"]
     join = ("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.2")
-    meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "serve")
+    meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{quiet_port()}", "--rdzv-id", "serve")
     with (
         front_end(settings) as (server, client),
         torchrun(*join, *meet, "-m", WORKER, *settings) as first,

@@ -13,8 +13,9 @@ from torch.distributed import HashStore
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.errors import ConfigError, LaunchError, ModelError, MoeServeError
 from moe_serve.launcher.facts import Fact
-from moe_serve.launcher.rank_env import RankEnv, free_port
+from moe_serve.launcher.rank_env import RankEnv
 from moe_serve.launcher.rendezvous import agree_on_launch, check_facts, count_nodes, gather, leave, open_store
+from tests.launcher.running import quiet_port
 from tests.launcher.test_refused import place_of, run_worker_in_fork
 from tests.ranks import run_ranks
 
@@ -35,13 +36,13 @@ def meet(rank: int, group: EpGroup, port: int, values: Sequence[str]) -> str:
 
 
 def test_every_rank_hears_of_the_difference_though_rank_0_holds_the_store() -> None:
-    told = run_ranks(3, meet, free_port(), ("16", "16", "32"))
+    told = run_ranks(3, meet, quiet_port(), ("16", "16", "32"))
     assert len(set(told)) == 1
     assert told[0].startswith("ranks differ in cache.block_size: 16 on ranks 0, 1; 32 on rank 2")
 
 
 def test_equal_ranks_agree() -> None:
-    assert run_ranks(3, meet, free_port(), ("16", "16", "16")) == ["agreed"] * 3
+    assert run_ranks(3, meet, quiet_port(), ("16", "16", "16")) == ["agreed"] * 3
 
 
 def agree(store: HashStore, num_ranks: int) -> list[int]:
@@ -85,7 +86,7 @@ def wait_alone(rank: int, group: EpGroup, port: int) -> str:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    said = run_ranks(2, wait_alone, free_port())[0]
+    said = run_ranks(2, wait_alone, quiet_port())[0]
     assert said.startswith("ranks 1, 2, 3 of 4 had not joined after 0.3 s")
     assert "server.attach_deadline_s" in said
 
@@ -102,7 +103,7 @@ def fail_on_rank_1(rank: int, group: EpGroup, port: int) -> str:
 
 
 def test_no_rank_waits_for_one_that_cannot_come() -> None:
-    said = run_ranks(3, fail_on_rank_1, free_port(), timeout_s=30)
+    said = run_ranks(3, fail_on_rank_1, quiet_port(), timeout_s=30)
     assert said[1] == "/models/a: cannot be read"
     assert said[0] == said[2] == "rank 1 ended: /models/a: cannot be read"
 
@@ -119,7 +120,7 @@ def read_garbage(rank: int, group: EpGroup, port: int) -> str:
 
 
 def test_what_is_no_list_of_facts_is_one_error() -> None:
-    assert "cannot be read" in run_ranks(2, read_garbage, free_port())[0]
+    assert "cannot be read" in run_ranks(2, read_garbage, quiet_port())[0]
 
 
 def run_worker_that_differs(rank: int, group: EpGroup, port: int) -> tuple[int, list[str]]:
@@ -132,7 +133,7 @@ def run_worker_that_differs(rank: int, group: EpGroup, port: int) -> tuple[int, 
 
 
 def test_processes_that_would_hang_in_different_exchanges_end_with_the_setting() -> None:
-    for code, lines in run_ranks(2, run_worker_that_differs, free_port()):
+    for code, lines in run_ranks(2, run_worker_that_differs, quiet_port()):
         assert code == 2, lines
         assert "ranks differ in engine.exchange: gloo on rank 0; shm on rank 1" in "\n".join(lines)
         assert "they also differ in the token" in "\n".join(lines)

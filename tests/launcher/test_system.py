@@ -128,7 +128,7 @@ def test_no_process_outlives_a_parent_that_is_killed_and_the_next_one_removes_it
         remove_left_behind(tmp_path)
         assert list(tmp_path.iterdir()) == [left], "it is held"
         os.kill(system.process.pid, signal.SIGKILL)
-        assert eventually(lambda: gone(pids))
+        assert gone(pids)
     assert list(tmp_path.iterdir()) == [left], "no process was left to remove it"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with OwnFolder() as own:  # as each launcher does at its start

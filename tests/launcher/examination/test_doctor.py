@@ -24,7 +24,8 @@ from moe_serve.launcher.examination.doctor import (
 )
 from moe_serve.launcher.examination.pairs import Door, Listener, Pair, measure, partners
 from moe_serve.launcher.facts import Fact
-from moe_serve.launcher.rank_env import RankEnv, free_port
+from moe_serve.launcher.rank_env import RankEnv
+from tests.launcher.running import quiet_port
 from tests.ranks import run_ranks
 
 SECRET = b"0123456789abcdef"
@@ -56,7 +57,7 @@ def test_unauthenticated_peers_get_no_answer_and_ranks_still_do(listener: Listen
 
 
 def test_a_rank_that_is_not_there_is_an_error_of_the_pair() -> None:
-    pair = measure(3, Door(1, "127.0.0.1", free_port()), SECRET)
+    pair = measure(3, Door(1, "127.0.0.1", quiet_port()), SECRET)
     assert "refused" in pair.error
 
 
@@ -77,7 +78,7 @@ def examine(rank: int, group: EpGroup, port: int, block_sizes: tuple[int, ...]) 
 
 
 def test_all_ranks_come_to_the_same_diagnosis_of_every_pair() -> None:
-    told = run_ranks(3, examine, free_port(), (16, 16, 16))
+    told = run_ranks(3, examine, quiet_port(), (16, 16, 16))
     assert len(set(told)) == 1
     data = json.loads(told[0])
     assert data["ok"], data["findings"]
@@ -88,7 +89,7 @@ def test_all_ranks_come_to_the_same_diagnosis_of_every_pair() -> None:
 
 
 def test_a_rank_with_another_setting_is_a_problem() -> None:
-    data = json.loads(run_ranks(3, examine, free_port(), (16, 32, 16))[2])
+    data = json.loads(run_ranks(3, examine, quiet_port(), (16, 32, 16))[2])
     assert not data["ok"]
     assert "ranks differ in cache.block_size: 16 on ranks 0, 2; 32 on rank 1" in data["findings"][0]["text"]
 
