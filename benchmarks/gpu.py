@@ -70,7 +70,7 @@ def _measured(name: str, module: str, limit_s: float, *names: str) -> Part:
 
 def _tested(name: str, limit_s: float, *paths: str) -> Part:
     workers = min(len(os.sched_getaffinity(0)) // 2, 8)  # each compiles its kernels
-    spread = ("-n", str(workers)) if workers > 1 and find_spec("xdist") else ()
+    spread = ("-n", str(workers), "--dist", "load") if workers > 1 and find_spec("xdist") else ()
     command = ("-m", "pytest", "-q", "-m", "gpu", "--maxfail", "30", *spread, "--junitxml", "TESTS", *paths)
     return Part(name, command, limit_s, ("cuda", "triton", "compiler", "pytest", "hypothesis"))
 

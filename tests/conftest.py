@@ -1,4 +1,4 @@
-"""What every test run needs: one thread, and nothing left behind.
+"""What every test run needs: one thread per process, folders on two workers, and nothing left behind.
 
 Stays light: tests of policies, schedulers and the server must not pay for importing torch. Ranks are in ranks.py.
 """
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,20 +36,38 @@ def _logging_as_before() -> Iterator[None]:
     logger.setLevel(before[1])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Runs folders on two workers, a file at a time; single files, and what is to be looked at, in this process."""
+    option = config.option
+    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput") or option.dist != "no":
+        return
+    if option.numprocesses is None:
+        looked_at = option.keyword or option.usepdb or option.trace or option.capture == "no" or option.collectonly
+        folders = any(Path(argument).is_dir() for argument in config.args)
+        option.numprocesses = min(2, len(os.sched_getaffinity(0))) if folders and not looked_at else 0
+    if option.numprocesses:
+        option.dist = "loadfile"  # a module's fixtures are made once
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     # Orphans of our children become our children, so that a forgotten worker is found below whoever started it.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     session.config.stash[_SHM_BEFORE] = _shared_memory()
 
 
+@pytest.hookimpl(trylast=True)  # workers have ended by then, and their orphans are this process's
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if "tests.ranks" in sys.modules:
         sys.modules["tests.ranks"].close_pools()
-    before = session.config.stash[_SHM_BEFORE]
+    answer = getattr(session.config, "workeroutput", None)  # of a worker, to the process that started it
+    before = session.config.stash[_SHM_BEFORE] if answer is None else None
     deadline = time.monotonic() + LEAVE_S
     while (left := _leftovers(before)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    if left:
+    if answer is not None:
+        answer[_LEFT] = left
+    elif left := [*dict.fromkeys([*_left_by_workers, *left])]:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.write_line("")
@@ -57,14 +76,26 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    _left_by_workers.extend(getattr(node, "workeroutput", {}).get(_LEFT, []))
+
+
+_LEFT = "left behind"
+_left_by_workers: list[str] = []
 _SHM_BEFORE = pytest.StashKey[frozenset[str]]()
 
 
-def _leftovers(shm_before: frozenset[str]) -> list[str]:
-    """Returns one line for each process, listening port and shared-memory segment that this run leaves."""
+def _leftovers(shm_before: frozenset[str] | None) -> list[str]:
+    """Returns one line for each process, listening port and shared-memory segment that this run leaves.
+
+    shm_before: None in a worker: another may be between making a segment and mapping it
+    """
     tree = _descendants(os.getpid())
     lines = [f"process {pid}: {_command(pid)}" for pid in tree if "resource_tracker" not in _command(pid)]
     lines += [f"listening port {port} in the test process" for port in _listening_ports(os.getpid())]
+    if shm_before is None:
+        return lines
     # Other test runs on this machine may be using segments at this moment: a segment is ours if nobody else holds it.
     mine = {os.getpid(), *tree}
     for name in sorted(_shared_memory() - shm_before):
