@@ -189,7 +189,7 @@ def test_after_a_killed_rank_all_are_started_again_without_room_in_the_folder_an
 
 def test_a_rank_that_cannot_start_ends_the_system_with_its_reason():
     with serving(mishap="1:reports why") as system:
-        assert system.wait() == 2
+        assert system.wait() == 2, system.output
         for word in ("rank 1", "cache.memory_gib 0.001 holds 1 block; raise it"):
             assert word in system.output
         assert gone(system.descendants())
