@@ -17,7 +17,7 @@ from moe_serve.dispatch.capabilities import TRANSPORTS, Combine
 from moe_serve.dispatch.layout import FIRST, by_slot, count_slots, rank_order, row_begins, sent_index
 from moe_serve.dispatch.peer_calls import lost_connection
 from moe_serve.dispatch.rank_sum import add_rank_sums, index_by_row, rank_index
-from moe_serve.dispatch.wire import Wire
+from moe_serve.dispatch.wire import Fp8Codec, Wire
 from moe_serve.kernels.rows import weighted_sum
 
 SMALL_BYTES = 1 << 16  # rows of one rank, one for each entry: below it, the latency of a round costs more
@@ -53,7 +53,15 @@ class Sizes:
 class CollectiveAllToAll(AllToAll[CollectiveHandle]):
     """AllToAll over a process group."""
 
-    def __init__(self, group: EpGroup, slots_per_rank: int, wire: Wire, combine: Combine = "ordered"):
+    def __init__(
+        self,
+        group: EpGroup,
+        slots_per_rank: int,
+        wire: Wire,
+        combine: Combine = "ordered",
+        keep_fp8: bool = False,
+    ):
+        """keep_fp8: hand rows of an FP8 wire on as they are"""
         assert group.process_group is not None, "collective needs a process group"
         self._group = group.process_group
         self._rank = group.rank
@@ -61,6 +69,7 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
         self._slots_per_rank = slots_per_rank
         self._num_slots = group.num_ranks * slots_per_rank
         self._wire = wire
+        self._kept = wire.dispatch if keep_fp8 and isinstance(wire.dispatch, Fp8Codec) else None
         self._rank_sum = combine == "rank_sum"
         self._entry_bytes = 8 if self._rank_sum else 4
         self.capabilities = replace(TRANSPORTS["collective"], bitwise=not self._rank_sum)
@@ -106,11 +115,15 @@ class CollectiveAllToAll(AllToAll[CollectiveHandle]):
             slots = (entries & (FIRST - 1)).to(torch.int64)
             arrived_rows = (entries >= FIRST).cumsum(0) - 1
             to_placed, to_arrival = by_slot(slots)
-            x = self._wire.dispatch.decode(data, width).index_select(0, arrived_rows[to_placed])
+            placed, scale = arrived_rows[to_placed], None
+            if self._kept is not None:
+                x, scale = self._kept.take(data, width, placed)
+            else:
+                x = self._wire.dispatch.decode(data, width).index_select(0, placed)
             handle = CollectiveHandle(
                 order, (num_tokens, topk), sent, received, to_arrival, sent_rows, arrived_rows, entry_weights
             )
-            return Dispatched(PackedRows(x, count_slots(slots[:, None], self._slots_per_rank).cpu()), handle)
+            return Dispatched(PackedRows(x, count_slots(slots[:, None], self._slots_per_rank), scale), handle)
 
         return Deferred(receive)
 

@@ -39,7 +39,7 @@ def make_all_to_all(group: EpGroup, request: TransportRequest) -> AnyAllToAll:
         case "collective":
             from moe_serve.dispatch.collective import CollectiveAllToAll
 
-            return CollectiveAllToAll(group, slots_per_rank, wire, request.combine)
+            return CollectiveAllToAll(group, slots_per_rank, wire, request.combine, request.fp8_rows)
         case "shm" | "hosts":
             from moe_serve.dispatch.shm.region import buffer_sizes
             from moe_serve.dispatch.shm.transport import make_shm

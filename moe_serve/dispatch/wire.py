@@ -78,6 +78,11 @@ class Fp8Codec:
         values, scales = quantize(rows)
         return torch.cat([_bytes(values), _bytes(scales)], dim=1)
 
+    def take(self, data: Tensor, hidden: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rows `index` as they are: values [n, hidden] float8_e4m3fn, scales [n, blocks] float32."""
+        values, scales = (part.index_select(0, index) for part in data.tensor_split((hidden,), dim=1))
+        return values.view(torch.float8_e4m3fn), scales.view(torch.float32)
+
     def decode(self, data: Tensor, hidden: int) -> Tensor:
         values = data[:, :hidden].contiguous().view(torch.float8_e4m3fn)
         # A copy even of a single row, which is contiguous as it is, but may begin at an odd address.

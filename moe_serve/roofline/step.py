@@ -159,9 +159,9 @@ class _Collective(CollectiveAllToAll):
     sizes: entries and rows between any two ranks
     """
 
-    def __init__(self, num_ranks: int, slots_per_rank: int, wire: Wire, sizes: Sizes):
+    def __init__(self, num_ranks: int, slots_per_rank: int, wire: Wire, sizes: Sizes, keep_fp8: bool):
         group: Any = object()
-        super().__init__(EpGroup(0, num_ranks, GPU, group), slots_per_rank, wire)
+        super().__init__(EpGroup(0, num_ranks, GPU, group), slots_per_rank, wire, keep_fp8=keep_fp8)
         self._even = sizes
 
     def _on_host(self, sizes: Tensor) -> Sizes:
@@ -183,7 +183,8 @@ def _transport_of(step: RankStep, slots_per_rank: int) -> AnyAllToAll:
     if step.transport == "local":
         return make_all_to_all(group, request)
     if step.transport == "collective":
-        return _Collective(num_ranks, slots_per_rank, make_wire(step.wire_dtype, torch.bfloat16), even_sizes(step))
+        wire = make_wire(step.wire_dtype, torch.bfloat16)
+        return _Collective(num_ranks, slots_per_rank, wire, even_sizes(step), fp8_rows)
     region = gpu_region(num_ranks, limits, torch.bfloat16, step.wire_dtype, stages=True)
     peers = torch.empty(num_ranks, dtype=torch.int64, device=GPU)
     regions = SymmetricRegions(region, peers, 0, 1, None)

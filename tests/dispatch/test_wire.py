@@ -1,11 +1,13 @@
 """Codecs: what comes back, how much of it is lost, and how large a row is on the wire."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from moe_serve.dispatch.base import BufferLimits, EpGroup, TransportRequest
+from moe_serve.dispatch.base import BufferLimits, EpGroup, Pending, Ready, TransportRequest
+from moe_serve.dispatch.collective import CollectiveAllToAll
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.errors import ConfigError
@@ -31,6 +33,35 @@ def test_bf16_rounds_float32_to_nearest(rows: int, hidden: int) -> None:
     codec = make_wire("bf16", torch.float32).dispatch
     assert codec.row_bytes(hidden) == 2 * hidden
     assert torch.equal(codec.decode(codec.encode(x), hidden), x.bfloat16().float())
+
+
+class _ToItself(CollectiveAllToAll):
+    """One rank, whose messages come back to it."""
+
+    def _all_to_all(self, phase: str, out: torch.Tensor, data: torch.Tensor, *_: Any) -> Pending[torch.Tensor]:
+        return Ready(out.copy_(data))
+
+
+@pytest.mark.parametrize("rows, hidden", [(0, 128), (5, 128), (4, 130), (7, 384)])
+def test_rows_of_an_fp8_wire_are_handed_on_as_they_are(rows: int, hidden: int) -> None:
+    group: Any = object()
+    x, ids = torch.randn(rows, hidden).bfloat16(), torch.randint(-1, 6, (rows, 2))
+    weights, wire = torch.rand(rows, 2), make_wire("fp8", torch.bfloat16)
+    kept, widened = (
+        _ToItself(EpGroup(0, 1, torch.device("cpu"), group), 6, wire, keep_fp8=keep) for keep in (True, False)
+    )
+    as_sent, wide = kept.dispatch(x, ids).wait(), widened.dispatch(x, ids).wait()
+    assert as_sent.rows.scale is not None
+    assert as_sent.rows.x.dtype == torch.float8_e4m3fn
+    assert as_sent.rows.scale.shape == (len(wide.rows.x), -(-hidden // 128))
+    assert torch.equal(dequantize_reference(as_sent.rows.x, as_sent.rows.scale, torch.bfloat16), wide.rows.x)
+    assert torch.equal(as_sent.rows.rows_per_slot, wide.rows.rows_per_slot)
+    results = torch.randn_like(wide.rows.x)
+    sums = [
+        transport.combine(results, weights, arrived.handle).wait()
+        for transport, arrived in ((kept, as_sent), (widened, wide))
+    ]
+    assert torch.equal(*sums)
 
 
 @pytest.mark.parametrize("rows, hidden", SIZES)

@@ -147,7 +147,8 @@ def make_gpu_by_batch(group: EpGroup, request: TransportRequest) -> ByBatchAllTo
     """
     limits: BufferLimits = small_limits(request.limits)
     small = make_gpu_slabs(group, replace(request, limits=limits), "nvshmem")
-    large = CollectiveAllToAll(group, limits.slots_per_rank, make_wire(request.wire_dtype, request.dtype))
+    wire = make_wire(request.wire_dtype, request.dtype)
+    large = CollectiveAllToAll(group, limits.slots_per_rank, wire, keep_fp8=request.fp8_rows)
     return ByBatchAllToAll(small, large, limits.max_tokens_per_rank)
 
 
