@@ -39,9 +39,11 @@ FORMS = {
     "heads": ([AttendShape(2, 4, 64, 0.125), AttendShape(1, 5, 80, 0.1), AttendShape(1, 3, 192, 0.07)], False),
     "limited": ([AttendShape(2, 3, 16, 0.25), AttendShape(1, 1, 7, 0.4)], True),
     "latent": ([AttendShape(1, 20, 64, 0.125, 48), AttendShape(1, 3, 37, 0.2, 21)], False),
-    "wide latent": ([AttendShape(1, 40, 576, 0.05, 512)], False),
+    "wide latent": ([AttendShape(1, 17, 576, 0.05, 512), AttendShape(1, 40, 576, 0.05, 512)], False),
     "limited latent": ([AttendShape(1, 3, 37, 0.2, 21)], True),
 }
+# Rows of a chunk, around the borders of tiles. The interpreter takes half a minute for 40 of 40 wide heads.
+LENGTHS = {form: [1, 2, 3] if form == "wide latent" else [1, 2, 5, 8, 9, 16, 17] for form in FORMS}
 
 
 def attend(cached: Sequences, chunks: list[Chunk], device: str = "cpu", **options: object) -> list[Tensor]:
@@ -65,20 +67,29 @@ def attend(cached: Sequences, chunks: list[Chunk], device: str = "cpu", **option
 
 
 def check_random_batches(device: str, form: str, first_seed: int, end_seed: int) -> None:
+    from moe_serve.kernels.triton import attention
+
     shapes, limited = FORMS[form]
+    most = attention.ENOUGH_PROGRAMS
     for seed in range(first_seed, end_seed):
         draw = random.Random(f"{form} {seed}")
         dtype, shape = draw.choice(list(LIMITS)), draw.choice(shapes)
         window = draw.choice([None, 1, 5, 33, 70]) if limited else None
         chunk = draw.choice([None, 1, 17, 64]) if limited and window is None else None
-        lengths = [draw.choice([1, 2, 15, 16, 17, 31, 32, 33, 64, 65, draw.randint(1, 150)]) for _ in range(3)]
+        decodes = draw.random() < 0.5
+        ends = [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, draw.randint(1, 150)]
+        lengths = [draw.choice(ends) for _ in range(draw.randint(1, 3))]
+        if not decodes and draw.random() < 0.3:
+            lengths[draw.randrange(len(lengths))] = 0  # a sequence without rows among others
         case = shape, window, limited and draw.random() < 0.7, chunk
         cached = sequences(case, lengths, draw.choice([1, 7, 16, 64]), getattr(torch, dtype))
-        decodes = draw.random() < 0.5
-        chunks = [
-            (seq, end - (1 if decodes else draw.randint(1, min(end, 40))), end) for seq, end in enumerate(lengths)
-        ]
-        for got, each in zip(attend(cached, chunks, device=device), chunks, strict=True):
+        rows = [1 if decodes else min(end, draw.choice(LENGTHS[form])) for end in lengths]
+        chunks = [(seq, end - rows[seq], end) for seq, end in enumerate(lengths)]
+        # Parts are added up by programs of their own, or where they are made.
+        attention.ENOUGH_PROGRAMS = draw.choice([0, most])
+        attended = attend(cached, chunks, device=device, invariant=draw.random() < 0.3)
+        attention.ENOUGH_PROGRAMS = most
+        for got, each in zip(attended, chunks, strict=True):
             error = relative_error(got, cached.reference(*each))
             assert error < LIMITS[dtype], f"{form}, seed {seed}: {error:.1e} of {each} in {dtype}, {case}"
 
@@ -88,12 +99,17 @@ def check_8_bits(device: str, form: str, kind: str, first_seed: int, end_seed: i
     for seed in range(first_seed, end_seed):
         draw = random.Random(f"{form} {kind} {seed}")
         dtype, shape = draw.choice(["float32", "bfloat16"]), draw.choice(shapes)
-        lengths = [draw.choice([1, 16, 33, 65, draw.randint(1, 120)]) for _ in range(2)]
-        case = shape, draw.choice([None, 40]) if limited else None, limited, None
-        cached = sequences(case, lengths, draw.choice([7, 16]), getattr(torch, dtype))
+        lengths = [draw.choice([1, 16, 33, 65, draw.randint(1, 120)]) for _ in range(draw.randint(1, 2))]
+        window = draw.choice([None, 1, 40]) if limited else None
+        chunk = draw.choice([None, 17]) if limited and window is None else None
+        case = shape, window, limited, chunk
+        cached = sequences(case, lengths, draw.choice([1, 7, 16]), getattr(torch, dtype))
         stored, read = cached.in_8_bits(getattr(torch, kind))
-        chunks = [(seq, max(end - draw.choice([1, 5]), 0), end) for seq, end in enumerate(lengths)]
-        for got, each in zip(attend(stored, chunks, device=device), chunks, strict=True):
+        decodes = draw.random() < 0.5
+        rows = [1 if decodes else min(end, draw.choice(LENGTHS[form])) for end in lengths]
+        chunks = [(seq, end - rows[seq], end) for seq, end in enumerate(lengths)]
+        attended = attend(stored, chunks, device=device, invariant=draw.random() < 0.3)
+        for got, each in zip(attended, chunks, strict=True):
             error = relative_error(got, read.reference(*each))
             assert error < LIMITS[dtype], f"{form}, {kind}, seed {seed}: {error:.1e} of {each} in {dtype}, {case}"
 
@@ -109,7 +125,7 @@ def test_keys_and_values_in_8_bits_are_read_times_their_scales(on_device: RunChe
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("form", FORMS)
 def test_many_batches_in_8_bits_are_read_times_their_scales(on_device: RunCheck, form: str, kind: str) -> None:
-    on_device(check_8_bits, form, kind, 2, 102)
+    on_device(check_8_bits, form, kind, 2, 152)  # 300 of a form in both kinds
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -121,7 +137,7 @@ def test_random_batches_match_plain_attention(on_device: RunCheck, form: str) ->
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("form", FORMS)
 def test_many_random_batches_match_plain_attention(on_device: RunCheck, form: str) -> None:
-    on_device(check_random_batches, form, 3, 303)
+    on_device(check_random_batches, form, 2, 302)
 
 
 def check_neighbours(device: str, limited: bool) -> None:
@@ -207,7 +223,7 @@ def test_the_indexer_chooses_what_plain_torch_chooses(on_device: RunCheck, topk:
 
 # heads, nope, rope, latent, value width
 EXPANDED = {
-    "DeepSeek": (3, 128, 64, 512, 128),
+    "DeepSeek": (2, 128, 64, 512, 128),
     "wide keys": (2, 48, 16, 40, 21),
     "wide values": (5, 16, 0, 24, 96),
     "odd": (1, 7, 6, 33, 9),
@@ -232,7 +248,8 @@ def check_expanded(device: str, form: str, first_seed: int, end_seed: int) -> No
         generator = torch.Generator().manual_seed(seed)
         dtype = draw.choice(list(LIMITS))
         block_size = draw.choice([1, 16, 64])
-        lens = [draw.choice([1, 2, 15, 17, 40]) for _ in range(draw.randint(1, 3))]
+        # The interpreter takes ten seconds for three sequences of DeepSeek's widths.
+        lens = [draw.choice([1, 2, 15, 17, 33]) for _ in range(draw.randint(1, 2 if latent > 64 else 3))]
         ends = [length + draw.choice([0, 0, 1, 60, 111, 128, 129]) for length in lens]
         blocks = [-(-end // block_size) for end in ends]
         order = torch.randperm(sum(blocks) + 2, generator=generator).int()
@@ -286,7 +303,7 @@ def test_expanded_keys_and_values_give_the_attention_of_the_formula(on_device: R
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("form", EXPANDED)
 def test_many_expanded_batches_give_the_attention_of_the_formula(on_device: RunCheck, form: str) -> None:
-    on_device(check_expanded, form, 3, 303)
+    on_device(check_expanded, form, 1, 301)
 
 
 def check_steps(device: str, kind: str, mode: str, case: str, seeing: dict[str, object]) -> None:
