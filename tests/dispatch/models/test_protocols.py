@@ -4,6 +4,7 @@ What the models share with the code comes from the code: the order of a rank's c
 checks have two calls in flight: with one, acknowledgements are redundant, and a broken one would not show.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from moe_serve.dispatch.gpu.region import Region
 from moe_serve.dispatch.shm.region import NUM_BUFFERS
 from tests.dispatch.models.programs import OVER_SHARED_MEMORY, OVER_SLABS, program
-from tests.dispatch.models.spin import needs_spin, search
+from tests.dispatch.models.spin import Search, needs_spin, search
 
 pytestmark = needs_spin
 
@@ -55,33 +56,43 @@ def moves(num_rounds: int, lost: int = 2) -> dict[str, object]:
 
 EXCHANGE = {"R": 3, "BUFFERS": 2, "STEPS": 4}
 GROUPS = {"R": 3, "EPOCHS": 2, "SUSPICIONS": 2}
-slow = pytest.mark.slow  # those that are not take half a minute of a core together
+
+
+@dataclass(frozen=True)
+class Check:
+    """A model at a size. optimised: the compiler's flag; -O0 for a short search, since C takes longer"""
+
+    model: str
+    name: str
+    defined: dict[str, object]
+    optimised: str = "-O1"
+    is_slow: bool = False  # those that are not take half a minute of a core together
+
+
+CHECKS = (
+    Check("shared_memory.pml", "a step, 2 ranks x 4 calls, one lost and back", shared_memory(2, True), "-O0", True),
+    Check("shared_memory.pml", "a step, 3 ranks x 4 calls, none lost", shared_memory(3, False), "-O0", True),
+    Check("shared_memory.pml", "a step, 3 ranks x 4 calls, one lost and back", shared_memory(3, True), "-O0"),
+    Check("shared_memory.pml", "rows alone, 3 ranks x 4 calls, one lost and back", ROWS_ALONE, "-O0"),
+    Check("slabs.pml", "3 ranks x 4 calls", slabs(3, False), "-O0"),
+    Check("slabs.pml", "3 ranks x 4 calls, one wait ends at its deadline", slabs(3, True)),
+    Check("frames.pml", "3 ranks, 2 epochs x 2 calls", frames(2, 2, 2), is_slow=True),
+    Check("frames.pml", "3 ranks, 3 epochs x 1 call, a rejoin", frames(3, 1, 1), is_slow=True),
+    Check("moves.pml", "3 ranks, 1 round, the last lost and back", moves(1)),
+    Check("moves.pml", "3 ranks, 2 rounds, the last lost and back", moves(2), is_slow=True),
+    Check("moves.pml", "3 ranks, 1 round, rank 0 lost, which announces", moves(1, lost=0), is_slow=True),
+    Check("moves.pml", "3 ranks, 1 round, rank 1 lost", moves(1, lost=1), is_slow=True),
+    Check("step_exchange.pml", "3 ranks x 4 steps, one lost and back", EXCHANGE, "-O0"),
+    Check("regroup.pml", "3 ranks, 2 epochs, 2 suspicions", GROUPS),
+)
 
 
 @pytest.mark.parametrize(
-    "model, defined, optimised",
-    [
-        pytest.param("shared_memory.pml", shared_memory(2, True), "-O0", marks=slow),
-        pytest.param("shared_memory.pml", shared_memory(3, False), "-O0", marks=slow),
-        ("shared_memory.pml", shared_memory(3, True), "-O0"),
-        ("shared_memory.pml", ROWS_ALONE, "-O0"),
-        ("slabs.pml", slabs(3, False), "-O0"),
-        ("slabs.pml", slabs(3, True), "-O1"),
-        pytest.param("frames.pml", frames(2, 2, 2), "-O1", marks=slow),
-        pytest.param("frames.pml", frames(3, 1, 1), "-O1", marks=slow),  # with a rejoin
-        ("moves.pml", moves(1), "-O1"),
-        pytest.param("moves.pml", moves(2), "-O1", marks=slow),
-        pytest.param("moves.pml", moves(1, lost=0), "-O1", marks=slow),  # who announces the rounds
-        pytest.param("moves.pml", moves(1, lost=1), "-O1", marks=slow),
-        ("step_exchange.pml", EXCHANGE, "-O0"),
-        ("regroup.pml", GROUPS, "-O1"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else f"{value['R']} ranks",
+    "check",
+    [pytest.param(each, marks=[pytest.mark.slow] * each.is_slow, id=f"{each.model}, {each.name}") for each in CHECKS],
 )
-def test_a_protocol_holds_under_every_schedule(
-    model: str, defined: dict[str, object], optimised: str, tmp_path: Path
-) -> None:
-    found = search(model, tmp_path, defined, optimised)
+def test_a_protocol_holds_under_every_schedule(check: Check, tmp_path: Path) -> None:
+    found = search(check.model, tmp_path, check.defined, check.optimised)
     assert not found.error
     assert found.states > 1000
 
@@ -99,13 +110,17 @@ MISTAKES = {
 }
 
 
-@slow
+def search_with(model: str, mistake: str, folder: Path) -> Search:
+    defined = ROWS_ALONE if mistake in ("NO_ACK", "EARLY_ACK") else MISTAKES[model][0]
+    return search(model, folder, {**defined, mistake: ""}, "-O0")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, mistake", [(model, mistake) for model, (_, *mistakes) in MISTAKES.items() for mistake in mistakes]
 )
 def test_a_mistake_is_caught(model: str, mistake: str, tmp_path: Path) -> None:
-    defined = ROWS_ALONE if mistake in ("NO_ACK", "EARLY_ACK") else MISTAKES[model][0]
-    assert search(model, tmp_path, {**defined, mistake: ""}, "-O0").error
+    assert search_with(model, mistake, tmp_path).error
 
 
 def test_each_mistake_that_a_model_names_is_tried() -> None:
