@@ -76,7 +76,7 @@ def load_c_library(
                     _build(command, source, path, flags)
         library = ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:
-        said = " ".join(error.stderr.split())[-300:]
+        said = " ".join(error.stderr.split())[-300:] or f"it said nothing and ended with status {error.returncode}"
         raise ConfigError(f"{compiler} could not build {source.name}: {said}; use its plain twin") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"{compiler} could not build {source.name}: {error}; use its plain twin") from None

@@ -65,6 +65,15 @@ def test_a_compiler_that_takes_too_long_leaves_no_process(tmp_path, monkeypatch)
     assert has_ended(orphan)
 
 
+def test_of_a_compiler_that_says_nothing_the_status_is_said(tmp_path, monkeypatch):
+    wrapper = tmp_path / "cc"
+    wrapper.write_text("#!/bin/sh\nkill -9 $$\n")
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(ConfigError, match=r"whole\.c: it said nothing and ended with status -9;"):
+        load_c_library(write_sources(tmp_path / "sources", 1), {"number": 0}, folder=tmp_path / "built")
+
+
 @needs_compiler
 def test_of_several_that_need_a_helper_at_once_one_builds_it(tmp_path, monkeypatch):
     compiler = find_compiler()
