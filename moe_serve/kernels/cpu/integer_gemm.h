@@ -108,6 +108,11 @@ INLINE vi part_begin(const int small, vi total)
     return total;
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* Adds 16 of 16 bits. Written out, since compilers add in another order, for which they have not registers enough. */
+INLINE void add_pairs(__m256i *part, __m256i pairs) { __asm__("vpaddw %1, %0, %0" : "+x"(*part) : "x"(pairs)); }
+#endif
+
 INLINE vi add_codes(const int small, vi part, vi codes, vi x)
 {
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
@@ -119,7 +124,10 @@ INLINE vi add_codes(const int small, vi part, vi codes, vi x)
     __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(c), signed_x);
     return part + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(__AVX2__)
-    if (small) return (vi)_mm256_add_epi16((__m256i)part, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
+    if (small) {
+        add_pairs((__m256i *)&part, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
+        return part;
+    }
     __m256i c = _mm256_xor_si256((__m256i)codes, _mm256_set1_epi8((char)0x80));
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(c), _mm256_sign_epi8((__m256i)x, c));
     return part + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -162,19 +170,44 @@ typedef struct {
     i64 width, more; /* more: goes on from what is in y */
 } IntegerTile;
 
+/* Four neighbours of a row in every lane. */
+INLINE vi four_of(const int8_t *q)
+{
+    int32_t word;
+    memcpy(&word, q, 4);
+    return word - (vi){};
+}
+
 /* Adds 16 of k. words: their codes, at the first column of the tile;  q: of each row */
 INLINE void add_16(const int R, const int V, const int codes_are, const int width, const char *words,
                    const int8_t *const *q, i64 k, vi part[][8], vi high_part[][8])
 {
     const int small = codes_are != CODES_8, step = codes_are == CODES_4 ? 8 : 4;
+#if defined(__AVX2__) && !defined(__AVX512F__) /* 16 registers: one half of the codes after the other */
+    UNROLL for (int i = 0; i < 16; i += 4) {
+        const char *at = words + i / step * width * 4;
+        const int upper = codes_are == CODES_4 && i % 8;
+        vi c[8], x[MOST_INTEGER_ROWS];
+        UNROLL for (int r = 0; r < R && R <= 2; r++) x[r] = four_of(q[r] + k + i);
+        UNROLL for (int v = 0; v < V; v++) {
+            c[v] = *(const vi *)(at + v * VL * 4);
+            if (!upper) __builtin_prefetch(at + v * VL * 4 + PREFETCH, 0, 2);
+            if (upper) c[v] = (vi)((vu)c[v] >> 4);
+            if (codes_are == CODES_4) c[v] &= 0x0f0f0f0f;
+            UNROLL for (int r = 0; r < R && R <= 2; r++) part[r][v] = add_codes(small, part[r][v], c[v], x[r]);
+        }
+        UNROLL for (int r = 0; r < R && R > 2; r++) {
+            vi own = four_of(q[r] + k + i);
+            UNROLL for (int v = 0; v < V; v++) part[r][v] = add_codes(small, part[r][v], c[v], own);
+        }
+    }
+    (void)high_part;
+#else
     UNROLL for (int i = 0; i < 16; i += step) {
         vi x[2][MOST_INTEGER_ROWS];
         UNROLL for (int r = 0; r < R; r++)
-            UNROLL for (int half = 0; half < step / 4; half++) {
-                int32_t word;
-                memcpy(&word, q[r] + k + i + 4 * half, 4);
-                x[half][r] = word - (vi){};
-            }
+            UNROLL for (int half = 0; half < step / 4; half++)
+                x[half][r] = four_of(q[r] + k + i + 4 * half);
         UNROLL for (int v = 0; v < V; v++) {
             vi codes = *(const vi *)(words + i / step * width * 4 + v * VL * 4);
             if (codes_are != CODES_4_APART) __builtin_prefetch(words + i / step * width * 4 + v * VL * 4 + PREFETCH, 0, 2);
@@ -186,6 +219,7 @@ INLINE void add_16(const int R, const int V, const int codes_are, const int widt
             UNROLL for (int r = 0; r < R; r++) to[r][v] = add_codes(small, to[r][v], high, x[1][r]);
         }
     }
+#endif
 }
 
 /* R rows by V registers of columns of a panel of so many, from column `first` on. */
@@ -268,7 +302,6 @@ INLINE void integer_tile(const int R, const int V, const int codes_are, const in
         }                                                                                                             \
     }
 INTEGER_TILES(codes_4, CODES_4)
-INTEGER_TILES(codes_4_apart, CODES_4_APART)
 INTEGER_TILES(codes_8, CODES_8)
 
 /* Writes codes of four bits to bytes: [k / 4][width][4] */
@@ -281,6 +314,89 @@ static void codes_apart(const char *codes, i64 bytes, i64 line, char *to)
             *(vi *)(to + c) = both & 0x0f0f0f0f, *(vi *)(to + line + c) = (vi)((vu)both >> 4) & 0x0f0f0f0f;
         }
 }
+
+/* ---- many rows by codes of four bits that lie apart */
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+enum { APART_V = 2 /* registers of columns in a tile */ };
+
+/* Writes the products of codes and R rows, added up for each group of the chunk: [groups][R][APART_V] registers. */
+INLINE void apart_sums(const int R, const IntegerTile *t, i64 first, vi *to)
+{
+    i64 end = padded_to_32(t->chunk->k), group = t->groups->group, step = least(group, 32), line = t->width * 4;
+    const int8_t *q[MOST_INTEGER_ROWS];
+    const char *codes = t->codes + first * 4;
+    UNROLL for (int r = 0; r < R; r++) q[r] = t->x[r]->q;
+    for (i64 k = 0, until; k < end; to += R * APART_V) {
+        i64 from = k;
+        for (until = least(k + group, end); k < until;) {
+            vi part[MOST_INTEGER_ROWS][APART_V];
+            UNROLL for (int r = 0; r < R; r++)
+                UNROLL for (int v = 0; v < APART_V; v++) part[r][v] = (vi){};
+            for (i64 part_end = k + step; k < part_end; k += 16)
+                UNROLL for (int i = 0; i < 16; i += 4, codes += line) {
+                    vi c[APART_V];
+                    UNROLL for (int v = 0; v < APART_V; v++) c[v] = *(const vi *)(codes + v * VL * 4);
+                    UNROLL for (int r = 0; r < R; r++) {
+                        vi x = four_of(q[r] + k + i);
+                        UNROLL for (int v = 0; v < APART_V; v++) part[r][v] = add_codes(1, part[r][v], c[v], x);
+                    }
+                }
+            UNROLL for (int r = 0; r < R; r++)
+                UNROLL for (int v = 0; v < APART_V; v++) {
+                    vi *sum = to + r * APART_V + v, before = from + step < k ? *sum : (vi){};
+                    *sum = part_added(1, before, part[r][v]);
+                }
+        }
+    }
+}
+
+/* As integer_tile. Sums of groups are whole before they meet the scales, since 16 registers have no room for both. */
+INLINE void apart_tile(const int R, const IntegerTile *t, i64 first)
+{
+    const Groups *g = t->groups;
+    const GroupChunk *chunk = t->chunk;
+    vi sums[CHUNK_GROUPS * MOST_INTEGER_ROWS * APART_V];
+    vf inner[MOST_INTEGER_ROWS][APART_V];
+    float less[MOST_INTEGER_ROWS][CHUNK_GROUPS];
+    apart_sums(R, t, first, sums);
+    UNROLL for (int r = 0; r < R; r++) {
+        *(vf *)less[r] = -__builtin_convertvector(*(const vi *)t->x[r]->sums, vf);
+        UNROLL for (int v = 0; v < APART_V; v++) inner[r][v] = (vf){};
+    }
+    for (i64 group = 0; group < chunk->groups; group++)
+        UNROLL for (int v = 0; v < APART_V; v++) {
+            i64 at = group * t->width + first + v * VL;
+            vf scale = *(const vf *)(chunk->scale + at), zero = splat((float)g->zero), minimum = scale;
+            if (g->zero < 0) zero = *(const vf *)(chunk->zero + at);
+            if (g->has_minimum) minimum = *(const vf *)(chunk->minimum + at);
+            UNROLL for (int r = 0; r < R; r++) {
+                vf total = __builtin_convertvector(sums[(group * R + r) * APART_V + v], vf);
+                vf sum = splat(less[r][group]);
+                if (g->zero) total = multiply_add(sum, zero, total); /* whole numbers below 2^24 */
+                inner[r][v] = multiply_add(total, scale, inner[r][v]);
+                if (g->has_minimum) inner[r][v] = multiply_add(sum, minimum, inner[r][v]);
+            }
+        }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < APART_V; v++) {
+            vf *y = (vf *)(t->y[r] + first + v * VL);
+            *y = multiply_add(inner[r][v], splat(t->x[r]->scale), t->more ? *y : (vf){});
+        }
+}
+
+static __attribute__((noinline)) void codes_4_apart(const IntegerTile *t, i64 rows)
+{
+    for (i64 first = 0; first < t->width; first += APART_V * VL)
+        switch (rows) { /* several blocks of rows have 2 each or more, being cut evenly */
+        case 2: apart_tile(2, t, first); break;
+        case 3: apart_tile(3, t, first); break;
+        case 4: apart_tile(4, t, first); break;
+        }
+}
+#else
+INTEGER_TILES(codes_4_apart, CODES_4_APART)
+#endif
 
 /* y[r][0 .. width) = x[r] W^T. x: [rows], row_chunks(k) each */
 static __attribute__((noinline)) void integer_product(const Panel *p, i64 rows, const RowChunk *const *x, float *const *y)
