@@ -52,20 +52,19 @@ def write_bench_model(folder: Path, dtype: str = "float32", **sizes: int) -> Pat
     return folder
 
 
-def draw_prompts(batch: int, seed: int) -> list[list[int]]:
-    """Returns prompts of NUM_PROMPT random ids. A new seed gives new ones: nothing comes from a prefix cache."""
+def draw_prompts(batch: int, seed: int, length: int = NUM_PROMPT) -> list[list[int]]:
+    """Returns prompts of random ids. A new seed gives new ones: nothing comes from a prefix cache."""
     draw = random.Random(seed)
     vocab: Any = CONFIG["vocab_size"]
-    return [[draw.randrange(3, vocab) for _ in range(NUM_PROMPT)] for _ in range(batch)]
+    return [[draw.randrange(3, vocab) for _ in range(length)] for _ in range(batch)]
 
 
 class BenchLLM:
-    """moe_serve on the bench model: greedy, NUM_OUTPUT tokens a prompt, whatever they are."""
+    """moe_serve on the bench model: greedy, as many tokens a prompt as are asked for, whatever they are."""
 
     def __init__(self, path: Path, num_ranks: int, num_threads: int, **overrides: Any):
-        from moe_serve import LLM, SamplingParams
+        from moe_serve import LLM
 
-        self._params = SamplingParams(max_new_tokens=NUM_OUTPUT, temperature=0, ignore_eos=True)
         settings = {
             "threads_per_rank": num_threads,
             "skip_tokenizer": True,
@@ -80,5 +79,8 @@ class BenchLLM:
     def __exit__(self, *args: Any) -> None:
         self._llm.close()
 
-    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        return [list(output.token_ids) for output in self._llm.generate(prompts, self._params)]
+    def generate(self, prompts: list[list[int]], num_output: int = NUM_OUTPUT) -> list[list[int]]:
+        from moe_serve import SamplingParams
+
+        params = SamplingParams(max_new_tokens=num_output, temperature=0, ignore_eos=True)
+        return [list(output.token_ids) for output in self._llm.generate(prompts, params)]

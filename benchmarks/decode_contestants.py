@@ -20,6 +20,9 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.bench_model import NUM_OUTPUT, NUM_PROMPT, BenchLLM, draw_prompts, write_bench_model
 from benchmarks.conditions import add_isa, conditions, save
 
@@ -86,13 +89,22 @@ class Contestant:
         )
         self.version = self._answer()["version"]
 
-    def generate(self, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
+    def generate(self, prompts: list[list[int]], num_output: int = NUM_OUTPUT) -> tuple[float, list[list[int]]]:
         """Returns seconds, measured in its own process, and the output tokens."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "num_output": NUM_OUTPUT}) + "\n")
-        self._process.stdin.flush()
-        answer = self._answer()
+        answer = self._ask({"prompts": prompts, "num_output": num_output})
         return answer["seconds"], answer["tokens"]
+
+    def log_probabilities(self, ids: list[int], file: Path) -> NDArray[np.float32]:
+        """Returns those of every token behind each of ids but the last, [len(ids) - 1, vocab]; llama.cpp only."""
+        self._ask({"ids": ids, "file": str(file)})
+        found: NDArray[np.float32] = np.load(file, allow_pickle=False)
+        return found
+
+    def _ask(self, task: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -114,32 +126,40 @@ class Contestant:
         self.close()
 
 
-def compare(ours: BenchLLM, others: dict[str, Contestant], batch: int, rounds: int, dtype: str) -> list[dict[str, Any]]:
-    """Returns a row of the table for each contestant."""
+def compare(
+    ours: BenchLLM,
+    others: dict[str, Contestant],
+    batch: int,
+    rounds: int,
+    dtype: str,
+    length: int = NUM_PROMPT,
+    num_output: int = NUM_OUTPUT,
+) -> list[dict[str, Any]]:
+    """Returns a row of the table for each contestant. length: of prompts;  num_output: 1 times their prefill"""
     our_s: list[float] = []
     their_s: dict[str, list[float]] = {name: [] for name in others}
     same: dict[str, list[float]] = {name: [] for name in others}
     for number in range(rounds + 1):
-        prompts = draw_prompts(batch, seed=1000 * batch + number)
+        prompts = draw_prompts(batch, 1000 * batch + number + length, length)
         time.sleep(SETTLE_S)
         started_s = time.perf_counter()
-        mine = ours.generate(prompts)
+        mine = ours.generate(prompts, num_output)
         our_s.append(time.perf_counter() - started_s)
         for name, other in others.items():
             time.sleep(SETTLE_S)
-            seconds, tokens = other.generate(prompts)
+            seconds, tokens = other.generate(prompts, num_output)
             their_s[name].append(seconds)
             same[name].append(statistics.fmean(map(_agreement, mine, tokens)))
-    rows = []
+    rows, counted = [], batch * (length if num_output == 1 else num_output)
     for name in others:  # the first round warms all up
         ratios = [theirs / mine_s for theirs, mine_s in zip(their_s[name][1:], our_s[1:], strict=True)]
         rows.append(
             {
                 "storage": dtype,
                 "batch": batch,
-                "moe_serve tok/s": round(batch * NUM_OUTPUT / statistics.median(our_s[1:])),
+                "moe_serve tok/s": round(counted / statistics.median(our_s[1:])),
                 "contestant": name,
-                "its tok/s": round(batch * NUM_OUTPUT / statistics.median(their_s[name][1:])),
+                "its tok/s": round(counted / statistics.median(their_s[name][1:])),
                 "ratio (median)": round(statistics.median(ratios), 2),
                 "ratio (min … max)": f"{min(ratios):.2f} … {max(ratios):.2f}",
                 "same tokens": f"{statistics.fmean(same[name]):.0%}",

@@ -1,6 +1,8 @@
 """How far weights of fewer bits move a model's log probabilities, against the same model with its own numbers.
 
-    python -m benchmarks.quantised_quality [--tokens 500]
+    python -m benchmarks.quantised_quality [--tokens 500] [--llama ENV/bin/python]
+
+--llama: the Python of an environment with llama-cpp-python, built on this machine, and gguf, which reads the same files
 
 The demo model reads Python source and documentation of the standard library, and tiny random models of a few families
 (tests/models/families.py) random ids, in one piece. Experts are quantised at load, or all matrices are those of a GGUF
@@ -11,9 +13,11 @@ have flat distributions, and show that nothing is wrong with a family. Takes a m
 """
 
 import argparse
+import contextlib
 import inspect
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +25,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.conditions import add_isa, conditions, save
+from benchmarks.decode_contestants import Contestant
 from moe_serve.config import load_config, model_dir
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_served_model
 from moe_serve.models.tokenizer import Tokenizer
 from tests.models import families
-from tests.models.gguf_checkpoint import Kind, matrices_in, write_gguf
+from tests.models.gguf_checkpoint import Kind, matrices_in, no_words, write_gguf
 from tests.models.runner import Runner
 
 FORMS = {
@@ -37,21 +42,30 @@ FORMS = {
 FILES = {Kind.Q8_0: "Q8_0", Kind.Q4_0: "Q4_0"}  # of GGUF, all matrices
 ACTIVATIONS = ("float", "int8")
 FAMILIES = ("qwen3_moe", "deepseek_v2", "mixtral", "olmoe")
+# llama.cpp reads deepseek2 without a query rank, as in the demo model, with 26 or 27 layers only.
+READ_BY_LLAMA = ("qwen3_moe", "mixtral")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_isa(parser)
     parser.add_argument("--tokens", type=int, default=500, help="of each text")
+    parser.add_argument("--llama", type=Path)
     args = parser.parse_args()
     facts = conditions("transformers")
     with tempfile.TemporaryDirectory() as folder:
-        files = forms_of_files(Path(folder))
-        rows = [row for text, ids in demo_texts(args.tokens) for row in compared(f"demo, {text}", [], ids, files)]
+        forms = FORMS | forms_of_files(write_files(model_dir(load_config().model), Path(folder)))
+        rows = [row for text, ids in demo_texts(args.tokens) for row in compared(f"demo, {text}", [], ids, forms, [])]
         for name in FAMILIES:
-            families.save(families.make_oracle(name), Path(folder) / name)
+            model = Path(folder) / name
+            families.save(families.make_oracle(name), model)
             ids = torch.randint(3, 256, (200,), generator=torch.Generator().manual_seed(0)).tolist()
-            rows += compared(f"tiny {name}", [f"model.path={Path(folder) / name}", "model.skip_tokenizer=true"], ids)
+            files = write_files(model, model)
+            with files_read_by(args.llama if name in READ_BY_LLAMA else None, files) as theirs:
+                overrides = [f"model.path={model}", "model.skip_tokenizer=true"]
+                rows += compared(f"tiny {name}", overrides, ids, FORMS | forms_of_files(files), theirs)
+            for each in theirs:
+                facts["versions"][each.name] = each.version
     print(save("quantised_quality", "Log probabilities with weights of fewer bits", rows, facts))
 
 
@@ -65,27 +79,46 @@ def demo_texts(num_tokens: int) -> list[tuple[str, list[int]]]:
     return [(name, tokenizer.encode(text)[:num_tokens]) for name, text in texts.items()]
 
 
-def forms_of_files(folder: Path) -> dict[str, list[str]]:
-    """Writes the demo model as GGUF files. Returns the overrides that serve them, by what they are."""
-    demo, forms = model_dir(load_config().model), {}
-    for kind, name in FILES.items():
-        file = write_gguf(demo, folder / f"{name}.gguf", matrices_in(kind))
-        for each in ACTIVATIONS:
-            settings = [f"model.path={file}", "model.skip_tokenizer=true", f"model.activations={each}"]
-            forms[f"all in {name}, {each} activations"] = settings
-    return forms
+def write_files(model: Path, folder: Path) -> dict[str, Path]:
+    """Writes GGUF files of a model without its words. Returns them by their types."""
+    config = json.loads((model / "config.json").read_text())
+    words = no_words(None if config["model_type"] == "mixtral" else config["vocab_size"])
+    return {name: write_gguf(model, folder / f"{name}.gguf", matrices_in(kind), words) for kind, name in FILES.items()}
+
+
+def forms_of_files(files: dict[str, Path]) -> dict[str, list[str]]:
+    """Returns the overrides that serve files, by what they are."""
+    return {
+        f"all in {name}, {each} activations": [
+            f"model.path={file}", "model.skip_tokenizer=true", f"model.activations={each}",
+        ]
+        for name, file in files.items()
+        for each in ACTIVATIONS
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def files_read_by(llama: Path | None, files: dict[str, Path]) -> Iterator[list[Contestant]]:
+    """Yields llama.cpp with each of the files, in their order; none of them without a path to its Python."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(Contestant("llama.cpp", llama, file, name)) for name, file in files.items() if llama]
 
 
 def compared(
-    model: str, overrides: list[str], ids: list[int], more_forms: dict[str, list[str]] | None = None
+    model: str, overrides: list[str], ids: list[int], forms: dict[str, list[str]], theirs: list[Contestant]
 ) -> list[dict[str, Any]]:
-    """Returns a row for each of FORMS, and of more_forms. overrides: of the model"""
-    wanted, following = log_probabilities([*overrides, "model.expert_weights=dense"], ids), torch.tensor(ids[1:])
-    loss = -wanted[torch.arange(len(following)), following].mean()
+    """Returns a row for each of the forms, and of llama.cpp with FILES. overrides: of the model"""
+    wanted = log_probabilities([*overrides, "model.expert_weights=dense"], ids)
+    found = {form: log_probabilities([*overrides, *more], ids) for form, more in forms.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, each in zip(FILES.values(), theirs, strict=False):
+            read = each.log_probabilities(ids, Path(folder) / "found.npy")
+            found[f"all in {name}, {each.name}"] = torch.from_numpy(read)
+    following = torch.tensor(ids[1:])
+    at = torch.arange(len(following)), following
+    loss = -wanted[at].mean()
     rows = []
-    for form, more in (FORMS | (more_forms or {})).items():
-        got = log_probabilities([*overrides, *more], ids)
-        at = torch.arange(len(following)), following
+    for form, got in found.items():
         row = {
             "model": model, "weights": form, "tokens": len(following), "loss": float(loss),
             "loss with these": float(-got[at].mean()), "shift": float((got[at] - wanted[at]).abs().mean()),

@@ -29,6 +29,7 @@ from benchmarks.conditions import conditions, save
 from benchmarks.server import Server, pss
 from moe_serve.config import load_config
 from moe_serve.launcher.examination.check import examine
+from tests.models.gguf_checkpoint import no_words
 from tests.models.published import GPT_OSS_20B, QWEN3_30B
 
 MODELS = {"qwen3-30b-a3b": QWEN3_30B, "gpt-oss-20b": GPT_OSS_20B}
@@ -159,6 +160,7 @@ def write_model(path: Path, config: dict[str, Any]) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_eos_token_id(2)
+    no_words(config["vocab_size"])(writer)
     if family == "gpt_oss":
         scaling = config["rope_scaling"]
         writer.add_sliding_window(config["sliding_window"])

@@ -1,6 +1,7 @@
 """llama.cpp as a contestant: reads prompts as JSON lines, answers with seconds and tokens. Runs in its own environment.
 
-arguments: model folder, dtype, number of cores. The model's safetensors file becomes a GGUF file with the same numbers.
+arguments: model folder or GGUF file, dtype, number of cores. A folder's safetensors file becomes a GGUF file with the
+same numbers. A line {"ids": ..., "file": ...} asks for log probabilities, which go into a file of numpy.
 """
 
 import ctypes
@@ -17,15 +18,18 @@ import llama_cpp as lib
 import numpy as np
 
 _KINDS = {"F32": np.float32, "BF16": np.uint16}
-_MAX_SEQS, _MAX_TOKENS = 64, 128
+_ERROR = 4  # GGML_LOG_LEVEL_ERROR
+_MAX_SEQS, _MAX_TOKENS = 16, 1024  # of each
 
 
 def main() -> None:
-    folder, cores = Path(sys.argv[1]), int(sys.argv[3])
-    path = write_gguf(folder)
+    model_path, cores = Path(sys.argv[1]), int(sys.argv[3])
+    path = write_gguf(model_path) if model_path.is_dir() else model_path
     lib.llama_backend_init()
     lib.llama_log_set(_quiet, ctypes.c_void_p(0))
     model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+    if not model:
+        sys.exit(f"llama.cpp does not read {path}")
     params = lib.llama_context_default_params()
     params.n_ctx = _MAX_SEQS * _MAX_TOKENS
     params.n_batch = params.n_ubatch = 2048
@@ -33,10 +37,15 @@ def main() -> None:
     params.n_threads = params.n_threads_batch = cores
     context = lib.llama_init_from_model(model, params)
     vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    print(json.dumps({"version": f"llama-cpp-python {version('llama-cpp-python')}"}), flush=True)
+    built_for = lib.llama_print_system_info().decode()
+    print(json.dumps({"version": f"llama-cpp-python {version('llama-cpp-python')} ({built_for.strip()})"}), flush=True)
     for line in sys.stdin:
         task = json.loads(line)
         lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        if "ids" in task:
+            np.save(task["file"], log_probabilities(context, vocab, task["ids"]))
+            print(json.dumps({"done": True}), flush=True)
+            continue
         started_s = time.perf_counter()
         tokens = generate(context, vocab, task["prompts"], task["num_output"])
         print(json.dumps({"seconds": time.perf_counter() - started_s, "tokens": tokens}), flush=True)
@@ -44,7 +53,8 @@ def main() -> None:
 
 @lib.llama_log_callback
 def _quiet(level: int, text: bytes, data: object) -> None:
-    pass
+    if level == _ERROR:
+        print(text.decode(), end="", file=sys.stderr)
 
 
 def generate(context: object, vocab: int, prompts: list[list[int]], num_output: int) -> list[list[int]]:
@@ -52,21 +62,37 @@ def generate(context: object, vocab: int, prompts: list[list[int]], num_output: 
     rows = [(token, at, seq, at == len(p) - 1) for seq, p in enumerate(prompts) for at, token in enumerate(p)]
     outputs: list[list[int]] = [[] for _ in prompts]
     for step in range(num_output):
-        batch = lib.llama_batch_init(len(rows), 0, 1)
-        batch.n_tokens = len(rows)
-        for i, (token, at, seq, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, at, 1, seq
-            batch.logits[i] = wanted
-        assert lib.llama_decode(context, batch) == 0
-        lib.llama_batch_free(batch)
+        decode(context, rows)
         for i, (_, _, seq, wanted) in enumerate(rows):
             if wanted:
-                logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (vocab,))
-                outputs[seq].append(int(logits.argmax()))
+                outputs[seq].append(int(logits_at(context, i, vocab).argmax()))
         rows = [
             (output[-1], len(p) + step, seq, True) for seq, (p, output) in enumerate(zip(prompts, outputs, strict=True))
         ]
     return outputs
+
+
+def log_probabilities(context: object, vocab: int, ids: list[int]) -> np.ndarray:
+    """Returns those of every token behind each of ids but the last, [len(ids) - 1, vocab] float32."""
+    decode(context, [(token, at, 0, True) for at, token in enumerate(ids[:-1])])
+    logits = np.stack([logits_at(context, i, vocab).astype(np.float64) for i in range(len(ids) - 1)])
+    logits -= logits.max(1, keepdims=True)
+    return (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
+
+
+def decode(context: object, rows: list[tuple[int, int, int, bool]]) -> None:
+    """Runs one batch. rows: token, position, sequence, whether its logits are wanted"""
+    batch = lib.llama_batch_init(len(rows), 0, 1)
+    batch.n_tokens = len(rows)
+    for i, (token, at, seq, wanted) in enumerate(rows):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, at, 1, seq
+        batch.logits[i] = wanted
+    assert lib.llama_decode(context, batch) == 0
+    lib.llama_batch_free(batch)
+
+
+def logits_at(context: object, row: int, vocab: int) -> np.ndarray:
+    return np.ctypeslib.as_array(lib.llama_get_logits_ith(context, row), (vocab,))
 
 
 def write_gguf(folder: Path) -> Path:

@@ -347,6 +347,17 @@ def write_pieces(pieces: list[tuple[str, float, int]], bos: int, eos: int) -> Vo
     return write
 
 
+def no_words(vocab_size: int | None) -> Vocabulary:
+    """Returns what says that a file has ids only. vocab_size: None where the metadata of the family say it"""
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("none")
+        if vocab_size is not None:
+            writer.add_vocab_size(vocab_size)
+
+    return write
+
+
 def write_header(path: Path, vocabulary: Vocabulary) -> Path:
     """Writes a file with a vocabulary and one small tensor."""
     writer = gguf.GGUFWriter(path, "qwen3moe")
