@@ -23,7 +23,7 @@ from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.replay import Scorer, replay
-from moe_serve.eplb.replay.run import make_run
+from moe_serve.eplb.replay.run import make_runs
 from moe_serve.eplb.replay.settings import ReplaySettings, starting_placement
 from moe_serve.eplb.replay.synthetic import FAMILIES, SyntheticLoad, synthetic_trace
 
@@ -205,7 +205,7 @@ def _gated(shape: SyntheticLoad, records: Iterator[LoadRecord] | None) -> tuple[
         latency_steps=2,
     )
     start = starting_placement(synthetic_trace(shape), topology, V3_EP32.num_slots)
-    run = make_run("gate:incremental", start, settings)
+    run = make_runs("gate:incremental", start, settings)[0]
     scorers = [Scorer(topology, shape.topk, each) for each in costs]
     adversary = FlippingLoad(shape)
     total, floor = np.zeros(len(costs)), np.zeros(len(costs))

@@ -12,7 +12,7 @@ import pytest
 
 from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, recorded_latency
-from moe_serve.eplb.load import LoadRecord, LoadTrace, rank_load
+from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
@@ -73,7 +73,7 @@ def test_a_plan_serves_the_window_that_comes_next() -> None:
 def test_interval_and_history_count_windows() -> None:
     policy = Swapped(*[[0, 1, 2, 3]] * 9)
     records = [LoadRecord(i, 1, "mixed", np.array([[2**i, 0, 0, 0]])) for i in range(7)]
-    replay(LoadTrace.of(records), [policy], ReplaySettings(Topology(1, 2), 4, history=2, interval=2))
+    replay(LoadTrace.of(records), [policy], ReplaySettings(Topology(1, 2), 4, history=2, intervals=(2,)))
     assert [seen[0] for seen in policy.seen] == [1 + 2, 4 + 8, 16 + 32]
 
 
@@ -224,17 +224,22 @@ def test_idle_steps_of_a_window_change_no_score() -> None:
     assert reports[0].num_steps.tolist() == reports[1].num_steps.tolist() == [20, 20]
 
 
-def test_more_slots_never_hurt():
-    rows = redundancy_curve(lognormal(2, 30, 1.0), Topology(2, 5), range(30, 71, 10), PlanRules())
-    assert [slots for slots, _, _ in rows] == [30, 40, 50, 60, 70]
-    reached = [mean for _, mean, _ in rows]
-    assert reached == sorted(reached)
-    assert all(worst <= mean for _, mean, worst in rows)
+def test_the_redundancy_curve_is_of_the_window_after_the_plan():
+    now, later = (LoadRecord(step, 1, "decode", lognormal(2, 30, 1.0, seed)) for step, seed in ((0, 1), (1, 2)))
+    topology, slots = Topology(2, 5), range(30, 71, 20)
+    rows = redundancy_curve([[now, later]], topology, slots, PlanRules())
+    assert [number for number, _, _ in rows] == [30, 50, 70]
+    for number, mean, worst in rows:
+        plan = make_policy("refined", rounds=0).plan(PlanRequest(now.tokens, topology, number))
+        served = balancedness(rank_load(later.tokens, plan.placement))
+        assert (mean, worst) == pytest.approx((served.mean(), served.min()))
+        assert mean < plan.balancedness.mean()
 
 
 def test_slots_that_do_not_divide_over_the_ranks_are_refused():
+    records = [LoadRecord(step, 1, "decode", lognormal(1, 4, 1.0)) for step in range(2)]
     with pytest.raises(PlacementError, match="num_slots"):
-        redundancy_curve(lognormal(1, 4, 1.0), Topology(1, 2), [5], PlanRules())
+        redundancy_curve([records], Topology(1, 2), [5], PlanRules())
 
 
 def changed(step: object, *phases: object) -> dict[str, object]:

@@ -64,7 +64,7 @@ def test_predicted_rates_are_in_order(steady: ReplayReport) -> None:
 
 def test_too_few_slots_are_named_as_the_limit() -> None:
     found = report(replace(LOAD, skew=2.0), slots=8)
-    curved = with_redundancy_curve(found, TOPOLOGY)
+    curved = with_redundancy_curve(found, synthetic_trace(replace(LOAD, skew=2.0)), TOPOLOGY)
     words = " ".join(verdict(curved))
     assert "Slots bind" in words
     assert "more memory on each rank" in words

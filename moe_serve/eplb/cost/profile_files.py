@@ -121,6 +121,28 @@ class ModelProfile:
         """Weights of one expert of one layer: gate, up and down."""
         return round(3 * self.hidden * self.moe_intermediate * self.weight_bytes)
 
+    @property
+    def other_bytes(self) -> int:
+        """Weights beside the routed experts, which every rank holds whole: embedding, head and router in two bytes."""
+        h, heads = self.hidden, self.num_heads
+        if self.attention == "mla":
+            queries = heads * (self.nope_dim + self.rope_dim)
+            attention = h * self.q_lora + self.q_lora * queries if self.q_lora else h * queries
+            attention += h * (self.kv_lora + self.rope_dim) + self.kv_lora * heads * (self.nope_dim + self.v_dim)
+            attention += heads * self.v_dim * h
+        else:
+            attention = 2 * h * (heads + self.num_kv_heads) * self.head_dim
+        shared = 3 * h * self.num_shared * self.moe_intermediate
+        dense = 3 * h * self.dense_intermediate * (self.num_layers - self.num_moe_layers)
+        narrow = (attention * self.num_layers + shared * self.num_moe_layers + dense) * self.weight_bytes
+        return round(narrow + 2 * (2 * self.vocab * h + self.num_moe_layers * h * self.num_logical))
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """The KV cache of one token, all layers."""
+        values = self.kv_lora + self.rope_dim if self.attention == "mla" else 2 * self.num_kv_heads * self.head_dim
+        return round(values * self.kv_bytes * self.num_layers)
+
 
 @dataclass(frozen=True)
 class EngineProfile:

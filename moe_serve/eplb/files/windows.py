@@ -39,6 +39,30 @@ def folded(trace: LoadTrace, window_steps: int) -> LoadTrace:
     return replace(trace, open_records=open_records, num_records=None)
 
 
+def cut_stretches(trace: LoadTrace, num_windows: int, length: int) -> list[list[LoadRecord]]:
+    """Returns stretches of length + 1 neighbouring records, evenly over the trace, in memory.
+
+    The first record of each is to plan from, the others, about num_windows in all, are to be served. A trace of at most
+    num_windows + 1 records, or of too few for two stretches, is one stretch.
+    """
+    total = trace.num_records if trace.num_records is not None else sum(1 for _ in trace)
+    size = length + 1
+    count = min(max(num_windows // length, 1), total // size)
+    starts = [0]
+    if count < 2 or total <= num_windows + 1:
+        size = min(total, num_windows + 1)
+    else:
+        starts = np.linspace(0, total - size, count).round().astype(int).tolist()
+    stretches: list[list[LoadRecord]] = [[] for _ in starts]
+    for index, record in enumerate(trace):
+        if index >= starts[-1] + size:
+            break
+        for stretch, start in zip(stretches, starts, strict=True):
+            if start <= index < start + size:
+                stretch.append(record)
+    return stretches
+
+
 def _is_idle(record: LoadRecord) -> bool:
     return record.step_time_s is None and not record.tokens.any()
 

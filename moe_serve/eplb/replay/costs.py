@@ -116,7 +116,7 @@ class ProfileCosts:
             rows = np.repeat(tokens.sum(axis=1, keepdims=True) / num_slots, num_slots, axis=1)
         else:
             rows = slot_load(tokens, placement)
-        serving, kind = self.serving, self._phase(phase)
+        serving, kind = self.serving, self.phase_of(phase)
         hit = serving.cache_hit if kind == "prefill" else 0.0
         batch = Batch(kind, tokens_per_step / self.model.topology.num_ranks, serving.context, cache_hit=hit)
         tried = {"none": (False,), "two-batch": (True,), "auto": (False, True)}[serving.overlap]
@@ -124,7 +124,7 @@ class ProfileCosts:
 
     def served_tokens(self, tokens: float, phase: str) -> float:
         """Returns the tokens that requests get when this many are computed; those in the cache come on top."""
-        return tokens / (1 - self.serving.cache_hit) if self._phase(phase) == "prefill" else tokens
+        return tokens / (1 - self.serving.cache_hit) if self.phase_of(phase) == "prefill" else tokens
 
     def stall_seconds(self, arrivals: Arrivals) -> float:
         """Returns how long serving stops when these experts move at once: the time of the rank that receives most."""
@@ -140,7 +140,8 @@ class ProfileCosts:
         model = self.model
         return f"{model.model.name} on {model.hardware.name} by {model.engine.name}: {self.serving.words()}"
 
-    def _phase(self, phase: str) -> Phase:
+    def phase_of(self, phase: str) -> Phase:
+        """Returns the phase that prices a window: its own, or the one that is assumed where it does not say it."""
         if phase == "prefill":
             return "prefill"
         return "decode" if phase == "decode" else self.serving.phase

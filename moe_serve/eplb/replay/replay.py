@@ -9,11 +9,13 @@ Shape words: L = layers, E = experts, R = ranks, N = nodes, P = slots.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.files.windows import cut_stretches
 from moe_serve.eplb.load import Floats, LoadRecord, LoadTrace, balancedness, rank_load, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
@@ -22,12 +24,13 @@ from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.parallel import Task, run_in_parallel, usable_jobs
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
-from moe_serve.eplb.replay.run import Run, Served, StaticRun, make_run
+from moe_serve.eplb.replay.run import GATE, LIVE, Run, Served, StaticRun, make_runs
 from moe_serve.eplb.replay.settings import NO_STEPS, EvenSteps, ReplaySettings
 from moe_serve.errors import TraceError
 from moe_serve.topology import Topology
 
 _POINTS = 9  # of the redundancy curve
+_CURVE_PAIRS = 4  # windows that each of its plans serves
 
 
 def replay(
@@ -39,7 +42,7 @@ def replay(
 ) -> ReplayReport:
     """Returns the report of all policies on a trace.
 
-    policies: as in `make_run`
+    policies: as in `make_runs`
     progress: called with the number of windows done, of `num_passes` times the windows of the trace
     jobs:     policies to replay at the same time, in processes of their own; the result is the same
     Raises TraceError when the trace has no window after the first plan, ConfigError for an unknown policy.
@@ -47,16 +50,15 @@ def replay(
     start = settings.start_of(trace)
     if settings.costs is not None:
         trace = settings.costs.of_model(trace)
-    for policy in policies:
-        make_run(policy, start, settings)  # refuse a wrong name now, not after the first pass
-    jobs = usable_jobs(jobs, len(policies))
+    # Made here to refuse a wrong name now, not after the first pass.
+    runs = [run for policy in policies for run in make_runs(policy, start, settings)]
+    jobs = usable_jobs(jobs, len(runs))
     tick = _Ticks(progress)
     if jobs <= 1:
-        runs: list[Run] = [StaticRun(FLOOR, start), *(make_run(policy, start, settings) for policy in policies)]
-        frame, results = _replay_pass(trace, runs, settings, start, lambda _: tick())
+        frame, results = _replay_pass(trace, [StaticRun(FLOOR, start), *runs], settings, start, lambda _: tick())
     else:
         frame, results = _replay_pass(trace, [StaticRun(FLOOR, start)], settings, start, lambda _: tick())
-        tasks = [_task(policy, trace, settings, start) for policy in policies]
+        tasks = [_task(run, trace, settings, start) for run in runs]
         results[1:1] = run_in_parallel(tasks, jobs, tick)
     return ReplayReport(
         conditions=_conditions(trace, settings, frame.count),
@@ -75,9 +77,11 @@ def replay(
     )
 
 
-def num_passes(num_policies: int, jobs: int) -> int:
+def num_passes(policies: Sequence[str | PlacementPolicy], settings: ReplaySettings, jobs: int) -> int:
     """Returns how often `replay` goes through the windows of the trace, for a progress bar."""
-    return 1 if usable_jobs(jobs, num_policies) <= 1 else num_policies + 1
+    gated = sum(isinstance(policy, str) and policy.startswith((GATE, LIVE)) for policy in policies)
+    num_runs = gated + (len(policies) - gated) * len(settings.intervals)
+    return 1 if usable_jobs(jobs, num_runs) <= 1 else num_runs + 1
 
 
 @dataclass
@@ -145,11 +149,8 @@ def _replay_pass(
     return frame, [*results, ceiling.result((), None)]
 
 
-def _task(policy: str | PlacementPolicy, trace: LoadTrace, settings: ReplaySettings, start: Placement) -> Task:
-    def run(progress: Callable[[int], None]) -> PolicyResult:
-        return _replay_pass(trace, [make_run(policy, start, settings)], settings, start, progress)[1][0]
-
-    return run
+def _task(run: Run, trace: LoadTrace, settings: ReplaySettings, start: Placement) -> Task:
+    return lambda progress: _replay_pass(trace, [run], settings, start, progress)[1][0]
 
 
 def _conditions(trace: LoadTrace, settings: ReplaySettings, num_windows: int) -> dict[str, str]:
@@ -164,7 +165,7 @@ def _conditions(trace: LoadTrace, settings: ReplaySettings, num_windows: int) ->
         f"{settings.num_slots - trace.num_logical} redundant)",
         "windows": f"{num_windows}, scored from the {_ordinal(settings.history + 1)} on",
         "plans": f"from the last {settings.history} window{'s' * (settings.history > 1)}, every "
-        + (f"{settings.interval} windows" if settings.interval > 1 else "window"),
+        + ("window" if settings.intervals == (1,) else f"{' or '.join(map(str, settings.intervals))} windows"),
     }
     if settings.rules.off_home < 1:
         words["hierarchy"] = f"at most {settings.rules.off_home:.0%} of the load outside its home node"
@@ -441,28 +442,34 @@ class _ResultRows:
         )
 
 
-def with_redundancy_curve(report: ReplayReport, topology: Topology, rules: PlanRules | None = None) -> ReplayReport:
-    """Returns the report with the redundancy curve of its mean load, from the fewest slots to twice as many."""
-    tokens = np.rint(report.load).astype(np.int64)
-    slots = curve_slots(tokens.shape[1], topology.num_ranks, report.num_slots)
-    return replace(report, redundancy=redundancy_curve(tokens, topology, slots, rules or PlanRules()))
+def with_redundancy_curve(
+    report: ReplayReport, trace: LoadTrace, topology: Topology, rules: PlanRules | None = None
+) -> ReplayReport:
+    """Returns the report with the redundancy curve of its trace, from the fewest slots to twice as many."""
+    slots = curve_slots(trace.num_logical, topology.num_ranks, report.num_slots)
+    stretches = cut_stretches(trace, _CURVE_PAIRS, 1)
+    return replace(report, redundancy=redundancy_curve(stretches, topology, slots, rules or PlanRules()))
 
 
 def redundancy_curve(
-    tokens: NDArray[np.int64], topology: Topology, slots: Iterable[int], rules: PlanRules
+    stretches: Sequence[Sequence[LoadRecord]], topology: Topology, slots: Iterable[int], rules: PlanRules
 ) -> tuple[tuple[int, float, float], ...]:
-    """Returns (slots, mean, worst) for each number of slots, ascending: balancedness of a plan, over layers.
+    """Returns (slots, mean, worst) for each number of slots, ascending: balancedness over layers, as *served*.
 
-    More slots never hurt: a layer whose plan is worse than one with fewer slots takes that one's value, since it could
-    leave its additional slots empty.
+    stretches: neighbouring windows; each but the first of a stretch is served by a plan made from the one before
     """
     # Without annealing: a curve needs many good plans rather than one optimal plan.
     policy = make_policy("refined", rounds=0)
-    best = np.zeros(len(tokens))
+    pairs = [pair for stretch in stretches for pair in pairwise(stretch)]
     rows = []
     for num_slots in sorted(set(slots)):
-        best = np.maximum(best, policy.plan(rules.request(tokens, topology, num_slots)).balancedness)
-        rows.append((num_slots, float(best.mean()), float(best.min())))
+        served = [
+            balancedness(rank_load(after.tokens, plan.placement, plan.shares))
+            for before, after in pairs
+            for plan in [policy.plan(rules.request(before.tokens, topology, num_slots))]
+        ]
+        by_layer = np.mean(served, axis=0)
+        rows.append((num_slots, float(by_layer.mean()), float(by_layer.min())))
     return tuple(rows)
 
 

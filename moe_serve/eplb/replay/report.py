@@ -199,7 +199,7 @@ def _more_slots(report: ReplayReport) -> str:
     cost = "" if report.expert_bytes is None else (
         f", {as_bytes(extra * report.expert_bytes * len(report.moe_layer_ids))} more memory on each rank"
     )  # fmt: skip
-    return f"{slots} slots ({extra} more a rank{cost}) would fit at {mean:.3f}."
+    return f"{slots} slots ({extra} more a rank{cost}) would serve at {mean:.3f}."
 
 
 def _age(report: ReplayReport, best: PolicyResult, fit: float, served: float) -> str:

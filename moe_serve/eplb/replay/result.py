@@ -74,7 +74,7 @@ class ReplayReport:
     tokens:      [W] float64, tokens served in the window, those of cached prompts among them (NaN: topk unknown)
     load:        [L, E] float64, tokens per expert over the scored windows
     missing:     column -> what the trace or the command lacks to fill it
-    redundancy:  rows (slots, balancedness mean, min over layers) on the mean load; () = not asked for
+    redundancy:  rows (slots, balancedness mean, min over layers), served by plans one window old; () = not asked for
     expert_bytes: weights of one expert; None = unknown
     utilisation: share of the time in which steps run, where times are predicted
     """

@@ -115,6 +115,7 @@ class PlannedRun:
     policy: PlacementPolicy
     placement: Placement
     settings: ReplaySettings
+    interval: int
     decisions: tuple[Decision, ...] = ()
     _recent: deque[LoadRecord] = field(default_factory=deque)
     _seen: int = 0
@@ -132,7 +133,7 @@ class PlannedRun:
         if len(self._recent) > self.settings.history:
             self._recent.popleft()
         self._seen += 1
-        if self._seen < self.settings.history or self._seen % self.settings.interval:
+        if self._seen < self.settings.history or self._seen % self.interval:
             return
         begin = time.process_time()
         plan = self.policy.plan(self._request())
@@ -366,8 +367,8 @@ class LiveRun(GatedRun):
             super()._act(self._open)
 
 
-def make_run(policy: str | PlacementPolicy, start: Placement, settings: ReplaySettings) -> Run:
-    """Returns the run of a policy.
+def make_runs(policy: str | PlacementPolicy, start: Placement, settings: ReplaySettings) -> list[Run]:
+    """Returns the runs of a policy: one for each of `settings.intervals`, where it plans at intervals.
 
     policy: a name of `make_policy`, "gate:<name>" behind the gate, "live" for what the server's own settings do, or a
             policy itself
@@ -375,16 +376,16 @@ def make_run(policy: str | PlacementPolicy, start: Placement, settings: ReplaySe
     `settings.server`.
     """
     if not isinstance(policy, str):
-        return PlannedRun(policy.name, policy, start, settings)
+        return _planned_runs(policy, start, settings)
     if policy == LIVE:
         if settings.server is None:
             raise ConfigError("policy 'live' is what a server's own balancer does; name its file with --like-server")
-        return LiveRun(start, settings.server, settings.latency_steps)
+        return [LiveRun(start, settings.server, settings.latency_steps)]
     chosen = make_policy(policy.removeprefix(GATE))
     if chosen.name == "series" and settings.history < 2:
         raise ConfigError("policy 'series' plans for several windows; give --history 2 or more")
     if not policy.startswith(GATE):
-        return PlannedRun(chosen.name, chosen, start, settings)
+        return _planned_runs(chosen, start, settings)
     if chosen.name == "series":
         raise ConfigError(
             "policy 'series' plans for several windows, and the gate plans for one load; use series without the gate, "
@@ -395,4 +396,12 @@ def make_run(policy: str | PlacementPolicy, start: Placement, settings: ReplaySe
             f"policy {policy!r} weighs gains against costs, which needs predicted times; name --model and --hardware"
         )
     rebalancer = Rebalancer(start, settings.topology, settings.gate, settings.gate_cost)
-    return GatedRun(f"{GATE}{chosen.name}", chosen, rebalancer, settings.latency_steps)
+    return [GatedRun(f"{GATE}{chosen.name}", chosen, rebalancer, settings.latency_steps)]
+
+
+def _planned_runs(policy: PlacementPolicy, start: Placement, settings: ReplaySettings) -> list[Run]:
+    several = len(settings.intervals) > 1
+    names = {
+        interval: f"{policy.name}, every {interval}" if several else policy.name for interval in settings.intervals
+    }
+    return [PlannedRun(name, policy, start, settings, interval) for interval, name in names.items()]

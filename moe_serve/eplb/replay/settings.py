@@ -96,7 +96,8 @@ class ReplaySettings:
 
     topology, num_slots: the cluster; num_slots is a multiple of its ranks
     start:      placement before the first window; None: `starting_placement`
-    history:    windows that a plan is made from;  interval: windows between two plans of an ungated policy
+    history:    windows that a plan is made from
+    intervals:  windows between two plans of an ungated policy; of several, each is a run of its own
     rules:      fields of every request of an ungated policy
     split:      how replicas share tokens when windows are scored, see Scorer;  even_steps: likewise
     costs:      predicts the time of steps and moves; None: no times
@@ -109,7 +110,7 @@ class ReplaySettings:
     num_slots: int
     start: Placement | None = None
     history: int = 1
-    interval: int = 1
+    intervals: tuple[int, ...] = (1,)
     rules: PlanRules = field(default_factory=PlanRules)
     split: str = "window"
     even_steps: EvenSteps = NO_STEPS
@@ -120,9 +121,10 @@ class ReplaySettings:
     server: ServerReplay | None = None
 
     def __post_init__(self) -> None:
-        for name in ("history", "interval"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)} windows; give a whole number of at least 1")
+        for name, values in (("history", (self.history,)), ("interval", self.intervals)):
+            for value in values:
+                if value < 1:
+                    raise ConfigError(f"{name} is {value} windows; give a whole number of at least 1")
         if self.num_slots % self.topology.num_ranks or self.num_slots < 1:
             ranks = self.topology.num_ranks
             raise ConfigError(

@@ -82,7 +82,7 @@ class Simulation:
     tokens_per_rank: tokens that one rank computes in one step (synthetic load)
     serving:         phase of the synthetic load, and how the ranks serve it
     engine:          None = the default of `CostModel`
-    policies, history, interval, split, rules: as in `replay`; rules.seed also draws the load
+    policies, history, intervals, split, rules: as in `replay`; rules.seed also draws the load
     plan_latency_s:  time from a request to its plan, for "gate:" policies
     """
 
@@ -97,7 +97,7 @@ class Simulation:
     engine: EngineProfile | None = None
     policies: tuple[str, ...] = ("greedy", "refined")
     history: int = 1
-    interval: int = 1
+    intervals: tuple[int, ...] = (1,)
     split: str = "window"
     rules: PlanRules = field(default_factory=PlanRules)
     plan_latency_s: float = 0.1
@@ -105,7 +105,7 @@ class Simulation:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One combination: its cluster, slots and window, and what its replay found.
+    """One combination: its cluster, slots and window, the load, and what its replay found.
 
     memory_bytes: expert weights of one rank.   fits: they fit into its memory with a tenth to spare
     """
@@ -114,6 +114,7 @@ class Case:
     num_slots: int
     window_steps: int
     report: ReplayReport
+    trace: LoadTrace
     memory_bytes: int
     fits: bool
 
@@ -186,7 +187,7 @@ def _run(simulation: Simulation, topology: Topology, num_slots: int, window_step
         topology,
         num_slots,
         history=simulation.history,
-        interval=simulation.interval,
+        intervals=simulation.intervals,
         split=simulation.split,
         rules=simulation.rules,
         costs=costs,
@@ -197,7 +198,7 @@ def _run(simulation: Simulation, topology: Topology, num_slots: int, window_step
     report = replay(trace, simulation.policies, settings, jobs=jobs)
     report = replace(report, conditions={**report.conditions, "prices": costs.words()})
     memory = num_slots // topology.num_ranks * model.num_moe_layers * costs.expert_bytes
-    return Case(topology, num_slots, window_steps, report, memory, memory <= 0.9 * simulation.hardware.hbm_bytes)
+    return Case(topology, num_slots, window_steps, report, trace, memory, memory <= 0.9 * simulation.hardware.hbm_bytes)
 
 
 def _trace(simulation: Simulation, topology: Topology, window_steps: int) -> LoadTrace:

@@ -300,16 +300,18 @@ app.command(help=BENCH_HELP)(bench)
 
 
 def add_balancer_commands(app: typer.Typer) -> None:
-    """Registers the commands that serve nothing: replay, simulate, roofline, plan, convert.
+    """Registers the commands that serve nothing: advise, replay, simulate, roofline, plan, convert.
 
     Exit code 0 = done, 1 = --fail-below failed, 2 = bad input, said in one line.
     """
+    from moe_serve.launcher.cli.advise import ADVISE_HELP, advise
     from moe_serve.launcher.cli.convert import CONVERT_HELP, convert
     from moe_serve.launcher.cli.plan import PLAN_HELP, plan
     from moe_serve.launcher.cli.replay import REPLAY_HELP, replay
     from moe_serve.launcher.cli.roofline import ROOFLINE_HELP, roofline
     from moe_serve.launcher.cli.simulate import SIMULATE_HELP, simulate
 
+    app.command("advise", help=ADVISE_HELP)(advise)
     app.command("replay", help=REPLAY_HELP)(replay)
     app.command("simulate", help=SIMULATE_HELP)(simulate)
     app.command("roofline", help=ROOFLINE_HELP)(roofline)

@@ -34,6 +34,14 @@ TracePath = Annotated[
 ]
 
 
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Returns the numbers of an option that takes several. Raises ConfigError for what are none."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} is {text!r}; give whole numbers with commas between them, like 1,4,18") from None
+
+
 def topk() -> Any:
     return option("--topk", min=1, help="Experts per token, where the trace does not say it.")
 
@@ -62,15 +70,11 @@ def model_layers() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
-    """The cluster that a trace is replayed or planned on."""
+class RankOptions:
+    """The ranks of a cluster."""
 
     ranks: int | None = option(min=1, help="Expert ranks (GPUs).", show_default="8 a node")
     nodes: int = option(default=1, min=1, help="Machines that the ranks are spread over.")
-    slots: int | None = option(min=1, help="Physical experts per layer, a multiple of the ranks.", show_default=False)
-    redundant: int = option(
-        default=0, min=0, help="Instead of --slots: slots above one per expert, rounded up to the ranks."
-    )
 
     def topology(self) -> Topology:
         """Returns the ranks and nodes. Raises ConfigError when the ranks do not divide over the nodes."""
@@ -80,6 +84,16 @@ class ClusterOptions:
                 f"{total} ranks do not divide over {self.nodes} nodes; give a multiple of {self.nodes} for --ranks"
             )
         return Topology(self.nodes, total // self.nodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(RankOptions):
+    """The cluster that a trace is replayed or planned on."""
+
+    slots: int | None = option(min=1, help="Physical experts per layer, a multiple of the ranks.", show_default=False)
+    redundant: int = option(
+        default=0, min=0, help="Instead of --slots: slots above one per expert, rounded up to the ranks."
+    )
 
     def num_slots(self, num_logical: int) -> int:
         """Returns the slots per layer. Raises ConfigError for more than each rank can use."""
@@ -134,7 +148,7 @@ class WindowOptions:
     """How windows of load become plans, and how their batches are split."""
 
     history: int = option(default=1, min=1, help="Windows that a plan is made from.")
-    interval: int = option(default=1, min=1, help="Windows between plans (not of gated policies).")
+    interval: str = option(default="1", help="Windows between plans (not of gated policies); several with commas.")
     split: str = option(
         "--split",
         default="window",
@@ -143,6 +157,10 @@ class WindowOptions:
         "rank).",
     )
     jobs: int | None = option(min=1, help="Policies to replay at once.", show_default="CPUs")
+
+    def intervals(self) -> tuple[int, ...]:
+        """Returns the windows between plans, each number once."""
+        return tuple(dict.fromkeys(numbers(self.interval, "--interval")))
 
 
 @dataclass(frozen=True, kw_only=True)

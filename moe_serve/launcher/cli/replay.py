@@ -88,7 +88,7 @@ class ReplayOptions(
             start.num_slots if start is not None and keeps_slots else self.num_slots(load.num_logical),
             start=start,
             history=self.history,
-            interval=self.interval,
+            intervals=self.intervals(),
             rules=self.rules(),
             split=self.split,
             even_steps=_recorded_even_steps(self.trace, self.split),
@@ -140,13 +140,13 @@ def replay(options: ReplayOptions) -> None:
         policies = [LIVE, *policies]
     jobs = options.jobs or os.cpu_count() or 1
     with progress_bar("replaying") as show:
-        total = load.num_records * num_passes(len(policies), jobs) if load.num_records else None
+        total = load.num_records * num_passes(policies, settings, jobs) if load.num_records else None
         report = run_replay(load, policies, settings, lambda done: show(done, total), jobs)
     if settings.costs is not None:
         report = replace(report, conditions={**report.conditions, "prices": settings.costs.words()})
     if options.curve:
         rules = replace(settings.rules, max_moves=None, max_total_moves=None, max_rank_moves=None)
-        report = with_redundancy_curve(report, settings.topology, rules)
+        report = with_redundancy_curve(report, load, settings.topology, rules)
     compared = against_to_json(report, earlier) if earlier else None
     options.print(
         lambda: to_json(report) | ({"against": compared} if compared else {}),

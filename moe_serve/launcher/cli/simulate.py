@@ -65,10 +65,10 @@ class SimulateOptions(opt.PageOptions, opt.WindowOptions, opt.ServingOptions):
 
         profile, hardware = load_model_profile(self.model), load_hardware(self.hardware)
         sweep = Sweep(
-            _numbers(self.nodes, "--nodes"),
-            _numbers(self.slots, "--slots") if self.slots else (),
-            _numbers(self.redundant, "--redundant"),
-            _numbers(self.window, "--window"),
+            opt.numbers(self.nodes, "--nodes"),
+            opt.numbers(self.slots, "--slots") if self.slots else (),
+            opt.numbers(self.redundant, "--redundant"),
+            opt.numbers(self.window, "--window"),
         )
         return Simulation(
             profile,
@@ -82,7 +82,7 @@ class SimulateOptions(opt.PageOptions, opt.WindowOptions, opt.ServingOptions):
             engine=self.engine_profile(),
             policies=tuple(self.policy or ("greedy", "refined")),
             history=self.history,
-            interval=self.interval,
+            intervals=self.intervals(),
             split=self.split,
             rules=PlanRules(off_home=self.off_home, seed=self.seed),
             plan_latency_s=self.plan_latency_ms / 1e3,
@@ -132,14 +132,7 @@ def simulate(options: SimulateOptions) -> None:
     options.print(lambda: sweep_to_json(cases), lambda color: sweep_to_table(cases, color=color))
     best = best_case(cases)
     if options.html is not None:
-        report = with_redundancy_curve(best.report, best.topology, simulation.rules)
+        report = with_redundancy_curve(best.report, best.trace, best.topology, simulation.rules)
         title = f"{simulation.model.name} on {best.topology.num_ranks} x {simulation.hardware.name}"
         options.write_page(to_html(report, title, sweep_curves(cases)))
     options.check(best.report.summary(best.report.best)["served_mean"])
-
-
-def _numbers(text: str, option: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"{option} is {text!r}; give whole numbers with commas between them, like 1,4,18") from None

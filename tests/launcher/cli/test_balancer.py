@@ -82,9 +82,30 @@ def test_fail_below_exits_with_1() -> None:
     assert call("replay", *DEMO, "-p", "greedy", "--fail-below", "0.1", "--no-curve")[0] == 0
 
 
+def test_several_intervals_are_runs_of_their_own() -> None:
+    rows = json.loads(call("replay", *DEMO, "-p", "greedy", "--interval", "1,2", "--no-curve", "--json")[1])["policies"]
+    assert [row["policy"] for row in rows] == ["do nothing", "greedy, every 1", "greedy, every 2", "perfect"]
+    assert rows[1]["num_plans"] > rows[2]["num_plans"]
+
+
+def test_advise_ends_with_what_to_type() -> None:
+    advise = ["advise", "example:demo_unbalanced", "--ranks", 8, "--model", "demo", "--gpu", "cpu", "--redundant", 8]
+    code, out, err = call(*advise, "--served-model", "my model", "--gpu-hour-price", 2, "--jobs", 1)
+    assert (code, err) == (0, "")
+    for words in ("in order", "planned once", "KV tokens", "price/M", "Too few windows", "--ep-num-redundant-experts"):
+        assert words in out
+    assert "'my model'" in out
+    assert call(*advise, "--jobs", 1, "--fail-below", "0.99")[0] == 1
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [
+        (("advise", "example:demo", "--ranks", "8", "--gpu", "other"), "no hardware profile 'other'"),
+        (("advise", "example:demo", "--ranks", "8", "--interval", "0"), "interval is 0 windows"),
+        (("advise", "example:demo", "--ranks", "8", "--interval", "x"), "--interval is 'x'; give whole numbers"),
+        (("advise", "example:demo", "--ranks", "8", "-p", "series"), "'series' is none that an engine plans with"),
+        (("advise", "example:demo", "--ranks", "8", "--memory-share", "0"), "memory share is 0"),
         (("replay", "missing.npz"), "load trace missing.npz does not exist"),
         (("replay", "example:demo", "--ranks", "7", "--nodes", "2"), "7 ranks do not divide over 2 nodes"),
         (("replay", "example:demo", "--ranks", "8", "--slots", "36"), "36 slots do not divide over 8 ranks"),

@@ -1,0 +1,212 @@
+"""Advice: served as a replay serves, memory as models publish it, confidence that follows noise, usable commands."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_serve.config.reading import load_config
+from moe_serve.eplb.cost.model import CostModel
+from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
+from moe_serve.eplb.files.windows import cut_stretches
+from moe_serve.eplb.load import LoadTrace
+from moe_serve.eplb.policies.make import plan
+from moe_serve.eplb.replay.advise import (
+    IN_ORDER,
+    LEAST_BLOCKS,
+    ONCE,
+    AdviseSettings,
+    Choice,
+    Memory,
+    advice_to_json,
+    advice_to_table,
+    advise,
+    blocks_of,
+    commands,
+    joined,
+    low_latency_bytes,
+    weigh,
+)
+from moe_serve.eplb.replay.costs import ProfileCosts, Serving
+from moe_serve.eplb.replay.replay import replay
+from moe_serve.eplb.replay.settings import ReplaySettings
+from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
+from moe_serve.errors import ConfigError, TraceError
+from moe_serve.topology import Topology
+
+DEMO, H800, TOPOLOGY = load_model_profile("demo"), load_hardware("H800"), Topology(1, 8)
+LOAD = SyntheticLoad("lognormal", 12, DEMO.num_moe_layers, DEMO.num_logical, DEMO.topk, 1, 1.0, rho=0.9,
+                     tokens_per_step=4096, steps_per_window=10)  # fmt: skip
+
+
+def settings_of(intervals=(1, 3), context=64.0, **more):
+    costs = ProfileCosts(CostModel(H800, DEMO, TOPOLOGY), Serving(context=context))
+    replayed = ReplaySettings(TOPOLOGY, TOPOLOGY.num_ranks, intervals=intervals, costs=costs)
+    return AdviseSettings(replayed, H800, **{"policies": ("incremental",), "redundant": (0, 8), **more})
+
+
+@pytest.fixture(scope="module")
+def advice():
+    return advise(synthetic_trace(LOAD), settings_of(gpu_hour_price=2.0))
+
+
+@pytest.mark.parametrize(
+    "name, billions", [("DeepSeek-V3", 671), ("Kimi-K2", 1026), ("Mixtral-8x7B", 46.7), ("Qwen3-235B-A22B", 235),
+                       ("Qwen3-30B-A3B", 30.5)]
+)  # fmt: skip
+def test_weights_of_a_rank_are_the_parameters_that_models_publish(name, billions):
+    model = replace(load_model_profile(name), weight_bytes=2.0)
+    experts = model.num_moe_layers * model.num_logical * model.expert_bytes
+    assert (experts + model.other_bytes) / 2e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_memory_that_is_published_elsewhere():
+    assert load_model_profile("DeepSeek-V3").kv_token_bytes == pytest.approx(576 * 61 * 2, rel=0.001)
+    assert low_latency_bytes(288, 128, 7168) == pytest.approx(2.15e9, rel=0.005)  # DeepEP's size hint
+
+
+def test_each_choice_serves_what_a_replay_of_the_same_windows_serves(advice):
+    records = tuple(synthetic_trace(LOAD))
+    trace = LoadTrace.of(records, topk=DEMO.topk)
+    start = plan(records[0].tokens, TOPOLOGY, 40).placement
+    costs = settings_of().replay.costs
+    again = replay(trace, ["incremental"], ReplaySettings(TOPOLOGY, 40, start, intervals=(3,), costs=costs))
+    choice = next(c for c in advice.choices if (c.policy, c.interval, c.num_slots) == ("incremental", 3, 40))
+    assert choice.summary == again.summary(again.policies[0]) | {"policy": choice.summary["policy"]}
+    assert choice.seconds.sum() == pytest.approx(again.total_seconds(again.policies[0]))
+
+
+def test_every_choice_is_there_and_more_slots_take_memory_from_the_cache(advice):
+    kinds = [(IN_ORDER, None), (ONCE, None), ("incremental", 1), ("incremental", 3)]
+    assert [(c.policy, c.interval) for c in advice.choices] == kinds + kinds[1:]
+    few, many = advice.choices[1].memory, advice.choices[-1].memory
+    assert many.redundant == DEMO.num_moe_layers * DEMO.expert_bytes
+    lost = many.experts - few.experts + many.buffers - few.buffers
+    assert few.kv_tokens - many.kv_tokens == pytest.approx(lost / DEMO.kv_token_bytes, abs=1)
+    served = {(c.policy, c.interval, c.num_slots): c.summary["served_mean"] for c in advice.choices}
+    assert served[IN_ORDER, None, 32] < served["incremental", 1, 32] < served["incremental", 1, 40]
+
+
+def test_money_is_ranks_times_hours(advice):
+    row = advice_to_json(advice, "load.npz", "demo")["advised"]
+    assert row["price_per_million_tokens"] == pytest.approx(2 * row["gpu_hours_per_million_tokens"])
+    assert row["gpu_hours_per_million_tokens"] == pytest.approx(1e6 / row["tokens_per_s_per_rank"] / 3600)
+
+
+def test_the_report_is_json_and_a_table_of_the_same_choices(advice):
+    found = json.loads(json.dumps(advice_to_json(advice, "load.npz", "demo"), allow_nan=False))
+    table = advice_to_table(advice, "load.npz", "demo")
+    assert len(found["choices"]) == len(advice.choices)
+    assert all(sentence in table for sentence in found["verdict"])
+    assert all(line in table for lines in found["commands"].values() for line in lines)
+
+
+def choice(seconds, slots=32, fits=True, moves=0, policy="incremental", interval=3):
+    memory = Memory(1000, 100, 0, 100, 0, 1)
+    return Choice(slots, slots - 32, policy, interval, {"moves": moves}, np.asarray(seconds, float), memory, fits)
+
+
+def test_the_smallest_choice_near_the_best_one_is_advised_and_noise_lowers_confidence():
+    blocks = [np.array([i]) for i in range(40)]
+    even = np.ones(40)
+    base, small, large = choice(even * 1.2), choice(even * 0.904, 32), choice(even * 0.9, 64)
+    assert weigh([base, small, large], blocks)[0] is small
+    clear = choice(even * 0.8, 64)
+    best, sure, (gain, low, high) = weigh([base, small, clear], blocks)
+    assert (best, sure) == (clear, 1.0)
+    assert (gain, low, high) == pytest.approx((0.5, 0.5, 0.5))
+    noisy = choice(0.9 + 0.4 * np.random.default_rng(0).standard_normal(40), 64)
+    assert weigh([base, small, noisy], blocks)[1] < 0.9
+    assert weigh([base, small, clear], blocks[: LEAST_BLOCKS - 1])[1] is None
+
+
+def test_what_does_not_fit_is_not_advised():
+    even = np.ones(4)
+    blocks = [np.arange(4)]
+    small = choice(even, 32)
+    assert weigh([choice(even * 2), small, choice(even * 0.5, 64, fits=False)], blocks)[0] is small
+
+
+def test_requests_without_room_in_the_cache_are_named():
+    found = advise(synthetic_trace(LOAD), settings_of(context=1e7))
+    assert not any(each.fits for each in found.choices)
+    assert "No choice leaves room" in advice_to_table(found, "load.npz", "demo")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 200), st.integers(1, 64), st.integers(1, 16))
+def test_stretches_are_neighbours_spread_over_the_trace(total, num_windows, length):
+    records = tuple(
+        replace(record, first_step=i) for i, record in enumerate([next(iter(synthetic_trace(LOAD)))] * total)
+    )
+    stretches = cut_stretches(LoadTrace.of(records), num_windows, length)
+    firsts = [[record.first_step for record in stretch] for stretch in stretches]
+    assert all(steps == list(range(steps[0], steps[0] + len(steps))) for steps in firsts)
+    assert len({len(steps) for steps in firsts}) == 1
+    assert [steps[0] for steps in firsts] == sorted({steps[0] for steps in firsts})
+    assert len(firsts) == 1 or (firsts[0][0] == 0 and firsts[-1][-1] == total - 1)
+    assert sum(len(steps) - 1 for steps in firsts) <= max(num_windows, length)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 16))
+def test_blocks_are_neighbours_of_one_stretch_and_hold_every_window_once(scored, length):
+    blocks = blocks_of(scored, length)
+    assert np.concatenate(blocks).tolist() == list(range(sum(scored)))
+    stretch_of = np.repeat(np.arange(len(scored)), scored)
+    assert all(len(set(stretch_of[block])) == 1 for block in blocks)
+    assert all(len(block) < 2 * length for block in blocks)
+
+
+def test_stretches_are_joined_window_by_window():
+    trace = synthetic_trace(LOAD)
+    parts = [LoadTrace.of(tuple(trace)[a:b], topk=DEMO.topk) for a, b in ((0, 5), (5, 12))]
+    reports = [replay(part, ["greedy"], ReplaySettings(TOPOLOGY, 40)) for part in parts]
+    whole = joined(reports)
+    assert joined(reports[:1]).summary(reports[0].best) == reports[0].summary(reports[0].best)
+    served = [report.policies[0].served for report in reports]
+    assert np.array_equal(whole.policies[0].served, np.concatenate(served))
+    assert whole.policies[0].received.sum() == whole.policies[0].moves.sum()
+    assert whole.tokens.sum() == sum(report.tokens.sum() for report in reports)
+
+
+@pytest.mark.parametrize("policy", ["deepseek", "incremental", ONCE])
+def test_commands_are_what_engines_take(advice, policy):
+    advised = next(c for c in advice.choices if c.num_slots == 40 and c.policy in (policy, "incremental"))
+    advised = replace(advised, policy=policy, interval=None if policy == ONCE else 3)
+    found = commands(replace(advice, advised=advised), "load.npz", "/models/m")
+    vllm, sglang, ours = (shlex.split(found[name][-1]) for name in ("vLLM", "SGLang", "moe-serve"))
+    config = json.loads(vllm[vllm.index("--eplb-config") + 1])
+    assert config["num_redundant_experts"] == 8
+    assert set(config) == {"num_redundant_experts", "window_size", "step_interval"}
+    assert ("MOE_SERVE_EPLB=incremental" in vllm) == (policy != "deepseek")
+    assert sglang[sglang.index("--ep-num-redundant-experts") + 1] == "8"
+    if policy != ONCE:
+        assert config["step_interval"] == 30
+        assert sglang[sglang.index("--eplb-rebalance-num-iterations") + 1] == "30"
+    overrides = [ours[i + 1] for i, word in enumerate(ours) if word == "--set"]
+    served = load_config(None, [*overrides, "parallel.num_ranks=8"])
+    assert served.eplb.num_redundant_experts == (0 if policy == ONCE else 8)
+    for lines in found.values():
+        for line in lines:
+            assert not re.search(r"\bNone\b|\bnan\b", line)
+
+
+def test_without_a_gain_eplb_stays_off(advice):
+    assert "leave EPLB off" in commands(replace(advice, advised=advice.baseline), "a", "b")["any engine"][0]
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(TraceError, match="at least 3"):
+        advise(synthetic_trace(replace(LOAD, num_windows=2)), settings_of())
+    with pytest.raises(ConfigError, match="milp"):
+        settings_of(policies=("milp",))
+    with pytest.raises(ConfigError, match="the profile demo"):
+        advise(synthetic_trace(replace(LOAD, num_logical=16)), settings_of())
+    with pytest.raises(ConfigError, match="use fewer"):
+        advise(synthetic_trace(LOAD), settings_of(redundant=(100_000,)))
