@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from moe_serve.eplb.files.traces import read_trace
     from moe_serve.eplb.migration.plan import plan_migration
     from moe_serve.eplb.policies.make import plan
-    from moe_serve.eplb.split.make import split_batch
+    from moe_serve.eplb.split.make import BatchSplit
     from moe_serve.topology import Topology
 
-__all__ = ["Topology", "plan", "plan_migration", "read_trace", "split_batch"]
+__all__ = ["BatchSplit", "Topology", "plan", "plan_migration", "read_trace"]
 
 _HOME = {
+    "BatchSplit": "moe_serve.eplb.split.make",
     "Topology": "moe_serve.topology",
     "plan": "moe_serve.eplb.policies.make",
     "plan_migration": "moe_serve.eplb.migration.plan",
     "read_trace": "moe_serve.eplb.files.traces",
-    "split_batch": "moe_serve.eplb.split.make",
 }
 
 

@@ -16,10 +16,11 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.replay import StepSplitter
 from moe_serve.eplb.split.layer import LayerSlots
-from moe_serve.eplb.split.make import assign_tokens, layers_of, split_batch
+from moe_serve.eplb.split.make import assign_tokens, layers_of
 from moe_serve.errors import PlacementError
 from moe_serve.kernels.exact_split import UNPROVEN
 from moe_serve.topology import Topology
+from tests.eplb.split_cases import split_batch
 
 SPLITS: tuple[Literal["even", "nearest", "exact"], ...] = ("even", "nearest", "exact")
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from moe_serve.eplb.split.exact import confined_load
 from moe_serve.eplb.split.layer import LayerSlots
+from moe_serve.eplb.split.make import BatchSplit
 from moe_serve.topology import Topology
 
 
@@ -23,6 +24,10 @@ def random_case(rng, max_ranks=6, max_tokens=40):
 
 def layer_of(row, num_ranks, num_logical=None, num_nodes=1, layer_row=0):
     return LayerSlots.of(row, Topology(num_nodes, num_ranks // num_nodes), num_logical, layer_row)
+
+
+def split_batch(counts, row, num_ranks, topology=None):
+    return BatchSplit(row, num_ranks, np.shape(counts)[-1], topology).split(counts)
 
 
 def by_source_of(totals, num_ranks, seed):

@@ -8,9 +8,9 @@ from moe_serve.eplb.policies.objectives import tokens_by_node
 from moe_serve.eplb.policies.packing import replicas_in
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.policies.problem import problem_of
-from moe_serve.eplb.split.make import split_batch
 from moe_serve.topology import Topology
 from tests.eplb.loads import lognormal
+from tests.eplb.split_cases import split_batch
 
 TOP = Topology(4, 4)
 

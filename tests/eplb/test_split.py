@@ -19,11 +19,11 @@ from moe_serve.eplb.replay.report import verdict
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.split.layer import ReplicaGraph
 from moe_serve.eplb.split.limit import fewest_slots, split_limit, where_no_split_helps
-from moe_serve.eplb.split.make import SPLITS, make_split, make_splits, split_batch
+from moe_serve.eplb.split.make import SPLITS, make_split, make_splits
 from moe_serve.eplb.split.policy import build_library, find_library
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
-from tests.eplb.split_cases import best_by_subsets, by_source_of, cases, layer_of, random_case, rank_loads
+from tests.eplb.split_cases import best_by_subsets, by_source_of, cases, layer_of, random_case, rank_loads, split_batch
 from tests.eplb.test_rebalancer import LinearPrices
 
 
@@ -152,7 +152,7 @@ def test_an_expert_with_tokens_but_without_a_slot_is_named(compiled):
         ([1.5, 2], [0, 1], 2, "whole numbers"),
         ([-1, 2], [0, 1], 2, ">= 0"),
         ([2**53, 2], [0, 1], 2, "at most 2\\^53"),
-        ([[1, 2]], [0, 1], 2, "2 ranks"),
+        ([[1, 2]], [0, 1], 2, "by source rank"),
         ([1, 2], [0, 1, 1], 2, "3 slots"),
         ([1, 2], [0, 2], 2, "-1 .. 1"),
         ([1, 2], [[0, 1]], 2, "one layer"),

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from moe_serve.eplb.split.exact import UNPROVEN, ExactSplit, confined_load, is_proven, split_exact
 from moe_serve.eplb.split.layer import ReplicaGraph
-from moe_serve.eplb.split.make import make_split, split_batch
+from moe_serve.eplb.split.make import make_split
 from moe_serve.eplb.split.policy import NativeSplit
 from moe_serve.topology import Topology
-from tests.eplb.split_cases import best_by_subsets, by_source_of, cases, layer_of, random_case, rank_loads
+from tests.eplb.split_cases import best_by_subsets, by_source_of, cases, layer_of, random_case, rank_loads, split_batch
 
 
 def test_hand_worked_example():

@@ -1,4 +1,4 @@
-"""Makes splits by name: for one layer, for a whole placement, or for a single batch."""
+"""Makes splits by name: for one layer, or for a whole placement."""
 
 import ctypes
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.exact import ExactSplit, FewestActivatedSplit
 from moe_serve.eplb.split.layer import Int64s, LayerSlots
-from moe_serve.eplb.split.policy import SplitPolicy, TurnSplit
+from moe_serve.eplb.split.policy import SplitPolicy, TurnSplit, find_library
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
 
@@ -17,22 +17,43 @@ SPLITS = ("even", "nearest", "exact", "fewest_activated")
 MAX_TOKENS = 2**53
 
 
-def split_batch(
-    counts: ArrayLike, physical_to_logical: ArrayLike, num_ranks: int, topology: Topology | None = None
-) -> Int64s:
-    """Returns the exact split of one batch: tokens per slot, with the smallest possible largest rank load.
+class BatchSplit:
+    """Splits batch after batch of one layer exactly: the smallest possible largest rank load.
 
-    counts:              [num_logical] int, tokens of each expert in the batch, or [num_ranks, num_logical] by the rank
-                         they come from
-    physical_to_logical: [num_slots] int, one layer of a placement, -1 = empty slot
-    topology:            nodes, for counts by rank; None = all ranks on one node
-    returns:             [num_slots] int64, or [num_ranks, num_slots]: what each rank sends to each slot, over the
-                         shortest routes
-    Raises PlacementError when an expert with tokens has no slot, or shapes do not fit.
+    It keeps what it knows of the layer, so a call takes microseconds where a C compiler is found. One per thread.
     """
-    checked = _checked(counts, num_ranks)
-    layer = LayerSlots.of(physical_to_logical, topology or Topology(1, num_ranks), checked.shape[-1])
-    return make_split("exact", layer).split(checked)
+
+    def __init__(
+        self,
+        physical_to_logical: ArrayLike,
+        num_ranks: int,
+        num_logical: int | None = None,
+        topology: Topology | None = None,
+    ) -> None:
+        """Takes one layer of a placement.
+
+        physical_to_logical: [num_slots] int, -1 = empty slot
+        num_logical:         None = highest id + 1
+        topology:            nodes, for counts by rank; None = all ranks on one node
+        Raises PlacementError when shapes or ids do not fit.
+        """
+        layer = LayerSlots.of(physical_to_logical, topology or Topology(1, num_ranks), num_logical)
+        self._policy = make_split("exact", layer, find_library())
+        self._num_ranks = num_ranks
+        self._small = MAX_TOKENS // max(layer.num_logical * num_ranks, 1)  # counts up to it cannot sum to too many
+
+    def split(self, counts: ArrayLike) -> Int64s:
+        """Returns the tokens of each slot, [num_slots] int64, or what each rank sends to each, [num_ranks, num_slots].
+
+        counts: [num_logical] int, tokens of each expert in the batch, or [num_ranks, num_logical] by the rank they come
+                from; then they take the shortest routes
+        Raises PlacementError when an expert with tokens has no slot, or shapes do not fit.
+        """
+        array = np.asarray(counts)
+        plain = array.dtype == np.int64 and array.ndim in (1, 2) and array.size and array.flags.c_contiguous
+        if not plain or array.view(np.uint64).max() > self._small:  # a negative one is a large one there
+            array = _checked(counts, self._num_ranks)
+        return self._policy.split(array)
 
 
 def make_split(name: str, layer: LayerSlots, library: ctypes.CDLL | None = None) -> SplitPolicy:
