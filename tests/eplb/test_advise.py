@@ -92,6 +92,11 @@ def test_every_choice_is_there_and_more_slots_take_memory_from_the_cache(advice)
     assert served[IN_ORDER, None, 32] < served["incremental", 1, 32] < served["incremental", 1, 40]
 
 
+def test_an_interval_longer_than_the_trace_is_left_out():
+    found = advise(synthetic_trace(replace(LOAD, num_windows=4)), settings_of(intervals=(1, 3, 4), redundant=(8,)))
+    assert {each.interval for each in found.choices} == {None, 1, 3}
+
+
 def test_money_is_ranks_times_hours(advice):
     row = advice_to_json(advice, "load.npz", "demo")["advised"]
     assert row["price_per_million_tokens"] == pytest.approx(2 * row["gpu_hours_per_million_tokens"])

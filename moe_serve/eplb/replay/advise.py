@@ -180,7 +180,7 @@ def advise(
             "steps into a window (--window), or record longer"
         )
     # A longer interval than the trace would never plan.
-    kept = tuple(n for n in settings.replay.intervals if n < len(stretches[0]) - 1) or (1,)
+    kept = tuple(n for n in settings.replay.intervals if n < len(stretches[0])) or (1,)
     settings = replace(settings, replay=replace(settings.replay, intervals=kept))
     model = costs.model.model
     slots = settings.slots(trace.num_logical)
