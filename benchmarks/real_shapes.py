@@ -13,7 +13,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
 from numpy.typing import NDArray
 
 from benchmarks.bench_model import NUM_OUTPUT, draw_prompts
@@ -67,9 +68,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         path = (args.folder or Path(temporary)) / f"{args.model}_{layers}_layers.gguf"
         if not path.exists():
-            part = path.with_suffix(".part")
-            write_model(part, config)
-            part.rename(path)
+            print(f"{path}: {gib(write_model(path, config))} GiB written", flush=True)
         rows = [{"file GiB": gib(path.stat().st_size)} | measure(path, temporary, args)]
     notes = (
         f"Random weights of {args.model}, {layers} layers, {args.ranks} ranks with one thread each. Tokens "
@@ -142,10 +141,37 @@ def read_whole(path: Path) -> None:
 # ---- the file
 
 
-def write_model(path: Path, config: dict[str, Any]) -> None:
-    """Writes a GGUF file with random weights. config: of Qwen3-MoE or gpt-oss, as in config.json"""
+def write_model(path: Path, config: dict[str, Any]) -> int:
+    """Writes a GGUF file with random weights; returns its bytes. config: of Qwen3-MoE or gpt-oss, as in config.json
+
+    It grows beside its place, tensor by tensor. One that was left half-made is gone on with.
+    """
+    part, tensors = path.with_suffix(".part"), list(tensors_of(config))
+    head = head_of(path.with_suffix(".head"), config, tensors)
+    with part.open("ab+") as file:
+        file.seek(0)
+        if file.read(len(head)) != head:
+            file.truncate(0)
+            file.write(head)
+        num_there, at = file.seek(0, os.SEEK_END), len(head)
+        for number, each in enumerate(tensors):
+            end = at + GGUFWriter.ggml_pad(each.num_bytes, gguf.GGUF_DEFAULT_ALIGNMENT)
+            if end > num_there:
+                file.truncate(at)
+                file.write(drawn(each, np.random.default_rng(number)))
+                file.truncate(end)
+                file.seek(end)
+            at = end
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(path)
+    return at
+
+
+def head_of(path: Path, config: dict[str, Any], tensors: Sequence[Tensor]) -> bytes:
+    """Returns what stands before the tensors. path: of a file for that, for a moment"""
     family = config["model_type"]
-    writer = gguf.GGUFWriter(path, {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}[family])
+    writer = GGUFWriter(path, {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}[family])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -169,7 +195,6 @@ def write_model(path: Path, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(scaling["beta_slow"])
-    tensors = list(tensors_of(config))
     for each in tensors:
         block, block_bytes = gguf.GGML_QUANT_SIZES[each.kind]
         in_bytes = (*each.shape[:-1], each.shape[-1] // block * block_bytes)
@@ -177,10 +202,10 @@ def write_model(path: Path, config: dict[str, Any]) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    draw = np.random.default_rng(0)
-    for each in tensors:
-        writer.write_tensor_data(drawn(each, draw))
     writer.close()
+    head = path.read_bytes()
+    path.unlink()
+    return head.ljust(GGUFWriter.ggml_pad(len(head), gguf.GGUF_DEFAULT_ALIGNMENT), b"\0")
 
 
 def experts_of(config: dict[str, Any]) -> int:
