@@ -161,8 +161,16 @@ class GroupRows:
             rows = order[first : first + len(part.codes)] - first
             first += len(part.codes)
             tensors = {name: getattr(part, name) for name in _TENSORS}
-            taken.append(_of_tensors(part.form, {name: None if t is None else t[rows] for name, t in tensors.items()}))
+            found = {name: None if t is None else rows_of(t, rows) for name, t in tensors.items()}
+            taken.append(_of_tensors(part.form, found))
         return GroupRows(tuple(taken))
+
+
+def rows_of(tensor: Tensor, order: Tensor) -> Tensor:
+    """Returns rows of a tensor, [n, ...]. order: [n] int64"""
+    if tensor.is_meta:  # whose rows torch would only look up with sympy, for whose import a rank takes 50 MiB
+        return tensor.new_empty(len(order), *tensor.shape[1:])
+    return tensor[order]
 
 
 # ---- quantising

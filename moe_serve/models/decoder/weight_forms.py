@@ -18,7 +18,7 @@ from moe_serve.kernels.cpu.packed import (
     packed_size,
     padded,
 )
-from moe_serve.kernels.group_quantised import Activations, GroupQuantised, GroupRows
+from moe_serve.kernels.group_quantised import Activations, GroupQuantised, GroupRows, rows_of
 from moe_serve.kernels.linear import HeadLinear, Linear
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.packed_memory import PackedMemory
@@ -33,7 +33,7 @@ def take_rows(weight: Any, order: Tensor) -> Any:
     if isinstance(weight, GroupRows):
         return weight.take(order)
     bits = weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight  # torch indexes no FP8
-    return bits[order].view(weight.dtype)
+    return rows_of(bits, order).view(weight.dtype)
 
 
 class GatedMlp:
