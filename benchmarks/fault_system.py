@@ -90,7 +90,7 @@ class FaultySystem:
             return found
 
     def processes(self) -> dict[str, int]:
-        """Returns the processes of the system by name: "launcher", "front end", "rank 0", "planner", "spare".
+        """Returns the processes of the system by name: "launcher", "front end", "rank 0", "planner", "fork server".
 
         Of several front ends each has its number: "front end 0".
         """
@@ -108,7 +108,7 @@ class FaultySystem:
     def _numbered(self, name: str, pid: int, command: str, ranks: dict[int, int]) -> str:
         if name == "rank":
             rank = ranks.get(pid, _rank_of(pid))
-            return "spare" if rank is None else f"rank {rank}"
+            return "fork server" if rank is None else f"rank {rank}"
         if name == "front end" and self.num_front_ends > 1:
             return f"front end {command.partition('--worker')[2].split(chr(0))[1]}"
         return name
@@ -177,9 +177,9 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _rank_of(pid: int) -> int | None:
-    """Returns the rank as which a process was started; None: as a spare one."""
-    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((int(each[5:]) for each in environ if each.startswith(b"RANK=")), None)
+    """Returns the rank as which a process was forked; None: it is the one that they are forked from."""
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    return int(name.rpartition(" ")[2]) if name.startswith("moe rank ") else None
 
 
 def _cut_connections(pid: int, name: str) -> int:

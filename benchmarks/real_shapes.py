@@ -83,7 +83,7 @@ def measure(path: Path, folder: str, args: argparse.Namespace) -> dict[str, Any]
     settings = {
         "model.path": path, "model.skip_tokenizer": True, "model.max_model_len": 1024, "model.weight_cache": folder,
         "parallel.num_ranks": args.ranks, "parallel.threads_per_rank": 1, "cache.memory_gib": 0.25,
-        "engine.max_batch_tokens": 512, "engine.max_running_requests": 16, "launcher.keep_spare": False,
+        "engine.max_batch_tokens": 512, "engine.max_running_requests": 16,
     }  # fmt: skip
     counted = examine(load_config(overrides=[f"{name}={value}" for name, value in settings.items()]))
     read_s = timed(read_whole, path)

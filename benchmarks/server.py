@@ -78,16 +78,10 @@ class Server:
         )
         urllib.request.urlopen(request, timeout=600).read()
 
-    def spare(self) -> int:
-        """Returns the process that waits to replace a rank; 0: there is none."""
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                if (
-                    b"moe_serve.launcher.spare" in path.read_bytes()
-                    and int(path.parent.name) not in self.pids().values()
-                ):
-                    return int(path.parent.name)
-        return 0
+    def fork_server(self) -> int:
+        """Returns the process that the ranks are forked from."""
+        stat = Path(f"/proc/{self.pids()[0]}/stat").read_text()
+        return int(stat.rpartition(")")[2].split()[1])
 
 
 def pss(pid: int, kind: str = "Pss") -> int:

@@ -9,8 +9,9 @@ Serves random weights of the shapes of Qwen3-30B-A3B with fewer layers, packed a
     again    the same file, in the cache of the system as the first start has left it
     cold     the same file, of which the system has forgotten all pages: what reading takes is measured beside it
 
-Memory is the sum of Pss of the ranks once each has answered, over the bytes of the file. Then ranks are killed, one
-after the other: until all take part again, and what its new process has used of a core meanwhile.
+Memory is the sum of Pss of the ranks, and of the process that they are forked from (the fork server, whose part is
+shown too), once each has answered, over the bytes of the file. Then ranks are killed, one after the other: until all
+take part again, and what its new process has used of a core meanwhile.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from moe_serve.process_facts import core_seconds
 from tests.models.published import QWEN3_30B
 
 _BACK_S = 120.0
-_SPARE_S = 12.0  # after which the next spare process waits
+_CALM_S = 2.0  # between kills
 
 
 @contextlib.contextmanager
@@ -100,26 +101,26 @@ def measure(model: Path, cache: str, args: argparse.Namespace) -> dict[str, Any]
         shared = server.info()["ranks"][0]["info"]["shared_weights"]
         num_bytes = shared["num_bytes"] if shared else 0
         pids = server.pids()
-        together, own = sum(map(pss, pids.values())), sum(pss(pid, "Pss_Anon") for pid in pids.values())
-        time.sleep(_SPARE_S)
-        back_s, used_s, spare_bytes = [], [], 0
+        everyone = [server.fork_server(), *pids.values()]
+        together, own = sum(map(pss, everyone)), sum(pss(pid, "Pss_Anon") for pid in pids.values())
+        program_bytes = pss(everyone[0])
+        back_s, used_s = [], []
         for kill in range(args.kills):
-            spare, rank = server.spare(), kill % args.ranks
-            victim, before_s = server.pids()[rank], core_seconds(spare) if spare else 0.0
-            spare_bytes = pss(spare) if spare else 0
+            time.sleep(_CALM_S)
+            rank = kill % args.ranks
+            victim = server.pids()[rank]
             started_s = time.perf_counter()
             os.kill(victim, signal.SIGKILL)
             server.wait(_BACK_S, gone=victim)
             back_s.append(time.perf_counter() - started_s)
-            used_s.append(core_seconds(server.pids()[rank]) - before_s)
-            time.sleep(_SPARE_S)
+            used_s.append(core_seconds(server.pids()[rank]))
     return {
         "ready s": round(server.ready_s, 1),
         "copy GiB": round(num_bytes / 2**30, 2),
-        "Pss of the ranks GiB": round(together / 2**30, 2),
+        "Pss of all GiB": round(together / 2**30, 2),
         "over the copy": round(together / num_bytes, 3) if num_bytes else "",
-        "their own GiB": round(own / 2**30, 2),
-        "spare GiB": round(spare_bytes / 2**30, 2),
+        "anonymous of the ranks GiB": round(own / 2**30, 2),
+        "fork server MiB": round(program_bytes / 2**20),
         "killed rank back s, median": round(statistics.median(back_s), 2) if back_s else "",
         "longest": round(max(back_s), 2) if back_s else "",
         "of a core, s": round(statistics.median(used_s), 2) if used_s else "",

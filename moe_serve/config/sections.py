@@ -409,9 +409,6 @@ class LauncherConfig(Section):
     front_ends: Literal["first_host", "every_host"] = "first_host"
     max_restarts: NonNegativeInt = 3  # a lost rank, or all, are started again so often within the window; 0: never
     restart_window_s: PositiveFloat = 600.0  # a restart that is longer ago does not count
-    # `moe-serve serve` keeps a process on each host that has imported torch and the engine, and becomes the next rank
-    # that is lost (docs/operate.md says what it saves, and takes)
-    keep_spare: bool = True
 
     @model_validator(mode="after")
     def _hosts_can_meet(self) -> Self:

@@ -37,7 +37,7 @@ class StartDisplay:
             sys.stderr, partial(json_line, who=_WHO, level=logging.WARNING) if self._is_json else str
         )
         self._console = Console(file=cast(TextIO, self._log), highlight=False)
-        self._phases = ["starting Python"] * num_ranks
+        self._phases = ["importing torch"] * num_ranks
         self._fractions = [0.0] * num_ranks
         self._started_s = time.monotonic()
         self._lock = threading.Lock()

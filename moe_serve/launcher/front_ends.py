@@ -31,7 +31,8 @@ from moe_serve.engine.protocol.messages import (
     decode_to_front_end,
     encode,
 )
-from moe_serve.launcher.local import Child, OnLine, Restarts, child_environment, in_a_while, left_out
+from moe_serve.launcher.children import Child, OnLine, Program
+from moe_serve.launcher.local import Restarts, child_environment, in_a_while, left_out
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.edge.client_limits import Ledger, shared_memory
@@ -95,7 +96,7 @@ class FrontEnds:
     def _start(self, number: int) -> Child:
         own, shared = self._first + number, [] if self._clients_fd is None else [self._clients_fd]
         clients = [each for fd in shared for each in ("--clients-fd", str(fd))]
-        child = Child(
+        child = Program(
             f"front end {own}" if self._are_several else "front end",
             "moe_serve.launcher.frontend",
             ["--http-fd", str(self._http_fd), *clients, "--worker", str(own), "--config", str(self._config_file)],

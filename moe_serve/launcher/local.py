@@ -1,18 +1,11 @@
-"""The processes of a serving system on this machine: the ranks, and other children such as the front end.
+"""The ranks of a serving system on this machine, as their launcher starts, replaces and ends them.
 
-Each child has its own process group, dies with its parent, and has its output collected line by line, since its last
-lines explain its end. Lost ones are restarted within bounds: how often and how soon is decided here, too.
+Lost ones are restarted within bounds: how often and how soon is decided here, too.
 """
 
-import contextlib
-import json
 import math
 import os
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +18,7 @@ from moe_serve.dispatch.hosts.handshake import key_of_launch, listen
 from moe_serve.dispatch.hosts.stand_in import StandIn
 from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.engine.protocol.messages import Members
+from moe_serve.launcher.children import Forked, ForkServer, OnLine, end_children
 from moe_serve.launcher.rank_env import LAUNCH_FILES, LINK_FD, NUM_BEFORE, STORE_FD, new_launch_id, own_host
 from moe_serve.launcher.rank_start import HostMemory, describe_memory, keep_open, log_of_host, make_memory
 from moe_serve.links.folder import not_writable
@@ -32,18 +26,12 @@ from moe_serve.links.link import FRONT_ENDS, SOCKETS, TOKEN, Link
 
 _IMPORT_PATH = str(Path(__file__).parents[2])  # where children find this package
 WORKER = "moe_serve.launcher.serve"  # the module that is one rank
-_SPARE = "moe_serve.launcher.spare"  # the module that becomes one
-LAST_LINES = 15  # of a child's output, kept for a report of its end
-TERMINATE_S = 2.0  # between SIGTERM and SIGKILL
 _FIRST_PAUSE_S = 5.0  # before a restart that follows a failed start; doubled for each further one
 _MOST_PAUSE_S = 60.0
-_SPARE_AFTER_S = 5.0  # of serving: its imports should delay no start, and a short one needs none
 _NEW_S = 1.0  # a new process of a rank has no connections with others before: until then the one before counts as gone
 _UNMASKED_S = 3.0  # after which a rank of several hosts is replaced though the others have not masked it
 # Set by a launcher that started this process.
 _LAUNCH_VARIABLES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")
-
-OnLine = Callable[[str, str], None]  # (who, line)
 
 
 @dataclass(frozen=True)
@@ -65,95 +53,6 @@ class Death:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid}) {describe_exit(self.code)}"
-
-
-class Child:
-    """One process. on_line gets every line it prints, from a thread; waits: it is told what to do by `tell`."""
-
-    def __init__(
-        self,
-        who: str,
-        module: str,
-        arguments: Sequence[str],
-        environ: Mapping[str, str],
-        on_line: OnLine,
-        pass_fds: Sequence[int] = (),
-        waits: bool = False,
-    ):
-        self.who = who
-        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._on_line = on_line
-        command = [sys.executable, "-m", "moe_serve.child_process", str(os.getpid()), module, *arguments]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environ,
-            pass_fds=tuple(pass_fds),
-            process_group=0,  # so that Ctrl-C reaches only the parent, which ends its children in order
-            text=True,
-            errors="replace",
-        )
-        self._reader = threading.Thread(target=self._read, name=f"output of {who}", daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.last_lines.append(line.rstrip("\n"))
-            self._on_line(self.who, line.rstrip("\n"))
-
-    def tell(self, line: str) -> bool:
-        """Tells a process that waits what to do, in one line; returns False where it has ended."""
-        assert self.process.stdin is not None, "it does not wait"
-        try:
-            with self.process.stdin as stdin:
-                stdin.write(line + "\n")
-        except OSError:
-            return False
-        return self.code is None
-
-    @property
-    def code(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
-        return self.process.poll()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the child and all it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-
-    def wait(self, deadline_s: float) -> bool:
-        """Returns whether the child has ended, waiting for it until a time of time.monotonic()."""
-        try:
-            self.process.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def finish(self) -> None:
-        """Kills what is left of the child and its own children, and closes its output."""
-        self.signal(signal.SIGKILL)
-        self.process.wait()
-        self._reader.join(1.0)
-        if self.process.stdout is not None and not self._reader.is_alive():
-            self.process.stdout.close()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-
-
-def end_children(children: Sequence[Child], grace_s: float) -> None:
-    """Ends processes: waits for those that are ending, then SIGTERM, then SIGKILL. None is left when it returns."""
-    steps: list[tuple[float, signal.Signals | None]] = [(grace_s, signal.SIGTERM), (TERMINATE_S, None)]
-    for wait_s, next_signal in steps:
-        deadline_s = time.monotonic() + wait_s
-        left = [child for child in children if not child.wait(deadline_s)]
-        for child in left:
-            if next_signal is not None:
-                child.signal(next_signal)
-    for child in children:
-        child.finish()
 
 
 @dataclass(frozen=True)
@@ -198,11 +97,10 @@ class LocalRanks:
         self._kept: SharedFiles | None = None  # shared memory of the ranks of this host
         self._listeners: dict[int, socket.socket] = {}  # of each rank of one of several hosts
         self._stand_in: StandIn | None = None  # votes where they cannot
-        self._spare: Child | None = None  # becomes the next rank that is replaced
-        self._served_s: float | None = None  # since when without a spare process
+        self._server: ForkServer | None = None  # of this launch, as self._files
         self.launch_id = 0
         self.launch: Launch | None = None
-        self.children: list[Child] = []
+        self.children: list[Forked] = []
 
     @property
     def config_file(self) -> Path:
@@ -295,66 +193,41 @@ class LocalRanks:
         self._reported.discard(number)
         self._num_before[number] += 1
         self._replaced_s[number] = time.monotonic()
-        spare, self._spare, self._served_s = self._spare, None, None
-        if spare is not None:
-            spare.who = f"rank {rank}"
-            if spare.tell(json.dumps(self._environment_of(number))):
-                self.children[number] = spare
-                return
-            spare.finish()
         self.children[number] = self._start(number)
 
-    def keep_spare(self) -> None:
-        """Keeps a process ready to replace the next rank. Called all the time, once the ranks serve."""
-        launcher = self.config.launcher
-        if self._spare is not None or not launcher.keep_spare or not launcher.max_restarts or not self.children:
-            return
-        if self.config.engine.on_lost_rank == "end" or self._num_local == self.config.parallel.num_ranks == 1:
-            return
-        now_s = time.monotonic()
-        self._served_s = now_s if self._served_s is None else self._served_s
-        if now_s - self._served_s < _SPARE_AFTER_S:
-            return
-        environ = child_environment(self.link) | self._meeting | self._common_environment()
-        passed = [*self._files, *(listener.fileno() for listener in self._listeners.values())]
-        arguments = [self._module, *self._arguments]
-        self._spare = Child("spare process", _SPARE, arguments, environ, self._on_line, passed, waits=True)
-
-    def _start(self, number: int, store_fd: int | None = None) -> Child:
+    def _start(self, number: int, store_fd: int | None = None) -> Forked:
         rank = self._first + number
-        environ = child_environment(self.link) | self._meeting | self._common_environment()
-        environ |= self._environment_of(number)
-        passed = list(self._files)
+        if self._server is None or not self._server.runs:
+            arguments = ["--config", str(self.config_file)]
+            # One thread, as in fork_server.py; a rank sets its own number.
+            environ = child_environment(self.link) | {"OMP_NUM_THREADS": "1"}
+            self._end_server()
+            self._server = ForkServer(self._module, arguments, environ, self._on_line)
+        files: dict[str, Sequence[int]] = {LAUNCH_FILES: self._files}
         if rank in self._listeners:
-            passed.append(self._listeners[rank].fileno())
+            files[LINK_FD] = [self._listeners[rank].fileno()]
         if store_fd is not None:
-            environ[STORE_FD] = str(store_fd)
-            passed.append(store_fd)
-        return Child(f"rank {rank}", self._module, self._arguments, environ, self._on_line, pass_fds=passed)
+            files[STORE_FD] = [store_fd]
+        return self._server.fork(f"rank {rank}", self._environment_of(number), files)
 
-    @property
-    def _arguments(self) -> list[str]:
-        return ["--config", str(self.config_file)]
+    def _end_server(self) -> None:
+        if self._server is not None:
+            self._server.finish()
+        self._server = None
 
-    def _common_environment(self) -> dict[str, str]:
-        """Returns what all ranks of this host are told."""
-        return {
+    def _environment_of(self, number: int) -> dict[str, str]:
+        """Returns what a rank is told."""
+        told = {
+            "RANK": str(self._first + number),
+            "LOCAL_RANK": str(number),
             "WORLD_SIZE": str(self.config.parallel.num_ranks),
             "LOCAL_WORLD_SIZE": str(self._num_local),
-            LAUNCH_FILES: ",".join(map(str, self._files)),
             "MOE_SERVE_LAUNCH_ID": str(self.launch_id),
             "MOE_SERVE_RESTARTS_LEFT": str(self.config.launcher.max_restarts),
         }
-
-    def _environment_of(self, number: int) -> dict[str, str]:
-        """Returns what one rank is told beside that."""
-        rank = self._first + number
-        environ = {"RANK": str(rank), "LOCAL_RANK": str(number)}
-        if rank in self._listeners:
-            environ[LINK_FD] = str(self._listeners[rank].fileno())
         if self.config.launcher.max_restarts:
-            environ[NUM_BEFORE] = str(self._num_before[number])
-        return environ
+            told[NUM_BEFORE] = str(self._num_before[number])
+        return told | self._meeting
 
     def keep_host(self) -> None:
         """Does what keeps this one of several hosts in the launch where none of its ranks is left. Called all the time.
@@ -401,14 +274,12 @@ class LocalRanks:
 
     def _death(self, number: int, code: int) -> Death:
         child, rank = self.children[number], self._first + number
-        return Death(rank, child.process.pid, code, tuple(child.last_lines), self._num_before[number])
+        return Death(rank, child.pid, code, tuple(child.last_lines), self._num_before[number])
 
     def end(self, grace_s: float) -> None:
         """Ends all ranks; those that are ending get grace_s to do so."""
         end_children(self.children, grace_s)
-        if self._spare is not None:
-            self._spare.finish()
-        self._spare = self._served_s = None
+        self._end_server()
         if self._stand_in is not None:
             self._stand_in.close()
             self._stand_in = None

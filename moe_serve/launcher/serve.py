@@ -9,15 +9,18 @@ front end refused this rank, 2 for a setting to correct.
 """
 
 import contextlib
+import faulthandler
 import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moe_serve.child_process import die_with_parent
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Fatal, Goodbye
@@ -26,7 +29,7 @@ from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.launcher.cpu_bind import bind_rank
 from moe_serve.launcher.preflight import look_where_to_write
 from moe_serve.launcher.rank_env import RankEnv, check_num_ranks, own_address, read_rank_env
-from moe_serve.launcher.rank_start import RankStart, RefusedError, wakes_before
+from moe_serve.launcher.rank_start import RankStart, RefusedError, import_engine, wakes_before
 from moe_serve.links.link import check_front_ends, find_link
 from moe_serve.log import configure_logging, get_logger
 
@@ -60,6 +63,25 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def prepare(arguments: Sequence[str]) -> None:
+    """Does for all ranks of a host what each would begin with: builds the CPU kernels, imports torch and the engine.
+
+    For launcher/fork_server.py. arguments: --config FILE
+    The process ends, with its stack, where that takes longer than server.attach_deadline_s.
+    """
+    config = load_config(Path(arguments[1]))
+    faulthandler.dump_traceback_later(config.server.attach_deadline_s, exit=True)
+    parent = os.getpid()
+    if not os.fork():  # a thread would be lost in the ranks
+        die_with_parent(parent)
+        build = build_kernels_early(config)
+        if build is not None:
+            build.join()
+        os._exit(0)
+    import_engine()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def run_worker(config: ServeConfig, env: RankEnv) -> int:

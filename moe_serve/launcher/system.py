@@ -27,6 +27,7 @@ from types import FrameType
 from moe_serve.config import ServeConfig, ServerConfig, served_name
 from moe_serve.engine.protocol.messages import SUPERVISOR, Exited, Fatal, Members, Message, ToFrontEnd
 from moe_serve.errors import LaunchError, MoeServeError
+from moe_serve.launcher.children import OnLine, end_children
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.launcher.hosts import (
@@ -51,7 +52,7 @@ from moe_serve.launcher.hosts import (
     token_of_hosts,
 )
 from moe_serve.launcher.launch_watch import LaunchWatch, Loss
-from moe_serve.launcher.local import WORKER, Death, Launch, LocalRanks, OnLine, Restarts, end_children, in_a_while
+from moe_serve.launcher.local import WORKER, Death, Launch, LocalRanks, Restarts, in_a_while
 from moe_serve.launcher.preflight import has_tokenizer
 from moe_serve.launcher.rank_env import new_launch_id
 from moe_serve.links.folder import OwnFolder
@@ -286,8 +287,6 @@ class _OtherHost:
                 self._display.note(f"{death}; it is started again here ({self._restarts.describe()})", "yellow")
         while self._untold and leader.tell(self._untold[0]):
             self._untold.popleft()
-        if self._is_announced or (self._listener is None and ranks.memory_of_hosts() is not None):
-            ranks.keep_spare()
         self._watch_front_ends()
         return self._end_of_signals() or self._end_for_want_of_a_leader()
 
@@ -492,8 +491,6 @@ class _Prefill:
             self._begin()
         if self._launch is None:
             return
-        if self._launch.is_ready:
-            self.ranks.keep_spare()
         loss = self._launch.find_loss()
         if loss is None:
             self._launch.replace_lost_ranks()
@@ -604,8 +601,6 @@ class _System:
             is_ready = self._launch.is_ready and not self._is_announced and not waits
             if is_ready and self._front_ends.serve(self.ranks.launch_id):
                 self._announce()
-            if self._is_announced:
-                self.ranks.keep_spare()
             if self._starts_at_s is not None:
                 self._start_when_due(self._starts_at_s)
             elif not (self._drain_until_s and any(child.code == 0 for child in self.ranks.children)):

@@ -7,11 +7,16 @@ commas between them; RANK may be all. See below.
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from moe_serve.config import load_config
 from moe_serve.engine.protocol.messages import Fatal, Goodbye, Progress
 from tests.server.fake_worker import FakeWorker, LinkedWorker
+
+
+def prepare(arguments: Sequence[str]) -> None:
+    """Has nothing to do for all ranks."""
 
 
 async def run() -> int:

@@ -13,8 +13,7 @@ from moe_serve.launcher import local, system
 from moe_serve.launcher.display import StartDisplay
 
 if __name__ == "__main__":
-    overrides = ["parallel.num_ranks=2", "server.port=0", "server.worker_port=0"]
-    overrides += ["launcher.keep_spare=false", *sys.argv[1:]]  # it would import torch
+    overrides = ["parallel.num_ranks=2", "server.port=0", "server.worker_port=0", *sys.argv[1:]]
     system._END_GRACE_S = float(os.environ.get("END_GRACE_S", 2.0))
     system._LOSS_GRACE_S = 0.1
     local._FIRST_PAUSE_S = 0.1

@@ -268,23 +268,23 @@ def test_numbers_of_numpy_are_numbers(llm):
 
 def test_a_lost_rank_raises_its_name_where_it_is_not_to_be_started_again():
     with fake_llm("launcher.max_restarts=0") as doomed:
-        victim = doomed._ranks.ranks.children[1].process.pid
+        victim = doomed._ranks.ranks.children[1].pid
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(UnavailableError, match=rf"rank 1 \(process {victim}\) was killed by SIGKILL"):
             doomed.generate([[5]] * 2000, greedy(200))
-        pids = [child.process.pid for child in doomed._ranks.ranks.children]
+        pids = [child.pid for child in doomed._ranks.ranks.children]
     assert gone(pids)
 
 
 def test_lost_ranks_are_started_again_and_close_leaves_nothing():
     with fake_llm() as llm:
-        before = [child.process.pid for child in llm._ranks.ranks.children]
+        before = [child.pid for child in llm._ranks.ranks.children]
         outputs = llm.stream([[5]] * 40, greedy(100))
         next(outputs)
         os.kill(before[1], signal.SIGKILL)
         last = dict(outputs)
         assert [last[index].token_ids for index in range(40)] == [[2 + 10 + i for i in range(100)]] * 40
-        after = [child.process.pid for child in llm._ranks.ranks.children]
+        after = [child.pid for child in llm._ranks.ranks.children]
         assert not set(before) & set(after)
     assert gone(before + after)
 
@@ -295,7 +295,7 @@ def test_ranks_that_end_at_every_start_end_the_calls_with_the_report(monkeypatch
     with fake_llm("launcher.max_restarts=2") as llm:
         outputs = llm.stream([[5]] * 4, greedy(100))
         next(outputs)
-        os.kill(llm._ranks.ranks.children[1].process.pid, signal.SIGKILL)
+        os.kill(llm._ranks.ranks.children[1].pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match=r"(?s)SIGABRT.*the ranks were lost 3 times within 600 s"):
             dict(outputs)
 
@@ -347,13 +347,13 @@ def test_a_killed_rank_is_started_again_alone_and_no_token_changes():
     with LLM("demo", num_ranks=2, numerics="batch_invariant", threads_per_rank=1) as llm:
         prompts = [[5, 6, 7 + i] for i in range(8)]
         right = [output.token_ids for output in llm.generate(prompts, greedy(300))]
-        before = [child.process.pid for child in llm._ranks.ranks.children]
+        before = [child.pid for child in llm._ranks.ranks.children]
         outputs = llm.stream(prompts, greedy(300))
         next(outputs)
         os.kill(before[1], signal.SIGKILL)
         last = dict(outputs)
         assert [last[index].token_ids for index in range(8)] == right
-        after = [child.process.pid for child in llm._ranks.ranks.children]
+        after = [child.pid for child in llm._ranks.ranks.children]
         assert after[0] == before[0]
         assert after[1] != before[1]
         assert eventually(lambda: not llm._bridge.workers.masked)
@@ -362,7 +362,7 @@ def test_a_killed_rank_is_started_again_alone_and_no_token_changes():
 
 def test_closing_ends_the_ranks_and_closing_again_does_nothing():
     made = fake_llm()
-    pids = [child.process.pid for child in made._ranks.ranks.children]
+    pids = [child.pid for child in made._ranks.ranks.children]
     made.close()
     made.close()
     assert gone(pids)

@@ -5,10 +5,11 @@ import os
 from moe_serve.config import LauncherConfig, load_config
 from moe_serve.dispatch.hosts.handshake import listen
 from moe_serve.engine.protocol.messages import Members
-from moe_serve.launcher import local
 from moe_serve.launcher.local import Death, Launch, LocalRanks, Replacements, Restarts
 from moe_serve.launcher.rank_start import Elsewhere, Handover, HostMemory
 from moe_serve.links.link import Link
+from tests.launcher.running import eventually
+from tests.launcher.test_children import parent_of
 
 CONFIG = load_config(overrides=["parallel.num_ranks=3", "server.attach_deadline_s=10", "launcher.max_restarts=2"])
 
@@ -69,35 +70,26 @@ def test_the_ranks_of_a_host_that_is_back_listen_where_the_others_know_them(tmp_
         ranks.end(0.0)
 
 
-def test_a_process_that_waits_becomes_the_next_lost_rank_and_another_one_waits_behind_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "_SPARE", "tests.launcher.told_spare")
-    monkeypatch.setattr(local, "_SPARE_AFTER_S", 0.0)
-    lines: list[tuple[str, str]] = []
-    no_worker = "tests.launcher.no_such_worker"
-    ranks = LocalRanks(CONFIG, lambda *line: lines.append(line), tmp_path, no_worker, Link(token="t" * 32))
+def test_a_rank_is_replaced_from_the_process_that_the_others_are_forked_from_and_a_new_launch_has_a_new_one(tmp_path):
+    ranks = LocalRanks(CONFIG, lambda *line: None, tmp_path, "tests.launcher.forked", Link(token="t" * 32))
     ranks.start()
     try:
-        ranks.keep_spare()
-        waiting = ranks._spare
-        ranks.keep_spare()
-        assert ranks._spare is waiting is not None, "one is enough"
+        assert eventually(lambda: all(child.last_lines for child in ranks.children))
+        parents = {parent_of(child.pid) for child in ranks.children}
+        assert len(parents) == 1
+        before = ranks.children[1]
         ranks.finish(1)
         ranks.replace(1)
-        assert ranks.children[1] is waiting
-        waiting.process.wait(30)
-        waiting.finish()
-        assert ("rank 1", f"{no_worker} as rank 1") in lines
-        ranks.keep_spare()
-        ended = ranks._spare
-        assert ended is not None
-        ended.process.kill()
-        ended.process.wait(30)
-        ranks.finish(0)
-        ranks.replace(0)
-        assert ranks.children[0] is not ended, "a new process is started where the one that waited has ended"
+        assert eventually(lambda: ranks.children[1].pid)
+        assert ranks.children[1].pid != before.pid
+        assert parent_of(ranks.children[1].pid) in parents
+        ranks.end(0.0)
+        assert all(child.code is not None for child in ranks.children)
+        ranks.start()
+        assert eventually(lambda: all(child.pid for child in ranks.children))
+        assert not {parent_of(child.pid) for child in ranks.children} & parents
     finally:
         ranks.end(0.0)
-    assert ranks._spare is None
 
 
 def test_a_rank_is_replaced_once_it_has_ended_and_the_others_go_on():

@@ -22,6 +22,7 @@ from tests.launcher.hostile_calls import send_calls
 from tests.launcher.listening import listening, takes_connections
 from tests.launcher.random_bodies import send_bodies
 from tests.launcher.running import Running, eventually, pid_of_rank
+from tests.launcher.test_children import parent_of
 from tests.server.served import demo_tokenizer as tokenizer_of_the_demo
 from tests.server.test_app import BAD
 
@@ -374,7 +375,10 @@ def test_a_killed_rank_comes_back_alone_while_every_call_keeps_its_tokens(system
     assert all('"type":"length","length":300' in answer.text for answer in answers), [a.text[-300:] for a in answers]
     system.wait_for("rank 1 rejoined; ranks 0, 1 serve")
     assert pid_of_rank(client, 0) == other
-    assert pid_of_rank(client, 1) != victim, "the spare process, or a new one, takes its place"
+    assert pid_of_rank(client, 1) != victim
+    parents = {parent_of(pid_of_rank(client, rank)) for rank in (0, 1)}
+    (parent,) = parents  # which both were forked from, and which other threads would leave locked for them
+    assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
     right = client.post("/generate", json=body).json()["output_ids"]
     told = [answer.text.split("data: ")[-2] if "data: " in answer.text else answer.text for answer in answers]
     assert [json.loads(text)["output_ids"] for text in told] == [right] * 3
