@@ -11,6 +11,7 @@ from moe_serve.kernels.group_quantised import (
     group_product_reference,
     quantise_activations,
     quantise_groups_reference,
+    rows_of,
     shapes_alone,
     stack,
 )
@@ -133,3 +134,11 @@ def test_a_packed_row_of_32_weights_and_a_scale_takes_four_and_a_half_bits_each(
     assert GroupForm(4, 32, "two_levels", 0, True).row_bytes(2048) * 8 / 2048 == 4.75
     assert GroupForm(4, 128, "float16", None).row_bytes(2048) * 8 / 2048 == 4 + 24 / 128
     assert set(GROUPS) == {16, 32, 64, 128}
+
+
+def test_rows_of_a_shape_alone_are_the_shape_of_the_rows() -> None:
+    for shape, dtype in (((6,), torch.float32), ((6, 4), torch.bfloat16), ((6, 2, 3), torch.uint8)):
+        real, order = torch.zeros(shape, dtype=dtype), torch.tensor([5, 0, 3])
+        found = rows_of(real.to("meta"), order.to("meta"))
+        assert (found.shape, found.dtype, found.is_meta) == (real[order].shape, dtype, True)
+        assert torch.equal(rows_of(torch.arange(6), order), order)
