@@ -125,6 +125,11 @@ class KvCache:
         in 8 bits."""
         return self._scales[index]
 
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Where a block lies, of a pool on the CPU: for each layer the address of block 0, and the bytes of a block."""
+        return [(memory.data_ptr(), self.block_size * memory.shape[1]) for memory in self._memory]
+
     def read_page(self, block: int) -> Tensor:
         """Returns a copy of what a block holds, layer after layer: [page_bytes] uint8 on the CPU."""
         first = block * self.block_size

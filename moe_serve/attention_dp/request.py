@@ -55,6 +55,20 @@ def _shorten(num_prompt: int, max_output: int) -> tuple[str, str]:
     return "input_ids", f"shorten the prompt to {num_prompt + max_output - 1} tokens or fewer"
 
 
+@dataclass(frozen=True)
+class Handover:
+    """Where the pages of a prompt are that a prefill rank has computed for a request, or has begun to.
+
+    rank, launch_id:  of the prefill rank, by its number among them;  attempt: of the request there
+    why_short: why it did not come to the end, "peer_lost" or "late"; "": it did
+    """
+
+    rank: int
+    launch_id: int
+    attempt: int
+    why_short: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request on its rank. Only the scheduler changes the fields below `salt`; the sampler reads `output_ids`.
@@ -75,12 +89,15 @@ class Request:
     logprobs_from: int | None = None
     matcher: Any = None  # with a constraint: the structured.grammar.Matcher of an empty output, before it is scheduled
     why_none_left: str | None = None  # the sampler says so where no token may come next
+    handover: Handover | None = None  # on a decode rank: of the pages that it may take; None: there are none (left)
+    hand_over_from: int | None = None  # on a prefill rank: the next block to be handed over; None: none is
 
     arrival: int = -1  # order of add(); a preempted request keeps its place
     block_ids: list[int] = field(default_factory=list)  # cache block i holds tokens i*block_size .. (i+1)*block_size
     table_row: int = -1  # of BlockTables, which keeps block_ids as an array too; -1 while it holds no blocks
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached_prompt: int = 0  # prompt tokens that the prefix cache supplied at first admission
+    num_handed_over: int = 0  # tokens whose pages a prefill rank has supplied
     block_keys: list[bytes] = field(
         default_factory=list
     )  # prefix-cache keys of the leading full blocks, as far as known

@@ -13,6 +13,7 @@ from moe_serve.attention_dp.prefix_cache import PrefixCache, next_key, root_key
 from moe_serve.attention_dp.request import Request
 
 if TYPE_CHECKING:  # which have tensors
+    from moe_serve.attention_dp.page_channel import PageReceiver, PageSender
     from moe_serve.attention_dp.pages import Fetch, PageTiers
 
 _BYTES_UP = 32 << 20  # of pages that a request takes in one step
@@ -85,6 +86,7 @@ class RequestBlocks:
     """The blocks of one rank's KV cache, and the requests that hold them.
 
     tables: their block tables;  tiers: pages outside the pool; None: there are none
+    sender, receiver: of pages that prefill ranks hand over; None: this rank does not send, or take them
     """
 
     def __init__(
@@ -94,9 +96,11 @@ class RequestBlocks:
         prefix_cache: bool = True,
         model_key: bytes = b"",
         tiers: "PageTiers | None" = None,
+        sender: "PageSender | None" = None,
+        receiver: "PageReceiver | None" = None,
     ):
         """model_key: as in prefix_cache.root_key"""
-        self.tiers = tiers
+        self.tiers, self.sender, self.receiver = tiers, sender, receiver
         self._fetches: dict[str, Fetch] = {}  # by request
         self.block_size = block_size
         self.tables = BlockTables(block_size)
@@ -162,6 +166,8 @@ class RequestBlocks:
     def fetch(self, request: Request) -> None:
         """Begins to bring up the pages that follow what an admitted request has found in the pool."""
         start, end = request.num_computed // self.block_size, request.num_reusable // self.block_size
+        if request.handover is not None:
+            return  # they are there: `bring` takes them
         if self.tiers is not None and start < end and request.num_computed % self.block_size == 0:
             self._fetches[request.request_id] = self.tiers.fetch(request.block_keys[start:end])
 
@@ -170,6 +176,8 @@ class RequestBlocks:
 
         A bounded number in each call, so that the steps of others do not wait.
         """
+        if request.handover is not None:
+            return self._take_over(request)
         fetch = self._fetches.get(request.request_id)
         if self.tiers is None or fetch is None:
             return False
@@ -187,6 +195,34 @@ class RequestBlocks:
             return True
         self._end_fetch(request)
         return False
+
+    def _take_over(self, request: Request) -> bool:
+        """Takes pages that a prefill rank has computed for this request; returns whether there may be more."""
+        start, offset = divmod(request.num_computed, self.block_size)
+        end = request.num_reusable // self.block_size
+        handover, request.handover = request.handover, None
+        if handover is None or self.receiver is None or offset or start >= end:
+            return False
+        self._extend_keys(request, end)
+        count = min(end - start, max(1, _BYTES_UP // self.receiver.page_bytes))
+        num_taken = self.receiver.take(request, handover, start, request.block_ids[start : start + count])
+        if num_taken:
+            request.num_computed += num_taken * self.block_size
+            request.num_handed_over += num_taken * self.block_size
+            self.publish(request)
+        if num_taken < count or start + count == end:
+            return False
+        request.handover = handover
+        return True
+
+    def hand_over(self, request: Request) -> None:
+        """Sends the pages of a request that are full now and were not sent, if a decode rank goes on with it."""
+        first, end = request.hand_over_from, request.num_computed // self.block_size
+        if self.sender is None or first is None or first >= end:
+            return
+        self._extend_keys(request, end)
+        self.sender.send(request, first, end)
+        request.hand_over_from = end
 
     def _end_fetch(self, request: Request) -> None:
         fetch = self._fetches.pop(request.request_id, None)
@@ -263,7 +299,7 @@ class RequestBlocks:
         return -(-num_tokens // self.block_size)
 
     def _extend_keys(self, request: Request, num_keys: int) -> None:
-        if self._cache is None:
+        if self._cache is None and self.sender is None and self.receiver is None:
             return
         keys, size = request.block_keys, self.block_size
         for index in range(len(keys), num_keys):

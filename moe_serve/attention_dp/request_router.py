@@ -100,11 +100,11 @@ class RequestRouter:
         """Prompt tokens that are ahead of a new request, on the rank with the fewest; there is one."""
         return min(state.own_prefill + state.others for state in self._ranks.values())
 
-    def uncached(self, prompt_ids: Sequence[int], salt: str) -> int:
-        """Returns how many tokens of a prompt the rank that was sent most of its beginning has to compute."""
+    def cached(self, prompt_ids: Sequence[int], salt: str) -> tuple[int, int]:
+        """Returns how many tokens of a prompt's beginning the ranks were sent: at most, and at least."""
         keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
         cached = self._cached_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
-        return len(prompt_ids) - max(cached.values(), default=0)
+        return max(cached.values(), default=0), min(cached.get(rank, 0) for rank in self._ranks)
 
     def route(
         self,

@@ -196,6 +196,8 @@ class Scheduler:
             request.output_ids.append(token_id)
         if request.num_computed // self.blocks.block_size > request.num_published:
             self.blocks.publish(request)
+        if request.hand_over_from is not None:
+            self.blocks.hand_over(request)
 
     def check(self) -> None:
         """Asserts the block accounting and the order of requests. For tests."""
@@ -261,13 +263,15 @@ class Scheduler:
 
     def _reuse(self, request: Request) -> bool:
         """Takes blocks that others have published since the request was admitted, such as those of an equal prompt,
-        and pages that have come up from a tier. Returns whether the request should wait for more of these."""
-        num_before = request.num_computed
+        and pages that have come up from a tier, or from a prefill rank; these do not count as cached. Returns whether
+        the request should wait for more of these."""
+        num_before, handed_before = request.num_computed, request.num_handed_over
         self.blocks.reuse(request)
         waits = self.blocks.bring(request)
-        if request.num_computed > num_before and not request.was_preempted:
+        num_found = request.num_computed - num_before - (request.num_handed_over - handed_before)
+        if num_found > 0 and not request.was_preempted:
             num_prompt = len(request.prompt_ids)
-            num_cached = min(request.num_computed, num_prompt) - min(num_before, num_prompt)
+            num_cached = min(num_before + num_found, num_prompt) - min(num_before, num_prompt)
             request.num_cached_prompt += num_cached
             self._stats.num_cached_prompt_tokens += num_cached
         return waits

@@ -218,6 +218,7 @@ class ParallelConfig(Section):
     # Ranks that compute prompts with their first token, an expert-parallel group of its own beside the num_ranks, which
     # then decode. Only under `moe-serve serve`, on one host, on CPUs. 0: every rank does both
     num_prefill_ranks: NonNegativeInt = 0
+    handover_gb: PositiveFloat = 0.5  # memory of each prefill rank for pages on their way to decode ranks
     # A prompt with fewer tokens than this that no decode rank has cached stays with the decode ranks
     prefill_from_tokens: PositiveInt = 256
     role: Literal["both", "prefill", "decode"] = "both"  # of these ranks; `moe-serve serve` sets it for each group

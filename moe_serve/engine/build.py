@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.attention_dp.page_channel import PageReceiver, PageSender
 from moe_serve.attention_dp.pages import PageFolder, PageTiers
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
@@ -80,12 +81,23 @@ def build_engine(
     mailbox: Mailbox,
     launch_id: int = 0,
     progress: Progress | None = None,
+    page_files: Sequence[int] = (),
 ) -> Engine:
-    """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises."""
+    """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises.
+
+    page_files: descriptors of memory for pages on their way to decode ranks, by prefill rank
+    """
     served = build_served_model(config, group, progress)
     tiers = _page_tiers(config, served)
+    sender, receiver = _page_channel(config, served, page_files, launch_id)
     blocks = RequestBlocks(
-        served.cache.num_blocks, config.cache.block_size, config.cache.prefix_cache, served.kv_key, tiers
+        served.cache.num_blocks,
+        config.cache.block_size,
+        config.cache.prefix_cache,
+        served.kv_key,
+        tiers,
+        sender,
+        receiver,
     )
     scheduler = Scheduler(
         blocks,
@@ -276,9 +288,9 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
 
 
 def _kv_key(config: ServeConfig, plan: ModelPlan) -> bytes:
-    """Returns all that makes cached values differ. Of weights only the name, where no page outlives this process."""
+    """Returns all that makes cached values differ. Of weights only the name, where no page leaves this process."""
     key = f"{served_name(config.model)} {plan.cache_dtype}"
-    if config.cache.disk_gb is not None:
+    if config.cache.disk_gb is not None or config.parallel.num_prefill_ranks:
         arithmetic = f"{plan.choice.name} {plan.choice.kernels} {plan.dtype} {plan.activations}"
         key += f" {arithmetic} {weights_made_from(config, plan, has_experts=False)}"
     return key.encode()
@@ -293,6 +305,22 @@ def _page_tiers(config: ServeConfig, served: ServedModel) -> PageTiers | None:
         quota = int(cache.disk_gb * 1e9)
         folder = PageFolder(Path(cache.path).expanduser(), served.kv_key, quota)
     return PageTiers(served.cache, int((cache.host_gb or 0) * 1e9), folder)
+
+
+def _page_channel(
+    config: ServeConfig, served: ServedModel, files: Sequence[int], launch_id: int
+) -> tuple[PageSender | None, PageReceiver | None]:
+    """Returns this rank's end of the way of pages from prefill ranks to decode ranks; None: it has no such end.
+
+    files: as for build_engine. Raises ConfigError where they are too small for a page.
+    """
+    if not files:
+        return None, None
+    if config.parallel.role == "prefill":
+        sender = PageSender(files[served.rank], served.cache, launch_id)
+        served.info["handover_pages"] = sender.num_slots
+        return sender, None
+    return None, PageReceiver(files, served.cache)
 
 
 def _where_experts_are(plan: ModelPlan, group: EpGroup, sources: ExpertSources) -> tuple[ModelPlan, Placement | None]:

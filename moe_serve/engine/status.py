@@ -2,6 +2,7 @@
 
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -118,8 +119,10 @@ def totals_of(
     totals = {name: float(value) for name, value in vars(counters).items()}
     totals |= {name: float(getattr(recovery, name)) for name in ("num_voided_steps", "num_times_left_out")}
     totals |= {name: float(getattr(scheduler.stats, name)) for name in scheduler.stats.__slots__}
-    if scheduler.blocks.tiers is not None:
-        totals |= {f"num_pages_{name}": float(number) for name, number in scheduler.blocks.tiers.counters.items()}
+    pages: Counter[str] = Counter()
+    for each in (scheduler.blocks.tiers, scheduler.blocks.receiver):
+        pages.update({} if each is None else each.counters)
+    totals |= {f"num_pages_{name}": float(number) for name, number in pages.items()}
     names = ("num_splits_proven", "num_splits_repaired", "num_splits_unproven")
     return totals | {name: float(number) for name, number in zip(names, split_outcomes, strict=False)}
 

@@ -19,7 +19,7 @@ from moe_serve.dispatch.hosts.stand_in import StandIn
 from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.engine.protocol.messages import Members
 from moe_serve.launcher.children import Forked, ForkServer, OnLine, end_children
-from moe_serve.launcher.rank_env import LAUNCH_FILES, LINK_FD, NUM_BEFORE, STORE_FD, new_launch_id, own_host
+from moe_serve.launcher.rank_env import LAUNCH_FILES, LINK_FD, NUM_BEFORE, PAGE_FILES, STORE_FD, new_launch_id, own_host
 from moe_serve.launcher.rank_start import HostMemory, describe_memory, keep_open, log_of_host, make_memory
 from moe_serve.links.folder import not_writable
 from moe_serve.links.link import FRONT_ENDS, SOCKETS, TOKEN, Link
@@ -75,14 +75,22 @@ class LocalRanks:
     folder: of this launcher. A start after the first writes nothing there: the disk may be full by then
     module: the Python module that runs as one rank
     link:   how the ranks find the front ends; None: by sockets in the folder
+    pages:  descriptors of memory for pages on their way, by prefill rank; its maker closes them
 
     launch_id: of the ranks that were started last;  launch: the same, where there are several hosts
     """
 
     def __init__(
-        self, config: ServeConfig, on_line: OnLine, folder: Path, module: str = WORKER, link: Link | None = None
+        self,
+        config: ServeConfig,
+        on_line: OnLine,
+        folder: Path,
+        module: str = WORKER,
+        link: Link | None = None,
+        pages: Sequence[int] = (),
     ):
         self.config = config
+        self._pages = tuple(pages)
         self._on_line = on_line
         self._module = module
         self.folder = folder
@@ -203,7 +211,7 @@ class LocalRanks:
             environ = child_environment(self.link) | {"OMP_NUM_THREADS": "1"}
             self._end_server()
             self._server = ForkServer(self._module, arguments, environ, self._on_line)
-        files: dict[str, Sequence[int]] = {LAUNCH_FILES: self._files}
+        files: dict[str, Sequence[int]] = {LAUNCH_FILES: self._files, PAGE_FILES: self._pages}
         if rank in self._listeners:
             files[LINK_FD] = [self._listeners[rank].fileno()]
         if store_fd is not None:

@@ -16,6 +16,7 @@ from moe_serve.errors import LaunchError
 # memory: the store through which they meet where all are on one host, one for each rank of this host, and one of the
 # launcher (rank_start.py).
 LAUNCH_FILES = "MOE_SERVE_LAUNCH_FILES"
+PAGE_FILES = "MOE_SERVE_PAGE_FILES"  # of `moe-serve serve` with prefill ranks: memory for pages on their way
 STORE_FD = "MOE_SERVE_STORE_FD"  # rank 0's, of a socket that listens at the master's address
 LINK_FD = "MOE_SERVE_LINK_FD"  # of a socket at which a rank of several hosts listens for those of others
 NUM_BEFORE = "MOE_SERVE_NUM_BEFORE"  # set by a launcher that replaces a lost rank alone
@@ -34,6 +35,7 @@ class RankEnv:
     num_before:    processes that were this rank before in this launch; None: lost ranks are not replaced alone
     store_fd:      a socket of the launcher that listens at the master's address, for rank 0's store
     link_fd:       one at which this rank listens for ranks of other hosts; the launcher has it, too
+    page_files:    descriptors of memory for pages on their way, by prefill rank
     """
 
     rank: int
@@ -49,6 +51,7 @@ class RankEnv:
     num_before: int | None = None
     store_fd: int | None = None
     link_fd: int | None = None
+    page_files: tuple[int, ...] = ()
 
     @property
     def store(self) -> str:
@@ -130,12 +133,17 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         master_port=_number(environ, "MASTER_PORT", "torchrun", default=0 if LAUNCH_FILES in environ else None),
         launch_id=_number(environ, "MOE_SERVE_LAUNCH_ID", "moe-serve", default=0),
         restarts_left=_restarts_left(environ),
-        launch_files=tuple(int(each) for each in environ.get(LAUNCH_FILES, "").split(",") if each),
+        launch_files=_descriptors(environ, LAUNCH_FILES),
+        page_files=_descriptors(environ, PAGE_FILES),
         num_before=_number(environ, NUM_BEFORE, "moe-serve") if NUM_BEFORE in environ else None,
         store_fd=_number(environ, STORE_FD, "moe-serve") if STORE_FD in environ else None,
         link_fd=_number(environ, LINK_FD, "moe-serve") if LINK_FD in environ else None,
         source="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher",
     )
+
+
+def _descriptors(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in environ.get(name, "").split(",") if each)
 
 
 def _restarts_left(environ: Mapping[str, str]) -> int:

@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -98,15 +98,39 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
     Raises LaunchError before anything is started, when a port is taken.
     """
     listener = open_port(config.server.host, config.server.port)
-    with listener, OwnFolder() as folder:
+    with listener, OwnFolder() as folder, memory_for_pages(config) as pages:
         config = with_port(config, listener.getsockname()[1])
         own, prefill = config, None
         if config.parallel.num_prefill_ranks:
             config = share_threads(config)
-            own, prefill = config.of_role("decode"), _Prefill(config.of_role("prefill"), display, folder, worker)
-        ranks = LocalRanks(own, display.line, folder, module=worker)
+            own = config.of_role("decode")
+            prefill = _Prefill(config.of_role("prefill"), display, folder, worker, pages)
+        ranks = LocalRanks(own, display.line, folder, worker, pages=pages)
         with signals_stop() as signals:
             return _System(own, display, ranks, signals, prefill=prefill).run(listener)
+
+
+@contextmanager
+def memory_for_pages(config: ServeConfig) -> Iterator[list[int]]:
+    """Makes the memory for pages on their way to decode ranks, one file without a name for each prefill rank.
+
+    Raises LaunchError where there is not so much.
+    """
+    size, number = int(config.parallel.handover_gb * 1e9), config.parallel.num_prefill_ranks
+    pages = [os.memfd_create("moe_serve_pages") for _ in range(number)]
+    try:
+        for descriptor in pages:
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            except OSError as error:
+                raise LaunchError(
+                    f"parallel.handover_gb is {size / 1e9:g} for each of {number} prefill ranks, and there is no memory "
+                    f"for that ({error.strerror}); lower it"
+                ) from None
+        yield pages
+    finally:
+        for descriptor in pages:
+            os.close(descriptor)
 
 
 def share_threads(config: ServeConfig) -> ServeConfig:
@@ -450,15 +474,17 @@ class _PrefillDisplay:
 class _Prefill:
     """The prefill ranks of a system: a launch of their own, without which the others serve on.
 
-    config: of their role;  folder: of the launcher
+    config: of their role;  folder: of the launcher;  pages: memory for pages on their way, by rank
     """
 
-    def __init__(self, config: ServeConfig, display: StartDisplay, folder: Path, worker: str):
+    def __init__(
+        self, config: ServeConfig, display: StartDisplay, folder: Path, worker: str, pages: Sequence[int]
+    ):
         self._config = config
         self._display = _PrefillDisplay(display, display.num_ranks - config.parallel.num_ranks)
         self._link = Link(folder=folder).of_prefill()
         assert self._link.folder is not None
-        self.ranks = LocalRanks(config, self._display.line, self._link.folder, worker, self._link)
+        self.ranks = LocalRanks(config, self._display.line, self._link.folder, worker, self._link, pages)
         self._restarts = Restarts(config.launcher, "the prefill ranks were")
         self._launch: LaunchWatch | None = None  # None: they are not running
         self._starts_at_s: float | None = None

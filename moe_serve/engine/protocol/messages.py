@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.request import Handover, Request, SamplingParams
 
 ALIVE_PERIOD_S = 1.0  # how often each side shows that it is alive
 STEP_WORDS = 11  # of one step in a profile, all int64; see Profiler.add
@@ -30,6 +30,8 @@ class Submit(Message, tag="submit", frozen=True):
 
     output_ids:          what earlier attempts have produced; the first new token has that index
     num_prompt_logprobs: entries of the prompt's log probabilities that earlier attempts have sent
+    hand_over_from:      to a prefill rank, where a decode rank goes on: the first block whose page that may lack
+    handover:            to a decode rank: where pages of the prompt are
     """
 
     request_id: str
@@ -40,6 +42,8 @@ class Submit(Message, tag="submit", frozen=True):
     output_ids: list[int] = []
     salt: str = ""
     num_prompt_logprobs: int = 0
+    hand_over_from: int | None = None
+    handover: Handover | None = None
 
     def to_request(self) -> Request:
         request = Request(
@@ -50,6 +54,8 @@ class Submit(Message, tag="submit", frozen=True):
             params=self.params,
             seed=self.seed,
             salt=self.salt,
+            handover=self.handover,
+            hand_over_from=self.hand_over_from,
         )
         if self.params.prompt_logprobs is not None:
             request.prompt_scored(self.params.prompt_logprobs_start + self.num_prompt_logprobs)

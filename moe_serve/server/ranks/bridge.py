@@ -60,7 +60,7 @@ from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.calls import ApiServers, Command, CommandBook
 from moe_serve.server.ranks.rank_table import Liveness, RankTable, RankView
-from moe_serve.server.ranks.request_book import GroupRequests, PrefillRequests, RequestBook, RestartWait
+from moe_serve.server.ranks.request_book import GroupRequests, PrefillLaunch, PrefillRequests, RequestBook, RestartWait
 from moe_serve.server.ranks.router_socket import RouterSocket
 from moe_serve.server.ranks.void_reports import VoidReports
 from moe_serve.server.requests.open_request import Changes, Notifier, OpenRequest, RequestSpec, UnavailableError
@@ -356,6 +356,9 @@ class RankGroup:
     def _rank_is_ready(self, rank: int) -> None:
         """Notes that a rank takes requests."""
 
+    def _look_at_ranks(self, now_s: float) -> None:
+        """Looks for signs of life of each rank, once a second; `PrefillGroup` does."""
+
     def _take_of_launcher(self, message: ToFrontEnd) -> None:
         """Takes a report of the launcher, possibly about a launch that is not known here yet."""
         match message:
@@ -490,6 +493,7 @@ class RankGroup:
                 continue
             if (lost := self._liveness.look(self.workers, now_s)) is not None:
                 self._end_launch(*lost)
+            self._look_at_ranks(now_s)
             if (why := self._liveness.late_start(self.workers, now_s)) is not None:
                 self._end_launch(why, None)
 
@@ -649,13 +653,16 @@ class Bridge(RankGroup):
         own, theirs = self.workers.info, {} if self.prefill is None else self.prefill.workers.info
         if not own or not theirs:
             return
+        assert self.prefill is not None
         is_same = own.get("computes") == theirs.get("computes")
         if not is_same:
             log.error(
                 "the prefill ranks compute other values than the decode ranks (another model, version or setting), so "
                 "they get no requests; start both groups with the same configuration"
             )
-        self.book.trust_prefill(is_same)
+        num_pages = int(theirs.get("handover_pages", 0)) // self.config.num_front_ends
+        launch = PrefillLaunch(self.prefill.workers.launch_id, num_pages) if is_same else None
+        self.book.trust_prefill(launch)
 
     async def _keep_deadlines(self) -> None:
         while True:
@@ -669,9 +676,25 @@ class PrefillGroup(RankGroup):
     def __init__(self, config: ServeConfig, requests: PrefillRequests, link: Link, on_ready: Callable[[], None]):
         super().__init__(config, requests, None, link)
         self._on_ready = on_ready
+        self._of_prefill = requests
+        self._silent: set[int] = set()
 
     def _rank_is_ready(self, rank: int) -> None:
         self._on_ready()
+
+    def _look_at_ranks(self, now_s: float) -> None:
+        """Leaves ranks that show no sign of life, before it is known whether they are lost."""
+        serving = {view.rank: view for view in self.workers if view.serves and view.mask_reason is None}
+        limit_s = self.config.engine.suspect_after_s
+        for rank, view in serving.items():
+            is_silent = view.pulse_s is not None and now_s - view.pulse_s > limit_s
+            if is_silent and rank not in self._silent:
+                log.warning("prefill rank %d was silent for %g s; decode ranks compute its prompts", rank, limit_s)
+                self._of_prefill.leave_silent(rank)
+            elif not is_silent and rank in self._silent:
+                self._of_prefill.hear_again(rank)
+            (self._silent.add if is_silent else self._silent.discard)(rank)
+        self._silent &= set(serving)
 
 
 class Supervisors:

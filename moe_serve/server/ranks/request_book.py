@@ -8,10 +8,12 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from moe_serve.attention_dp.request import Handover
 from moe_serve.attention_dp.request_router import RequestRouter, why_local
 from moe_serve.config import ServeConfig, ServerConfig
 from moe_serve.engine.output.incremental_decoder import Decoder
@@ -132,14 +134,26 @@ class RequestBook:
             if request.rank is None or not self._capacity.is_prefill(request.rank):
                 continue
             if request.rank != lost_rank or self._count_loss(request, lost_rank):
-                self._send(request.rank, Abort(request.request_id))
-                self._leave(request)
-                self._queue(request)
+                self._give_back(request, request.rank)
         self.send_waiting()
 
-    def trust_prefill(self, computes_the_same: bool) -> None:
-        """Notes whether prefill ranks compute the same as decode ranks; until that is known, none gets a request."""
-        self._capacity.trusts_prefill = computes_the_same
+    def leave_silent(self, rank: int) -> None:
+        """Sends nothing to a prefill rank that is silent, until `hear_again`; decode ranks serve its requests."""
+        self._capacity.lose([rank])
+        for request in list(self._open.values()):
+            if request.rank == rank:
+                request.end_handover("late")
+                self._give_back(request, rank)
+        self.send_waiting()
+
+    def hear_again(self, rank: int) -> None:
+        """Sends to a prefill rank again that was silent."""
+        self._capacity.regain([rank])
+
+    def trust_prefill(self, launch: "PrefillLaunch | None") -> None:
+        """Takes how prefill ranks hand pages over; None: it is not known that they compute the same as decode ranks,
+        so they get no request."""
+        self._capacity.prefill_launch = launch
 
     def let_end(self) -> None:
         """Lets the open requests end, those of a pause too."""
@@ -287,6 +301,7 @@ class RequestBook:
                 continue
             is_handed_over = self._capacity.is_prefill(message.rank) and request.is_handed_over(event)
             if is_handed_over:
+                request.end_handover("")
                 event = msgspec.structs.replace(event, finish=None)
             if not request.has_started and event.token_ids:
                 request.has_started = True
@@ -336,6 +351,8 @@ class RequestBook:
             if lost is None or lost not in change.masked:
                 continue
             self._send(lost, Abort(request.request_id))  # a late rank still holds it
+            if self._capacity.is_prefill(lost) and lost not in change.ended:
+                request.end_handover("late")
             if lost not in change.ended or self._count_loss(request, lost):
                 self._leave(request)
                 self._start(request, may_choose=False)
@@ -358,15 +375,25 @@ class RequestBook:
 
     def _start(self, request: OpenRequest, may_choose: bool = True) -> None:
         """Sends a request to a rank. may_choose: the one that its caller named, if that serves"""
-        rank = self._capacity.send(request, may_choose)
-        request.go_to(rank)
-        self._send(rank, request.submit_message(self._capacity.is_prefill(rank)))
+        self._submit(request, self._capacity.send(request, may_choose))
 
     def _submit_again(self, request: OpenRequest, rank: int) -> None:
         request.leave_rank()
-        request.go_to(rank)
         self.counters["num_resubmitted"] += 1
-        self._send(rank, request.submit_message(self._capacity.is_prefill(rank)))
+        self._submit(request, rank)
+
+    def _submit(self, request: OpenRequest, rank: int) -> None:
+        request.go_to(rank)
+        is_prefill = self._capacity.is_prefill(rank)
+        if is_prefill:
+            request.handover = self._capacity.handover_of(rank, request.attempt)
+        self._send(rank, request.submit_message(is_prefill))
+
+    def _give_back(self, request: OpenRequest, rank: int) -> None:
+        """Takes a request from its rank, for another one."""
+        self._send(rank, Abort(request.request_id))
+        self._leave(request)
+        self._queue(request)
 
     def _leave(self, request: OpenRequest) -> None:
         if request.rank is not None:
@@ -386,6 +413,7 @@ class RequestBook:
         for tell in self.at_end:
             tell(request)
         self._by_client_id.remove(request)
+        self._capacity.forget_pages(request.request_id)
         if request.rank is None:
             self._lines.remove(request.spec.rank, request.request_id)
             return
@@ -452,6 +480,17 @@ def ranks_to_choose_from(num_requests: Mapping[int, int], slots: int, most: int)
     return with_slot or [rank for rank, number in num_requests.items() if number < most]
 
 
+@dataclass(frozen=True)
+class PrefillLaunch:
+    """Prefill ranks that compute the same as the decode ranks. num_pages: for which each has memory, for this front end
+
+    A page has the tokens of a block. It counts from the moment in which its prompt is sent until a decode rank has it.
+    """
+
+    launch_id: int
+    num_pages: int
+
+
 class RankCapacity:
     """The number of requests at each rank, and the routers that choose among the ranks with room.
 
@@ -460,7 +499,7 @@ class RankCapacity:
 
     Whether a prefill rank computes a prompt is decided here alone, when a decode rank has room for its request.
 
-    trusts_prefill: whether prefill ranks are known to compute the same as decode ranks
+    prefill_launch: the prefill ranks; None: they are not known to compute the same as decode ranks
     routes: where requests began, "prefill" or why not; {} without prefill ranks
     """
 
@@ -473,7 +512,8 @@ class RankCapacity:
         self._router = self._new_router(config.cache.block_size)
         self._first_prefill = config.parallel.num_ranks
         self._prefill = self._new_router(config.cache.block_size, prefill=True)
-        self.trusts_prefill = False
+        self.prefill_launch: PrefillLaunch | None = None
+        self._pages: dict[str, tuple[int, int]] = {}  # by request: its prefill rank, and pages on their way from there
         self.routes: Counter[str] = Counter()
         self.lose_prefill()
 
@@ -526,7 +566,7 @@ class RankCapacity:
         if may_choose and spec.rank is not None and spec.rank in self._router.ranks:
             rank = spec.rank
         else:
-            why = self._why_local(request)
+            why, among = self._why_local(request)
             router = self._router if why else self._prefill
             num_left = spec.params.max_new_tokens - len(output)
             rank = router.route(
@@ -535,9 +575,12 @@ class RankCapacity:
                 spec.salt,
                 request_id=request.request_id,
                 max_new_tokens=num_left if why else 1,
-                among=self._with_room(router),
+                among=among,
                 group=spec.group,
             )
+            if why is None and spec.params.max_new_tokens > 1:
+                num_pages = len(spec.prompt_ids) // router.block_size - request.hand_over_from
+                self._pages[request.request_id] = rank, num_pages
             if not request.attempt and self._config.parallel.num_prefill_ranks:
                 self.routes[why or "prefill"] += 1
         self._num_sent[rank] += 1
@@ -546,21 +589,42 @@ class RankCapacity:
     def _with_room(self, router: RequestRouter) -> list[int]:
         return ranks_to_choose_from({each: self._num_sent[each] for each in router.ranks}, self._slots, self._most_sent)
 
-    def _why_local(self, request: OpenRequest) -> str | None:
-        """Returns why no prefill rank gets a request; None: one does."""
+    def _with_pages(self, num_pages: int) -> list[int]:
+        """Returns the prefill ranks with room for a request, and for so many pages on their way to decode ranks."""
+        most = 0 if self.prefill_launch is None else self.prefill_launch.num_pages
+        used: Counter[int] = Counter()
+        for rank, number in self._pages.values():
+            used[rank] += number
+        return [rank for rank in self._with_room(self._prefill) if used[rank] + num_pages <= most]
+
+    def handover_of(self, rank: int, attempt: int) -> Handover:
+        """Returns where a prefill rank leaves pages of a request, which it has not come to the end of."""
+        launch_id = 0 if self.prefill_launch is None else self.prefill_launch.launch_id
+        return Handover(rank - self._first_prefill, launch_id, attempt, "peer_lost")
+
+    def _why_local(self, request: OpenRequest) -> tuple[str | None, list[int]]:
+        """Returns why no prefill rank gets a request, None: one does; and the ranks that have room for it."""
+        local, spec = self._with_room(self._router), request.spec
         if request.num_output:
-            return "begun"
-        if not self.trusts_prefill or not self._prefill.ranks or not self._router.ranks:
-            return "no_prefill_rank"
+            return "begun", local
+        if self.prefill_launch is None or not self._prefill.ranks or not self._router.ranks:
+            return "no_prefill_rank", local
         if not self._with_room(self._prefill):
-            return "prefill_full"
-        return why_local(
-            self._router.uncached(request.spec.prompt_ids, request.spec.salt),
+            return "prefill_full", local
+        most_cached, least_cached = self._router.cached(spec.prompt_ids, spec.salt)
+        request.hand_over_from = least_cached // self._router.block_size
+        num_pages = len(spec.prompt_ids) // self._router.block_size - request.hand_over_from
+        among = self._with_pages(num_pages if spec.params.max_new_tokens > 1 else 0)
+        if not among:
+            return "pages_full", local
+        why = why_local(
+            len(spec.prompt_ids) - most_cached,
             self._config.parallel.prefill_from_tokens,
             self._prefill.prompt_wait,
             self._router.prompt_wait,
             min(self._num_sent[each] for each in self._router.ranks),
         )
+        return why, local if why else among
 
     def free(self, rank: int, request_id: str) -> None:
         """Notes that a request has left its rank."""
@@ -569,7 +633,13 @@ class RankCapacity:
 
     def started(self, rank: int, request_id: str) -> None:
         """Notes that the first token of a request has come from its rank."""
+        if not self.is_prefill(rank):
+            self.forget_pages(request_id)
         self._router_of(rank).started(request_id)
+
+    def forget_pages(self, request_id: str) -> None:
+        """Notes that no pages of a request are on their way any more."""
+        self._pages.pop(request_id, None)
 
     def update(self, status: Status) -> None:
         """Takes a rank's report of its load."""
@@ -624,6 +694,14 @@ class PrefillRequests:
 
     def take(self, message: Tokens) -> None:
         self._book.take(msgspec.structs.replace(message, rank=self._first + message.rank))
+
+    def leave_silent(self, rank: int) -> None:
+        """Moves the requests of a rank that shows no sign of life to decode ranks."""
+        self._book.leave_silent(self._first + rank)
+
+    def hear_again(self, rank: int) -> None:
+        """Sends requests to a rank that was silent."""
+        self._book.hear_again(self._first + rank)
 
     def take_status(self, status: Status) -> None:
         self._book.take_status(msgspec.structs.replace(status, rank=self._first + status.rank))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.attention_dp.request import Handover, SamplingParams
 from moe_serve.engine.output.incremental_decoder import Decoder
 from moe_serve.engine.output.logprobs import TokenLogprobs
 from moe_serve.engine.output.stop_matcher import FinishReason, StopMatcher
@@ -144,7 +144,10 @@ class OpenRequest:
     attempt:    number of the valid submit; events of other attempts are dropped
     matcher:    its output as the reader sees it
     failure:    why it ended without an answer; RequestError: the client's fault
-    num_cached: prompt tokens from the prefix cache
+    num_cached: prompt tokens that the prefix cache of the rank held that computed the prompt; what that rank hands over
+                is not cached
+    handover:   where a prefill rank has left pages of the prompt; None: none has computed any
+    hand_over_from: the first block that it hands over
     call_id:    the X-Request-Id of its call
     queued_s:   its wait so far: here for a rank, and on ranks until they began with it
 
@@ -169,6 +172,8 @@ class OpenRequest:
         self.failure: MoeServeError | None = None
         self.was_cut_short = False
         self.num_cached = 0
+        self.handover: Handover | None = None
+        self.hand_over_from = 0
         params = spec.params
         self.output_logprobs = _empty(params.logprobs, params.logprob_token_ids)
         self.prompt_logprobs = _empty(params.prompt_logprobs, params.logprob_token_ids)
@@ -207,6 +212,7 @@ class OpenRequest:
         prefill: up to the next token alone
         """
         most = max(1, self.spec.params.max_new_tokens)
+        is_handed_over = prefill and most > self.num_output + 1
         return Submit(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -217,6 +223,8 @@ class OpenRequest:
             output_ids=list(self.matcher.output_ids),
             salt=self.spec.salt,
             num_prompt_logprobs=0 if self.prompt_logprobs is None else len(self.prompt_logprobs),
+            hand_over_from=self.hand_over_from if is_handed_over else None,
+            handover=None if prefill else self.handover,
         )
 
     def lacks_tokens_before(self, event: TokenEvent) -> bool:
@@ -227,6 +235,11 @@ class OpenRequest:
     def is_handed_over(self, event: TokenEvent) -> bool:
         """Returns whether an event of a prefill rank ends its part alone, so that a decode rank goes on."""
         return event.finish == "length" and event.index + len(event.token_ids) < self.spec.params.max_new_tokens
+
+    def end_handover(self, why_short: str) -> None:
+        """Notes that its prefill rank hands no more pages over, and why; "": it has computed the prompt."""
+        if self.handover is not None:
+            self.handover = replace(self.handover, why_short=why_short)
 
     def go_to(self, rank: int) -> None:
         """Notes that a rank serves it from now on."""
@@ -257,7 +270,8 @@ class OpenRequest:
             self.fail(RequestError(message, event.field) if event.field else ModelError(message))
             return
         assert not self.lacks_tokens_before(event), "tokens before these are missing"
-        self.num_cached = max(self.num_cached, event.num_cached_prompt)
+        if not self.num_output:
+            self.num_cached = max(self.num_cached, event.num_cached_prompt)
         self.queued_s += event.queued_us / 1e6
         if event.prompt_logprobs is not None and self.prompt_logprobs is not None:
             self.prompt_logprobs.add(event.prompt_logprobs)

@@ -80,7 +80,7 @@ async def roles(
         bridge = Bridge(config, None, link=link)
         await bridge.start()
         decode = [RoleWorker(r, num_decode, 0, 1, of=link, info={"computes": "x"}) for r in range(num_decode)]
-        facts = {"computes": computes, "on_lost_rank": "mask"}
+        facts = {"computes": computes, "on_lost_rank": "mask", "handover_pages": 100}
         prefill = [
             RoleWorker(r, num_prefill, 0, 2, of=link.of_prefill(), info=facts, **fields)  # type: ignore[arg-type]
             for r in range(num_prefill)

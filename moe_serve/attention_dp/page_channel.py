@@ -1,0 +1,253 @@
+"""Pages of prompts on their way from prefill ranks to decode ranks of one host, through shared memory.
+
+Each prefill rank has a file in memory, which it writes and decode ranks read: records, then the pages of these. It
+writes the pages of a request whenever they are computed, over those that it wrote longest ago. It holds no address of
+another's pool, and waits for nobody. A record says all that its reader knows beforehand:
+
+    magic, number of the hand-over, launch, attempt, index of the page, layers, tokens, bytes, key    and a checksum
+
+The reader copies a page into a block that only its request holds, and believes it when the record is, byte by byte, the
+one that it asked for, and the checksum over record and page is that of the bytes that it has stored. Whatever a late,
+foreign or dying writer does meanwhile, the block is computed again then. The number is drawn from request, attempt and
+launch: where a request leaves a rank, its attempt rises, and nobody asks for the records of before.
+"""
+
+import ctypes
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.attention_dp.prefix_cache import KEY_BYTES
+from moe_serve.attention_dp.request import Handover, Request
+from moe_serve.c_library import find_c_library, processor_flags
+from moe_serve.errors import ConfigError
+
+HEAD = struct.Struct(f"<8sQQIIIIQ{KEY_BYTES}s")  # magic, number, launch, attempt, index, layers, tokens, bytes, key
+_CHECKSUM = struct.Struct("<I")
+RECORD_BYTES = 128
+_PAGE = mmap.PAGESIZE
+_FIELDS = np.dtype(
+    {"names": ["number", "index"], "formats": ["<u8", "<u4"], "offsets": [8, 28], "itemsize": RECORD_BYTES}
+)
+Heads = npt.NDArray[np.uint8]
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    source = Path(__file__).with_name("page_copy.c")
+    return find_c_library(source, {"copy_pages": 10}, "pages are handed over by Python, slowly", processor_flags())
+
+
+class PageCopier:
+    """Copies pages out of a pool and into it, with checksums: CRC-32C, or without a compiler CRC-32.
+
+    magic: of records, whose last byte says which checksum it is
+    """
+
+    def __init__(self, cache: KvCache, library: ctypes.CDLL | None):
+        self._cache, self._library = cache, library
+        self.magic = b"moepage\1" if library is not None else b"moepage\2"
+        parts = cache.parts
+        self._parts = np.array([address for address, _ in parts], dtype=np.int64)
+        self._part_bytes = np.array([size for _, size in parts], dtype=np.int64)
+
+    def copy(self, heads: Heads, pages: Heads, blocks: Sequence[int], into_pool: bool) -> npt.NDArray[np.int64]:
+        """Copies pages and returns their checksums, which cover heads [n, HEAD.size] too.
+
+        pages: n rows of [page_bytes] uint8 anywhere in memory;  into_pool: to the blocks, else from there
+        """
+        if self._library is None:
+            return self._copy_plainly(heads, pages, blocks, into_pool)
+        sums = np.empty(len(blocks), dtype=np.int64)
+        first, stride = pages.ctypes.data, pages.strides[0]
+        addresses = first + stride * np.arange(len(blocks), dtype=np.int64)
+        at = np.array(blocks, dtype=np.int64)
+        heads = np.ascontiguousarray(heads)
+        self._library.copy_pages(
+            len(blocks), heads.ctypes.data, heads.shape[1], addresses.ctypes.data, at.ctypes.data, len(self._parts),
+            self._parts.ctypes.data, self._part_bytes.ctypes.data, int(into_pool), sums.ctypes.data,
+        )  # fmt: skip
+        return sums
+
+    def _copy_plainly(
+        self, heads: Heads, pages: Heads, blocks: Sequence[int], into_pool: bool
+    ) -> npt.NDArray[np.int64]:
+        sums = np.empty(len(blocks), dtype=np.int64)
+        for number, block in enumerate(blocks):
+            if into_pool:
+                page = torch.from_numpy(pages[number].copy())
+                self._cache.write_page(block, page)
+            else:
+                page = self._cache.read_page(block)
+                pages[number] = page.numpy()
+            sums[number] = zlib.crc32(page.numpy().data, zlib.crc32(heads[number].tobytes()))
+        return sums
+
+
+class _Ring:
+    """The file of one prefill rank: num_slots records of RECORD_BYTES, and from the next page of memory on their pages.
+
+    records: [num_slots, RECORD_BYTES] uint8;  pages: [num_slots, page_bytes] uint8
+    """
+
+    def __init__(self, descriptor: int, page_bytes: int, writes: bool):
+        size = os.fstat(descriptor).st_size
+        self.num_slots = max(0, size - _PAGE) // (RECORD_BYTES + page_bytes)
+        if not self.num_slots:
+            raise ConfigError(
+                f"parallel.handover_gb is {size / 1e9:g}, less than one block of the KV cache takes; it holds pages "
+                f"that are handed over, of {page_bytes / 1e9:g} GB each; give it room for the longest prompts"
+            )
+        kind = mmap.PROT_READ | mmap.PROT_WRITE if writes else mmap.PROT_READ
+        # Populated, since the first page fault of each 4 KiB costs as much as copying them ten times.
+        shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = np.frombuffer(mmap.mmap(descriptor, size, shared, kind), dtype=np.uint8)
+        records = self.num_slots * RECORD_BYTES
+        first = -(-records // _PAGE) * _PAGE
+        self.records = memory[:records].reshape(-1, RECORD_BYTES)
+        self.pages = memory[first : first + self.num_slots * page_bytes].reshape(-1, page_bytes)
+        self.fields = self.records.view(_FIELDS).reshape(-1)
+
+
+def number_of(launch_id: int, request_id: str, attempt: int) -> int:
+    """Returns the number of a hand-over, by which its records are found."""
+    name = f"{launch_id}:{attempt}:{request_id}".encode()
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little") or 1
+
+
+class PageSender:
+    """The writing end, on a prefill rank. num_sent: pages"""
+
+    def __init__(self, descriptor: int, cache: KvCache, launch_id: int):
+        """Raises ConfigError where the file is too small for a page."""
+        self._copier = PageCopier(cache, _library())
+        self._ring = _Ring(descriptor, cache.page_bytes, writes=True)
+        self._ring.records[:] = 0  # of a process before this one
+        self._cache, self._launch_id = cache, launch_id
+        self._next = 0
+        self.num_sent = 0
+
+    @property
+    def num_slots(self) -> int:
+        """The pages that are there at a time."""
+        return self._ring.num_slots
+
+    def send(self, request: Request, first: int, end: int) -> None:
+        """Writes the pages of a request's blocks first..end, which are full."""
+        while first < end:
+            slot, count = self._next, min(end - first, self._ring.num_slots - self._next)
+            self._send(request, first, first + count, slot)
+            self._next = (slot + count) % self._ring.num_slots
+            self.num_sent += count
+            first += count
+
+    def _send(self, request: Request, first: int, end: int, slot: int) -> None:
+        heads = heads_of(
+            self._copier.magic, self._cache, self._launch_id, request.request_id, request.attempt, first,
+            request.block_keys[first:end],
+        )  # fmt: skip
+        slots = slice(slot, slot + end - first)
+        self._ring.records[slots] = 0
+        sums = self._copier.copy(heads, self._ring.pages[slots], request.block_ids[first:end], into_pool=False)
+        records = np.zeros((end - first, RECORD_BYTES), dtype=np.uint8)
+        records[:, : HEAD.size] = heads
+        records[:, HEAD.size : HEAD.size + 4] = sums.astype("<u4").view(np.uint8).reshape(-1, 4)
+        self._ring.records[slots] = records
+
+
+COUNTERS = ("from_prefill", "late", "checksum", "peer_lost", "version", "evicted")
+
+
+class PageReceiver:
+    """The reading end, on a decode rank.
+
+    counters: pages that have come, and why the rest of a prompt was computed again, by reason
+    """
+
+    def __init__(self, descriptors: Sequence[int], cache: KvCache):
+        """descriptors: of the files, by prefill rank. Raises ConfigError where one is too small for a page."""
+        self._copier = PageCopier(cache, _library())
+        self._rings = [_Ring(each, cache.page_bytes, writes=False) for each in descriptors]
+        self._cache, self.page_bytes = cache, cache.page_bytes
+        self.counters = dict.fromkeys(COUNTERS, 0)
+
+    def take(self, request: Request, handover: Handover, first: int, blocks: Sequence[int]) -> int:
+        """Copies the pages of a request from index `first` on into blocks that only it holds; returns how many are
+        right. Where that is not all, the reason is counted."""
+        slots, ring = self._find(request.request_id, handover, first, len(blocks))
+        num_right, reason = 0, handover.why_short or "evicted"
+        if slots:
+            num_right, damage = self._copy(ring, request, handover, first, blocks, slots)
+            reason = damage or reason
+        self.counters["from_prefill"] += num_right
+        if num_right < len(blocks):
+            self.counters[reason] += 1
+        return num_right
+
+    def _find(self, request_id: str, handover: Handover, first: int, count: int) -> tuple[list[int], _Ring]:
+        """Returns the slots that claim to hold pages first.. of a hand-over, as far as there is one after the other."""
+        ring = self._rings[handover.rank]
+        number = number_of(handover.launch_id, request_id, handover.attempt)
+        found = np.flatnonzero(ring.fields["number"] == number)
+        slot_of = dict(zip(ring.fields["index"][found].tolist(), found.tolist(), strict=True))
+        slots = []
+        for index in range(first, first + count):
+            if index not in slot_of:
+                break
+            slots.append(slot_of[index])
+        return slots, ring
+
+    def _copy(
+        self, ring: _Ring, request: Request, handover: Handover, first: int, blocks: Sequence[int], slots: list[int]
+    ) -> tuple[int, str | None]:
+        """Copies pages; returns how many are right, and what is wrong with the next one, if there is a next one."""
+        asked = heads_of(
+            self._copier.magic, self._cache, handover.launch_id, request.request_id, handover.attempt, first,
+            request.block_keys[first : first + len(slots)],
+        )  # fmt: skip
+        records = ring.records[slots]  # a copy, as they are now
+        heads = records[:, : HEAD.size]
+        sums = np.empty(len(slots), dtype=np.int64)
+        begin = 0
+        while begin < len(slots):  # pages that lie one behind the other go at once
+            end = begin + 1
+            while end < len(slots) and slots[end] == slots[end - 1] + 1:
+                end += 1
+            run = slice(begin, end)
+            pages = ring.pages[slots[begin] : slots[end - 1] + 1]
+            sums[run] = self._copier.copy(heads[run], pages, blocks[begin:end], into_pool=True)
+            begin = end
+        given = np.ascontiguousarray(records[:, HEAD.size : HEAD.size + 4]).view("<u4").reshape(-1)
+        for number in range(len(slots)):
+            if given[number] != sums[number]:
+                return number, "checksum"
+            if not is_what_was_asked(heads[number], asked[number]):
+                return number, "version"
+        return len(slots), None
+
+
+def is_what_was_asked(head: Heads, asked: Heads) -> bool:
+    """Returns whether a record says of its page all that its reader knows of it."""
+    return bool(np.array_equal(head, asked))
+
+
+def heads_of(
+    magic: bytes, cache: KvCache, launch_id: int, request_id: str, attempt: int, first: int, keys: Sequence[bytes]
+) -> Heads:
+    """Returns the records of the pages with these keys, but for their checksums: [len(keys), HEAD.size] uint8."""
+    number, layers = number_of(launch_id, request_id, attempt), len(cache.layouts)
+    heads = b"".join(
+        HEAD.pack(magic, number, launch_id, attempt, index, layers, cache.block_size, cache.page_bytes, key)
+        for index, key in enumerate(keys, first)
+    )
+    return np.frombuffer(heads, dtype=np.uint8).reshape(len(keys), HEAD.size)
