@@ -229,11 +229,16 @@ class PageReceiver:
             begin = end
         given = np.ascontiguousarray(records[:, HEAD.size : HEAD.size + 4]).view("<u4").reshape(-1)
         for number in range(len(slots)):
-            if given[number] != sums[number]:
+            if not is_right(given[number], sums[number]):
                 return number, "checksum"
             if not is_what_was_asked(heads[number], asked[number]):
                 return number, "version"
         return len(slots), None
+
+
+def is_right(given: int, computed: int) -> bool:
+    """Returns whether a record has the checksum of what was stored."""
+    return given == computed
 
 
 def is_what_was_asked(head: Heads, asked: Heads) -> bool:

@@ -252,7 +252,9 @@ def _build_engine(
 ) -> "Engine":
     from moe_serve.engine.build import build_engine
 
-    engine = build_engine(config, group, exchange, mailbox, launch_id=env.launch_id, progress=report, page_files=env.page_files)
+    engine = build_engine(
+        config, group, exchange, mailbox, launch_id=env.launch_id, progress=report, page_files=env.page_files
+    )
     engine.served.info |= {"role": config.parallel.role, "exchange": type(exchange).__name__, "launched_by": env.source}
     engine.served.info["shared_with_front_end"] = front_end_facts(config)
     return engine

@@ -124,8 +124,8 @@ def memory_for_pages(config: ServeConfig) -> Iterator[list[int]]:
                 os.posix_fallocate(descriptor, 0, size)
             except OSError as error:
                 raise LaunchError(
-                    f"parallel.handover_gb is {size / 1e9:g} for each of {number} prefill ranks, and there is no memory "
-                    f"for that ({error.strerror}); lower it"
+                    f"parallel.handover_gb is {size / 1e9:g} for each of {number} prefill ranks, and there is no "
+                    f"memory for that ({error.strerror}); lower it"
                 ) from None
         yield pages
     finally:
@@ -477,9 +477,7 @@ class _Prefill:
     config: of their role;  folder: of the launcher;  pages: memory for pages on their way, by rank
     """
 
-    def __init__(
-        self, config: ServeConfig, display: StartDisplay, folder: Path, worker: str, pages: Sequence[int]
-    ):
+    def __init__(self, config: ServeConfig, display: StartDisplay, folder: Path, worker: str, pages: Sequence[int]):
         self._config = config
         self._display = _PrefillDisplay(display, display.num_ranks - config.parallel.num_ranks)
         self._link = Link(folder=folder).of_prefill()

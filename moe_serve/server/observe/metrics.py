@@ -212,7 +212,8 @@ class RankMetrics(Collector):
         )
         yield counters(
             "moe_serve_rank_cache_pages",
-            "Pages of the KV cache outside its pool: brought up from memory, from files; copied down; or not, and why.",
+            "Pages of the KV cache outside its pool: brought up from memory, from files, from prefill "
+            "ranks; copied down; or not, and why.",
             ("rank", "fate"),
             [
                 ((rank, key.removeprefix(_PAGES)), count)

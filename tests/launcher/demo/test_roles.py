@@ -17,7 +17,10 @@ def test_roles_give_the_tokens_of_two_ranks_and_no_request_is_lost_with_the_pref
 
     def answer(client: httpx.Client, body: dict[str, object]) -> tuple[object, object]:
         got = client.post("/generate", json=body).json()
+        cached.append(got["meta_info"]["cached_tokens"])
         return got["output_ids"], got["meta_info"]["output_token_logprobs"]
+
+    cached: list[int] = []
 
     with demo.client(timeout_s=120) as client:
         right = [answer(client, body) for body in bodies]
@@ -27,8 +30,14 @@ def test_roles_give_the_tokens_of_two_ranks_and_no_request_is_lost_with_the_pref
             def prefill() -> dict:
                 return client.get("/server_info").json()["prefill"]
 
+            cached.clear()
             assert [answer(client, body) for body in bodies] == right
+            assert cached == [0, 0, 0]
             assert prefill()["routes"] == {"prefill": 3}
+            # 80 tokens are five pages of each prompt: none was computed again, and none is called cached.
+            pages = 'moe_serve_rank_cache_pages_total{fate="from_prefill",rank="0"} 15.0'
+            assert eventually(lambda: pages in client.get("/metrics").text, 20)
+            assert 'moe_serve_rank_prefix_cache_hits_total{rank="0"} 0.0' in client.get("/metrics").text
             assert answer(client, bodies[0] | {"input_ids": prompts[0][:8]})[0]
             assert prefill()["routes"] == {"prefill": 3, "short": 1}
             assert 'moe_serve_requests_routed_total{route="short"} 1.0' in client.get("/metrics").text

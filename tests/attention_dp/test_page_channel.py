@@ -1,0 +1,356 @@
+"""Pages that are handed over arrive whole and right, or a decode rank computes them, to the same tokens.
+
+In `play` the values that a model would cache are a hash of all tokens up to theirs, and the next token is a hash of all
+cached values that it would attend to. So one wrong byte in one page shows as a wrong token.
+"""
+
+import mmap
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+import torch
+
+from moe_serve.attention_dp import page_channel
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.attention_dp.page_channel import HEAD, RECORD_BYTES, PageCopier, PageReceiver, PageSender, heads_of
+from moe_serve.attention_dp.request import Handover, Request, SamplingParams
+from moe_serve.attention_dp.request_blocks import RequestBlocks
+from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.errors import ConfigError
+
+LAYOUTS = [KvLayout.gqa(1, 2), KvLayout.mla(3, 2)]
+LAUNCH = 77
+
+
+@contextmanager
+def memory(size: int) -> Iterator[int]:
+    descriptor = os.memfd_create("pages")
+    os.ftruncate(descriptor, size)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def cache_of(num_blocks: int, layouts: list[KvLayout] = LAYOUTS, block_size: int = 4, fill: int = 0) -> KvCache:
+    cache = KvCache(layouts, num_blocks, block_size, torch.float32, "cpu")
+    for block in range(num_blocks if fill else 0):
+        draw = torch.Generator().manual_seed(fill + block)
+        cache.write_page(block, torch.randint(0, 256, (cache.page_bytes,), dtype=torch.uint8, generator=draw))
+    return cache
+
+
+def request_of(name: str, num_pages: int, attempt: int = 0) -> Request:
+    request = Request(name, attempt, list(range(4 * num_pages)), [1], SamplingParams(), seed=0)
+    request.block_keys = [bytes([number]) * 32 for number in range(num_pages)]
+    request.block_ids = list(range(num_pages))
+    return request
+
+
+def test_the_checksum_is_crc32c():
+    copier = PageCopier(cache_of(1), page_channel._library())
+    if page_channel._library() is None:
+        pytest.skip("no C compiler")
+    none = np.empty((1, 0), dtype=np.uint8)
+    copier._part_bytes[:] = 0
+    assert copier.copy(np.frombuffer(b"123456789", np.uint8).reshape(1, 9), none, [0], into_pool=False) == [0xE3069283]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("layouts", [LAYOUTS, [KvLayout.gqa(1, 1)], [KvLayout.mla(7, 1)] * 3], ids=len)
+def test_pages_come_whole_around_the_end_of_the_memory(
+    layouts: list[KvLayout], compiled: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not compiled:
+        monkeypatch.setattr(page_channel, "_library", lambda: None)
+    ours, theirs = cache_of(5, layouts, fill=1), cache_of(9, layouts)
+    with memory(mmap.PAGESIZE + 7 * (RECORD_BYTES + ours.page_bytes)) as descriptor:
+        sender, receiver = PageSender(descriptor, ours, LAUNCH), PageReceiver([descriptor], theirs)
+        assert sender.num_slots == 7
+        for attempt in range(4):
+            request = request_of("a", 5, attempt)
+            sender.send(request, 0, 2)
+            sender.send(request, 2, 5)
+            blocks = [8, 3, 0, 6, 4]
+            assert receiver.take(request, Handover(0, LAUNCH, attempt), 1, blocks[1:]) == 4
+            assert receiver.take(request, Handover(0, LAUNCH, attempt), 0, blocks[:1]) == 1
+            assert all(torch.equal(ours.read_page(page), theirs.read_page(blocks[page])) for page in range(5))
+        assert receiver.counters == dict.fromkeys(page_channel.COUNTERS, 0) | {"from_prefill": 20}
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"rank": 0}, None),
+        ({"launch_id": LAUNCH + 1}, "evicted"),
+        ({"attempt": 4}, "evicted"),
+        ({"attempt": 4, "why_short": "peer_lost"}, "peer_lost"),
+        ({"attempt": 4, "why_short": "late"}, "late"),
+    ],
+)
+def test_nothing_is_taken_that_was_not_asked_for(asked: dict[str, int], reason: str | None):
+    cache = cache_of(6, fill=1)
+    with memory(20_000) as descriptor:
+        sender, receiver = PageSender(descriptor, cache, LAUNCH), PageReceiver([descriptor], cache)
+        sender.send(request_of("a", 2, attempt=3), 0, 2)
+        got = receiver.take(request_of("a", 2), replace(Handover(0, LAUNCH, 3), **asked), 0, [4, 5])
+        assert got == (0 if reason else 2)
+        assert {name for name, number in receiver.counters.items() if number} == {reason or "from_prefill"}
+        assert receiver.take(request_of("b", 2), Handover(0, LAUNCH, 3), 0, [4, 5]) == 0
+
+
+def test_any_flipped_bit_is_seen():
+    ours, theirs = cache_of(1, fill=1), cache_of(1)
+    with memory(mmap.PAGESIZE + RECORD_BYTES + ours.page_bytes) as descriptor:
+        sender, receiver = PageSender(descriptor, ours, LAUNCH), PageReceiver([descriptor], theirs)
+        request, handover = request_of("a", 1), Handover(0, LAUNCH, 0)
+        sender.send(request, 0, 1)
+        page = range(mmap.PAGESIZE, mmap.PAGESIZE + ours.page_bytes)
+        with mmap.mmap(descriptor, 0) as shared:
+            for at in [*range(HEAD.size + 4), *page]:
+                for bit in (1, 128):
+                    shared[at] ^= bit
+                    assert receiver.take(request, handover, 0, [0]) == 0, f"byte {at}"
+                    shared[at] ^= bit
+        assert receiver.take(request, handover, 0, [0]) == 1
+
+
+def test_memory_that_holds_no_page_is_refused_with_the_setting():
+    cache = cache_of(1)
+    with memory(mmap.PAGESIZE + RECORD_BYTES) as descriptor, pytest.raises(ConfigError, match="handover_gb"):
+        PageSender(descriptor, cache, LAUNCH)
+
+
+# ---- faults
+
+WORD = 8  # bytes of a cached token of `Rank`: one layer of one float64 in the place of two float32
+PROMPT, OUTPUT, NUM_BLOCKS = 30, 6, 64
+
+
+class Rank:
+    """A rank with its scheduler and its 'model'. weights: of the model; other ones cache other values"""
+
+    def __init__(self, weights: bytes = b"", sender: int | None = None, receivers: list[int] | None = None):
+        self.weights = weights
+        self.cache = KvCache([KvLayout.mla(1, 1)], NUM_BLOCKS, 4, torch.float32, "cpu")
+        self.values = self.cache.layer(0).view(torch.int64).view(-1)  # by slot
+        self.sender = None if sender is None else PageSender(sender, self.cache, LAUNCH)
+        self.receiver = None if receivers is None else PageReceiver(receivers, self.cache)
+        blocks = RequestBlocks(NUM_BLOCKS, 4, True, b"model" + weights, None, self.sender, self.receiver)
+        self.scheduler = Scheduler(blocks, 8, 8, PROMPT + OUTPUT + 1)
+
+    def step(self) -> dict[str, list[int]]:
+        """Runs a step; returns the outputs of requests that have ended."""
+        ended = {}
+        proposal = self.scheduler.propose()
+        for chunk in self.scheduler.commit(proposal):
+            request = chunk.request
+            for position in range(chunk.start, chunk.start + chunk.length):
+                self.values[self._slot(request, position)] = _hash(request.token_ids(0, position + 1), self.weights)
+            token = self._sample(request, chunk.start + chunk.length) if chunk.samples else None
+            self.scheduler.complete(chunk, token)
+            if len(request.output_ids) == request.params.max_new_tokens:
+                ended[request.request_id] = request.output_ids
+                self.scheduler.finish(request.request_id)
+        self.scheduler.check()
+        return ended
+
+    def _slot(self, request: Request, position: int) -> int:
+        return request.block_ids[position // 4] * 4 + position % 4
+
+    def _sample(self, request: Request, end: int) -> int:
+        attended = [int(self.values[self._slot(request, position)]) for position in range(end)]
+        return _hash(attended, str(request.seed).encode()) % 1000
+
+
+def _hash(numbers: list[int], salt: bytes) -> int:
+    return int.from_bytes(blake2b(repr(numbers).encode() + salt, digest_size=7).digest(), "little")
+
+
+def run_alone(rank: Rank, request: Request) -> list[int]:
+    rank.scheduler.add(request)
+    while True:
+        if ended := rank.step():
+            return ended[request.request_id]
+
+
+FAULTS = (
+    "none",
+    "flip",
+    "torn",
+    "double",
+    "foreign",
+    "other weights",
+    "late",
+    "killed",
+    "restarted",
+    "lapped",
+    "aborted",
+)
+
+
+@dataclass
+class Played:
+    num_wrong: int = 0
+    num_without_end: int = 0
+    num_leaked: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+
+
+def play(num_faults: int, num_prefill: int, num_decode: int, seed: int) -> Played:
+    """Hands prompts over, with one fault each, and compares the tokens with those of one rank that does all."""
+    draw, played = random.Random(seed), Played()
+    small = mmap.PAGESIZE + 40 * (RECORD_BYTES + 4 * WORD)
+    alone = Rank()
+    files = [os.memfd_create("pages") for _ in range(num_prefill)]
+    try:
+        for each in files:
+            os.ftruncate(each, small)
+        prefill = [Rank(sender=each) for each in files]
+        decode = [Rank(receivers=files) for _ in range(num_decode)]
+        for number in range(num_faults):
+            fault = FAULTS[number % len(FAULTS)]
+            played.faults[fault] += 1
+            begin = draw.choice([0, 8]) * [7]  # some prompts begin alike
+            prompt = begin + [draw.randrange(500) for _ in range(draw.randrange(9, PROMPT) - len(begin))]
+            params = SamplingParams(max_new_tokens=OUTPUT)
+            sampling_seed = draw.choice([0, number])  # greedy, or a draw of its own
+            base = Request(f"r{number}", 1, prompt, [], params, sampling_seed)
+            right = run_alone(alone, _again(base, f"alone {number}"))
+            outputs, why, by = _prefill(draw, prefill, files, base, fault)
+            _damage(draw, prefill[by], base, fault)
+            goes_on = _again(base, base.request_id, attempt=2, output_ids=outputs)
+            goes_on.handover = Handover(by, LAUNCH, 1, why)
+            ranks = draw.sample(decode, min(len(decode), draw.choice([1, 2])))
+            for rank in ranks:  # the second one where the first was lost before its first token
+                rank.scheduler.add(goes_on)
+                if rank is not ranks[-1]:
+                    rank.scheduler.propose()
+                    rank.scheduler.abort(goes_on.request_id)
+                    goes_on = _again(goes_on, base.request_id, attempt=goes_on.attempt + 1, output_ids=list(outputs))
+                    goes_on.handover = Handover(by, LAUNCH, 1, why)
+            ended: dict[str, list[int]] = {}
+            for _ in range(60):
+                ended = ended or ranks[-1].step()
+            played.num_without_end += base.request_id not in ended
+            played.num_wrong += ended.get(base.request_id, right) != right
+            if fault == "none" and not begin and played.num_wrong == 0:
+                assert goes_on.num_handed_over == (len(prompt) // 4) * 4, "all of it came, and did not count as cached"
+                assert goes_on.num_cached_prompt == 0 or ranks[0] is ranks[-1]
+        ranks_of_both = [*prefill, *decode]
+        played.num_leaked = sum(NUM_BLOCKS - rank.scheduler.blocks.num_free for rank in ranks_of_both)
+        for rank in decode:
+            assert rank.receiver is not None
+            played.counters.update(rank.receiver.counters)
+    finally:
+        for each in files:
+            os.close(each)
+    return played
+
+
+def _again(request: Request, name: str, attempt: int = 1, output_ids: list[int] | None = None) -> Request:
+    return Request(name, attempt, request.prompt_ids, list(output_ids or []), request.params, request.seed)
+
+
+def _prefill(
+    draw: random.Random, ranks: list[Rank], files: list[int], base: Request, fault: str
+) -> tuple[list[int], str, int]:
+    """Computes a prompt on a prefill rank; returns its first token, why there is none, and the rank."""
+    by = draw.randrange(len(ranks))
+    rank = Rank(b"other", sender=files[by]) if fault == "other weights" else ranks[by]
+    if fault == "lapped":
+        run_alone(rank, _to_prefill(_again(base, "before" + base.request_id)))
+    request = _to_prefill(base)
+    rank.scheduler.add(request)
+    if fault in ("killed", "restarted", "late", "aborted"):
+        ended = rank.step()
+        if fault == "restarted":
+            ranks[by] = Rank(sender=files[by])
+        if fault in ("killed", "aborted"):
+            rank.scheduler.abort(request.request_id)
+        if fault == "late":  # it goes on after its request was taken from it, and nobody listens
+            while not ended:
+                ended = rank.step()
+        return [], "late" if fault == "late" else "peer_lost", by
+    while not (ended := rank.step()):
+        pass
+    outputs = ended[base.request_id]
+    if fault == "other weights":
+        outputs = []  # the rank before it writes on where it was, over records of the other one
+    if fault == "lapped":
+        for other in range(6):
+            prompt = [900 + other] * (PROMPT - 2)
+            run_alone(rank, _to_prefill(Request(f"{base.request_id} {other}", 1, prompt, [], base.params, 0)))
+    return outputs, "", by
+
+
+def _to_prefill(request: Request) -> Request:
+    params = SamplingParams(max_new_tokens=1)
+    sent = Request(request.request_id, request.attempt, request.prompt_ids, [], params, request.seed)
+    sent.hand_over_from = 0
+    return sent
+
+
+def _damage(draw: random.Random, rank: Rank, base: Request, fault: str) -> None:
+    """Does to the memory what a broken bit, a dying or a foreign writer would."""
+    assert rank.sender is not None
+    ring = rank.sender._ring
+    own = page_channel.number_of(LAUNCH, base.request_id, 1)
+    slots = np.flatnonzero(ring.fields["number"] == own)
+    if not len(slots):
+        return
+    slot = int(draw.choice(slots.tolist()))
+    if fault == "flip":
+        at = draw.choice(["record", "page"])
+        row = ring.records[slot, : HEAD.size + 4] if at == "record" else ring.pages[slot]
+        row[draw.randrange(len(row))] ^= 1 << draw.randrange(8)
+    elif fault == "torn":
+        half = len(ring.pages[slot]) // 2
+        ring.pages[slot, half:] = ring.pages[(slot + 1) % ring.num_slots, half:] ^ 1
+    elif fault == "double":
+        to = (slot + 5) % ring.num_slots
+        ring.records[to], ring.pages[to] = ring.records[slot], ring.pages[slot]
+    elif fault == "foreign":  # whole and with a right checksum, but of other tokens
+        foreign = Rank(b"")
+        block = 3
+        foreign.values[4 * block : 4 * block + 4] = draw.randrange(1 << 40)
+        head = heads_of(
+            rank.sender._copier.magic, rank.cache, LAUNCH, base.request_id, 1, int(ring.fields["index"][slot]),
+            [draw.randbytes(32)],
+        )  # fmt: skip
+        copier = PageCopier(foreign.cache, page_channel._library())
+        (checksum,) = copier.copy(head, ring.pages[slot : slot + 1], [block], into_pool=False)
+        ring.records[slot, : HEAD.size] = head[0]
+        ring.records[slot, HEAD.size : HEAD.size + 4] = np.frombuffer(int(checksum).to_bytes(4, "little"), np.uint8)
+
+
+RANKS = [(1, 1), (1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "num_faults", [44, pytest.param(700, marks=pytest.mark.slow)], ids=lambda number: f"{number} faults"
+)
+@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: f"{ranks[0]}+{ranks[1]}")
+def test_no_fault_changes_a_token_or_keeps_a_block(ranks: tuple[int, int], num_faults: int):
+    played = play(num_faults, *ranks, seed=ranks[0] + 2 * ranks[1])
+    assert (played.num_wrong, played.num_leaked, played.num_without_end) == (0, 0, 0)
+    assert set(played.faults) == set(FAULTS)
+    assert min(played.counters[name] for name in ("from_prefill", "checksum", "version", "peer_lost", "evicted")) > 0
+
+
+def test_without_the_check_of_what_was_asked_for_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(page_channel, "is_what_was_asked", lambda head, asked: True)
+    assert play(60, 1, 1, seed=1).num_wrong > 0
+
+
+def test_without_the_checksum_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(page_channel, "is_right", lambda given, computed: True)
+    assert play(60, 1, 1, seed=1).num_wrong > 0
