@@ -1,0 +1,187 @@
+"""Hand-overs between processes while their memory is damaged and their ranks are killed and stopped.
+
+
+    python -m benchmarks.handover_faults [--faults 2000] [--ranks 1+1,1+2,2+2] [--every 100]
+
+Serves a tiny model by `moe-serve serve` with prefill and decode ranks of one thread each, and keeps four requests open,
+greedy and sampled. One fault for each request, into the shared memory: a flipped bit, a torn page, a record twice, one
+under a foreign key, all records away. Every --every requests a prefill rank is killed (it is started again), stopped
+for longer than engine.suspect_after_s, or a decode rank is killed. Every output is compared with that of a system of
+one rank. At the end all blocks must be free, and no request open. tests/attention_dp/test_page_channel.py has the same
+in one process, where writers of other weights and late ones can be played exactly, and mutants that skip a check.
+"""
+
+import argparse
+import contextlib
+import mmap
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.bench_model import write_bench_model
+from benchmarks.conditions import conditions, save
+from moe_serve.attention_dp.page_channel import HEAD, RECORD_BYTES
+from tests.launcher.running import Running, eventually
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 32, "intermediate_size": 64,
+    "num_attention_heads": 4, "head_dim": 16, "vocab_size": 512,
+}  # fmt: skip
+PAGE_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # layers, keys and values, heads, values, bytes, tokens of a block
+HANDOVER_GB = 0.002
+PROCESS = ("prefill rank killed", "prefill rank stopped", "decode rank killed")
+
+
+class Memory:
+    """The memory of the prefill ranks, as a foreign process sees it."""
+
+    def __init__(self, launcher: int):
+        self._maps = []
+        for link in Path(f"/proc/{launcher}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if "moe_serve_pages" in os.readlink(link):
+                    with open(link, "r+b") as opened:
+                        self._maps.append(np.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=np.uint8))
+
+    def damage(self, draw: random.Random) -> str:
+        """Does one kind of damage to records that are in use; returns which."""
+        kind = draw.choice(("bit", "torn page", "twice", "foreign key", "records away"))
+        memory = draw.choice(self._maps)
+        num_slots = (memory.nbytes - mmap.PAGESIZE) // (RECORD_BYTES + PAGE_BYTES)
+        records = memory[: num_slots * RECORD_BYTES].reshape(-1, RECORD_BYTES)
+        first = -(-records.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = memory[first : first + num_slots * PAGE_BYTES].reshape(-1, PAGE_BYTES)
+        used = np.flatnonzero(records[:, 8:16].any(axis=1))
+        for slot in draw.sample(used.tolist(), min(len(used), 20)):
+            if kind == "bit":
+                row = draw.choice((records[slot, : HEAD.size + 4], pages[slot]))
+                row[draw.randrange(len(row))] ^= 1 << draw.randrange(8)
+            elif kind == "torn page":
+                pages[slot, PAGE_BYTES // 2 :] = pages[(slot + 1) % num_slots, PAGE_BYTES // 2 :]
+            elif kind == "twice":
+                other = draw.randrange(num_slots)
+                records[other], pages[other] = records[slot], pages[slot]
+            elif kind == "foreign key":
+                records[slot, HEAD.size - 32 : HEAD.size] = np.frombuffer(draw.randbytes(32), dtype=np.uint8)
+            else:
+                records[slot] = 0
+        return kind
+
+
+def body_of(number: int) -> dict[str, Any]:
+    """Returns a request: some prompts begin alike, every second one is sampled."""
+    draw = random.Random(number)
+    prompt = draw.choice(([], [9] * 64)) + draw.choices(range(3, 500), k=draw.randrange(40, 300))
+    params = {"max_new_tokens": 12, "ignore_eos": True, "temperature": float(number % 2), "sampling_seed": number}
+    return {"input_ids": prompt, "sampling_params": params}
+
+
+def ask(client: httpx.Client, number: int) -> list[int] | None:
+    """Returns the tokens of a request; None: it ended with an error, as where all decode ranks are gone for long."""
+    answer = client.post("/generate", json=body_of(number))
+    return list(answer.json()["output_ids"]) if answer.status_code == 200 else None
+
+
+def strike(kind: str, info: dict[str, Any], draw: random.Random) -> None:
+    """Kills a rank, or stops one for longer than it may be silent."""
+    ranks = info["ranks"] if kind.startswith("decode") else info["prefill"]["ranks"]
+    pids = [rank["pid"] for rank in ranks if rank.get("pid")]
+    if not pids:
+        return
+    pid = draw.choice(pids)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL if kind.endswith("killed") else signal.SIGSTOP)
+        if kind.endswith("stopped"):
+            time.sleep(5)
+            os.kill(pid, signal.SIGCONT)
+
+
+def is_idle(info: dict[str, Any]) -> bool:
+    """Returns whether no request is open, and every block of every rank is free."""
+    ranks = [*info["ranks"], *info["prefill"]["ranks"]]
+    statuses = [rank["status"] for rank in ranks if rank.get("status")]
+    are_free = [each["num_free_blocks"] == each["num_blocks"] and not each["num_running"] for each in statuses]
+    return info["requests"]["open"] == 0 and bool(are_free) and all(are_free)
+
+
+def play(ranks: str, num_faults: int, every: int, model: Path, right: Callable[[int], list[int]]) -> dict[str, Any]:
+    """Serves with these ranks under faults, and returns a row of the table."""
+    num_prefill, num_decode = ranks.split("+")
+    flags = [
+        "serve", "--model", str(model), "--skip-tokenizer-init", "--prefill-ranks", num_prefill,
+        "--decode-ranks", num_decode, "--port", "0", "--device", "cpu", "--set=parallel.threads_per_rank=1",
+        "--set=parallel.prefill_from_tokens=1", f"--set=parallel.handover_gb={HANDOVER_GB}", "--max-restarts", "1000",
+    ]  # fmt: skip
+    draw, faults, lock = random.Random(ranks), Counter[str](), threading.Lock()
+    with Running("moe_serve", flags) as running, running.client(timeout_s=300) as client:
+
+        def info() -> dict[str, Any]:
+            found: dict[str, Any] = client.get("/server_info").json()
+            return found
+
+        memory = Memory(running.process.pid)
+
+        def one(number: int) -> bool | None:
+            if number % every == every - 1:
+                kind = PROCESS[number // every % len(PROCESS)]
+                strike(kind, info(), draw)
+                faults[kind] += 1
+            damaging = threading.Timer(0.02, lambda: faults.update([memory.damage(draw)]))
+            damaging.start()
+            got = ask(client, number)
+            damaging.join()
+            with lock:
+                return None if got is None else got == right(number)
+
+        with ThreadPoolExecutor(4) as pool:
+            ended = list(pool.map(one, range(num_faults)))
+        are_free = eventually(lambda: is_idle(info()), 60)
+        text = client.get("/metrics").text
+    fates = Counter[str]()
+    for line in text.splitlines():
+        if line.startswith("moe_serve_rank_cache_pages_total{"):
+            fates[line.split('fate="')[1].split('"')[0]] += int(float(line.split()[-1]))
+    return {
+        "prefill + decode ranks": ranks,
+        "faults": sum(faults.values()),
+        "wrong outputs": sum(each is False for each in ended),
+        "answered 5xx": sum(each is None for each in ended),
+        "streams without an end": num_faults - len(ended),
+        "all blocks free": are_free,
+        "pages handed over": fates["from_prefill"],
+        "recomputed, by reason": ", ".join(f"{k} {v}" for k, v in sorted(fates.items()) if v and k != "from_prefill"),
+        "kinds": ", ".join(f"{kind} {number}" for kind, number in sorted(faults.items())),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=2000)
+    parser.add_argument("--ranks", default="1+1,1+2,2+2")
+    parser.add_argument("--every", type=int, default=100)
+    args = parser.parse_args()
+    facts, ways = conditions(), args.ranks.split(",")
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_bench_model(Path(scratch), max_position_embeddings=1024, **SIZES)
+        alone = ["serve", "--model", str(model), "--skip-tokenizer-init", "--ep", "1", "--port", "0", "--device", "cpu"]
+        with Running("moe_serve", alone) as running, running.client(timeout_s=300) as client:
+            each = args.faults // len(ways)
+            outputs = [ask(client, number) for number in range(each)]
+        rows = [play(ranks, each, args.every, model, lambda number: outputs[number] or []) for ranks in ways]
+    notes = "Requests that were open when the only decode rank was killed wait until it is started again."
+    print(save("handover_faults", "Hand-overs under faults", rows, facts, notes, per_cpu=True))
+
+
+if __name__ == "__main__":
+    main()
