@@ -1,6 +1,5 @@
 """Hand-overs between processes while their memory is damaged and their ranks are killed and stopped.
 
-
     python -m benchmarks.handover_faults [--faults 2000] [--ranks 1+1,1+2,2+2] [--every 100]
 
 Serves a tiny model by `moe-serve serve` with prefill and decode ranks of one thread each, and keeps four requests open,
