@@ -23,6 +23,13 @@ def is_private(facts: os.stat_result) -> bool:
     return facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
 
 
+def not_private(setting: str, folder: Path) -> str:
+    """Returns what is said of a folder that is not private. setting: that names it"""
+    return (
+        f"{setting} {folder} belongs to another user, or others can write to it; chmod go-w it, or name another folder"
+    )
+
+
 def resident_bytes() -> int:
     """Returns the memory that this process has in RAM; 0 where that is not known."""
     try:

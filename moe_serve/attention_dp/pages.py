@@ -1,13 +1,15 @@
 """Tiers below a rank's KV cache: pages in memory beside the pool, and in files that outlive the process.
 
+The ranks of a host share both, so that one takes what another has computed.
+
 A *page* is what one block holds, of all layers. Its key is that of the prefix cache, a hash of all tokens up to its
 end, seeded with the model, its weights and the arithmetic: whoever finds a page by the key that it needs, and finds its
 checksum right, has the very values that it would compute. So a page that is late, lost or damaged is computed again.
 
 A thread reads and writes files, and the step loop waits for none:
 
-    down    when no request holds a published block any more, its page is copied; by the step loop where the block is to
-            be written before the thread has come to it
+    down    when a prompt is computed, and when no request holds a published block any more, the page is copied; by the
+            step loop where the block is to be written before the thread has come to it
     up      a prefill that has begun asks for the pages that follow what the pool holds; it waits for them while they
             come, and takes a bounded number of bytes in each step
 
@@ -15,16 +17,19 @@ Files: a header, then the page. Ranks of one host share a folder, and so its pag
 """
 
 import contextlib
+import fcntl
 import os
+import secrets
 import struct
 import threading
 import time
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,15 +38,20 @@ from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.prefix_cache import KEY_BYTES
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
-from moe_serve.process_facts import is_private
+from moe_serve.process_facts import is_private, not_private
+
+if TYPE_CHECKING:
+    from moe_serve.attention_dp.host_pages import HostPages
 
 _HEADER = struct.Struct(f"<8s{KEY_BYTES}sIQI")  # magic, key, layers, bytes of the page, their CRC-32
+HEADER_BYTES, KEY_AT = _HEADER.size, 8
 _MAGIC = b"moekv\0\0\1"  # its last byte is the version of the format
 _SUFFIX = ".page"
 _FETCHED_BYTES = 256 << 20  # of pages that have been read and not taken yet, over all requests
 _QUEUED_PAGES = 16384  # blocks to be copied down; more are left out
 _COPIED_BYTES = 256 << 20  # of pages that were copied since their blocks are written, and wait for the thread
 _PATIENCE_S = 1.0  # for which a prefill waits for its next page
+_SLOW_PAGES = 100  # of files that take longer than computing; then one is read, as the disk may have got faster
 _WRITTEN_S = 60.0  # after which a file that is not finished never will be
 _CLOSE_S = 10.0  # for which a rank that ends waits for its last files
 log = get_logger(__name__)
@@ -55,6 +65,15 @@ class DamagedPage(Exception):
         self.reason = reason
 
 
+def check_size(setting: str, num_bytes: int, least_bytes: int) -> None:
+    """Raises ConfigError where a tier has no room for one page. setting: that gives its size"""
+    if num_bytes < least_bytes:
+        raise ConfigError(
+            f"{setting} gives {num_bytes / 1e9:.3g} GB but one page, a block of all layers, takes "
+            f"{least_bytes / 1e9:.3g} GB; raise {setting}, or leave it out"
+        )
+
+
 def encode_header(key: bytes, num_layers: int, page: memoryview) -> bytes:
     """Returns the header of a page. The checksum is zlib's CRC-32, which every Python has."""
     return _HEADER.pack(_MAGIC, key, num_layers, page.nbytes, zlib.crc32(page))
@@ -62,19 +81,23 @@ def encode_header(key: bytes, num_layers: int, page: memoryview) -> bytes:
 
 def decode_page(record: memoryview, key: bytes, num_layers: int, page_bytes: int) -> memoryview:
     """Returns the page in a record. Raises DamagedPage unless it is the whole page with this key and form."""
-    if record.nbytes < _HEADER.size:
+    if record.nbytes < HEADER_BYTES:
         raise DamagedPage("checksum")
     magic, found, layers, size, checksum = _HEADER.unpack_from(record)
     if (magic, found, layers, size) != (_MAGIC, key, num_layers, page_bytes):
         raise DamagedPage("version")
-    page = record[_HEADER.size :]
+    page = record[HEADER_BYTES:]
     if page.nbytes != size or zlib.crc32(page) != checksum:
         raise DamagedPage("checksum")
     return page
 
 
 class PageFolder:
-    """Files of pages in a folder of a model, within a quota for all models of the path. Used by one thread."""
+    """Files of pages in a folder of a model, within a quota for all models of the path. Used by one thread.
+
+    Ranks and launches may share a path: a file's name and header say all that its values depend on, a file appears
+    whole, and the bytes that are used are counted in one place, under a lock. The smallest quota holds for all.
+    """
 
     def __init__(self, path: Path, identity: bytes, quota_bytes: int):
         """identity: of model, weights and arithmetic: it names the folder, since other pages can never be found
@@ -86,14 +109,12 @@ class PageFolder:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_private(path.stat()):
-                raise ConfigError(
-                    f"cache.path {path} belongs to another user, or others can write to it; chmod go-w it, or name "
-                    "another folder"
-                )
+                raise ConfigError(not_private("cache.path", path))
             self.folder.mkdir(mode=0o700, exist_ok=True)
             probe = self.folder / f"probe-{os.getpid()}"
             probe.write_bytes(b"1")
             probe.unlink()
+            self._count = os.open(path / "used", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"cache.path {path} cannot be written ({error.strerror}); name a folder that can, or leave out "
@@ -103,7 +124,8 @@ class PageFolder:
             with contextlib.suppress(OSError):
                 if time.time() - part.stat().st_mtime > _WRITTEN_S:
                     part.unlink()
-        self._used = self._shrink()
+        self._part = f".{os.getpid()}{secrets.token_hex(4)}"  # a process id alone is not unique where containers share
+        self._use(0, anew=True)
 
     def has(self, key: bytes) -> bool:
         """Returns whether there is a file for this page, which may be damaged."""
@@ -112,7 +134,7 @@ class PageFolder:
     def write(self, key: bytes, num_layers: int, page: memoryview) -> None:
         """Writes a page, whole or not at all. Raises OSError. The oldest files make room where the quota is used up."""
         target = self._file(key)
-        part = target.with_suffix(f".{os.getpid()}")
+        part = target.with_suffix(self._part)
         try:
             with open(part, "wb", opener=_private) as file:
                 file.write(encode_header(key, num_layers, page))
@@ -122,9 +144,7 @@ class PageFolder:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
-        self._used += _HEADER.size + page.nbytes
-        if self._used > self.quota_bytes:
-            self._used = self._shrink()
+        self._use(HEADER_BYTES + page.nbytes)
 
     def read(self, key: bytes, num_layers: int, page_bytes: int) -> memoryview | None:
         """Returns a page; None: there is none. Raises DamagedPage, having removed the file, or OSError."""
@@ -135,7 +155,7 @@ class PageFolder:
             return None
         with open(descriptor, "rb", buffering=0) as opened:
             size = os.fstat(descriptor).st_size
-            record = bytearray(min(size, _HEADER.size + page_bytes + 1))
+            record = bytearray(min(size, HEADER_BYTES + page_bytes + 1))
             num_read = opened.readinto(record) or 0
         try:
             page = decode_page(memoryview(record)[:num_read], key, num_layers, page_bytes)
@@ -150,7 +170,18 @@ class PageFolder:
         """Removes all pages of this model."""
         for file in self.folder.glob("*" + _SUFFIX):
             file.unlink(missing_ok=True)
-        self._used = self._shrink()
+        self._use(0, anew=True)
+
+    def _use(self, num_bytes: int, anew: bool = False) -> None:
+        """Counts bytes that were written, and makes room. anew: count what is there, as after a process was killed"""
+        fcntl.flock(self._count, fcntl.LOCK_EX)
+        try:
+            used = int.from_bytes(os.pread(self._count, 8, 0), "little") + num_bytes
+            if anew or used > self.quota_bytes:
+                used = self._shrink()
+            os.pwrite(self._count, used.to_bytes(8, "little"), 0)
+        finally:
+            fcntl.flock(self._count, fcntl.LOCK_UN)
 
     def _file(self, key: bytes) -> Path:
         return self.folder / (key.hex() + _SUFFIX)
@@ -192,22 +223,30 @@ class Fetch:
     heard_s: float = field(default_factory=time.monotonic)
 
 
-COUNTERS = ("from_host", "from_disk", "down", "late", "checksum", "version", "evicted", "no_room")
+# fmt: off
+COUNTERS = (
+    "from_host", "from_sibling", "from_disk", "down", "late", "slow", "checksum", "version", "evicted", "no_room"
+)
+# fmt: on
 
 
 class PageTiers:
     """The pages of one rank outside its pool. All calls are of the step loop; a thread does what takes time.
 
-    counters: totals since the start: pages that came up from memory (from_host) and from files (from_disk), that went
-              down, and why others were computed again or did not go down, by reason
+    counters: totals since the start: pages that came up from memory, where this process had put them (from_host) or
+              another rank of the host (from_sibling), and from files (from_disk), that went down, and why others were
+              computed again or did not go down, by reason
+    computing_s: what a rank takes to compute the tokens of a page, as measured last; None: not known yet
     """
 
-    def __init__(self, cache: KvCache, host_bytes: int, folder: PageFolder | None):
-        """host_bytes: for pages in memory; 0: none are kept there"""
+    def __init__(self, cache: KvCache, host: "HostPages | None", folder: PageFolder | None):
+        """host, folder: pages in memory and in files; None: none are kept there"""
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.page_bytes = cache.page_bytes
-        self._cache, self._host_bytes, self._folder = cache, host_bytes, folder
-        self._host: OrderedDict[bytes, Tensor] = OrderedDict()  # the page used longest ago first
+        self.computing_s: float | None = None
+        self._cache, self._host, self._folder = cache, host, folder
+        self._reading_s: float | None = None  # what a file takes
+        self._num_slow = 0  # pages that were left out since the last one was read
         self._down: OrderedDict[bytes, int | Tensor] = OrderedDict()  # blocks to be copied, or pages that are, in order
         self._num_copied = 0  # of these pages
         self._key_of: dict[int, bytes] = {}  # of these blocks
@@ -222,12 +261,10 @@ class PageTiers:
     # ---- down
 
     def keep(self, key: bytes, block: int) -> None:
-        """Has the page of a published block that no request holds now copied down."""
+        """Has the page of a published block copied down."""
+        is_in_memory = self._host is not None and self._host.has(key)
         with self._lock:
-            if key in self._host:
-                self._host.move_to_end(key)
-            is_wanted = self._folder is not None or (self._host_bytes > 0 and key not in self._host)
-            if key in self._down or not is_wanted:
+            if key in self._down or (self._folder is None and (is_in_memory or self._host is None)):
                 return
             if len(self._down) >= _QUEUED_PAGES:
                 self.counters["no_room"] += 1
@@ -298,7 +335,6 @@ class PageTiers:
     def flush(self) -> None:
         """Forgets all pages, and removes the files of this model."""
         with self._lock:
-            self._host.clear()
             self._down.clear()
             self._num_copied = 0
             self._key_of.clear()
@@ -328,6 +364,8 @@ class PageTiers:
                 clear, self._clear = self._clear, False
                 fetch = self._fetches[0] if may_read else None
             try:
+                if clear and self._host is not None:
+                    self._host.clear()
                 if clear and self._folder is not None:
                     self._folder.clear()
                 if fetch is not None:
@@ -354,24 +392,42 @@ class PageTiers:
 
     def _find(self, key: bytes) -> tuple[Tensor | None, str]:
         """Returns the page with this key, and the counter of its tier."""
-        with self._lock:
-            page = self._host.get(key)
-            if page is not None:
-                self._host.move_to_end(key)
-                return page, "from_host"
-        if self._folder is None:
+        if self._host is not None:
+            with self._counting_damage():
+                if (kept := self._host.read(key)) is not None:
+                    return kept.data, "from_host" if kept.is_own else "from_sibling"
+        if self._folder is None or not self._is_worth_reading(key):
             return None, ""
-        try:
+        began_s, found = time.perf_counter(), None
+        with self._counting_damage():
             found = self._folder.read(key, len(self._cache.layouts), self.page_bytes)
-        except DamagedPage as error:
-            self.counters[error.reason] += 1
-            return None, ""
         if found is None:
             return None, ""
+        took_s = time.perf_counter() - began_s
+        self._reading_s = took_s if self._reading_s is None else 0.8 * self._reading_s + 0.2 * took_s
         page = torch.frombuffer(found, dtype=torch.uint8)
-        with self._lock:
-            self._put_in_host(key, page)
+        if self._host is not None:
+            self._host.write(key, page)
         return page, "from_disk"
+
+    @contextlib.contextmanager
+    def _counting_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except DamagedPage as error:
+            self.counters[error.reason] += 1
+
+    def _is_worth_reading(self, key: bytes) -> bool:
+        """Returns whether a file brings a page sooner than computing it. Now and then one is read all the same."""
+        reading_s, computing_s = self._reading_s, self.computing_s
+        if reading_s is None or computing_s is None or reading_s <= computing_s or self._num_slow >= _SLOW_PAGES:
+            if self._num_slow >= _SLOW_PAGES:
+                self._reading_s, self._num_slow = None, 0
+            return True
+        if self._folder is not None and self._folder.has(key):
+            self._num_slow += 1
+            self.counters["slow"] += 1
+        return False
 
     def _copy_next(self) -> None:
         """Copies the page that has waited longest, and lets it go where its block was written meanwhile."""
@@ -379,7 +435,7 @@ class PageTiers:
             if not self._down:
                 return
             key, held = next(iter(self._down.items()))
-            folder, is_in_memory = self._folder, self._host_bytes == 0 or key in self._host
+            folder, is_in_memory = self._folder, self._host is None or self._host.has(key)
         if folder is not None and folder.has(key):
             folder = None
         with self._lock:
@@ -400,19 +456,12 @@ class PageTiers:
                 self._key_of.pop(held, None)
             if isinstance(page, int):
                 return
-            self._put_in_host(key, page)
+        if self._host is not None:
+            self._host.write(key, page)
         if folder is not None:
             folder.write(key, len(self._cache.layouts), page.numpy().data)
         if is_needed:
             self.counters["down"] += 1
-
-    def _put_in_host(self, key: bytes, page: Tensor) -> None:
-        """Keeps a page in memory, for which those used longest ago make room. The caller holds the lock."""
-        if self._host_bytes < self.page_bytes:
-            return
-        self._host[key] = page
-        while len(self._host) * self.page_bytes > self._host_bytes:
-            self._host.popitem(last=False)
 
     def _switch_off(self, error: OSError) -> None:
         """Goes on without files, after a fault of the disk."""

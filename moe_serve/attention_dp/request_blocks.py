@@ -256,6 +256,12 @@ class RequestBlocks:
                 self._cache.publish(request.block_keys[index], request.block_ids[index])
         request.num_published = num_full
 
+    def keep(self, request: Request) -> None:
+        """Has the published blocks of a request copied to the tiers, where other ranks find them while it goes on."""
+        if self.tiers is not None:
+            for index in range(request.num_published):
+                self.tiers.keep(request.block_keys[index], request.block_ids[index])
+
     def release(self, request: Request) -> None:
         """Frees the blocks of a request. Published ones stay reusable until they are allocated again."""
         # The tail is released, and so evicted, first: a prefix without its tail is still useful.

@@ -327,8 +327,8 @@ class CacheConfig(Section):
     num_blocks: PositiveInt | None = None  # per rank; None: from memory_gib
     memory_gib: PositiveFloat = 1.0  # per rank, where num_blocks is None
     prefix_cache: bool = True  # reuse the blocks of equal prompt prefixes
-    # Prefixes beyond the pool, and over restarts: pages that no request holds are copied to memory, in GB per rank, and
-    # to files in `path`, in GB for all ranks of a host and all models there. None: no such tier
+    # Prefixes beyond the pool, for all ranks of a host, and over restarts: pages are copied to memory, in GB for all
+    # ranks of a host, and to files in `path`, in GB for all models there. None: no such tier
     host_gb: PositiveFloat | None = None
     disk_gb: PositiveFloat | None = None
     path: str | None = None

@@ -3,6 +3,7 @@
 `build_served_model` is the only function that knows attention, experts and balancing together.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from moe_serve.attention_dp.batch import BatchBuilder
+from moe_serve.attention_dp.host_pages import HostPages
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.page_channel import PageReceiver, PageSender
 from moe_serve.attention_dp.pages import PageFolder, PageTiers
@@ -82,13 +84,15 @@ def build_engine(
     launch_id: int = 0,
     progress: Progress | None = None,
     page_files: Sequence[int] = (),
+    pages_fd: int | None = None,
 ) -> Engine:
     """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises.
 
     page_files: descriptors of memory for pages on their way to decode ranks, by prefill rank
+    pages_fd:   memory for cache.host_gb, which ranks of this host may share; None: this one has its own
     """
     served = build_served_model(config, group, progress)
-    tiers = _page_tiers(config, served)
+    tiers = _page_tiers(config, served, pages_fd)
     sender, receiver = _page_channel(config, served, page_files, launch_id)
     blocks = RequestBlocks(
         served.cache.num_blocks,
@@ -290,21 +294,24 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
 def _kv_key(config: ServeConfig, plan: ModelPlan) -> bytes:
     """Returns all that makes cached values differ. Of weights only the name, where no page leaves this process."""
     key = f"{served_name(config.model)} {plan.cache_dtype}"
-    if config.cache.disk_gb is not None or config.parallel.num_prefill_ranks:
+    leaves = config.cache.disk_gb is not None or config.cache.host_gb is not None or config.parallel.num_prefill_ranks
+    if leaves:
         arithmetic = f"{plan.choice.name} {plan.choice.kernels} {plan.dtype} {plan.activations}"
         key += f" {arithmetic} {weights_made_from(config, plan, has_experts=False)}"
     return key.encode()
 
 
-def _page_tiers(config: ServeConfig, served: ServedModel) -> PageTiers | None:
-    """Returns the tiers below this rank's pool; None: there are none. Raises ConfigError for an unusable cache.path."""
-    cache, folder = config.cache, None
-    if cache.host_gb is None and cache.disk_gb is None:
-        return None
-    if cache.disk_gb is not None and cache.path is not None:
-        quota = int(cache.disk_gb * 1e9)
-        folder = PageFolder(Path(cache.path).expanduser(), served.kv_key, quota)
-    return PageTiers(served.cache, int((cache.host_gb or 0) * 1e9), folder)
+def _page_tiers(config: ServeConfig, served: ServedModel, pages_fd: int | None) -> PageTiers | None:
+    """Returns the tiers below this rank's pool; None: there are none. Raises ConfigError for what does not fit."""
+    settings, cache = config.cache, served.cache
+    host = folder = None
+    if settings.host_gb is not None:
+        num_bytes = int(settings.host_gb * 1e9) if pages_fd is None else os.fstat(pages_fd).st_size
+        host = HostPages(pages_fd, num_bytes, len(cache.layouts), cache.page_bytes)
+    if settings.disk_gb is not None and settings.path is not None:
+        quota = int(settings.disk_gb * 1e9)
+        folder = PageFolder(Path(settings.path).expanduser(), served.kv_key, quota)
+    return None if host is None and folder is None else PageTiers(cache, host, folder)
 
 
 def _page_channel(

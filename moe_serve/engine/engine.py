@@ -186,6 +186,7 @@ class Engine:
         self.records.end_step(plan)
         self.served.windows.end_step(plan, step_s)
         self.balancing.end_step(plan, step_s)
+        self._note_speed(proposal, plan, step_s)
         ended_ns = self.times.end(plan.phase)
         if self.profiler.is_on:
             self.profiler.add(plan, (began_ns, agreed_ns, ended_ns), proposal, sum(self.served.waited_s))
@@ -247,6 +248,15 @@ class Engine:
         events = self.events.of(chunks, batch, logits, self.sampler)
         self.counters.count_forward(chunks, sum(len(event.token_ids) for event in events), plan.overlap)
         self._send(events)
+
+    def _note_speed(self, proposal: Proposal, plan: StepPlan, step_s: float) -> None:
+        """Tells the tiers below the KV cache what it takes to compute a page, from a step with much of a prompt."""
+        blocks = self.scheduler.blocks
+        if blocks.tiers is None or not plan.runs_forward or plan.hold_prefill:
+            return
+        num_tokens = proposal.num_tokens - len(proposal.decodes)
+        if num_tokens >= blocks.block_size:
+            blocks.tiers.computing_s = step_s * blocks.block_size / num_tokens
 
     def _send(self, events: list[TokenEvent]) -> None:
         if events:

@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,24 @@ from moe_serve.dispatch.hosts.stand_in import StandIn
 from moe_serve.dispatch.shared_files import SharedFiles
 from moe_serve.engine.protocol.messages import Members
 from moe_serve.launcher.children import Forked, ForkServer, OnLine, end_children
-from moe_serve.launcher.rank_env import LAUNCH_FILES, LINK_FD, NUM_BEFORE, PAGE_FILES, STORE_FD, new_launch_id, own_host
-from moe_serve.launcher.rank_start import HostMemory, describe_memory, keep_open, log_of_host, make_memory
+from moe_serve.launcher.rank_env import (
+    LAUNCH_FILES,
+    LINK_FD,
+    NUM_BEFORE,
+    PAGE_FILES,
+    PAGES_FD,
+    STORE_FD,
+    new_launch_id,
+    own_host,
+)
+from moe_serve.launcher.rank_start import (
+    HostMemory,
+    describe_memory,
+    keep_open,
+    log_of_host,
+    make_memory,
+    memory_for_pages,
+)
 from moe_serve.links.folder import not_writable
 from moe_serve.links.link import FRONT_ENDS, SOCKETS, TOKEN, Link
 
@@ -75,7 +92,8 @@ class LocalRanks:
     folder: of this launcher. A start after the first writes nothing there: the disk may be full by then
     module: the Python module that runs as one rank
     link:   how the ranks find the front ends; None: by sockets in the folder
-    pages:  descriptors of memory for pages on their way, by prefill rank; its maker closes them
+    page_files: descriptors of memory for pages on their way, by prefill rank; its maker closes them
+    pages:  of other ranks of this host, which share cache.host_gb with these; None: there are none
 
     launch_id: of the ranks that were started last;  launch: the same, where there are several hosts
     """
@@ -87,10 +105,11 @@ class LocalRanks:
         folder: Path,
         module: str = WORKER,
         link: Link | None = None,
-        pages: Sequence[int] = (),
+        page_files: Sequence[int] = (),
+        pages: int | None = None,
     ):
         self.config = config
-        self._pages = tuple(pages)
+        self._page_files = tuple(page_files)
         self._on_line = on_line
         self._module = module
         self.folder = folder
@@ -106,6 +125,10 @@ class LocalRanks:
         self._listeners: dict[int, socket.socket] = {}  # of each rank of one of several hosts
         self._stand_in: StandIn | None = None  # votes where they cannot
         self._server: ForkServer | None = None  # of this launch, as self._files
+        self.pages = pages  # a descriptor of memory, which outlives the ranks
+        if config.cache.host_gb is not None and pages is None:
+            self.pages = memory_for_pages(config.cache.host_gb)
+            weakref.finalize(self, os.close, self.pages)
         self.launch_id = 0
         self.launch: Launch | None = None
         self.children: list[Forked] = []
@@ -211,7 +234,11 @@ class LocalRanks:
             environ = child_environment(self.link) | {"OMP_NUM_THREADS": "1"}
             self._end_server()
             self._server = ForkServer(self._module, arguments, environ, self._on_line)
-        files: dict[str, Sequence[int]] = {LAUNCH_FILES: self._files, PAGE_FILES: self._pages}
+        files: dict[str, Sequence[int]] = {LAUNCH_FILES: self._files, PAGE_FILES: self._page_files}
+        if self.pages is not None:
+            files[PAGES_FD] = [self.pages]
+        if self.pages is not None:
+            files[PAGES_FD] = [self.pages]
         if rank in self._listeners:
             files[LINK_FD] = [self._listeners[rank].fileno()]
         if store_fd is not None:

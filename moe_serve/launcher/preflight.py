@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from moe_serve.errors import CapacityError, ConfigError, ModelError
 from moe_serve.log import get_logger
+from moe_serve.process_facts import is_private, not_private
 
 if TYPE_CHECKING:
     from moe_serve.config import ServeConfig
@@ -88,11 +89,27 @@ def look_at_secrets(config: "ServeConfig") -> None:
 
 
 def look_where_to_write(config: "ServeConfig") -> None:
-    """Raises ConfigError where eplb.record_path cannot be written: ranks would find out after they have started."""
+    """Raises ConfigError where eplb.record_path or cache.path cannot be written: ranks would find out later."""
     path = None if config.eplb.record_path is None else Path(config.eplb.record_path)
     if path is not None and path.exists() and not path.is_file():
         raise ConfigError(f"eplb.record_path: {path} is not a regular file; name one in a folder that exists")
     check_output(path, "eplb.record_path")
+    if config.cache.path is not None:
+        _check_page_folder(Path(config.cache.path).expanduser())
+
+
+def _check_page_folder(path: Path) -> None:
+    """Raises ConfigError where a folder for pages of the KV cache cannot be made or used."""
+    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+    problem = None if os.access(nearest, os.W_OK | os.X_OK) else "Permission denied"
+    if not nearest.is_dir():
+        problem = f"{nearest} is not a folder"
+    if problem is not None:
+        raise ConfigError(
+            f"cache.path {path} cannot be written ({problem}); name a folder that can, or leave out cache.disk_gb"
+        )
+    if nearest == path and not is_private(path.stat()):
+        raise ConfigError(not_private("cache.path", path))
 
 
 def check_output(path: Path | None, name: str) -> None:
@@ -176,8 +193,13 @@ _REFUSED: Sequence[tuple[tuple[str, ...], str]] = (
     ),
     (
         ("--disaggregation-*", "--kv-transfer-config"),
-        "asks for prefill and decode on separate servers, which is not supported; leave it out, and give one server "
-        "ranks of both kinds by moe-serve serve --prefill-ranks P --decode-ranks D",
+        "is for two servers with a router before them; here one command starts ranks of both kinds and routes: leave "
+        "it out, and give moe-serve serve --prefill-ranks P --decode-ranks D with as many ranks as these servers had",
+    ),
+    (
+        ("--enable-hierarchical-cache", "--hicache-*", "--kv-offloading-*", "--swap-space"),
+        "is not an option: prefixes beyond the KV cache lie in memory of the size cache.host_gb, and in files of the "
+        "size cache.disk_gb in cache.path; leave it out, and set these",
     ),
     (
         ("--master-addr", "--master-port", "--nccl-init-addr"),

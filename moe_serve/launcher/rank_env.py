@@ -18,6 +18,7 @@ from moe_serve.errors import LaunchError
 LAUNCH_FILES = "MOE_SERVE_LAUNCH_FILES"
 PAGE_FILES = "MOE_SERVE_PAGE_FILES"  # of `moe-serve serve` with prefill ranks: memory for pages on their way
 STORE_FD = "MOE_SERVE_STORE_FD"  # rank 0's, of a socket that listens at the master's address
+PAGES_FD = "MOE_SERVE_PAGES_FD"  # of memory for pages of the KV cache that all ranks of this host share
 LINK_FD = "MOE_SERVE_LINK_FD"  # of a socket at which a rank of several hosts listens for those of others
 NUM_BEFORE = "MOE_SERVE_NUM_BEFORE"  # set by a launcher that replaces a lost rank alone
 _MPI_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -36,6 +37,7 @@ class RankEnv:
     store_fd:      a socket of the launcher that listens at the master's address, for rank 0's store
     link_fd:       one at which this rank listens for ranks of other hosts; the launcher has it, too
     page_files:    descriptors of memory for pages on their way, by prefill rank
+    pages_fd:      memory of cache.host_gb, of all ranks of this host
     """
 
     rank: int
@@ -52,6 +54,7 @@ class RankEnv:
     store_fd: int | None = None
     link_fd: int | None = None
     page_files: tuple[int, ...] = ()
+    pages_fd: int | None = None
 
     @property
     def store(self) -> str:
@@ -138,6 +141,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         num_before=_number(environ, NUM_BEFORE, "moe-serve") if NUM_BEFORE in environ else None,
         store_fd=_number(environ, STORE_FD, "moe-serve") if STORE_FD in environ else None,
         link_fd=_number(environ, LINK_FD, "moe-serve") if LINK_FD in environ else None,
+        pages_fd=_number(environ, PAGES_FD, "moe-serve") if PAGES_FD in environ else None,
         source="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the launcher",
     )
 

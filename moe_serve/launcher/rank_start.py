@@ -242,6 +242,13 @@ def _start_watchdog(config: ServeConfig, env: RankEnv) -> Watchdog:
     return watchdog
 
 
+def memory_for_pages(size_gb: float) -> int:
+    """Returns a descriptor of memory for pages of the KV cache, which is taken as it is written. size_gb: in GB"""
+    descriptor = os.memfd_create("moe_serve_pages")
+    os.ftruncate(descriptor, int(size_gb * 1e9))
+    return descriptor
+
+
 def _build_engine(
     config: ServeConfig,
     group: "EpGroup",
@@ -252,9 +259,10 @@ def _build_engine(
 ) -> "Engine":
     from moe_serve.engine.build import build_engine
 
-    engine = build_engine(
-        config, group, exchange, mailbox, launch_id=env.launch_id, progress=report, page_files=env.page_files
-    )
+    pages_fd, host_gb = env.pages_fd, config.cache.host_gb
+    if pages_fd is None and host_gb is not None:  # other launchers share no memory among their ranks
+        pages_fd = memory_for_pages(host_gb / env.num_local_ranks)
+    engine = build_engine(config, group, exchange, mailbox, env.launch_id, report, env.page_files, pages_fd)
     engine.served.info |= {"role": config.parallel.role, "exchange": type(exchange).__name__, "launched_by": env.source}
     engine.served.info["shared_with_front_end"] = front_end_facts(config)
     return engine

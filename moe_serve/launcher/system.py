@@ -98,20 +98,21 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
     Raises LaunchError before anything is started, when a port is taken.
     """
     listener = open_port(config.server.host, config.server.port)
-    with listener, OwnFolder() as folder, memory_for_pages(config) as pages:
+    with listener, OwnFolder() as folder, memory_for_handover(config) as page_files:
         config = with_port(config, listener.getsockname()[1])
         own, prefill = config, None
         if config.parallel.num_prefill_ranks:
             config = share_threads(config)
             own = config.of_role("decode")
-            prefill = _Prefill(config.of_role("prefill"), display, folder, worker, pages)
-        ranks = LocalRanks(own, display.line, folder, worker, pages=pages)
+        ranks = LocalRanks(own, display.line, folder, worker, page_files=page_files)
+        if config.parallel.num_prefill_ranks:
+            prefill = _Prefill(config.of_role("prefill"), display, folder, worker, page_files, ranks.pages)
         with signals_stop() as signals:
             return _System(own, display, ranks, signals, prefill=prefill).run(listener)
 
 
 @contextmanager
-def memory_for_pages(config: ServeConfig) -> Iterator[list[int]]:
+def memory_for_handover(config: ServeConfig) -> Iterator[list[int]]:
     """Makes the memory for pages on their way to decode ranks, one file without a name for each prefill rank.
 
     Raises LaunchError where there is not so much.
@@ -474,15 +475,24 @@ class _PrefillDisplay:
 class _Prefill:
     """The prefill ranks of a system: a launch of their own, without which the others serve on.
 
-    config: of their role;  folder: of the launcher;  pages: memory for pages on their way, by rank
+    config: of their role;  folder: of the launcher
+    page_files: memory for pages on their way, by rank;  pages: of the decode ranks, as in LocalRanks
     """
 
-    def __init__(self, config: ServeConfig, display: StartDisplay, folder: Path, worker: str, pages: Sequence[int]):
+    def __init__(
+        self,
+        config: ServeConfig,
+        display: StartDisplay,
+        folder: Path,
+        worker: str,
+        page_files: Sequence[int],
+        pages: int | None,
+    ):
         self._config = config
         self._display = _PrefillDisplay(display, display.num_ranks - config.parallel.num_ranks)
         self._link = Link(folder=folder).of_prefill()
         assert self._link.folder is not None
-        self.ranks = LocalRanks(config, self._display.line, self._link.folder, worker, self._link, pages)
+        self.ranks = LocalRanks(config, self._display.line, self._link.folder, worker, self._link, page_files, pages)
         self._restarts = Restarts(config.launcher, "the prefill ranks were")
         self._launch: LaunchWatch | None = None  # None: they are not running
         self._starts_at_s: float | None = None

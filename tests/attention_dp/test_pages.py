@@ -2,6 +2,8 @@
 
 import errno
 import os
+import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_serve.attention_dp.host_pages import HostPages, slot_bytes
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.attention_dp.pages import DamagedPage, PageFolder, PageTiers, decode_page, encode_header
+from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.errors import ConfigError
@@ -38,6 +42,10 @@ def small_cache(dtype: torch.dtype = torch.float32, num_blocks: int = 6) -> KvCa
     for block in range(num_blocks):
         cache.write_page(block, torch.full((cache.page_bytes,), block + 1, dtype=torch.uint8))
     return cache
+
+
+def in_memory(cache: KvCache, num_bytes: int = 1 << 20, descriptor: int | None = None) -> HostPages:
+    return HostPages(descriptor, num_bytes, len(cache.layouts), cache.page_bytes)
 
 
 @settings(max_examples=100, deadline=None)
@@ -110,13 +118,13 @@ def test_a_folder_that_cannot_be_used_is_refused_with_the_fix(tmp_path: Path) ->
 def test_pages_come_up_as_they_went_down(dtype: torch.dtype, where: str, tmp_path: Path) -> None:
     cache = small_cache(dtype)
     folder = None if where == "host" else PageFolder(tmp_path, b"model", 1 << 20)
-    tiers = PageTiers(cache, 1 << 20 if where == "host" else 0, folder)
+    tiers = PageTiers(cache, in_memory(cache) if where == "host" else None, folder)
     for block in range(3):
         tiers.keep(KEYS[block], block)
     until(lambda: tiers.counters["down"] == 3)
     if where == "a new process":
         tiers.close()
-        tiers = PageTiers(cache, 0, PageFolder(tmp_path, b"model", 1 << 20))
+        tiers = PageTiers(cache, None, PageFolder(tmp_path, b"model", 1 << 20))
     fetch = tiers.fetch([*KEYS[:3], KEYS[6], KEYS[1]])  # ends at the first that is missing
     until(lambda: fetch.done)
     assert tiers.take(fetch, [3, 4]) == 2
@@ -136,7 +144,7 @@ def test_a_block_that_is_written_before_the_thread_has_copied_it(
     """It goes down as it was, if there is room for it meanwhile, and never as it is written."""
     cache = small_cache()
     monkeypatch.setattr("moe_serve.attention_dp.pages._COPIED_BYTES", 1 << 20 if has_room else 0)
-    tiers = PageTiers(cache, 1 << 20, None)
+    tiers = PageTiers(cache, in_memory(cache), None)
     read, before = cache.read_page, cache.read_page(0)
 
     def read_while_it_is_written(block: int) -> torch.Tensor:
@@ -165,7 +173,7 @@ def test_a_full_disk_switches_the_tier_off_with_one_line(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(folder, "write", full)
-    tiers = PageTiers(small_cache(), 0, folder)
+    tiers = PageTiers(small_cache(), None, folder)
     for block in range(4):
         tiers.keep(KEYS[block], block)
     until(lambda: bool(caplog.records))
@@ -179,7 +187,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypat
     folder = PageFolder(tmp_path, b"model", 1 << 20)
     monkeypatch.setattr(folder, "read", lambda *given: time.sleep(0.3))
     monkeypatch.setattr("moe_serve.attention_dp.pages._PATIENCE_S", 0.05)
-    tiers = PageTiers(small_cache(), 0, folder)
+    tiers = PageTiers(small_cache(), None, folder)
     fetch = tiers.fetch(KEYS[:2])
     assert tiers.is_coming(fetch)
     time.sleep(0.06)
@@ -188,25 +196,32 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypat
     tiers.close()
 
 
-@pytest.mark.parametrize("where", ["host", "disk"])
-def test_a_prefix_that_left_the_pool_is_not_computed_again(where: str, tmp_path: Path) -> None:
-    cache = small_cache(num_blocks=8)
-    folder = PageFolder(tmp_path, b"", 1 << 20) if where == "disk" else None
-    tiers = PageTiers(cache, 1 << 20 if where == "host" else 0, folder)
-    scheduler = Scheduler(RequestBlocks(8, 4, True, b"", tiers), 2, 16, 64)
-    computed: dict[str, int] = {}
+class OneRank:
+    """The scheduler of a rank over some tiers. Slots hold, once they are computed, what their positions say."""
 
-    def run(name: str, first: int) -> None:
-        """Runs a request whose slots hold, once they are computed, what their positions say."""
-        request = make_request(name, num_prompt=21, max_new_tokens=2, first=first)
-        scheduler.add(request)
+    def __init__(self, cache: KvCache, tiers: PageTiers):
+        self.cache, self.tiers = cache, tiers
+        self.scheduler = Scheduler(RequestBlocks(8, 4, True, b"", tiers), 2, 16, 64)
+        self.computed: dict[str, int] = {}
+        self._first: dict[str, int] = {}
+
+    def run(self, name: str, first: int, num_new: int = 2, until_output: int = 2) -> None:
+        """Runs a request whose prompt begins with the id `first`, until it has some of its output."""
+        request = make_request(name, num_prompt=21, max_new_tokens=num_new, first=first)
+        self.scheduler.add(request)
+        self.go_on(request, first, until_output)
+
+    def go_on(self, request: Request, first: int, until_output: int) -> None:
+        """Runs steps; finishes the request where it has all its output."""
+        scheduler, cache = self.scheduler, self.cache
         late_s = time.monotonic() + 10
-        while scheduler.has_work:
+        while len(request.output_ids) < until_output:
             assert time.monotonic() < late_s
             proposal = scheduler.propose()
             assert proposal.is_empty <= scheduler.awaits_pages
             for chunk in scheduler.commit(proposal):
-                computed[name] = computed.get(name, 0) + chunk.length
+                name = request.request_id
+                self.computed[name] = self.computed.get(name, 0) + chunk.length
                 for at in range(chunk.start, chunk.start + chunk.length):
                     slot = request.block_ids[at // 4] * 4 + at % 4
                     for layer in range(2):
@@ -215,18 +230,180 @@ def test_a_prefix_that_left_the_pool_is_not_computed_again(where: str, tmp_path:
                     slot = request.block_ids[at // 4] * 4 + at % 4
                     assert cache.layer(1)[slot].eq(first + at).all(), f"position {at} has other values"
                 scheduler.complete(chunk, next_token(request) if chunk.samples else None)
-                if len(request.output_ids) == 2:
+                if len(request.output_ids) == request.params.max_new_tokens:
                     scheduler.finish(name)
             scheduler.check()
 
-    run("long ago", 0)
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_a_prefix_that_left_the_pool_is_not_computed_again(where: str, tmp_path: Path) -> None:
+    cache = small_cache(num_blocks=8)
+    folder = PageFolder(tmp_path, b"", 1 << 20) if where == "disk" else None
+    tiers = PageTiers(cache, in_memory(cache) if where == "host" else None, folder)
+    rank = OneRank(cache, tiers)
+    rank.run("long ago", 0)
     until(lambda: tiers.counters["down"] == 5)
-    run("between", 100)
-    run("between, too", 200)
-    run("again", 0)
-    assert computed == {"long ago": 22, "between": 22, "between, too": 22, "again": 2}
-    assert scheduler.stats.num_cached_prompt_tokens == 20
-    scheduler.blocks.flush()
-    run("after a flush", 0)
-    assert computed["after a flush"] == 22
+    rank.run("between", 100)
+    rank.run("between, too", 200)
+    rank.run("again", 0)
+    assert rank.computed == {"long ago": 22, "between": 22, "between, too": 22, "again": 2}
+    assert rank.scheduler.stats.num_cached_prompt_tokens == 20
+    rank.scheduler.blocks.flush()
+    rank.run("after a flush", 0)
+    assert rank.computed["after a flush"] == 22
     tiers.close()
+
+
+def test_a_rank_takes_what_a_sibling_has_computed_while_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = os.memfd_create("pages")
+    os.ftruncate(descriptor, 1 << 20)
+    ranks = []
+    for pid in (1, 2):
+        cache = small_cache(num_blocks=8)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "getpid", lambda pid=pid: pid)
+            ranks.append(OneRank(cache, PageTiers(cache, in_memory(cache, descriptor=descriptor), None)))
+    os.close(descriptor)
+    one, other = ranks
+    one.run("begins", 0, num_new=8, until_output=1)
+    until(lambda: one.tiers.counters["down"] == 5)
+    assert one.scheduler.num_running == 1
+    other.run("the same prompt", 0)
+    assert other.computed == {"the same prompt": 2}
+    assert (other.tiers.counters["from_sibling"], other.tiers.counters["from_host"]) == (5, 0)
+    other.scheduler.blocks.flush()
+    other.run("after a flush", 0)
+    assert other.computed["after a flush"] == 22
+    for each in ranks:
+        each.tiers.close()
+
+
+def test_values_that_are_not_finite_reach_no_sibling() -> None:
+    """A request whose first token cannot be drawn has published blocks, which nobody may take."""
+    cache = small_cache(num_blocks=8)
+    tiers = PageTiers(cache, in_memory(cache), None)
+    scheduler = Scheduler(RequestBlocks(8, 4, True, b"", tiers), 2, 16, 64)
+    request = make_request("broken", num_prompt=21, max_new_tokens=2)
+    scheduler.add(request)
+    until(lambda: not scheduler.propose().is_empty)
+    (chunk,) = scheduler.commit(scheduler.propose())
+    assert not chunk.samples
+    scheduler.complete(chunk)
+    scheduler.commit(scheduler.propose())
+    scheduler.discard("broken")
+    tiers.close()
+    assert request.block_keys
+    assert not any(tiers._find(key)[0] is not None for key in request.block_keys)
+
+
+def test_writers_of_few_slots_never_make_a_reader_take_a_wrong_page() -> None:
+    """Pages of all keys compete for 8 slots of one set, written by some threads and read by others."""
+    cache = small_cache()
+    descriptor = os.memfd_create("pages")
+    size = 8 * slot_bytes(cache.page_bytes)
+    os.ftruncate(descriptor, size)
+    keys = [bytes([number]) * 32 for number in range(24)]
+    pages = [torch.full((cache.page_bytes,), number, dtype=torch.uint8) for number in range(24)]
+    stop, found, wrong = threading.Event(), [0], []
+
+    def write(seed: int) -> None:
+        host, draw = in_memory(cache, size, descriptor), random.Random(seed)
+        while not stop.is_set():
+            number = draw.randrange(24)
+            host.write(keys[number], pages[number])
+
+    def read(seed: int) -> None:
+        host, draw = in_memory(cache, size, descriptor), random.Random(seed)
+        while not stop.is_set():
+            number = draw.randrange(24)
+            try:
+                page = host.read(keys[number])
+            except DamagedPage:
+                continue
+            if page is not None:
+                found[0] += 1
+                if not torch.equal(page.data, pages[number]):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed, work in enumerate((write, write, read, read))]
+    for thread in threads:
+        thread.start()
+    until(lambda: found[0] >= 300 or bool(wrong))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    os.close(descriptor)
+    assert not wrong
+
+
+@pytest.mark.parametrize("at", ["page", "key", "half written"])
+def test_a_page_in_memory_that_was_damaged_or_half_written_is_not_taken(at: str) -> None:
+    cache = small_cache()
+    host = in_memory(cache, 8 * slot_bytes(cache.page_bytes))
+    page = cache.read_page(2)
+    host.write(KEYS[1], page)
+    assert torch.equal(host.read(KEYS[1]).data, page)  # type: ignore[union-attr]
+    (slot,) = (each for each in host._slots(KEYS[1]) if host._words[each // 8])
+    if at == "half written":  # by a rank that was killed
+        host._words[slot // 8] = 0
+        assert host.read(KEYS[1]) is None
+    else:
+        host._bytes[slot + (128 + 17 if at == "page" else 128 - 56 + 8 + 20)] ^= 1
+        with pytest.raises(DamagedPage):
+            host.read(KEYS[1])
+    assert not host.has(KEYS[1])
+    host.write(KEYS[1], page)
+    assert torch.equal(host.read(KEYS[1]).data, page)  # type: ignore[union-attr]
+
+
+def test_the_page_used_longest_ago_makes_room_in_memory() -> None:
+    cache = small_cache()
+    host = in_memory(cache, 8 * slot_bytes(cache.page_bytes))
+    keys = [bytes([number]) * 32 for number in range(9)]
+    for number, key in enumerate(keys[:8]):
+        host.write(key, cache.read_page(number % 6))
+    assert host.has(keys[0])
+    host.write(keys[8], cache.read_page(0))
+    assert [host.has(key) for key in keys] == [True, False, *[True] * 7]
+
+
+def test_folders_that_share_a_path_keep_one_quota_together(tmp_path: Path) -> None:
+    """Two ranks or launches, of one model or two: neither knows what the other writes."""
+    size = len(record_of())
+    folders = [PageFolder(tmp_path, model, 10 * size) for model in (b"model", b"model", b"other")]
+    for number in range(60):
+        folders[number % 3].write(bytes([number]) * 32, 2, memoryview(PAGE))
+        assert len(list(tmp_path.glob("*/*.page"))) <= 10
+    last = bytes([57]) * 32
+    assert bytes(folders[1].read(last, 2, len(PAGE)) or b"") == PAGE, "one finds what another has written"
+    assert folders[2].read(last, 2, len(PAGE)) is None, "but not of another model"
+    for file in tmp_path.glob("*/*.page"):
+        file.unlink()
+    assert int.from_bytes((tmp_path / "used").read_bytes(), "little") > 0
+    PageFolder(tmp_path, b"model", 10 * size)
+    assert int.from_bytes((tmp_path / "used").read_bytes(), "little") == 0, "a start counts what is there"
+
+
+def test_files_that_take_longer_than_computing_are_left_out(tmp_path: Path) -> None:
+    cache = small_cache()
+    tiers = PageTiers(cache, None, PageFolder(tmp_path, b"model", 1 << 20))
+    for block in range(3):
+        tiers.keep(KEYS[block], block)
+    until(lambda: tiers.counters["down"] == 3)
+    tiers.computing_s = 0.0
+    for number in range(3):
+        fetch = tiers.fetch(KEYS[:1])
+        until(lambda fetch=fetch: fetch.done)
+        assert len(fetch.pages) == (number == 0), "the first tells how long it takes"
+    assert tiers.counters["slow"] == 2
+    tiers.computing_s = 60.0
+    fetch = tiers.fetch(KEYS[:3])
+    until(lambda: fetch.done)
+    assert len(fetch.pages) == 3
+    tiers.close()
+
+
+def test_a_tier_without_room_for_one_page_is_refused() -> None:
+    cache = small_cache()
+    with pytest.raises(ConfigError, match=r"raise cache\.host_gb, or leave it out"):
+        in_memory(cache, slot_bytes(cache.page_bytes) - 1)

@@ -7,7 +7,9 @@ from typing import Self
 
 import torch
 
+from moe_serve.attention_dp.host_pages import slot_bytes
 from moe_serve.attention_dp.kv_cache import bytes_per_block
+from moe_serve.attention_dp.pages import HEADER_BYTES, check_size
 from moe_serve.c_library import processor_features
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_activations, choose_expert_form, has_e4m3
@@ -210,9 +212,16 @@ def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:
 
 
 def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> int:
-    """Returns how many blocks the KV cache of one rank has. Raises CapacityError where one request could not fit."""
+    """Returns how many blocks the KV cache of one rank has.
+
+    Raises CapacityError where one request could not fit, ConfigError where a tier below has no room for a block.
+    """
     block_size = config.cache.block_size
     size_bytes = bytes_per_block(kv_layouts(spec), block_size, dtype)
+    if config.cache.host_gb is not None:
+        check_size("cache.host_gb", int(config.cache.host_gb * 1e9), slot_bytes(size_bytes))
+    if config.cache.disk_gb is not None:
+        check_size("cache.disk_gb", int(config.cache.disk_gb * 1e9), HEADER_BYTES + size_bytes)
     num_blocks = config.cache.num_blocks or int(config.cache.memory_gib * 2**30 // size_bytes)
     # More than every running request at full length, twice over for reusable prefixes, would never be touched.
     if config.cache.num_blocks is None:

@@ -45,7 +45,7 @@ from moe_serve.models.weight_file import ExpertPlaces, Experts, WeightReader, We
 from moe_serve.models.weight_plan import ExpertTensor, dense_tensors
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import ExpertRoom, LoadedWeights, no_weights
-from moe_serve.process_facts import is_private, own_node, runs
+from moe_serve.process_facts import is_private, not_private, own_node, runs
 
 MEMORY, NONE = "memory", "none"  # of model.weight_cache, beside a folder
 _SPARE_BYTES = 64 << 20  # for what dense weights are padded by, beside a quarter
@@ -367,10 +367,7 @@ def _usable(folder: Path) -> Path:
     """Returns the folder, made where it is missing. Raises ConfigError where others can write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private(folder.stat()):
-        raise ConfigError(
-            f"model.weight_cache {folder} belongs to another user, or others can write to it; chmod go-w it, or name "
-            "another folder"
-        )
+        raise ConfigError(not_private("model.weight_cache", folder))
     return folder
 
 

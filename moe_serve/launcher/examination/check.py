@@ -256,8 +256,9 @@ def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     kept = "" if plan.cache_dtype == plan.dtype else f", in {config.cache.dtype} with a scale for each head and token"
     yield Memory("KV cache", num_bytes, blocks + kept)
     if config.cache.host_gb is not None:
-        pages = f"cache.host_gb {config.cache.host_gb:g}, of prefixes that left the KV cache, as they come"
-        yield Memory("pages in memory", int(config.cache.host_gb * 1e9), pages)
+        num_ranks = config.parallel.num_ranks // config.launcher.nnodes + config.parallel.num_prefill_ranks
+        pages = f"its part of cache.host_gb {config.cache.host_gb:g}, which the ranks of a host fill together"
+        yield Memory("pages in memory", int(config.cache.host_gb * 1e9) // num_ranks, pages)
 
 
 def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | None) -> Iterator[Memory]:
@@ -377,10 +378,25 @@ def _describe_machine(report: Report, config: ServeConfig, device: str) -> None:
     if device == "cpu" and num_ranks > cores:
         report.machine.append(Line("", f"{num_ranks} ranks on {cores} cores", "they will wait for each other"))
     _describe_gpus(report, config, device)
+    _describe_files(report, config)
     _describe_libraries(report, device)
     server = config.server
     _describe_port(report, "HTTP", server.host, server.port, "server.port")
     _describe_port(report, "ranks", server.worker_host, server.worker_port, "server.worker_port")
+
+
+def _describe_files(report: Report, config: ServeConfig) -> None:
+    """Adds the room for pages of the KV cache on disk."""
+    size_gb = config.cache.disk_gb
+    if size_gb is None or config.cache.path is None:
+        return
+    path = Path(config.cache.path).expanduser()
+    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+    room = shutil.disk_usage(nearest).free + sum(file.stat().st_size for file in path.glob("*/*.page"))
+    why = f"of cache.disk_gb {size_gb:g}, for all models and launches that share the folder"
+    if room < size_gb * 1e9:
+        why = f"less than cache.disk_gb {size_gb:g}, so the tier would end with a full disk; lower it, or make room"
+    report.machine.append(Line("pages in files", f"{bytes_in_words(room)} for them in {path}", why))
 
 
 def _describe_gpus(report: Report, config: ServeConfig, device: str) -> None:
