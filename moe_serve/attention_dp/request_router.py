@@ -6,6 +6,9 @@ and a prompt goes where its beginning was sent before, until the load of that ra
 smallest one, or the caller leaves it out, as one that would not run the request at once. Several outputs of one prompt
 go to one rank, which computes it once, until it would be less work to compute it on another one, too. The front end
 runs it.
+
+Ranks that take pages of each other's prompts from a tier below the KV cache are *siblings*. There is little reason to
+stay with a rank whose sibling has room: fetching a token counts as FETCH_COST of computing it, on every sibling.
 """
 
 from collections import OrderedDict
@@ -17,6 +20,7 @@ from moe_serve.attention_dp.prefix_cache import block_keys, root_key
 from moe_serve.errors import CapacityError
 
 MAX_KEYS = 65536  # entries of the affinity table, about 10 MB
+FETCH_COST = 0.1  # of a token whose page comes from memory or a file, over computing it; measured: 0.05 to 0.1
 
 
 def why_local(
@@ -72,8 +76,12 @@ class RequestRouter:
         block_size: int = 16,
         max_keys: int = MAX_KEYS,
         first_rank: int = 0,
+        siblings: Sequence[str] = (),
     ):
-        """first_rank: their numbers begin there"""
+        """first_rank: their numbers begin there
+
+        siblings: a name for each rank, equal for those that take each other's pages; (): none do
+        """
         self.load_gap = load_gap
         self.block_size = block_size
         self.max_keys = max_keys
@@ -85,6 +93,12 @@ class RequestRouter:
         # Block key -> bit mask of the ranks that were sent a prompt with this block. Least recently used first.
         self._ranks_of: OrderedDict[bytes, int] = OrderedDict()
         self._num_routed = 0
+        # Rank -> bit mask of its siblings and itself. A lost rank keeps its bit: its pages outlive it.
+        named = {rank: siblings[rank - first_rank] if siblings else str(rank) for rank in self._ranks}
+        self._siblings = {
+            rank: sum(1 << other for other, name in named.items() if name == own) for rank, own in named.items()
+        }
+        self._fetch_cost = FETCH_COST if siblings else 1.0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -101,10 +115,11 @@ class RequestRouter:
         return min(state.own_prefill + state.others for state in self._ranks.values())
 
     def cached(self, prompt_ids: Sequence[int], salt: str) -> tuple[int, int]:
-        """Returns how many tokens of a prompt's beginning the ranks were sent: at most, and at least."""
+        """Returns how many tokens of a prompt's beginning a rank has or can fetch at most, and was sent at least."""
         keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
-        cached = self._cached_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
-        return max(cached.values(), default=0), min(cached.get(rank, 0) for rank in self._ranks)
+        found = self._found_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
+        least = min(found.get(rank, (0, 0))[0] for rank in self._ranks)
+        return max((max(each) for each in found.values()), default=0), least
 
     def route(
         self,
@@ -132,16 +147,17 @@ class RequestRouter:
             raise CapacityError("all ranks are lost, so nothing can be served; restart the workers")
         keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
         # A rank computes the last known token in any case, so a block that ends with it does not help.
-        cached = self._cached_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
+        found = self._found_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
         rank = self._rank_of_group(group, len(prompt_ids), among or self.ranks)
         if rank is None:
-            rank = self._choose(cached, session_id, salt, among or self.ranks)
+            rank = self._choose(found, session_id, salt, among or self.ranks)
         self._num_routed += 1
         self._ranks[rank].last_chosen = self._num_routed
         self._remember(keys, rank)
         if request_id is not None:
             self.finished(request_id)  # a second attempt replaces the first
-            self._count(request_id, _Sent(rank, len(prompt_ids) - cached.get(rank, 0), max_new_tokens, group))
+            num_prefill = len(prompt_ids) - int(self._saved(found.get(rank, (0, 0)), is_near=True))
+            self._count(request_id, _Sent(rank, num_prefill, max_new_tokens, group))
         return rank
 
     def started(self, request_id: str) -> None:
@@ -192,32 +208,50 @@ class RequestRouter:
         ahead = self._ranks[first.rank].load - first.prefill_tokens - least
         return first.rank if ahead <= max(self.load_gap, num_prompt) else None
 
-    def _choose(self, cached: dict[int, int], session_id: str | None, salt: str, among: Sequence[int]) -> int:
+    def _choose(
+        self, found: dict[int, tuple[int, int]], session_id: str | None, salt: str, among: Sequence[int]
+    ) -> int:
         least = min(self._ranks[rank].load for rank in among)
         if session_id is not None:
             rank = max(among, key=lambda rank: _rendezvous_weight(session_id, salt, rank))
-            if self._ranks[rank].load - least <= self.load_gap:
+            if self._ranks[rank].load - least <= self.load_gap * self._fetch_cost:
                 return rank
 
-        def work(rank: int) -> tuple[int, int]:
+        def work(rank: int) -> tuple[float, int]:
             """Returns (tokens to compute before the first new one, up to a constant; tie-break by turn)."""
             state = self._ranks[rank]
             is_near = state.load - least <= self.load_gap
-            return state.load - (cached.get(rank, 0) if is_near else 0), state.last_chosen
+            return state.load - self._saved(found.get(rank, (0, 0)), is_near), state.last_chosen
 
         return min(among, key=work)
 
-    def _cached_tokens(self, keys: Sequence[bytes]) -> dict[int, int]:
-        """Returns how many tokens of this prompt's beginning each rank was sent; ranks with none are left out."""
-        cached: dict[int, int] = {}
-        holders = sum(1 << rank for rank in self._ranks)
+    def _saved(self, found: tuple[int, int], is_near: bool) -> float:
+        """Returns the tokens that a rank need not compute, less what it takes to fetch pages of siblings.
+
+        found: tokens that it has itself, and that it has or can fetch;  is_near: what it has itself counts
+        """
+        own, fetched = found
+        return (1 - self._fetch_cost) * fetched + (self._fetch_cost * own if is_near else 0)
+
+    def _found_tokens(self, keys: Sequence[bytes]) -> dict[int, tuple[int, int]]:
+        """Returns how many tokens of this prompt's beginning each rank was sent, and it or one of its siblings was.
+
+        Ranks with none are left out.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        own = fetched = sum(1 << rank for rank in self._ranks)
         for num_blocks, key in enumerate(keys, start=1):
-            holders &= self._ranks_of.get(key, 0)
-            if not holders:
+            sent = self._ranks_of.get(key, 0)
+            own &= sent
+            for rank in _bits(fetched):
+                if not self._siblings[rank] & sent:
+                    fetched ^= 1 << rank
+            if not fetched:
                 break
-            for rank in _bits(holders):
-                cached[rank] = num_blocks * self.block_size
-        return cached
+            num_tokens = num_blocks * self.block_size
+            for rank in _bits(fetched):
+                found[rank] = num_tokens if own >> rank & 1 else found.get(rank, (0, 0))[0], num_tokens
+        return found
 
     def _remember(self, keys: Sequence[bytes], rank: int) -> None:
         # Tail first, so that the beginning of a prompt is evicted last.

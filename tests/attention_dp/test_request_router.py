@@ -224,3 +224,37 @@ def test_outputs_of_a_prompt_whose_rank_is_lost_or_whose_first_has_ended_go_anyw
     router.mark_back(first)
     assert router._first_of == {}
     assert router.route(prompt(3000), request_id="c", max_new_tokens=9, group="g") in (0, 1)
+
+
+def test_a_prompt_that_a_sibling_can_fetch_goes_where_there_is_less_work():
+    """With 1,024 tokens that one rank has, fetching them on its sibling costs as much as computing 102."""
+    routers = [RequestRouter(4, block_size=16, siblings=siblings) for siblings in ((), ("a", "a", "b", "b"))]
+    alone, shared = routers
+    for router in routers:
+        rank = router.route(prompt(0, 1025), request_id="a")
+        router.finished("a")
+        router.update(rank, 100)
+        assert router.route(prompt(0, 1025)) == rank
+        router.update(rank, 110)
+    assert alone.route(prompt(0, 1025)) == 0
+    assert shared.route(prompt(0, 1025)) == 1, "not to 2 or 3, which are on another host"
+    assert shared.uncached(prompt(0, 1025), "") == alone.uncached(prompt(0, 1025), "") == 1
+    assert shared.route(prompt(0, 1025), request_id="b") in (0, 1)
+
+
+def test_ranks_that_are_not_siblings_of_those_with_the_prompt_compute_it_all():
+    router = RequestRouter(2, block_size=16, siblings=("a", "b"))
+    first = router.route(prompt(0, 513), request_id="a", max_new_tokens=8)
+    other = router.route(prompt(0, 513), request_id="b", among=[1 - first])
+    assert router.load(other) == 513
+
+
+def test_a_session_leaves_its_rank_sooner_where_others_can_fetch_its_pages():
+    router = RequestRouter(2, load_gap=512, siblings=("a", "a"))
+    rank = router.route(prompt(0, 512), "s")
+    router.update(rank, 51)
+    assert router.route(prompt(0, 512), "s") == rank
+    router.update(rank, 103)
+    assert router.route(prompt(0, 512), "s") == 1 - rank
+    router.mark_lost(rank)
+    assert router.uncached(prompt(0, 513), "") == 1, "pages outlive the rank that computed them"

@@ -170,6 +170,14 @@ class RankTable:
         return min(known, key=lambda limits: (limits.max_prompt_len, limits.max_model_len))
 
     @property
+    def siblings(self) -> list[str]:
+        """A name for each rank, equal for those that take each other's pages of the KV cache; []: none do."""
+        pages = [view.info.get("pages") for view in self]
+        if not any(pages):
+            return []
+        return [f"{view.host} {each}" if each else str(view.rank) for view, each in zip(self, pages, strict=True)]
+
+    @property
     def info(self) -> dict[str, Any]:
         """Facts about the model, which are the same on every rank; {} until one is ready."""
         return next((view.info for view in self if view.is_ready), {})

@@ -45,8 +45,11 @@ class GroupRequests(Protocol):
     def wait_for_launch(self, lost_rank: int | None) -> None:
         """The ranks are lost, and are started again. lost_rank: that caused it; None: not known"""
 
-    def begin_launch(self, block_size: int, masked: Collection[int]) -> int:
-        """All ranks are new and serve; returns how many requests are submitted again. block_size: in tokens"""
+    def begin_launch(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> int:
+        """All ranks are new and serve; returns how many requests are submitted again. block_size: in tokens
+
+        siblings: as in RequestRouter
+        """
 
     def resubmit(self, rank: int) -> None:
         """A rank has dropped its requests."""
@@ -122,10 +125,13 @@ class RequestBook:
         """Returns how many requests prefill ranks have."""
         return sum(self._capacity.is_prefill(request.rank) for request in self._open.values())
 
-    def begin_prefill(self, block_size: int, masked: Collection[int]) -> None:
-        """Sends prompts to prefill ranks that are all new. block_size: of their caches;  masked: lost ranks"""
+    def begin_prefill(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> None:
+        """Sends prompts to prefill ranks that are all new. block_size: of their caches;  masked: lost ranks
+
+        siblings: as in RequestRouter
+        """
         self.leave_prefill(None)
-        self._capacity.begin_prefill(block_size, masked)
+        self._capacity.begin_prefill(block_size, masked, siblings)
 
     def leave_prefill(self, lost_rank: int | None) -> None:
         """Sends nothing more to prefill ranks; decode ranks serve their requests. lost_rank: the cause, as above"""
@@ -159,13 +165,13 @@ class RequestBook:
         """Lets the open requests end, those of a pause too."""
         self.go_on()
 
-    def begin_launch(self, block_size: int, masked: Collection[int]) -> int:
+    def begin_launch(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> int:
         """Starts with an empty router, since all ranks are new; returns how many requests are submitted again.
 
-        block_size: of the ranks' caches, in tokens
+        block_size: of the ranks' caches, in tokens;  siblings: as in RequestRouter
         """
         self.take_back()
-        self._capacity.begin_launch(block_size, masked)
+        self._capacity.begin_launch(block_size, masked, siblings)
         self.send_waiting()
         num_again = sum(request.attempt > 0 for request in self._open.values())
         self.counters["num_resubmitted"] += num_again
@@ -522,9 +528,12 @@ class RankCapacity:
         """The ranks that requests are sent to."""
         return self._router.ranks
 
-    def begin_launch(self, block_size: int, masked: Collection[int]) -> None:
-        """Begins with new ranks without requests. block_size: of their caches, in tokens;  masked: lost ranks"""
-        self._router = self._new_router(block_size)
+    def begin_launch(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> None:
+        """Begins with new ranks without requests. block_size: of their caches, in tokens;  masked: lost ranks
+
+        siblings: as in RequestRouter
+        """
+        self._router = self._new_router(block_size, siblings)
         self._num_sent.clear()
         self.lose(masked)
 
@@ -533,9 +542,9 @@ class RankCapacity:
         for rank in ranks:
             self._router_of(rank).mark_lost(rank)
 
-    def begin_prefill(self, block_size: int, masked: Collection[int]) -> None:
+    def begin_prefill(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> None:
         """Begins with new prefill ranks without requests; as begin_launch."""
-        self._prefill = self._new_router(block_size, prefill=True)
+        self._prefill = self._new_router(block_size, siblings, prefill=True)
         self.lose(masked)
 
     def lose_prefill(self) -> None:
@@ -649,11 +658,10 @@ class RankCapacity:
         """Forgets which prompts each rank may have in its cache."""
         self._router.forget_prompts()
 
-    def _new_router(self, block_size: int, prefill: bool = False) -> RequestRouter:
+    def _new_router(self, block_size: int, siblings: Sequence[str] = (), prefill: bool = False) -> RequestRouter:
         parallel, load_gap = self._config.parallel, self._config.server.routing_load_gap
-        if prefill:
-            return RequestRouter(parallel.num_prefill_ranks, load_gap, block_size, first_rank=parallel.num_ranks)
-        return RequestRouter(parallel.num_ranks, load_gap, block_size)
+        first, number = (parallel.num_ranks, parallel.num_prefill_ranks) if prefill else (0, parallel.num_ranks)
+        return RequestRouter(number, load_gap, block_size, first_rank=first, siblings=siblings)
 
 
 class PrefillRequests:
@@ -678,8 +686,8 @@ class PrefillRequests:
     def wait_for_launch(self, lost_rank: int | None) -> None:
         self._book.leave_prefill(None if lost_rank is None else self._first + lost_rank)
 
-    def begin_launch(self, block_size: int, masked: Collection[int]) -> int:
-        self._book.begin_prefill(block_size, self._numbers(masked))
+    def begin_launch(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> int:
+        self._book.begin_prefill(block_size, self._numbers(masked), siblings)
         return 0
 
     def resubmit(self, rank: int) -> None:
@@ -745,7 +753,7 @@ class RestartWait:
         if not self._workers.is_ready or limits is None or self._serving == self._workers.launch_id:
             return
         self._serving, self._ends_s = self._workers.launch_id, None
-        num_again = self._book.begin_launch(limits.block_size, self._workers.masked)
+        num_again = self._book.begin_launch(limits.block_size, self._workers.masked, self._workers.siblings)
         if num_again:
             log.warning("the ranks were started again; requests that go on: %d", num_again)
 
