@@ -100,10 +100,15 @@ ROWS: dict[str, list[Panel]] = {
             "hits": f"{rate('moe_serve_rank_prefix_cache_hits_total')} / "
                     f"{rate('moe_serve_rank_prefix_cache_queries_total')}",
         }),
-        Panel("Preemptions, pages", "Requests that lost blocks; tokens computed again; pages of tiers.", "short", {
+        Panel("Preemptions", "Requests that lost blocks; tokens computed again.", "short", {
             "rank {{rank}}": rate("moe_serve_rank_preemptions_total", "rank"),
             "tokens again, rank {{rank}}": rate("moe_serve_rank_recomputed_tokens_total", "rank"),
-            "pages {{fate}}": rate("moe_serve_rank_cache_pages_total", "fate"),
+        }),
+        Panel("Pages outside the KV cache", "By what became of them, a second.", "short",
+              {"{{fate}}": rate("moe_serve_rank_cache_pages_total", "fate")}, stacked=True),
+        Panel("Pages that came up", "Of each rank, from memory and files, a second.", "short", {
+            "rank {{rank}} {{fate}}": "max by (rank, fate) (rate(moe_serve_rank_cache_pages_total"
+                                      f"{{{WHICH}, fate=~\"from_.*\"}}[$__rate_interval]))",
         }),
         Panel("Tokens to be prefilled", "Of each rank.", "short",
               {"rank {{rank}}": f"max by (rank) (moe_serve_rank_pending_tokens{{{WHICH}}})"}),

@@ -30,6 +30,7 @@ class Outcome:
     error:          its kind, such as "HTTP 429"; None = complete;  detail: what the server said
     retry_after_s:  what a refusal asked for, in seconds; None = nothing
     num_output:     tokens as the server counts them, else chunks: is_counted
+    route:          where the request began, of servers with prefill ranks that say so
     """
 
     number: int
@@ -44,6 +45,7 @@ class Outcome:
     num_prompt: int | None = None
     num_output: int = 0
     num_cached: int | None = None
+    route: str | None = None
     is_counted: bool = False
 
     @property
@@ -136,6 +138,8 @@ class Client:
                 outcome.num_prompt = event.num_prompt
             if event.num_cached is not None:
                 outcome.num_cached = event.num_cached
+            if event.route is not None:
+                outcome.route = event.route
             if event.num_output is not None:
                 outcome.num_output, outcome.is_counted = event.num_output, True
         if not has_end:
@@ -216,6 +220,7 @@ class Event:
     num_prompt: int | None = None
     num_output: int | None = None
     num_cached: int | None = None
+    route: str | None = None
 
 
 def body_of(endpoint: str, ask: Ask, options: Options) -> bytes:
@@ -262,6 +267,7 @@ def _read_native(data: bytes) -> Event:
     if "error" in value:
         return Event(error=error_text(data))
     info = value.get("meta_info") or {}
+    route = info.get("route")
     num_output = info.get("completion_tokens")
     return Event(
         has_output=bool(num_output),
@@ -269,6 +275,7 @@ def _read_native(data: bytes) -> Event:
         num_prompt=info.get("prompt_tokens"),
         num_output=num_output,
         num_cached=info.get("cached_tokens"),
+        route=route if isinstance(route, str) else None,
     )
 
 

@@ -1,7 +1,7 @@
 """Numbers of a run: latencies, throughput, goodput, errors, and how well the load was kept. Keys as vLLM's results."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class Report:
     seconds: float
     outcomes: Sequence[Outcome]
     latencies: dict[str, Spread]  # ttft, tpot, itl, e2el
+    routes: dict[str, dict[str, Spread]]  # the same of requests that began on one route; {} where servers say none
     errors: dict[str, int]
     examples: dict[str, str]  # of each kind of error, what the server said
     num_complete: int
@@ -68,10 +69,11 @@ class Report:
             "client_cpu_share": self.cpu_share,
             "warnings": self.warnings,
         }
-        for name, spread in (*self.latencies.items(), ("sent_late", self.late)):
-            found[f"mean_{name}_ms"] = spread.mean
-            for percent in PERCENTILES:
-                found[f"p{percent}_{name}_ms"] = spread.percentile(percent)
+        found |= _numbers((self.latencies | {"sent_late": self.late}).items())
+        found["routes"] = {
+            route: {"completed": len(latencies["e2el"].values)} | _numbers(latencies.items())
+            for route, latencies in self.routes.items()
+        }
         found["requests"] = [_row(outcome) for outcome in self.outcomes]
         return found
 
@@ -86,18 +88,14 @@ def report_of(ran: Ran, slo: Slo, is_paced: bool) -> Report:
     failed = [outcome for outcome in ran.outcomes if outcome.error is not None]
     cached = [outcome.num_cached for outcome in complete if outcome.num_cached is not None]
     retries = [outcome.retry_after_s for outcome in failed if outcome.retry_after_s is not None]
-    gaps = [b - a for outcome in complete for a, b in zip(outcome.chunk_s, outcome.chunk_s[1:], strict=False)]
+    routes = sorted({outcome.route for outcome in complete if outcome.route is not None})
     late = _spread([outcome.sent_s - outcome.due_s for outcome in ran.outcomes])
     cpu_share = ran.cpu_s / ran.seconds if ran.seconds else 0.0
     return Report(
         seconds=ran.seconds,
         outcomes=ran.outcomes,
-        latencies={
-            "ttft": _spread([outcome.ttft_s for outcome in complete]),
-            "tpot": _spread([tpot_s for outcome in complete if (tpot_s := outcome.tpot_s) is not None]),
-            "itl": _spread(gaps),
-            "e2el": _spread([outcome.e2e_s for outcome in complete]),
-        },
+        latencies=_latencies(complete),
+        routes={route: _latencies([each for each in complete if each.route == route]) for route in routes},
         errors=dict(Counter(str(outcome.error) for outcome in failed).most_common()),
         examples={str(outcome.error): outcome.detail for outcome in reversed(failed)},
         num_complete=len(complete),
@@ -110,6 +108,24 @@ def report_of(ran: Ran, slo: Slo, is_paced: bool) -> Report:
         longest_retry_after_s=max(retries, default=None),
         warnings=tuple(_warnings(ran, complete, late, cpu_share, is_paced)),
     )
+
+
+def _latencies(complete: Sequence[Outcome]) -> dict[str, Spread]:
+    gaps = [b - a for outcome in complete for a, b in zip(outcome.chunk_s, outcome.chunk_s[1:], strict=False)]
+    return {
+        "ttft": _spread([outcome.ttft_s for outcome in complete]),
+        "tpot": _spread([tpot_s for outcome in complete if (tpot_s := outcome.tpot_s) is not None]),
+        "itl": _spread(gaps),
+        "e2el": _spread([outcome.e2e_s for outcome in complete]),
+    }
+
+
+def _numbers(spreads: Iterable[tuple[str, Spread]]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for name, spread in spreads:
+        found[f"mean_{name}_ms"] = spread.mean
+        found |= {f"p{percent}_{name}_ms": spread.percentile(percent) for percent in PERCENTILES}
+    return found
 
 
 def is_good(outcome: Outcome, slo: Slo) -> bool:
@@ -153,6 +169,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "chunk_s": outcome.chunk_s,
         "prompt_tokens": outcome.num_prompt,
         "cached_tokens": outcome.num_cached,
+        "route": outcome.route,
         "output_tokens": outcome.num_output,
         "error": outcome.error,
         "detail": outcome.detail,
@@ -190,16 +207,21 @@ def table_of(report: Report) -> str:
     lines = [f"{name:<36}{value:>20}" for name, value in rows]
     heads = ["mean", *(f"p{percent}" for percent in PERCENTILES)]
     lines += ["", f"{'milliseconds':<32}" + "".join(f"{head:>12}" for head in heads)]
-    for name, words in _LATENCIES.items():
-        spread = report.latencies[name]
-        values = [spread.mean, *(spread.percentile(percent) for percent in PERCENTILES)]
-        lines.append(f"{words:<32}" + "".join("           –" if v is None else f"{v:>12.2f}" for v in values))
+    lines += [_line(words, report.latencies[name]) for name, words in _LATENCIES.items()]
+    for route, latencies in report.routes.items():
+        lines += ["", f"began by route {route}: {len(latencies['e2el'].values)} requests"]
+        lines += [_line(_LATENCIES[name], latencies[name]) for name in ("ttft", "itl")]
     if report.errors:
         lines.append("")
         lines += [f"{count} × {kind}: {report.examples[kind]}" for kind, count in report.errors.items()]
         if report.longest_retry_after_s is not None:
             lines.append(f"refusals asked to wait up to {report.longest_retry_after_s:g} s (Retry-After)")
     return "\n".join([*lines, *(f"warning: {text}" for text in report.warnings)])
+
+
+def _line(words: str, spread: Spread) -> str:
+    values = [spread.mean, *(spread.percentile(percent) for percent in PERCENTILES)]
+    return f"{words:<32}" + "".join("           –" if v is None else f"{v:>12.2f}" for v in values)
 
 
 def _mean(total: int, count: int) -> str:

@@ -148,3 +148,16 @@ def test_goodput_counts_requests_within_all_bounds():
     report = report_of(found, Slo(ttft=1000), is_paced=False)
     assert (report.num_good, report.as_json()["request_goodput"]) == (4, 2.0)
     assert report_of(found, Slo(), is_paced=False).num_good is None
+
+
+def test_times_are_told_apart_by_the_route_that_the_server_names():
+    outcomes = [
+        Outcome(number, "code", 1, 1, 2, [1 + ttft_s, 1.6], num_output=2, is_counted=True, route=route)
+        for number, (ttft_s, route) in enumerate([(0.1, "short"), (0.5, "prefill"), (0.3, "short")])
+    ]
+    report = report_of(Ran(outcomes, 2.0, 0.1, False), Slo(), is_paced=False)
+    assert {route: latencies["ttft"].mean for route, latencies in report.routes.items()} == {
+        "prefill": pytest.approx(500), "short": pytest.approx(200),
+    }  # fmt: skip
+    assert report.as_json()["routes"]["short"]["completed"] == 2
+    assert "began by route prefill: 1 requests" in table_of(report)

@@ -412,6 +412,8 @@ def result(request: OpenRequest, rid: str) -> dict[str, Any]:
         "weight_version": WEIGHT_VERSION,
         "dp_rank": request.rank,
     }
+    if request.route is not None:
+        meta["route"] = request.route
     if request.finished_s is not None:
         meta["e2e_latency"] = request.finished_s - request.submitted_s
     return {"text": request.matcher.text, "output_ids": request.matcher.output_ids, "meta_info": meta}

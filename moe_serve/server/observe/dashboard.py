@@ -63,7 +63,8 @@ def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
             "state": bridge.problem() or "ready",
             "requests": {"open": len(bridge.book), **bridge.book.counters},
         }
-        answer = page_data(bridge.workers, bridge.balance, system, start, seen, time.time())
+        prefill = None if bridge.prefill is None else bridge.prefill.workers
+        answer = page_data(bridge.workers, bridge.balance, system, start, seen, time.time(), prefill)
         return json_response(answer, headers=_HEADERS)
 
 
@@ -95,10 +96,17 @@ class Seen:
 
 
 def page_data(
-    workers: RankTable, book: BalanceBook, system: Mapping[str, Any], start: str, seen: Seen, now_s: float
+    workers: RankTable,
+    book: BalanceBook,
+    system: Mapping[str, Any],
+    start: str,
+    seen: Seen,
+    now_s: float,
+    prefill: RankTable | None = None,
 ) -> dict[str, Any]:
     """Returns what is new for a page. system: name of the model, state, requests, passed on as they are
 
+    prefill: ranks that are shown behind the others;  None: there are none
     points, events: those that the page has not seen;  load: of the newest window, None = the page has it;
     placement: None = the page has it, or none is known
     """
@@ -110,7 +118,7 @@ def page_data(
         "now_s": round(now_s, 3),
         "system": system,
         "balancer": status_json(book, now_s),
-        "ranks": [_rank(view, workers) for view in workers],
+        "ranks": [_rank(view, workers) for view in workers] + ([] if prefill is None else _prefill_ranks(prefill)),
         "num_windows": book.num_windows,
         "num_events": book.num_events,
         "num_placements": book.num_placements,
@@ -124,6 +132,10 @@ def page_data(
         "load": _load(workers, book) if is_new else None,
         "placement": book.placement if book.num_placements != seen.placements else None,
     }
+
+
+def _prefill_ranks(prefill: RankTable) -> list[dict[str, Any]]:
+    return [_rank(view, prefill) | {"rank": f"prefill {view.rank}"} for view in prefill]
 
 
 def _load(workers: RankTable, book: BalanceBook) -> dict[str, Any]:

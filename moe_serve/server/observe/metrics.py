@@ -72,7 +72,7 @@ def one_histogram(name: str, text: str, histogram: Histogram, labels: Labels = (
 def make_registry(bridge: Bridge, peer: str | None = None) -> CollectorRegistry:
     """Returns the metrics of one front end. peer: one of PEERS, under whose names metrics are shown as well"""
     registry = CollectorRegistry()
-    registry.register(RankMetrics(bridge.workers))
+    registry.register(RankMetrics(bridge.workers, None if bridge.prefill is None else bridge.prefill.workers))
     registry.register(RequestMetrics(bridge))
     registry.register(BalanceMetrics(bridge.balance, bridge.workers))
     ProcessCollector(registry=registry)  # process_resident_memory_bytes and its like, of this front end
@@ -170,33 +170,35 @@ _TOKENS = (("decode", "num_decode_tokens"), ("prefill", "num_prefill_tokens"), (
 
 
 class RankMetrics(Collector):
-    """What each rank has reported of itself.
+    """What each rank has reported of itself. The first prefill rank is `prefill 0`.
 
     A slow rank shows as a peer that every rank waits for. A rank that waits for all peers has less work than they, or a
     faster machine. A transport that does not measure its waits has no series of them.
     """
 
-    def __init__(self, workers: RankTable):
-        self._workers = workers
+    def __init__(self, workers: RankTable, prefill: RankTable | None):
+        """prefill: None: there are no prefill ranks"""
+        self._groups = [("", workers), *([] if prefill is None else [("prefill ", prefill)])]
 
     def collect(self) -> Iterator[Metric]:
-        workers = self._workers
+        ranks = [(group, f"{group}{view.rank}", view, table) for group, table in self._groups for view in table]
         yield gauges(
             "moe_serve_rank_serving",
             "Whether a rank takes requests: 1, or 0 while it is masked.",
             ("rank",),
-            [((str(view.rank),), float(view.serves and workers.loss is None)) for view in workers],
+            [((rank,), float(view.serves and table.loss is None)) for _, rank, view, table in ranks],
         )
-        told = [(str(view.rank), view.status) for view in workers if view.status is not None]
+        told = [(rank, view.status) for _, rank, view, _ in ranks if view.status is not None]
         yield counters(
             "moe_serve_all_to_all_wait_seconds",
             "Seconds that a rank has waited for the rows of a peer, after its first polls.",
             ("rank", "peer"),
             [
-                ((rank, str(peer)), waited_s)
-                for rank, status in told
-                for peer, waited_s in enumerate(status.waited_s)
-                if str(peer) != rank
+                ((rank, f"{group}{peer}"), waited_s)
+                for group, rank, view, _ in ranks
+                if view.status is not None
+                for peer, waited_s in enumerate(view.status.waited_s)
+                if peer != view.rank
             ],
         )
         for name, text, value in _RANK_GAUGES:
@@ -212,8 +214,8 @@ class RankMetrics(Collector):
         )
         yield counters(
             "moe_serve_rank_cache_pages",
-            "Pages of the KV cache outside its pool: brought up from memory, from files, from prefill "
-            "ranks; copied down; or not, and why.",
+            "Pages of the KV cache outside its pool: brought up from memory where this rank or a sibling had put them, "
+            "from files, from prefill ranks; copied down; or not, and why.",
             ("rank", "fate"),
             [
                 ((rank, key.removeprefix(_PAGES)), count)

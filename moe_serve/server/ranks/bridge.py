@@ -227,6 +227,10 @@ class RankGroup:
         """
         return await self._commands.call_each(command, self._serving(), self._command_deadline_s)
 
+    async def flush(self) -> list[Answer]:
+        """Empties the prefix caches of the ranks that take part, and the tiers below; raises as `command` does."""
+        return await self._commands.call_each(FlushCache(0), self._serving(), self._command_deadline_s)
+
     def _serving(self) -> list[int]:
         """Returns the ranks that take part. Raises UnavailableError if none can serve now."""
         problem = self.problem()
@@ -557,15 +561,18 @@ class Bridge(RankGroup):
             await super().close()
 
     async def flush_cache(self) -> list[Answer]:
-        """Empties the prefix caches of the ranks that take part, and returns the answer of each.
+        """Empties the prefix caches of the ranks of both roles that take part; returns the answers of decode ranks.
 
         Raises RequestError while requests are open, and UnavailableError and QueueFullError as `command` does.
         """
         if len(self.book):
             raise RequestError(f"{len(self.book)} requests are open; flush the cache when they have ended")
-        answers = await self._commands.call_each(FlushCache(0), self._serving(), self._command_deadline_s)
+        groups: list[RankGroup] = [self]
+        if self.prefill is not None and self.prefill.problem() is None:
+            groups.append(self.prefill)
+        answers = await asyncio.gather(*(group.flush() for group in groups))
         self.book.forget_prompts()
-        return answers
+        return answers[0]
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

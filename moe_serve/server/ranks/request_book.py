@@ -591,7 +591,8 @@ class RankCapacity:
                 num_pages = len(spec.prompt_ids) // router.block_size - request.hand_over_from
                 self._pages[request.request_id] = rank, num_pages
             if not request.attempt and self._config.parallel.num_prefill_ranks:
-                self.routes[why or "prefill"] += 1
+                request.route = why or "prefill"
+                self.routes[request.route] += 1
         self._num_sent[rank] += 1
         return rank
 
@@ -657,6 +658,7 @@ class RankCapacity:
     def forget_prompts(self) -> None:
         """Forgets which prompts each rank may have in its cache."""
         self._router.forget_prompts()
+        self._prefill.forget_prompts()
 
     def _new_router(self, block_size: int, siblings: Sequence[str] = (), prefill: bool = False) -> RequestRouter:
         parallel, load_gap = self._config.parallel, self._config.server.routing_load_gap

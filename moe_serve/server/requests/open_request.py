@@ -150,6 +150,7 @@ class OpenRequest:
     hand_over_from: the first block that it hands over
     call_id:    the X-Request-Id of its call
     queued_s:   its wait so far: here for a rank, and on ranks until they began with it
+    route:      where it began, "prefill" or why not; None: there are no prefill ranks
 
     output_logprobs, prompt_logprobs: log probabilities so far (engine/output/logprobs.py says what each entry is);
     None: it asks for none. Those of the output are as many as `matcher.output_ids`.
@@ -168,6 +169,7 @@ class OpenRequest:
         self.rank: int | None = None
         self.attempt = 0
         self.has_started = False  # the rank has sent a token of this attempt
+        self.route: str | None = None
         self.matcher = StopMatcher(tokenizer, spec.params, eos_token_ids, spec.prompt_ids)
         self.failure: MoeServeError | None = None
         self.was_cut_short = False

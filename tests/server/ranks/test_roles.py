@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
+from prometheus_client import generate_latest
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.attention_dp.request_router import why_local
@@ -13,6 +14,9 @@ from moe_serve.config import load_config
 from moe_serve.errors import ConfigError
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
+from moe_serve.server.api.native import result
+from moe_serve.server.observe.dashboard import Seen, page_data
+from moe_serve.server.observe.metrics import make_registry
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
 from tests.server.fake_worker import FakeWorker
@@ -193,3 +197,27 @@ def test_settings_that_roles_do_not_fit_are_refused_with_the_fix(settings: list[
     ranks = [] if "role" in settings[0] else ["parallel.num_prefill_ranks=1"]
     with pytest.raises(ConfigError, match=words):
         load_config(overrides=[*ranks, *settings])
+
+
+@in_event_loop
+async def test_ranks_of_both_roles_are_seen_with_what_they_report():
+    async with roles(num_prefill=2) as served:
+        assert await served.run(LONG) == TOKENS
+        for worker in (*served.decode, *served.prefill):
+            worker.load(3)
+        bridge = served.bridge
+        assert bridge.prefill is not None
+        prefill = bridge.prefill.workers
+        while any(view.status is None for view in (*bridge.workers, *prefill)):
+            await asyncio.sleep(0.005)
+        text = generate_latest(make_registry(bridge)).decode()
+        for rank in ("0", "prefill 0", "prefill 1"):
+            assert f'moe_serve_rank_requests_running{{rank="{rank}"}} 3.0' in text
+            assert f'moe_serve_rank_serving{{rank="{rank}"}} 1.0' in text
+        page = page_data(bridge.workers, bridge.balance, {}, "x", Seen(), 0.0, prefill)
+        assert [(rank["rank"], rank["running"]) for rank in page["ranks"]] == [
+            (0, 3), ("prefill 0", 3), ("prefill 1", 3),
+        ]  # fmt: skip
+        request = served.submit(LONG[::-1])
+        await served.output(request)
+        assert result(request, "rid")["meta_info"]["route"] == "prefill"
