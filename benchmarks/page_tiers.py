@@ -5,6 +5,8 @@
 Serves the bench model, whose pool holds little more than one prompt, on one rank with one thread. Each round sends a
 new prompt, then another, which takes the blocks of the first, then the first one again: with no tier, with pages in
 memory, with pages in files. `after a restart` sends the prompts of the rounds to a new process with the same files.
+What tiers cost where nothing is found: the time to the first token of new prompts, and of 32 tokens right behind one,
+while its pages go down, over the rank without a tier.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from benchmarks.conditions import add_isa, conditions, save
 from moe_serve import LLM, SamplingParams
 
 ONE = SamplingParams(max_new_tokens=1, temperature=0, ignore_eos=True)
+FEW = SamplingParams(max_new_tokens=33, temperature=0, ignore_eos=True)
 _WRITTEN_S = 30.0
 
 
@@ -38,6 +41,11 @@ class Rank:
         began_s = time.perf_counter()
         self.llm.generate([prompt], ONE)
         return 1e3 * (time.perf_counter() - began_s)
+
+    def decode(self, prompt: list[int]) -> float:
+        """Returns the milliseconds of a token, over 32 of them."""
+        times = [time.perf_counter() for _ in self.llm.stream([prompt], FEW)]
+        return 1e3 * (times[-1] - times[0]) / (len(times) - 1)
 
 
 def wait_until_written(folder: Path, num_pages: int) -> None:
@@ -58,6 +66,8 @@ def main() -> None:
     prompts = [draw.choices(vocab, k=args.tokens) for _ in range(2 * args.rounds)]
     ways = ("computed again", "from memory", "from files", "from files, after a restart")
     times: dict[str, list[float]] = {way: [] for way in ways}
+    new: dict[str, list[float]] = {way: [] for way in ways}
+    steps: dict[str, list[float]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as scratch:
         model = write_bench_model(Path(scratch) / "model", max_position_embeddings=2 * args.tokens)
         pages = Path(scratch) / "pages"
@@ -67,7 +77,9 @@ def main() -> None:
         for number in range(args.rounds):
             for way, rank in ranks.items():
                 for at in (0, 1):
-                    rank.ask(prompts[2 * number + at])
+                    new[way].append(rank.ask(prompts[2 * number + at]))
+                    if at == 1:
+                        steps[way].append(rank.decode(draw.choices(vocab, k=8)))
                     if way == "from files":
                         wait_until_written(pages, (2 * number + at + 1) * (args.tokens // 16))
                 times[way].append(rank.ask(prompts[2 * number]))
@@ -83,6 +95,8 @@ def main() -> None:
             "pages": way,
             "ms to the first token, median": f"{statistics.median(found):.0f}",
             "over computing again": f"{statistics.median(found) / base:.3f}",
+            "a new prompt, over no tier": _over(new[way], new[ways[0]]),
+            "tokens behind it, over no tier": _over(steps[way], steps[ways[0]]),
         }
         for way, found in times.items()
     ]
@@ -91,6 +105,13 @@ def main() -> None:
         "the cache of the system: what reading them from a disk takes comes on top."
     )
     print(save("page_tiers", "Pages outside the KV cache", rows, facts, notes, per_cpu=True))
+
+
+def _over(found: list[float], base: list[float]) -> str:
+    """Returns the median of ratios, since each round sends the same to all ways."""
+    if not found:
+        return "–"
+    return f"{statistics.median(one / other for one, other in zip(found, base, strict=True)):.3f}"
 
 
 if __name__ == "__main__":

@@ -311,8 +311,6 @@ def _page_tiers(config: ServeConfig, served: ServedModel, pages_fd: int | None) 
     if settings.disk_gb is not None and settings.path is not None:
         quota = int(settings.disk_gb * 1e9)
         folder = PageFolder(Path(settings.path).expanduser(), served.kv_key, quota)
-    if folder is not None or pages_fd is not None:
-        served.info["pages"] = f"cache.path {folder.path}" if folder is not None else "cache.host_gb"
     return None if host is None and folder is None else PageTiers(cache, host, folder)
 
 

@@ -265,6 +265,8 @@ def _build_engine(
     engine = build_engine(config, group, exchange, mailbox, env.launch_id, report, env.page_files, pages_fd)
     engine.served.info |= {"role": config.parallel.role, "exchange": type(exchange).__name__, "launched_by": env.source}
     engine.served.info["shared_with_front_end"] = front_end_facts(config)
+    if config.cache.disk_gb is not None or env.pages_fd is not None:  # of one host with the same: they share
+        engine.served.info["pages"] = config.cache.path or "cache.host_gb"
     return engine
 
 

@@ -24,7 +24,8 @@ def test_roles_give_the_tokens_of_two_ranks_and_no_request_is_lost_with_the_pref
 
     with demo.client(timeout_s=120) as client:
         right = [answer(client, body) for body in bodies]
-    with Running("moe_serve", ["serve", *flags, "--set=parallel.prefill_from_tokens=32"]) as running:
+    settings = ["parallel.prefill_from_tokens=32", "cache.host_gb=0.02", "eplb.mode=dynamic"]
+    with Running("moe_serve", ["serve", *flags, *(f"--set={each}" for each in settings)]) as running:
         with running.client(timeout_s=120) as client:
 
             def prefill() -> dict:
@@ -57,6 +58,7 @@ def test_roles_give_the_tokens_of_two_ranks_and_no_request_is_lost_with_the_pref
             running.wait_for("prefill: they are started again", 120)
             assert eventually(lambda: prefill()["state"] == "ready", 120)
             assert answer(client, bodies[0]) == right[0]
+            assert 'moe_serve_rank_cache_pages_total{fate="down",rank="prefill 0"}' in client.get("/metrics").text
             pids = running.descendants()
         assert running.end(signal.SIGINT) == 0, running.output
         assert gone(pids)
