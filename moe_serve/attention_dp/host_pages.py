@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_serve.attention_dp.pages import HEADER_BYTES, KEY_AT, DamagedPage, check_size, decode_page, encode_header
+from moe_serve.attention_dp.page_record import HEADER_BYTES, KEY_AT, DamagedPage, check_size, decode_page, encode_header
 
 _WAYS = 8  # slots of a set
 _PAGE_AT = 128  # of a slot, in bytes; the record's header ends there

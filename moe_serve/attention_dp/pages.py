@@ -20,32 +20,24 @@ import contextlib
 import fcntl
 import os
 import secrets
-import struct
 import threading
 import time
-import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from moe_serve.attention_dp.host_pages import HostPages
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.attention_dp.prefix_cache import KEY_BYTES
+from moe_serve.attention_dp.page_record import HEADER_BYTES, DamagedPage, decode_page, encode_header
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 from moe_serve.process_facts import is_private, not_private
 
-if TYPE_CHECKING:
-    from moe_serve.attention_dp.host_pages import HostPages
-
-_HEADER = struct.Struct(f"<8s{KEY_BYTES}sIQI")  # magic, key, layers, bytes of the page, their CRC-32
-HEADER_BYTES, KEY_AT = _HEADER.size, 8
-_MAGIC = b"moekv\0\0\1"  # its last byte is the version of the format
 _SUFFIX = ".page"
 _FETCHED_BYTES = 256 << 20  # of pages that have been read and not taken yet, over all requests
 _QUEUED_PAGES = 16384  # blocks to be copied down; more are left out
@@ -55,41 +47,6 @@ _SLOW_PAGES = 100  # of files that take longer than computing; then one is read,
 _WRITTEN_S = 60.0  # after which a file that is not finished never will be
 _CLOSE_S = 10.0  # for which a rank that ends waits for its last files
 log = get_logger(__name__)
-
-
-class DamagedPage(Exception):
-    """A page that is not what its reader asked for. reason: "version" or "checksum", as in the metrics"""
-
-    def __init__(self, reason: str):
-        super().__init__(reason)
-        self.reason = reason
-
-
-def check_size(setting: str, num_bytes: int, least_bytes: int) -> None:
-    """Raises ConfigError where a tier has no room for one page. setting: that gives its size"""
-    if num_bytes < least_bytes:
-        raise ConfigError(
-            f"{setting} gives {num_bytes / 1e9:.3g} GB but one page, a block of all layers, takes "
-            f"{least_bytes / 1e9:.3g} GB; raise {setting}, or leave it out"
-        )
-
-
-def encode_header(key: bytes, num_layers: int, page: memoryview) -> bytes:
-    """Returns the header of a page. The checksum is zlib's CRC-32, which every Python has."""
-    return _HEADER.pack(_MAGIC, key, num_layers, page.nbytes, zlib.crc32(page))
-
-
-def decode_page(record: memoryview, key: bytes, num_layers: int, page_bytes: int) -> memoryview:
-    """Returns the page in a record. Raises DamagedPage unless it is the whole page with this key and form."""
-    if record.nbytes < HEADER_BYTES:
-        raise DamagedPage("checksum")
-    magic, found, layers, size, checksum = _HEADER.unpack_from(record)
-    if (magic, found, layers, size) != (_MAGIC, key, num_layers, page_bytes):
-        raise DamagedPage("version")
-    page = record[HEADER_BYTES:]
-    if page.nbytes != size or zlib.crc32(page) != checksum:
-        raise DamagedPage("checksum")
-    return page
 
 
 class PageFolder:
@@ -239,7 +196,7 @@ class PageTiers:
     computing_s: what a rank takes to compute the tokens of a page, as measured last; None: not known yet
     """
 
-    def __init__(self, cache: KvCache, host: "HostPages | None", folder: PageFolder | None):
+    def __init__(self, cache: KvCache, host: HostPages | None, folder: PageFolder | None):
         """host, folder: pages in memory and in files; None: none are kept there"""
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.page_bytes = cache.page_bytes

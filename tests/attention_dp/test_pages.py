@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from moe_serve.attention_dp.host_pages import HostPages, slot_bytes
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
-from moe_serve.attention_dp.pages import DamagedPage, PageFolder, PageTiers, decode_page, encode_header
+from moe_serve.attention_dp.page_record import DamagedPage, decode_page, encode_header
+from moe_serve.attention_dp.pages import PageFolder, PageTiers
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler

@@ -9,7 +9,7 @@ import torch
 
 from moe_serve.attention_dp.host_pages import slot_bytes
 from moe_serve.attention_dp.kv_cache import bytes_per_block
-from moe_serve.attention_dp.pages import HEADER_BYTES, check_size
+from moe_serve.attention_dp.page_record import HEADER_BYTES, check_size
 from moe_serve.c_library import processor_features
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_activations, choose_expert_form, has_e4m3
