@@ -4,13 +4,17 @@ The simulated cache stores, per slot, the tokens that its KV depends on. A row r
 that was shared or taken too early, written twice or left stale is seen as a wrong value, not only as a wrong count.
 """
 
+import itertools
 import time
 from typing import cast
 
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
 
+from moe_serve.attention_dp.host_pages import HostPages, slot_bytes
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.pages import PageTiers
 from moe_serve.attention_dp.request import Request, SamplingParams
@@ -183,7 +187,8 @@ class TieredMachine(SchedulerMachine):
     """The same, with pages that leave the pool, and come up as slow or fast as their thread is."""
 
     def tiers(self, num_blocks: int, block_size: int) -> PageTiers | None:
-        self.page_tiers = PageTiers(cast(KvCache, SimulatedCache(self.kv, block_size)), 20, None)
+        host = HostPages(None, 16 * slot_bytes(SimulatedCache.page_bytes), 0, SimulatedCache.page_bytes)
+        self.page_tiers = PageTiers(cast(KvCache, SimulatedCache(self.kv, block_size)), host, None)
         return self.page_tiers
 
     def teardown(self):
@@ -193,19 +198,24 @@ class TieredMachine(SchedulerMachine):
 
 
 class SimulatedCache:
-    """Blocks of the simulated cache, as PageTiers moves them."""
+    """Blocks of the simulated cache, as PageTiers moves them: a page is the number of what it holds."""
 
-    page_bytes = 1
+    page_bytes = 8
     layouts = ()
 
     def __init__(self, kv: dict[int, tuple[int, ...]], block_size: int):
         self._kv, self._size = kv, block_size
+        self._pages: dict[int, list[tuple[int, ...]]] = {}
+        self._numbers = itertools.count()
 
-    def read_page(self, block: int) -> list[tuple[int, ...]]:
-        return [self._kv[block * self._size + offset] for offset in range(self._size)]
+    def read_page(self, block: int) -> Tensor:
+        number = next(self._numbers)
+        self._pages[number] = [self._kv[block * self._size + offset] for offset in range(self._size)]
+        return torch.tensor([number]).view(torch.uint8)
 
-    def write_page(self, block: int, page: list[tuple[int, ...]]) -> None:
-        self._kv.update({block * self._size + offset: value for offset, value in enumerate(page)})
+    def write_page(self, block: int, page: Tensor) -> None:
+        held = self._pages[int.from_bytes(page.numpy().tobytes(), "little")]
+        self._kv.update({block * self._size + offset: value for offset, value in enumerate(held)})
 
 
 LIMITS = {"stateful_step_count": 40, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
