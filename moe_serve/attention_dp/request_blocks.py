@@ -258,9 +258,10 @@ class RequestBlocks:
 
     def keep(self, request: Request) -> None:
         """Has the published blocks of a request copied to the tiers, where other ranks find them while it goes on."""
-        if self.tiers is not None:
-            for index in range(request.num_published):
-                self.tiers.keep(request.block_keys[index], request.block_ids[index])
+        if self.tiers is not None and self._cache is not None:
+            for block in request.block_ids[: request.num_published]:
+                if block in self._cache:
+                    self.tiers.keep(self._cache.key_of(block), block)
 
     def release(self, request: Request) -> None:
         """Frees the blocks of a request. Published ones stay reusable until they are allocated again."""
