@@ -43,7 +43,8 @@ class ForwardBatch(NamedTuple):
     positions:    [T_pad], position of the token in its sequence; 0 in padding rows
     slot_mapping: [T_pad], cache slot = block * block_size + offset; -1 in padding rows
     seq_lens:     [num_seqs], tokens in the cache after this step
-    logit_rows:   [num_seqs], last row of each chunk: of those that sample, in the order of `chunks`, then of the others
+    logit_rows:   [num_seqs + number of drafts], the row of the last known token of each chunk: of those that sample, in
+                  the order of `chunks`, then of the others; then the rows of drafts
     query_starts: [num_seqs + 1] int32, first row of each sequence, then num_tokens
     block_tables: [num_seqs, width] int32, blocks of each sequence in order; beyond its end any blocks of the cache
     num_tokens:   real rows;  num_decodes: leading sequences with one row
@@ -142,7 +143,7 @@ class BatchBuilder:
         self._device = torch.device(device)
         self._on_host = self._device.type == "cpu"
         self._numerics = numerics
-        self._memory = _Memory(_Sizes(0, 0, 0, decodes_only=False))
+        self._memory = _Memory(_Sizes(0, 0, 0, 0, decodes_only=False))
 
     def build(self, chunks: "Sequence[ScheduledChunk]") -> ForwardBatch:
         """Returns the batch that computes these chunks, whose requests hold the blocks in the tables.
@@ -153,13 +154,13 @@ class BatchBuilder:
         """
         if all(chunk.length == 1 and chunk.samples for chunk in chunks):
             return self._build_decodes(chunks)
-        lens = [chunk.length for chunk in chunks]
+        lens, num_drafts = [chunk.length for chunk in chunks], sum(len(chunk.drafts) for chunk in chunks)
         order = sorted(range(len(lens)), key=lens.__getitem__)
         ordered = [chunks[i] for i in order]
         lens.sort()
         ends = list(accumulate(lens))
         num_tokens, num_decodes = sum(lens), bisect_right(lens, 1)
-        host = self._memory_for(num_tokens, len(lens), decodes_only=False).host
+        host = self._memory_for(num_tokens, len(lens), num_drafts).host
         host.input_ids[:num_tokens] = _token_ids(ordered)
         self._place_rows(ordered, num_decodes)
         host.input_ids[num_tokens:] = host.positions[num_tokens:] = 0
@@ -202,8 +203,9 @@ class BatchBuilder:
         batch = self._in_memory(num_rows, num_rows, host.seq_lens[:num_rows].tolist(), [1] * num_rows)
         return batch if num_rows == bucket else batch._replace(logit_rows=batch.logit_rows[:num_rows])
 
-    def _memory_for(self, num_tokens: int, num_seqs: int, decodes_only: bool) -> "_Memory":
-        sizes = _Sizes(self._numerics.padded(num_tokens), num_seqs, self._tables.rows.shape[1], decodes_only)
+    def _memory_for(self, num_tokens: int, num_seqs: int, num_drafts: int = 0, decodes_only: bool = False) -> "_Memory":
+        num_padded, width = self._numerics.padded(num_tokens), self._tables.rows.shape[1]
+        sizes = _Sizes(num_padded, num_seqs, num_seqs + num_drafts, width, decodes_only)
         if self._memory.sizes != sizes:
             self._memory = self._static.get(sizes) or _Memory(sizes, pinned=self._device.type == "cuda")
             if self._pads_decodes and decodes_only:
@@ -248,7 +250,7 @@ class BatchBuilder:
             request.block_ids[start // block_size] * block_size + start % block_size for request, start, *_ in decodes
         ]
         row = num_decodes
-        for request, start, length, _ in chunks[num_decodes:]:
+        for request, start, length, *_ in chunks[num_decodes:]:
             rows = slice(row, row + length)
             row += length
             host.positions[rows] = position = np.arange(start, start + length)
@@ -269,6 +271,7 @@ class _Sizes(NamedTuple):
 
     num_padded: int
     num_seqs: int
+    num_logits: int
     table_width: int
     decodes_only: bool
 
@@ -298,8 +301,8 @@ class _Memory:
         """pinned: for copies to a GPU that the host does not wait for"""
         self.sizes = sizes
         self._on_device: tuple[Tensor, _Tensors] | None = None
-        num_padded, num_seqs, width, decodes_only = sizes
-        self._int64_parts, self._end = _slices(num_padded, num_padded, num_padded, num_seqs, num_seqs)
+        num_padded, num_seqs, num_logits, width, decodes_only = sizes
+        self._int64_parts, self._end = _slices(num_padded, num_padded, num_padded, num_seqs, num_logits)
         self._int32_parts, num_int32 = _slices(num_seqs + 1, num_seqs * width)
         self._block = torch.zeros(self._end + (num_int32 + 1) // 2, dtype=torch.int64, pin_memory=pinned)
         self.tensors = self._parts(self._block)
@@ -333,21 +336,25 @@ class _Memory:
 
 def _token_ids(chunks: "Sequence[ScheduledChunk]") -> list[int]:
     token_ids: list[int] = []
-    for request, start, length, _ in chunks:
+    for request, start, length, _, drafts in chunks:
         token_ids += request.token_ids(start, start + length)
+        token_ids += drafts
     return token_ids
 
 
 def _logit_rows(chunks: "Sequence[ScheduledChunk]", order: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """Returns the last row of each chunk: of those that sample, then of the others.
+    """Returns the row of the last known token of each chunk: of those that sample, then of the others; then the rows
+    of drafts.
 
     order: of which chunk each sequence is;  ends: first row behind each sequence
     """
     last_rows = [0] * len(order)
     for index, end in zip(order, ends, strict=True):
-        last_rows[index] = end - 1
-    sampled = [row for row, chunk in zip(last_rows, chunks, strict=True) if chunk.samples]
-    return sampled + [row for row, chunk in zip(last_rows, chunks, strict=True) if not chunk.samples]
+        last_rows[index] = end - 1 - len(chunks[index].drafts)
+    by_chunk = list(zip(last_rows, chunks, strict=True))
+    sampled = [row for row, chunk in by_chunk if chunk.samples]
+    others = [row for row, chunk in by_chunk if not chunk.samples]
+    return sampled + others + [row + 1 + i for row, chunk in by_chunk for i in range(len(chunk.drafts))]
 
 
 def _prompt_rows(
@@ -356,7 +363,7 @@ def _prompt_rows(
     """Returns the rows of each chunk that tell log probabilities of prompt tokens. Arguments as of _logit_rows"""
     found = []
     for index, end in zip(order, ends, strict=True):
-        request, start, length, _ = chunks[index]
+        request, start, length, *_ = chunks[index]
         if positions := request.prompt_rows(start, start + length):
             first = end - length + positions.start - start
             found.append(PromptRows(index, positions.start, range(first, first + len(positions))))

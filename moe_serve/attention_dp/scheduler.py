@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from moe_serve.attention_dp.request import Request, check_length
 from moe_serve.attention_dp.request_blocks import RequestBlocks
@@ -20,20 +20,47 @@ from moe_serve.errors import ConfigError, RequestError
 
 
 class ScheduledChunk(NamedTuple):
-    """Known tokens start..start+length of one request, which are computed in one step."""
+    """Tokens start..start+length of one request, which are computed in one step: known ones, then drafts.
+
+    samples: the known ones end with the last, so its row yields a token, and so does that of each draft
+    drafts:  tokens that may come next. What is computed from them counts as far as they are those that are drawn
+    """
 
     request: Request
     start: int  # = request.num_computed
     length: int
-    samples: bool  # the chunk ends with the last known token, so its last row yields a token
+    samples: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_known(self) -> int:
+        """Returns how many of its tokens are known."""
+        return self.length - len(self.drafts)
 
 
 # In two thirds of the time that ScheduledChunk(...) takes; there is one for each running request in each step.
-_chunk: Callable[[tuple[Request, int, int, bool]], ScheduledChunk] = partial(tuple.__new__, ScheduledChunk)
+_chunk: Callable[[tuple[Request, int, int, bool, tuple[int, ...]]], ScheduledChunk] = partial(
+    tuple.__new__, ScheduledChunk
+)
+
+
+class Drafter(Protocol):
+    """Guesses tokens of requests that decode."""
+
+    def draft(self, requests: Sequence[Request], num_rows: int) -> Sequence[tuple[int, ...]]:
+        """Returns the tokens that may come next in each request, none to many, together at most `num_rows`."""
+        ...
+
+    def end(self, request: Request) -> None:
+        """Notes that a request, running or waiting, has left."""
+        ...
 
 
 class Proposal(NamedTuple):
-    """The chunks that a rank would run in the next step. Decodes: the one token sampled last; prefills: all others."""
+    """The chunks that a rank would run in the next step.
+
+    Decodes: the one token sampled last, and drafts behind it; prefills: all others
+    """
 
     decodes: tuple[ScheduledChunk, ...] = ()
     prefills: tuple[ScheduledChunk, ...] = ()
@@ -59,7 +86,14 @@ class SchedulerStats:
 class Scheduler:
     """The requests of one rank."""
 
-    def __init__(self, blocks: RequestBlocks, max_running: int, max_batch_tokens: int, max_model_len: int):
+    def __init__(
+        self,
+        blocks: RequestBlocks,
+        max_running: int,
+        max_batch_tokens: int,
+        max_model_len: int,
+        drafter: Drafter | None = None,
+    ):
         if max_running > max_batch_tokens:
             raise ConfigError(
                 f"engine.max_running_requests is {max_running} but a step takes at most engine.max_batch_tokens = "
@@ -69,6 +103,7 @@ class Scheduler:
         self.max_running = max_running
         self.max_batch_tokens = max_batch_tokens
         self.max_model_len = max_model_len
+        self._drafter = drafter
         self._running: dict[str, Request] = {}  # in order of arrival, like the next
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._num_arrivals = 0
@@ -136,6 +171,8 @@ class Scheduler:
                 return False
             self._left_since_proposal = True
             self.blocks.release(request)
+        if self._drafter is not None:
+            self._drafter.end(request)
         return True
 
     def finish(self, request_id: str) -> None:
@@ -151,7 +188,8 @@ class Scheduler:
         """Returns the chunks to run next and reserves their blocks. Costs O(running + admitted).
 
         Decodes come first, one token each; only they preempt. The rest of the budget is shared among prefills, those
-        admitted now included. A prefill holds the blocks of all its known tokens, so none waits for another's.
+        admitted now included. A prefill holds the blocks of all its known tokens, so none waits for another's. Drafts
+        have what is left of the budget, and of free blocks.
         """
         order = list(self._running.values())
         self._left_since_proposal = False
@@ -168,7 +206,11 @@ class Scheduler:
             for request, share, left in zip(prefilling, shares, num_left, strict=True)
             if share
         ]
-        return Proposal(tuple(decodes), tuple(prefills), tuple(preempted), len(decodes) + sum(shares))
+        num_tokens = len(decodes) + sum(shares)
+        if self._drafter is not None and decodes:
+            num_rows = min(self.max_batch_tokens - num_tokens, most_yielding_rows(self.max_running) - len(decodes))
+            num_tokens += self._add_drafts(self._drafter, decodes, num_rows)
+        return Proposal(tuple(decodes), tuple(prefills), tuple(preempted), num_tokens)
 
     def commit(self, proposal: Proposal, hold_prefill: bool = False) -> tuple[ScheduledChunk, ...]:
         """Returns the chunks to run, decodes first: those of the newest proposal, without requests aborted since.
@@ -182,16 +224,16 @@ class Scheduler:
         return tuple([chunk for chunk in chunks if running.get(chunk.request.request_id) is chunk.request])
 
     def complete(self, chunk: ScheduledChunk, token_id: int | None = None) -> None:
-        """Records that a committed chunk has run: its KV is in the cache.
+        """Records that a committed chunk has run: the KV of its known tokens is in the cache.
 
-        token_id: sampled from its last row; None where the chunk does not sample
+        token_id: sampled from the row of the last of these; None where the chunk does not sample
         """
-        request, start, length, samples = chunk
+        request, start, length, samples, drafts = chunk
         if self._running.get(request.request_id) is not request:
             return  # aborted while the step ran
         assert start == request.num_computed, f"a chunk of {request.request_id} was completed twice or out of order"
         assert samples == (token_id is not None), "a token is sampled from a chunk that ends with the last known"
-        request.num_computed = start + length
+        request.num_computed = start + length - len(drafts)
         if token_id is not None:
             request.output_ids.append(token_id)
         if request.num_computed // self.blocks.block_size > request.num_published:
@@ -200,6 +242,10 @@ class Scheduler:
             self.blocks.keep(request)
         if request.hand_over_from is not None:
             self.blocks.hand_over(request)
+
+    def accept(self, request: Request, token_id: int) -> None:
+        """Records that a draft was the token that was drawn: its KV is in the cache, and its row has yielded another."""
+        self.complete(_chunk((request, request.num_computed, 1, True, ())), token_id)
 
     def check(self) -> None:
         """Asserts the block accounting and the order of requests. For tests."""
@@ -235,8 +281,29 @@ class Scheduler:
                 if preempted and preempted[-1] == request.request_id:
                     break
                 blocks.reserve(request, start + 1)
-            decodes.append(_chunk((request, start, 1, True)))
+            decodes.append(_chunk((request, start, 1, True, ())))
         return decodes, prefilling, preempted
+
+    def _add_drafts(self, drafter: Drafter, decodes: list[ScheduledChunk], num_rows: int) -> int:
+        """Puts drafts behind the tokens of decodes, as far as their blocks are free; returns how many.
+
+        Blocks that rejected drafts leave stay with the request, which needs them next. One free block for each running
+        request is left alone, so that drafts preempt nobody.
+        """
+        blocks, block_size, num_added = self.blocks, self.blocks.block_size, 0
+        if num_rows <= 0:
+            return 0
+        for index, drafts in enumerate(drafter.draft([chunk.request for chunk in decodes], num_rows)):
+            if not drafts:
+                continue
+            request, start, *_ = decodes[index]
+            num_left = request.params.max_new_tokens - len(request.output_ids)
+            room = (len(request.block_ids) + max(0, blocks.num_free - len(self._running))) * block_size - start - 1
+            drafts = drafts[: max(0, min(num_left - 1, self.max_model_len - request.num_known - 1, room))]
+            blocks.reserve(request, start + 1 + len(drafts))
+            decodes[index] = _chunk((request, start, 1 + len(drafts), True, drafts))
+            num_added += len(drafts)
+        return num_added
 
     def _admit(self, prefilling: list[Request]) -> None:
         """Starts waiting requests in order, as long as all known tokens of the next one fit, and appends them."""
@@ -299,6 +366,11 @@ class Scheduler:
         self._waiting[request.request_id] = request
         self._waiting.move_to_end(request.request_id, last=False)
         return request.request_id
+
+
+def most_yielding_rows(max_running: int) -> int:
+    """Returns how many rows of a step yield tokens at most, those of drafts included."""
+    return max(max_running, 16)
 
 
 def share_budget(num_left: Sequence[int], block_keys: Sequence[bytes | None], budget: int) -> list[int]:

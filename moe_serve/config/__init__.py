@@ -16,6 +16,7 @@ from moe_serve.config.sections import (
     ParallelConfig,
     ServeConfig,
     ServerConfig,
+    SpeculationConfig,
     model_dir,
     served_name,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "ParallelConfig",
     "ServeConfig",
     "ServerConfig",
+    "SpeculationConfig",
     "load_config",
     "model_dir",
     "served_name",

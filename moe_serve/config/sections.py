@@ -397,6 +397,16 @@ class EngineConfig(Section):
         return self
 
 
+class SpeculationConfig(Section):
+    """Guesses of tokens, which a step verifies together. They change no token, only how many a step yields."""
+
+    # auto: guesses come from text that came before, as many as pay by the measured times of steps; lookup: as many as
+    # there are, whether they pay or not; off: none
+    mode: Literal["off", "auto", "lookup"] = "off"
+    max_drafts: PositiveInt = Field(default=8, le=64)  # of one request in one step
+    index_mib: PositiveFloat = 64.0  # memory of a rank's index of texts: about 300,000 to 600,000 tokens
+
+
 class LauncherConfig(Section):
     """The hosts of `moe-serve serve`, and restarts of lost ranks by it and by `LLM`."""
 
@@ -442,6 +452,7 @@ class ServeConfig(Section):
     eplb: EplbConfig = EplbConfig()
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
     launcher: LauncherConfig = LauncherConfig()
 

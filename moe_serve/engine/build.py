@@ -20,6 +20,7 @@ from moe_serve.attention_dp.page_channel import PageReceiver, PageSender
 from moe_serve.attention_dp.pages import PageFolder, PageTiers
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
@@ -103,11 +104,13 @@ def build_engine(
         sender,
         receiver,
     )
+    speculator = _make_speculator(config)
     scheduler = Scheduler(
         blocks,
         max_running=config.engine.max_running_requests,
         max_batch_tokens=config.engine.max_batch_tokens,
         max_model_len=served.limits.max_model_len,
+        drafter=speculator,
     )
     counters = EngineCounters()
     requests = OpenRequests(scheduler, served.limits, counters, make_grammars(config, served.limits))
@@ -129,7 +132,10 @@ def build_engine(
         ),
         sampler=Sampler(served.limits.eos_token_ids, served.numerics.compiled),
         requests=requests,
-        events=StepEvents(scheduler, requests, LogprobScorer(served.numerics.compiled), served.logits_of, served.clock),
+        events=StepEvents(
+            scheduler, requests, LogprobScorer(served.numerics.compiled), served.logits_of, served.clock, speculator
+        ),
+        speculator=speculator,
         exchange=exchange,
         mailbox=mailbox,
         recovery=recovery,
@@ -150,6 +156,15 @@ def build_engine(
         ),
         config=config,
     )
+
+
+def _make_speculator(config: ServeConfig) -> Speculator | None:
+    """Returns what guesses tokens; None where nothing does."""
+    speculation = config.speculation
+    if speculation.mode == "off":
+        return None
+    index_bytes, shares_text = int(speculation.index_mib * 2**20), config.cache.prefix_cache
+    return Speculator(speculation.max_drafts, index_bytes, shares_text, always=speculation.mode == "lookup")
 
 
 def _make_expert_server(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
+from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.config import ServeConfig
 from moe_serve.engine.balancing.balancing import Balancing
 from moe_serve.engine.balancing.record_control import RecordControl
@@ -71,6 +72,7 @@ class Engine:
     sampler: Sampler
     requests: OpenRequests
     events: StepEvents
+    speculator: Speculator | None
     exchange: Exchange
     mailbox: Mailbox
     recovery: Recovery
@@ -168,6 +170,7 @@ class Engine:
 
     def run_step(self) -> StepPlan:
         """Runs one step with all ranks, and returns its plan. Raises PeerError when one is lost: the step is void."""
+        proposed_ns = time.perf_counter_ns()
         proposal = Proposal() if self.recovery.waits else self.scheduler.propose()
         self.watchdog.enter("the exchange", self.step)
         began_ns = self.times.begin()
@@ -188,6 +191,8 @@ class Engine:
         self.balancing.end_step(plan, step_s)
         self._note_speed(proposal, plan, step_s)
         ended_ns = self.times.end(plan.phase)
+        if self.speculator is not None and plan.phase == "decode" and proposal.num_tokens:
+            self.speculator.costs.add(proposal.num_tokens, (time.perf_counter_ns() - proposed_ns) / 1e9)
         if self.profiler.is_on:
             self.profiler.add(plan, (began_ns, agreed_ns, ended_ns), proposal, sum(self.served.waited_s))
         self.watchdog.leave()
@@ -328,7 +333,7 @@ class Engine:
             return
         self._spoke_s = now_s
         served = self.served
-        totals = totals_of(self.counters, self.recovery, self.scheduler, served.split_outcomes)
+        totals = totals_of(self.counters, self.recovery, self.scheduler, served.split_outcomes, self.speculator)
         own = self.rank, self.launch_id, self.step
         self.mailbox.send(make_status(*own, self.scheduler, totals, served.waited_s, self.times))
         if self._drain_until_s is not None:

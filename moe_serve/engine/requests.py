@@ -5,18 +5,21 @@ requests, and into the events that tell the front end.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
+from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.engine.output.grammars import Grammars
-from moe_serve.engine.output.row_logprobs import LogprobScorer, ProjectRows
-from moe_serve.engine.output.sampler import has_finite_best
+from moe_serve.engine.output.row_logprobs import LogprobScorer, ProjectRows, joined
+from moe_serve.engine.output.sampler import Sampler, has_finite_best
 from moe_serve.engine.protocol.messages import LogprobBlock, ModelLimits, Submit, TokenEvent, front_end_of
 from moe_serve.engine.status import EngineCounters
 from moe_serve.errors import RequestError
@@ -25,7 +28,6 @@ from moe_serve.kernels.sampling import NONE_LEFT
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
-Sample = Callable[[Tensor, list[Request]], list[int]]  # logits of rows, and their requests -> tokens
 
 
 class OpenRequests:
@@ -191,29 +193,34 @@ def _event(request: Request, **fields: Any) -> TokenEvent:
 
 @dataclass(frozen=True)
 class StepEvents:
-    """Completes the chunks of a step. project: returns logits of more rows of the last step;  clock: of its parts"""
+    """Completes the chunks of a step.
+
+    project:    returns logits of more rows of the last step;  clock: of its parts
+    speculator: learns how many of its drafts were right; None: there are none
+    """
 
     scheduler: Scheduler
     requests: OpenRequests
     scorer: LogprobScorer
     project: ProjectRows
     clock: PartClock
+    speculator: Speculator | None = None
 
     def of(
-        self, chunks: Sequence[ScheduledChunk], batch: ForwardBatch, logits: Tensor, sample: Sample
+        self, chunks: Sequence[ScheduledChunk], batch: ForwardBatch, logits: Tensor, sampler: Sampler
     ) -> list[TokenEvent]:
         """Returns the events of a step, whose chunks have run.
 
-        logits: [num_chunks, vocab], of the chunks that sample, then of the others
+        logits: [num_chunks + num_drafts, vocab], of the chunks that sample, then of the others, then of drafts
         """
         sampling = [index for index, chunk in enumerate(chunks) if chunk.samples]
         others = [index for index, chunk in enumerate(chunks) if not chunk.samples]
         asking = [chunks[index].request for index in sampling]
         self.clock.turn(SAMPLE)
         of_prompts, not_finite = self.scorer.of_prompts(batch, chunks, self.project, logits.shape[1])
-        rows = logits[: len(sampling)] if others else logits
+        rows = logits[: len(sampling)] if len(logits) > len(sampling) else logits
         raw = self.scorer.keep(rows, asking)
-        token_ids = sample(rows, asking)
+        token_ids = sampler(rows, asking)
         of_tokens = self.scorer.of_tokens(raw, asking, token_ids)
         self.clock.turn(OTHER)
         events: list[TokenEvent] = []
@@ -224,8 +231,10 @@ class StepEvents:
                 continue
             self.scheduler.complete(chunk, token_id)
             events.append(self.requests.extended(chunk.request, token_id, of_tokens.get(row), of_prompts.get(index)))
+        if len(logits) > len(chunks):
+            events += self._verify([chunks[index] for index in sampling], logits[len(chunks) :], events, sampler)
         if others:
-            for index, is_finite in zip(others, has_finite_best(logits[len(sampling) :]), strict=True):
+            for index, is_finite in zip(others, has_finite_best(logits[len(sampling) : len(chunks)]), strict=True):
                 chunk = chunks[index]
                 if not is_finite or index in not_finite:
                     events.append(self.requests.fail(chunk.request))
@@ -234,3 +243,58 @@ class StepEvents:
                 if index in of_prompts:
                     events.append(self.requests.scored(chunk.request, of_prompts[index]))
         return events
+
+    def _verify(
+        self, chunks: Sequence[ScheduledChunk], logits: Tensor, events: list[TokenEvent], sampler: Sampler
+    ) -> list[TokenEvent]:
+        """Goes on with requests whose drafts are the tokens that were drawn: a row behind such a draft is that of the
+        next step. Each round draws one more token of each of them, as that step would. Returns the events of failures.
+
+        chunks: those that sample;  logits: [num_drafts, vocab];  events: of these chunks; tokens are added to them
+        """
+        failures: list[TokenEvent] = []
+        starts = accumulate([len(chunk.drafts) for chunk in chunks], initial=0)
+        going = [(index, chunk.drafts, start) for index, (chunk, start) in enumerate(zip(chunks, starts, strict=False))]
+        for depth in range(max(len(chunk.drafts) for chunk in chunks)):
+            going = [
+                (index, drafts, start)
+                for index, drafts, start in going
+                if self._goes_on(events[index], drafts, depth)
+            ]
+            if not going:
+                break
+            self.clock.turn(SAMPLE)
+            rows, asking = logits[[start + depth for *_, start in going]], [chunks[index].request for index, *_ in going]
+            raw = self.scorer.keep(rows, asking)
+            token_ids = sampler.again(rows, asking)
+            of_tokens = self.scorer.of_tokens(raw, asking, token_ids)
+            self.clock.turn(OTHER)
+            for row, ((index, *_), request, token_id) in enumerate(zip(going, asking, token_ids, strict=True)):
+                if token_id < 0:
+                    failures.append(self.requests.fail(request, none_left=token_id == NONE_LEFT))
+                    continue
+                self.scheduler.accept(request, token_id)
+                events[index] = _joined(events[index], self.requests.extended(request, token_id, of_tokens.get(row)))
+        for chunk, event in zip(chunks, events, strict=True):
+            if chunk.drafts:
+                assert self.speculator is not None
+                self.speculator.verified(chunk.request, len(chunk.drafts), max(0, len(event.token_ids) - 1))
+        return failures
+
+
+    def _goes_on(self, event: TokenEvent, drafts: tuple[int, ...], depth: int) -> bool:
+        """Returns whether a request runs on, and the draft behind its row at this depth is what was drawn there."""
+        return event.finish is None and depth < len(drafts) and event.token_ids[depth] == drafts[depth]
+
+
+def _joined(event: TokenEvent, more: TokenEvent) -> TokenEvent:
+    """Returns two events of one request, of which the second follows the first, as one."""
+    blocks = [each.logprobs for each in (event, more) if each.logprobs is not None]
+    return msgspec.structs.replace(
+        more,
+        index=event.index,
+        token_ids=event.token_ids + more.token_ids,
+        logprobs=joined(blocks) if blocks else None,
+        prompt_logprobs=event.prompt_logprobs,
+        queued_us=event.queued_us,
+    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
+from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, PhaseTimes, Status
 from moe_serve.engine.recovery.recovery import Recovery
 from moe_serve.engine.step.plan import PHASES
@@ -38,8 +39,8 @@ class EngineCounters:
         self.num_overlapped_forwards += overlap
         self.num_output_tokens += num_output_tokens
         for chunk in chunks:
-            if chunk.length == 1 and chunk.samples:
-                self.num_decode_tokens += 1
+            if chunk.samples and chunk.num_known == 1:
+                self.num_decode_tokens += chunk.length
             else:
                 self.num_prefill_tokens += chunk.length
 
@@ -109,7 +110,11 @@ class StepTimes:
 
 
 def totals_of(
-    counters: EngineCounters, recovery: Recovery, scheduler: Scheduler, split_outcomes: Sequence[int]
+    counters: EngineCounters,
+    recovery: Recovery,
+    scheduler: Scheduler,
+    split_outcomes: Sequence[int],
+    speculator: Speculator | None = None,
 ) -> dict[str, float]:
     """Returns all counters of a rank, by name.
 
@@ -123,6 +128,8 @@ def totals_of(
     for each in (scheduler.blocks.tiers, scheduler.blocks.receiver):
         pages.update({} if each is None else each.counters)
     totals |= {f"num_pages_{name}": float(number) for name, number in pages.items()}
+    if speculator is not None:
+        totals |= speculator.counters.totals()
     names = ("num_splits_proven", "num_splits_repaired", "num_splits_unproven")
     return totals | {name: float(number) for name, number in zip(names, split_outcomes, strict=False)}
 

@@ -5,7 +5,9 @@ that was shared or taken too early, written twice or left stale is seen as a wro
 """
 
 import itertools
+import random
 import time
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -19,7 +21,7 @@ from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.pages import PageTiers
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
-from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
+from moe_serve.attention_dp.scheduler import Drafter, Proposal, ScheduledChunk, Scheduler
 
 MAX_NEW_TOKENS = 6
 
@@ -47,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, num_blocks, block_size, max_running, spare_tokens, prefix_cache):
         self.kv: dict[int, tuple[int, ...]] = {}  # slot -> the tokens its content was computed from
         self.blocks = RequestBlocks(num_blocks, block_size, prefix_cache, b"", self.tiers(num_blocks, block_size))
-        self.scheduler = Scheduler(self.blocks, max_running, max_running + spare_tokens, 64)
+        self.scheduler = Scheduler(self.blocks, max_running, max_running + spare_tokens, 64, self.drafter())
         self.alive: dict[str, Request] = {}
         self.stop_after: dict[str, int] = {}
         self.num_added = 0
@@ -55,6 +57,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.oldest: Request | None = None
 
     def tiers(self, num_blocks: int, block_size: int) -> PageTiers | None:
+        return None
+
+    def drafter(self) -> Drafter | None:
         return None
 
     def propose(self) -> Proposal:
@@ -139,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Runs the 'model': writes every row's slot, then reads all slots up to each row, then samples."""
         size = self.blocks.block_size
         for chunk in chunks:
-            tokens = tuple(chunk.request.token_ids(0, chunk.start + chunk.length))
+            tokens = (*chunk.request.token_ids(0, chunk.start + chunk.num_known), *chunk.drafts)
             assert len(tokens) == chunk.start + chunk.length
             for position in range(chunk.start, chunk.start + chunk.length):
                 block = chunk.request.block_ids[position // size]
@@ -149,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         results = []
         for chunk in chunks:
             request = chunk.request
-            tokens = tuple(request.token_ids(0, chunk.start + chunk.length))
+            tokens = (*request.token_ids(0, chunk.start + chunk.num_known), *chunk.drafts)
             for position in range(chunk.start + chunk.length):
                 slot = request.block_ids[position // size] * size + position % size
                 assert self.kv[slot] == tokens[: position + 1], (
@@ -162,15 +167,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk, token_id in zip(chunks, results, strict=True):
             request = chunk.request
             self.scheduler.complete(chunk, token_id)
-            if request.request_id not in self.alive:
-                continue
+            for draft in chunk.drafts:
+                if self.ended(request) or draft != request.output_ids[-1]:
+                    break
+                self.scheduler.accept(request, next_token(request.token_ids(0, request.num_known)))
+            else:
+                self.ended(request)
+        self.scheduler.check()
+
+    def ended(self, request: Request) -> bool:
+        """Checks a request that has a new token; returns whether it was the last one, or the request was aborted."""
+        if request.request_id in self.alive:
             num_output = len(request.output_ids)
             assert num_output <= request.params.max_new_tokens
             assert request.output_ids == continuation(request.prompt_ids, num_output)
-            if num_output >= self.stop_after[request.request_id]:
-                self.scheduler.finish(request.request_id)
-                del self.alive[request.request_id]
-        self.scheduler.check()
+            if num_output < self.stop_after[request.request_id]:
+                return False
+            self.scheduler.finish(request.request_id)
+            del self.alive[request.request_id]
+        return True
 
     def watch_the_oldest(self, counts):
         """The oldest request ends within steps that depend on its size only, however many requests arrive."""
@@ -197,6 +212,30 @@ class TieredMachine(SchedulerMachine):
             self.page_tiers.close()
 
 
+class DraftingMachine(SchedulerMachine):
+    """The same, with drafts of which some are right."""
+
+    def drafter(self) -> Drafter | None:
+        return RandomDrafter()
+
+
+class RandomDrafter(Drafter):
+    def __init__(self) -> None:
+        self._draw = random.Random(0)
+
+    def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
+        drafts = []
+        for request in requests:
+            right = continuation(request.token_ids(0, request.num_known), self._draw.randint(0, 5))
+            some = tuple(token ^ (self._draw.random() < 0.2) for token in right)[:num_rows]
+            num_rows -= len(some)
+            drafts.append(some)
+        return drafts
+
+    def end(self, request: Request) -> None:
+        pass
+
+
 class SimulatedCache:
     """Blocks of the simulated cache, as PageTiers moves them: a page is the number of what it holds."""
 
@@ -221,5 +260,7 @@ class SimulatedCache:
 LIMITS = {"stateful_step_count": 40, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 SchedulerMachine.TestCase.settings = settings(max_examples=70, **LIMITS)
 TieredMachine.TestCase.settings = settings(max_examples=50, **LIMITS)
+DraftingMachine.TestCase.settings = settings(max_examples=50, **LIMITS)
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestTieredMachine = TieredMachine.TestCase
+TestDraftingMachine = DraftingMachine.TestCase

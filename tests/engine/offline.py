@@ -236,17 +236,7 @@ def _serve_on_rank(
     digests: dict[str, list[str]] = {}
     gaps: dict[str, list[float]] = {}
 
-    sample = engine.sampler
-
-    def sample_and_digest(logits: Tensor, requests: list[Request]) -> list[int | None]:
-        for row, request in zip(logits, requests, strict=True):
-            digest = hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest()
-            digests.setdefault(request.request_id, []).append(digest)
-            best, second = row.topk(2).values.tolist()
-            gaps.setdefault(request.request_id, []).append(best - second)
-        return sample(logits, requests)
-
-    engine.sampler = cast(Sampler, sample_and_digest)
+    engine.sampler = cast(Sampler, DigestingSampler(engine.sampler, digests, gaps))
     with count_received() as received:
         engine.run()
     engine.scheduler.check()
@@ -288,6 +278,30 @@ def _serve_on_rank(
     return served
 
 
+@dataclass
+class DigestingSampler:
+    """A sampler that also notes the bits of each row, and the gap between its two best logits, by request."""
+
+    sampler: Sampler
+    digests: dict[str, list[str]]
+    gaps: dict[str, list[float]]
+
+    def __call__(self, logits: Tensor, requests: list[Request]) -> list[int]:
+        self._note(logits, requests)
+        return self.sampler(logits, requests)
+
+    def again(self, logits: Tensor, requests: list[Request]) -> list[int]:
+        self._note(logits, requests)
+        return self.sampler.again(logits, requests)
+
+    def _note(self, logits: Tensor, requests: list[Request]) -> None:
+        for row, request in zip(logits, requests, strict=True):
+            digest = hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest()
+            self.digests.setdefault(request.request_id, []).append(digest)
+            best, second = row.topk(2).values.tolist()
+            self.gaps.setdefault(request.request_id, []).append(best - second)
+
+
 def log_rows(engine: Engine) -> dict[int, tuple[int, int]]:
     """Returns a log, filled while the engine runs: the decode and prefill rows that its scheduler commits, by step."""
     rows: dict[int, tuple[int, int]] = {}
@@ -295,7 +309,7 @@ def log_rows(engine: Engine) -> dict[int, tuple[int, int]]:
 
     def logged(proposal: Proposal, hold_prefill: bool = False) -> tuple[ScheduledChunk, ...]:
         chunks = commit(proposal, hold_prefill)
-        decodes = sum(chunk in proposal.decodes for chunk in chunks)
+        decodes = sum(chunk.length for chunk in chunks if chunk in proposal.decodes)
         rows[engine.step] = (decodes, sum(chunk.length for chunk in chunks) - decodes)
         return chunks
 

@@ -95,7 +95,7 @@ class LogprobScorer:
             if len(blocks) < len(tiles):
                 not_finite.add(index)
                 continue
-            found[index] = _joined(blocks)
+            found[index] = joined(blocks)
             request.prompt_scored(position + len(rows))
         return found, not_finite
 
@@ -132,7 +132,7 @@ def _blocks(rows: RowLogprobs, wanted: WantedLogprobs, starts: Sequence[int], le
     return blocks
 
 
-def _joined(blocks: Sequence[LogprobBlock]) -> LogprobBlock:
+def joined(blocks: Sequence[LogprobBlock]) -> LogprobBlock:
     """Returns blocks that follow each other as one."""
     fields = zip(*((block.ranks, block.logprobs, block.top_ids, block.top) for block in blocks), strict=True)
     return LogprobBlock(blocks[0].start, *map(b"".join, fields))

@@ -56,6 +56,12 @@ class Sampler:
             self._row_changes[row] = changes.now()
         return self._choose(logits)
 
+    def again(self, logits: Tensor, requests: list[Request]) -> list[int]:
+        """Returns as a call does, for some requests of the newest one, whose outputs have grown since."""
+        changes = [self._changes[each].now() if each in self._changes else None for each in requests]
+        sampling = SamplingRows(_rows(requests), changes if any(each is not None for each in changes) else [])
+        return (RowSampler(sampling) if self._compiled else partial(sample_rows, sampling=sampling))(logits)
+
     def _keep(self, requests: list[Request], vocab: int) -> None:
         """Writes the parameters of these requests; from now on their output indices and changes change."""
         self._requests = requests

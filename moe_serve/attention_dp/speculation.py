@@ -1,0 +1,298 @@
+"""Guesses the next tokens of requests that decode, so that one step may yield several: speculative decoding.
+
+A draft is right exactly when it is the token that is drawn, so drafts change no token, only how many a step yields.
+`TextIndex` finds them in text: where the last tokens of a request came before, in its own prompt and output or in those
+of other requests that may share a prefix with it, the tokens that followed may follow again (prompt lookup decoding,
+Saxena 2023; with a shared index as in SuffixDecoding, arXiv 2411.04975). `best_lengths` decides how many of them are
+worth their rows, from measured times of steps and from how many were right so far: rows of a MoE model are not free,
+since each draft reads experts of its own (Cascade, arXiv 2506.20675). Numpy only.
+"""
+
+import heapq
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moe_serve.attention_dp.request import Request
+
+_NGRAM = 3  # tokens that are looked up
+_ID_BITS = 21  # of each in a key
+_POSITION_BITS = 32
+_INDEX_BYTES = 120  # of one token in the index, measured: two ints and their place in a dict
+_INDEXED_AT_ONCE = 8192  # tokens in one step, about 2 ms
+OWN, SHARED = "own", "shared"  # texts in which a draft was found: the request's own, and another one's
+
+
+class TextIndex:
+    """Where each run of three tokens came last in the texts of a rank, those of each salt apart.
+
+    Memory is bounded by generations: when the young one holds half of what is allowed, the old one is forgotten.
+    """
+
+    def __init__(self, max_bytes: int):
+        self._max_entries = max(1, max_bytes // _INDEX_BYTES // 2)  # of a generation
+        self._young: dict[str, dict[int, int]] = {}
+        self._old: dict[str, dict[int, int]] = {}
+        self._num_young = 0
+        self._texts: dict[int, array[int]] = {}
+        self._num_texts = 0
+        self._of_old: set[int] = set()  # texts that no entry of the young generation names
+
+    def begin(self) -> int:
+        """Returns the number of a new text."""
+        self._num_texts += 1
+        self._texts[self._num_texts] = array("i")
+        return self._num_texts
+
+    def text(self, number: int) -> "array[int] | None":
+        """Returns the tokens of a text, None if they are forgotten."""
+        return self._texts.get(number)
+
+    def extend(self, number: int, salt: str, token_ids: Sequence[int]) -> None:
+        """Adds tokens to a text. The run that ends with the last one is not entered before more follow."""
+        text = self._texts.setdefault(number, array("i"))
+        first = max(0, len(text) - _NGRAM)  # of the runs that something now follows
+        text.extend(token_ids)
+        self._of_old.discard(number)
+        entries = self._young.setdefault(salt, {})
+        before = len(entries)
+        if len(token_ids) == 1:
+            if len(text) > _NGRAM:
+                entries[_key(text, first)] = number << _POSITION_BITS | first + _NGRAM
+        else:
+            ids = np.frombuffer(text, np.int32)[first:].astype(np.int64)
+            num_runs = max(0, len(ids) - _NGRAM)
+            keys = ids[:num_runs] << 2 * _ID_BITS | ids[1 : 1 + num_runs] << _ID_BITS | ids[2 : 2 + num_runs]
+            places = (number << _POSITION_BITS) + first + _NGRAM + np.arange(num_runs)
+            entries.update(zip(keys.tolist(), places.tolist(), strict=True))
+        self._num_young += len(entries) - before
+        if self._num_young > self._max_entries:
+            self._forget_old()
+
+    def find(self, number: int, salt: str) -> tuple[int, int] | None:
+        """Returns a text, and where in it what came after the last three tokens of this one begins; None: nowhere."""
+        text = self._texts[number]
+        if len(text) < _NGRAM:
+            return None
+        key = _key(text, len(text) - _NGRAM)
+        for generation in (self._young, self._old):
+            place = generation.get(salt, {}).get(key)
+            if place is not None and place >> _POSITION_BITS in self._texts:
+                return place >> _POSITION_BITS, place & (1 << _POSITION_BITS) - 1
+        return None
+
+    def _forget_old(self) -> None:
+        for number in self._of_old:
+            self._texts.pop(number, None)
+        self._of_old = set(self._texts)
+        self._old, self._young, self._num_young = self._young, {}, 0
+
+
+def _key(text: "array[int]", start: int) -> int:
+    first, second, third = text[start : start + _NGRAM]
+    return first << 2 * _ID_BITS | second << _ID_BITS | third
+
+
+class StepCosts:
+    """How long steps of decodes take by their rows: moving averages, and straight lines between these."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []  # that were seen, ascending
+        self._seconds: dict[int, float] = {}
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Counts a step. One that took far longer than usual has waited for something else, and counts little."""
+        known = self._seconds.get(rows)
+        if known is None:
+            self._rows.insert(bisect_left(self._rows, rows), rows)
+            self._seconds[rows] = seconds
+        else:
+            self._seconds[rows] = known + 0.1 * (min(seconds, 2 * known) - known)
+
+    def of(self, rows: int) -> float:
+        """Returns the seconds of a step. Beyond all that was seen a row is taken to be nearly free, so that it is tried;
+        it then costs what it did cost."""
+        if (known := self._seconds.get(rows)) is not None:
+            return known
+        at = bisect_left(self._rows, rows)
+        if at == 0:
+            return self._seconds[self._rows[0]] if self._rows else 1.0
+        low = self._rows[at - 1]
+        if at == len(self._rows):
+            return self._seconds[low] * (1 + 0.02 * (rows - low))
+        high = self._rows[at]
+        share = (rows - low) / (high - low)
+        return (1 - share) * self._seconds[low] + share * self._seconds[high]
+
+
+def best_lengths(
+    num_decodes: int, chances: Sequence[float], most: Sequence[int], step_s: Callable[[int], float], num_rows: int
+) -> list[int]:
+    """Returns how many drafts of each request to verify, so that a step yields the most tokens per second.
+
+    num_decodes: rows without drafts
+    chances:     of the next draft of each request to be right, where those before it are
+    most:        drafts that each has;  step_s: time of a step with so many rows;  num_rows: drafts that there is room for
+    """
+    lengths, best = [0] * len(chances), [0] * len(chances)
+    tokens, best_rate = float(num_decodes), _MIN_GAIN * num_decodes / step_s(num_decodes)
+    gains = [(-chance, index) for index, chance in enumerate(chances) if most[index]]
+    heapq.heapify(gains)
+    for rows in range(num_decodes + 1, num_decodes + num_rows + 1):
+        if not gains:
+            break
+        gain, index = heapq.heappop(gains)
+        tokens -= gain
+        lengths[index] += 1
+        if lengths[index] < most[index]:
+            heapq.heappush(gains, (gain * chances[index], index))
+        if tokens / step_s(rows) > best_rate:
+            best, best_rate = list(lengths), tokens / step_s(rows)
+    return best
+
+
+_MIN_GAIN = 1.03  # of tokens per second, below which it is noise
+_EXPLORE_PERIOD = 200  # steps with drafts that are not worth it, one of which verifies some all the same
+
+
+@dataclass(slots=True)
+class _Follower:
+    """What is known about one request. source, at: the text that it seems to repeat, and where it is there"""
+
+    text: int
+    num_read: int = 0  # of its known tokens
+    source: int = 0
+    at: int = 0
+    right: float = 0.0  # drafts, recent ones count more
+    tried: float = 0.0
+
+
+@dataclass
+class SpeculationCounters:
+    """Totals since the start. steps: that verified drafts;  by source: OWN or SHARED"""
+
+    num_steps: int = 0
+    num_drafts: dict[str, int] = field(default_factory=lambda: {OWN: 0, SHARED: 0})
+    num_accepted: dict[str, int] = field(default_factory=lambda: {OWN: 0, SHARED: 0})
+
+    def totals(self) -> dict[str, float]:
+        """Returns them by name."""
+        named = {"num_speculative_steps": float(self.num_steps)}
+        named |= {f"num_drafts_{source}": float(number) for source, number in self.num_drafts.items()}
+        return named | {f"num_accepted_drafts_{source}": float(number) for source, number in self.num_accepted.items()}
+
+
+class Speculator:
+    """Drafts tokens from text, as many as pay."""
+
+    def __init__(self, max_drafts: int, index_bytes: int, shares_text: bool, always: bool = False):
+        """
+        max_drafts:  of one request in one step
+        shares_text: requests of one salt draft from each other's text, as they share cached prefixes
+        always:      as many as there are, whether or not they pay
+        """
+        self.counters = SpeculationCounters()
+        self.costs = StepCosts()
+        self._max_drafts = max_drafts
+        self._index = TextIndex(index_bytes)
+        self._shares_text = shares_text
+        self._always = always
+        self._followers: dict[Request, _Follower] = {}
+        self._drafted: dict[Request, str] = {}  # the source of drafts that are being verified
+        self._right = {OWN: 1.0, SHARED: 1.0}  # of all requests
+        self._tried = {OWN: 2.0, SHARED: 2.0}
+        self._not_worth = 0  # steps in a row
+
+    def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
+        """Returns tokens that may come next in each request, together at most `num_rows`."""
+        self._drafted.clear()  # of a step that was void
+        room, found = _INDEXED_AT_ONCE, []
+        for request in requests:
+            room = self._read(request, room)
+            found.append(self._found(request))
+        if not any(found):
+            return found
+        followers = [self._followers[request] for request in requests]
+        if self._always:
+            lengths = [len(each) for each in found]
+        else:
+            chances = [self._chance(each) for each in followers]
+            lengths = best_lengths(len(requests), chances, list(map(len, found)), self.costs.of, num_rows)
+            if any(lengths):
+                self._not_worth = 0
+            else:
+                self._not_worth += 1
+                if self._not_worth % _EXPLORE_PERIOD == 0:
+                    likeliest = max(range(len(found)), key=lambda index: chances[index] if found[index] else -1.0)
+                    lengths[likeliest] = min(2, len(found[likeliest]))
+        drafts = []
+        for request, each, length in zip(requests, found, lengths, strict=True):
+            drafts.append(each[: min(length, num_rows)])
+            num_rows -= len(drafts[-1])
+            if drafts[-1]:
+                self._drafted[request] = self._kind(self._followers[request])
+        self.counters.num_steps += any(drafts)
+        return drafts
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Learns how many drafts of a request were right."""
+        kind = self._drafted.pop(request)
+        self.counters.num_drafts[kind] += num_drafts
+        self.counters.num_accepted[kind] += num_accepted
+        num_tried = min(num_drafts, num_accepted + 1)
+        if (follower := self._followers.get(request)) is not None:  # else that was its end
+            follower.right, follower.tried = 0.9 * follower.right + num_accepted, 0.9 * follower.tried + num_tried
+        self._right[kind] = 0.99 * self._right[kind] + num_accepted
+        self._tried[kind] = 0.99 * self._tried[kind] + num_tried
+
+    def end(self, request: Request) -> None:
+        """Forgets what it knows about a request, which has left; its text stays in the index."""
+        self._followers.pop(request, None)
+
+    def _read(self, request: Request, room: int) -> int:
+        """Adds what is new of a request to the index, at most `room` tokens; returns how much room is left."""
+        follower = self._followers.get(request)
+        if follower is None:
+            follower = self._followers[request] = _Follower(self._index.begin())
+        num_new = min(request.num_known - follower.num_read, room)
+        if num_new <= 0:
+            return room
+        new = request.token_ids(follower.num_read, follower.num_read + num_new)
+        follower.num_read += num_new
+        source = self._index.text(follower.source) if follower.source else None
+        if source is not None and source[follower.at : follower.at + num_new].tolist() == new:
+            follower.at += num_new
+        else:
+            follower.source = 0
+        self._index.extend(follower.text, self._salt(request, follower), new)
+        return room - num_new
+
+    def _found(self, request: Request) -> tuple[int, ...]:
+        """Returns what followed where the last tokens of a request came before."""
+        follower = self._followers[request]
+        if follower.num_read < request.num_known:
+            return ()
+        if not follower.source:
+            place = self._index.find(follower.text, self._salt(request, follower))
+            if place is None:
+                return ()
+            follower.source, follower.at = place
+        source = self._index.text(follower.source)
+        if source is None:
+            follower.source = 0
+            return ()
+        return tuple(source[follower.at : follower.at + self._max_drafts])
+
+    def _salt(self, request: Request, follower: _Follower) -> str:
+        return request.salt if self._shares_text else str(follower.text)
+
+    def _kind(self, follower: _Follower) -> str:
+        return OWN if follower.source == follower.text else SHARED
+
+    def _chance(self, follower: _Follower) -> float:
+        kind = self._kind(follower)
+        usual = self._right[kind] / self._tried[kind]
+        return min(0.98, (follower.right + 2 * usual) / (follower.tried + 2))

@@ -1,0 +1,188 @@
+"""Drafts change no bit: neither tokens, nor the logits behind them, nor log probabilities, wherever drafts go wrong.
+
+Drafts that are right, wrong and right again behind a wrong one come from `Oracle`, which knows what is drawn. Drafts of
+the product come from text; the demo model repeats itself enough to have some.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+import pytest
+
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.scheduler import Drafter
+from moe_serve.attention_dp.speculation import Speculator
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.protocol.messages import LogprobBlock, Submit, TokenEvent
+from moe_serve.engine.requests import StepEvents
+from tests.engine.offline import OTHER_FAMILIES, TINY, Served, prompts_with_shared_beginnings, serve, submits_of
+from tests.engine.test_identity import PLAIN, model_overrides, requests_for, same, submits_that_change_logits
+from tests.engine.test_structured import compile_at_once, submits_with_forms
+
+EVERY_DAY = ("demo", "mixtral", "deepseek_v3", "gpt_oss", "deepseek_v32", "llama4_text")
+FAMILIES = [
+    pytest.param(model, marks=() if model in EVERY_DAY else pytest.mark.slow)
+    for model in ("demo", *TINY, *OTHER_FAMILIES)
+]
+SMALL_CACHE = [
+    "cache.num_blocks=24", "cache.block_size=8", "cache.prefix_cache=true", "engine.max_batch_tokens=40",
+    "engine.max_running_requests=24", "dispatch.max_tokens_per_rank=16",
+]  # fmt: skip
+
+
+@dataclass
+class Oracle(Drafter):
+    """Drafts of 0 to 6 tokens, each wrong with a chance of a fifth. expected: all tokens of each request, by id"""
+
+    expected: dict[str, list[int]]
+    num_right: int = 0
+
+    def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
+        drafts = []
+        for request in requests:
+            known = len(request.output_ids)
+            draw = random.Random(f"{request.request_id} {known}")
+            right = self.expected[request.request_id][known : known + draw.randint(0, 6)]
+            drafts.append(tuple(token if draw.random() < 0.8 else token ^ 1 for token in right)[:num_rows])
+            num_rows -= len(drafts[-1])
+        return drafts
+
+    def end(self, request: Request) -> None:
+        pass
+
+    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self.num_right += num_accepted
+
+
+def drafts_of(expected: dict[str, list[int]], engine: Engine) -> None:
+    """Lets an engine verify what the oracle drafts, and fails where it has accepted nothing."""
+    oracle = Oracle(expected)
+    engine.scheduler._drafter = oracle
+    engine.events = replace(engine.events, speculator=oracle)
+    run = engine.run
+
+    def checked() -> None:
+        run()
+        assert oracle.num_right > 0 or not engine.counters.num_output_tokens, "no draft was right"
+
+    engine.run = checked  # type: ignore[method-assign]
+
+
+def drafting(served: Served) -> partial[None]:
+    return partial(drafts_of, served.tokens)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_drafts_change_no_bit_in_any_family(model: str, tmp_path) -> None:
+    overrides = [*PLAIN, *model_overrides(model, tmp_path)]
+    submits = requests_for(model, "small")[:24]
+    expected = serve(1, submits, overrides)
+    drafted = serve(2, submits, [*overrides, *SMALL_CACHE], stagger=1, prepare=drafting(expected))
+    same(drafted, expected)
+    assert drafted.tokens == expected.tokens
+    assert drafted.stats["num_preempted"] > 0, "the cache was not small enough to preempt anybody"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_drafts_change_no_bit_of_sampled_tokens_with_penalties_masks_and_banned_words(num_ranks: int) -> None:
+    submits = submits_that_change_logits()
+    expected = serve(1, submits, PLAIN)
+    stops = {
+        name: replace(submit.params, stop_token_ids=(expected.tokens[name][-5],))
+        for submit in submits
+        if int(name := submit.request_id) % 4 == 0
+    }
+    submits = [
+        msgspec.structs.replace(submit, params=stops.get(submit.request_id, submit.params)) for submit in submits
+    ]
+    stopped = serve(1, submits, PLAIN)
+    drafted = serve(num_ranks, submits, PLAIN, prepare=drafting(expected))
+    same(drafted, stopped)
+    assert (drafted.tokens, drafted.finish) == (stopped.tokens, stopped.finish)
+    assert "stop" in drafted.finish.values()
+
+
+def test_drafts_change_no_bit_of_outputs_with_a_form() -> None:
+    submits = submits_with_forms(16)
+    expected = serve(1, submits, PLAIN, prepare=compile_at_once)
+    drafted = serve(2, submits, PLAIN, prepare=partial(_drafts_with_forms, expected.tokens))
+    same(drafted, expected)
+    assert (drafted.tokens, drafted.finish) == (expected.tokens, expected.finish)
+
+
+def _drafts_with_forms(expected: dict[str, list[int]], engine: Engine) -> None:
+    compile_at_once(engine)
+    drafts_of(expected, engine)
+
+
+def test_drafts_change_no_log_probability() -> None:
+    params = SamplingParams(max_new_tokens=16, temperature=0.8, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    submits = submits_of(prompts_with_shared_beginnings(12, 2048, max_len=30), params)
+    expected = serve(1, submits, PLAIN)
+    drafted = serve(2, submits, PLAIN, prepare=drafting(expected))
+    for name in expected.tokens:
+        assert numbers(drafted.logprobs[name]) == numbers(expected.logprobs[name])
+        assert numbers(drafted.prompt_logprobs[name]) == numbers(expected.prompt_logprobs[name])
+
+
+def numbers(blocks: list[LogprobBlock]) -> tuple[bytes, ...]:
+    """Returns the numbers of all blocks of a request, as bits."""
+    assert [block.start for block in blocks] == sorted(block.start for block in blocks)
+    parts = ([getattr(block, name) for block in blocks] for name in ("ranks", "logprobs", "top_ids", "top"))
+    return tuple(b"".join(part) for part in parts)
+
+
+class OneTooMany(StepEvents):
+    """A mutation: takes the row behind a wrong draft, too."""
+
+    def _goes_on(self, event: TokenEvent, drafts: tuple[int, ...], depth: int) -> bool:
+        wrong_before = event.token_ids[:depth] != list(drafts[:depth])
+        return event.finish is None and depth < len(drafts) and not wrong_before
+
+
+def _one_too_many(expected: dict[str, list[int]], engine: Engine) -> None:
+    drafts_of(expected, engine)
+    engine.events = OneTooMany(**vars(engine.events))
+
+
+def test_accepting_one_draft_too_many_would_be_noticed() -> None:
+    submits = requests_for("demo", "small")[:12]
+    expected = serve(1, submits, PLAIN)
+    mutated = serve(1, submits, PLAIN, prepare=partial(_one_too_many, expected.tokens))
+    assert mutated.tokens != expected.tokens
+
+
+def repetitive(num: int) -> list[Submit]:
+    """Returns requests whose prompts repeat themselves and each other."""
+    draw = random.Random(7)
+    stems = [[draw.randrange(3, 2048) for _ in range(12)] for _ in range(3)]
+    prompts = [draw.choice(stems) * 2 + draw.choice(stems)[:5] for _ in range(num)]
+    params = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
+    return submits_of(prompts, params)
+
+
+@pytest.mark.parametrize("mode", ["lookup", "auto"])
+def test_drafts_from_text_change_no_bit(mode: str) -> None:
+    submits = repetitive(12)
+    expected = serve(1, submits, PLAIN)
+    for overrides in (PLAIN, [*PLAIN, *SMALL_CACHE]):
+        drafted = serve(2, submits, [*overrides, f"speculation.mode={mode}"], prepare=_some_are_right, stagger=2)
+        same(drafted, expected)
+        assert drafted.tokens == expected.tokens
+
+
+def _some_are_right(engine: Engine) -> None:
+    """Fails where no draft was right, of as many as there were."""
+    run, speculator, mode = engine.run, engine.speculator, engine.config.speculation.mode
+    assert isinstance(speculator, Speculator)
+
+    def checked() -> None:
+        run()
+        drafts, right = (sum(each.values()) for each in (speculator.counters.num_drafts, speculator.counters.num_accepted))
+        assert mode == "auto" or 0 < right < drafts, f"{right} drafts of {drafts} were right"
+        assert not speculator._followers, "requests that have ended are remembered"
+
+    engine.run = checked  # type: ignore[method-assign]
