@@ -110,6 +110,9 @@ ROWS: dict[str, list[Panel]] = {
             "rank {{rank}} {{fate}}": "max by (rank, fate) (rate(moe_serve_rank_cache_pages_total"
                                       f"{{{WHICH}, fate=~\"from_.*\"}}[$__rate_interval]))",
         }),
+        Panel("Drafts", "Of tokens, verified by steps: right ones were drawn.", "short", {
+            "{{source}}, {{outcome}}": rate("moe_serve_rank_drafts_total", "source, outcome"),
+        }),
         Panel("Tokens to be prefilled", "Of each rank.", "short",
               {"rank {{rank}}": f"max by (rank) (moe_serve_rank_pending_tokens{{{WHICH}}})"}),
     ],

@@ -244,7 +244,7 @@ class Scheduler:
             self.blocks.hand_over(request)
 
     def accept(self, request: Request, token_id: int) -> None:
-        """Records that a draft was the token that was drawn: its KV is in the cache, and its row has yielded another."""
+        """Records that a draft was what was drawn: its KV is in the cache, and its row has yielded another token."""
         self.complete(_chunk((request, request.num_computed, 1, True, ())), token_id)
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ since each draft reads experts of its own (Cascade, arXiv 2506.20675). Numpy onl
 import heapq
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -112,9 +112,13 @@ class StepCosts:
         else:
             self._seconds[rows] = known + 0.1 * (min(seconds, 2 * known) - known)
 
+    def has(self, rows: int) -> bool:
+        """Returns whether a step with so many rows was seen."""
+        return rows in self._seconds
+
     def of(self, rows: int) -> float:
-        """Returns the seconds of a step. Beyond all that was seen a row is taken to be nearly free, so that it is tried;
-        it then costs what it did cost."""
+        """Returns the seconds of a step. Beyond all that was seen a row is taken to be nearly free, so that it is
+        tried; from then on it costs what it did cost."""
         if (known := self._seconds.get(rows)) is not None:
             return known
         at = bisect_left(self._rows, rows)
@@ -135,7 +139,8 @@ def best_lengths(
 
     num_decodes: rows without drafts
     chances:     of the next draft of each request to be right, where those before it are
-    most:        drafts that each has;  step_s: time of a step with so many rows;  num_rows: drafts that there is room for
+    most:        drafts that each has;  step_s: time of a step with so many rows
+    num_rows:    drafts that there is room for
     """
     lengths, best = [0] * len(chances), [0] * len(chances)
     tokens, best_rate = float(num_decodes), _MIN_GAIN * num_decodes / step_s(num_decodes)
@@ -155,7 +160,7 @@ def best_lengths(
 
 
 _MIN_GAIN = 1.03  # of tokens per second, below which it is noise
-_EXPLORE_PERIOD = 200  # steps with drafts that are not worth it, one of which verifies some all the same
+_EXPLORE_PERIOD = 200  # steps with drafts
 
 
 @dataclass(slots=True)
@@ -185,6 +190,17 @@ class SpeculationCounters:
         return named | {f"num_accepted_drafts_{source}": float(number) for source, number in self.num_accepted.items()}
 
 
+def drafts_of(totals: Mapping[str, float]) -> dict[tuple[str, str], float]:
+    """Returns how many drafts of each source were "right" and "wrong", from totals of SpeculationCounters."""
+    return {
+        (source, outcome): right if outcome == "right" else totals[name] - right
+        for source in (OWN, SHARED)
+        if (name := f"num_drafts_{source}") in totals
+        for right in (totals[f"num_accepted_drafts_{source}"],)
+        for outcome in ("right", "wrong")
+    }
+
+
 class Speculator:
     """Drafts tokens from text, as many as pay."""
 
@@ -204,7 +220,7 @@ class Speculator:
         self._drafted: dict[Request, str] = {}  # the source of drafts that are being verified
         self._right = {OWN: 1.0, SHARED: 1.0}  # of all requests
         self._tried = {OWN: 2.0, SHARED: 2.0}
-        self._not_worth = 0  # steps in a row
+        self._num_choices = 0
 
     def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
         """Returns tokens that may come next in each request, together at most `num_rows`."""
@@ -215,19 +231,10 @@ class Speculator:
             found.append(self._found(request))
         if not any(found):
             return found
-        followers = [self._followers[request] for request in requests]
         if self._always:
             lengths = [len(each) for each in found]
         else:
-            chances = [self._chance(each) for each in followers]
-            lengths = best_lengths(len(requests), chances, list(map(len, found)), self.costs.of, num_rows)
-            if any(lengths):
-                self._not_worth = 0
-            else:
-                self._not_worth += 1
-                if self._not_worth % _EXPLORE_PERIOD == 0:
-                    likeliest = max(range(len(found)), key=lambda index: chances[index] if found[index] else -1.0)
-                    lengths[likeliest] = min(2, len(found[likeliest]))
+            lengths = self._worth(requests, found, num_rows)
         drafts = []
         for request, each, length in zip(requests, found, lengths, strict=True):
             drafts.append(each[: min(length, num_rows)])
@@ -236,6 +243,26 @@ class Speculator:
                 self._drafted[request] = self._kind(self._followers[request])
         self.counters.num_steps += any(drafts)
         return drafts
+
+    def _worth(self, requests: Sequence[Request], found: Sequence[tuple[int, ...]], num_rows: int) -> list[int]:
+        """Returns how many of the drafts that were found to verify.
+
+        Now and then a step does the opposite of what pays, so that both are measured anew.
+        """
+        num_decodes, none = len(requests), [0] * len(requests)
+        if not self.costs.has(num_decodes):
+            return none
+        self._num_choices += 1
+        explores = self._num_choices % _EXPLORE_PERIOD == 0
+        chances = [self._chance(self._followers[request]) for request in requests]
+        lengths = best_lengths(num_decodes, chances, list(map(len, found)), self.costs.of, num_rows)
+        if not explores:
+            return lengths
+        if any(lengths):
+            return none
+        likeliest = max(range(num_decodes), key=lambda index: chances[index] if found[index] else -1.0)
+        none[likeliest] = min(2, len(found[likeliest]))
+        return none
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Learns how many drafts of a request were right."""

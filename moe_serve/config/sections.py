@@ -404,7 +404,12 @@ class SpeculationConfig(Section):
     # there are, whether they pay or not; off: none
     mode: Literal["off", "auto", "lookup"] = "off"
     max_drafts: PositiveInt = Field(default=8, le=64)  # of one request in one step
-    index_mib: PositiveFloat = 64.0  # memory of a rank's index of texts: about 300,000 to 600,000 tokens
+    index_mib: PositiveFloat = 64.0  # memory of a rank's index of texts: of about 500,000 tokens
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _by_names_of_others(cls, value: object) -> object:
+        return "auto" if isinstance(value, str) and value.lower() == "ngram" else value
 
 
 class LauncherConfig(Section):

@@ -257,14 +257,15 @@ class StepEvents:
         going = [(index, chunk.drafts, start) for index, (chunk, start) in enumerate(zip(chunks, starts, strict=False))]
         for depth in range(max(len(chunk.drafts) for chunk in chunks)):
             going = [
-                (index, drafts, start)
-                for index, drafts, start in going
-                if self._goes_on(events[index], drafts, depth)
+                (index, drafts, start) for index, drafts, start in going if self._goes_on(events[index], drafts, depth)
             ]
             if not going:
                 break
             self.clock.turn(SAMPLE)
-            rows, asking = logits[[start + depth for *_, start in going]], [chunks[index].request for index, *_ in going]
+            rows, asking = (
+                logits[[start + depth for *_, start in going]],
+                [chunks[index].request for index, *_ in going],
+            )
             raw = self.scorer.keep(rows, asking)
             token_ids = sampler.again(rows, asking)
             of_tokens = self.scorer.of_tokens(raw, asking, token_ids)
@@ -280,7 +281,6 @@ class StepEvents:
                 assert self.speculator is not None
                 self.speculator.verified(chunk.request, len(chunk.drafts), max(0, len(event.token_ids) - 1))
         return failures
-
 
     def _goes_on(self, event: TokenEvent, drafts: tuple[int, ...], depth: int) -> bool:
         """Returns whether a request runs on, and the draft behind its row at this depth is what was drawn there."""

@@ -179,8 +179,8 @@ _REFUSED: Sequence[tuple[tuple[str, ...], str]] = (
         "asks for LoRA adapters, which are not supported; merge the adapter into the model's weights",
     ),
     (
-        ("-sc", "--speculative-*"),
-        "asks for speculative decoding, which is not supported; leave it out",
+        ("-sc", "--speculative-config", "--speculative-draft-*", "--speculative-eagle-*", "--speculative-num-steps"),
+        "asks for drafts by a model, which are not supported; those from text come by --speculation auto",
     ),
     (
         ("-q", "--quantization", "--torchao-config"),

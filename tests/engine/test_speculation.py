@@ -181,7 +181,9 @@ def _some_are_right(engine: Engine) -> None:
 
     def checked() -> None:
         run()
-        drafts, right = (sum(each.values()) for each in (speculator.counters.num_drafts, speculator.counters.num_accepted))
+        drafts, right = (
+            sum(each.values()) for each in (speculator.counters.num_drafts, speculator.counters.num_accepted)
+        )
         assert mode == "auto" or 0 < right < drafts, f"{right} drafts of {drafts} were right"
         assert not speculator._followers, "requests that have ended are remembered"
 

@@ -155,6 +155,11 @@ class ServeOptions(ModelOptions):
     kv_cache_dtype: str | None = setting(
         "cache.dtype", help="auto, or int8 or fp8_e4m3: half the memory of bfloat16, answers change a little"
     )
+    speculation: str | None = setting(
+        "speculation.mode", "--speculation", "--speculative-algorithm",
+        help="guesses of tokens from text: off, auto (as many as pay; SGLang's ngram) or lookup; they change no token",
+    )  # fmt: skip
+    speculative_num_draft_tokens: int | None = setting("speculation.max_drafts", help=", of one request in one step")
     disable_radix_cache: bool = setting("cache.prefix_cache", "--disable-radix-cache", sets=False, help="false")
     api_key: str | None = option(
         help="a key that clients must send (authorization: Bearer KEY). Other users of this machine see it in the "

@@ -20,6 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from moe_serve.attention_dp.speculation import drafts_of
 from moe_serve.config import served_name
 from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, Status
 from moe_serve.log import num_logged
@@ -223,6 +224,13 @@ class RankMetrics(Collector):
                 for key, count in sorted(status.counters.items())
                 if key.startswith(_PAGES)
             ],
+        )
+        yield counters(
+            "moe_serve_rank_drafts",
+            "Drafts of tokens that steps have verified, by the text where they were found: that of the request itself, "
+            "or of another one; right: the token was drawn.",
+            ("rank", "source", "outcome"),
+            [((rank, *draft), count) for rank, status in told for draft, count in drafts_of(status.counters).items()],
         )
         phases = [(rank, *item) for rank, status in told for item in sorted(status.phases.items())]
         yield histograms(
@@ -482,8 +490,18 @@ class PeerMetrics(Collector):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", "num_prompt_tokens"),
             ("vllm:prefix_cache_hits", "Prompt tokens found.", "num_cached_prompt_tokens"),
             ("vllm:num_preemptions", "Requests preempted.", "num_preempted"),
+            ("vllm:spec_decode_num_drafts", "Steps with drafts.", "num_speculative_steps"),
         ):
             found = [(of, status.counters.get(key, 0.0)) for of, status in told]
+            yield counters(name, text, ("model_name", "engine"), found)
+        for name, text, outcomes in (
+            ("vllm:spec_decode_num_draft_tokens", "Drafts verified.", ("right", "wrong")),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafts drawn.", ("right",)),
+        ):
+            found = [
+                (of, sum(count for (_, outcome), count in drafts_of(status.counters).items() if outcome in outcomes))
+                for of, status in told
+            ]
             yield counters(name, text, ("model_name", "engine"), found)
         names, values = self._split(self._own)
         ended = [((*values, reason), count) for reason, count in stats.num_ended.items()]

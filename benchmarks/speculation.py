@@ -1,0 +1,140 @@
+"""Tokens per second with drafts from text and without, by kind of prompt and batch.
+
+    python -m benchmarks.speculation [--models demo,bench] [--batches 1,4,16,64] [--rounds 5] [--modes auto,lookup]
+
+One `LLM` of one rank with all cores for each mode, in alternation. Every round gives all of them the same new prompts
+of one kind, and compares their tokens, which must be equal. Ratios are medians of those within a round. With 5 rounds
+and both models it takes about 15 minutes.
+
+    code edit   a piece of code twice, the second time cut off where it is to be edited
+    quotes      a text, then the beginning of one of its sentences
+    chat        turns of two speakers, who say other things each time
+    prose       sentences that do not come again
+    random ids  tokens drawn at random
+"""
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench_model import write_bench_model
+from benchmarks.conditions import conditions, save
+from moe_serve import LLM, SamplingParams
+
+NUM_OUTPUT = 96
+_NOUNS = ("server", "cache", "request", "token", "expert", "rank", "page", "queue", "model", "step", "layer", "weight")
+_VERBS = ("holds", "reads", "writes", "counts", "moves", "checks", "sends", "takes", "keeps", "sorts", "finds", "makes")
+
+
+def sentence(draw: random.Random) -> str:
+    return f"The {draw.choice(_NOUNS)} {draw.choice(_VERBS)} each {draw.choice(_NOUNS)} of the {draw.choice(_NOUNS)}. "
+
+
+def function(draw: random.Random) -> str:
+    name, first, second = (draw.choice(_NOUNS) for _ in range(3))
+    return (
+        f"def {draw.choice(_VERBS)}_{name}(self, {first}, {second}):\n"
+        f'    """Returns the {name} of {first} and {second}."""\n'
+        f"    result = {first}.{draw.choice(_VERBS)}({second})\n    for {name} in result:\n"
+        f"        if {name} is None:\n            raise ValueError('no {name}')\n        yield {name}, {first}\n\n\n"
+    )
+
+
+def code_edit(draw: random.Random) -> str:
+    code = "".join(function(draw) for _ in range(3))
+    return code + code[: len(code) // 3]
+
+
+def quotes(draw: random.Random) -> str:
+    sentences = [sentence(draw) for _ in range(8)]
+    return "".join(sentences) * 2 + "It says: " + sentences[0] + sentences[1][:20]
+
+
+def chat(draw: random.Random) -> str:
+    return "".join(f"{name}: {sentence(draw)}\n" for name in ("User", "Assistant") * 3)
+
+
+def prose(draw: random.Random) -> str:
+    return "".join(sentence(draw) for _ in range(8))
+
+
+KINDS: dict[str, Callable[[random.Random], str] | None] = {
+    "code edit": code_edit, "quotes": quotes, "chat": chat, "prose": prose, "random ids": None,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="demo,bench")
+    parser.add_argument("--batches", default="1,4,16,64")
+    parser.add_argument("--modes", default="auto,lookup")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    facts, rows = conditions(), []
+    with tempfile.TemporaryDirectory() as folder:
+        for model in args.models.split(","):
+            path = "demo" if model == "demo" else str(write_bench_model(Path(folder)))
+            rows += compare(model, path, args)
+    notes = (
+        f"{args.rounds} rounds, {NUM_OUTPUT} tokens for each prompt, temperature 0, one rank with {os.cpu_count()} "
+        "threads. `speed` is tokens per second over those without drafts in the same round, in brackets the slowest "
+        f"and fastest round. Load average at the end: {os.getloadavg()[0]:.2f}."
+    )
+    print(save("speculation", "Drafts from text against none", rows, facts, notes, per_cpu=True))
+
+
+def compare(model: str, path: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    modes = ["off", *args.modes.split(",")]
+    with ExitStack() as stack:
+        llms = {
+            mode: stack.enter_context(
+                LLM(path, num_ranks=1, speculation={"mode": mode}, threads_per_rank=os.cpu_count(), memory_gib=0.5)
+            )
+            for mode in modes
+        }
+        for batch in map(int, args.batches.split(",")):
+            for kind, make in KINDS.items():
+                params = SamplingParams(max_new_tokens=NUM_OUTPUT, temperature=0, ignore_eos=True)
+                seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+                for number in range(-1, args.rounds):  # the first one warms up
+                    draw = random.Random(f"{kind} {batch} {number}")
+                    prompts = [prompt(make, draw, model) for _ in range(batch)]
+                    expected = None
+                    for mode in modes if number % 2 else reversed(modes):
+                        started_s = time.perf_counter()
+                        found = [each.token_ids for each in llms[mode].generate(prompts, params)]
+                        if number >= 0:
+                            seconds[mode].append(time.perf_counter() - started_s)
+                        expected = found if expected is None else expected
+                        assert found == expected, f"drafts have changed tokens: {model}, {kind}, batch {batch}"
+                row: dict[str, Any] = {"model": model, "batch": batch, "prompts": kind}
+                row["tok/s"] = f"{batch * NUM_OUTPUT / statistics.median(seconds['off']):.0f}"
+                for mode in modes[1:]:
+                    ratios = [off / on for off, on in zip(seconds["off"], seconds[mode], strict=True)]
+                    row[f"speed {mode}"] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
+def prompt(make: Callable[[random.Random], str] | None, draw: random.Random, model: str) -> Any:
+    """Returns a text, or token ids where the model has no tokenizer or the kind has no text."""
+    vocab = 2048 if model == "demo" else 8192
+    if make is None:
+        return [draw.randrange(3, vocab) for _ in range(64)]
+    text = make(draw)
+    if model == "demo":
+        return text
+    return [3 + ord(letter) * 61 % (vocab - 3) for letter in text[:400]]
+
+
+if __name__ == "__main__":
+    main()
