@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_serve.attention_dp.kv_cache import bytes_per_block
+from moe_serve.attention_dp.scheduler import most_yielding_rows
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import BufferLimits
 from moe_serve.dispatch.buffer_sizes import BufferSizes
@@ -181,7 +182,7 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
     )
     report.problems += transport.problems
     report.model += [Line(*fact) for fact in describe_loss(config, plan, report.num_sharing, transport.shares_memory)]
-    report.memory += [*weights, *_cache(config, plan)]
+    report.memory += [*weights, *_cache(config, plan), *_index_of_texts(config)]
     report.memory += [*_dispatch_buffers(config, plan, transport.taken), *_working_memory(config, plan)]
     report.memory += [_rotations(plan), _prompt_logits(config, plan)]
     cache_tokens = plan.num_blocks * config.cache.block_size
@@ -261,6 +262,12 @@ def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
         yield Memory("pages in memory", int(config.cache.host_gb * 1e9) // num_ranks, pages)
 
 
+def _index_of_texts(config: ServeConfig) -> Iterator[Memory]:
+    if config.speculation.mode != "off":
+        index_mib = config.speculation.index_mib
+        yield Memory("index of texts", int(index_mib * 2**20), f"speculation.index_mib {index_mib:g}, as texts come")
+
+
 def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | None) -> Iterator[Memory]:
     """Yields the largest memory of rows between ranks. taken: buffers that are allocated at the start"""
     spec = plan.spec
@@ -283,10 +290,11 @@ def _working_memory(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     on_gpu = plan.device.type == "cuda"
     if on_gpu and find_spec("triton") is None:
         return  # among the problems; its kernels know what they take
+    running = config.engine.max_running_requests
     sizes = StepSizes(
         rows=config.engine.max_batch_tokens,
         keys=min(plan.max_model_len, plan.num_blocks * config.cache.block_size),
-        sequences=config.engine.max_running_requests,
+        sequences=running if config.speculation.mode == "off" else most_yielding_rows(running),
         itemsize=plan.dtype.itemsize,
         in_halves=config.dispatch.overlap_from_tokens is not None,
         on_gpu=on_gpu,

@@ -40,6 +40,14 @@ def test_the_demo_model_can_run_and_its_memory_is_explained():
     assert report.memory_bytes == sum(bytes_of.values())
 
 
+def test_drafts_take_an_index_and_rows_of_logits():
+    plain = checked("engine.max_running_requests=1")
+    drafting = checked("engine.max_running_requests=1", "speculation.mode=auto", "speculation.index_mib=32")
+    assert sizes(drafting)["index of texts"] == 32 * 2**20
+    rows = sizes(drafting)["a step at its largest"] - sizes(plain)["a step at its largest"]
+    assert rows >= 15 * 2048 * 4
+
+
 def test_more_ranks_hold_fewer_experts_each_and_replicas_cost_slots():
     one, four = (sizes(checked(f"parallel.num_ranks={n}"))["expert slots"] for n in (1, 4))
     assert one == 4 * four
