@@ -11,7 +11,7 @@ since each draft reads experts of its own (Cascade, arXiv 2506.20675). Numpy onl
 import heapq
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -177,28 +177,19 @@ class _Follower:
 
 @dataclass
 class SpeculationCounters:
-    """Totals since the start. steps: that verified drafts;  by source: OWN or SHARED"""
+    """Totals since the start. num_steps: that verified drafts;  the others: by source, OWN or SHARED"""
 
     num_steps: int = 0
     num_drafts: dict[str, int] = field(default_factory=lambda: {OWN: 0, SHARED: 0})
     num_accepted: dict[str, int] = field(default_factory=lambda: {OWN: 0, SHARED: 0})
 
     def totals(self) -> dict[str, float]:
-        """Returns them by name."""
+        """Returns them by name; drafts as `num_drafts_own_right` and so on."""
         named = {"num_speculative_steps": float(self.num_steps)}
-        named |= {f"num_drafts_{source}": float(number) for source, number in self.num_drafts.items()}
-        return named | {f"num_accepted_drafts_{source}": float(number) for source, number in self.num_accepted.items()}
-
-
-def drafts_of(totals: Mapping[str, float]) -> dict[tuple[str, str], float]:
-    """Returns how many drafts of each source were "right" and "wrong", from totals of SpeculationCounters."""
-    return {
-        (source, outcome): right if outcome == "right" else totals[name] - right
-        for source in (OWN, SHARED)
-        if (name := f"num_drafts_{source}") in totals
-        for right in (totals[f"num_accepted_drafts_{source}"],)
-        for outcome in ("right", "wrong")
-    }
+        for source, num_right in self.num_accepted.items():
+            named[f"num_drafts_{source}_right"] = float(num_right)
+            named[f"num_drafts_{source}_wrong"] = float(self.num_drafts[source] - num_right)
+        return named
 
 
 class Speculator:

@@ -20,7 +20,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from moe_serve.attention_dp.speculation import drafts_of
 from moe_serve.config import served_name
 from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, Status
 from moe_serve.log import num_logged
@@ -166,7 +165,7 @@ _RANK_COUNTERS = (
     ("moe_serve_rank_recomputed_tokens", "Tokens computed again after that.", "num_recomputed_tokens"),
     ("moe_serve_rank_failed_requests", "Requests whose logits were not finite.", "num_failed"),
 )
-_PAGES = "num_pages_"
+_PAGES, _DRAFTS = "num_pages_", "num_drafts_"  # begin the names of counters; a draft's go on with source and outcome
 _TOKENS = (("decode", "num_decode_tokens"), ("prefill", "num_prefill_tokens"), ("output", "num_output_tokens"))
 
 
@@ -230,7 +229,12 @@ class RankMetrics(Collector):
             "Drafts of tokens that steps have verified, by the text where they were found: that of the request itself, "
             "or of another one; right: the token was drawn.",
             ("rank", "source", "outcome"),
-            [((rank, *draft), count) for rank, status in told for draft, count in drafts_of(status.counters).items()],
+            [
+                ((rank, *key.removeprefix(_DRAFTS).split("_")), count)
+                for rank, status in told
+                for key, count in sorted(status.counters.items())
+                if key.startswith(_DRAFTS)
+            ],
         )
         phases = [(rank, *item) for rank, status in told for item in sorted(status.phases.items())]
         yield histograms(
@@ -494,15 +498,20 @@ class PeerMetrics(Collector):
         ):
             found = [(of, status.counters.get(key, 0.0)) for of, status in told]
             yield counters(name, text, ("model_name", "engine"), found)
-        for name, text, outcomes in (
-            ("vllm:spec_decode_num_draft_tokens", "Drafts verified.", ("right", "wrong")),
-            ("vllm:spec_decode_num_accepted_tokens", "Drafts drawn.", ("right",)),
+        for name, text, end in (
+            ("vllm:spec_decode_num_draft_tokens", "Drafts verified.", ""),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafts drawn.", "_right"),
         ):
-            found = [
-                (of, sum(count for (_, outcome), count in drafts_of(status.counters).items() if outcome in outcomes))
+            drafts = [
+                (
+                    of,
+                    sum(
+                        count for key, count in status.counters.items() if key.startswith(_DRAFTS) and key.endswith(end)
+                    ),
+                )
                 for of, status in told
             ]
-            yield counters(name, text, ("model_name", "engine"), found)
+            yield counters(name, text, ("model_name", "engine"), drafts)
         names, values = self._split(self._own)
         ended = [((*values, reason), count) for reason, count in stats.num_ended.items()]
         yield counters("vllm:request_success", "Requests that have ended.", (*names, "finished_reason"), ended)
