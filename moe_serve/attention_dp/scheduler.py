@@ -238,7 +238,7 @@ class Scheduler:
             request.output_ids.append(token_id)
         if request.num_computed // self.blocks.block_size > request.num_published:
             self.blocks.publish(request)
-        if samples and length > 1:  # of a prompt, whose values are finite
+        if samples and length - len(drafts) > 1:  # of a prompt, whose values are finite
             self.blocks.keep(request)
         if request.hand_over_from is not None:
             self.blocks.hand_over(request)
