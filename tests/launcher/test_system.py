@@ -242,7 +242,7 @@ def test_an_address_of_another_machine_is_not_called_a_port_in_use():
 def test_one_of_two_front_ends_may_die_and_comes_back_while_the_other_serves():
     with serving("server.api_workers=2", mishap="all:slow") as system, system.client() as client:
         pids = system.descendants()
-        assert len(pids) == 4, "two ranks and two front ends"
+        assert len(pids) == 5, "two ranks, the process that they are forked from, and two front ends"
         own = {number: pid for pid in pids for number in (0, 1) if is_front_end(pid, number)}
         assert own.keys() == {0, 1}
         with httpx.Client(base_url=client.base_url, timeout=30, trust_env=False) as other:
@@ -283,7 +283,7 @@ def test_launchers_of_two_hosts_start_all_ranks_again_where_one_is_lost_and_end_
         call.join(60)
         assert [answer["output_ids"] for answer in answers[0].json()] == [list(range(12, 52))] * 4
         pids = [*system.descendants(), *other.descendants()]
-        assert len(pids) == 3
+        assert len(pids) == 5, "two ranks, the front end, and on each host the process that its rank is forked from"
         other.process.send_signal(signal.SIGTERM)
         assert (system.wait(), other.wait()) == (0, 0)
         assert gone(pids)
