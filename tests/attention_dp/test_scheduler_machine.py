@@ -10,12 +10,14 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
+from moe_serve.attention_dp import pages
 from moe_serve.attention_dp.host_pages import HostPages, slot_bytes
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.pages import PageTiers
@@ -64,11 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def propose(self) -> Proposal:
         """Returns a proposal behind those that only wait for pages."""
-        late_s = time.monotonic() + 10
-        while (proposal := self.scheduler.propose()).is_empty and self.scheduler.awaits_pages:
-            assert time.monotonic() < late_s, "pages neither come nor fail to"
-            time.sleep(1e-4)
-        return proposal
+        return self.scheduler.propose()
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), data=st.data())
     def add(self, prompt, data):
@@ -199,16 +197,45 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class TieredMachine(SchedulerMachine):
-    """The same, with pages that leave the pool, and come up as slow or fast as their thread is."""
+    """The same, with pages that leave the pool, and come up as slow or fast as their thread is.
+
+    The thread works only while `settle` waits for it, so that a run that hypothesis repeats is the same again.
+    """
 
     def tiers(self, num_blocks: int, block_size: int) -> PageTiers | None:
         host = HostPages(None, 16 * slot_bytes(SimulatedCache.page_bytes), 0, SimulatedCache.page_bytes)
         self.page_tiers = PageTiers(cast(KvCache, SimulatedCache(self.kv, block_size)), host, None)
+        self.draw = random.Random(0)
+        self.page_tiers._lock.acquire()
         return self.page_tiers
+
+    def propose(self) -> Proposal:
+        if self.draw.random() < 0.7:
+            self.settle()
+        while (proposal := self.scheduler.propose()).is_empty and self.scheduler.awaits_pages:
+            self.settle()
+        return proposal
+
+    def complete(self, chunks, results):
+        super().complete(chunks, results)
+        if self.draw.random() < 0.7:
+            self.settle()
+
+    def settle(self) -> None:
+        """Lets the thread do all that it can."""
+        lock, late_s = self.page_tiers._lock, time.monotonic() + 60
+        while True:
+            lock.release()
+            time.sleep(1e-5)
+            lock.acquire()
+            if lock._waiters:  # type: ignore[attr-defined]
+                return
+            assert time.monotonic() < late_s, "the thread of pages hangs"
 
     def teardown(self):
         super().teardown()
         if hasattr(self, "page_tiers"):
+            self.page_tiers._lock.release()
             self.page_tiers.close()
 
 
@@ -255,6 +282,12 @@ class SimulatedCache:
     def write_page(self, block: int, page: Tensor) -> None:
         held = self._pages[int.from_bytes(page.numpy().tobytes(), "little")]
         self._kv.update({block * self._size + offset: value for offset, value in enumerate(held)})
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page is late on a busy machine."""
+    monkeypatch.setattr(pages, "_PATIENCE_S", 600.0)
 
 
 LIMITS = {"stateful_step_count": 40, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
