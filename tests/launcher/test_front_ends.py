@@ -32,7 +32,7 @@ LIMITS = ModelLimits("demo", 64, 128, 100, [], 16)
 
 
 class Process:
-    """In the place of Child."""
+    """In the place of Program."""
 
     def __init__(self, who: str, module: str, arguments: list[str], *_: object, pass_fds: list[int]):
         self.who = who
@@ -70,7 +70,7 @@ class System:
 
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "Child", Process)
+    monkeypatch.setattr(module, "Program", Process)
     with OwnFolder() as folder:
         system = System(Link(folder=folder))
         yield system
@@ -176,7 +176,7 @@ def test_front_ends_of_another_host_have_their_own_numbers_and_each_is_started_a
             started.append([who, *arguments])
             self.who, self.code = who, None
 
-    monkeypatch.setattr(module, "Child", Alone)
+    monkeypatch.setattr(module, "Program", Alone)
     link = Link(token="0" * 32, front_ends=("127.0.0.1:1", "127.0.0.1:2"))
     assert [link.front_end_at(number) for number in range(2)] == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
     notes: list[str] = []
