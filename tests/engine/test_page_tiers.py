@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.engine.engine import Engine
 from tests.engine.offline import Served, prompts_with_shared_beginnings, serve, submits_of, tiny_model
 
 # fmt: off
@@ -18,7 +19,13 @@ SMALL = [
 def served(num_ranks: int, *overrides: str) -> Served:
     prompts = prompts_with_shared_beginnings(16, 200, max_len=100)
     params = SamplingParams(max_new_tokens=4, temperature=0.7, ignore_eos=True)
-    return serve(num_ranks, submits_of(prompts, params), [*SMALL, *overrides])
+    return serve(num_ranks, submits_of(prompts, params), [*SMALL, *overrides], prepare=read_all)
+
+
+def read_all(engine: Engine) -> None:
+    """Has files read though they may take longer than computing their pages, as with models this small."""
+    if engine.scheduler.blocks.tiers is not None:
+        engine.scheduler.blocks.tiers._is_worth_reading = lambda key: True  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("model, num_ranks", [("deepseek_v3", 1), ("qwen2_moe", 2)])
@@ -33,7 +40,7 @@ def test_tokens_do_not_notice_tiers_nor_a_restart(model: str, num_ranks: int, tm
     assert first.tokens == again.tokens == plain.tokens
     assert first.digests == again.digests == plain.digests
     cached = [run.stats["num_cached_prompt_tokens"] for run in (plain, first, again, other)]
-    assert cached[0] <= cached[1] < cached[2], "a restart finds the pages of the run before"
+    assert max(cached[:2]) < cached[2], "a restart finds the pages of the run before"
     assert other.tokens != plain.tokens
     assert cached[3] < cached[2], "pages of other weights are not found"
     assert len(list(pages.glob("*/"))) == 2
