@@ -237,7 +237,8 @@ def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     chunks = functional.pad(x.float(), (0, -k % GROUP_CHUNK)).view(rows, -(-k // GROUP_CHUNK), GROUP_CHUNK)
     amax = chunks.abs().amax(2, keepdim=True)
     amax = torch.where(amax < SMALLEST_AMAX, 0, amax)
-    inverse = torch.where(amax == 0, 0, LARGEST_ACTIVATION / amax)
+    largest = torch.full_like(amax, LARGEST_ACTIVATION)  # a number over a tensor is not rounded once in torch
+    inverse = torch.where(amax == 0, 0, largest / amax)
     q = (chunks * inverse).round_().to(torch.int8).flatten(1)[:, :k].contiguous()
     return q, (amax / LARGEST_ACTIVATION).squeeze(2)
 

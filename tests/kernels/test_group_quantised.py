@@ -1,5 +1,6 @@
 """Weights of four and eight bits in groups: their values, their quantisation, and their products in plain torch."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,3 +143,11 @@ def test_rows_of_a_shape_alone_are_the_shape_of_the_rows() -> None:
         found = rows_of(real.to("meta"), order.to("meta"))
         assert (found.shape, found.dtype, found.is_meta) == (real[order].shape, dtype, True)
         assert torch.equal(rows_of(torch.arange(6), order), order)
+
+
+def test_activations_are_rounded_as_numpy_rounds_them() -> None:
+    """The inverse of a scale is rounded once; a number over a tensor is not in torch, which moved halfway cases."""
+    x = torch.randn(60_000, 128, generator=torch.Generator().manual_seed(0))
+    q, _ = quantise_activations(x)
+    inverse = np.float32(127) / np.abs(x.numpy()).max(axis=1, keepdims=True)
+    assert np.array_equal(q.numpy(), np.rint(x.numpy() * inverse).astype(np.int8))
