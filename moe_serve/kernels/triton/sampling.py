@@ -326,7 +326,8 @@ def gumbel(bits):
 @triton.jit
 def uniform_of(bits):
     """Returns a number between 0 and 1, never an end, float64."""
-    return tl.minimum((bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16, 0.9999999999999999)  # 2**-53, 1 - 2**-53
+    number = (bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16  # 2**-53
+    return tl.where(bits == 9007199254740991, 0.9999999999999999, number)  # 2**53 - 1, 1 - 2**-53
 
 
 @triton.jit
