@@ -120,7 +120,8 @@ def play(ranks: str, num_faults: int, every: int, model: Path, right: Callable[[
     flags = [
         "serve", "--model", str(model), "--skip-tokenizer-init", "--prefill-ranks", num_prefill,
         "--decode-ranks", num_decode, "--port", "0", "--device", "cpu", "--set=parallel.threads_per_rank=1",
-        "--set=parallel.prefill_from_tokens=1", f"--set=parallel.handover_gb={HANDOVER_GB}", "--max-restarts", "1000",
+        "--set=parallel.prefill_from_tokens=1", f"--set=parallel.handover_gb={HANDOVER_GB}",
+        "--set=launcher.max_restarts=1000",
     ]  # fmt: skip
     draw, faults, lock = random.Random(ranks), Counter[str](), threading.Lock()
     with Running("moe_serve", flags) as running, running.client(timeout_s=300) as client:

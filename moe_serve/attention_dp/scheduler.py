@@ -12,10 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from moe_serve.attention_dp.request import Request, check_length
 from moe_serve.attention_dp.request_blocks import RequestBlocks
+from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.errors import ConfigError, RequestError
 
 
@@ -42,18 +43,6 @@ class ScheduledChunk(NamedTuple):
 _chunk: Callable[[tuple[Request, int, int, bool, tuple[int, ...]]], ScheduledChunk] = partial(
     tuple.__new__, ScheduledChunk
 )
-
-
-class Drafter(Protocol):
-    """Guesses tokens of requests that decode."""
-
-    def draft(self, requests: Sequence[Request], num_rows: int) -> Sequence[tuple[int, ...]]:
-        """Returns the tokens that may come next in each request, none to many, together at most `num_rows`."""
-        ...
-
-    def end(self, request: Request) -> None:
-        """Notes that a request, running or waiting, has left."""
-        ...
 
 
 class Proposal(NamedTuple):
@@ -92,7 +81,7 @@ class Scheduler:
         max_running: int,
         max_batch_tokens: int,
         max_model_len: int,
-        drafter: Drafter | None = None,
+        speculator: Speculator | None = None,
     ):
         if max_running > max_batch_tokens:
             raise ConfigError(
@@ -103,7 +92,7 @@ class Scheduler:
         self.max_running = max_running
         self.max_batch_tokens = max_batch_tokens
         self.max_model_len = max_model_len
-        self._drafter = drafter
+        self.speculator = speculator
         self._running: dict[str, Request] = {}  # in order of arrival, like the next
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._num_arrivals = 0
@@ -171,8 +160,8 @@ class Scheduler:
                 return False
             self._left_since_proposal = True
             self.blocks.release(request)
-        if self._drafter is not None:
-            self._drafter.end(request)
+        if self.speculator is not None:
+            self.speculator.end(request)
         return True
 
     def finish(self, request_id: str) -> None:
@@ -207,9 +196,9 @@ class Scheduler:
             if share
         ]
         num_tokens = len(decodes) + sum(shares)
-        if self._drafter is not None and decodes:
+        if self.speculator is not None and decodes:
             num_rows = min(self.max_batch_tokens - num_tokens, most_yielding_rows(self.max_running) - len(decodes))
-            num_tokens += self._add_drafts(self._drafter, decodes, num_rows)
+            num_tokens += self._add_drafts(self.speculator, decodes, num_rows)
         return Proposal(tuple(decodes), tuple(prefills), tuple(preempted), num_tokens)
 
     def commit(self, proposal: Proposal, hold_prefill: bool = False) -> tuple[ScheduledChunk, ...]:
@@ -284,7 +273,7 @@ class Scheduler:
             decodes.append(_chunk((request, start, 1, True, ())))
         return decodes, prefilling, preempted
 
-    def _add_drafts(self, drafter: Drafter, decodes: list[ScheduledChunk], num_rows: int) -> int:
+    def _add_drafts(self, speculator: Speculator, decodes: list[ScheduledChunk], num_rows: int) -> int:
         """Puts drafts behind the tokens of decodes, as far as their blocks are free; returns how many.
 
         Blocks that rejected drafts leave stay with the request, which needs them next. One free block for each running
@@ -293,7 +282,7 @@ class Scheduler:
         blocks, block_size, num_added = self.blocks, self.blocks.block_size, 0
         if num_rows <= 0:
             return 0
-        for index, drafts in enumerate(drafter.draft([chunk.request for chunk in decodes], num_rows)):
+        for index, drafts in enumerate(speculator.draft([chunk.request for chunk in decodes], num_rows)):
             if not drafts:
                 continue
             request, start, *_ = decodes[index]

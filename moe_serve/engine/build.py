@@ -104,13 +104,12 @@ def build_engine(
         sender,
         receiver,
     )
-    speculator = _make_speculator(config)
     scheduler = Scheduler(
         blocks,
         max_running=config.engine.max_running_requests,
         max_batch_tokens=config.engine.max_batch_tokens,
         max_model_len=served.limits.max_model_len,
-        drafter=speculator,
+        speculator=_make_speculator(config),
     )
     counters = EngineCounters()
     requests = OpenRequests(scheduler, served.limits, counters, make_grammars(config, served.limits))
@@ -132,10 +131,7 @@ def build_engine(
         ),
         sampler=Sampler(served.limits.eos_token_ids, served.numerics.compiled),
         requests=requests,
-        events=StepEvents(
-            scheduler, requests, LogprobScorer(served.numerics.compiled), served.logits_of, served.clock, speculator
-        ),
-        speculator=speculator,
+        events=StepEvents(scheduler, requests, LogprobScorer(served.numerics.compiled), served.logits_of, served.clock),
         exchange=exchange,
         mailbox=mailbox,
         recovery=recovery,

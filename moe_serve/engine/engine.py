@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
-from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.config import ServeConfig
 from moe_serve.engine.balancing.balancing import Balancing
 from moe_serve.engine.balancing.record_control import RecordControl
@@ -72,7 +71,6 @@ class Engine:
     sampler: Sampler
     requests: OpenRequests
     events: StepEvents
-    speculator: Speculator | None
     exchange: Exchange
     mailbox: Mailbox
     recovery: Recovery
@@ -191,8 +189,9 @@ class Engine:
         self.balancing.end_step(plan, step_s)
         self._note_speed(proposal, plan, step_s)
         ended_ns = self.times.end(plan.phase)
-        if self.speculator is not None and plan.phase == "decode" and proposal.num_tokens:
-            self.speculator.costs.add(proposal.num_tokens, (time.perf_counter_ns() - proposed_ns) / 1e9)
+        speculator = self.scheduler.speculator
+        if speculator is not None and plan.phase == "decode" and proposal.num_tokens:
+            speculator.costs.add(proposal.num_tokens, (time.perf_counter_ns() - proposed_ns) / 1e9)
         if self.profiler.is_on:
             self.profiler.add(plan, (began_ns, agreed_ns, ended_ns), proposal, sum(self.served.waited_s))
         self.watchdog.leave()
@@ -333,7 +332,7 @@ class Engine:
             return
         self._spoke_s = now_s
         served = self.served
-        totals = totals_of(self.counters, self.recovery, self.scheduler, served.split_outcomes, self.speculator)
+        totals = totals_of(self.counters, self.recovery, self.scheduler, served.split_outcomes)
         own = self.rank, self.launch_id, self.step
         self.mailbox.send(make_status(*own, self.scheduler, totals, served.waited_s, self.times))
         if self._drain_until_s is not None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
-from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.engine.output.grammars import Grammars
 from moe_serve.engine.output.row_logprobs import LogprobScorer, ProjectRows, joined
 from moe_serve.engine.output.sampler import Sampler, has_finite_best
@@ -193,18 +192,13 @@ def _event(request: Request, **fields: Any) -> TokenEvent:
 
 @dataclass(frozen=True)
 class StepEvents:
-    """Completes the chunks of a step.
-
-    project:    returns logits of more rows of the last step;  clock: of its parts
-    speculator: learns how many of its drafts were right; None: there are none
-    """
+    """Completes the chunks of a step. project: returns logits of more rows of the last step;  clock: of its parts"""
 
     scheduler: Scheduler
     requests: OpenRequests
     scorer: LogprobScorer
     project: ProjectRows
     clock: PartClock
-    speculator: Speculator | None = None
 
     def of(
         self, chunks: Sequence[ScheduledChunk], batch: ForwardBatch, logits: Tensor, sampler: Sampler
@@ -276,10 +270,11 @@ class StepEvents:
                     continue
                 self.scheduler.accept(request, token_id)
                 events[index] = _joined(events[index], self.requests.extended(request, token_id, of_tokens.get(row)))
+        speculator = self.scheduler.speculator
+        assert speculator is not None, "it has made the drafts"
         for chunk, event in zip(chunks, events, strict=True):
             if chunk.drafts:
-                assert self.speculator is not None
-                self.speculator.verified(chunk.request, len(chunk.drafts), max(0, len(event.token_ids) - 1))
+                speculator.verified(chunk.request, len(chunk.drafts), max(0, len(event.token_ids) - 1))
         return failures
 
     def _goes_on(self, event: TokenEvent, drafts: tuple[int, ...], depth: int) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
-from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, PhaseTimes, Status
 from moe_serve.engine.recovery.recovery import Recovery
 from moe_serve.engine.step.plan import PHASES
@@ -110,11 +109,7 @@ class StepTimes:
 
 
 def totals_of(
-    counters: EngineCounters,
-    recovery: Recovery,
-    scheduler: Scheduler,
-    split_outcomes: Sequence[int],
-    speculator: Speculator | None = None,
+    counters: EngineCounters, recovery: Recovery, scheduler: Scheduler, split_outcomes: Sequence[int]
 ) -> dict[str, float]:
     """Returns all counters of a rank, by name.
 
@@ -128,8 +123,8 @@ def totals_of(
     for each in (scheduler.blocks.tiers, scheduler.blocks.receiver):
         pages.update({} if each is None else each.counters)
     totals |= {f"num_pages_{name}": float(number) for name, number in pages.items()}
-    if speculator is not None:
-        totals |= speculator.counters.totals()
+    if scheduler.speculator is not None:
+        totals |= scheduler.speculator.counters.totals()
     names = ("num_splits_proven", "num_splits_repaired", "num_splits_unproven")
     return totals | {name: float(number) for name, number in zip(names, split_outcomes, strict=False)}
 

@@ -23,7 +23,8 @@ from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.pages import PageTiers
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
-from moe_serve.attention_dp.scheduler import Drafter, Proposal, ScheduledChunk, Scheduler
+from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
+from moe_serve.attention_dp.speculation import Speculator
 
 MAX_NEW_TOKENS = 6
 
@@ -51,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, num_blocks, block_size, max_running, spare_tokens, prefix_cache):
         self.kv: dict[int, tuple[int, ...]] = {}  # slot -> the tokens its content was computed from
         self.blocks = RequestBlocks(num_blocks, block_size, prefix_cache, b"", self.tiers(num_blocks, block_size))
-        self.scheduler = Scheduler(self.blocks, max_running, max_running + spare_tokens, 64, self.drafter())
+        self.scheduler = Scheduler(self.blocks, max_running, max_running + spare_tokens, 64, self.speculator())
         self.alive: dict[str, Request] = {}
         self.stop_after: dict[str, int] = {}
         self.num_added = 0
@@ -61,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def tiers(self, num_blocks: int, block_size: int) -> PageTiers | None:
         return None
 
-    def drafter(self) -> Drafter | None:
+    def speculator(self) -> Speculator | None:
         return None
 
     def propose(self) -> Proposal:
@@ -242,12 +243,13 @@ class TieredMachine(SchedulerMachine):
 class DraftingMachine(SchedulerMachine):
     """The same, with drafts of which some are right."""
 
-    def drafter(self) -> Drafter | None:
-        return RandomDrafter()
+    def speculator(self) -> Speculator | None:
+        return RandomDrafts()
 
 
-class RandomDrafter(Drafter):
+class RandomDrafts(Speculator):
     def __init__(self) -> None:
+        super().__init__(max_drafts=5, index_bytes=1, shares_text=False)
         self._draw = random.Random(0)
 
     def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
@@ -258,9 +260,6 @@ class RandomDrafter(Drafter):
             num_rows -= len(some)
             drafts.append(some)
         return drafts
-
-    def end(self, request: Request) -> None:
-        pass
 
 
 class SimulatedCache:

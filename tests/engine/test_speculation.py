@@ -6,14 +6,13 @@ the product come from text; the demo model repeats itself enough to have some.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import msgspec
 import pytest
 
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.attention_dp.scheduler import Drafter
 from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.protocol.messages import LogprobBlock, Submit, TokenEvent
@@ -33,25 +32,24 @@ SMALL_CACHE = [
 ]  # fmt: skip
 
 
-@dataclass
-class Oracle(Drafter):
-    """Drafts of 0 to 6 tokens, each wrong with a chance of a fifth. expected: all tokens of each request, by id"""
+class Oracle(Speculator):
+    """Drafts of 0 to 6 tokens, each wrong with a chance of a fifth."""
 
-    expected: dict[str, list[int]]
-    num_right: int = 0
+    def __init__(self, expected: dict[str, list[int]]):
+        """expected: all tokens of each request, by id"""
+        super().__init__(max_drafts=6, index_bytes=1, shares_text=False)
+        self._expected = expected
+        self.num_right = 0
 
     def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
         drafts = []
         for request in requests:
             known = len(request.output_ids)
             draw = random.Random(f"{request.request_id} {known}")
-            right = self.expected[request.request_id][known : known + draw.randint(0, 6)]
+            right = self._expected[request.request_id][known : known + draw.randint(0, 6)]
             drafts.append(tuple(token if draw.random() < 0.8 else token ^ 1 for token in right)[:num_rows])
             num_rows -= len(drafts[-1])
         return drafts
-
-    def end(self, request: Request) -> None:
-        pass
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self.num_right += num_accepted
@@ -59,9 +57,7 @@ class Oracle(Drafter):
 
 def drafts_of(expected: dict[str, list[int]], engine: Engine) -> None:
     """Lets an engine verify what the oracle drafts, and fails where it has accepted nothing."""
-    oracle = Oracle(expected)
-    engine.scheduler._drafter = oracle
-    engine.events = replace(engine.events, speculator=oracle)
+    oracle = engine.scheduler.speculator = Oracle(expected)
     run = engine.run
 
     def checked() -> None:
@@ -176,7 +172,7 @@ def test_drafts_from_text_change_no_bit(mode: str) -> None:
 
 def _some_are_right(engine: Engine) -> None:
     """Fails where no draft was right, of as many as there were."""
-    run, speculator, mode = engine.run, engine.speculator, engine.config.speculation.mode
+    run, speculator, mode = engine.run, engine.scheduler.speculator, engine.config.speculation.mode
     assert isinstance(speculator, Speculator)
 
     def checked() -> None:

@@ -194,6 +194,7 @@ def test_commands_are_what_engines_take(advice, policy):
     if policy != ONCE:
         assert config["step_interval"] == 30
         assert sglang[sglang.index("--eplb-rebalance-num-iterations") + 1] == "30"
+    assert ours[:6] == ["moe-serve", "serve", "--model", "/models/m", "--ep", "8"]
     overrides = [ours[i + 1] for i, word in enumerate(ours) if word == "--set"]
     served = load_config(None, [*overrides, "parallel.num_ranks=8"])
     assert served.eplb.num_redundant_experts == (0 if policy == ONCE else 8)

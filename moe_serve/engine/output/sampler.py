@@ -60,7 +60,7 @@ class Sampler:
         """Returns as a call does, for some requests of the newest one, whose outputs have grown since."""
         changes = [self._changes[each].now() if each in self._changes else None for each in requests]
         sampling = SamplingRows(_rows(requests), changes if any(each is not None for each in changes) else [])
-        return (RowSampler(sampling) if self._compiled else partial(sample_rows, sampling=sampling))(logits)
+        return self._chooser(sampling)(logits)
 
     def _keep(self, requests: list[Request], vocab: int) -> None:
         """Writes the parameters of these requests; from now on their output indices and changes change."""
@@ -74,9 +74,10 @@ class Sampler:
         self._row_changes: list[LogitChanges | None] = [None] * len(requests) if self._changing else []
         sampling = SamplingRows(_rows(requests), self._row_changes)
         self._output_indices = sampling.rows["output_index"]
-        self._choose: Callable[[Tensor], list[int]] = (
-            RowSampler(sampling) if self._compiled else partial(sample_rows, sampling=sampling)
-        )
+        self._choose = self._chooser(sampling)
+
+    def _chooser(self, sampling: SamplingRows) -> Callable[[Tensor], list[int]]:
+        return RowSampler(sampling) if self._compiled else partial(sample_rows, sampling=sampling)
 
 
 @torch.inference_mode()

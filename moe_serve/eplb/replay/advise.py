@@ -465,17 +465,20 @@ def advice_verdict(advice: Advice) -> list[str]:
     )
     sure = "" if low is None else f" (90 %: {low:+.1%} to {high:+.1%})"
     lost = row["kv_tokens_lost"]
-    out = [
+    out = []
+    if not any(choice.fits for choice in advice.choices):
+        out.append(
+            "No choice leaves room for the requests of the trace: take more ranks, or fewer requests. If it did:"
+        )
+    out.append(
         f"Take {best.num_redundant} redundant experts ({best.num_slots} slots, {best.num_slots // advice.num_ranks} a "
         f"rank): {how}. It serves at balancedness {row['served_mean']:.3f} and gains {gain:+.1%}{sure} over experts in "
         f"order, for {as_bytes(row['redundant_bytes'])} of memory on each rank"
         + (f", {lost:,} tokens of KV cache." if lost else ".")
-    ]
+    )
     fast = min(advice.choices, key=lambda choice: float(choice.seconds.sum()))
     if fast is not best and not fast.fits:
         out.append(f"{fast.num_redundant} redundant experts with {fast.policy} would be faster, but do not fit (!).")
-    if not any(choice.fits for choice in advice.choices):
-        out.append("No choice leaves room for the requests of the trace: take more ranks, or fewer requests.")
     if advice.confidence is None:
         out.append(
             f"Too few windows to tell how sure this is: {advice.num_blocks} blocks of neighbours, and {LEAST_BLOCKS} "
@@ -511,7 +514,7 @@ def commands(advice: Advice, trace: str, model: str) -> dict[str, list[str]]:
     sglang = f"python -m sglang.launch_server --model-path {model} --ep-size {advice.num_ranks} "
     sglang += f"--ep-num-redundant-experts {extra}"
     balancer = "moe_config: {load_balancer: lb.yaml}    # in the extra LLM API options"
-    serve = f"moe-serve serve {model} --ep {advice.num_ranks}"
+    serve = f"moe-serve serve --model {model} --ep {advice.num_ranks}"
     if best.policy == ONCE:
         once = f'{{"num_redundant_experts": {extra}, "window_size": {window}, "step_interval": {40 * window}}}'
         return {
