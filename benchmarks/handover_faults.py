@@ -179,7 +179,10 @@ def main() -> None:
             each = args.faults // len(ways)
             outputs = [ask(client, number) for number in range(each)]
         rows = [play(ranks, each, args.every, model, lambda number: outputs[number] or []) for ranks in ways]
-    notes = "Requests that were open when the only decode rank was killed wait until it is started again."
+    notes = (
+        "Requests that were open when the only decode rank was killed wait until it is started again. Pages and "
+        "reasons are those since each rank's last start."
+    )
     print(save("handover_faults", "Hand-overs under faults", rows, facts, notes, per_cpu=True))
 
 
