@@ -71,7 +71,7 @@ class Running:
     def descendants(self) -> list[int]:
         return _descendants(self.process.pid)
 
-    def wait_for(self, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, timeout_s: float = 120.0) -> re.Match[str]:
         """Returns the first match in what was printed, waiting for it; fails with the output when it does not come."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -86,7 +86,7 @@ class Running:
             time.sleep(0.02)
         raise AssertionError(f"no {pattern!r} within {timeout_s} s in:\n{self.output}")
 
-    def client(self, timeout_s: float = 60.0) -> httpx.Client:
+    def client(self, timeout_s: float = 120.0) -> httpx.Client:
         """Returns an HTTP client for the system, once it is ready."""
         address = self.wait_for(r"ready after [\d.]+ s: (http://[\w.:\[\]-]+)", timeout_s)[1]
         return httpx.Client(base_url=address, timeout=30, trust_env=False)
@@ -126,8 +126,8 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> bool:
-    """Whether something becomes true in time."""
+def eventually(condition: Callable[[], Any], timeout_s: float = 90.0) -> bool:
+    """Whether something becomes true in time, which is generous: other tests may hold all cores."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():
