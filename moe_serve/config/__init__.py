@@ -17,6 +17,8 @@ from moe_serve.config.sections import (
     ServeConfig,
     ServerConfig,
     SpeculationConfig,
+    hub_cache,
+    is_hub_name,
     model_dir,
     served_name,
 )
@@ -33,6 +35,8 @@ __all__ = [
     "ServeConfig",
     "ServerConfig",
     "SpeculationConfig",
+    "hub_cache",
+    "is_hub_name",
     "load_config",
     "model_dir",
     "served_name",

@@ -1,6 +1,8 @@
 """The sections of the configuration: frozen pydantic models, each setting with its unit and its reason."""
 
 import json
+import os
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -566,13 +568,44 @@ class ServeConfig(Section):
 
 
 def model_dir(config: ModelConfig) -> Path:
-    """Returns the folder of the model, or its GGUF file; `demo` is the folder inside the package."""
+    """Returns the folder of the model, or its GGUF file; `demo` is the folder inside the package.
+
+    A name of the Hugging Face Hub means the folder of its files in the cache on this machine.
+    """
     if config.path == DEMO_MODEL:
         return Path(str(resources.files("moe_serve") / "demo_model"))
-    return Path(config.path).expanduser()
+    folder = Path(config.path).expanduser()
+    return folder if folder.exists() or not is_hub_name(config.path) else _of_hub_cache(config.path) or folder
+
+
+def is_hub_name(path: str) -> bool:
+    """Returns whether a path may be a name of the Hugging Face Hub, such as Qwen/Qwen3-30B-A3B."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) is not None and not path.endswith(".gguf")
+
+
+def hub_cache() -> Path:
+    """Returns the folder in which Hugging Face's tools keep what they have downloaded, by their variables."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def _of_hub_cache(name: str) -> Path | None:
+    """Returns the folder of a model's main revision, None where it is not in the cache.
+
+    Layout: huggingface.co/docs/huggingface_hub/guides/manage-cache.
+    """
+    folder = hub_cache() / f"models--{name.replace('/', '--')}"
+    try:
+        revision = (folder / "refs" / "main").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    found = folder / "snapshots" / revision
+    return found if re.fullmatch(r"[\w.-]+", revision) and found.is_dir() else None
 
 
 def served_name(config: ModelConfig) -> str:
     """Returns the name of the model for clients: as configured, else `demo`, or that of its folder or file."""
-    of_files = model_dir(config).name.removesuffix(".gguf")
-    return config.served_name or (DEMO_MODEL if config.path == DEMO_MODEL else of_files)
+    folder = model_dir(config)
+    of_files = folder.name.removesuffix(".gguf")
+    is_of_hub = is_hub_name(config.path) and folder != Path(config.path)
+    return config.served_name or (config.path if config.path == DEMO_MODEL or is_of_hub else of_files)

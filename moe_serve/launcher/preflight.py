@@ -21,18 +21,26 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA's driver, AMD's, and of Windows' Linux
+
+
 def look_for_files(config: "ServeConfig") -> None:
     """Raises ModelError or ConfigError naming the first file that is missing or does not fit, and what to do.
 
     Model folders may be hostile: what is read here is bounded, and nothing hangs on a pipe.
     """
-    from moe_serve.config import model_dir
+    from moe_serve.config import hub_cache, is_hub_name, model_dir
     from moe_serve.models.checkpoint import all_tensors
     from moe_serve.models.checkpoint_parts import CheckpointParts
     from moe_serve.models.families.registry import read_spec
     from moe_serve.models.tokenizer import Tokenizer
 
     folder = model_dir(config.model)
+    if not folder.exists() and is_hub_name(config.model.path):
+        raise ModelError(
+            f"model.path is {config.model.path!r}, which is no folder here, and {hub_cache()} has no such model; "
+            f"nothing is downloaded: run `hf download {config.model.path}` first, then serve it by this name"
+        )
     if not folder.exists():
         raise ModelError(
             f"model.path is {config.model.path!r} but there is no such folder or file; give the folder of a Hugging "
@@ -59,6 +67,8 @@ def look_for_files(config: "ServeConfig") -> None:
         )
     look_at_secrets(config)
     look_where_to_write(config)
+    if config.parallel.device == "cuda" and not any(map(os.path.exists, _GPU_DEVICES)):
+        raise ConfigError("parallel.device is cuda but this machine has no GPU; set parallel.device: cpu")
 
 
 def _check_memory(config: "ServeConfig", spec: "ModelSpec") -> None:

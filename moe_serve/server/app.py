@@ -161,6 +161,16 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
             }
         )
 
+    @app.get("/version")
+    async def version() -> Response:
+        """The version of this server."""
+        return json_response({"version": moe_serve.__version__})
+
+    @app.get("/load")
+    async def load() -> Response:
+        """vLLM's number of requests that are running or wait."""
+        return json_response({"server_load": len(bridge.book)})
+
     @app.get("/server_info")
     @app.get("/get_server_info")
     async def server_info() -> Response:

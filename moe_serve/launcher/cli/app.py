@@ -17,7 +17,14 @@ from moe_serve.errors import MoeServeError
 from moe_serve.launcher.cli.bench import HELP as BENCH_HELP
 from moe_serve.launcher.cli.bench import bench
 from moe_serve.launcher.cli.command import api_key_of_environment, option, progress_bar, takes
-from moe_serve.launcher.cli.options import ConfigOptions, ModelOptions, ServeOptions, setting, with_flags
+from moe_serve.launcher.cli.options import (
+    ConfigOptions,
+    ModelOptions,
+    NamedModelOptions,
+    ServeOptions,
+    setting,
+    with_flags,
+)
 from moe_serve.launcher.preflight import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -31,10 +38,24 @@ _STARTING = ("serve", "generate", "check", "convert-weights")  # commands with t
 
 app = typer.Typer(
     name="moe-serve",
-    help="Serves Mixture-of-Experts language models with expert parallelism, and balances their experts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moe-serve {moe_serve.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def of_all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version, and end")
+    ] = False,
+) -> None:
+    """Serves Mixture-of-Experts language models with expert parallelism, and balances their experts."""
 
 
 @app.command()
@@ -138,8 +159,8 @@ def write_continued(out: "TextIO", config: "ServeConfig", prompts: "Sequence[str
 
 
 @app.command()
-@takes(ModelOptions)
-def check(options: ModelOptions) -> None:
+@takes(NamedModelOptions)
+def check(options: NamedModelOptions) -> None:
     """Explain a configuration without starting it: memory, experts, buffers, backends, what is missing here."""
     config = options.effective_config()
     # Loads torch, which an error in the settings should not wait for.

@@ -23,6 +23,18 @@ if TYPE_CHECKING:
 DEMO_SETTINGS: Mapping[str, Any] = {"model": {"path": "demo"}, "parallel": {"num_ranks": 2, "device": "cpu"}}
 
 
+_PANELS = {  # under which heading of --help the options of a section stand
+    "model": "Model",
+    "parallel": "Ranks and hosts",
+    "launcher": "Ranks and hosts",
+    "engine": "Engine and KV cache",
+    "cache": "Engine and KV cache",
+    "speculation": "Engine and KV cache",
+    "eplb": "Experts",
+    "server": "HTTP server",
+}
+
+
 def setting(key: str, *names: str, help: str = "", sets: object = None, **more: Any) -> Any:
     """Returns a field that stands for a setting; None or False where it is not given.
 
@@ -32,7 +44,8 @@ def setting(key: str, *names: str, help: str = "", sets: object = None, **more: 
     sets:  what an option without a value sets; None: it has a value
     """
     text = key + ("" if help[:1] in ("", ",", ";", " ") else ": ") + help
-    metadata = {"typer": typer.Option(*names, help=text, **more), "names": names, "key": key, "sets": sets}
+    shown = typer.Option(*names, help=text, rich_help_panel=_PANELS[key.partition(".")[0]], **more)
+    metadata = {"typer": shown, "names": names, "key": key, "sets": sets}
     return field(default=None if sets is None else False, metadata=metadata)
 
 
@@ -50,7 +63,10 @@ class ConfigOptions:
 class ModelOptions(ConfigOptions):
     """The options of every command with a model."""
 
-    model_path: str | None = setting("model.path", "--model-path", "--model", help="a folder, a GGUF file, or demo")
+    model_path: str | None = setting(
+        "model.path", "--model-path", "--model",
+        help="a folder, a GGUF file, a name of the Hugging Face Hub whose files are on this machine, or demo",
+    )  # fmt: skip
     num_ranks: int | None = setting("parallel.num_ranks", "--ep-size", "--ep", "--expert-parallel-size", "--num-ranks")
     load_format: str | None = setting("model.load_format", help="auto, or dummy for random weights")
     dtype: str | None = setting("model.dtype", help="auto, float32 or bfloat16")
@@ -66,10 +82,12 @@ class ModelOptions(ConfigOptions):
                 given.setdefault(key, []).append(value if sets is None else sets)
         for key, values in given.items():
             if any(value != values[0] for value in values):
-                raise ConfigError(
-                    f"{key} is given as {' and '.join(map(str, values))}; every rank holds experts and its own "
-                    "requests, so the sizes are one number: give it once"
+                why = (
+                    "; every rank holds experts and its own requests, so the sizes are one number"
+                    if key == "parallel.num_ranks"
+                    else ""
                 )
+                raise ConfigError(f"{key} is given as {' and '.join(map(str, values))}{why}: give it once")
             text = yaml.safe_dump(values[0], default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
             yield f"{key}={text}"
 
@@ -88,7 +106,20 @@ class ModelOptions(ConfigOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(ModelOptions):
+class NamedModelOptions(ModelOptions):
+    """The options of a command whose one argument is the model."""
+
+    model: str | None = field(
+        default=None,
+        metadata={
+            "typer": typer.Argument(help="model.path, as --model", metavar="[MODEL]"),
+            "names": ("MODEL",), "key": "model.path", "sets": None,
+        },
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(NamedModelOptions):
     """The options of `moe-serve serve`."""
 
     attn_dp_size: int | None = setting(

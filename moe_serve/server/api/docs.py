@@ -139,6 +139,7 @@ LINKS = {
     "/v1/chat/completions": "chats, OpenAI's API",
     "/v1/completions": "completions, OpenAI's API",
     "/v1/responses": "responses, OpenAI's API",
+    "/v1/messages": "messages, Anthropic's API; its base URL ends before /v1",
     "/generate": "SGLang's native API",
     "/docs": "all routes, their fields and errors",
     "/openapi.json": "the same for programs",

@@ -349,6 +349,16 @@ class RequestPipeline:
                 parsed = await asyncio.to_thread(parse, body)
             yield parsed
 
+    async def beside_the_loop(self, client: str, size: int, work: Callable[[], T]) -> T:
+        """Returns the result of the work; long work runs in a thread, and clients take turns.
+
+        size: in characters or tokens
+        """
+        if size <= _SHORT_CALL:
+            return work()
+        async with self.long_texts.turn(client):
+            return await asyncio.to_thread(work)
+
     async def open(
         self,
         request: Request,

@@ -42,7 +42,10 @@ class AbortBody(Body):
 
 
 def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None:
-    """Adds /pause_generation (/pause), /continue_generation (/resume), /abort_request and /flush_cache."""
+    """Adds /pause_generation (/pause), /continue_generation (/resume), /abort_request and /flush_cache
+
+    (/reset_prefix_cache, as vLLM calls it).
+    """
 
     @app.post("/pause_generation", tags=[ADMIN])
     @app.post("/pause", tags=[ADMIN])
@@ -72,6 +75,7 @@ def add_generation_control(app: FastAPI, bridge: Bridge, bodies: Bodies) -> None
 
     @app.get("/flush_cache", tags=[ADMIN])
     @app.post("/flush_cache", tags=[ADMIN])
+    @app.post("/reset_prefix_cache", tags=[ADMIN])
     async def flush_cache() -> Response:
         """Empties the prefix cache of every rank that takes part; 400 while requests are open, as in SGLang."""
         answers = await bridge.flush_cache()

@@ -184,7 +184,7 @@ class CompletionAnswers:
         self._given = given
         self._options = given.options
         self._tokenizer = tokenizer
-        self._text_of = texts_of(tokenizer)
+        self._text_of = texts_of(None if given.options.tokens_as_ids else tokenizer)
         self._head = Head.of(given.options, model)
         num_choices = len(call.requests)
         self._cursors = [Cursor() for _ in range(num_choices)]

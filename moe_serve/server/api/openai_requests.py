@@ -29,7 +29,7 @@ from moe_serve.server.api.params import (
     openai_constraint,
     sampling_params,
 )
-from moe_serve.server.api.tool_fields import EXAMPLE_CHOICE, ReasoningUse, ToolUse, tool_use
+from moe_serve.server.api.tool_fields import EXAMPLE_CHOICE, ReasoningUse, ToolUse, allowed, tool_use
 from moe_serve.server.edge.body import (
     Body,
     Count,
@@ -54,18 +54,6 @@ _Length = Annotated[Count, Meta(description="without it: 16, or in a chat all th
 
 class OnlyText(Only):
     values = (["text"],)
-
-
-class OnlyDefaultTier(Only):
-    values = ("auto", "default")
-
-
-class OnlyMedium(Only):
-    values = ("medium",)
-
-
-class OnlyInMemory(Only):
-    values = ("in_memory", "in-memory")
 
 
 class OnlyNoCall(Only):
@@ -100,6 +88,7 @@ class OpenAiCall(SamplingFields):
     stream: bool | None = None
     stream_options: OpenAiStreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     rid: Name | None = None
     request_id: Name | None = None
     cache_salt: Name | None = None
@@ -112,6 +101,13 @@ class OpenAiCall(SamplingFields):
     metadata: Noted = None
     safety_identifier: Noted = None
     prompt_cache_key: Noted = None
+    prompt_cache_retention: Noted = None
+    service_tier: Noted = None
+    verbosity: Noted = None
+    prediction: Noted = None
+    client_metadata: Noted = None
+    store: Annotated[Any, Meta(description="changes no answer: nothing is stored")] = None
+    guided_decoding_backend: Noted = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | None = None
     guided_regex: Text | None = None
@@ -119,13 +115,9 @@ class OpenAiCall(SamplingFields):
     guided_grammar: Text | None = None
     guided_whitespace_pattern: Annotated[str, Meta(min_length=1)] | None = None
     # Known in OpenAI's API, and not supported.
-    service_tier: OnlyDefaultTier | None = None
     modalities: OnlyText | None = None
     audio: None = None
-    prediction: None = None
     web_search_options: None = None
-    verbosity: OnlyMedium | None = None
-    prompt_cache_retention: OnlyInMemory | None = None
     # In vLLM's.
     use_beam_search: OnlyFalse | None = None
     length_penalty: OnlyOne | None = None
@@ -134,8 +126,8 @@ class OpenAiCall(SamplingFields):
     logits_processors: None = None
     mm_processor_kwargs: None = None
     media_io_kwargs: None = None
-    guided_decoding_backend: None = None
-    return_tokens_as_token_ids: OnlyFalse | None = None
+    thinking_token_budget: None = None
+    repetition_detection: None = None
     kv_transfer_params: FromPrefillServer = None
     vllm_xargs: OnlyEmpty | None = None
     # In SGLang's.
@@ -172,7 +164,6 @@ class CompletionBody(OpenAiCall, kw_only=True):
     echo: bool | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
-    store: OnlyFalse | None = None
     suffix: OnlyEmpty | None = None
     prompt_embeds: None = None
 
@@ -220,7 +211,6 @@ class ChatBody(ChatFields, kw_only=True):
         ]
         | None
     ) = None
-    store: OnlyFalse | None = None
     prompt_logprobs: None = None
     echo: OnlyFalse | None = None
     functions: OnlyEmpty | None = None
@@ -233,6 +223,7 @@ class CallOptions:
 
     model:         the client's name for it; None = whichever is served
     include_usage: a stream ends with token counts;  continuous_usage: every event has them
+    tokens_as_ids: log probabilities name each token by its id, as "token_id:5"
     rid:           id of the request, chosen by the client or here
     """
 
@@ -242,6 +233,7 @@ class CallOptions:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    tokens_as_ids: bool
     rid: str
     salt: str
     priority: int
@@ -294,6 +286,7 @@ def call_options(given: CompletionBody | ChatBody, default_tokens: int, prefix: 
         include_usage=bool(stream.include_usage),
         continuous_usage=bool(stream.include_usage and stream.continuous_usage_stats),
         return_token_ids=bool(given.return_token_ids),
+        tokens_as_ids=bool(given.return_tokens_as_token_ids),
         rid=given.rid or given.request_id or f"{prefix}{uuid.uuid4().hex}",
         salt=salt_of(given.cache_salt, given.extra_key),
         priority=given.priority or 0,
@@ -357,7 +350,9 @@ def check_chat(given: ChatBody, id_prefix: str) -> ChatRequest:
     """Returns the checked request of a body. id_prefix: of ids that the server draws"""
     prompt = chat_prompt(given)
     options = call_options(given, REST_OF_CONTEXT, id_prefix)
-    tools = tool_use(prompt.tools, given.tool_choice, given.parallel_tool_calls)
+    usable, choice = allowed(prompt.tools, given.tool_choice)
+    prompt = replace(prompt, tools=usable)
+    tools = tool_use(usable, choice, given.parallel_tool_calls)
     reasoning = ReasoningUse(
         separate=given.separate_reasoning is not False,
         included=given.include_reasoning is not False,

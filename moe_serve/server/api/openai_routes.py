@@ -1,9 +1,8 @@
-"""OpenAI's routes and those of the tokenizer: from a request to its answer.
+"""OpenAI's routes, Anthropic's, and those of the tokenizer: from a request to its answer.
 
 They differ from `/generate` only in the form of bodies and answers.
 """
 
-import asyncio
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.api.anthropic import MessagesAnswers, in_own_words, parse_count, parse_messages
 from moe_serve.server.api.generate import Call, CallResponse, RequestPipeline, texts_of
 from moe_serve.server.api.openai_answers import ChatAnswers, CompletionAnswers
 from moe_serve.server.api.openai_requests import (
@@ -28,7 +28,7 @@ from moe_serve.server.api.openai_requests import (
 from moe_serve.server.api.params import OPENAI_NAMES, ParamNames, TakenParams
 from moe_serve.server.api.parsed_output import OutputParser, OutputParsers
 from moe_serve.server.api.responses import ResponseAnswers, ResponseRequest, parse_response
-from moe_serve.server.edge.errors import UnknownModelError, json_bytes
+from moe_serve.server.edge.errors import UnknownModelError, json_bytes, json_response
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.prompts import NO_TOKENIZER, GenerateRequest
 from moe_serve.server.workers.chat_template import ChatTemplates
@@ -54,6 +54,7 @@ def most_chars(bridge: Bridge, tokenizer: Tokenizer | None) -> int:
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 RESPONSE_NAMES = ParamNames({**OPENAI_NAMES.other, "max_new_tokens": ("max_output_tokens",)})
 CHAT_NAMES = ParamNames({**OPENAI_NAMES.other, "logprobs": ("top_logprobs",)})
 
@@ -109,7 +110,8 @@ def add_openai(
 
         words = partial(_in_openai_words, prompt="messages", names=CHAT_NAMES)
         given, call = await pipeline.open(request, parse_chat, partial(call_of_chat, request), words)
-        answers = ChatAnswers(given, call, name, texts_of(pipeline.tokenizer), parser_of(given, call))
+        text_of = texts_of(None if given.options.tokens_as_ids else pipeline.tokenizer)
+        answers = ChatAnswers(given, call, name, text_of, parser_of(given, call))
         return CallResponse(call, bridge, answers, given.options.stream)
 
     @app.post(RESPONSES)
@@ -123,6 +125,29 @@ def add_openai(
         given, call = await pipeline.open(request, parse_response, call_of, words)
         answers = ResponseAnswers(given, name, parser_of(given.chat, call)())
         return CallResponse(call, bridge, answers, given.chat.options.stream)
+
+    @app.post(MESSAGES)
+    async def messages(request: Request) -> Response:
+        """Anthropic's messages: as a chat, with blocks in and out, JSON or a stream."""
+
+        def words(error: RequestError) -> RequestError:
+            return in_own_words(_in_openai_words(error, "messages", CHAT_NAMES))
+
+        given, call = await pipeline.open(request, parse_messages, partial(call_of_chat, request), words)
+        return CallResponse(call, bridge, MessagesAnswers(given, name, parser_of(given, call)()), given.options.stream)
+
+    @app.post(f"{MESSAGES}/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        """The number of tokens in the prompt that /v1/messages would make of the same body."""
+        client = str(request.state.client)
+        async with pipeline.read(request, parse_count) as given:
+            check_model(given.options.model, name)
+        text = await templates.render(given.prompt, most_chars(bridge, pipeline.tokenizer), client)
+        tokenizer = need_tokenizer(pipeline.tokenizer)
+        ids = await pipeline.beside_the_loop(
+            client, len(text), lambda: tokenizer.encode(text, given.prompt.add_special_tokens)
+        )
+        return json_response({"input_tokens": len(ids)})
 
 
 def _with_defaults(call: GenerateRequest, taken: TakenParams, defaults: Mapping[str, Any]) -> GenerateRequest:
@@ -143,11 +168,14 @@ def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENA
     return names.translated(shorter)
 
 
-_SHORT = 4096  # characters, or tokens; longer work runs in a thread, so that other clients are served meanwhile
-
-
 def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplates, name: str) -> None:
     """Adds the routes. name: of the model that is served"""
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """vLLM's facts about the tokenizer: its special tokens, and the chat template."""
+        need_tokenizer(pipeline.tokenizer)
+        return json_response(templates.tokenizer_info())
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -155,7 +183,7 @@ def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplat
         client = str(request.state.client)
         async with pipeline.read(request, parse_tokenize) as given:
             check_model(given.model, name)
-        tokenizer = _need(pipeline.tokenizer)
+        tokenizer = need_tokenizer(pipeline.tokenizer)
         text = await _text_of(given, pipeline, templates, client)
         max_model_len = pipeline.bridge.limits.max_model_len
 
@@ -165,7 +193,7 @@ def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplat
             answer = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
             return json_bytes(answer)
 
-        return _json(await beside_the_loop(client, len(text), work))
+        return _json(await pipeline.beside_the_loop(client, len(text), work))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -173,7 +201,7 @@ def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplat
         client = str(request.state.client)
         async with pipeline.read(request, parse_detokenize) as given:
             check_model(given.model, name)
-        tokenizer, size = _need(pipeline.tokenizer), pipeline.bridge.limits.vocab_size
+        tokenizer, size = need_tokenizer(pipeline.tokenizer), pipeline.bridge.limits.vocab_size
         ids = given.tokens
 
         def work() -> bytes:
@@ -182,14 +210,7 @@ def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplat
                 raise RequestError(f"tokens holds {wrong}, outside the vocabulary; expected 0 to {size - 1}", "tokens")
             return json_bytes({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
 
-        return _json(await beside_the_loop(client, len(ids), work))
-
-    async def beside_the_loop(client: str, size: int, work: Callable[[], bytes]) -> bytes:
-        """Returns the result of the work; long work runs in a thread, and clients take turns."""
-        if size <= _SHORT:
-            return work()
-        async with pipeline.long_texts.turn(client):
-            return await asyncio.to_thread(work)
+        return _json(await pipeline.beside_the_loop(client, len(ids), work))
 
 
 async def _text_of(given: TokenizeRequest, pipeline: RequestPipeline, templates: ChatTemplates, client: str) -> str:
@@ -204,7 +225,7 @@ async def _text_of(given: TokenizeRequest, pipeline: RequestPipeline, templates:
     return text
 
 
-def _need(tokenizer: Tokenizer | None) -> Tokenizer:
+def need_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise RequestError(f"this needs a tokenizer, but {NO_TOKENIZER}")
     return tokenizer

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from moe_serve.server.api.anthropic import CountTokensBody, MessagesBody
 from moe_serve.server.api.generation_control import AbortBody, PauseBody
 from moe_serve.server.api.native import GenerateBody
 from moe_serve.server.api.openai_requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -19,8 +20,9 @@ Schema = dict[str, Any]
 
 _ERROR: Schema = {
     "type": "object",
-    "required": ["error"],
+    "required": ["type", "error"],
     "properties": {
+        "type": {"const": "error"},
         "error": {
             "type": "object",
             "required": ["message", "type", "code", "param", "retryable"],
@@ -31,7 +33,7 @@ _ERROR: Schema = {
                 "param": {"type": ["string", "null"], "description": "the field to change"},
                 "retryable": {"type": "boolean"},
             },
-        }
+        },
     },
 }
 _ERRORS = {
@@ -51,15 +53,18 @@ BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponseBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/pause_generation": PauseBody,
     "/pause": PauseBody,
     "/abort_request": AbortBody,
 }
-_STREAMS = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses")
-_NAMES_MODEL = (*_STREAMS[1:], "/tokenize", "/detokenize")
-_TEXT = ("/metrics", "_expert_distribution_record", "/flush_cache")  # routes whose answer is plain text
+_STREAMS = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_NAMES_MODEL = (*_STREAMS[1:], "/v1/messages/count_tokens", "/tokenize", "/detokenize")
+# Ends of routes whose answer is plain text.
+_TEXT = ("/metrics", "_expert_distribution_record", "/flush_cache", "/reset_prefix_cache")
 
 
 _NAMES = {"SglangParams": "SamplingParams", "PlacementBody": "Placement"}  # which clients generated from it know

@@ -34,7 +34,7 @@ from moe_serve.attention_dp.sampling_params import (
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import ModelError, RequestError
 from moe_serve.models.model_files import read_json
-from moe_serve.server.edge.body import Body, Count, OnlyFalse, OnlyOne, TokenId, read_values, show
+from moe_serve.server.edge.body import Body, Count, OnlyEmpty, OnlyFalse, OnlyOne, OnlyZero, TokenId, read_values, show
 from moe_serve.structured.json_schema import names_white_space, with_options
 
 MAX_CHOICES = 10_000
@@ -129,7 +129,8 @@ def _sglang_forms(given: SglangForm, prefix: str) -> dict[str, Constraint | None
 
 def _the_only(found: Mapping[str, Constraint | None], prefix: str) -> Constraint | None:
     given = {name: value for name, value in found.items() if value is not None}
-    if len(given) > 1:
+    # Clients of vLLM send a form under its new name and its old one.
+    if len({(each.kind, each.text) for each in given.values()}) > 1:
         first, second = list(given)[:2]
         raise RequestError(
             f"{prefix}{first} and {prefix}{second} are both given, but an output matches one of them; send one",
@@ -254,16 +255,20 @@ Seed = Annotated[int, Meta(ge=0, le=MAX_SEED)]
 Samples = Annotated[int, Meta(ge=1, le=MAX_SAMPLES, extra_json_schema={"default": 1})]
 
 
+Temperature = Annotated[float, Meta(ge=0, extra={"expected": "a number, 0 (greedy) or more"}), _shown("temperature")]
+TopP = Annotated[float, Meta(gt=0, le=1), _shown("top_p")]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_SEED, description="-1 or 0: all"), _shown("top_k")]
+Stops = Annotated[list[_Stop], Meta(max_length=MAX_STOPS)]
+
+
 class SamplingFields(SglangForm):
     """Sampling parameters that have one name in all APIs."""
 
-    temperature: (
-        Annotated[float, Meta(ge=0, extra={"expected": "a number, 0 (greedy) or more"}), _shown("temperature")] | None
-    ) = None
-    top_p: Annotated[float, Meta(gt=0, le=1), _shown("top_p")] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     min_p: Annotated[float, Meta(ge=0, le=1), _shown("min_p")] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_SEED, description="-1 or 0: all"), _shown("top_k")] | None = None
-    stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
+    top_k: TopK | None = None
+    stop: _Stop | Stops | None = None
     stop_regex: (
         Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
         | Annotated[list[_Stop], Meta(max_length=MAX_STOP_REGEXES)]
@@ -295,8 +300,10 @@ class SamplingFields(SglangForm):
     best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     # Known in SGLang, and not supported.
     spaces_between_special_tokens: bool | None = None  # of tokenizers in Python; those of Rust have no such spaces
-    custom_params: None = None
+    custom_params: OnlyEmpty | None = None
     stream_interval: OnlyOne | None = None
+    typical_p: OnlyOne | None = None  # and of llama.cpp's server
+    mirostat: OnlyZero | None = None
 
 
 OTHER_SGLANG_WORDS: Mapping[str, str] = {  # names of the same fields in other APIs

@@ -21,7 +21,7 @@ from moe_serve.server.api.openai_requests import ChatBody, ChatFields, ChatReque
 from moe_serve.server.api.params import ResponseFormat
 from moe_serve.server.api.parsed_output import Delta, NewOutput, OutputParser
 from moe_serve.server.api.tool_fields import EXAMPLE, EXAMPLE_CHOICE
-from moe_serve.server.edge.body import Count, Name, Only, OnlyFalse, read_body
+from moe_serve.server.edge.body import Count, Name, OnlyFalse, OnlyZero, read_body
 from moe_serve.server.edge.errors import error_of, json_bytes
 from moe_serve.server.requests.open_request import OpenRequest
 
@@ -35,14 +35,6 @@ _IN_OWN_WORDS = (  # what errors call the fields of a chat, and what these are h
     ("max_completion_tokens", "max_output_tokens"),
     ("reasoning_effort", "reasoning.effort"),
 )
-
-
-class OnlyDisabled(Only):
-    values = ("disabled",)
-
-
-class OnlyZero(Only):
-    values = (0,)
 
 
 class InputItem(msgspec.Struct):
@@ -98,9 +90,8 @@ class ResponseBody(ChatFields, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[Any, Meta(description="asks for items that do not come here")] = None
-    store: Annotated[Any, Meta(description="changes no answer: nothing is stored")] = None
+    truncation: Annotated[Any, Meta(description="what does not fit is refused, not cut")] = None
     # Known in OpenAI's API, and not supported.
-    truncation: OnlyDisabled | None = None
     background: OnlyFalse | None = None
     max_tool_calls: None = None
     previous_response_id: None = None

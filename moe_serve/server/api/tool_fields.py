@@ -89,6 +89,35 @@ class ReasoningUse:
     streamed: bool = True
 
 
+def allowed(tools: list[dict[str, Any]] | None, choice: Any) -> tuple[list[dict[str, Any]] | None, Any]:
+    """Returns the tools that OpenAI's tool_choice {"type": "allowed_tools"} allows, and its mode; others as they are.
+
+    Raises RequestError where it is none, or names no tool of the call.
+    """
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return tools, choice
+    given = choice.get("allowed_tools", choice)  # chats have an object inside, responses do not
+    mode, chosen = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(chosen, list):
+        raise RequestError(
+            'tool_choice.allowed_tools is not as expected; send {"mode": "auto" or "required", "tools": [{"type": '
+            '"function", "function": {"name": "f"}}]}',
+            field="tool_choice",
+        )
+    by_name = {_name_of(tool): tool for tool in tools or ()}
+    names = [_name_of(tool) for tool in chosen]
+    unknown = next((name for name in names if name is None or name not in by_name), None) if names else "no tool"
+    if unknown is not None or not names:
+        raise RequestError(f"tool_choice allows {show(unknown)}, which is none of the tools", field="tool_choice")
+    return [by_name[name] for name in dict.fromkeys(names)], mode
+
+
+def _name_of(tool: Any) -> Any:
+    """Returns the name of a function in the form of chats, or of responses."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
 def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
     """Returns the meaning of tools, tool_choice and parallel_tool_calls. Raises RequestError."""
     schemas = _schemas(tools or [])

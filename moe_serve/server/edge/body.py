@@ -163,6 +163,10 @@ class OnlyOne(Only):
     values = (1,)
 
 
+class OnlyZero(Only):
+    values = (0,)
+
+
 class OnlyEmpty(Only):
     values = ([], {}, "")
 

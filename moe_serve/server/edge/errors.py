@@ -39,12 +39,14 @@ def status_of(error: Exception) -> int:
 
 
 def error_body(message: str, status: int, field: str | None = None) -> dict[str, Any]:
-    """Returns the JSON of an error. field: the one to change; None: no single one"""
+    """Returns the JSON of an error, as OpenAI's and Anthropic's clients read it.
+
+    field: the one to change; None: no single one
+    """
     kind = {429: "rate_limit_error", 503: "unavailable_error"}.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "internal_error")
-    return {
-        "error": {"message": message, "type": kind, "code": status, "param": field, "retryable": status in (429, 503)}
-    }
+    about = {"message": message, "type": kind, "code": status, "param": field, "retryable": status in (429, 503)}
+    return {"type": "error", "error": about}
 
 
 def error_of(error: MoeServeError) -> dict[str, Any]:

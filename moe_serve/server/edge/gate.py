@@ -70,9 +70,9 @@ class RequestIds:
 
 
 # Paths of routes that generate.
-GENERATING = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"})
+GENERATING = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 # Paths that also count as requests of a client: they need no rank, but a core.
-_TOKENIZING = frozenset({"/tokenize", "/detokenize"})
+_TOKENIZING = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
 
 
 @dataclass

@@ -87,7 +87,8 @@ class Access:
         return None
 
     def _check_key(self, scope: Scope, headers: dict[str, str], is_admin: bool) -> Response | None:
-        key = self._keys.identify(_secret(headers.get("authorization", "")))
+        # The second is how Anthropic's clients send it.
+        key = self._keys.identify(_secret(headers.get("authorization", "")) or headers.get("x-api-key"))
         client = key.client if key is not None else Client.at((scope.get("client") or ("unknown",))[0], self._limits)
         scope.setdefault("state", {})["client"] = client
         if self._has_tag(scope, OPEN):

@@ -77,6 +77,10 @@ class ChatTemplates:
         tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token(settings.get(name))) is not None}
         return cls(templates, tokens, config.server.trust_request_chat_template)
 
+    def tokenizer_info(self) -> dict[str, str | None]:
+        """Returns the special tokens by name, and the chat template, None without one."""
+        return {**self._special_tokens, "chat_template": self._templates.get("default")}
+
     async def start(self) -> None:
         """Starts the processes if the model has a template, so that the first chat need not wait for them."""
         if self._templates:

@@ -10,9 +10,10 @@ import typer
 from rich.text import Text
 from typer.testing import CliRunner
 
+from moe_serve import __version__
 from moe_serve.config import load_config
 from moe_serve.errors import ConfigError
-from moe_serve.launcher import system
+from moe_serve.launcher import preflight, system
 from moe_serve.launcher.cli import app as cli
 from moe_serve.launcher.cli.app import add_balancer_commands
 from moe_serve.launcher.cli.options import DEMO_SETTINGS, ModelOptions, ServeOptions
@@ -269,3 +270,19 @@ def test_secrets_are_looked_at_before_anything_starts(served, tmp_path):
     with pytest.raises(ConfigError, match=r"server\.ssl_certfile"):
         serve("--ssl-certfile", str(tmp_path / "none.pem"))
     assert served == []
+
+
+def test_a_gpu_is_asked_for_only_where_there_is_one(served, monkeypatch):
+    monkeypatch.setattr(preflight, "_GPU_DEVICES", ("/none",))
+    with pytest.raises(ConfigError, match="no GPU"):
+        serve("--device", "cuda")
+    assert served == []
+
+
+def test_the_model_may_be_the_one_argument_and_the_version_is_printed(served):
+    serve("demo")
+    (config,) = served
+    assert config.model.path == "demo"
+    with pytest.raises(ConfigError, match="given as other and demo: give it once"):
+        serve("demo", "--model", "other")
+    assert CliRunner().invoke(cli.app, ["--version"]).stdout == f"moe-serve {__version__}\n"

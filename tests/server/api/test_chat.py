@@ -9,7 +9,7 @@ from moe_serve.server.api.generate import Call
 from moe_serve.server.api.openai_answers import ChatAnswers
 from moe_serve.server.api.openai_requests import parse_chat
 from tests.conftest import _descendants
-from tests.server.api.calls import CHAT, HI, TEXT, post, says, stream, with_template
+from tests.server.api.calls import CHAT, HI, TEXT, answer, post, says, stream, with_template
 from tests.server.served import in_event_loop, serving
 
 PROMPT = "<user>hi\n<assistant>"
@@ -184,3 +184,42 @@ async def test_a_long_answer_is_read_by_parsers_beside_the_event_loop(tmp_path: 
     assert threads[0] is threading.main_thread()
     assert threads[1] is not threading.main_thread()
     assert [choice["message"] for choice in long["choices"]] == [short["choices"][0]["message"]] * 120
+
+
+ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "second"}}]}
+
+
+@in_event_loop
+async def test_of_the_tools_only_those_that_a_call_allows_are_shown_and_called(tmp_path: Path):
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("first", "second")]
+    template = "{% for tool in tools %}{{ tool.function.name }};{% endfor %}"
+    fields = {"messages": HI, "tools": tools, "max_tokens": 60}
+    reply = says('[{"name": "second", "parameters": {}}]')
+    async with serving(1, with_template(tmp_path, template), reply=reply) as served:
+        of_chat = {"type": "allowed_tools", "allowed_tools": ALLOWED}
+        message = (await answer(served, CHAT, tool_choice=of_chat, **fields))["choices"][0]["message"]
+        flat = [{"type": "function", "name": name, "parameters": {}} for name in ("first", "second")]
+        of_responses = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "first"}]}
+        await answer(served, "/v1/responses", input="hi", tools=flat, tool_choice=of_responses, max_output_tokens=60)
+        prompts = [TEXT.decode(submit.prompt_ids) for submit in served.workers[0].submitted]
+        for wrong in ({"mode": "none"}, {"tools": []}, {"tools": [{"name": "x"}]}):
+            choice = {"type": "allowed_tools", "allowed_tools": {**ALLOWED, **wrong}}
+            response = await post(served, CHAT, tool_choice=choice, **fields)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice"), response.text
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["second"]
+    assert prompts == ["second;", "first;"]
+
+
+@in_event_loop
+async def test_hints_are_taken_and_log_probabilities_may_name_tokens_by_id(tmp_path: Path):
+    hints = {
+        "verbosity": "low", "service_tier": "flex", "prompt_cache_retention": "24h", "store": True,
+        "prediction": {"type": "content", "content": "x"}, "client_metadata": {"a": "b"}, "typical_p": 1.0,
+        "guided_decoding_backend": "xgrammar", "repetition_detection": None, "custom_params": {},
+        "structured_outputs": {"regex": "[a-z ]+"}, "guided_regex": "[a-z ]+",
+    }  # fmt: skip
+    async with serving(1, with_template(tmp_path), reply=says("one two")) as served:
+        fields = {"messages": HI, "logprobs": True, "return_tokens_as_token_ids": True, **hints}
+        choice = (await answer(served, CHAT, **fields))["choices"][0]
+    ids = [*TEXT.encode("one two"), 1]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{each}" for each in ids]

@@ -1,6 +1,7 @@
 """`/tokenize` and `/detokenize` answer as vLLM's do."""
 
-from tests.server.api.calls import HI, TEXT, post, with_template
+import moe_serve
+from tests.server.api.calls import HI, TEMPLATE, TEXT, post, with_template
 from tests.server.served import in_event_loop, serving
 
 
@@ -65,3 +66,15 @@ async def test_texts_to_tokenize_count_as_requests_of_their_client_and_long_ones
     assert answers[0].json()["tokens"] == ids
     assert answers[1].json()["prompt"].endswith("word " * 1000)
     assert "server.rpm_limit" in answers[4].json()["error"]["message"]
+
+
+@in_event_loop
+async def test_facts_about_tokenizer_version_and_load_are_there(tmp_path):
+    async with serving(1, with_template(tmp_path)) as served:
+        info = (await served.client.get("/tokenizer_info")).json()
+        version = (await served.client.get("/version")).json()["version"]
+        load = (await served.client.get("/load")).json()
+    assert (info["bos_token"], info["eos_token"]) == ("<|bos|>", "<|eos|>")
+    assert info["chat_template"] == TEMPLATE
+    assert version == moe_serve.__version__
+    assert load == {"server_load": 0}

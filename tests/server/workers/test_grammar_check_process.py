@@ -139,6 +139,12 @@ def test_outputs_are_drawn_until_the_time_for_them_has_passed(monkeypatch: pytes
 # Constraints are tried in a fork that may end as it likes: the next one is tried all the same.
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests may hold all cores for longer than a client would wait."""
+    monkeypatch.setattr(grammar_check_process, "_PATIENCE_S", 100.0)
+
+
 @contextmanager
 def trials_of(check: Check) -> Iterator[Trials]:
     trials = Trials(check)
