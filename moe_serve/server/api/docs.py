@@ -1,4 +1,4 @@
-"""The pages of the API's documentation, made from the OpenAPI document, without scripts.
+"""The pages of the API's documentation, made from the OpenAPI document, without scripts; and the chat beside them.
 
 Swagger UI would load megabytes of scripts from other servers.
 """
@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from moe_serve.server.api.openapi import Schema
 from moe_serve.server.edge.errors import json_response
 from moe_serve.server.edge.guard import OPEN
+from moe_serve.server.edge.pages import add_pages
 
 _METHODS = ("get", "post", "put")
 _LONGEST_VALUES = 120
@@ -59,7 +60,7 @@ def _head(title: str, style: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<title>{_text(title)}</title><link rel="icon" href="data:,"><link rel="stylesheet" href="{style}"></head>'
         f"<body><h1>{_text(title)}</h1>"
-        '<p><a href="openapi.json">openapi.json</a> · <a href="dashboard">dashboard</a> · '
+        '<p><a href="chat">chat</a> · <a href="openapi.json">openapi.json</a> · <a href="dashboard">dashboard</a> · '
         '<a href="metrics">metrics</a></p>'
     )
 
@@ -135,6 +136,7 @@ def _text(value: object) -> str:
 
 
 LINKS = {
+    "/chat": "talk with the model",
     "/v1/models": "the model, as OpenAI's API lists it; its base URL ends with /v1",
     "/v1/chat/completions": "chats, OpenAI's API",
     "/v1/completions": "completions, OpenAI's API",
@@ -161,7 +163,7 @@ _HEADERS = {
 
 
 def add_docs(app: FastAPI, document: dict[str, Any]) -> None:
-    """Adds / and /docs. document: the OpenAPI document; where API keys exist, /docs needs one"""
+    """Adds /, /chat and /docs. document: the OpenAPI document; where API keys exist, /docs needs one"""
     docs = docs_page(document).encode()
     listed = document["paths"]  # all others are pages
     methods = {path: "POST" if path in listed and "get" not in listed[path] else "GET" for path in LINKS}
@@ -175,6 +177,8 @@ def add_docs(app: FastAPI, document: dict[str, Any]) -> None:
         if "text/html" in request.headers.get("accept", ""):
             return Response(front, media_type="text/html", headers=_HEADERS)
         return json_response({"server": "moe_serve", "paths": paths}, headers=_HEADERS)
+
+    add_pages(app, {"/chat": "chat.html", "/chat/chat.css": "chat.css", "/chat/chat.js": "chat.js"})
 
     @app.get("/docs", include_in_schema=False)
     async def page() -> Response:

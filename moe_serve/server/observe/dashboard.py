@@ -8,7 +8,6 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Self, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -16,43 +15,24 @@ from fastapi import FastAPI, Request, Response
 from moe_serve.config import ServeConfig, served_name
 from moe_serve.errors import RequestError
 from moe_serve.server.edge.errors import json_response
-from moe_serve.server.edge.guard import OPEN
+from moe_serve.server.edge.pages import PAGE_HEADERS, add_pages
 from moe_serve.server.observe.eplb import event_json, move_json, status_json
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.ranks.rank_table import RankTable, RankView
 
 _FILES = {
-    "": ("page.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/charts.js": ("charts.js", "text/javascript"),
-    "/page.js": ("page.js", "text/javascript"),
-}
-_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
+    "/dashboard": "page.html",
+    "/dashboard/page.css": "page.css",
+    "/dashboard/charts.js": "charts.js",
+    "/dashboard/page.js": "page.js",
 }
 
 
 def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
     """Adds /dashboard and what it loads."""
     start = uuid.uuid4().hex
-    folder = resources.files("moe_serve.server") / "pages"
-
-    def add_file(path: str, name: str, media_type: str) -> None:
-        content = (folder / name).read_bytes()
-
-        @app.get(f"/dashboard{path}", include_in_schema=False, tags=[OPEN])
-        async def file() -> Response:
-            return Response(content, media_type=media_type, headers=_HEADERS)
-
-    for path, (name, media_type) in _FILES.items():
-        add_file(path, name, media_type)
+    add_pages(app, _FILES)
 
     @app.get("/dashboard/data", include_in_schema=False)
     async def data(request: Request) -> Response:
@@ -65,7 +45,7 @@ def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
         }
         prefill = None if bridge.prefill is None else bridge.prefill.workers
         answer = page_data(bridge.workers, bridge.balance, system, start, seen, time.time(), prefill)
-        return json_response(answer, headers=_HEADERS)
+        return json_response(answer, headers=PAGE_HEADERS)
 
 
 _Item = TypeVar("_Item")

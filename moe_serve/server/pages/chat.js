@@ -1,0 +1,188 @@
+// The chat at /chat: one conversation, kept in this page alone, over OpenAI's routes of the same server.
+"use strict";
+
+const at = (id) => document.getElementById(id);
+let messages = []; // of the conversation, as /v1/chat/completions takes them
+let running = null; // the AbortController of the answer that comes
+
+function headers() {
+  const key = at("key").value;
+  return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
+}
+
+function showProblem(text) {
+  at("problem").textContent = text;
+  at("problem").hidden = !text;
+}
+
+// Returns the error that an answer holds, and asks for a key where one is missing.
+async function problemOf(response) {
+  if (response.status === 401) {
+    at("key-row").hidden = false;
+    at("key").focus();
+  }
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the server answered with status ${response.status}`;
+  }
+}
+
+function newMessage(role) {
+  const box = document.createElement("article");
+  box.className = `message ${role}`;
+  const text = document.createElement("div");
+  text.className = "text";
+  box.append(text);
+  at("talk").append(box);
+  return { box, text };
+}
+
+function showReasoning(shown, more) {
+  if (!shown.reasoning) {
+    const details = document.createElement("details");
+    details.innerHTML = "<summary>reasoning</summary>";
+    shown.reasoning = document.createElement("div");
+    shown.reasoning.className = "text";
+    details.append(shown.reasoning);
+    shown.box.prepend(details);
+  }
+  shown.reasoning.append(more);
+}
+
+// Yields the JSON of each server-sent event.
+async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+    }
+  }
+}
+
+function bodyOf(text) {
+  const fields = { stream: true, stream_options: { include_usage: true }, max_tokens: Number(at("length").value) || 256 };
+  if (at("temperature").value !== "") fields.temperature = Number(at("temperature").value);
+  if (at("kind").value === "continue") return ["v1/completions", { ...fields, prompt: text }];
+  const system = at("system").value.trim();
+  const all = [...(system ? [{ role: "system", content: system }] : []), ...messages, { role: "user", content: text }];
+  return ["v1/chat/completions", { ...fields, messages: all }];
+}
+
+function setRunning(controller) {
+  running = controller;
+  at("send").hidden = Boolean(controller);
+  at("stop").hidden = !controller;
+}
+
+async function ask(text) {
+  const isChat = at("kind").value === "chat";
+  const [route, body] = bodyOf(text);
+  showProblem("");
+  setRunning(new AbortController());
+  const beganMs = performance.now();
+  let asked = null, shown = null, answer = "", firstMs = 0, reason = "", usage = null;
+  try {
+    const response = await fetch(route, {
+      method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal,
+    });
+    if (!response.ok) throw new Error(await problemOf(response));
+    at("text").value = "";
+    if (isChat) {
+      asked = newMessage("user");
+      asked.text.textContent = text;
+    }
+    shown = newMessage("assistant");
+    if (!isChat) {
+      const prompt = document.createElement("span");
+      prompt.className = "prompt";
+      prompt.textContent = text;
+      shown.text.append(prompt);
+    }
+    for await (const event of eventsOf(response)) {
+      if (event.error) throw new Error(event.error.message);
+      usage = event.usage ?? usage;
+      const choice = event.choices?.[0];
+      if (!choice) continue;
+      reason = choice.finish_reason ?? reason;
+      const more = choice.delta?.content ?? choice.text ?? "";
+      const thought = choice.delta?.reasoning_content ?? "";
+      if (more || thought) firstMs ||= performance.now();
+      if (thought) showReasoning(shown, thought);
+      if (more) {
+        answer += more;
+        shown.text.append(more);
+      }
+      at("talk").parentElement.scrollTo({ top: 1e9 });
+    }
+  } catch (error) {
+    if (error.name === "AbortError") reason = "stopped";
+    else showProblem(error.message);
+  } finally {
+    setRunning(null);
+    if (shown) describe(shown.box, usage, reason, beganMs, firstMs);
+    if (isChat && shown) messages.push({ role: "user", content: text }, { role: "assistant", content: answer });
+    at("text").focus();
+  }
+}
+
+// Writes below an answer how long it took, and why it ended.
+function describe(box, usage, reason, beganMs, firstMs) {
+  const line = document.createElement("p");
+  line.className = "more";
+  const parts = [];
+  if (firstMs) parts.push(`first token after ${Math.round(firstMs - beganMs)} ms`);
+  if (usage) {
+    const seconds = (performance.now() - firstMs) / 1000;
+    parts.push(`${usage.completion_tokens} tokens`);
+    if (usage.completion_tokens > 1 && firstMs) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(0)} tokens/s`);
+    const cached = usage.prompt_tokens_details?.cached_tokens;
+    parts.push(`${usage.prompt_tokens} in the prompt${cached ? `, ${cached} of them cached` : ""}`);
+  }
+  if (reason === "length") parts.push("ended at the most tokens that the settings allow");
+  if (reason === "stopped") parts.push("stopped");
+  line.textContent = parts.join(" · ");
+  box.append(line);
+}
+
+async function showModel() {
+  try {
+    const response = await fetch("v1/models", { headers: headers() });
+    if (!response.ok) throw new Error(await problemOf(response));
+    at("model").textContent = (await response.json()).data[0].id;
+    at("key-row").hidden = true;
+    showProblem("");
+  } catch (error) {
+    showProblem(error.message);
+  }
+}
+
+at("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = at("text").value;
+  if (text.trim() && !running) ask(text);
+});
+at("text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    at("ask").requestSubmit();
+  }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+});
+at("stop").addEventListener("click", () => running?.abort());
+at("key").addEventListener("change", showModel);
+at("anew").addEventListener("click", () => {
+  running?.abort();
+  messages = [];
+  at("talk").replaceChildren();
+  showProblem("");
+  at("text").focus();
+});
+showModel();

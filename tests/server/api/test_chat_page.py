@@ -1,0 +1,71 @@
+"""The chat at /chat, in a browser: it streams, goes on with the conversation, stops, and says what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_serve.server.edge.keys import API_KEY_VARIABLE
+from tests.server.api.calls import TEXT, says, with_template
+from tests.server.observe.dashboard.browser import browser_page
+from tests.server.served import in_event_loop, serving, until
+
+_THINKS = "server.reasoning_parser=qwen3"
+
+
+@in_event_loop
+async def test_a_conversation_goes_on_and_an_answer_can_be_stopped(tmp_path: Path):
+    reply = says("<think>\nHm.\n</think>\n\nIt is <b>one</b>.")
+    async with (
+        serving(1, with_template(tmp_path), _THINKS, reply=reply) as served,
+        browser_page(f"{served.client.base_url}/chat", width=400) as page,
+    ):
+        await page.shows("#model", "demo")
+        await page.page.click("footer summary")
+        await page.page.fill("#length", "40")
+        await page.page.fill("#text", "hi")
+        await page.page.press("#text", "Enter")
+        await page.shows(".message.assistant .text >> nth=-1", "It is <b>one</b>.")
+        await page.shows(".message.assistant .more", "in the prompt")
+        await page.shows(".message.assistant details", "reasoning")
+        served.hold()
+        await page.page.fill("#text", "and?")
+        await page.page.press("#text", "Enter")
+        await until(lambda: len(served.bridge.book) == 1)
+        await page.page.keyboard.press("Escape")
+        await until(lambda: len(served.bridge.book) == 0)
+        await page.page.wait_for_selector("#send:visible")
+        wide = await page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        prompts = [TEXT.decode(submit.prompt_ids) for submit in served.workers[0].submitted]
+    assert wide
+    assert prompts[1].startswith("<user>hi\n<assistant>It is <b>one</b>.\n<user>and?\n")
+    assert [problem for problem in page.problems if "ERR_ABORTED" not in problem] == []
+
+
+@in_event_loop
+async def test_text_is_continued_and_problems_are_told():
+    async with serving(1, reply=says(" world")) as served, browser_page(f"{served.client.base_url}/chat") as page:
+        await page.shows("#model", "demo")
+        await page.page.fill("#text", "hello")
+        await page.page.click("footer summary")
+        await page.page.fill("#length", "5000")
+        await page.page.press("#text", "Enter")
+        await page.shows("#problem", "max_tokens is 5000")
+        await page.page.select_option("#kind", "continue")
+        await page.page.fill("#length", "8")
+        await page.page.click("#send")
+        await page.shows(".message.assistant", "hello world")
+        assert not await page.page.is_visible("#problem")
+
+
+def test_a_key_is_asked_for_where_the_server_needs_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(API_KEY_VARIABLE, "secret")
+
+    @in_event_loop
+    async def check():
+        async with serving(1) as served, browser_page(f"{served.client.base_url}/chat") as page:
+            await page.shows("#problem", "API key")
+            await page.page.fill("#key", "secret")
+            await page.page.press("#key", "Tab")
+            await page.shows("#model", "demo")
+
+    check()
