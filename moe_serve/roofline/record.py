@@ -153,7 +153,8 @@ def _kernels(like: RankStep, phase: Phase, transport: Transport) -> Iterable[Ker
 def _numbers_of_ranks(num_experts: int, redundant: int) -> list[int]:
     """Returns up to three numbers of ranks over which the slots can be spread evenly, no expert twice on a rank."""
     slots = num_experts + redundant
-    found = [ranks for ranks in (16, 8, 4, 2, *range(3, 16)) if slots % ranks == 0 and slots <= ranks * num_experts]
+    tried = dict.fromkeys((16, 8, 4, 2, *range(3, 16)))  # each once: equal sizes tell nothing apart
+    found = [ranks for ranks in tried if slots % ranks == 0 and slots <= ranks * num_experts]
     return sorted(found[:3]) or [1]
 
 

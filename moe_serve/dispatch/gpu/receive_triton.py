@@ -125,6 +125,7 @@ def combine_receive_kernel(
     else:
         # From here on every peer has read what this rank sent: the next round of this queue may overwrite it.
         ranks = tl.arange(0, RANKS)
-        flags = wait_for_each(own, done_at + ranks.to(tl.int64) * 8, round, ranks < num_ranks, max_spins)
-        missing = (ranks < num_ranks) & (flags < round)
-        tl.atomic_max(late + local * num_ranks + ranks, tl.zeros_like(flags) + round, mask=missing)
+        # A name of its own: Triton takes a variable of both branches to have one shape.
+        ended = wait_for_each(own, done_at + ranks.to(tl.int64) * 8, round, ranks < num_ranks, max_spins)
+        missing = (ranks < num_ranks) & (ended < round)
+        tl.atomic_max(late + local * num_ranks + ranks, tl.zeros_like(ended) + round, mask=missing)
