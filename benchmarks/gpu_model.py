@@ -39,7 +39,7 @@ from moe_serve.kernels.sampling import sample_rows_reference
 from moe_serve.models.decoder.moe_decoder import MoeDecoder, build_decoder, captures_decodes, kv_layouts
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.weight_share import WeightShare
+from moe_serve.models.weight_share import WeightShare, fp8_projections
 from moe_serve.models.weights import LoadedWeights, dummy_weights, no_weights
 from moe_serve.roofline.step import RankStep, record_step
 from moe_serve.roofline.work import work_of
@@ -118,7 +118,8 @@ def spec_of(config: dict[str, Any]) -> ModelSpec:
 
 def share_of(spec: ModelSpec, dtype: torch.dtype, device: torch.device, form: ExpertForm = "dense") -> WeightShare:
     placement = Placement.trivial(spec.num_moe_layers, spec.num_logical, 1, moe_layer_ids=spec.moe_layer_ids)
-    return WeightShare(spec, placement, 0, dtype, device, form)
+    fp8_dense = fp8_projections(spec, None) if form == "fp8" else frozenset[str]()
+    return WeightShare(spec, placement, 0, dtype, device, form, fp8_dense=fp8_dense)
 
 
 def rank_of(share: WeightShare, weights: LoadedWeights, most_tokens: int, num_blocks: int) -> Rank:
@@ -206,7 +207,7 @@ def speed(limits: Ceilings) -> Iterator[Row]:
     fp8_layers = DEEPSEEK_V3 | {"num_hidden_layers": 2, "first_k_dense_replace": 0}
     cases: tuple[tuple[str, dict[str, Any], ExpertForm], ...] = (
         ("OLMoE-1B-7B", OLMOE_1B_7B, "dense"),
-        ("two layers of DeepSeek-V3, FP8 experts", fp8_layers, "fp8"),
+        ("two layers of DeepSeek-V3, FP8", fp8_layers, "fp8"),
     )
     for name, config, form in cases:
         spec = replace(spec_of(config), max_position=8192)

@@ -180,7 +180,7 @@ def expert_ffn(
     depend on that row and its slot's weights only. Quantised experts quantise the rows of both products too, each row
     by itself.
 
-    out: where packed results may be written, in the shape of rows.x; a product that cannot ignores it
+    out: where results may be written, in the shape of rows.x; a product that cannot ignores it
     """
     if numerics.compiled:
         if isinstance(rows, PackedRows):
@@ -189,7 +189,7 @@ def expert_ffn(
         slab_rows = rows.x.shape[1]
         return packed_ffn(rows.x.flatten(0, 1), rows.rows_per_slot, experts.packed, out, slab_rows).view_as(rows.x)
     if rows.x.device.type != "cpu":
-        return _gpu_ffn(rows, experts, numerics)
+        return _gpu_ffn(rows, experts, numerics, out)
     if isinstance(rows, PackedRows):
         return _packed_ffn(rows.x, rows.rows_per_slot, experts, numerics, out)
     # Static sizes serve graphs; a CPU has none, and gathering the filled rows once is cheaper than computing all.
@@ -236,8 +236,10 @@ def _add_bias(rows: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
     return rows
 
 
-def _gpu_ffn(rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Numerics) -> Tensor:
-    """Returns the rows' results. Counts on the accelerator are never read by the host."""
+def _gpu_ffn(
+    rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Numerics, out: Tensor | None = None
+) -> Tensor:
+    """Returns the rows' results, in `out`, if given. Counts on the accelerator are never read by the host."""
     x, counts = rows.x, rows.rows_per_slot
     filled = counts if isinstance(rows, MaskedRows) else None
     match experts.form:
@@ -252,8 +254,8 @@ def _gpu_ffn(rows: PackedRows | MaskedRows, experts: ExpertStore, numerics: Nume
             arrived = quantize(x, filled) if rows.scale is None else (x, rows.scale)
             dtype = x.dtype if rows.scale is None else torch.bfloat16
             middle = gated_gemm_fp8(*arrived, experts.block_scaled("gate_up"), counts, numerics)
-            return grouped_gemm_fp8(*middle, experts.block_scaled("down"), counts, dtype, numerics)
+            return grouped_gemm_fp8(*middle, experts.block_scaled("down"), counts, dtype, numerics, out)
         case "int8" | "int4" | "groups":
             raise AssertionError(f"experts in {experts.form} live on CPUs")
     between = gpu_gemm(x, gate_up, counts, numerics, experts.bias("gate_up"), experts.activation)
-    return gpu_gemm(between, down, counts, numerics, experts.bias("down"))
+    return gpu_gemm(between, down, counts, numerics, experts.bias("down"), out=out)

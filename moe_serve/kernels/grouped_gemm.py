@@ -98,16 +98,18 @@ def gpu_gemm(
     numerics: Numerics = FAST,
     bias: Tensor | None = None,
     activation: Activation | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Returns the products of packed rows [rows, k] or of slabs [groups, capacity, k], by Triton.
 
     rows_per_group: on the host or on the device, where the host never reads it
     bias: [groups, n] float32, added to each row of its group; None: nothing is
     activation: the matrices are gate above up, and the result what lies between, n / 2 columns; None: the product
+    out: where it is written; None: new memory
     """
     from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_triton
 
-    return grouped_gemm_triton(x, weight, rows_per_group, numerics, bias=bias, activation=activation)
+    return grouped_gemm_triton(x, weight, rows_per_group, numerics, bias=bias, activation=activation, out=out)
 
 
 def _by_group(x: Tensor, weight: Tensor, rows_per_group: Tensor, out: Tensor | None = None) -> Tensor:

@@ -8,6 +8,8 @@ In batch_invariant a tile of Numerics.row_tile rows defines the result. Many lib
 tiles, because the order in which they accumulate one output element does not depend on the number of rows; others do
 not. So each kernel and shape is tried with random numbers: another order of accumulation would show in some of the many
 thousand elements. Row counts that pass run in one call; others are cut into tiles.
+
+On GPUs that have e4m3 a weight may stay in the FP8 of its checkpoint (Fp8Linear).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moe_serve.kernels.forms import BlockScaled
 from moe_serve.kernels.numerics import Numerics
+from moe_serve.kernels.quantised import quantize
 
 # Of narrower outputs some BLAS kernels give a row other bits by its place in a tile; of 1, 5 to 7 and 9 to 11 here.
 _NARROWEST_INVARIANT = 16
@@ -81,6 +85,37 @@ class Linear:
             return functional.linear(x, self._weight, self._bias)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return y
+
+
+class Fp8Linear:
+    """One projection on a GPU whose weight stays in FP8; rows are quantised for it, 128 values at a time, as for
+    experts. In batch_invariant a row's bits depend on that row only.
+
+    weight: of one group
+    """
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, numerics: Numerics, parts: int = 1):
+        """weight: [n, k] float8_e4m3fn, scale: [block rows, block columns] or [n] float32, bias: [n] or None
+
+        parts: as in BlockScaled
+        """
+        self.out_features, self.in_features = weight.shape
+        self.weight = BlockScaled(weight[None], scale[None], parts)
+        self._bias = None if bias is None else bias.float()[None]
+        self._numerics = numerics
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, k] -> [rows, n]; rows may be 0."""
+        return self.of_quantised(quantize(x), x.dtype)
+
+    def of_quantised(self, rows: tuple[Tensor, Tensor], dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+        """Returns the projection of rows that `quantize` gave, [rows, n] dtype; added to `total` in place, if given."""
+        from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton
+
+        result: Tensor = grouped_gemm_fp8_triton(
+            *rows, self.weight, None, dtype, self._numerics, bias=self._bias, out=total, adds=total is not None
+        )
+        return result
 
 
 def _pack(weight: Tensor) -> Tensor | None:

@@ -162,9 +162,10 @@ def grouped_gemm_fp8(
     rows_per_group: Tensor,
     dtype: torch.dtype = torch.bfloat16,
     numerics: Numerics = FAST,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as the reference; Triton on CUDA (sm_89 and later: earlier GPUs have no e4m3), where x may also be
-    slabs [groups, capacity, k], of which only the first rows_per_group rows are filled.
+    slabs [groups, capacity, k], of which only the first rows_per_group rows are filled, and `out` be given.
 
     In batch_invariant a row's bits depend on that row and its matrix only. CPUs have no e4m3 arithmetic: one matrix at
     a time is widened to float32, which costs about one pass over memory for each expert that has rows.
@@ -172,7 +173,7 @@ def grouped_gemm_fp8(
     if x.is_cuda:
         from moe_serve.kernels.triton.grouped_gemm import grouped_gemm_fp8_triton
 
-        return grouped_gemm_fp8_triton(x, x_scale, weight, rows_per_group, dtype, numerics)
+        return grouped_gemm_fp8_triton(x, x_scale, weight, rows_per_group, dtype, numerics, out=out)
     rows = dequantize_reference(x, x_scale, torch.float32)
     out = torch.empty(x.shape[0], weight.q.shape[1], dtype=dtype, device=x.device)
     scale = _scale_of_rows(weight).transpose(1, 2).contiguous() * 256
@@ -187,9 +188,11 @@ def grouped_gemm_fp8(
 
 
 def gated_gemm_fp8(
-    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor, numerics: Numerics = FAST
+    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor | None, numerics: Numerics = FAST
 ) -> tuple[Tensor, Tensor]:
     """Returns silu(gate) * up of the product of rows with gate above up, quantised from float32. On GPUs only.
+
+    rows_per_group: None: all rows meet the one matrix
 
     x: [rows, k], or slabs [groups, capacity, k] of which only the first rows_per_group rows are filled, float8_e4m3fn;
     x_scale: [.., ceil(k / 128)] float32 -> (q [.., n / 2] float8_e4m3fn, scale [.., ceil(n / 2 / 128)] float32)

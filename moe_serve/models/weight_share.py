@@ -8,6 +8,8 @@ MXFP4 checkpoint are bfloat16, also exactly. Vectors (norms, biases) are always 
 Projections, embeddings and the head that are stored in groups (GGUF, GPTQ, AWQ, compressed-tensors) stay in them. What
 is small (routers, gates of shared experts), what the absorbed form of MLA cuts into heads (kv_b), and columns that
 act-order scatters over groups are widened to float32.
+
+GPUs that have e4m3 keep projections of FP8 checkpoints as well, and multiply them with rows in FP8, as experts.
 """
 
 import math
@@ -157,6 +159,21 @@ def _keeps_projection(spec: ModelSpec, plan: DenseTensor) -> bool:
     return all(part.shape[0] % FP8_GROUP == 0 for part in plan.parts[:-1]) and _rotation_keeps_blocks(spec, name)
 
 
+def fp8_projections(spec: ModelSpec, folder: Path | None) -> frozenset[str]:
+    """Returns the names of the dense tensors that a GPU multiplies in FP8, as StoredWeights.of reads them.
+
+    Without a checkpoint all are in FP8 that may be.
+    """
+    if spec.fp8_block is None or not spec.fp8_block.is_kept:
+        return frozenset()
+    if folder is not None and has_weights(folder):
+        stored = StoredWeights.of(spec, folder)
+        return frozenset(name for name, dtype in stored.dense.items() if dtype == torch.float8_e4m3fn)
+    kept = {plan.name for plan in dense_tensors(spec) if plan.kind == "matrix" and _keeps_projection(spec, plan)}
+    ups = {name.removesuffix("down") + "gate_up": name for name in kept if name.endswith("down")}
+    return frozenset(kept - {down for gate_up, down in ups.items() if gate_up not in kept})
+
+
 def _rotation_keeps_blocks(spec: ModelSpec, name: str) -> bool:
     if spec.rope.interleaved or name not in ("qkv", "q_kv_a", "q_b"):  # nothing is reordered
         return True
@@ -177,6 +194,7 @@ class WeightShare:
     form:      of the experts
     stored:    for the compiled CPU kernels, which take matrices as they are stored, and experts packed; None: others
     activations: what weights in groups are multiplied with
+    fp8_dense: names of dense tensors that a GPU keeps in FP8
     """
 
     spec: ModelSpec
@@ -188,6 +206,7 @@ class WeightShare:
     stored: StoredWeights | None = None
     activations: Activations = "float"
     has_dense: bool = True
+    fp8_dense: frozenset[str] = frozenset()
 
     @property
     def slot_form(self) -> SlotForm:
@@ -226,12 +245,22 @@ class WeightShare:
         """Returns the dtype in which the rank keeps a dense tensor that is not in groups."""
         if plan.kind == "bias32":
             return torch.float32
-        return self.dtype if self.stored is None else self.stored.dense[plan.name]
+        if self.stored is not None:
+            return self.stored.dense[plan.name]
+        return torch.float8_e4m3fn if plan.name in self.fp8_dense else self.dtype
+
+    def dense_scales(self, plan: DenseTensor) -> tuple[int, ...]:
+        """Returns the shape of the scales of a dense tensor that the rank keeps in FP8."""
+        block, shapes = self.spec.fp8_block, [part.shape for part in plan.parts]
+        assert block is not None
+        if block.by_channel:
+            return (sum(shape[0] for shape in shapes),)
+        return sum(block.num_scales(*shape)[0] for shape in shapes), block.num_scales(*shapes[0])[1]
 
     @property
     def dense_bytes(self) -> dict[str, int]:
         """Returns the size of each dense tensor by its name, with its scales."""
-        sizes, block = {}, self.spec.fp8_block
+        sizes = {}
         for plan in dense_tensors(self.spec):
             if forms := self.dense_groups(plan):
                 rows = zip(plan.parts, forms, strict=True)
@@ -240,11 +269,7 @@ class WeightShare:
             dtype = self.dense_dtype(plan)
             sizes[plan.name] = math.prod(plan.shape) * dtype.itemsize
             if dtype == torch.float8_e4m3fn:
-                assert block is not None
-                shapes = (part.shape for part in plan.parts)
-                sizes[plan.name] += 4 * sum(
-                    shape[0] if block.by_channel else math.prod(block.num_scales(*shape)) for shape in shapes
-                )
+                sizes[plan.name] += 4 * math.prod(self.dense_scales(plan))
         return sizes
 
     @property

@@ -119,7 +119,11 @@ def dummy_weights(share: WeightShare, seed: int = 0, room: "ExpertRoom | None" =
 
 def no_weights(share: WeightShare) -> LoadedWeights:
     """Returns the tensors of a share with their shapes alone: its device is meta."""
-    dense = {plan.name: _shape_alone(plan, share) for plan in dense_tensors(share.spec)}
+    dense: dict[str, Dense] = {}
+    for plan in dense_tensors(share.spec):
+        dense[plan.name] = _shape_alone(plan, share)
+        if not share.dense_groups(plan) and share.dense_dtype(plan) == torch.float8_e4m3fn:
+            dense[scale_of(plan.name)] = torch.empty(share.dense_scales(plan), device=share.device)
     experts = {
         layer: {
             name: torch.empty(share.num_slots, *shape, dtype=dtype, device=share.device)
@@ -259,7 +263,13 @@ class DummyWeights:
     seed: int
 
     def dense(self, plan: DenseTensor) -> dict[str, Tensor]:
-        return {plan.name: self._draw(plan.name, plan.shape, plan.kind).to(self.share.dense_dtype(plan))}
+        values, dtype = self._draw(plan.name, plan.shape, plan.kind), self.share.dense_dtype(plan)
+        if dtype != torch.float8_e4m3fn:
+            return {plan.name: values.to(dtype)}
+        stacks = 2 if plan.name.endswith("gate_up") else 1
+        scales = self.share.dense_scales(plan)
+        weight = quantize_weight(values[None], stacks, by_channel=len(scales) == 1)
+        return {plan.name: weight.q[0], scale_of(plan.name): weight.scale[0]}
 
     def put_expert(self, plan: ExpertTensor, expert: int, one: dict[str, Tensor]) -> None:
         name = f"layers.{plan.layer_id}.experts.{expert}.{plan.name}"

@@ -29,7 +29,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.numerics import FAST
 from moe_serve.models.decoder.moe_decoder import MoeDecoder, build_decoder, kv_layouts
 from moe_serve.models.spec import ModelSpec
-from moe_serve.models.weight_share import WeightShare
+from moe_serve.models.weight_share import WeightShare, fp8_projections
 from moe_serve.models.weights import no_weights
 from moe_serve.roofline.launches import Recording, fake_gpu, recorded
 
@@ -80,6 +80,13 @@ class RankStep:
             spec.num_moe_layers, spec.num_logical, self.num_ranks, self.redundant, moe_layer_ids=spec.moe_layer_ids
         )
 
+    @property
+    def share(self) -> WeightShare:
+        """The weights of a rank; projections are in FP8 where experts are and the checkpoint has them so."""
+        spec, form = self.spec, self.expert_form
+        fp8_dense = fp8_projections(spec, None) if form == "fp8" else frozenset()
+        return WeightShare(spec, self.placement, 0, torch.bfloat16, GPU, form, fp8_dense=fp8_dense)
+
 
 def record_step(step: RankStep) -> Recording:
     """Returns the launches of the forward of a step. Raises where the host would wait, but for sizes of receives."""
@@ -112,7 +119,6 @@ class ReadyStep:
     def of(cls, step: RankStep) -> "ReadyStep":
         """Returns it with as many blocks in the cache as the step has."""
         spec, placement = step.spec, step.placement
-        share = WeightShare(spec, placement, 0, torch.bfloat16, GPU, step.expert_form)
         parallel = ExpertParallel(
             rank=0,
             router=spec.router,
@@ -122,7 +128,7 @@ class ReadyStep:
             max_tokens_per_rank=step.tokens,
             numerics=FAST,
         )
-        decoder = build_decoder(spec, no_weights(share), parallel, GPU)
+        decoder = build_decoder(spec, no_weights(step.share), parallel, GPU)
         batch = batch_of([(step.new_tokens, step.length)] * step.sequences)
         num_blocks = step.sequences * -(-step.length // BLOCK_SIZE)
         cache = KvCache(kv_layouts(spec), num_blocks, BLOCK_SIZE, step.cache_dtype, GPU, torch.bfloat16)
@@ -187,7 +193,8 @@ def _transport_of(step: RankStep, slots_per_rank: int) -> AnyAllToAll:
         return _Collective(num_ranks, slots_per_rank, wire, even_sizes(step), fp8_rows)
     region = gpu_region(num_ranks, limits, torch.bfloat16, step.wire_dtype, stages=True)
     peers = torch.empty(num_ranks, dtype=torch.int64, device=GPU)
-    regions = SymmetricRegions(region, peers, 0, 1, None)
+    own = torch.empty(1, region.region_bytes, dtype=torch.uint8, device=GPU)
+    regions = SymmetricRegions(region, peers, 0, 1, own, own=own)
     return _Slabs(SlabRanks(regions, torch.bfloat16, keep_fp8=fp8_rows), group)
 
 

@@ -13,9 +13,8 @@ import torch
 
 from moe_serve.kernels.part_clock import VOCABULARY
 from moe_serve.models.decoder.moe_decoder import kv_layouts
-from moe_serve.models.weight_share import WeightShare
 from moe_serve.roofline.launches import Launch
-from moe_serve.roofline.step import GPU, RankStep
+from moe_serve.roofline.step import RankStep
 
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
 _LOOK_UPS = ("embedding", "index_select")
@@ -74,8 +73,10 @@ def _grouped_gemm(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
     x, weight, n, k = (getattr(at[name], "base", at[name]) for name in ("x", "weight", "n", "k"))
     of_scales = at["weight_scale"]
     matrix = (weight.nbytes + (0 if of_scales is None else of_scales.nbytes)) / at["num_groups"]
-    moved = load.rows * (k * x.itemsize + at["y"].shape[-1] * at["y"].itemsize) + load.experts * matrix
-    return Work(moved, 2.0 * load.rows * n * k)
+    # A dense product has all rows of the step.
+    rows, experts = (load.rows, load.experts) if at["rows_per_group"] is not None else (float(at["rows"]), 1.0)
+    results = at["y"].shape[-1] * at["y"].itemsize * (2 if at["ADDS"] else 1)
+    return Work(rows * (k * x.itemsize + results) + experts * matrix, 2.0 * rows * n * k)
 
 
 def _attend(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
@@ -144,7 +145,7 @@ def _dispatch_receive(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> W
 
 
 def _combine_send(at: dict[str, Any], step: RankStep, load: ExpertLoad) -> Work:
-    times = 4 if at["STAGES"] else 2  # a result is read and written, with staging once more
+    times = 4 if at["STAGES"] and at["COPIES"] else 2  # a result is read and written, where it is staged once more
     return Work(load.rows * times * at["result_row_bytes"])
 
 
@@ -175,7 +176,7 @@ def unavoidable_bytes(step: RankStep) -> float:
     Rows are the residual, read and written by each layer, and an expert's rows and results, each written and read once.
     """
     spec, load = step.spec, even_load(step)
-    share = WeightShare(spec, step.placement, 0, torch.bfloat16, GPU, step.expert_form)
+    share = step.share
     dense = sum(size for name, size in share.dense_bytes.items() if name.startswith("layers."))
     experts = spec.num_moe_layers * load.experts * share.slot_form.num_bytes
     keys = step.sequences * step.length

@@ -118,6 +118,18 @@ def gated_gemm_fp8(capability: int) -> None:
         gated_gemm_fp8_triton(x, scale, weight, counts, described=capability >= 90)
 
 
+def dense_gemm_fp8(capability: int) -> None:
+    from moe_serve.kernels.triton.grouped_gemm import gated_gemm_fp8_triton, grouped_gemm_fp8_triton
+
+    described, weight = capability >= 90, fp8_experts(1)
+    for rows in (8, 64, 4096):
+        x, scale = some(rows, HIDDEN, dtype=FP8), some(rows, HIDDEN // 128, dtype=torch.float32)
+        grouped_gemm_fp8_triton(x, scale, weight, None, described=described)
+        out = some(rows, 2 * INTERMEDIATE)
+        grouped_gemm_fp8_triton(x, scale, weight, None, described=described, out=out, adds=True)
+        gated_gemm_fp8_triton(x, scale, weight, None, described=described)
+
+
 def silu_mul(capability: int) -> None:
     from moe_serve.kernels.triton.silu_mul import silu_mul_triton
 
@@ -129,13 +141,18 @@ def low_latency(capability: int, fp8: bool = False, nvshmem: bool = False, topk:
     from moe_serve.dispatch.gpu.region import Region
     from moe_serve.dispatch.gpu.symmetric import SymmetricRegions
 
-    region = Region(8, EXPERTS, TOKENS, HIDDEN, topk, 1 if fp8 else 2, 2, stages=nvshmem, num_queues=1)
-    peers = some(8, dtype=torch.int64)
+    # More ranks than experts of a token: blocks over either have another shape.
+    region = Region(32, EXPERTS, TOKENS, HIDDEN, topk, 1 if fp8 else 2, 2, stages=nvshmem, num_queues=1)
+    peers = some(32, dtype=torch.int64)
     launchers = nvshmem_launchers(capability) if nvshmem else None
-    regions = SymmetricRegions(region, peers, 0, 1, some(1, dtype=torch.uint8), nvshmem, launchers)
+    own = some(1, region.region_bytes, dtype=torch.uint8)
+    regions = SymmetricRegions(region, peers, 0, 1, own, nvshmem, launchers, own)
     ranks = SlabRanks(regions, torch.bfloat16)
     sent = ranks.dispatch_send(some(1, TOKENS, HIDDEN), some(1, TOKENS, topk, dtype=torch.int64))
     ranks.combine_send(sent, ranks.dispatch_receive(sent).x)
+    if nvshmem:  # results that experts have written where they are sent from
+        assert ranks.staged[0] is not None
+        ranks.combine_send(sent, ranks.staged[0])
     ranks.combine_receive(sent, some(1, TOKENS, topk, dtype=torch.float32))
 
 

@@ -187,6 +187,68 @@ def test_a_wide_fp8_expert_has_a_scale_for_each_128_of_what_lies_between(on_devi
     on_device(check_fp8_expert, [2, 17], 136, 200)
 
 
+def check_fp8_projection(device: str, num_rows: int, n: int, k: int, by_channel: bool) -> None:
+    """A dense projection whose weight stays in FP8, against its numbers in float32: with a bias, and added to rows."""
+    from moe_serve.kernels.linear import Fp8Linear
+    from moe_serve.kernels.numerics import FAST
+    from moe_serve.kernels.quantised import dequantize_reference, dequantize_weight, quantize, quantize_weight
+
+    weight = quantize_weight(randn("cpu", 1, n, k, seed=1), by_channel=by_channel)
+    q, scale = weight.q[0].to(device), weight.scale[0].to(device)
+    bias = randn("cpu", n, seed=2)
+    x = randn("cpu", num_rows, k + 3)[:, :k]  # a slice of wider rows, as a latent is
+    rows = [part.to(device) for part in quantize(x)]
+    expected = dequantize_reference(*(part.cpu() for part in rows), torch.float32) @ dequantize_weight(weight)[0].T
+    got = Fp8Linear(q, scale, bias.to(device), FAST)(x.to(device))
+    assert (got.dtype, got.shape) == (x.dtype, (num_rows, n))
+    assert relative_error(got, expected + bias.float()) < BF16_LIMIT
+    total = randn(device, num_rows, n, seed=3)
+    before = total.float().cpu()
+    assert Fp8Linear(q, scale, None, FAST).of_quantised((rows[0], rows[1]), x.dtype, total) is total
+    assert relative_error(total, before + expected) < BF16_LIMIT
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("num_rows, n, k", [(0, 40, 130), (1, 200, 256), (19, 72, 130)])
+def test_a_projection_of_an_fp8_checkpoint_is_its_numbers_in_float32(
+    on_device: RunCheck, num_rows: int, n: int, k: int, by_channel: bool
+) -> None:
+    on_device(check_fp8_projection, num_rows, n, k, by_channel)
+
+
+def check_fp8_mlp(device: str, num_rows: int, hidden: int, width: int, by_channel: bool) -> None:
+    """A shared expert whose weights stay in FP8, against those of an FP8 expert on a CPU."""
+    from moe_serve.dispatch.base import PackedRows
+    from moe_serve.ep.expert_store import ExpertStore, expert_ffn
+    from moe_serve.kernels.linear import Fp8Linear
+    from moe_serve.kernels.numerics import FAST
+    from moe_serve.kernels.quantised import quantize_weight
+    from moe_serve.models.decoder.weight_forms import Fp8Mlp
+
+    gate_up = quantize_weight(randn("cpu", 1, 2 * width, hidden) / hidden**0.5, 2, by_channel)
+    down = quantize_weight(randn("cpu", 1, hidden, width, seed=1) / width**0.5, by_channel=by_channel)
+    x = randn("cpu", num_rows, hidden, seed=2)
+    own = {"gate_up": gate_up.q, "gate_up_scale": gate_up.scale, "down": down.q, "down_scale": down.scale}
+    own = {name: each.clone() for name, each in own.items()}  # which a store keeps in another order
+    expected = expert_ffn(PackedRows(x, torch.tensor([num_rows])), ExpertStore(own))
+    first, last = (
+        Fp8Linear(each.q[0].to(device), each.scale[0].to(device), None, FAST, each.parts) for each in (gate_up, down)
+    )
+    mlp = Fp8Mlp(first, last, FAST)
+    x = x.to(device)
+    assert relative_error(mlp(x), expected) < 2e-2  # as in check_fp8_expert
+    total = mlp.add_down_(mlp.middle(x, None), torch.zeros_like(x))
+    assert relative_error(total, expected) < 2e-2
+    logits = torch.zeros(num_rows, 1, dtype=x.dtype, device=device)  # half of each row
+    total = mlp.add_down_(mlp.middle(x, logits), torch.zeros_like(x))
+    assert relative_error(2 * total, expected) < 3e-2
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_an_fp8_shared_expert_computes_what_an_expert_does(on_device: RunCheck, by_channel: bool) -> None:
+    on_device(check_fp8_mlp, 18, 136, 200, by_channel)
+
+
 def check_gated(device: str, rows: list[int], width: int, k: int, clamped: bool) -> None:
     from moe_serve.kernels.activation import clamped_swiglu_reference, silu_mul_reference
     from moe_serve.kernels.forms import SILU, Activation
@@ -264,6 +326,9 @@ def test_mxfp4_of_production_width() -> None:
     check_mxfp4("cuda", [5, 0, 300], 2880, 2880, "bfloat16")
     check_gated("cuda", [5, 0, 300], 2048, 7168, False)
     check_fp8_expert("cuda", [5, 0, 300], 7168, 2048)
+    check_fp8_mlp("cuda", 300, 7168, 2048, False)
+    for num_rows in (3, 40, 300):  # a tile each
+        check_fp8_projection("cuda", num_rows, 2112, 7168, False)
 
 
 def check_tiles(device: str) -> None:

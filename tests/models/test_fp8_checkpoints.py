@@ -13,11 +13,12 @@ from torch import Tensor
 
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.errors import ModelError
-from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block
+from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, BlockScaled, Fp8Block
 from moe_serve.kernels.numerics import COMPILED
+from moe_serve.kernels.quantised import dequantize_weight
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.weight_share import StoredWeights, WeightShare
-from moe_serve.models.weights import dequantise, load_weights
+from moe_serve.models.weight_share import StoredWeights, WeightShare, fp8_projections
+from moe_serve.models.weights import dequantise, dummy_weights, load_weights, no_weights
 from tests.models.families import oracle_logits
 from tests.models.fp8_checkpoint import CONFIG, SCALES, compressed, quantise_whole_rows, write_fp8_checkpoint
 from tests.models.runner import Runner, decoder_with, one_rank
@@ -116,6 +117,25 @@ def test_blocks_of_compressed_tensors_mean_what_deepseeks_do(tmp_path: Path) -> 
     spec = read_spec(folder)
     assert read_spec(theirs) == spec
     assert_equal(load(theirs, placed(spec, 2), 1), load(folder, placed(spec, 2), 1))
+
+
+@pytest.mark.parametrize("block", SCALES.values(), ids=SCALES)
+def test_gpus_keep_projections_as_they_are_stored(block: Fp8Block, tmp_path: Path) -> None:
+    folder = write_fp8_checkpoint(tmp_path, block)
+    spec = read_spec(folder)
+    names = fp8_projections(spec, folder)
+    kinds = {name.rpartition(".")[2] for name in names}
+    assert kinds >= {"q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down"}
+    assert names == fp8_projections(spec, None), "all of them are in FP8 here"
+    share = WeightShare(spec, one_rank(spec), 0, torch.bfloat16, "cpu", "fp8", fp8_dense=names)
+    kept, wide = load_weights(folder, share).dense, load_weights(folder, replace(share, fp8_dense=frozenset())).dense
+    assert kept.keys() == wide.keys() | {f"{name}_scale" for name in names}
+    assert kept.keys() == no_weights(share).dense.keys() == dummy_weights(share).dense.keys()
+    assert sum(share.dense_bytes.values()) == sum(each.nbytes for each in kept.values())
+    for name in names:
+        parts = 2 if name.endswith("gate_up") else 1
+        weight = BlockScaled(kept[name][None], kept[f"{name}_scale"][None], parts)
+        assert torch.equal(dequantize_weight(weight)[0].bfloat16(), wide[name]), name
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from moe_serve.roofline.launches import HostCopy, HostRead, Recording, fake_gpu,
 from moe_serve.roofline.step import GPU, RankStep, record_step
 from moe_serve.roofline.work import total, unavoidable_bytes, work_of
 from tests.models.families import FAMILIES, spec_of
+from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.mxfp4_checkpoint import write_mxfp4_config
 
 FIRST_OF_TYPE = {model_type: name for name, (model_type, _) in reversed(FAMILIES.items())}
@@ -116,6 +117,23 @@ def test_rows_are_quantised_once_for_fp8_experts(transport: str, num_ranks: int,
     first_products = [launch for launch in record_step(step).launches if launch.arguments.get("SCALED")][::2]
     assert len(first_products) == spec.num_moe_layers
     assert {launch.arguments["x"].base.dtype for launch in first_products} == {torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])
+def test_projections_of_an_fp8_checkpoint_are_read_as_they_are_stored(
+    transport: str, num_ranks: int, tmp_path: Path
+) -> None:
+    spec = read_spec(write_fp8_checkpoint(tmp_path))
+    moved = []
+    for form in ("dense", "fp8"):
+        step = RankStep(spec, transport=transport, num_ranks=num_ranks, wire_dtype="fp8", expert_form=form)
+        launches = record_step(step).launches
+        moved.append(total([work_of(each, step) for each in launches if each.part in (ATTENTION, MLP)]).num_bytes)
+        products = [each for each in launches if each.arguments.get("SCALED") and each.part in (ATTENTION, MLP)]
+        # q_b and o of each layer; gate, up and down of the dense layer and of each shared expert
+        assert len(products) == (4 * spec.num_layers if form == "fp8" else 0)
+    assert moved[1] < moved[0]
+    assert num_moe_launches(record_step(step), spec) <= MOE_LAUNCHES * spec.num_moe_layers
 
 
 @pytest.mark.parametrize("name", STEPS)

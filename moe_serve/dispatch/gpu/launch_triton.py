@@ -90,6 +90,10 @@ class SlabRanks:
             )
             for _ in queues
         ]
+        # Where experts write results that need not be copied before they are sent; None: there is no such place.
+        gives = torch.bfloat16 if self._keep_fp8 else dtype
+        fits = gives == (torch.bfloat16 if self._fp8 else dtype)
+        self.staged = [regions.staged_results(queue, gives) if fits else None for queue in queues]
         self.late = torch.zeros(local, region.num_ranks, dtype=torch.int64, device=device)
         """[V, R] int64: the last round in which this rank waited for that one in vain; 0 = never."""
 
@@ -141,7 +145,7 @@ class SlabRanks:
         return slabs
 
     def combine_send(self, sent: Sent, results: Tensor) -> None:
-        """results: [V, S, capacity, H], rows where dispatch_receive put the inputs."""
+        """results: [V, S, capacity, H], rows where dispatch_receive put the inputs; `staged` of the queue, or other."""
         region, regions, slabs, queue = self.region, self._regions, self._slabs[sent.queue], sent.queue
         grid = (region.slots_per_rank * COMBINE_SPLITS + 1, regions.num_local)
         regions.launcher(combine_send_kernel)[grid](
@@ -151,7 +155,7 @@ class SlabRanks:
             region.result_row_bytes, region.done_at,
             SPLITS=COMBINE_SPLITS, BLOCK=triton.next_power_of_2(region.hidden),
             RANKS=triton.next_power_of_2(region.num_ranks), WIRE=self._result_wire, STAGES=region.stages,
-            NVSHMEM=regions.nvshmem, num_warps=8,
+            COPIES=results is not self.staged[queue], NVSHMEM=regions.nvshmem, num_warps=8,
         )  # fmt: skip
 
     def combine_receive(self, sent: Sent, weights: Tensor) -> Tensor:

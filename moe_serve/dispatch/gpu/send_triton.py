@@ -128,7 +128,7 @@ def combine_send_kernel(
     results, origin, rows_per_slot, peers, round_now, finished, first_rank, hidden, num_ranks, slots_per_rank,
     max_tokens, result_arrived_at, result_rows_at, result_staged_at, result_row_bytes, done_at,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, WIRE: tl.constexpr, STAGES: tl.constexpr,
-    NVSHMEM: tl.constexpr,
+    COPIES: tl.constexpr, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
     """Sends every result to its place on the source rank. Program: (slot, split); splits take rows of the slot in turn.
 
@@ -151,14 +151,15 @@ def combine_send_kernel(
             source = (row_origin >> 32).to(tl.int32)
             entry = row_origin & 0xFFFFFFFF
             from_at = result_staged_at + (slot.to(tl.int64) * capacity + row) * result_row_bytes
-            if STAGES:
-                at = tl.load(peers + rank) + from_at
-            else:
-                at = tl.load(peers + source) + result_rows_at + entry * result_row_bytes
-            target = tl.multiple_of(at.to(tl.pointer_type(WIRE)), 16)
-            values = tl.load(results + (slab + row) * hidden + channel, mask=channel < hidden)
-            tl.store(target + channel, as_dtype(values.to(tl.float32), WIRE), mask=channel < hidden)
-            tl.debug_barrier()
+            if COPIES:  # else experts have written them where they are sent from
+                if STAGES:
+                    at = tl.load(peers + rank) + from_at
+                else:
+                    at = tl.load(peers + source) + result_rows_at + entry * result_row_bytes
+                target = tl.multiple_of(at.to(tl.pointer_type(WIRE)), 16)
+                values = tl.load(results + (slab + row) * hidden + channel, mask=channel < hidden)
+                tl.store(target + channel, as_dtype(values.to(tl.float32), WIRE), mask=channel < hidden)
+                tl.debug_barrier()
             if STAGES:
                 put_and_signal(
                     peers, rank, source, result_rows_at + entry * result_row_bytes, from_at, result_row_bytes,

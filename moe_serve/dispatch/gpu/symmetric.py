@@ -34,6 +34,7 @@ class SymmetricRegions:
     peers:      [R] int64 on the device, address of each rank's region (with NVSHMEM the own entry is the one in use)
     first_rank: rank of this process, or of its first virtual rank;  num_local: 1, or V
     memory:     keeps the regions alive: a tensor, or what else owns them
+    own:        [V, region_bytes] uint8, the regions of this process, where torch sees them; None: it does not
     launchers:  by kernel name, what is launched instead of the kernel; NVSHMEM links its device library there
     """
 
@@ -44,10 +45,23 @@ class SymmetricRegions:
     memory: object
     nvshmem: bool = False
     launchers: dict[str, Any] | None = None
+    own: Tensor | None = None
 
     def launcher(self, kernel: Any) -> Any:
         """Returns what to launch for this kernel."""
         return kernel if self.launchers is None else self.launchers[kernel.__name__]
+
+    def staged_results(self, queue: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns where a queue sends results from, [V, S, capacity, H]; None where they are not sent from memory, or
+        rows do not lie side by side."""
+        region = self.region
+        row_bytes = region.hidden * region.result_value_bytes
+        if self.own is None or not region.stages or row_bytes != region.result_row_bytes:
+            return None
+        start = queue * region.queue_bytes + region.result_staged_at
+        shape = self.num_local, region.slots_per_rank, region.capacity, region.hidden
+        size = region.slots_per_rank * region.capacity * row_bytes
+        return self.own[:, start : start + size].view(dtype).view(shape)
 
 
 @dataclass(frozen=True)
@@ -216,7 +230,7 @@ def nvshmem_regions(region: Region, group: EpGroup) -> SymmetricRegions:
     stream.sync()
     peers = torch.zeros(region.num_ranks, dtype=torch.int64, device=group.device)
     peers[group.rank] = memory.data_ptr()
-    return SymmetricRegions(region, peers, group.rank, 1, memory, nvshmem=True, launchers=launchers)
+    return SymmetricRegions(region, peers, group.rank, 1, memory, True, launchers, own=memory)
 
 
 def nvshmem_launchers(capability: tuple[int, int]) -> dict[str, Any]:

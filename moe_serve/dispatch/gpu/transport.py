@@ -64,6 +64,7 @@ class GpuSlabAllToAll(AllToAll[Sent]):
         self._ranks, self._num_queues = ranks, ranks.region.num_queues
         self._deadline_s, self._group = deadline_s, group
         self._queue = 0
+        self._outs = [None if staged is None else staged[0] for staged in ranks.staged]  # of the one rank, by queue
         self.note = f"Triton kernels over {_HOW[transport]}, masked slabs"
         # A handle has a queue of its own until its combine is received.
         self.capabilities = replace(TRANSPORTS[transport], live_handles=self._num_queues)
@@ -107,12 +108,15 @@ class GpuSlabAllToAll(AllToAll[Sent]):
         def receive() -> Dispatched[Sent]:
             slabs = self._ranks.dispatch_receive(sent)
             scale = None if slabs.scale is None else slabs.scale[0]
-            return Dispatched(MaskedRows(slabs.x[0], slabs.rows_per_slot[0], scale), sent)
+            return Dispatched(MaskedRows(slabs.x[0], slabs.rows_per_slot[0], scale), sent, self._outs[sent.queue])
 
         return Deferred(receive)
 
     def combine(self, expert_out: Tensor, weights: Tensor, handle: Sent) -> Pending[Tensor]:
-        self._ranks.combine_send(handle, expert_out[None])
+        staged, results = self._ranks.staged[handle.queue], expert_out[None]
+        if staged is not None and expert_out is self._outs[handle.queue]:
+            results = staged
+        self._ranks.combine_send(handle, results)
         return Deferred(lambda: self._ranks.combine_receive(handle, weights[None])[0])
 
 

@@ -21,7 +21,7 @@ from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.checkpoint_parts import with_stored_head
 from moe_serve.models.decoder.moe_decoder import kv_layouts
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
-from moe_serve.models.weight_share import StoredWeights, WeightShare
+from moe_serve.models.weight_share import StoredWeights, WeightShare, fp8_projections
 
 # Of attention kernels: the module, and where it is from.
 _PACKAGES = {
@@ -58,6 +58,7 @@ class ModelPlan:
     choice:              kernels and numerics
     stored:              the dtypes in which weights are kept for the compiled CPU kernels; None: all in dtype
     activations:         what weights in groups are multiplied with
+    fp8_dense:           names of the dense tensors that a GPU keeps in FP8, as it does the experts of such a checkpoint
     max_model_len:       prompt and output tokens of one request
     num_blocks:          of this rank's KV cache
     max_tokens_per_rank: rows that one dispatch carries
@@ -72,6 +73,7 @@ class ModelPlan:
     expert_form: ExpertForm
     stored: StoredWeights | None
     activations: Activations
+    fp8_dense: frozenset[str]
     max_model_len: int
     num_blocks: int
     max_tokens_per_rank: int
@@ -100,6 +102,7 @@ class ModelPlan:
             activations=choose_activations(
                 config.model.activations, form, has_groups=stored is not None and bool(stored.dense_groups)
             ),
+            fp8_dense=fp8_projections(spec, folder) if form == "fp8" and device.type == "cuda" else frozenset(),
             max_model_len=max_model_len,
             num_blocks=num_cache_blocks(config, spec, cache_dtype, max_model_len),
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
@@ -118,8 +121,9 @@ class ModelPlan:
         """Returns a rank's share of the weights. has_experts: False leaves its slots empty"""
         placement = self.placement if has_experts else self.placement.without_ranks([rank])[0]
         return WeightShare(
-            self.spec, placement, rank, self.dtype, self.device, self.expert_form, self.stored, self.activations
-        )
+            self.spec, placement, rank, self.dtype, self.device, self.expert_form, self.stored, self.activations,
+            fp8_dense=self.fp8_dense,
+        )  # fmt: skip
 
 
 def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:

@@ -12,6 +12,8 @@ to the matrix unit, where the GPU has no instruction for both.
 
 The first product of an expert ends with its activation (`activation`): a program computes the same columns of gate and
 up, and writes what lies between, in the rows' dtype or, for FP8 experts, quantised. So neither is ever in memory.
+
+A dense projection in FP8 is the same with one matrix for all rows: no counts, whose number the host knows.
 """
 
 from dataclasses import dataclass, replace
@@ -106,7 +108,7 @@ def _pick(table: tuple[tuple[int | None, GemmTile], ...], rows: int) -> GemmTile
 def grouped_gemm_triton(
     x: Tensor, weight: Tensor | Mxfp4, rows_per_group: Tensor, numerics: Numerics = FAST, tile: GemmTile | None = None,
     described: bool | None = None, bias: Tensor | None = None, activation: Activation | None = None,
-    expected_rows: int = 16,
+    expected_rows: int = 16, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the product of each group's rows with its matrix, in the shape of x but for n columns.
 
@@ -118,11 +120,12 @@ def grouped_gemm_triton(
     activation: the matrices are gate above up, and the result what lies between, n / 2 columns; None: the product
     tile, described: for tests and tuning; None = from the table, and what the device and the operands allow
     expected_rows: of a slab, a guess for the choice of the tile only
+    out: contiguous, where the result is written; None: new memory
     """
     stored = weight.blocks if isinstance(weight, Mxfp4) else weight
     num_groups, n, _ = stored.shape
     width = n if activation is None else n // 2
-    y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device) if out is None else out
     if y.numel():
         rows = x.shape[0] // num_groups if x.dim() == 2 else expected_rows
         if isinstance(weight, Mxfp4):
@@ -164,14 +167,18 @@ class Scales:
 
 
 def launch(
-    x: Tensor, weight: Tensor, rows_per_group: Tensor, y: Tensor, tile: GemmTile, described: bool | None,
+    x: Tensor, weight: Tensor, rows_per_group: Tensor | None, y: Tensor, tile: GemmTile, described: bool | None,
     scales: Scales | None = None, bias: Tensor | None = None, activation: Activation | None = None,
-    y_scale: Tensor | None = None,
+    y_scale: Tensor | None = None, adds: bool = False,
 ) -> None:  # fmt: skip
     """Fills y from x, packed rows or slabs, and weight [groups, n, k], two numbers of k in a byte where it is MXFP4.
 
+    rows_per_group: None: all rows meet the one matrix
     y_scale: [rows, ceil(n / 2 / 128)], filled, where y is e4m3; None: y is not
+    adds: the product is added to what y holds
     """
+    assert rows_per_group is not None or (len(weight), x.dim()) == (1, 2), "without counts there is one matrix"
+    assert y.is_contiguous(), "rows of the result lie side by side"
     num_groups, n, stored_k = weight.shape
     k, in_mxfp4 = x.shape[-1], weight.dtype == torch.uint8
     capacity = 0 if x.dim() == 2 else x.shape[1]  # of slabs, of which group g begins at row g * capacity
@@ -195,32 +202,42 @@ def launch(
     between = activation or SILU
     grouped_gemm_kernel[grid](
         rows_in, weight_in, scales.rows if scales else None, scales.weight if scales else None, bias,
-        on_device(rows_per_group, x.device), y, y_scale, num_groups, n, k, x.stride(0), capacity, between.alpha,
-        between.limit, GROUPS=triton.next_power_of_2(num_groups), PARTS=2 if activation else parts,
+        None if rows_per_group is None else on_device(rows_per_group, x.device), y, y_scale, x.shape[0], num_groups,
+        n, k, x.stride(0), capacity, between.alpha, between.limit,
+        GROUPS=triton.next_power_of_2(num_groups), PARTS=2 if activation else parts,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, DESCRIBED=described,
         SCALED=of_fp8, BY_CHANNEL=by_channel, MXFP4=in_mxfp4, HALF=x.dtype == torch.float16,
-        BIAS=bias is not None, GATED=activation is not None, CLAMPED=between.kind == "clamped_swiglu",
+        BIAS=bias is not None, ADDS=adds, GATED=activation is not None, CLAMPED=between.kind == "clamped_swiglu",
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["alpha", "limit"])
+@triton.jit(do_not_specialize=["rows", "alpha", "limit"])
 def grouped_gemm_kernel(
-    x, weight, x_scale, weight_scale, bias, rows_per_group, y, y_scale, num_groups, n, k, x_stride, capacity,
+    x, weight, x_scale, weight_scale, bias, rows_per_group, y, y_scale, rows, num_groups, n, k, x_stride, capacity,
     alpha, limit,
     GROUPS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, DESCRIBED: tl.constexpr, SCALED: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    MXFP4: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    MXFP4: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
 ):  # fmt: skip
     part_n = n // PARTS
     part_tiles = tl.cdiv(part_n, BLOCK_N)
     num_n = part_tiles if GATED else PARTS * part_tiles
     num_steps = tl.cdiv(k, BLOCK_K)
-    num_tiles = count_tiles(rows_per_group, num_groups, num_n, BLOCK_M, GROUPS)
+    if rows_per_group is None:
+        num_tiles = tl.cdiv(rows, BLOCK_M) * num_n
+    else:
+        num_tiles = count_tiles(rows_per_group, num_groups, num_n, BLOCK_M, GROUPS)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group, first_row, num_rows, tile_m, tile_n = locate_tile(
-            tile, rows_per_group, num_groups, capacity, num_n, BLOCK_M, GROUPS, GROUP_M
-        )
+        if rows_per_group is None:
+            group, num_rows = tl.full((), 0, tl.int32), rows
+            first_row = tl.full((), 0, tl.int64)
+            tile_m, tile_n = in_bands(tile, tl.cdiv(rows, BLOCK_M), num_n, GROUP_M)
+        else:
+            group, first_row, num_rows, tile_m, tile_n = locate_tile(
+                tile, rows_per_group, num_groups, capacity, num_n, BLOCK_M, GROUPS, GROUP_M
+            )
         # Column tiles restart in every part, so that no tile spans two blocks of scales.
         part, first_column, end_column = 0, tile_n * BLOCK_N, part_n
         if PARTS > 1 and not GATED:
@@ -286,14 +303,17 @@ def grouped_gemm_kernel(
             if BIAS:
                 total_up += tl.load(bias + at_channel + part_n, mask=in_part, other=0.0)[None, :]
             total = activated(total, total_up, alpha, limit, CLAMPED)
+        at = y + (first_row + row)[:, None] * width + column[None, :]
+        inside = (row < num_rows)[:, None] & in_part[None, :]
+        if ADDS:
+            total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         if y_scale is not None:
             total, scales = quantize_groups(tl.where(in_part[None, :], total, 0.0))
             scale_at = y_scale + (first_row + row) * tl.cdiv(width, 128) + tile_n
             tl.store(scale_at, scales, mask=row < num_rows)
         else:
             total = as_dtype(total, y.dtype.element_ty)
-        at = y + (first_row + row)[:, None] * width + column[None, :]
-        tl.store(at, total, mask=(row < num_rows)[:, None] & in_part[None, :])
+        tl.store(at, total, mask=inside)
 
 
 @triton.jit
@@ -338,24 +358,27 @@ def add_mxfp4(
 
 
 def grouped_gemm_fp8_triton(
-    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor, dtype: torch.dtype = torch.bfloat16,
+    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor | None, dtype: torch.dtype = torch.bfloat16,
     numerics: Numerics = FAST, tile: GemmTile | None = None, described: bool | None = None, expected_rows: int = 16,
+    bias: Tensor | None = None, out: Tensor | None = None, adds: bool = False,
 ) -> Tensor:  # fmt: skip
     """Returns the product of each group's rows, packed or in slabs as in grouped_gemm_triton, with its matrix.
 
     x: [.., k] float8_e4m3fn, x_scale: [.., ceil(k / 128)] float32 -> [.., n] dtype;  other arguments as there
+    rows_per_group: None: all rows meet the one matrix
+    out: contiguous, where the result is written, or with `adds` added to what is there; None: new memory
     """
     groups, n, _ = weight.q.shape
-    y = torch.empty(*x.shape[:-1], n, dtype=dtype, device=x.device)
+    y = torch.empty(*x.shape[:-1], n, dtype=dtype, device=x.device) if out is None else out
     if y.numel():
         rows = x.shape[0] // groups if x.dim() == 2 else expected_rows
-        scales = Scales(x_scale, weight.scale, weight.parts)
-        launch(x, weight.q, rows_per_group, y, tile or fp8_tile(rows, numerics.invariant), described, scales)
+        scales, tile = Scales(x_scale, weight.scale, weight.parts), tile or fp8_tile(rows, numerics.invariant)
+        launch(x, weight.q, rows_per_group, y, tile, described, scales, bias, adds=adds)
     return y
 
 
 def gated_gemm_fp8_triton(
-    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor, numerics: Numerics = FAST,
+    x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor | None, numerics: Numerics = FAST,
     tile: GemmTile | None = None, described: bool | None = None, expected_rows: int = 16,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns silu(gate) * up of the same product with gate above up, quantised from float32.
@@ -408,9 +431,15 @@ def locate_tile(
         first_row = mine.to(tl.int64) * capacity
     else:
         first_row = tl.sum(rows * before_mine).to(tl.int64)
-    # GROUP_M row tiles run through all columns together, so that their weight tiles are read from L2, not from memory.
-    local = tile - first_tile
-    band = local // (GROUP_M * num_n)
-    band_m = tl.minimum(my_num_m - band * GROUP_M, GROUP_M)
-    inside = local % (GROUP_M * num_n)
-    return mine, first_row, my_rows, band * GROUP_M + inside % band_m, inside // band_m
+    tile_m, tile_n = in_bands(tile - first_tile, my_num_m, num_n, GROUP_M)
+    return mine, first_row, my_rows, tile_m, tile_n
+
+
+@triton.jit
+def in_bands(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Returns (row tile, column tile). GROUP_M row tiles run through all columns together, so that their weight tiles
+    are read from L2, not from memory."""
+    band = tile // (GROUP_M * num_n)
+    band_m = tl.minimum(num_m - band * GROUP_M, GROUP_M)
+    inside = tile % (GROUP_M * num_n)
+    return band * GROUP_M + inside % band_m, inside // band_m

@@ -25,7 +25,7 @@ from moe_serve.models.decoder.mla import MlaAttention
 from moe_serve.models.decoder.runners import RecordedRunner, TorchRunner
 from moe_serve.models.decoder.stack import AnyNorm, DecoderLayer, DecoderStack, StackFactors, StackRunner, StepInputs
 from moe_serve.models.decoder.step import SharedExpert
-from moe_serve.models.decoder.weight_forms import GatedMlp, PackedMlp, WeightForms
+from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp, PackedMlp, WeightForms
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.weights import LoadedWeights
 
@@ -155,6 +155,6 @@ def _norm(weights: dict[str, Any], name: str) -> AnyNorm:
     return weight if bias is None else LayerNorm(weight, bias)
 
 
-def _mlp(weights: dict[str, Any], prefix: str, forms: WeightForms) -> GatedMlp | PackedMlp:
+def _mlp(weights: dict[str, Any], prefix: str, forms: WeightForms) -> GatedMlp | Fp8Mlp | PackedMlp:
     scales = weights.pop(prefix + "gate_up_scale", None), weights.pop(prefix + "down_scale", None)
     return forms.mlp(weights.pop(prefix + "gate_up"), weights.pop(prefix + "down"), scales)

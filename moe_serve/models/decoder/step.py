@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from moe_serve.ep.moe_layer import MoeLayer, Turns
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, Operations
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.rows import multiply_by_sigmoid_
-from moe_serve.models.decoder.weight_forms import GatedMlp
+from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +37,9 @@ class SharedExpert:
         """
         logits = None if self.gate is None else self.gate(x)
         if x.is_cuda:
-            assert isinstance(self.mlp, GatedMlp)
-            return partial(self.mlp.add_down_, self.mlp.middle(x, logits))
+            assert isinstance(self.mlp, GatedMlp | Fp8Mlp)
+            mlp: Any = self.mlp  # each adds what its own `middle` gives
+            return partial(mlp.add_down_, mlp.middle(x, logits))
         rows: Tensor = self.mlp(x)
         return (rows if logits is None else multiply_by_sigmoid_(rows, logits)).add_
 

@@ -19,9 +19,10 @@ from moe_serve.kernels.cpu.packed import (
     padded,
 )
 from moe_serve.kernels.group_quantised import Activations, GroupQuantised, GroupRows, rows_of
-from moe_serve.kernels.linear import HeadLinear, Linear
+from moe_serve.kernels.linear import Fp8Linear, HeadLinear, Linear
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.packed_memory import PackedMemory
+from moe_serve.kernels.quantised import gated_gemm_fp8, quantize
 
 Scales = tuple[Tensor | None, Tensor | None]  # of gate and up, and of down
 AnyMatrix = Tensor | GroupRows
@@ -57,6 +58,32 @@ class GatedMlp:
     def add_down_(self, middle: Tensor, total: Tensor) -> Tensor:
         """Adds down(middle) to total [T, H] in place, and returns it."""
         return self._down.add_to_(total, middle)
+
+
+class Fp8Mlp:
+    """The same function of weights in FP8, on a GPU: what lies between is quantised before it leaves the kernel."""
+
+    def __init__(self, gate_up: Fp8Linear, down: Fp8Linear, numerics: Numerics):
+        """gate_up: [2 I, H], gate rows first, in two parts;  down: [H, I]"""
+        self._gate_up = gate_up
+        self._down = down
+        self._numerics = numerics
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, H] -> [T, H]"""
+        return self._down.of_quantised(self.middle(x, None), x.dtype)
+
+    def middle(self, x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns what GatedMlp does, quantised."""
+        if logits is None:
+            return gated_gemm_fp8(*quantize(x), self._gate_up.weight, None, self._numerics)
+        from moe_serve.kernels.triton.silu_mul import silu_mul_triton
+
+        return quantize(silu_mul_triton(self._gate_up(x), logits=logits))
+
+    def add_down_(self, middle: tuple[Tensor, Tensor], total: Tensor) -> Tensor:
+        """Adds down(middle) to total [T, H] in place, and returns it."""
+        return self._down.of_quantised(middle, total.dtype, total)
 
 
 class PackedMlp:
@@ -123,10 +150,11 @@ class WeightForms:
 
     def linear(
         self, weight: AnyMatrix, bias: Tensor | None = None, scale: Tensor | None = None
-    ) -> Linear | PackedLinear | PackedParts:
+    ) -> Linear | Fp8Linear | PackedLinear | PackedParts:
         """weight: [n, k], bias: [n] -> a function of rows [T, k] -> [T, n]
 
-        scale: [n] or by block, of a weight in FP8, which the compiled kernels alone take, as they do one in groups
+        scale: [n] or by block, of a weight in FP8
+        Weights in groups are for the compiled kernels alone.
         """
         if isinstance(weight, GroupRows) and len(weight.parts) > 1:
             sizes = [len(part.codes) for part in weight.parts]
@@ -136,6 +164,8 @@ class WeightForms:
         if self._numerics.compiled:
             return self._packed(weight, bias, scale)
         assert isinstance(weight, Tensor), _IN_GROUPS
+        if scale is not None:
+            return Fp8Linear(weight, scale, bias, self._numerics)
         return Linear(weight, bias, self._numerics, self._proven)
 
     def _packed(self, weight: AnyMatrix, bias: Tensor | None, scale: Tensor | None) -> PackedLinear:
@@ -155,11 +185,11 @@ class WeightForms:
             return PackedHeads(weight, self._memory)
         return HeadLinear(weight, self._numerics, self._proven)
 
-    def mlp(self, gate_up: AnyMatrix, down: AnyMatrix, scales: Scales = (None, None)) -> GatedMlp | PackedMlp:
+    def mlp(self, gate_up: AnyMatrix, down: AnyMatrix, scales: Scales = (None, None)) -> GatedMlp | Fp8Mlp | PackedMlp:
         """gate_up: [2 I, H], gate rows first;  down: [H, I] -> a function of rows [T, H] -> [T, H]
 
-        scales: [2 I] and [H], or by block, of weights in FP8, which the compiled kernels alone take
-        Both are in groups, or none.
+        scales: [2 I] and [H], or by block, of weights in FP8
+        Both are in groups, or none; both in FP8, or none.
         """
         if isinstance(gate_up, GroupRows):
             assert isinstance(down, GroupRows), "gate and up are in groups, and down is not"
@@ -167,5 +197,8 @@ class WeightForms:
         assert isinstance(down, Tensor), "down is in groups, and gate and up are not"
         if self._numerics.compiled:
             return PackedMlp(gate_up, down, scales, self._memory)
+        if scales[0] is not None and scales[1] is not None:
+            first = Fp8Linear(gate_up, scales[0], None, self._numerics, parts=2)
+            return Fp8Mlp(first, Fp8Linear(down, scales[1], None, self._numerics), self._numerics)
         linear = (Linear(weight, None, self._numerics, self._proven) for weight in (gate_up, down))
         return GatedMlp(*linear)

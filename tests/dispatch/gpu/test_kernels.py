@@ -74,7 +74,12 @@ def check_round_trip(
 
         # Each slot multiplies by its own number, so a result from the wrong expert shows.
         factor = torch.arange(1, num_slots + 1, device=device).view(num_ranks, slots_per_rank, 1, 1)
-        ranks.combine_send(sent, (slabs.x.float() * factor).bfloat16())
+        results = (slabs.x.float() * factor).bfloat16()
+        staged = ranks.staged[sent.queue]
+        assert (staged is not None) == stages
+        if stages and turn != 1:  # as experts do, which write there; others copy
+            results = staged.copy_(results)
+        ranks.combine_send(sent, results)
         out = ranks.combine_receive(sent, weights)
         for rank in range(num_ranks):
             outputs = (wired[rank][:, None].float() * (ids[rank].clamp(min=0) + 1)[:, :, None]).bfloat16()
