@@ -111,6 +111,7 @@ def there_and_back(all_to_all: AnyAllToAll, x: Tensor, ids: Tensor, weights: Ten
     arrived = all_to_all.dispatch(x, ids).wait()
     out = all_to_all.combine(arrived.rows.x, weights, arrived.handle).wait()
     all_to_all.end_step()
+    all_to_all.check_step()
     return out
 
 

@@ -244,9 +244,13 @@ class AllToAll(ABC, Generic[H]):
         """Prepares for the calls of a step. most_tokens: of any rank in one dispatch, equal on all ranks"""
 
     def end_step(self) -> None:
-        """Ends a step whose results have all been received.
+        """Ends a step whose results have all been received; a GPU need not have computed them yet."""
 
-        Raises PeerError when rows of a peer did not come: the step is void then, and nothing is sampled from it.
+    def check_step(self) -> None:
+        """Raises PeerError when rows of a peer did not come in the step that ended: it is void, and none of its tokens
+        is sent.
+
+        Called when the host has read what it wants of the step, so that it waits for a GPU only once.
         """
 
     def close(self) -> None:

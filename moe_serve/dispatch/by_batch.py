@@ -51,6 +51,9 @@ class ByBatchAllToAll(AllToAll[ByBatchHandle]):
     def end_step(self) -> None:
         self._current.end_step()
 
+    def check_step(self) -> None:
+        self._current.check_step()
+
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         return self._current.exchange_counts(counts)
 

@@ -5,7 +5,7 @@ requests, and into the events that tell the front end.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -192,18 +192,23 @@ def _event(request: Request, **fields: Any) -> TokenEvent:
 
 @dataclass(frozen=True)
 class StepEvents:
-    """Completes the chunks of a step. project: returns logits of more rows of the last step;  clock: of its parts"""
+    """Completes the chunks of a step.
+
+    project: returns logits of more rows of the last step;  clock: of its parts
+    check:   raises PeerError where the step is void, as AllToAll.check_step
+    """
 
     scheduler: Scheduler
     requests: OpenRequests
     scorer: LogprobScorer
     project: ProjectRows
     clock: PartClock
+    check: Callable[[], None]
 
     def of(
         self, chunks: Sequence[ScheduledChunk], batch: ForwardBatch, logits: Tensor, sampler: Sampler
     ) -> list[TokenEvent]:
-        """Returns the events of a step, whose chunks have run.
+        """Returns the events of a step, whose chunks have run. Raises PeerError where it is void: no request changed.
 
         logits: [num_chunks + num_drafts, vocab], of the chunks that sample, then of the others, then of drafts
         """
@@ -215,6 +220,7 @@ class StepEvents:
         rows = logits[: len(sampling)] if len(logits) > len(sampling) else logits
         raw = self.scorer.keep(rows, asking)
         token_ids = sampler(rows, asking)
+        self.check()  # on a GPU, whose sampling is queued behind the step: one wait tells tokens and lost peers
         of_tokens = self.scorer.of_tokens(raw, asking, token_ids)
         self.clock.turn(OTHER)
         events: list[TokenEvent] = []

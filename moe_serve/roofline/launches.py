@@ -2,7 +2,8 @@
 
 torch's operations run on fake tensors, and where Triton would start a kernel the launch is written down instead. What
 needs a value of the device on the host raises: `.item()`, boolean masks, `nonzero`, sizes from data, copies to the
-host. So does a copy from the host, which a captured graph would repeat with the numbers of its capture.
+host. So does a copy from the host, which a captured graph would repeat with the numbers of its capture. A copy to the
+host for which nobody waits is a launch.
 """
 
 import contextlib
@@ -73,7 +74,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         given, made = _tensors((args, kwargs)), _tensors(out)
         reads = any(t.is_cuda for t in given) and any(not t.is_cuda for t in made)
-        if reads and not self._takes_reads:
+        if reads and func is torch.ops.aten.copy_.default and args[2:] == (True,):  # non_blocking
+            self.add("copy_", [*given, *made])
+        elif reads and not self._takes_reads:
             raise HostRead(f"{func} reads the device back")
         if (
             func.name() != "aten::lift_fresh"

@@ -28,7 +28,7 @@ class Slabs(AllToAll[LocalHandle]):
     def begin_step(self, most_tokens: int) -> None:
         self.steps.append(most_tokens)
 
-    def end_step(self) -> None:
+    def check_step(self) -> None:
         if self.late:
             raise PeerError("rank 3 did not send its rows", 3, "dispatch", 1)
 
@@ -91,9 +91,11 @@ def test_a_late_peer_voids_the_steps_of_its_own_transport_only(both: ByBatchAllT
     small.late = True
     both.begin_step(5000)
     both.end_step()
+    both.check_step()
     both.begin_step(3)
+    both.end_step()
     with pytest.raises(PeerError, match="rank 3"):
-        both.end_step()
+        both.check_step()
     assert small.steps == [3], "it hears of its own steps"
 
 

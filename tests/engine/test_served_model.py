@@ -17,7 +17,10 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.engine import build as build_module
 from moe_serve.engine.build import build_engine, build_served_model, check_bits
 from moe_serve.engine.model.served_model import ServedModel
+from moe_serve.engine.output.row_logprobs import LogprobScorer
+from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.protocol.messages import Status, Submit
+from moe_serve.engine.requests import StepEvents
 from moe_serve.engine.step.exchange import make_exchange
 from moe_serve.errors import ConfigError, PeerError
 from tests.engine.queue_mailbox import QueueMailbox
@@ -46,6 +49,9 @@ class Listening(LocalAllToAll):
 
     def end_step(self) -> None:
         self.heard.append("end")
+
+    def check_step(self) -> None:
+        self.heard.append("check")
         if self.late:
             raise PeerError("rank 1 did not send its rows", 1, "dispatch", 5)
 
@@ -83,12 +89,16 @@ def test_settings_of_the_dispatch_reach_the_transport() -> None:
 def test_a_transport_hears_of_steps_and_a_late_peer_voids_one() -> None:
     served, transport, _ = build()
     served.warm_up()
-    assert transport.heard == [0, "end", 129, "end"], "each path that a step may take is warm"
+    assert transport.heard == [0, "end", "check", 129, "end", "check"], "each path that a step may take is warm"
     served.begin_step(12)
     transport.late = True
+    batch = ForwardBatch.empty(served.device, served.numerics)
+    logits = served.forward(batch, 1)
+    assert transport.heard[6:] == [12, "end"], "the host has not waited for the device"
+    scorer = LogprobScorer(compiled=True)
+    events = StepEvents(Any, Any, scorer, served.logits_of, served.clock, transport.check_step)  # type: ignore[arg-type]
     with pytest.raises(PeerError, match="rank 1"):
-        served.forward(ForwardBatch.empty(served.device, served.numerics), 1)
-    assert transport.heard[4:] == [12, "end"]
+        events.of([], batch, logits, Sampler([]))
 
 
 def test_what_it_is_and_for_whom_it_waited_is_told() -> None:
@@ -125,7 +135,8 @@ def check_engine(rank: int, group: EpGroup) -> tuple[list[object], list[list[flo
 
 def test_the_engine_tells_the_size_of_each_step_and_reports_the_waits() -> None:
     ((heard, waits),) = run_ranks(1, check_engine)
-    assert heard == [8, "end", 3, "end", 1, "end", 1, "end"], "two chunks of the prompt, then token by token"
+    steps = [[size, "end", "check"] for size in (8, 3, 1, 1)]  # two chunks of the prompt, then token by token
+    assert heard == [each for step in steps for each in step]
     assert waits[0] == [0.0, 1.5]
 
 

@@ -13,12 +13,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from benchmarks.gpu_step import STEPS, moe_launches, recorded_layer
 from moe_serve.kernels.part_clock import ATTENTION, COMBINE, DISPATCH, EXPERTS, GATE, MLP
+from moe_serve.kernels.triton.sampling import pack_parameters, sample_rows_triton
 from moe_serve.models.decoder.mla import expand_from
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import MlaSpec, ModelSpec
 from moe_serve.roofline.launches import HostCopy, HostRead, Recording, fake_gpu, recorded
-from moe_serve.roofline.step import GPU, RankStep, record_step
+from moe_serve.roofline.step import GPU, RankStep, ReadyStep, record_step
 from moe_serve.roofline.work import total, unavoidable_bytes, work_of
+from tests.kernels.sampling_rows import rows_of
 from tests.models.families import FAMILIES, spec_of
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.mxfp4_checkpoint import write_mxfp4_config
@@ -87,6 +89,27 @@ def num_moe_launches(recording: Recording, spec: ModelSpec) -> int:
     found = [each.name for each in recording.launches if each.part in parts and (each.part, each.name) != NORM]
     dense = 4 * (spec.num_layers - spec.num_moe_layers)  # norm, gate and up, activation, down
     return len(found) - dense
+
+
+@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])
+def test_tokens_are_drawn_behind_a_decode_step_before_the_host_waits(
+    transport: str, num_ranks: int, tmp_path: Path
+) -> None:
+    step = RankStep(spec_of("qwen3_moe", tmp_path), transport=transport, num_ranks=num_ranks)
+    sampling = rows_of([{"top_p": 0.9, "seed": row} for row in range(step.sequences)])
+    with fake_gpu():
+        ready = ReadyStep.of(step)
+        with recorded(takes_copies=True) as recording:  # and no read
+            logits = ready.forward(ready.batch)
+            forward = len(recording.launches)
+            ready.parallel.all_to_all.end_step()
+            tokens = sample_rows_triton(logits, sampling)
+    assert (tokens.shape, tokens.is_cuda) == ((step.sequences,), True)
+    flags = ["copy_"] if transport == "slabs" else []
+    behind = recording.launches[forward:]
+    assert [each.name for each in behind] == [*flags, "_to_copy", "sample_kernel"]
+    to_host = [sum(t.nbytes for t in each.tensors if not t.is_cuda) for each in behind]
+    assert to_host == [8 * num_ranks] * len(flags) + [len(pack_parameters(sampling)), 0]
 
 
 @pytest.mark.parametrize("name", EACH)

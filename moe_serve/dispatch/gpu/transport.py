@@ -12,7 +12,8 @@ Results arrive as MaskedRows in the order of all transports (slot, source rank, 
 one slot twice sends one row, whose result both entries use. Two handles may be in flight, each with a queue of buffers;
 queues are used in turn, from the first one in every step. So a handle's combine must be received before the second
 dispatch after its own is sent, and none may be in flight at the ends of a captured graph. Nothing is read back to
-the host before `end_step`, which reads once which peers were late, when the host wants the step's logits anyway.
+the host in a step; `end_step` queues a copy of which peers were late, and `check_step` looks at it once the host has
+waited for the tokens.
 
 The kernels run in the interpreter and compile for sm_80 to sm_100; nothing here was run on a GPU yet.
 """
@@ -64,6 +65,8 @@ class GpuSlabAllToAll(AllToAll[Sent]):
         self._ranks, self._num_queues = ranks, ranks.region.num_queues
         self._deadline_s, self._group = deadline_s, group
         self._queue = 0
+        # On the host, [R] int64: the last round that each rank missed, 0 = none.
+        self._late = torch.zeros(ranks.region.num_ranks, dtype=torch.int64, pin_memory=torch.cuda.is_available())
         self._outs = [None if staged is None else staged[0] for staged in ranks.staged]  # of the one rank, by queue
         self.note = f"Triton kernels over {_HOW[transport]}, masked slabs"
         # A handle has a queue of its own until its combine is received.
@@ -77,7 +80,14 @@ class GpuSlabAllToAll(AllToAll[Sent]):
         self._queue = 0  # none is in flight; the ranks that replay a graph begin with the queue of its capture
 
     def end_step(self) -> None:
-        late = self._ranks.late[0].cpu().numpy()  # [R] the last round that each rank missed, 0 = none
+        self._late.copy_(self._ranks.late[0], non_blocking=True)
+        if self._deadline_s is not None:
+            self._ranks.max_spins = spins_of(self._deadline_s)
+
+    def check_step(self) -> None:
+        if self._ranks.late.is_cuda:
+            torch.cuda.current_stream(self._ranks.late.device).synchronize()  # at once, where tokens were read
+        late = self._late.numpy()
         if late.any():
             rank = int(late.argmax())
             raise PeerError(
@@ -87,8 +97,6 @@ class GpuSlabAllToAll(AllToAll[Sent]):
                 "dispatch or combine",
                 int(late[rank]),
             )
-        if self._deadline_s is not None:
-            self._ranks.max_spins = spins_of(self._deadline_s)
 
     def exchange_counts(self, counts: Tensor) -> Pending[Tensor]:
         # One small collective of the process group; only ranks with redundant experts need it.

@@ -86,7 +86,8 @@ class ServedModel:
     def forward(self, batch: ForwardBatch, num_chunks: int, overlap: bool = False) -> Tensor:
         """Returns the logits of the rows that are sampled, [len(logit_rows), vocab] float32.
 
-        Raises PeerError when a peer's rows did not arrive: the step is void, and `void_step` drops its counts.
+        Raises PeerError when a peer's rows did not arrive: the step is void, and `void_step` drops its counts. A GPU
+        has not computed them yet: `check_step` of the transport says whether they count.
         """
         if self.passes is not None:
             self.passes.begin(batch.input_ids[: batch.num_tokens], batch.positions[: batch.num_tokens])
@@ -145,3 +146,4 @@ class ServedModel:
         for max_tokens in self.all_to_all.step_sizes:
             self.begin_step(max_tokens)
             self.forward(ForwardBatch.empty(self.device, self.numerics), 1)
+            self.all_to_all.check_step()

@@ -148,6 +148,7 @@ def check_rounds(rank: int, transport, one: Scenario, device: str) -> None:
         combined = transport.combine(out.to(device), weights, arrived.handle).wait()
         assert torch.equal(combined.cpu(), one.expected_combined(rank))
         transport.end_step()
+        transport.check_step()
 
 
 def check_rows(rank: int, group: EpGroup, folder: str, cases: list[Scenario]) -> None:
@@ -189,9 +190,11 @@ def check_lost(rank: int, group: EpGroup, folder: str) -> str | None:
         return None  # and it never comes again
     step()
     transport.end_step()
+    transport.check_step()
     step()
+    transport.end_step()
     with pytest.raises(PeerError, match="rank 1 did not send its rows in round 1") as caught:  # of the other queue
-        transport.end_step()
+        transport.check_step()
     assert (caught.value.rank, caught.value.step) == (1, 1)
     return "voided"
 

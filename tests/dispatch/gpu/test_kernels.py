@@ -279,6 +279,7 @@ def check_contract(device: str, dtype_name: str) -> None:
         home = low_latency.combine(got.rows.x, weights.to(device), got.handle).wait()
         assert_equal_bits(home, local.combine(expected.rows.x, weights, expected.handle).wait())
         low_latency.end_step()
+        low_latency.check_step()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -321,6 +322,7 @@ def check_halves(device: str) -> None:
         parts = zip(*(part.to(where).tensor_split(num_halves) for part in (x, ids, weights)), strict=True)
         results.append(torch.cat(take_turns([layers(transport, *part) for part in parts])))
     low_latency.end_step()
+    low_latency.check_step()
     assert_equal_bits(*results)
 
 

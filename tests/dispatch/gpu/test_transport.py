@@ -67,7 +67,7 @@ def test_no_call_reads_a_tensor_back(launches: Launches) -> None:
     round_trip = ["dispatch_receive_kernel", "combine_send_kernel", "combine_receive_kernel"]
     assert launches.names == ["dispatch_send_kernel"] * 2 + round_trip * 2
     with pytest.raises(NotImplementedError):
-        transport.end_step()  # which does look, once per step: so the test can fail
+        transport.end_step()  # which copies what the host will look at: so the test can fail
 
 
 @pytest.mark.parametrize("num_halves", [1, 2])
@@ -93,7 +93,10 @@ def test_a_whole_moe_layer_around_it_reads_nothing_back(
 def test_the_peer_that_was_missed_last_is_named_and_only_once_a_step_was_late(launches: Launches) -> None:
     transport = make("cpu", launches)
     transport.end_step()
+    transport.check_step()
     transport._ranks.late[0] = torch.tensor([4, 9])
+    transport.check_step()  # of the step that ended
+    transport.end_step()
     with pytest.raises(PeerError, match="rank 1 did not send its rows in round 9") as caught:
-        transport.end_step()
+        transport.check_step()
     assert (caught.value.rank, caught.value.step) == (1, 9)
