@@ -174,6 +174,7 @@ def test_the_largest_step_on_a_gpu_takes_what_is_said(
     spec = read_spec(folder)
     with fake_gpu():
         ready = ReadyStep.of(RankStep(spec, SEQUENCES, KEYS - ROWS, ROWS))
+        ready.decoder.run._failed = True  # type: ignore[attr-defined]  # captures nothing: logits of graphs count apart
         for (rows, keys, sequences), steps in GPU_STEPS:
             said, largest = working_memory(spec, FAST, StepSizes(rows, keys, sequences, itemsize=2, on_gpu=True))
             peaks = {}

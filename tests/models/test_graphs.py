@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_serve.attention_dp.batch import BatchBuilder, bucket_of
 from moe_serve.dispatch.local import LocalAllToAll
 from moe_serve.kernels.numerics import FAST
-from moe_serve.models.decoder.graphs import GraphRunner
+from moe_serve.models.decoder.graphs import GraphRunner, graph_logits
 from moe_serve.models.decoder.moe_decoder import MoeDecoder, build_decoder
 from moe_serve.models.decoder.runners import TorchRunner
 from moe_serve.models.weight_share import WeightShare
@@ -29,23 +29,23 @@ class Captures:
         self.num = self.num_replayed = 0
         self._fails = fails
 
-    def of(self, runner: GraphRunner) -> Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]:
+    def of(self, runner: GraphRunner) -> Callable[[Callable[[], object]], Callable[[], None]]:
         recorder = runner.parallel.recorder
         assert recorder is not None
 
-        def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        def capture(run: Callable[[], object]) -> Callable[[], None]:
             if self._fails:
                 raise RuntimeError("operation not permitted when stream is capturing\nmore")
             self.num += 1
             recorder.step_done()
-            out = run()
+            run()
             recorder.void_step()  # a capture counts nothing
 
             def replay() -> None:
                 self.num_replayed += 1
-                out.copy_(run())
+                run()
 
-            return replay, out
+            return replay
 
         return capture
 
@@ -95,6 +95,14 @@ def test_replayed_steps_give_the_logits_and_the_load_of_steps_that_run_as_they_a
     assert torch.equal(load, wanted_load), "padding is no load"
     assert int(load.sum()) == sum(sizes) * decoder.spec.topk
     assert (captures.num, captures.num_replayed) == (2, 6)
+
+
+def test_graphs_of_many_sizes_write_their_logits_to_few_tensors(tmp_path: Any) -> None:
+    with mock.patch.object(GraphRunner, "_logits_of", autospec=True, side_effect=GraphRunner._logits_of) as asked:
+        run_steps(decoder_of("qwen3_moe", tmp_path), [3, 3, 3, 7, 7, 7, 1, 1, 1], Captures())
+    runner = asked.call_args.args[0]
+    assert [tuple(each.shape) for each in runner._logits.values()] == [(4, 256), (8, 256), (1, 256)]
+    assert set(runner._logits) <= set(graph_logits(8)) == {1, 2, 4, 8}
 
 
 def test_where_a_capture_fails_steps_run_as_they_are_and_one_line_says_so(

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from moe_serve.attention_dp.batch import bucket_of
 from moe_serve.attention_dp.kv_cache import bytes_per_block
 from moe_serve.attention_dp.scheduler import most_yielding_rows
 from moe_serve.config import ServeConfig, model_dir
@@ -30,7 +31,8 @@ from moe_serve.launcher.cpu_bind import node_of
 from moe_serve.launcher.examination.transport import TransportReport, describe_loss, describe_transport, look_here
 from moe_serve.launcher.preflight import look_for_files
 from moe_serve.models.decoder.gqa import rope_table_bytes
-from moe_serve.models.decoder.moe_decoder import kv_layouts
+from moe_serve.models.decoder.graphs import graph_logits
+from moe_serve.models.decoder.moe_decoder import captures_decodes, kv_layouts
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.weight_plan import dense_parameters
@@ -301,6 +303,12 @@ def _working_memory(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     )
     num_bytes, largest = working_memory(plan.spec, plan.numerics, sizes)
     yield Memory("a step at its largest", num_bytes, f"{largest}, with even load of experts")
+    if captures_decodes(plan.numerics, plan.device, config.engine.attention_backend):
+        rows = bucket_of(running)
+        decodes = replace(sizes, rows=rows, sequences=rows)
+        logits = sum(graph_logits(rows)) * plan.spec.vocab_size * torch.float32.itemsize
+        why = f"between the launches of {rows} decodes, once for all graphs, and logits"
+        yield Memory("graphs of decode steps", working_memory(plan.spec, plan.numerics, decodes)[0] + logits, why)
     if on_gpu and config.engine.attention_backend == "flashinfer":
         from moe_serve.attention_dp.attention_packages import WORKSPACE_BYTES
 

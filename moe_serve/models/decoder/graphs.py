@@ -5,10 +5,14 @@ a captured step lies in static tensors (BatchBuilder), its lengths are upper bou
 no experts: the device knows them by their cache slots. The first step of a size runs as it is and compiles kernels; the
 second one is captured, which runs nothing and waits for no peer, and replayed. All others, and all once a capture has
 failed, run as they are.
+
+No two graphs run at once, so one memory serves what lies between the launches of all of them, and few tensors hold
+their logits.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +25,31 @@ from moe_serve.models.decoder.stack import StepInputs
 
 log = get_logger(__name__)
 
-Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+Capture = Callable[[Callable[[], object]], Callable[[], None]]
 SMALLEST_BOUND = 1024  # keys; the bound of the context doubles from here on
 
 
-def capture_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Returns what replays the launches of `run`, and the tensor that they write."""
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may allocate and copy meanwhile, as those do that move experts.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = run()
-    return graph.replay, out
+@dataclass
+class GraphCapture:
+    """Captures graphs in one pool of memory. What a graph keeps between its launches, others overwrite."""
+
+    _pool: Any = None
+
+    def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
+        """Returns what replays the launches of `run`."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate and copy meanwhile, as those do that move experts.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+def graph_logits(most_rows: int) -> list[int]:
+    """Returns the rows of each tensor that holds logits of graphs of up to so many rows: the powers of two."""
+    return [1 << power for power in range((most_rows - 1).bit_length() + 1)]
 
 
 @dataclass(frozen=True)
@@ -40,7 +58,6 @@ class _Graph:
 
     batch: ForwardBatch
     replay: Callable[[], None]
-    logits: Tensor
 
 
 @dataclass
@@ -49,8 +66,9 @@ class GraphRunner:
 
     eager: TorchRunner
     parallel: ExpertParallel
-    capture: Capture = capture_graph
+    capture: Capture = field(default_factory=GraphCapture)
     _graphs: dict[tuple[int, int, bool], _Graph | None] = field(default_factory=dict)  # None: ran once
+    _logits: dict[int, Tensor] = field(default_factory=dict)  # by their rows
     _failed: bool = False
 
     @torch.inference_mode()
@@ -61,13 +79,13 @@ class GraphRunner:
         bound = max(SMALLEST_BOUND, 1 << (max(batch.host_seq_lens) - 1).bit_length())
         key = batch.num_padded, bound, self.parallel.replica_map.splits_exactly
         static = replace(step, batch=_static(batch, bound), has_padding=True)
-        graph = self._graphs.get(key)
+        graph, logits = self._graphs.get(key), self._logits_of(static)
         if key not in self._graphs or (graph is not None and graph.batch.input_ids is not batch.input_ids):
             self._graphs[key] = None
             return self.eager(static)[:num_rows]
         if graph is None:
             try:
-                graph = _Graph(batch, *self.capture(lambda: self.eager(static)))
+                graph = _Graph(batch, self.capture(lambda: self.eager(static, logits)))
             except RuntimeError as error:
                 self._failed = True
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -76,7 +94,16 @@ class GraphRunner:
                 return self.eager(static)[:num_rows]
             self._graphs[key] = graph
         graph.replay()
-        return graph.logits[:num_rows]
+        return logits[:num_rows]
+
+    def _logits_of(self, static: StepInputs) -> Tensor:
+        """Returns where the logits of a graph go, [rows, vocab_size] float32."""
+        rows = static.batch.num_tokens
+        size = graph_logits(rows)[-1]
+        if size not in self._logits:
+            vocab_size = self.eager.stack.head.out_features
+            self._logits[size] = torch.empty(size, vocab_size, device=static.batch.input_ids.device)
+        return self._logits[size][:rows]
 
     def logits_of(self, rows: range) -> Tensor:
         return self.eager.logits_of(rows)

@@ -39,7 +39,8 @@ class TorchRunner:
     _rows: Tensor | None = None  # of the last step, where more logits of it are wanted
 
     @torch.inference_mode()
-    def __call__(self, step: StepInputs) -> Tensor:
+    def __call__(self, step: StepInputs, logits: Tensor | None = None) -> Tensor:
+        """logits: where they are written, [num_logit_rows, vocab_size] float32; None: new memory"""
         self._rows = None
         batches = step.batch.halves(self.numerics) if step.overlap else (step.batch,)
         moe = next((layer.moe for layer in self.stack.layers if layer.moe is not None), None)
@@ -57,7 +58,7 @@ class TorchRunner:
         ]
         rows = _together(take_turns([self.stack(each) for each in steps]), batches)
         self._rows = rows if step.batch.prompt_rows else None
-        return _project(self.stack.head, rows.index_select(0, step.batch.logit_rows), self.numerics)
+        return _project(self.stack.head, rows.index_select(0, step.batch.logit_rows), self.numerics, logits)
 
     @torch.inference_mode()
     def logits_of(self, rows: range) -> Tensor:
@@ -130,11 +131,12 @@ def _together(rows: Sequence[Tensor], batches: Sequence[ForwardBatch]) -> Tensor
     return torch.cat([each[: batch.num_tokens] for each, batch in zip(rows, batches, strict=True)])
 
 
-def _project(weight: Linear, rows: Tensor, numerics: Numerics) -> Tensor:
-    """Returns the logits of rows [n, H], [n, vocab_size] float32."""
+def _project(weight: Linear, rows: Tensor, numerics: Numerics, out: Tensor | None = None) -> Tensor:
+    """Returns the logits of rows [n, H], [n, vocab_size] float32, in `out`, if given."""
     num_rows = rows.shape[0]
     padding = numerics.padded(num_rows) - num_rows
-    return weight(functional.pad(rows, (0, 0, 0, padding)) if padding else rows)[:num_rows].float()
+    found = weight(functional.pad(rows, (0, 0, 0, padding)) if padding else rows)[:num_rows]
+    return found.float() if out is None else out.copy_(found)
 
 
 class RecordedRunner:

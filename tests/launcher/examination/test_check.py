@@ -58,11 +58,17 @@ def test_more_ranks_hold_fewer_experts_each_and_replicas_cost_slots():
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: no kernels")
-def test_the_workspace_of_flashinfer_is_counted_beside_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_and_the_workspace_of_flashinfer_which_has_none_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_plan, "find_spec", lambda name: True)  # as if it was installed
     path = f"model.path={tiny_model(tmp_path, 'qwen3_moe')}", "model.load_format=dummy", "parallel.device=cuda"
     ours, theirs = (sizes(checked(*path, f"engine.attention_backend={name}")) for name in ("auto", "flashinfer"))
+    graphs = ours.pop("graphs of decode steps")
     assert theirs == ours | {"attention workspace": 128 << 20}
+    more = sizes(checked(*path, "engine.max_running_requests=100"))["graphs of decode steps"]
+    logits = 4 * 256 * (sum(1 << power for power in range(8)))  # of up to 112 rows
+    assert graphs < more > logits
     assert ours["a step at its largest"] > 0
 
 
