@@ -5,11 +5,13 @@
 Serves the bench model twice, on two ranks with one thread each: one prefill and one decode rank, and two ranks that do
 both. Each round measures each system with streams alone (idle), then with the same streams while prompts arrive one by
 one, at half of the rate that the prefill rank can take. A pause is the time between two tokens of a stream at its
-client. One process with one thread sends and reads everything; it and the front ends share the cores with the ranks.
+client. Streams run from before a measurement to its end, so that their own short prompts hold up none of them. One
+process with one thread sends and reads everything; it and the front ends share the cores with the ranks.
 """
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -74,12 +76,13 @@ class Clients:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
 
             async def stream() -> None:
-                while time.perf_counter() < end_s:
-                    times: list[float] = []
-                    await self._ask(session, 64, 200, times)
-                    counted = [at for at in times if begin_s <= at <= end_s]
-                    pauses.extend(b - a for a, b in itertools.pairwise(counted))
-                    seen.num_tokens += 0 if period_s is None else len(counted)
+                times: list[float] = []
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(end_s - time.perf_counter()):
+                        await self._ask(session, 64, 2 * self._num_prompt - 64, times)
+                counted = [at for at in times if begin_s <= at <= end_s]
+                pauses.extend(b - a for a, b in itertools.pairwise(counted))
+                seen.num_tokens += 0 if period_s is None else len(counted)
 
             async def prompt() -> None:
                 times: list[float] = []

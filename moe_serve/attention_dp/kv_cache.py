@@ -130,6 +130,11 @@ class KvCache:
         """Where a block lies, of a pool on the CPU: for each layer the address of block 0, and the bytes of a block."""
         return [(memory.data_ptr(), self.block_size * memory.shape[1]) for memory in self._memory]
 
+    def touch(self) -> None:
+        """Has the system give the memory of an unused pool now: the first write to a huge page takes milliseconds."""
+        for memory in self._memory:
+            memory.zero_()
+
     def read_page(self, block: int) -> Tensor:
         """Returns a copy of what a block holds, layer after layer: [page_bytes] uint8 on the CPU."""
         first = block * self.block_size

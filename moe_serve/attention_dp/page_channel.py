@@ -175,9 +175,13 @@ class PageReceiver:
     """
 
     def __init__(self, descriptors: Sequence[int], cache: KvCache):
-        """descriptors: of the files, by prefill rank. Raises ConfigError where one is too small for a page."""
+        """descriptors: of the files, by prefill rank;  cache: not used yet
+
+        Raises ConfigError where a file is too small for a page.
+        """
         self._copier = PageCopier(cache, _library())
         self._rings = [_Ring(each, cache.page_bytes, writes=False) for each in descriptors]
+        cache.touch()  # whose blocks are new to the system, too, where pages of the first prompts come
         self._cache, self.page_bytes = cache, cache.page_bytes
         self.counters = dict.fromkeys(COUNTERS, 0)
 

@@ -1,5 +1,9 @@
 """The paged cache: rows by slot, and sizes."""
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -54,3 +58,17 @@ def test_bytes_per_block_are_those_of_the_tensors() -> None:
 def test_a_cache_that_does_not_fit_says_which_setting_to_lower() -> None:
     with pytest.raises(CapacityError, match=r"lower cache\.num_blocks"):
         KvCache(LAYOUTS, 1 << 50, 16, torch.float32, "cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_memory_of_a_touched_pool_is_there_before_a_block_is_written() -> None:
+    cache = KvCache([KvLayout.gqa(2, 64)] * 2, 2048, 16, torch.float32, "cpu")
+    num_bytes = 2048 * cache.page_bytes
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    cache.touch()
+    assert resident_bytes() - before > num_bytes // 2, "of 64 MiB; torch and Python may give some of theirs back"
+    assert not cache.layer(0).any()

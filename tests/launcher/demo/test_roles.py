@@ -24,7 +24,7 @@ def test_roles_give_the_tokens_of_two_ranks_and_no_request_is_lost_with_the_pref
 
     with demo.client(timeout_s=120) as client:
         right = [answer(client, body) for body in bodies]
-    settings = ["parallel.prefill_from_tokens=32", "cache.host_gb=0.02", "eplb.mode=dynamic"]
+    settings = ["cache.host_gb=0.02", "eplb.mode=dynamic"]
     with Running("moe_serve", ["serve", *flags, *(f"--set={each}" for each in settings)]) as running:
         with running.client(timeout_s=120) as client:
 
