@@ -196,7 +196,7 @@ class Scheduler:
             if share
         ]
         num_tokens = len(decodes) + sum(shares)
-        if self.speculator is not None and decodes:
+        if self.speculator is not None and decodes and self.speculator.is_due(decodes[-1].request):
             num_rows = min(self.max_batch_tokens - num_tokens, most_yielding_rows(self.max_running) - len(decodes))
             num_tokens += self._add_drafts(self.speculator, decodes, num_rows)
         return Proposal(tuple(decodes), tuple(prefills), tuple(preempted), num_tokens)

@@ -10,8 +10,7 @@ since each draft reads experts of its own (Cascade, arXiv 2506.20675). Numpy onl
 
 import heapq
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,9 +58,9 @@ class TextIndex:
         self._of_old.discard(number)
         entries = self._young.setdefault(salt, {})
         before = len(entries)
-        if len(token_ids) == 1:
-            if len(text) > _NGRAM:
-                entries[_key(text, first)] = number << _POSITION_BITS | first + _NGRAM
+        if len(token_ids) < 32:
+            for start in range(first, len(text) - _NGRAM):
+                entries[_key(text, start)] = number << _POSITION_BITS | start + _NGRAM
         else:
             ids = np.frombuffer(text, np.int32)[first:].astype(np.int64)
             num_runs = max(0, len(ids) - _NGRAM)
@@ -97,70 +96,97 @@ def _key(text: "array[int]", start: int) -> int:
 
 
 class StepCosts:
-    """How long steps of decodes take by their rows: moving averages, and straight lines between these."""
+    """How long steps with drafts take, as a multiple of steps without: moving averages, and straight lines between.
+
+    A multiple is that of steps near each other in time, so that neither longer contexts nor other work on the machine
+    make drafts look cheap or dear.
+    """
 
     def __init__(self) -> None:
-        self._rows: list[int] = []  # that were seen, ascending
-        self._seconds: dict[int, float] = {}
+        self._plain_s: dict[int, float] = {}  # steps without drafts, by decodes
+        self._num_since: dict[int, int] = {}  # steps with drafts since then
+        # By powers of two of decodes and of drafts: averages of drafts and multiple, and how many steps these are of.
+        self._seen: dict[int, dict[int, tuple[float, float, int]]] = {}
 
-    def add(self, rows: int, seconds: float) -> None:
+    def add(self, num_decodes: int, num_drafts: int, seconds: float) -> None:
         """Counts a step. One that took far longer than usual has waited for something else, and counts little."""
-        known = self._seconds.get(rows)
-        if known is None:
-            self._rows.insert(bisect_left(self._rows, rows), rows)
-            self._seconds[rows] = seconds
-        else:
-            self._seconds[rows] = known + 0.1 * (min(seconds, 2 * known) - known)
+        plain_s = self._plain_s.get(num_decodes)
+        if num_drafts == 0:
+            self._plain_s[num_decodes] = seconds if plain_s is None else _moved(plain_s, seconds, 0.25)
+            self._num_since[num_decodes] = 0
+        elif plain_s is not None:
+            self._num_since[num_decodes] += 1
+            seen = self._seen.setdefault(num_decodes.bit_length(), {})
+            guess = 1 + _DRAFT_COST * num_drafts / num_decodes
+            drafts, multiple, num_steps = seen.get(num_drafts.bit_length(), (num_drafts, guess, 1))
+            weight = max(0.1, 1 / (num_steps + 1))
+            drafts += weight * (num_drafts - drafts)
+            seen[num_drafts.bit_length()] = drafts, _moved(multiple, seconds / plain_s, weight), num_steps + 1
 
-    def has(self, rows: int) -> bool:
-        """Returns whether a step with so many rows was seen."""
-        return rows in self._seconds
+    def is_fresh(self, num_decodes: int) -> bool:
+        """Returns whether a step without drafts was seen not long ago."""
+        return self._num_since.get(num_decodes, _FRESH_STEPS) < _FRESH_STEPS
 
-    def of(self, rows: int) -> float:
-        """Returns the seconds of a step. Beyond all that was seen a row is taken to be nearly free, so that it is
-        tried; from then on it costs what it did cost."""
-        if (known := self._seconds.get(rows)) is not None:
-            return known
-        at = bisect_left(self._rows, rows)
-        if at == 0:
-            return self._seconds[self._rows[0]] if self._rows else 1.0
-        low = self._rows[at - 1]
-        if at == len(self._rows):
-            return self._seconds[low] * (1 + 0.02 * (rows - low))
-        high = self._rows[at]
-        share = (rows - low) / (high - low)
-        return (1 - share) * self._seconds[low] + share * self._seconds[high]
+    def doubt(self, num_decodes: int) -> None:
+        """Gives the next step with drafts as much weight as all that were seen before it."""
+        seen = self._seen.get(num_decodes.bit_length(), {})
+        seen.update({key: (drafts, multiple, 1) for key, (drafts, multiple, _) in seen.items()})
+
+    def of(self, num_decodes: int, num_drafts: int) -> list[float]:
+        """Returns the multiples of steps with 0, 1, ... num_drafts drafts.
+
+        Beyond what was seen a draft costs what those before it cost; before any was, little, so that some are tried.
+        """
+        seen = self._seen.get(num_decodes.bit_length(), {}).values()
+        points = sorted((drafts, multiple) for drafts, multiple, _ in seen)
+        last, multiple = points[-1] if points else (float(num_decodes), 1 + _DRAFT_COST)
+        if num_drafts > last or not points:
+            most = max(float(num_drafts), last)
+            points.append((most, 1 + max(0.0, multiple - 1) * most / last))
+        drafts, multiples = zip((0.0, 1.0), *points, strict=True)
+        found: list[float] = np.interp(np.arange(num_drafts + 1), drafts, multiples).tolist()
+        return found
+
+
+def _moved(average: float, value: float, weight: float) -> float:
+    return average + weight * (min(value, 2 * average) - average)
 
 
 def best_lengths(
-    num_decodes: int, chances: Sequence[float], most: Sequence[int], step_s: Callable[[int], float], num_rows: int
+    num_decodes: int, chances: Sequence[float], most: Sequence[int], multiples: Sequence[float]
 ) -> list[int]:
     """Returns how many drafts of each request to verify, so that a step yields the most tokens per second.
 
     num_decodes: rows without drafts
     chances:     of the next draft of each request to be right, where those before it are
-    most:        drafts that each has;  step_s: time of a step with so many rows
-    num_rows:    drafts that there is room for
+    most:        drafts that each has
+    multiples:   of a step without drafts, how long one takes with 0, 1, ... as many as there is room for
     """
     lengths, best = [0] * len(chances), [0] * len(chances)
-    tokens, best_rate = float(num_decodes), _MIN_GAIN * num_decodes / step_s(num_decodes)
+    tokens, best_rate = float(num_decodes), _MIN_GAIN * num_decodes
     gains = [(-chance, index) for index, chance in enumerate(chances) if most[index]]
     heapq.heapify(gains)
-    for rows in range(num_decodes + 1, num_decodes + num_rows + 1):
+    for multiple in multiples[1:]:
         if not gains:
             break
-        gain, index = heapq.heappop(gains)
+        gain, index = gains[0]
         tokens -= gain
         lengths[index] += 1
         if lengths[index] < most[index]:
-            heapq.heappush(gains, (gain * chances[index], index))
-        if tokens / step_s(rows) > best_rate:
-            best, best_rate = list(lengths), tokens / step_s(rows)
+            heapq.heapreplace(gains, (gain * chances[index], index))
+        else:
+            heapq.heappop(gains)
+        if tokens / multiple > best_rate:
+            best, best_rate = list(lengths), tokens / multiple
     return best
 
 
-_MIN_GAIN = 1.03  # of tokens per second, below which it is noise
-_EXPLORE_PERIOD = 200  # steps with drafts
+_MIN_GAIN = 1.05  # of tokens per second, below which it is noise
+_FRESH_STEPS = 16  # with drafts, for which the time of a step without is taken to be the same
+_LOOK_STEPS, _MOST_LOOK_STEPS = 3, 31  # between two looks for drafts while none pay: behind a new request, and at most
+_DRAFT_COST = 0.25  # of a draft, before it is known: a share of a step without drafts, divided by its decodes
+# Looks at drafts that do not pay, before some are verified to see whether they still do not: at first, and at most.
+_EXPLORE_LOOKS, _MOST_EXPLORE_LOOKS = 2, 16
 
 
 @dataclass(slots=True)
@@ -173,6 +199,9 @@ class _Follower:
     at: int = 0
     right: float = 0.0  # drafts, recent ones count more
     tried: float = 0.0
+    unverified: tuple[int, ...] = ()  # found in the last look, but not worth their rows
+    unverified_from: int = 0  # tokens that were known then
+    unverified_kind: str = OWN
 
 
 @dataclass
@@ -203,6 +232,7 @@ class Speculator:
         """
         self.counters = SpeculationCounters()
         self.costs = StepCosts()
+        self.measures = True  # whether the time of this step matters for `costs`
         self._max_drafts = max_drafts
         self._index = TextIndex(index_bytes)
         self._shares_text = shares_text
@@ -211,7 +241,24 @@ class Speculator:
         self._drafted: dict[Request, str] = {}  # the source of drafts that are being verified
         self._right = {OWN: 1.0, SHARED: 1.0}  # of all requests
         self._tried = {OWN: 2.0, SHARED: 2.0}
-        self._num_choices = 0
+        self._newest: Request | None = None  # of those that decode
+        self._steps_to_look = 0  # as long as that many are left
+        self._look_steps = _LOOK_STEPS
+        self._num_looks = 0  # in a row, at drafts that do not pay
+        self._explore_looks = _EXPLORE_LOOKS
+
+    def is_due(self, newest: Request) -> bool:
+        """Returns whether to look for drafts in this step. Called once for each step that decodes.
+
+        Each one is while they pay. Otherwise some are, which see what would have been right since the last one; the
+        steps between run as without a speculator. newest: of the requests that decode
+        """
+        if newest is not self._newest:
+            self._newest, self._look_steps = newest, _LOOK_STEPS
+            self._steps_to_look = min(self._steps_to_look, _LOOK_STEPS)
+        self._steps_to_look -= 1
+        self.measures = self._steps_to_look <= _LOOK_STEPS
+        return self._steps_to_look < 0 or self._always
 
     def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
         """Returns tokens that may come next in each request, together at most `num_rows`."""
@@ -220,8 +267,6 @@ class Speculator:
         for request in requests:
             room = self._read(request, room)
             found.append(self._found(request))
-        if not any(found):
-            return found
         if self._always:
             lengths = [len(each) for each in found]
         else:
@@ -230,44 +275,62 @@ class Speculator:
         for request, each, length in zip(requests, found, lengths, strict=True):
             drafts.append(each[: min(length, num_rows)])
             num_rows -= len(drafts[-1])
+            follower = self._followers[request]
+            follower.unverified = ()
             if drafts[-1]:
-                self._drafted[request] = self._kind(self._followers[request])
+                self._drafted[request] = self._kind(follower)
+            elif each:
+                follower.unverified, follower.unverified_from = each, request.num_known
+                follower.unverified_kind = self._kind(follower)
         self.counters.num_steps += any(drafts)
         return drafts
 
     def _worth(self, requests: Sequence[Request], found: Sequence[tuple[int, ...]], num_rows: int) -> list[int]:
         """Returns how many of the drafts that were found to verify.
 
-        Now and then a step does the opposite of what pays, so that both are measured anew.
+        Where they would pay if they cost half as much, they are verified now and then, so that their cost is measured
+        anew; and steps that verify are now and then followed by one that does not, for the same reason.
         """
         num_decodes, none = len(requests), [0] * len(requests)
-        if not self.costs.has(num_decodes):
+        most = list(map(len, found))
+        if not self.costs.is_fresh(num_decodes):
+            self._steps_to_look = 0
             return none
-        self._num_choices += 1
-        explores = self._num_choices % _EXPLORE_PERIOD == 0
+        self._look_steps = self._steps_to_look = min(2 * self._look_steps + 1, _MOST_LOOK_STEPS)
+        if not any(most):
+            return none
         chances = [self._chance(self._followers[request]) for request in requests]
-        lengths = best_lengths(num_decodes, chances, list(map(len, found)), self.costs.of, num_rows)
-        if not explores:
-            return lengths
+        multiples = self.costs.of(num_decodes, min(num_rows, sum(most)))
+        lengths = best_lengths(num_decodes, chances, most, multiples)
         if any(lengths):
+            self._num_looks, self._explore_looks = 0, _EXPLORE_LOOKS
+            self._look_steps = self._steps_to_look = 0
+            return lengths
+        self._num_looks += 1
+        if self._num_looks < self._explore_looks:
             return none
-        likeliest = max(range(num_decodes), key=lambda index: chances[index] if found[index] else -1.0)
-        none[likeliest] = min(2, len(found[likeliest]))
-        return none
+        self._num_looks, self._explore_looks = 0, min(2 * self._explore_looks, _MOST_EXPLORE_LOOKS)
+        self.costs.doubt(num_decodes)
+        return best_lengths(num_decodes, chances, most, [(1 + multiple) / 2 for multiple in multiples])
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Learns how many drafts of a request were right."""
         kind = self._drafted.pop(request)
         self.counters.num_drafts[kind] += num_drafts
         self.counters.num_accepted[kind] += num_accepted
-        num_tried = min(num_drafts, num_accepted + 1)
+        self._learn(request, kind, min(num_drafts, num_accepted + 1), num_accepted)
+
+    def _learn(self, request: Request, kind: str, num_tried: int, num_right: int) -> None:
+        """Counts drafts up to the first that was wrong."""
         if (follower := self._followers.get(request)) is not None:  # else that was its end
-            follower.right, follower.tried = 0.9 * follower.right + num_accepted, 0.9 * follower.tried + num_tried
-        self._right[kind] = 0.99 * self._right[kind] + num_accepted
+            follower.right, follower.tried = 0.9 * follower.right + num_right, 0.9 * follower.tried + num_tried
+        self._right[kind] = 0.99 * self._right[kind] + num_right
         self._tried[kind] = 0.99 * self._tried[kind] + num_tried
 
     def end(self, request: Request) -> None:
         """Forgets what it knows about a request, which has left; its text stays in the index."""
+        if request is self._newest:
+            self._newest = None
         self._followers.pop(request, None)
 
     def _read(self, request: Request, room: int) -> int:
@@ -278,6 +341,8 @@ class Speculator:
         num_new = min(request.num_known - follower.num_read, room)
         if num_new <= 0:
             return room
+        if follower.unverified:
+            self._see_whether_right(request, follower)
         new = request.token_ids(follower.num_read, follower.num_read + num_new)
         follower.num_read += num_new
         source = self._index.text(follower.source) if follower.source else None
@@ -287,6 +352,14 @@ class Speculator:
             follower.source = 0
         self._index.extend(follower.text, self._salt(request, follower), new)
         return room - num_new
+
+    def _see_whether_right(self, request: Request, follower: _Follower) -> None:
+        """Learns from drafts that were found but not verified, as far as what came instead is known."""
+        came = request.token_ids(follower.unverified_from, request.num_known)
+        both = list(zip(follower.unverified, came, strict=False))
+        num_right = next((i for i, (draft, token) in enumerate(both) if draft != token), len(both))
+        self._learn(request, follower.unverified_kind, min(len(both), num_right + 1), num_right)
+        follower.unverified = ()
 
     def _found(self, request: Request) -> tuple[int, ...]:
         """Returns what followed where the last tokens of a request came before."""

@@ -190,8 +190,9 @@ class Engine:
         self._note_speed(proposal, plan, step_s)
         ended_ns = self.times.end(plan.phase)
         speculator = self.scheduler.speculator
-        if speculator is not None and plan.phase == "decode" and proposal.num_tokens:
-            speculator.costs.add(proposal.num_tokens, (time.perf_counter_ns() - proposed_ns) / 1e9)
+        if speculator is not None and speculator.measures and plan.phase == "decode" and proposal.decodes:
+            num_drafts = sum([chunk.length for chunk in proposal.decodes]) - len(proposal.decodes)
+            speculator.costs.add(len(proposal.decodes), num_drafts, (time.perf_counter_ns() - proposed_ns) / 1e9)
         if self.profiler.is_on:
             self.profiler.add(plan, (began_ns, agreed_ns, ended_ns), proposal, sum(self.served.waited_s))
         self.watchdog.leave()
