@@ -3,14 +3,15 @@
 A draft is right exactly when it is the token that is drawn, so drafts change no token, only how many a step yields.
 `TextIndex` finds them in text: where the last tokens of a request came before, in its own prompt and output or in those
 of other requests that may share a prefix with it, the tokens that followed may follow again (prompt lookup decoding,
-Saxena 2023; with a shared index as in SuffixDecoding, arXiv 2411.04975). `best_lengths` decides how many of them are
+Saxena 2023; with a shared index as in SuffixDecoding, arXiv 2411.04975). Or the form of an output forces them, such as
+the keys of a JSON object (jump-forward decoding, as in SGLang, arXiv 2312.07104, but verified). `best_lengths` decides how many of them are
 worth their rows, from measured times of steps and from how many were right so far: rows of a MoE model are not free,
 since each draft reads experts of its own (Cascade, arXiv 2506.20675). Numpy only.
 """
 
 import heapq
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +23,8 @@ _ID_BITS = 21  # of each in a key
 _POSITION_BITS = 32
 _INDEX_BYTES = 120  # of one token in the index, measured: two ints and their place in a dict
 _INDEXED_AT_ONCE = 8192  # tokens in one step, about 2 ms
-OWN, SHARED = "own", "shared"  # texts in which a draft was found: the request's own, and another one's
+# Where drafts come from: the request's own text, another one's, and the form that its output must have.
+OWN, SHARED, FORM = SOURCES = "own", "shared", "form"
 
 
 class TextIndex:
@@ -184,6 +186,7 @@ def best_lengths(
 _MIN_GAIN = 1.05  # of tokens per second, below which it is noise
 _FRESH_STEPS = 16  # with drafts, for which the time of a step without is taken to be the same
 _LOOK_STEPS, _MOST_LOOK_STEPS = 3, 31  # between two looks for drafts while none pay: behind a new request, and at most
+_PATIENCE = 8  # looks that find nothing, behind drafts that paid, before steps are left out
 _DRAFT_COST = 0.25  # of a draft, before it is known: a share of a step without drafts, divided by its decodes
 # Looks at drafts that do not pay, before some are verified to see whether they still do not: at first, and at most.
 _EXPLORE_LOOKS, _MOST_EXPLORE_LOOKS = 2, 16
@@ -197,20 +200,20 @@ class _Follower:
     num_read: int = 0  # of its known tokens
     source: int = 0
     at: int = 0
-    right: float = 0.0  # drafts, recent ones count more
-    tried: float = 0.0
+    kind: str = OWN  # of the drafts that were found last
+    right: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0.0))  # recent ones count more
+    tried: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0.0))
     unverified: tuple[int, ...] = ()  # found in the last look, but not worth their rows
     unverified_from: int = 0  # tokens that were known then
-    unverified_kind: str = OWN
 
 
 @dataclass
 class SpeculationCounters:
-    """Totals since the start. num_steps: that verified drafts;  the others: by source, OWN or SHARED"""
+    """Totals since the start. num_steps: that verified drafts;  the others: by source, one of SOURCES"""
 
     num_steps: int = 0
-    num_drafts: dict[str, int] = field(default_factory=lambda: {OWN: 0, SHARED: 0})
-    num_accepted: dict[str, int] = field(default_factory=lambda: {OWN: 0, SHARED: 0})
+    num_drafts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+    num_accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
 
     def totals(self) -> dict[str, float]:
         """Returns them by name; drafts as `num_drafts_own_right` and so on."""
@@ -222,13 +225,21 @@ class SpeculationCounters:
 
 
 class Speculator:
-    """Drafts tokens from text, as many as pay."""
+    """Drafts tokens from text and from the forms of outputs, as many as pay."""
 
-    def __init__(self, max_drafts: int, index_bytes: int, shares_text: bool, always: bool = False):
+    def __init__(
+        self,
+        max_drafts: int,
+        index_bytes: int,
+        shares_text: bool,
+        always: bool = False,
+        forced: Callable[[Request], tuple[int, ...]] | None = None,
+    ):
         """
         max_drafts:  of one request in one step
         shares_text: requests of one salt draft from each other's text, as they share cached prefixes
         always:      as many as there are, whether or not they pay
+        forced:      returns tokens that the form of a request forces next; None: no form is known
         """
         self.counters = SpeculationCounters()
         self.costs = StepCosts()
@@ -237,13 +248,15 @@ class Speculator:
         self._index = TextIndex(index_bytes)
         self._shares_text = shares_text
         self._always = always
+        self._forced = forced
         self._followers: dict[Request, _Follower] = {}
         self._drafted: dict[Request, str] = {}  # the source of drafts that are being verified
-        self._right = {OWN: 1.0, SHARED: 1.0}  # of all requests
-        self._tried = {OWN: 2.0, SHARED: 2.0}
+        self._right = dict.fromkeys(SOURCES, 1.0)  # of all requests
+        self._tried = dict.fromkeys(SOURCES, 2.0)
         self._newest: Request | None = None  # of those that decode
         self._steps_to_look = 0  # as long as that many are left
         self._look_steps = _LOOK_STEPS
+        self._num_empty = _PATIENCE  # looks in a row that have found none, since drafts paid
         self._num_looks = 0  # in a row, at drafts that do not pay
         self._explore_looks = _EXPLORE_LOOKS
 
@@ -278,10 +291,9 @@ class Speculator:
             follower = self._followers[request]
             follower.unverified = ()
             if drafts[-1]:
-                self._drafted[request] = self._kind(follower)
+                self._drafted[request] = follower.kind
             elif each:
                 follower.unverified, follower.unverified_from = each, request.num_known
-                follower.unverified_kind = self._kind(follower)
         self.counters.num_steps += any(drafts)
         return drafts
 
@@ -296,6 +308,10 @@ class Speculator:
         if not self.costs.is_fresh(num_decodes):
             self._steps_to_look = 0
             return none
+        if not any(most) and self._num_empty < _PATIENCE:
+            self._num_empty += 1
+            self._steps_to_look = 0
+            return none
         self._look_steps = self._steps_to_look = min(2 * self._look_steps + 1, _MOST_LOOK_STEPS)
         if not any(most):
             return none
@@ -304,7 +320,7 @@ class Speculator:
         lengths = best_lengths(num_decodes, chances, most, multiples)
         if any(lengths):
             self._num_looks, self._explore_looks = 0, _EXPLORE_LOOKS
-            self._look_steps = self._steps_to_look = 0
+            self._look_steps = self._steps_to_look = self._num_empty = 0
             return lengths
         self._num_looks += 1
         if self._num_looks < self._explore_looks:
@@ -323,7 +339,8 @@ class Speculator:
     def _learn(self, request: Request, kind: str, num_tried: int, num_right: int) -> None:
         """Counts drafts up to the first that was wrong."""
         if (follower := self._followers.get(request)) is not None:  # else that was its end
-            follower.right, follower.tried = 0.9 * follower.right + num_right, 0.9 * follower.tried + num_tried
+            follower.right[kind] = 0.9 * follower.right[kind] + num_right
+            follower.tried[kind] = 0.9 * follower.tried[kind] + num_tried
         self._right[kind] = 0.99 * self._right[kind] + num_right
         self._tried[kind] = 0.99 * self._tried[kind] + num_tried
 
@@ -358,12 +375,15 @@ class Speculator:
         came = request.token_ids(follower.unverified_from, request.num_known)
         both = list(zip(follower.unverified, came, strict=False))
         num_right = next((i for i, (draft, token) in enumerate(both) if draft != token), len(both))
-        self._learn(request, follower.unverified_kind, min(len(both), num_right + 1), num_right)
+        self._learn(request, follower.kind, min(len(both), num_right + 1), num_right)
         follower.unverified = ()
 
     def _found(self, request: Request) -> tuple[int, ...]:
-        """Returns what followed where the last tokens of a request came before."""
+        """Returns what its form forces next, or else what followed where the last tokens of a request came before."""
         follower = self._followers[request]
+        if self._forced is not None and request.params.constraint is not None and (forced := self._forced(request)):
+            follower.kind = FORM
+            return forced[: self._max_drafts]
         if follower.num_read < request.num_known:
             return ()
         if not follower.source:
@@ -375,15 +395,13 @@ class Speculator:
         if source is None:
             follower.source = 0
             return ()
+        follower.kind = OWN if follower.source == follower.text else SHARED
         return tuple(source[follower.at : follower.at + self._max_drafts])
 
     def _salt(self, request: Request, follower: _Follower) -> str:
         return request.salt if self._shares_text else str(follower.text)
 
-    def _kind(self, follower: _Follower) -> str:
-        return OWN if follower.source == follower.text else SHARED
-
     def _chance(self, follower: _Follower) -> float:
-        kind = self._kind(follower)
+        kind = follower.kind
         usual = self._right[kind] / self._tried[kind]
-        return min(0.98, (follower.right + 2 * usual) / (follower.tried + 2))
+        return min(0.98, (follower.right[kind] + 2 * usual) / (follower.tried[kind] + 2))

@@ -104,12 +104,13 @@ def build_engine(
         sender,
         receiver,
     )
+    sampler = Sampler(served.limits.eos_token_ids, served.numerics.compiled)
     scheduler = Scheduler(
         blocks,
         max_running=config.engine.max_running_requests,
         max_batch_tokens=config.engine.max_batch_tokens,
         max_model_len=served.limits.max_model_len,
-        speculator=_make_speculator(config),
+        speculator=_make_speculator(config, sampler),
     )
     counters = EngineCounters()
     requests = OpenRequests(scheduler, served.limits, counters, make_grammars(config, served.limits))
@@ -129,7 +130,7 @@ def build_engine(
             served.numerics,
             captures_decodes(served.numerics, served.device, config.engine.attention_backend),
         ),
-        sampler=Sampler(served.limits.eos_token_ids, served.numerics.compiled),
+        sampler=sampler,
         requests=requests,
         events=StepEvents(
             scheduler,
@@ -161,13 +162,14 @@ def build_engine(
     )
 
 
-def _make_speculator(config: ServeConfig) -> Speculator | None:
+def _make_speculator(config: ServeConfig, sampler: Sampler) -> Speculator | None:
     """Returns what guesses tokens; None where nothing does."""
     speculation = config.speculation
     if speculation.mode == "off":
         return None
     index_bytes, shares_text = int(speculation.index_mib * 2**20), config.cache.prefix_cache
-    return Speculator(speculation.max_drafts, index_bytes, shares_text, always=speculation.mode == "lookup")
+    always = speculation.mode == "lookup"
+    return Speculator(speculation.max_drafts, index_bytes, shares_text, always, sampler.forced)
 
 
 def _make_expert_server(

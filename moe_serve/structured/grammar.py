@@ -217,6 +217,11 @@ class Matcher:
         """Whether the output is complete and nothing else may follow."""
         return bool(self._inner.is_stopped()) and not self._inner.is_error()
 
+    def forced(self) -> list[int]:
+        """Returns tokens of the text that must come next, as far as it can be known; other tokens of it may come, too."""
+        found: list[int] = self._inner.compute_ff_tokens()
+        return found
+
     def mask(self) -> NDArray[np.int32]:
         """Returns [ceil(vocab_size / 32)] int32: token i may come next where bit i % 32 of word i // 32 is set.
 

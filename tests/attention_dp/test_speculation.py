@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.attention_dp.speculation import OWN, SHARED, Speculator, StepCosts, TextIndex, best_lengths
+from moe_serve.attention_dp.speculation import FORM, OWN, SHARED, Speculator, StepCosts, TextIndex, best_lengths
 
 MIB = 2**20
 
@@ -80,9 +81,20 @@ def test_a_request_drafts_what_followed_in_its_own_text_and_in_others():
     assert speculator.draft([other], 99) == [()]
     stranger = request("c", [5, 13, 7, 8], [9], salt="other")
     assert speculator.draft([stranger], 99) == [()]
-    assert speculator.counters.num_drafts == {OWN: 4, SHARED: 4}
-    assert speculator.counters.num_accepted == {OWN: 4, SHARED: 1}
+    assert speculator.counters.num_drafts == {OWN: 4, SHARED: 4, FORM: 0}
+    assert speculator.counters.num_accepted == {OWN: 4, SHARED: 1, FORM: 0}
     assert speculator.counters.totals()["num_speculative_steps"] == 2
+
+
+def test_what_a_form_forces_is_drafted_before_what_text_suggests():
+    forms = {"a": (20, 21, 22, 23, 24), "b": (30,), "c": ()}
+    speculator = Speculator(4, MIB, shares_text=False, always=True, forced=lambda each: forms[each.request_id])
+    params = SamplingParams(100, constraint=Constraint("regex", "x"))
+    mine, plain, free = (Request(name, 0, [7, 8, 9, 10, 7, 8], [9], params, seed=0) for name in "abc")
+    plain.params = SamplingParams(100)
+    assert speculator.draft([mine, plain, free], 99) == [(20, 21, 22, 23), (10, 7, 8, 9), (10, 7, 8, 9)]
+    speculator.verified(mine, 4, 3)
+    assert speculator.counters.num_accepted == {OWN: 0, SHARED: 0, FORM: 3}
 
 
 def test_without_a_prefix_cache_requests_see_no_other_text():
@@ -195,7 +207,8 @@ def test_drafts_that_are_always_wrong_are_given_up():
     verified = steps(speculator, mine, 0.3, 8000, is_right=False)
     assert sum(map(bool, verified)) < 20
     assert not any(verified[100:])
-    assert speculator._followers[mine].right < 0.01 < 1 < speculator._followers[mine].tried
+    follower = speculator._followers[mine]
+    assert follower.right[OWN] < 0.01 < 1 < follower.tried[OWN]
 
 
 def test_drafts_that_are_right_are_verified_as_long_as_rows_cost_little():
@@ -211,7 +224,7 @@ def test_steps_between_looks_do_nothing_and_a_look_sees_what_would_have_been_rig
     mine = request("a", [*range(1, 600), *range(1, 4)], [4])
     steps(speculator, mine, 1.5, 400, is_right=True)
     follower = speculator._followers[mine]
-    assert follower.right / follower.tried > 0.9, "most were never verified"
+    assert follower.right[OWN] / follower.tried[OWN] > 0.9, "most were never verified"
     num_drafts = speculator.counters.num_drafts[OWN]
     looks = 0
     while speculator.is_due(mine):

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.attention_dp.speculation import Speculator
+from moe_serve.attention_dp.speculation import FORM, Speculator
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.protocol.messages import LogprobBlock, Submit, TokenEvent
 from moe_serve.engine.requests import StepEvents
 from tests.engine.offline import OTHER_FAMILIES, TINY, Served, prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import PLAIN, model_overrides, requests_for, same, submits_that_change_logits
-from tests.engine.test_structured import compile_at_once, submits_with_forms
+from tests.engine.test_structured import STARTS, compile_at_once, submits_with_forms
 
 EVERY_DAY = ("demo", "mixtral", "deepseek_v3", "gpt_oss", "deepseek_v32", "llama4_text")
 FAMILIES = [
@@ -107,6 +107,29 @@ def test_drafts_change_no_bit_of_outputs_with_a_form() -> None:
     drafted = serve(2, submits, PLAIN, prepare=partial(_drafts_with_forms, expected.tokens))
     same(drafted, expected)
     assert (drafted.tokens, drafted.finish) == (expected.tokens, expected.finish)
+
+
+def test_drafts_that_forms_force_change_no_bit() -> None:
+    submits = submits_with_forms(16, STARTS)
+    expected = serve(1, submits, PLAIN, prepare=compile_at_once)
+    for mode in ("lookup", "auto"):
+        drafted = serve(2, submits, [*PLAIN, f"speculation.mode={mode}"], prepare=_some_are_forced, stagger=1)
+        same(drafted, expected)
+        assert (drafted.tokens, drafted.finish) == (expected.tokens, expected.finish)
+
+
+def _some_are_forced(engine: Engine) -> None:
+    """Fails where no draft that a form forces was right, of as many as there were."""
+    compile_at_once(engine)
+    run, speculator, mode = engine.run, engine.scheduler.speculator, engine.config.speculation.mode
+    assert isinstance(speculator, Speculator)
+
+    def checked() -> None:
+        run()
+        drafts, right = (each[FORM] for each in (speculator.counters.num_drafts, speculator.counters.num_accepted))
+        assert mode == "auto" or 0 < right <= drafts, f"{right} drafts of {drafts} were right"
+
+    engine.run = checked  # type: ignore[method-assign]
 
 
 def _drafts_with_forms(expected: dict[str, list[int]], engine: Engine) -> None:

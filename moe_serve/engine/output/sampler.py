@@ -62,6 +62,11 @@ class Sampler:
         sampling = SamplingRows(_rows(requests), changes if any(each is not None for each in changes) else [])
         return self._chooser(sampling)(logits)
 
+    def forced(self, request: Request) -> tuple[int, ...]:
+        """Returns tokens that the form of a request of the newest call forces next, as far as they are known."""
+        changes = self._changes.get(request)
+        return () if changes is None else changes.forced()
+
     def _keep(self, requests: list[Request], vocab: int) -> None:
         """Writes the parameters of these requests; from now on their output indices and changes change."""
         self._requests = requests
@@ -148,6 +153,11 @@ class RequestChanges:
         return LogitChanges(edits, banned, mask)
 
 
+    def forced(self) -> tuple[int, ...]:
+        """Returns tokens of the text that the form forces after the output as it is now."""
+        return () if self._form is None else self._form.forced()
+
+
 class _Form:
     """The constraint of one request.
 
@@ -172,19 +182,22 @@ class _Form:
         self._none = np.zeros_like(self._stops)
         self.must_end = False
 
+    def forced(self) -> tuple[int, ...]:
+        """Returns tokens of the text that must come after the output; none before the form begins, or where it ends."""
+        try:
+            return tuple(self._matcher.forced()) if self._advance() else ()
+        except RequestError:
+            return ()  # `mask` says so
+
     def mask(self, may_stop: bool) -> NDArray[np.int32] | None:
         """Returns the tokens that may come after the output; none where the grammar is too complex there, None before
         the form begins.
 
         may_stop: whether a stop token would end the request
         """
-        output_ids = self._request.output_ids
-        begin = self._start.index()
-        if begin is None:
-            return None
         try:
-            self._matcher.advance(output_ids[max(begin, self._num_matched) :])
-            self._num_matched = len(output_ids)
+            if not self._advance():
+                return None
             mask: NDArray[np.int32] = self._matcher.mask()
         except RequestError as error:
             self._request.why_none_left = str(error)
@@ -192,7 +205,17 @@ class _Form:
         self.must_end = self._matcher.must_end
         if may_stop and self._matcher.may_end:
             mask |= self._stops
-        return mask if output_ids else mask | self._opens
+        return mask if self._request.output_ids else mask | self._opens
+
+    def _advance(self) -> bool:
+        """Takes the tokens that have come; returns whether the form has begun. Raises as the matcher does."""
+        begin = self._start.index()
+        if begin is None:
+            return False
+        output_ids = self._request.output_ids
+        self._matcher.advance(output_ids[max(begin, self._num_matched) :])
+        self._num_matched = len(output_ids)
+        return True
 
 
 class _Start:

@@ -4,7 +4,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from moe_serve.attention_dp.pages import COUNTERS
-from moe_serve.attention_dp.speculation import OWN, SHARED, SpeculationCounters
+from moe_serve.attention_dp.speculation import FORM, OWN, SHARED, SpeculationCounters
 from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, PhaseTimes, Status
 from moe_serve.server.observe import metrics
 from tests.server.observe.reports import Story
@@ -22,7 +22,7 @@ async def all_families(names: str = "") -> dict[str, Metric]:
         times = PhaseTimes(1.0, [1] * (len(STEP_BOUNDS_S) + 1), {"attention": 1.0})
         counters = {f"num_splits_{outcome}": 1.0 for outcome in ("proven", "repaired", "unproven")}
         counters |= {f"num_pages_{fate}": 1.0 for fate in COUNTERS}
-        counters |= SpeculationCounters(1, {OWN: 4, SHARED: 2}, {OWN: 3, SHARED: 0}).totals()
+        counters |= SpeculationCounters(1, {OWN: 4, SHARED: 2, FORM: 6}, {OWN: 3, SHARED: 0, FORM: 5}).totals()
         for worker in served.workers:
             waited_s, logged = [0.5, 0.5], {"warning": 1, "error": 0}
             worker.say(Status(worker.rank, 0, 7, 1, 0, 5, 10, 0, counters, waited_s, 1, 1, logged, {"decode": times}))
