@@ -4,9 +4,9 @@ A draft is right exactly when it is the token that is drawn, so drafts change no
 `TextIndex` finds them in text: where the last tokens of a request came before, in its own prompt and output or in those
 of other requests that may share a prefix with it, the tokens that followed may follow again (prompt lookup decoding,
 Saxena 2023; with a shared index as in SuffixDecoding, arXiv 2411.04975). Or the form of an output forces them, such as
-the keys of a JSON object (jump-forward decoding, as in SGLang, arXiv 2312.07104, but verified). `best_lengths` decides how many of them are
-worth their rows, from measured times of steps and from how many were right so far: rows of a MoE model are not free,
-since each draft reads experts of its own (Cascade, arXiv 2506.20675). Numpy only.
+the keys of a JSON object (jump-forward decoding, as in SGLang, arXiv 2312.07104, but verified). `best_lengths` decides
+how many of them are worth their rows, from measured times of steps and from how many were right so far: rows of a MoE
+model are not free, since each draft reads experts of its own (Cascade, arXiv 2506.20675). Numpy only.
 """
 
 import heapq

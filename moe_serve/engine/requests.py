@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.batch import ForwardBatch
@@ -262,10 +263,8 @@ class StepEvents:
             if not going:
                 break
             self.clock.turn(SAMPLE)
-            rows, asking = (
-                logits[[start + depth for *_, start in going]],
-                [chunks[index].request for index, *_ in going],
-            )
+            at, asking = [start + depth for *_, start in going], [chunks[index].request for index, *_ in going]
+            rows = logits[at] if logits.is_cuda else torch.from_numpy(logits.numpy()[at])  # torch takes 0.1 ms
             raw = self.scorer.keep(rows, asking)
             token_ids = sampler.again(rows, asking)
             of_tokens = self.scorer.of_tokens(raw, asking, token_ids)

@@ -218,7 +218,7 @@ class Matcher:
         return bool(self._inner.is_stopped()) and not self._inner.is_error()
 
     def forced(self) -> list[int]:
-        """Returns tokens of the text that must come next, as far as it can be known; other tokens of it may come, too."""
+        """Returns tokens of the text that must come next, as far as it is known; others of the same text may come."""
         found: list[int] = self._inner.compute_ff_tokens()
         return found
 
