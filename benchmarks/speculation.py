@@ -1,6 +1,7 @@
 """Tokens per second with drafts from text and without, by kind of prompt and batch.
 
-    python -m benchmarks.speculation [--models demo,bench] [--batches 1,4,16,64] [--rounds 5] [--modes auto,lookup]
+    python -m benchmarks.speculation [--models demo,bench] [--batches 1,4,16,64] [--kinds "code edit,..."] [--rounds 5]
+                                     [--modes auto,lookup]
 
 One `LLM` of one rank with all cores for each mode, in alternation. Every round gives all of them the same new prompts
 of one kind, and compares their tokens, which must be equal. Ratios are medians of those within a round. With 5 rounds
@@ -11,9 +12,11 @@ and both models it takes about 15 minutes.
     chat        turns of two speakers, who say other things each time
     prose       sentences that do not come again
     random ids  tokens drawn at random
+    JSON keys   prose; the output is a JSON object with long names and short values. Demo model: the other has no words
 """
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -27,6 +30,7 @@ from typing import Any
 from benchmarks.bench_model import write_bench_model
 from benchmarks.conditions import conditions, save
 from moe_serve import LLM, SamplingParams
+from moe_serve.attention_dp.constraint import Constraint
 
 NUM_OUTPUT = 96
 _NOUNS = ("server", "cache", "request", "token", "expert", "rank", "page", "queue", "model", "step", "layer", "weight")
@@ -66,8 +70,16 @@ def prose(draw: random.Random) -> str:
 
 
 KINDS: dict[str, Callable[[random.Random], str] | None] = {
-    "code edit": code_edit, "quotes": quotes, "chat": chat, "prose": prose, "random ids": None,
+    "code edit": code_edit, "quotes": quotes, "chat": chat, "prose": prose, "random ids": None, "JSON keys": prose,
 }  # fmt: skip
+_NAMES = (
+    "number_of_requests", "first_request_in_queue", "seconds_until_first_token", "tokens_of_all_prompts", "model_name",
+)  # fmt: skip
+_SCHEMA = {
+    "type": "object", "properties": {name: {"enum": [1, 2, 30, None, True]} for name in _NAMES},
+    "required": list(_NAMES), "additionalProperties": False,
+}  # fmt: skip
+_FORM = Constraint("json_schema", json.dumps(_SCHEMA))
 
 
 def main() -> None:
@@ -75,6 +87,7 @@ def main() -> None:
     parser.add_argument("--models", default="demo,bench")
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--modes", default="auto,lookup")
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     facts, rows = conditions(), []
@@ -83,9 +96,9 @@ def main() -> None:
             path = "demo" if model == "demo" else str(write_bench_model(Path(folder)))
             rows += compare(model, path, args)
     notes = (
-        f"{args.rounds} rounds, {NUM_OUTPUT} tokens for each prompt, temperature 0, one rank with {os.cpu_count()} "
-        "threads. `speed` is tokens per second over those without drafts in the same round, in brackets the slowest "
-        f"and fastest round. Load average at the end: {os.getloadavg()[0]:.2f}."
+        f"{args.rounds} rounds, {NUM_OUTPUT} tokens for each prompt (JSON: until it is complete), temperature 0, one "
+        f"rank with {os.cpu_count()} threads. `speed` is tokens per second over those without drafts in the same "
+        f"round, in brackets the slowest and fastest round. Load average at the end: {os.getloadavg()[0]:.2f}."
     )
     print(save("speculation", "Drafts from text against none", rows, facts, notes, per_cpu=True))
 
@@ -101,8 +114,12 @@ def compare(model: str, path: str, args: argparse.Namespace) -> list[dict[str, A
             for mode in modes
         }
         for batch in map(int, args.batches.split(",")):
-            for kind, make in KINDS.items():
-                params = SamplingParams(max_new_tokens=NUM_OUTPUT, temperature=0, ignore_eos=True)
+            for kind in args.kinds.split(","):
+                make, params = KINDS[kind], SamplingParams(max_new_tokens=NUM_OUTPUT, temperature=0, ignore_eos=True)
+                if kind == "JSON keys":
+                    if model != "demo":
+                        continue
+                    params = SamplingParams(max_new_tokens=2 * NUM_OUTPUT, temperature=0, constraint=_FORM)
                 seconds: dict[str, list[float]] = {mode: [] for mode in modes}
                 for number in range(-1, args.rounds):  # the first one warms up
                     draw = random.Random(f"{kind} {batch} {number}")
@@ -116,7 +133,7 @@ def compare(model: str, path: str, args: argparse.Namespace) -> list[dict[str, A
                         expected = found if expected is None else expected
                         assert found == expected, f"drafts have changed tokens: {model}, {kind}, batch {batch}"
                 row: dict[str, Any] = {"model": model, "batch": batch, "prompts": kind}
-                row["tok/s"] = f"{batch * NUM_OUTPUT / statistics.median(seconds['off']):.0f}"
+                row["tok/s"] = f"{sum(map(len, found)) / statistics.median(seconds['off']):.0f}"
                 for mode in modes[1:]:
                     ratios = [off / on for off, on in zip(seconds["off"], seconds[mode], strict=True)]
                     row[f"speed {mode}"] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"

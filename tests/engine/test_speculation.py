@@ -174,6 +174,38 @@ def test_accepting_one_draft_too_many_would_be_noticed() -> None:
     assert mutated.tokens != expected.tokens
 
 
+def greedy_and_sampled(model: str, num: int) -> list[Submit]:
+    """Returns requests with 1 to 60 prompt tokens and 4 to 20 output tokens, every other one sampled."""
+    draw = random.Random(model)
+    prompts = prompts_with_shared_beginnings(num, 2048 if model == "demo" else 256, max_len=60, seed=1)
+    ways = [
+        SamplingParams(draw.randint(4, 20), temperature=0, ignore_eos=True),
+        SamplingParams(20, temperature=0.9, top_p=0.95, top_k=40),
+        SamplingParams(16, temperature=0, repetition_penalty=1.2, presence_penalty=0.3, min_new_tokens=5),
+        SamplingParams(20, temperature=1.2, min_p=0.01, frequency_penalty=0.2),
+    ]
+    return [
+        msgspec.structs.replace(submit, params=ways[index % 4])
+        for index, submit in enumerate(submits_of(prompts, ways[0], list(range(num))))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ("demo", *TINY, *OTHER_FAMILIES))
+def test_drafts_change_no_bit_of_5000_requests(model: str, tmp_path) -> None:
+    """Of each family 3 x 96 requests, which is more than 5,000 over all of them."""
+    overrides = [*PLAIN, *model_overrides(model, tmp_path)]
+    submits = greedy_and_sampled(model, 96)
+    expected = serve(1, submits, overrides)
+    for num_ranks, stagger in ((1, 1), (2, None), (4, 2)):
+        cache = SMALL_CACHE if num_ranks == 2 else []
+        drafted = serve(num_ranks, submits, [*overrides, *cache], stagger, prepare=drafting(expected))
+        same(drafted, expected)
+        assert (drafted.tokens, drafted.finish) == (expected.tokens, expected.finish)
+    mutated = serve(2, submits, overrides, prepare=partial(_one_too_many, expected.tokens))
+    assert mutated.tokens != expected.tokens, "one draft too many would not be noticed"
+
+
 def repetitive(num: int) -> list[Submit]:
     """Returns requests whose prompts repeat themselves and each other."""
     draw = random.Random(7)

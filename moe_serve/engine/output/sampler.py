@@ -152,7 +152,6 @@ class RequestChanges:
             return None
         return LogitChanges(edits, banned, mask)
 
-
     def forced(self) -> tuple[int, ...]:
         """Returns tokens of the text that the form forces after the output as it is now."""
         return () if self._form is None else self._form.forced()
