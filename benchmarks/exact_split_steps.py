@@ -1,10 +1,11 @@
-"""What the exact split costs and gains on real steps: the engine on CPU ranks, small decode batches, replicas.
+"""What a searched split costs and gains on real steps: the engine on CPU ranks, small decode batches, replicas.
 
-    python -m benchmarks.exact_split_steps [--steps 6000] [--models demo,bench] [--ranks 2,4]
+    python -m benchmarks.exact_split_steps [--split exact|time] [--steps 6000]
+        [--models demo,bench] [--ranks 2,4]
 
 Every rank keeps some short requests running, so batches are small and the load of experts is noise. Blocks of eight
-steps are split exactly, evenly, and as the server itself chooses, in turns, within one run; blocks that stand
-together are compared.
+steps are split exactly (or by time), evenly, and as the server itself chooses, in turns, within one run; blocks that
+stand together are compared.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from moe_serve.engine.protocol.messages import Message, Submit, Tokens
 from moe_serve.engine.step.exchange import make_exchange
 from moe_serve.engine.step.plan import PHASES, RankState, StepPlan
 from moe_serve.ep.replica_map import LayerReplicas
+from moe_serve.eplb.split.make import SEARCHED_SPLITS
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.ranks import run_ranks
 
@@ -52,6 +54,7 @@ ALL_EVEN = 2 ** len(PHASES) - 1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_isa(parser)
+    parser.add_argument("--split", choices=SEARCHED_SPLITS, default="exact")
     parser.add_argument("--steps", type=int, default=6000, help="of each run")
     parser.add_argument("--models", default="demo,bench")
     parser.add_argument("--ranks", default="2,4")
@@ -63,14 +66,22 @@ def main() -> None:
         for model, ranks in itertools.product(args.models.split(","), args.ranks.split(",")):
             path = bench_model(Path(folder)) if model == "bench" else model
             for redundant, words in ((2, "2 more slots"), (NUM_EXPERTS, "every expert twice")):
-                run = run_ranks(int(ranks), measure, path, redundant, args.steps, timeout_s=3600)[0]
+                run = run_ranks(int(ranks), measure, path, args.split, redundant, args.steps, timeout_s=3600)[0]
                 head = {"model": model, "ranks": int(ranks), "replicas": words}
                 found = [head | row for phase in PHASES if (row := run.row(phase)) is not None]
                 print(*found, sep="\n", flush=True)
                 rows += found
     if not rows:
         raise SystemExit(f"no phase has two comparable groups of blocks in {args.steps} steps; give more --steps")
-    print(save("exact_split_steps", "The exact split on real steps", rows, facts, notes(args.steps, args.note)))
+    print(
+        save(
+            f"{args.split}_split_steps",
+            f"The {args.split} split on real steps",
+            rows,
+            facts,
+            notes(args.steps, args.note),
+        )
+    )
 
 
 def bench_model(folder: Path) -> str:
@@ -96,8 +107,12 @@ def notes(num_steps: int, note: str) -> str:
 
 @dataclass
 class Run:
-    """What rank 0 saw. times: (block, mode, size, seconds) of the steps of a phase; split_us, balance: by split"""
+    """What rank 0 saw. times: (block, mode, size, seconds) of the steps of a phase; split_us, balance: by mode
 
+    split: what the mode "exact" stands for
+    """
+
+    split: str
     times: dict[str, list[tuple[int, str, int, float]]] = field(default_factory=lambda: defaultdict(list))
     max_tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     split_us: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -116,12 +131,12 @@ class Run:
             "phase": phase,
             "rows of a rank": int(median(self.max_tokens[phase])),
             "even step ms": round(1e3 * even_s, 2),
-            "gain of exact": _words(exact),
+            f"gain of {self.split}": _words(exact),
             "gain of chosen": _words(chosen),
             "chosen": self.chosen["phases"][phase]["split"],
             "groups": len(groups),
-            "max / mean even, exact": f"{fmean(self.balance[EVEN]):.3f}, {fmean(self.balance[EXACT]):.3f}",
-            "split us even, exact": f"{median(self.split_us[EVEN]):.1f}, {median(self.split_us[EXACT]):.1f}",
+            f"max / mean even, {self.split}": f"{fmean(self.balance[EVEN]):.3f}, {fmean(self.balance[EXACT]):.3f}",
+            f"split us even, {self.split}": f"{median(self.split_us[EVEN]):.1f}, {median(self.split_us[EXACT]):.1f}",
         }
 
     def _groups(self, phase: str) -> list[dict[str, float]]:
@@ -166,7 +181,7 @@ class SteadyMailbox(QueueMailbox):
             self._running -= sum(bool(event.finish) for event in message.events)
 
 
-def measure(rank: int, group: EpGroup, model: str, redundant: int, num_steps: int) -> Run:
+def measure(rank: int, group: EpGroup, model: str, split: str, redundant: int, num_steps: int) -> Run:
     """Returns what this rank saw of a run."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= group.num_ranks:  # the pool's processes end with this run
@@ -174,12 +189,12 @@ def measure(rank: int, group: EpGroup, model: str, redundant: int, num_steps: in
     config = load_config(
         overrides=[
             f"model.path={model}", f"parallel.num_ranks={group.num_ranks}", "dispatch.backend=low_latency",
-            f"eplb.num_redundant_experts={redundant}", "eplb.split=exact", "cache.memory_gib=0.1",
+            f"eplb.num_redundant_experts={redundant}", f"eplb.split={split}", "cache.memory_gib=0.1",
         ]
     )  # fmt: skip
     exchange = make_exchange("shm", group.process_group, True, 120.0)
     engine = build_engine(config, group, exchange, SteadyMailbox(rank, 2048))
-    run, choice = Run(), SplitChoice("exact", has_replicas=True)
+    run, choice = Run(split), SplitChoice(split, has_replicas=True)
     _follow_schedule(engine, run, choice, num_steps)
     with _watched_splits(run, lambda: engine.step):
         engine.run()

@@ -65,6 +65,7 @@ from moe_serve.ep.peer_experts import ExpertServer
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.files.trace_jsonl import RollingTrace, TraceMeta, begin_trace
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.log import get_logger
 from moe_serve.models.decoder.moe_decoder import build_decoder, captures_decodes, kv_layouts
@@ -464,6 +465,11 @@ def _read_weights(
     return load_weights(folder, share, report_bytes, room)
 
 
+def expert_time(plan: ModelPlan) -> ExpertTime:
+    """Returns what the split by time balances: from sizes alone, so that all ranks have the same."""
+    return ExpertTime.of_cpu(plan.slot_form.num_bytes, plan.spec.hidden, plan.spec.moe_intermediate)
+
+
 def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_threads: int) -> ExpertParallel:
     """Returns the parts that all MoE layers share. Collective: transports map each other's memory."""
     spec, placement, dispatch = plan.spec, plan.placement, config.dispatch
@@ -495,7 +501,9 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
         rank=group.rank,
         router=spec.router,
         all_to_all=all_to_all,
-        replica_map=ReplicaMap(placement, plan.device, config.eplb.split, topology, dispatch.compiled),
+        replica_map=ReplicaMap(
+            placement, plan.device, config.eplb.split, topology, dispatch.compiled, expert_time(plan)
+        ),
         recorder=recorder,
         max_tokens_per_rank=plan.max_tokens_per_rank,
         numerics=plan.numerics,

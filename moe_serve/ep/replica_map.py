@@ -18,9 +18,10 @@ from moe_serve.dispatch.layout import count_slots
 from moe_serve.ep.device_split import DeviceSplit
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.layer import LayerSlots
-from moe_serve.eplb.split.make import assign_tokens, layers_of, make_split
+from moe_serve.eplb.split.make import SEARCHED_SPLITS, assign_tokens, layers_of, make_split
 from moe_serve.eplb.split.policy import SplitPolicy, find_library
-from moe_serve.errors import PlacementError
+from moe_serve.eplb.split.time import ExpertTime
+from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
 
 _Pair = tuple[SplitPolicy, SplitPolicy]  # one layer's own split and its even one: the same where only one can serve
@@ -33,24 +34,30 @@ class ReplicaMap:
         self,
         placement: Placement,
         device: torch.device | str = "cpu",
-        split: Literal["even", "nearest", "exact"] = "even",
+        split: Literal["even", "nearest", "exact", "time"] = "even",
         topology: Topology | None = None,
         compiled: bool = True,
+        time: ExpertTime | None = None,
     ):
         """split: how replicas share a batch, see eplb/split/make.py;  topology: None = all ranks on one node; both
         equal on all ranks
 
         compiled: on CPUs, split in C where a compiler is found; the numbers are the same
+        time:     what the split by time balances
+        Raises ConfigError for the split by time on a GPU.
         """
+        if split == "time" and torch.device(device).type == "cuda":
+            raise ConfigError("eplb.split time is for CPU ranks; set eplb.split: exact, which GPUs split by too")
         self._topology = topology = topology or Topology(1, placement.num_ranks)
         self._placement = placement
         self._first_slot = _first_slots(layers_of(placement, topology)).to(device)
         self._split: HostSplit | DeviceSplit | None = None
-        self._is_exact = split == "exact"
+        self._time = time if split == "time" else None
+        self._is_searched = split in SEARCHED_SPLITS
         # A fact of the shape, not of the placement: with as many slots as experts nothing can have a replica.
         if placement.num_layers and placement.num_slots > placement.num_logical:
             if torch.device(device).type == "cpu":
-                self._split = HostSplit(placement, split, topology, compiled)
+                self._split = HostSplit(placement, split, topology, compiled, time)
             else:
                 self._split = DeviceSplit(placement, split, topology, device)
 
@@ -75,20 +82,25 @@ class ReplicaMap:
         return self._split is not None
 
     @property
-    def split_outcomes(self) -> Tensor | None:
-        """Returns how many batches the exact split has proven at once, proven after repair, and not proven: [3] int64.
+    def time(self) -> ExpertTime | None:
+        """What the split by time balances; None where another one serves."""
+        return self._time
 
-        None where it does not serve.
+    @property
+    def split_outcomes(self) -> Tensor | None:
+        """Returns how many batches were proven optimal at once, proven after repair, and not proven: [3] int64.
+
+        None where neither the exact split nor the split by time serves.
         """
-        return self._split.outcomes if self._split is not None and self._is_exact else None
+        return self._split.outcomes if self._split is not None and self._is_searched else None
 
     @property
     def splits_exactly(self) -> bool:
-        """Whether the next batches are split exactly."""
+        """Whether the next batches are split exactly, or by time."""
         return self._split is not None and self._split.serves_exact
 
     def split_evenly(self, flag: bool) -> None:
-        """Splits the next batches evenly instead of exactly, or exactly again; other splits stay as they are.
+        """Splits the next batches evenly instead of exactly or by time, or so again; other splits stay as they are.
 
         Call it between steps, with what the plan says: the ranks must split a batch alike. On devices the host
         chooses between two code paths, so a captured graph holds the one that was in use.
@@ -156,8 +168,10 @@ class HostSplit:
     In C where a compiler is found. DeviceSplit has the same methods.
     """
 
-    def __init__(self, placement: Placement, split: str, topology: Topology, compiled: bool):
-        self._split = split
+    def __init__(
+        self, placement: Placement, split: str, topology: Topology, compiled: bool, time: ExpertTime | None = None
+    ):
+        self._split, self._time = split, time
         self._library = find_library() if compiled else None
         self._outcomes = torch.zeros(3, dtype=torch.int64)  # of layers' placements that are no longer in use
         pairs = [self._make(layer) for layer in layers_of(placement, topology)]
@@ -179,7 +193,7 @@ class HostSplit:
         return self._outcomes + torch.from_numpy(counted.reshape(-1, 3).sum(axis=0))
 
     def split_evenly(self, flag: bool) -> None:
-        """Splits the next batches evenly, or again as the exact split does; the even and nearest splits stay."""
+        """Splits the next batches evenly, or again exactly or by time; the even and nearest splits stay."""
         self._policies = self._even if flag else self._own
 
     def activate(self, layers: Sequence[LayerSlots]) -> None:
@@ -214,8 +228,8 @@ class HostSplit:
         return physical, self._slot_rows[layer_row]
 
     def _make(self, layer: LayerSlots) -> _Pair:
-        own = make_split(self._split, layer, self._library)
-        return own, make_split("even", layer, self._library) if self._split == "exact" else own
+        own = make_split(self._split, layer, self._library, self._time)
+        return own, make_split("even", layer, self._library) if self._split in SEARCHED_SPLITS else own
 
 
 def _shape_of(placement: Placement) -> tuple[int, int, int, int]:

@@ -58,7 +58,7 @@ def test_the_exact_split_serves_on_only_where_it_saves_time(gain: float, split: 
     machine.run(decode(3000))
     assert machine.split_of("decode") == split
     assert machine.plans[-1].split_evenly == (split == "even")
-    told = machine.choice.describe()["phases"]["decode"]["exact_gain"]
+    told = machine.choice.describe()["phases"]["decode"]["gain"]
     assert told["low"] <= told["median"] <= told["high"]
     assert told["low"] - 0.02 < gain < told["high"] + 0.02
 
@@ -128,7 +128,7 @@ def test_a_change_of_the_placement_drops_what_a_trial_has_measured() -> None:
     machine.gain = 0.2
     machine.run(decode(1000))
     assert machine.split_of("decode") == "exact"
-    assert machine.choice.describe()["phases"]["decode"]["exact_gain"]["num_pairs"] == JUDGED_AT[0]
+    assert machine.choice.describe()["phases"]["decode"]["gain"]["num_pairs"] == JUDGED_AT[0]
 
 
 def test_steps_that_do_more_than_others_do_not_count() -> None:
@@ -178,7 +178,7 @@ def test_a_rank_whose_choice_does_not_reach_the_ranks_waits() -> None:
     for step in range(3000):  # another rank leads: its plan never splits evenly
         choice.observe(PLAN._replace(step=step, phase="decode"), 0.01)
     assert choice.describe()["phases"]["decode"] == {
-        "split": "exact", "exact_gain": None, "num_steps": 3000, "num_trial_steps": 0,
+        "split": "exact", "gain": None, "num_steps": 3000, "num_trial_steps": 0,
     }  # fmt: skip
 
 

@@ -23,12 +23,12 @@ TRANSPORTS = ("low_latency", "collective")
 FAST = [
     ("qwen3_moe", 2, "two", "low_latency", "exact", 10),
     ("mixtral", 4, "every expert twice", "collective", "exact", 10),
-    ("deepseek_v3", 2, "every expert twice", "collective", "exact", 10),
+    ("deepseek_v3", 2, "every expert twice", "collective", "time", 10),
     ("qwen3_moe", 4, "every expert twice", "low_latency", "exact", 1),
     ("deepseek_v3", 1, "two", "low_latency", "exact", 10),
     ("mixtral", 2, "two", "low_latency", "nearest", 10),
 ]
-ALL = [(*case, num) for case in product(TINY, (1, 2, 4), REDUNDANT, TRANSPORTS, ("even", "nearest", "exact"))
+ALL = [(*case, num) for case in product(TINY, (1, 2, 4), REDUNDANT, TRANSPORTS, ("even", "nearest", "exact", "time"))
        for num in (1, 10)]  # fmt: skip
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in FAST)]
 

@@ -17,12 +17,15 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.replay import StepSplitter
 from moe_serve.eplb.split.layer import LayerSlots
 from moe_serve.eplb.split.make import assign_tokens, layers_of
-from moe_serve.errors import PlacementError
+from moe_serve.eplb.split.time import ExpertTime
+from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.kernels.exact_split import UNPROVEN
 from moe_serve.topology import Topology
 from tests.eplb.split_cases import split_batch
 
 SPLITS: tuple[Literal["even", "nearest", "exact"], ...] = ("even", "nearest", "exact")
+HOST_SPLITS: tuple[Literal["even", "nearest", "exact", "time"], ...] = (*SPLITS, "time")
+TIME = ExpertTime(3)
 
 
 def draw_step(data: st.DataObject) -> tuple[Placement, Topology, list[torch.Tensor]]:
@@ -52,10 +55,10 @@ def test_a_replay_of_a_recorded_batch_gets_the_servers_split_row_for_row(data: s
     counts = counts_of(ids, placement.num_logical)
     by_source = np.stack([counts.numpy()] * 2)
     record = LoadRecord(7, 1, "decode", by_source.sum(axis=1), by_source=by_source)
-    for split in SPLITS:
-        replayed = StepSplitter(split, placement, topology).slot_rows(record)[0]
+    for split in HOST_SPLITS:
+        replayed = StepSplitter(split, placement, topology, time=TIME).slot_rows(record)[0]
         for compiled in (True, False):
-            replica_map = ReplicaMap(placement, split=split, topology=topology, compiled=compiled)
+            replica_map = ReplicaMap(placement, split=split, topology=topology, compiled=compiled, time=TIME)
             for row, layer in enumerate(layers_of(placement, topology)):
                 for rank, asked in enumerate(ids):
                     physical, slot_rows = replica_map.layer(row).split(asked, counts, rank)
@@ -70,8 +73,8 @@ def test_an_experts_tokens_fill_its_slots_in_order(data: st.DataObject) -> None:
     if placement.num_slots == placement.num_logical:
         return
     counts = counts_of(ids, placement.num_logical)
-    for split in SPLITS:
-        replicas = ReplicaMap(placement, split=split, topology=topology).layer(1)
+    for split in HOST_SPLITS:
+        replicas = ReplicaMap(placement, split=split, topology=topology, time=TIME).layer(1)
         for rank, asked in enumerate(ids):
             assert torch.equal(replicas.count(asked), counts[rank])
             physical, rows = replicas.split(asked, counts, rank)
@@ -263,3 +266,8 @@ def test_a_batch_without_tokens_works(split: str) -> None:
     physical, rows = replicas.split(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), 0)
     assert physical.shape == (0, 2)
     assert rows.tolist() == [[0] * 4] * 2
+
+
+def test_the_split_by_time_is_refused_on_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"eplb.split time is for CPU ranks; set eplb.split: exact"):
+        ReplicaMap(Placement(np.array([[0, 1, 2, 0]]), 3, 2), "cuda", "time", time=TIME)

@@ -16,7 +16,7 @@ The leader also reports the load to the front end. A mistake of the balancer end
 
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -236,10 +236,17 @@ class Balancing:
             self._ask(lambda balancer: balancer.round_sent(start.version))
 
     def _note_split(self, step: int) -> None:
-        """Writes to the trace the phases whose batches are split evenly from this step on."""
+        """Writes to the trace the phases whose batches are split evenly from this step on.
+
+        With the split by time, also what it balances.
+        """
         self._even_phases = phases = self.split_choice.even_phases
+        expert_time = self._served.replica_map.time
         self._on_event(
-            "split_changed", step, phases=[name for number, name in enumerate(PHASES) if phases >> number & 1]
+            "split_changed",
+            step,
+            phases=[name for number, name in enumerate(PHASES) if phases >> number & 1],
+            **({} if expert_time is None else asdict(expert_time)),
         )
 
     def _activate(self, step: int) -> None:

@@ -1,7 +1,8 @@
-"""Decides whether the exact split pays on this machine: a trial while serving, phase by phase, by measured step times.
+"""Decides whether the exact split, or that by time, pays on this machine: a trial while serving, phase by phase, by
+measured step times.
 
-The exact split shortens the work of the most loaded rank and takes time of its own. Which of the two is larger depends
-on machine, model, batches and placement. So a trial splits short blocks of steps exactly and evenly, in turn, and
+Such a split shortens the work of the most loaded rank and takes time of its own. Which of the two is larger depends
+on machine, model, batches and placement. So a trial splits short blocks of steps so and evenly, in turn, and
 compares the blocks of each pair. A step is compared with the usual time of steps of its size, and a pair counts by
 its sign and rank alone, so that a few slow steps decide nothing.
 
@@ -16,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from moe_serve.engine.step.plan import PHASES, MovePlan, StepPlan
+from moe_serve.eplb.split.make import SEARCHED_SPLITS
 from moe_serve.log import get_logger
 
 log = get_logger(__name__)
@@ -34,7 +36,7 @@ _KNOWN_FROM = 8  # times of a size that make its usual time
 
 @dataclass(frozen=True)
 class Gain:
-    """The time that the exact split saves, as shares of a step with the even split; negative = it costs time.
+    """The time that a split saves, as shares of a step with the even split; negative = it costs time.
 
     low, high: an interval that holds the true median with CONFIDENCE
     """
@@ -46,29 +48,35 @@ class Gain:
 
     @classmethod
     def of(cls, pairs: list[float]) -> "Gain":
-        """Returns the gain of the pairs' log ratios, even over exact."""
+        """Returns the gain of the pairs' log ratios, even over the other."""
         low, high = median_interval(pairs, CONFIDENCE)
         return cls(-math.expm1(-median(pairs)), -math.expm1(-low), -math.expm1(-high), len(pairs))
 
-    def __str__(self) -> str:
+    def words(self, split: str) -> str:
+        """Returns a sentence. split: whose gain it is"""
         times = f"{self.low:+.1%} to {self.high:+.1%}, {self.num_pairs} pairs of {BLOCK_STEPS} steps"
         if self.low > 0:
-            return f"the exact split saves {self.median:.1%} of a step ({times})"
+            return f"the {split} split saves {self.median:.1%} of a step ({times})"
         if self.high < 0:
-            return f"the exact split makes a step {-self.median:.1%} longer (gain {times})"
-        return f"the exact split saves nothing that can be measured (gain {times})"
+            return f"the {split} split makes a step {-self.median:.1%} longer (gain {times})"
+        return f"the {split} split saves nothing that can be measured (gain {times})"
 
 
 class SplitChoice:
-    """The leader's choice between the exact split and the even one. `observe` it after each step with a forward.
+    """The leader's choice between a searched split and the even one. `observe` it after each step with a forward.
 
     even_phases: the phases whose next batches are to be split evenly, as bits in the order of PHASES
     """
 
     def __init__(self, split: str, has_replicas: bool):
-        """split: of the configuration; only "exact" has an alternative.  has_replicas: whether experts can have some"""
+        """split: of the configuration; only "exact" and "time" have an alternative
+
+        has_replicas: whether experts can have some
+        """
         self._split = split
-        self._phases = {phase: _PhaseTrials(phase) for phase in PHASES} if split == "exact" and has_replicas else {}
+        self._phases = (
+            {phase: _PhaseTrials(phase, split) for phase in PHASES} if split in SEARCHED_SPLITS and has_replicas else {}
+        )
         self.even_phases = 0
 
     def observe(self, plan: StepPlan, step_s: float) -> None:
@@ -89,13 +97,13 @@ class SplitChoice:
         self.even_phases = sum(phase.wants_even << number for number, phase in enumerate(self._phases.values()))
 
     def describe(self) -> dict[str, Any]:
-        """Returns the split of each phase and the gain of the exact one, for /server_info and the status."""
+        """Returns the split of each phase and the gain over the even one, for /server_info and the status."""
         return {
             "split": self._split,
             "phases": {
                 name: {
-                    "split": "even" if phase.evenly else "exact",
-                    "exact_gain": None if phase.gain is None else vars(phase.gain),
+                    "split": "even" if phase.evenly else self._split,
+                    "gain": None if phase.gain is None else vars(phase.gain),
                     "num_steps": phase.num_steps,
                     "num_trial_steps": phase.num_tried,
                 }
@@ -143,11 +151,12 @@ class _PhaseTrials:
     num_tried: steps that ran the split which was not in use
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, split: str):
+        """split: the alternative to the even one"""
         self.evenly = False
         self.gain: Gain | None = None
         self.num_steps = self.num_tried = 0
-        self._name = name
+        self._name, self._split = name, split
         self._begin_at = WARM_UP_STEPS
         self._pair: _Pair | None = None
         self._even_first = True
@@ -206,10 +215,10 @@ class _PhaseTrials:
         self._gains.clear()
         self._begin_at = self.num_steps + RETRY_STEPS
         if self.evenly != was_even:
-            then = "batches are split evenly" if self.evenly else "the exact split serves"
-            log.info("%s: %s: %s from now on", self._name, gain, then)
+            then = "batches are split evenly" if self.evenly else f"the {self._split} split serves"
+            log.info("%s: %s: %s from now on", self._name, gain.words(self._split), then)
         elif is_first:
-            log.info("%s: %s: it stays in use", self._name, gain)
+            log.info("%s: %s: it stays in use", self._name, gain.words(self._split))
 
 
 def size_class(max_tokens: int) -> int:

@@ -393,7 +393,7 @@ class BalanceReport(Message, tag="balance", frozen=True):
     decisions: those since the last report, oldest first
     totals:    running totals by name: see engine/balancing/balancer.py
     placement: [layers][slots] logical experts, in the report that follows a change only
-    splits:    how batches of each phase are split, and what the exact split gains: SplitChoice.describe
+    splits:    how batches of each phase are split, and what that saves against the even split: SplitChoice.describe
     """
 
     rank: int

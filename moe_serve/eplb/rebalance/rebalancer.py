@@ -338,7 +338,9 @@ def make_rebalancer(placement: Placement, settings: BalancerSettings, facts: Sys
         horizon_windows=settings.horizon_windows,
         round_limits=RoundLimits(settings.staging_slots, settings.pair_moves, settings.node_moves),
         bytes_per_expert=facts.bytes_per_expert,
-        rules=PlanRules(planned_split="exact" if settings.split == "exact" else "even", two_nodes=facts.survives_loss),
+        rules=PlanRules(
+            planned_split="exact" if settings.split in ("exact", "time") else "even", two_nodes=facts.survives_loss
+        ),
         min_replicas=2 if facts.survives_loss else 1,
     )
     prices = PriorPrices(facts.token_s, facts.expert_s, facts.off_node_s)

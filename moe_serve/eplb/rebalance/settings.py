@@ -146,7 +146,7 @@ class BalancerSettings:
     policy:           plans placements, a name of `make_policy`
     trigger, horizon_windows: see RebalanceSettings
     staging_slots, pair_moves, node_moves: per_rank, per_pair and per_node of RoundLimits
-    split:            "even", "nearest" or "exact": how batches are shared over replicas
+    split:            "even", "nearest", "exact" or "time": how batches are shared over replicas
     move_step_share:  how much longer steps may be while experts move
     plan_deadline_s, move_deadline_s: of a plan, and of a round of moves
     """

@@ -11,6 +11,7 @@ from moe_serve.eplb.cost.model import CostModel, PredictedCost
 from moe_serve.eplb.load import LoadTrace, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.problem import holds
+from moe_serve.eplb.split.time import MAX_WEIGHT_ROWS, ExpertTime
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 
@@ -87,6 +88,15 @@ class ProfileCosts:
     @property
     def expert_bytes(self) -> int:
         return self.model.model.expert_bytes
+
+    @property
+    def expert_time(self) -> ExpertTime:
+        """What the split by time balances on this machine."""
+        hardware, profile = self.model.hardware, self.model.model
+        flops = hardware.gemm_efficiency * (hardware.fp8_flops if profile.compute == "fp8" else hardware.bf16_flops)
+        read_s = profile.expert_bytes / (hardware.hbm_efficiency * hardware.hbm_bytes_per_s)
+        row_s = 6.0 * profile.hidden * profile.moe_intermediate / flops
+        return ExpertTime(min(round(read_s / row_s), MAX_WEIGHT_ROWS), hardware.tile_rows)
 
     def of_model(self, trace: LoadTrace) -> LoadTrace:
         """Returns the trace, with the profile's experts per token where it does not say them.

@@ -26,6 +26,7 @@ from moe_serve.eplb.replay.parallel import Task, run_in_parallel, usable_jobs
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
 from moe_serve.eplb.replay.run import GATE, LIVE, Run, Served, StaticRun, make_runs
 from moe_serve.eplb.replay.settings import NO_STEPS, EvenSteps, ReplaySettings
+from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import TraceError
 from moe_serve.topology import Topology
 
@@ -173,7 +174,7 @@ def _conditions(trace: LoadTrace, settings: ReplaySettings, num_windows: int) ->
     if limits:
         words["moves"] = limits
     if settings.split != "window":
-        chosen = settings.split == "exact" and any(settings.even_steps.phases)
+        chosen = settings.split in ("exact", "time") and any(settings.even_steps.phases)
         words["split"] = f"{settings.split}, every step" + (", even where the server chose so" if chosen else "")
     return words
 
@@ -233,9 +234,10 @@ class Scorer:
     """Scores windows.
 
     split "window": replicas share an expert's tokens evenly, on the sums of the window. Others ("even", "nearest",
-    "exact", "fewest_activated") split every single step, which has to be in the trace, with its sources for "nearest";
-    balancedness and activated experts are then means over steps, and traffic is that of the split where the sources of
-    single steps are known. even_steps: those that "exact" splits evenly, as the server did.
+    "exact", "time", "fewest_activated") split every single step, which has to be in the trace, with its sources for
+    "nearest"; balancedness and activated experts are then means over steps, and traffic is that of the split where the
+    sources of single steps are known. even_steps: those that "exact" or "time" splits evenly, as the server did. "time"
+    needs the times of experts: the server's, which even_steps knows, or those of costs.
     """
 
     def __init__(
@@ -257,7 +259,8 @@ class Scorer:
             balance, ranks, activated = balancedness(load), load.sum(axis=0), self._activated(record, placement)
         else:
             if self._splitter is None or self._splitter.placement is not placement:
-                self._splitter = StepSplitter(self.split, placement, self.topology, self.even_steps)
+                time = None if self.costs is None else self.costs.expert_time
+                self._splitter = StepSplitter(self.split, placement, self.topology, self.even_steps, time)
             rows = self._splitter.slot_rows(record)
             by_rank = rows.sum(axis=2).reshape(*rows.shape[:2], placement.num_ranks, -1)
             load = by_rank.sum(axis=3).astype(np.float64)  # [steps, L, R]
@@ -339,14 +342,25 @@ def _off_node(traffic: NDArray[np.number]) -> float:
 class StepSplitter:
     """Splits every single step of a window over the replicas of one placement, as a server does batch by batch."""
 
-    def __init__(self, split: str, placement: Placement, topology: Topology, even_steps: EvenSteps = NO_STEPS) -> None:
-        """split: of `make_split`;  even_steps: those that "exact" splits evenly"""
-        from moe_serve.eplb.split.make import make_splits
+    def __init__(
+        self,
+        split: str,
+        placement: Placement,
+        topology: Topology,
+        even_steps: EvenSteps = NO_STEPS,
+        time: ExpertTime | None = None,
+    ) -> None:
+        """split: of `make_split`
+
+        even_steps: those that "exact" or "time" splits evenly
+        time:       for "time", where even_steps does not know the server's own
+        """
+        from moe_serve.eplb.split.make import SEARCHED_SPLITS, make_splits
         from moe_serve.eplb.split.policy import find_library
 
         self.split, self.placement = split, placement
-        self._even_steps = even_steps if split == "exact" else NO_STEPS
-        self._layers = make_splits(split, placement, topology, find_library())
+        self._even_steps = even_steps if split in SEARCHED_SPLITS else NO_STEPS
+        self._layers = make_splits(split, placement, topology, find_library(), self._even_steps.time or time)
         self._even_layers = make_splits("even", placement, topology, find_library()) if self._even_steps.steps else []
 
     def slot_rows(self, record: LoadRecord) -> NDArray[np.int64]:

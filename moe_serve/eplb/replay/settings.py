@@ -12,6 +12,7 @@ from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.rebalance.events import REQUESTED, STARTED
 from moe_serve.eplb.rebalance.settings import BalancerSettings, RebalanceSettings, SystemFacts
 from moe_serve.eplb.replay.costs import ProfileCosts
+from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import ConfigError, TraceError
 from moe_serve.topology import Topology
 
@@ -20,23 +21,26 @@ SPLIT_CHANGED = "split_changed"  # the event
 
 @dataclass(frozen=True)
 class EvenSteps:
-    """Steps that a server split evenly by its own choice, because the exact split did not pay in their phase.
+    """Steps that a server split evenly by its own choice, because its split did not pay in their phase.
 
     A trace holds the choice as events, {"event": "split_changed", "step", "phases"}: from this step on, batches of
-    these phases are split evenly, others exactly. A server with the exact split writes one when it begins and one at
-    each change. Without changes: none.
+    these phases are split evenly, others exactly, or by time with the event's weight_rows and tile_rows. A server with
+    one of these splits writes one when it begins and one at each change. Without changes: none.
 
     steps:  of the changes, ascending
     phases: of each change, those that are split evenly from that step on
+    time:   of the split by time; None = the server split otherwise
     """
 
     steps: tuple[int, ...] = ()
     phases: tuple[frozenset[str], ...] = ()
+    time: ExpertTime | None = None
 
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]]) -> "EvenSteps":
         """Returns the steps that the events of a trace name. Raises TraceError for a change without step or phases."""
         changes: dict[int, frozenset[str]] = {}
+        time: ExpertTime | None = None
         for event in events:
             if event.get("event") != SPLIT_CHANGED:
                 continue
@@ -47,13 +51,24 @@ class EvenSteps:
                     f"among {', '.join(PHASES)}"
                 )
             changes[step] = frozenset(phases)
+            if "weight_rows" in event:
+                time = _expert_time(event)
         steps = sorted(changes)
-        return cls(tuple(steps), tuple(changes[step] for step in steps))
+        return cls(tuple(steps), tuple(changes[step] for step in steps), time)
 
     def __contains__(self, step_and_phase: tuple[int, str]) -> bool:
         step, phase = step_and_phase
         index = bisect_right(self.steps, step) - 1
         return index >= 0 and phase in self.phases[index]
+
+
+def _expert_time(event: Mapping[str, Any]) -> ExpertTime:
+    weight_rows, tile_rows = event["weight_rows"], event.get("tile_rows")
+    if not isinstance(weight_rows, int) or not isinstance(tile_rows, int):
+        raise TraceError(
+            f"event {SPLIT_CHANGED} has weight_rows {weight_rows!r} and tile_rows {tile_rows!r}; expected whole numbers"
+        )
+    return ExpertTime(weight_rows, tile_rows)
 
 
 NO_STEPS = EvenSteps()
@@ -135,7 +150,7 @@ class ReplaySettings:
     @property
     def plan_rules(self) -> PlanRules:
         """The rules of ungated policies; they plan for the split that windows are scored with."""
-        return replace(self.rules, planned_split="exact" if self.split == "exact" else "even")
+        return replace(self.rules, planned_split="exact" if self.split in ("exact", "time") else "even")
 
     def start_of(self, trace: LoadTrace) -> Placement:
         """Returns the placement before the first window. Raises ConfigError when it does not fit the trace."""

@@ -35,9 +35,19 @@ PROVEN, REPAIRED, UNPROVEN = 0, 1, 2  # outcomes: optimal at once, optimal after
 class ExactSplit(SplitPolicy):
     """The smallest possible largest rank load. reaches: 1, ranks of a node, all ranks."""
 
-    def __init__(self, layer: LayerSlots, reaches: tuple[int, ...], library: ctypes.CDLL | None = None):
+    def __init__(
+        self,
+        layer: LayerSlots,
+        reaches: tuple[int, ...],
+        library: ctypes.CDLL | None = None,
+        weight_rows: int = 0,
+        tile_rows: int = 0,
+    ):
+        """weight_rows, tile_rows: of the split by time; 0 = by tokens"""
         self._graph = graph = ReplicaGraph.of(layer)
-        super().__init__("exact", layer, None if library is None else NativeSplit(library, layer, reaches, graph))
+        prices = weight_rows, tile_rows
+        native = None if library is None else NativeSplit(library, layer, reaches, graph, prices)
+        super().__init__("exact", layer, native)
         self._reaches = reaches
 
     @cached_property
@@ -49,15 +59,20 @@ class ExactSplit(SplitPolicy):
         one_each = LayerSlots(slots, layer.num_logical, layer.topology, layer.layer_row)
         return TurnSplit("near", one_each, self._reaches[:-1])
 
+    def _start_of(self, counts: Int64s) -> list[int] | None:
+        """Returns the tokens of each replica to begin from; None where sources are not known."""
+        if len(counts) == 1:
+            return None
+        start: list[int] = self._near.split_plainly(counts).sum(axis=0)[list(self._graph.replica_slot)].tolist()
+        return start
+
     def split_plainly(self, counts: Int64s) -> Int64s:
         graph, totals = self._graph, counts.sum(axis=0).tolist()
+        result = split_exact(graph, totals, self._start_of(counts))
         if len(counts) == 1:
-            result = split_exact(graph, totals)
             sent = result.replica_tokens[None]
         else:
-            start = self._near.split_plainly(counts).sum(axis=0)[list(graph.replica_slot)]
-            result = split_exact(graph, totals, start.tolist())
-            sent = _send_short(graph, self._reaches, counts[:, graph.experts], result.replica_tokens)
+            sent = send_short(graph, self._reaches, counts[:, graph.experts], result.replica_tokens)
         proven = is_proven(graph, totals, result)
         self.outcomes[UNPROVEN if not proven else REPAIRED if result.num_pushes else PROVEN] += 1
         return graph.to_slots(counts, sent)
@@ -127,7 +142,7 @@ def split_exact(graph: ReplicaGraph, counts: Sequence[int], start: Sequence[int]
         _level_forest(graph, load, given)
     else:
         _water_fill(graph, tokens_of, load, given)
-    max_load, cut, num_pushes = _level(graph, load, given)
+    max_load, cut, num_pushes = level(graph, load, given)
     return ExactResult(
         np.array(given, dtype=np.int64), np.array(load, dtype=np.int64), max_load, tuple(cut), num_pushes
     )
@@ -181,7 +196,7 @@ def _level_forest(graph: ReplicaGraph, load: list[int], given: list[int]) -> Non
         load[up] += amount
 
 
-def _level(graph: ReplicaGraph, load: list[int], given: list[int]) -> tuple[int, list[int], int]:
+def level(graph: ReplicaGraph, load: list[int], given: list[int]) -> tuple[int, list[int], int]:
     """Moves tokens between ranks until the largest load is optimal; returns it, its certificate, and the moves."""
     replica_rank, replica_start = graph.replica_rank, graph.replica_start
     cut = list(graph.live)  # a rank without any slot can take nothing, so it must not lower the first bound
@@ -234,7 +249,7 @@ def _level(graph: ReplicaGraph, load: list[int], given: list[int]) -> tuple[int,
     return bound, cut, num_pushes
 
 
-def _send_short(graph: ReplicaGraph, reaches: tuple[int, ...], tokens: Int64s, replica_tokens: Int64s) -> Int64s:
+def send_short(graph: ReplicaGraph, reaches: tuple[int, ...], tokens: Int64s, replica_tokens: Int64s) -> Int64s:
     """Returns how much each rank sends to each replica, [R, C] int64, over the shortest routes at these totals.
 
     Everything is prefix sums over (source rank, replica): sources and replicas of an expert are laid side by side as

@@ -10,10 +10,12 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.exact import ExactSplit, FewestActivatedSplit
 from moe_serve.eplb.split.layer import Int64s, LayerSlots
 from moe_serve.eplb.split.policy import SplitPolicy, TurnSplit, find_library
+from moe_serve.eplb.split.time import ExpertTime, TimeSplit
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
 
-SPLITS = ("even", "nearest", "exact", "fewest_activated")
+SPLITS = ("even", "nearest", "exact", "time", "fewest_activated")
+SEARCHED_SPLITS = ("exact", "time")  # they take time of their own, so a server compares them with the even one
 MAX_TOKENS = 2**53
 
 
@@ -56,17 +58,22 @@ class BatchSplit:
         return self._policy.split(array)
 
 
-def make_split(name: str, layer: LayerSlots, library: ctypes.CDLL | None = None) -> SplitPolicy:
+def make_split(
+    name: str, layer: LayerSlots, library: ctypes.CDLL | None = None, time: ExpertTime | None = None
+) -> SplitPolicy:
     """Returns the split policy of this name for one layer.
 
     even:             all slots of an expert get the same number of tokens, to within one
     nearest:          every source uses the slots on its own rank, else those on its node, else all, evenly; needs
                       counts by source
     exact:            the smallest possible largest rank load; by source: over the shortest routes at that load
+    time:             a largest rank time near the smallest possible one, where reading the weights of an expert takes
+                      time whatever its tokens
     fewest_activated: all tokens of an expert on one replica, so that the rank with most active experts has as few as
                       possible
     library: of policy.py, for the same integers in C; None = plain
-    Raises ConfigError for another name.
+    time:    what the split by time balances; others do not ask
+    Raises ConfigError for another name, and for the split by time without times.
     """
     reaches = (1, layer.topology.ranks_per_node, layer.topology.num_ranks)
     match name:
@@ -76,16 +83,24 @@ def make_split(name: str, layer: LayerSlots, library: ctypes.CDLL | None = None)
             return TurnSplit(name, layer, reaches, library)
         case "exact":
             return ExactSplit(layer, reaches, library)
+        case "time" if time is None:
+            raise ConfigError("the time split needs the times of experts; give --model and --hardware, or use exact")
+        case "time":
+            return TimeSplit(layer, reaches, time, library)
         case "fewest_activated":
             return FewestActivatedSplit(layer)
     raise ConfigError(f"split {name!r} is unknown; use one of {', '.join(SPLITS)}")
 
 
 def make_splits(
-    name: str, placement: Placement, topology: Topology | None = None, library: ctypes.CDLL | None = None
+    name: str,
+    placement: Placement,
+    topology: Topology | None = None,
+    library: ctypes.CDLL | None = None,
+    time: ExpertTime | None = None,
 ) -> list[SplitPolicy]:
     """Returns the split policy of every layer of a placement; topology None = all ranks on one node."""
-    return [make_split(name, layer, library) for layer in layers_of(placement, topology)]
+    return [make_split(name, layer, library, time) for layer in layers_of(placement, topology)]
 
 
 def layers_of(

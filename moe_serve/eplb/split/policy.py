@@ -76,9 +76,18 @@ class NativeSplit:
     """
 
     def __init__(
-        self, library: ctypes.CDLL, layer: LayerSlots, reaches: tuple[int, ...], graph: ReplicaGraph | None = None
+        self,
+        library: ctypes.CDLL,
+        layer: LayerSlots,
+        reaches: tuple[int, ...],
+        graph: ReplicaGraph | None = None,
+        prices: tuple[int, int] = (0, 0),
     ):
-        """reaches: ranks that share their slots, ascending, see `TurnSplit`;  graph: for the exact split, else None"""
+        """reaches: ranks that share their slots, ascending, see `TurnSplit`
+
+        graph:  for the exact split and the split by time, else None
+        prices: weight_rows and tile_rows of the split by time; no tiles = by tokens
+        """
         num_ranks = layer.topology.num_ranks
         self.outcomes: Int64s = np.zeros(3, dtype=np.int64)
         self._split, self._assign, self._count = library.split_counts, library.split_and_assign, library.count_ids
@@ -98,12 +107,12 @@ class NativeSplit:
             arrays += [fixed, fixed_slot, layer.slot_rank[fixed_slot], graph.experts, graph.replica_start,
                        graph.replica_rank, graph.replica_slot, graph.owner, graph.holder_start, graph.holder_replica,
                        graph.live]  # fmt: skip
-        scratch_size = 3 * layer.num_logical + layer.num_slots + 6 * num_ranks + 2 * (sizes[1] + num_replicas)
+        scratch_size = 3 * layer.num_logical + layer.num_slots + 8 * num_ranks + 2 * sizes[1] + 3 * num_replicas
         self._arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in arrays]
         self._arrays += [np.zeros(scratch_size, dtype=np.int64), self._totals, self._total_rows, self.outcomes]
         numbers = [num_ranks, layer.num_logical, layer.num_slots, layer.layer_row, graph is not None, len(reaches)]
         addresses = [array.ctypes.data for array in self._arrays]
-        self._layer = np.array([*numbers, *sizes, *addresses, 0, 0, 0, 0, 0], dtype=np.int64)
+        self._layer = np.array([*numbers, *sizes, *prices, *addresses, 0, 0, 0, 0, 0], dtype=np.int64)
         self._graph_without_forest = graph
         self._layer_at = self._layer.ctypes.data
 

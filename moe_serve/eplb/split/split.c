@@ -1,7 +1,8 @@
-/* How replicas share a batch, and which slot serves each token, in C: the integers of policy.py, exact.py
-   and make.py, with the same order and ties. See there for the methods.
+/* How replicas share a batch, and which slot serves each token, in C: the integers of policy.py, exact.py,
+   time.py and make.py, with the same order and ties. See there for the methods.
    Shape words: R ranks, E experts, P slots, C replicas of experts that live on several ranks, S sources (R, or 1).
    Counts of one batch sum to at most 2^53, so only the product in the water level needs 128 bits. */
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -9,6 +10,7 @@ typedef int64_t i64;
 
 typedef struct { /* laid out as policy.py writes it */
     i64 num_ranks, num_logical, num_slots, layer_row, is_exact, num_reaches, num_fixed, num_replicated, num_live;
+    i64 weight_rows, tile_rows;                       /* of the split by time; no tiles = by tokens */
     const i64 *reaches;                               /* [num_reaches]: ranks of a group, ascending */
     const i64 *slot_start, *slots;                    /* [E + 1], [<= P]: slots of each expert, ascending */
     const i64 *fixed_expert, *fixed_slot, *fixed_rank; /* [num_fixed]: experts that live on one rank */
@@ -24,6 +26,8 @@ typedef struct { /* laid out as policy.py writes it */
     i64 num_edges;
     const i64 *child, *parent, *child_replica, *parent_replica;
 } Layer;
+
+enum { TICKS = 16, LARGEST_ROWS = 1 << 27 }; /* beyond, the weights do not count, and squares would overflow */
 
 static i64 ceil_div(i64 a, i64 b) { return a / b + (a % b > 0); }
 static i64 least(i64 a, i64 b) { return a < b ? a : b; }
@@ -230,6 +234,136 @@ static void send_short(const Layer *l, const i64 *counts, i64 *given, i64 *rows,
     }
 }
 
+/* The time of rows of one expert, as ExpertTime.ticks. */
+static i64 ticks(const Layer *l, i64 rows) {
+    if (rows == 0) return 0;
+    if (l->tile_rows > 1) rows = ceil_div(rows, l->tile_rows) * l->tile_rows;
+    if (rows >= LARGEST_ROWS) return TICKS * rows;
+    i64 square = TICKS * TICKS * (rows * rows + l->weight_rows * l->weight_rows), root = (i64)sqrt((double)square);
+    while (root * root > square) root--;
+    while ((root + 1) * (root + 1) <= square) root++;
+    return root;
+}
+
+typedef struct { i64 peak, give, take, amount, back, mine, returned; } Move; /* give < 0: none */
+
+static Move best_move(const Layer *l, const i64 *load, const i64 *given, i64 rank) {
+    Move best = {load[rank], -1, -1, 0, -1, -1, 0};
+    for (i64 h = l->holder_start[rank]; h < l->holder_start[rank + 1]; h++) {
+        i64 give = l->holder_replica[h], i = l->owner[give];
+        if (given[give] == 0) continue;
+        i64 here = load[rank] - ticks(l, given[give]);
+        for (i64 take = l->replica_start[i]; take < l->replica_start[i + 1]; take++) {
+            i64 other = load[l->replica_rank[take]] - ticks(l, given[take]), low = 1, high = given[give];
+            if (l->replica_rank[take] == rank || other >= best.peak) continue;
+            while (low < high) {
+                i64 middle = (low + high) / 2;
+                if (other + ticks(l, given[take] + middle) >= here + ticks(l, given[give] - middle))
+                    high = middle;
+                else
+                    low = middle + 1;
+            }
+            for (i64 amount = low; amount >= low - 1 && amount > 0; amount--) {
+                i64 mine = here + ticks(l, given[give] - amount), theirs = other + ticks(l, given[take] + amount);
+                i64 peak = mine > theirs ? mine : theirs;
+                if (peak < best.peak) best = (Move){peak, give, take, amount, -1, -1, 0};
+            }
+        }
+    }
+    return best;
+}
+
+static Move best_exchange(const Layer *l, const i64 *load, const i64 *given, i64 rank) {
+    Move best = {load[rank], -1, -1, 0, -1, -1, 0};
+    i64 first = l->holder_start[rank], end = l->holder_start[rank + 1];
+    for (i64 h = first; h < end; h++) {
+        i64 give = l->holder_replica[h], i = l->owner[give];
+        if (given[give] == 0) continue;
+        i64 here = load[rank] - ticks(l, given[give]);
+        for (i64 take = l->replica_start[i]; take < l->replica_start[i + 1]; take++) {
+            i64 other = l->replica_rank[take];
+            if (other == rank) continue;
+            i64 there = load[other] + ticks(l, given[take] + given[give]) - ticks(l, given[take]);
+            for (i64 m = first; m < end; m++) {
+                i64 mine = l->holder_replica[m], j = l->owner[mine];
+                if (j == i) continue;
+                for (i64 back = l->replica_start[j]; back < l->replica_start[j + 1]; back++) {
+                    if (l->replica_rank[back] != other || given[back] == 0) continue;
+                    i64 a = here + ticks(l, given[mine] + given[back]) - ticks(l, given[mine]);
+                    i64 b = there - ticks(l, given[back]), peak = a > b ? a : b;
+                    if (peak < best.peak) best = (Move){peak, give, take, given[give], back, mine, given[back]};
+                }
+            }
+        }
+    }
+    return best;
+}
+
+static void give_rows(const Layer *l, i64 *load, i64 *given, i64 c, i64 change) {
+    load[l->replica_rank[c]] += ticks(l, given[c] + change) - ticks(l, given[c]);
+    given[c] += change;
+}
+
+/* Moves tokens off the busiest rank while that helps and the bound is not reached. Returns the largest time. */
+static i64 shorten(const Layer *l, i64 *load, i64 *given, i64 bound) {
+    i64 num_moves = l->num_ranks + 2 * l->replica_start[l->num_replicated];
+    for (;; num_moves--) {
+        i64 rank = 0;
+        for (i64 r = 1; r < l->num_ranks; r++)
+            if (load[r] > load[rank]) rank = r;
+        if (load[rank] <= bound || num_moves == 0) return load[rank];
+        Move best = best_move(l, load, given, rank);
+        if (best.give < 0) best = best_exchange(l, load, given, rank);
+        if (best.give < 0) return load[rank];
+        give_rows(l, load, given, best.give, -best.amount);
+        give_rows(l, load, given, best.take, best.amount);
+        if (best.returned) {
+            give_rows(l, load, given, best.back, -best.returned);
+            give_rows(l, load, given, best.mine, best.returned);
+        }
+    }
+}
+
+/* Replaces the exact split given[C] of tokens by the split by time. load, cut, search: scratch [R], [R], [4 * R];
+   rest: [E + R + 2 * C + num_replicated]. Returns whether it is proven. */
+static int split_by_time(const Layer *l, const i64 *totals, i64 *given, i64 *load, i64 *cut, i64 *search, i64 *rest) {
+    i64 num_replicas = l->replica_start[l->num_replicated], num_cut, num_pushes;
+    i64 *times = rest, *whole = times + l->num_logical, *levelled = whole + num_replicas;
+    i64 *whole_load = levelled + num_replicas, *order = whole_load + l->num_ranks;
+    for (i64 e = 0; e < l->num_logical; e++) times[e] = ticks(l, totals[e]);
+    memset(load, 0, sizeof(i64) * l->num_ranks);
+    for (i64 i = 0; i < l->num_fixed; i++) load[l->fixed_rank[i]] += times[l->fixed_expert[i]];
+    memcpy(whole_load, load, sizeof(i64) * l->num_ranks);
+    for (i64 c = 0; c < num_replicas; c++) {
+        load[l->replica_rank[c]] += ticks(l, given[c]);
+        whole[c] = levelled[c] = 0;
+    }
+    for (i64 i = 0; i < l->num_replicated; i++) {
+        i64 at = i;
+        for (; at > 0 && totals[l->experts[order[at - 1]]] < totals[l->experts[i]]; at--) order[at] = order[at - 1];
+        order[at] = i;
+    }
+    for (i64 k = 0; k < l->num_replicated && totals[l->experts[order[k]]]; k++) {
+        i64 i = order[k], first = l->replica_start[i];
+        for (i64 c = first; c < l->replica_start[i + 1]; c++)
+            if (whole_load[l->replica_rank[c]] < whole_load[l->replica_rank[first]]) first = c;
+        whole[first] = totals[l->experts[i]];
+        levelled[first] = times[l->experts[i]];
+        whole_load[l->replica_rank[first]] += times[l->experts[i]];
+    }
+    i64 *level = order; /* [R], no longer needed */
+    memcpy(level, whole_load, sizeof(i64) * l->num_ranks);
+    i64 bound = level_loads(l, level, levelled, cut, &num_cut, &num_pushes, search);
+    int is_bound = is_proven(l, times, level, cut, num_cut, search);
+    i64 most = shorten(l, whole_load, whole, bound);
+    if (most > bound) {
+        i64 other = shorten(l, load, given, bound);
+        if (other < most) return is_bound && other == bound;
+    }
+    memcpy(given, whole, sizeof(i64) * num_replicas);
+    return is_bound && most == bound;
+}
+
 static void split_exactly(const Layer *l, const i64 *counts, i64 num_sources, i64 *rows) {
     i64 num_ranks = l->num_ranks, num_logical = l->num_logical, num_replicas = l->replica_start[l->num_replicated];
     i64 *totals = l->scratch, *by_slot = totals + num_logical, *given = by_slot + l->num_slots;
@@ -255,7 +389,10 @@ static void split_exactly(const Layer *l, const i64 *counts, i64 num_sources, i6
         level_forest(l, load, given);
     }
     level_loads(l, load, given, cut, &num_cut, &num_pushes, search);
-    l->outcomes[is_proven(l, totals, load, cut, num_cut, search) ? num_pushes > 0 : 2]++;
+    if (l->tile_rows)
+        l->outcomes[split_by_time(l, totals, given, load, cut, search, rest) ? 0 : 2]++;
+    else
+        l->outcomes[is_proven(l, totals, load, cut, num_cut, search) ? num_pushes > 0 : 2]++;
     for (i64 s = 0; s < num_sources; s++)
         for (i64 i = 0; i < l->num_fixed; i++)
             rows[s * l->num_slots + l->fixed_slot[i]] = counts[s * num_logical + l->fixed_expert[i]];

@@ -152,9 +152,9 @@ class WindowOptions:
     split: str = option(
         "--split",
         default="window",
-        help="window: replicas share evenly, on window sums; even, nearest, exact, fewest_activated: split every "
-        "single step as a server does (steps must be in the trace, or drawn with --window 1; for nearest by source "
-        "rank).",
+        help="window: replicas share evenly, on window sums; even, nearest, exact, time, fewest_activated: split "
+        "every single step as a server does (steps must be in the trace, or drawn with --window 1; for nearest by "
+        "source rank; time needs --model and --hardware, or a server's trace).",
     )
     jobs: int | None = option(min=1, help="Policies to replay at once.", show_default="CPUs")
 

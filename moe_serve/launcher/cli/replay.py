@@ -170,7 +170,7 @@ def _recorded_even_steps(trace: str, split: str) -> "EvenSteps":
     from moe_serve.eplb.files.trace_jsonl import read_events
     from moe_serve.eplb.replay.settings import EvenSteps
 
-    return EvenSteps.of(read_events(Path(trace)) if split == "exact" and _may_hold_events(trace) else ())
+    return EvenSteps.of(read_events(Path(trace)) if split in ("exact", "time") and _may_hold_events(trace) else ())
 
 
 def _may_hold_events(trace: str) -> bool:

@@ -366,7 +366,9 @@ class BalanceMetrics(Collector):
             for outcome in _OUTCOMES
             if view.status is not None and f"num_splits_{outcome}" in view.status.counters
         ]
-        text = "Batches of the exact split: proven optimal, proven after repair, or not proven."
+        text = (
+            "Batches of the exact split, or of the split by time: proven optimal, proven after repair, or not proven."
+        )
         return counters("moe_serve_eplb_splits", text, ("rank", "outcome"), found)
 
 
