@@ -83,9 +83,11 @@ def make_split(
             return TurnSplit(name, layer, reaches, library)
         case "exact":
             return ExactSplit(layer, reaches, library)
-        case "time" if time is None:
-            raise ConfigError("the time split needs the times of experts; give --model and --hardware, or use exact")
         case "time":
+            if time is None:
+                raise ConfigError(
+                    "the time split needs the times of experts; give --model and --hardware, or use exact"
+                )
             return TimeSplit(layer, reaches, time, library)
         case "fewest_activated":
             return FewestActivatedSplit(layer)
