@@ -24,7 +24,7 @@ class Rank:
 
     def __init__(self, balancer: RestlessBalancer | None = None, mode: str = "dynamic") -> None:
         self.balancer = balancer or RestlessBalancer(PLACEMENT, num_rounds=5)
-        self.served = SimpleNamespace(placement=PLACEMENT)
+        self.served = SimpleNamespace(placement=PLACEMENT, replica_map=SimpleNamespace(time=None))
         self.recovery = SimpleNamespace(members=[0, 1], regrouped=0, waits=False, reload_lost_experts=lambda plan: None)
         self.closed: list[str] = []
         self.sent: list[Any] = []
