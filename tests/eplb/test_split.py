@@ -21,10 +21,13 @@ from moe_serve.eplb.split.layer import ReplicaGraph
 from moe_serve.eplb.split.limit import fewest_slots, split_limit, where_no_split_helps
 from moe_serve.eplb.split.make import SPLITS, make_split, make_splits
 from moe_serve.eplb.split.policy import build_library, find_library
+from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
 from tests.eplb.split_cases import best_by_subsets, by_source_of, cases, layer_of, random_case, rank_loads, split_batch
 from tests.eplb.test_rebalancer import LinearPrices
+
+TIME = ExpertTime(3)  # of the split by time
 
 
 @settings(max_examples=200, deadline=None)
@@ -47,7 +50,7 @@ def test_every_policy_sends_every_token_to_a_slot_of_its_expert(name):
     for _ in range(100):
         row, totals, num_ranks = random_case(rng)
         counts = rng.multinomial(totals, np.full(num_ranks, 1 / num_ranks)).T
-        policy = make_split(name, layer_of(row, num_ranks, len(totals)))
+        policy = make_split(name, layer_of(row, num_ranks, len(totals)), time=TIME)
         sent = policy.split(counts)
         kept = row >= 0
         for source in range(num_ranks):
@@ -135,7 +138,7 @@ def test_zero_is_a_normal_size():
     assert split_batch([7], [0], 1).tolist() == [7]
     assert split_batch(np.zeros((2, 3), dtype=int), [0, 1, 2, 0], 2).tolist() == [[0, 0, 0, 0]] * 2
     for name in SPLITS:
-        assert make_split(name, layer_of([0, 1], 2)).split(np.array([[0, 3], [0, 0]])).sum() == 3
+        assert make_split(name, layer_of([0, 1], 2), time=TIME).split(np.array([[0, 3], [0, 0]])).sum() == 3
 
 
 @pytest.mark.parametrize("compiled", [False, True])
