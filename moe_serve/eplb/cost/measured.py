@@ -11,7 +11,8 @@ load has varied enough to tell them apart, weak assumptions from the sizes of th
 
 A round of moves is taken to cost the longer of two: a price for each expert that its busiest rank sends or receives,
 and one for each that crosses the network of its busiest node. Either is the median over the last rounds in which it was
-the longer one; that of the network begins with the measured rate and delay.
+the longer one; that of the network begins with the measured rate and delay, that of an expert with its copy or, if that
+is longer, with a share of the steps measured so far: each round stops serving at its activation.
 
 Shape words: L = MoE layers, E = experts, R = ranks.
 """
@@ -36,6 +37,9 @@ OUTLIER = 2.0  # times the usual error: larger ones count less, in inverse propo
 LEAST_ERROR = 0.01  # of a step: no window tells its time more exactly; of few windows not even that
 NUM_REFITS = 2  # after each window, with the weights that follow from the errors of the fit before
 MOE_SHARE = 0.5  # assumed share of token_s that the busiest rank's experts take, before the skew has varied
+# Of a step, what a round costs until one is measured: the mean of 51 rounds of the demo model on two ranks, whose pause
+# was 0.17 of a step (docs/cost-model.md). The longest of 189 rounds was 0.52 (benchmarks/README.md).
+FIRST_ROUND = 0.2
 NUM_ROUNDS = 15  # rounds whose median is the price of a moved expert
 
 
@@ -67,7 +71,7 @@ class MeasuredCost(GateCost):
         self._prices = np.array([0.0, prior.token_s, MOE_SHARE * prior.token_s])
         self._rows: deque[Floats] = deque(maxlen=NUM_WINDOWS)  # of each window: 1, tokens of the mean rank, and beyond
         self._step_s: deque[float] = deque(maxlen=NUM_WINDOWS)
-        self._expert_s: deque[float] = deque([prior.expert_s], maxlen=NUM_ROUNDS)
+        self._expert_s: deque[float] = deque(maxlen=NUM_ROUNDS)  # of rounds that were measured
         self._off_node_s: deque[float] = deque([prior.off_node_s], maxlen=NUM_ROUNDS)
 
     @property
@@ -88,7 +92,10 @@ class MeasuredCost(GateCost):
     @property
     def expert_s(self) -> float:
         """Seconds of serving time for each expert that the busiest rank of a round receives."""
-        return _median(np.array(self._expert_s))
+        first_s = self._prior.expert_s
+        if self._step_s:
+            first_s = max(first_s, FIRST_ROUND * _median(np.array(self._step_s)))
+        return _median(np.array([first_s, *self._expert_s][-NUM_ROUNDS:]))
 
     @property
     def off_node_s(self) -> float:

@@ -6,6 +6,7 @@ that served it can both be predicted. Each move's gain is thus measured afterwar
 What is learned, per layer except trust:
 
 - trust: the ratio of measured to predicted gains scales the next prediction;
+- noise: of the gain of a plan only what the tokens of its windows cannot have shown by chance counts;
 - reach: a gain counts for as long as a layer's moves have lasted so far, at most the horizon;
 - back-off: after a move that did not earn its cost, a layer stays put, twice as long after each failure, unless its
   earlier moves have earned enough to make up for it;
@@ -22,12 +23,13 @@ Shape words: L = MoE layers, E = experts, R = ranks, W = windows that are rememb
 
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.cost.gate_cost import GateCost
-from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.load import LoadRecord, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 
@@ -252,6 +254,34 @@ class Gate:
         """Returns [L], seconds per window that the candidate should save, scaled by trust."""
         return self._saved(current, candidate) * self._trust
 
+    def planned_gains(self, current: Placement, planned: Placement) -> Floats:
+        """Returns [L], as `gains`, less what chance alone may promise of a placement planned for these windows.
+
+        Tokens of a window are draws, so the load of a rank is uncertain by the root of its tokens. A plan levels what
+        was drawn, and the next draws exceed that level on the busiest of R ranks; what the busiest rank of the
+        placement in use exceeds may be chance, too. Tokens of one prompt choose alike, which is not counted: noise is
+        at least this.
+        """
+        moved = (current.physical_to_logical != planned.physical_to_logical).any(axis=1)
+        weights, windows = self._memory.weights(), self._memory.windows
+        tokens = np.einsum("lw,wle->le", weights, np.array([w.tokens for w in windows]))
+        steps = weights @ np.array([float(w.num_steps) for w in windows])
+        levelled = _expected_maximum(len(planned.live_ranks)) * self._chance(planned)
+        slower = self.cost.layer_seconds(tokens * (1 + levelled)[:, None], planned)
+        chance = np.minimum(self._chance(current), 1.0)
+        faster = self.cost.layer_seconds(tokens * (1 - chance)[:, None], current)
+        noise = slower - self.cost.layer_seconds(tokens, planned) + self.cost.layer_seconds(tokens, current) - faster
+        return np.where(moved, self._saved(current, planned) - noise * steps, 0.0) * self._trust
+
+    def _chance(self, placement: Placement) -> Floats:
+        """Returns [L], the standard error of the busiest rank's load over that load, from the numbers of draws."""
+        weights = self._memory.weights()
+        loads = np.array([rank_load(w.tokens, placement) for w in self._memory.windows])  # [W, L, R] per step
+        steps = np.array([w.num_steps for w in self._memory.windows])
+        mean = np.einsum("lw,wlr->lr", weights, loads)
+        variance = np.einsum("lw,wlr->lr", weights**2, loads / steps[:, None, None])
+        return np.asarray(np.sqrt(variance.max(axis=1)) / np.maximum(mean.max(axis=1), 1e-12))
+
     def worth_reverting(self, current: Placement, costs_s: Floats) -> NDArray[np.int64]:
         """Returns the rows that lose more against the baseline than reverting them costs."""
         return np.flatnonzero(self._saved(current, self.baseline) * self.reach > costs_s)
@@ -365,6 +395,11 @@ class LoadMemory:
         self._error = ERRORS_KEPT * self._error + (1 - ERRORS_KEPT) * errors
         self._num_errors += 1
         return shifted
+
+
+def _expected_maximum(num: int) -> float:
+    """Returns about the mean of the highest of `num` standard normal draws (Blom, 1958), 0 for one."""
+    return NormalDist().inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0
 
 
 def _shares(tokens: Floats) -> Floats:

@@ -186,7 +186,7 @@ class Rebalancer:
             target = _with_rows(self._placement, move.target, asked.layer_rows)
         except PlacementError as error:
             return self._fail(event.step, f"the plan is not legal: {error}")
-        gains = self._gate.gains(self._placement, target)
+        gains = self._gate.planned_gains(self._placement, target)
         costs, price = _costs_by_layer(self.cost, move, self._placement, target, self.topology)
         revert_costs = price * _arrivals(target, self._gate.baseline, self.topology, self.cost.off_node_weight)
         rows = self._gate.choose_layers(gains, costs, revert_costs, self._placement, target)

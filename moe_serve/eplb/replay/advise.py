@@ -482,7 +482,8 @@ def advice_verdict(advice: Advice) -> list[str]:
     if advice.confidence is None:
         out.append(
             f"Too few windows to tell how sure this is: {advice.num_blocks} blocks of neighbours, and {LEAST_BLOCKS} "
-            "are needed. Record longer, or fold fewer steps into a window (--window)."
+            "are needed, each as long as the longest interval. Score more windows (--windows) if the trace has them, "
+            "record longer, or fold fewer steps into a window (--window)."
         )
     elif advice.confidence >= ENOUGH:
         out.append(

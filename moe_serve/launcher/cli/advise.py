@@ -48,7 +48,7 @@ class AdviseOptions(opt.ReportOptions, opt.ServingOptions, opt.TraceOptions, opt
         help="Planners to compare: deepseek (what engines bring), incremental, refined, greedy. Repeat the option.",
         show_default="deepseek incremental",
     )
-    interval: str = option("--interval", default="1,4,16", help="Windows between plans, with commas.")
+    interval: str = option("--interval", default="1,4,10", help="Windows between plans, with commas.")
     windows: int = option(
         "--windows", default=64, min=2, help="Windows to score each choice on, spread over the trace."
     )
