@@ -142,8 +142,8 @@ def simulate(
     """
     combinations = [
         (topology, slots, window)
-        for topology in _topologies(simulation)
-        for slots, window in itertools.product(_slots(simulation, topology), simulation.sweep.window_steps)
+        for topology in topologies_of(simulation)
+        for slots, window in itertools.product(slots_of(simulation, topology), simulation.sweep.window_steps)
     ]
     cases = []
     for index, (topology, slots, window) in enumerate(combinations):
@@ -153,12 +153,14 @@ def simulate(
     return tuple(cases)
 
 
-def _topologies(simulation: Simulation) -> list[Topology]:
+def topologies_of(simulation: Simulation) -> list[Topology]:
+    """Returns the clusters of the sweep."""
     per_node = simulation.ranks_per_node or simulation.hardware.ranks_per_node
     return [Topology(nodes, per_node) for nodes in simulation.sweep.nodes]
 
 
-def _slots(simulation: Simulation, topology: Topology) -> Sequence[int]:
+def slots_of(simulation: Simulation, topology: Topology) -> Sequence[int]:
+    """Returns the slots per layer to try on a cluster. Raises ConfigError for numbers that cannot be."""
     ranks, experts = topology.num_ranks, simulation.model.num_logical
     if simulation.sweep.slots:
         for slots in simulation.sweep.slots:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -26,6 +27,7 @@ commas: all combinations run, priced by the cost model.
   moe-serve simulate --nodes 18 --redundant 32,176 --html sim.html
   moe-serve simulate --model Qwen3-235B-A22B --hardware H200 --load bursts
   moe-serve simulate --nodes 4 --phase prefill --cache-hit 0.563 --utilisation 0.5
+  moe-serve simulate --nodes 4 --hardware H200 --fit engine.log --save-engine mine.yaml
 """
 
 
@@ -55,6 +57,11 @@ class SimulateOptions(opt.PageOptions, opt.WindowOptions, opt.ServingOptions):
     plan_latency_ms: float = option(default=100, min=0, max=1e9, help="Time a plan takes to arrive (gated policies).")
     sources: bool = option(default=False, help="Also draw where tokens come from, for off-node traffic.")
     seed: int = opt.seed()
+    fit: Path | None = option(
+        help="Fit the prices to measured steps instead: a CSV (phase,tokens,step_s,context), or the log of vLLM "
+        "(--enable-logging-iteration-details) or SGLang. For one of --nodes and --slots."
+    )
+    save_engine: Path | None = option(help="Write the fitted engine there, for --engine here and of advise.")
     list_loads: bool = option("--list-loads", default=False, help="Say what the synthetic loads are, and end.")
 
     def simulation(self) -> "Simulation":
@@ -125,6 +132,11 @@ def simulate(options: SimulateOptions) -> None:
         typer.echo((SyntheticLoad.__doc__ or "").partition("\n\n")[2])
         return
     check_output(options.html, "--html")
+    if options.fit is not None:
+        _fit(options, options.fit)
+        return
+    if options.save_engine is not None:
+        raise ConfigError("--save-engine writes what --fit finds; give measured steps with --fit, or leave it out")
     simulation = options.simulation()
     with progress_bar("simulating") as show:
         show(0, simulation.sweep.num_cases)
@@ -136,3 +148,26 @@ def simulate(options: SimulateOptions) -> None:
         title = f"{simulation.model.name} on {best.topology.num_ranks} x {simulation.hardware.name}"
         options.write_page(to_html(report, title, sweep_curves(cases)))
     options.check(best.report.summary(best.report.best)["served_mean"])
+
+
+def _fit(options: SimulateOptions, file: Path) -> None:
+    """Fits the prices to measured steps, and reports how well they fit."""
+    from moe_serve.eplb.cost.model import CostModel
+    from moe_serve.eplb.cost.profile_files import load_engine
+    from moe_serve.eplb.files.step_times import read_step_times
+    from moe_serve.eplb.replay.costs import ProfileCosts
+    from moe_serve.eplb.replay.fit import fit, to_json, to_table, to_yaml
+    from moe_serve.eplb.replay.simulator import slots_of, topologies_of
+
+    check_output(options.save_engine, "--save-engine")
+    simulation = options.simulation()
+    topologies = topologies_of(simulation)
+    slots = slots_of(simulation, topologies[0])
+    if len(topologies) > 1 or len(slots) > 1:
+        raise ConfigError("--fit is for the cluster that was measured; give one value for --nodes, and for --slots")
+    model = CostModel(simulation.hardware, simulation.model, topologies[0], load_engine("ideal"))
+    with progress_bar("fitting") as show:
+        found = fit(read_step_times(file), ProfileCosts(model, simulation.serving), slots[0], options.rho, show)
+    if options.save_engine is not None:
+        options.save_engine.write_text(to_yaml(found, options.save_engine.stem, file.name), encoding="utf-8")
+    options.print(lambda: to_json(found), lambda color: to_table(found, options.save_engine, color))

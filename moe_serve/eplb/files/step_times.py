@@ -1,0 +1,123 @@
+"""Step times that an engine has measured: a CSV, or the lines that vLLM and SGLang log.
+
+    phase,tokens,step_s,context          tokens that a rank computes in the step; context may be left out
+    decode,128,0.0411,3000
+
+vLLM (--enable-logging-iteration-details): `Iteration(515): 0 context requests, 0 context tokens, 20 generation
+requests, 20 generation tokens, iteration elapsed time: 10.99 ms`. Iterations that compute both kinds are left out.
+
+SGLang: `Decode batch, #running-req: 32, #token: 11179, …, gen throughput (token/s): 1635.11`, a mean over the steps
+since the last such line, so it counts only if no prefill came between. With drafts a step takes as long as the tokens
+that it accepts (`accept len`). `Prefill batch, …, #new-token: 8192, …, input throughput (token/s): 9610.84` has the
+rate of the batch before it, so it counts where that one had as many tokens, and no decode came between.
+"""
+
+import csv
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TextIO
+
+from moe_serve.errors import TraceError
+
+_VLLM = re.compile(
+    r"Iteration\(\d+\): \d+ context requests, (\d+) context tokens, \d+ generation requests, (\d+) generation tokens, "
+    r"iteration elapsed time: ([\d.]+) ms"
+)
+_SGLANG = re.compile(r"\[[^\]]*?((?: (?:DP|TP|EP|PP)\d+)*)\] (Decode|Prefill) batch, (.*)")
+_NUMBER = re.compile(r"(#?[a-z][a-z -]*(?:\(token/s\))?): ([\d.]+)")
+_COLUMNS = ("phase", "tokens", "step_s")
+Phase = Literal["prefill", "decode"]
+_PHASES: dict[str, Phase] = {"prefill": "prefill", "decode": "decode"}
+MAX_LINES = 10_000_000
+MAX_LINE = 1 << 16  # characters of a line that are read
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A measured step. tokens: that one rank computes;  context: of a request in the cache, None: not known"""
+
+    phase: Phase
+    tokens: int
+    step_s: float
+    context: float | None = None
+
+
+def read_step_times(path: Path) -> list[StepTime]:
+    """Returns the steps of a CSV, or of an engine's log; what the file is, its lines say.
+
+    Raises TraceError for a file that cannot be read or holds no step, and for a wrong line of a CSV.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            first = file.readline(MAX_LINE).lstrip("\ufeff")
+            file.seek(0)
+            names = [name.strip() for name in first.split(",")]
+            steps = list(_of_csv(path, file)) if set(_COLUMNS) <= set(names) else list(_of_log(_lines(file)))
+    except OSError as problem:
+        raise TraceError(f"{path}: cannot be read ({problem.strerror})") from None
+    except csv.Error as problem:
+        raise TraceError(f"{path}: no CSV ({problem}); give lines of phase, tokens, step_s") from None
+    if not steps:
+        raise TraceError(
+            f"{path}: no step times; give a CSV with the columns {', '.join(_COLUMNS)} (and context), or a log with "
+            "vLLM's lines 'Iteration(…): …' or SGLang's 'Decode batch, …' and 'Prefill batch, …'"
+        )
+    return steps
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    """Yields the lines, a longer one than MAX_LINE in parts."""
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), "")):
+        if number >= MAX_LINES:
+            raise TraceError(f"the log has more than {MAX_LINES:,} lines; cut out a part of it")
+        yield line
+
+
+def _of_csv(path: Path, file: TextIO) -> Iterator[StepTime]:
+    rows = csv.DictReader(line.lstrip("\ufeff") for line in _lines(file))
+    rows.fieldnames = [name.strip() for name in rows.fieldnames or ()]
+    for row in rows:
+        where = f"{path}, line {rows.line_num}"
+        phase = _PHASES.get(str(row["phase"]).strip())
+        if phase is None:
+            raise TraceError(f"{where}: phase is {row['phase']!r}; give prefill or decode")
+        try:
+            context = (row.get("context") or "").strip()
+            step = StepTime(phase, int(row["tokens"]), float(row["step_s"]), float(context) if context else None)
+        except (TypeError, ValueError) as problem:
+            raise TraceError(f"{where}: {problem}; give phase, tokens (a whole number), step_s (seconds)") from None
+        if not (
+            step.tokens >= 1 and 0 < step.step_s < math.inf and (step.context is None or 1 <= step.context < math.inf)
+        ):
+            raise TraceError(
+                f"{where}: {step.tokens} tokens in {step.step_s:g} s; give at least 1 token and a time above 0"
+            )
+        yield step
+
+
+def _of_log(lines: Iterator[str]) -> Iterator[StepTime]:
+    before: dict[str, tuple[str, int]] = {}  # of each rank: the kind of its last line, and its new tokens
+    for line in lines:
+        if (match := _VLLM.search(line)) is not None:
+            prompt, answer, step_s = int(match[1]), int(match[2]), float(match[3]) / 1e3
+            if bool(prompt) != bool(answer) and step_s > 0:
+                yield StepTime("prefill" if prompt else "decode", prompt or answer, step_s)
+        elif (match := _SGLANG.search(line)) is not None:
+            rank, kind = match[1], match[2]
+            said = {name.strip(" #"): float(value) for name, value in _NUMBER.findall(match[3])}
+            last = before.get(rank)
+            new = int(said.get("new-token", 0))
+            before[rank] = (kind, new)
+            if last is None or last[0] != kind:
+                continue
+            if kind == "Decode":
+                requests, rate = said.get("running-req", 0), said.get("gen throughput (token/s)", 0)
+                if requests and rate:
+                    context = said.get("token", said.get("full token", 0)) / requests
+                    step_s = requests * said.get("accept len", 1) / rate
+                    yield StepTime("decode", int(requests), step_s, context if context >= 1 else None)
+            elif new and new == last[1] and said.get("input throughput (token/s)"):
+                yield StepTime("prefill", new, new / said["input throughput (token/s)"])

@@ -1,0 +1,129 @@
+"""`moe-serve simulate --fit`: step times in, the engine's factor out; the lines of engines' logs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from moe_serve.eplb.cost.model import CostModel
+from moe_serve.eplb.cost.profile_files import load_engine, load_hardware, load_model_profile
+from moe_serve.eplb.files.step_times import StepTime, read_step_times
+from moe_serve.eplb.replay.costs import ProfileCosts, Serving
+from moe_serve.eplb.replay.fit import Group, _seconds, fit
+from moe_serve.errors import ConfigError, TraceError
+from moe_serve.launcher.cli.app import add_balancer_commands
+from moe_serve.topology import Topology
+
+VLLM = """\
+(EngineCore_DP0 pid=20) INFO 12-22 21:44:40 [core.py:349] Iteration(515): 0 context requests, 0 context tokens, \
+20 generation requests, 20 generation tokens, iteration elapsed time: 10.99 ms
+(EngineCore_DP0 pid=20) INFO 12-22 21:44:40 [core.py:349] Iteration(516): 1 context requests, 900 context tokens, \
+20 generation requests, 20 generation tokens, iteration elapsed time: 80.10 ms
+(EngineCore_DP0 pid=20) INFO 12-22 21:44:40 [core.py:349] Iteration(517): 2 context requests, 8192 context tokens, \
+0 generation requests, 0 generation tokens, iteration elapsed time: 212.5 ms
+"""
+SGLANG = """\
+[2026-04-05 20:02:51 DP0 TP0] Decode batch, #running-req: 32, #token: 11200, token usage: 0.08, cuda graph: True, \
+gen throughput (token/s): 9999.0, #queue-req: 0
+[2026-04-05 20:02:51 DP1 TP1] Decode batch, #running-req: 30, #token: 9000, token usage: 0.08, cuda graph: True, \
+gen throughput (token/s): 1500.0, #queue-req: 0
+[2026-04-05 20:02:52 DP0 TP0] Decode batch, #running-req: 32, #token: 12800, token usage: 0.08, accept len: 1.5, \
+accept rate: 0.5, cuda graph: True, gen throughput (token/s): 1600.0, #queue-req: 0
+[2026-04-05 20:02:52] INFO:     127.0.0.1:40086 - "POST /v1/chat/completions HTTP/1.1" 200 OK
+[2026-04-05 20:02:53 DP0 TP0] Prefill batch, #new-seq: 1, #new-token: 8192, #cached-token: 0, token usage: 0.08, \
+#running-req: 31, #queue-req: 3, cuda graph: True, input throughput (token/s): 0.14
+[2026-04-05 20:02:53 DP0 TP0] Prefill batch, #new-seq: 1, #new-token: 8192, #cached-token: 0, token usage: 0.08, \
+#running-req: 31, #queue-req: 3, cuda graph: True, input throughput (token/s): 16384.0
+[2026-04-05 20:02:53 DP0 TP0] Prefill batch, #new-seq: 1, #new-token: 100, #cached-token: 0, token usage: 0.08, \
+#running-req: 31, #queue-req: 3, cuda graph: True, input throughput (token/s): 16000.0
+[2026-04-05 20:02:54 DP0 TP0] Decode batch, #running-req: 32, #token: 12800, token usage: 0.08, cuda graph: True, \
+gen throughput (token/s): 300.0, #queue-req: 0
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "measured"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_vllms_iterations_of_one_kind_count(tmp_path: Path) -> None:
+    found = read_step_times(written(tmp_path, VLLM))
+    assert found == [StepTime("decode", 20, pytest.approx(0.01099)), StepTime("prefill", 8192, pytest.approx(0.2125))]
+
+
+def test_sglangs_lines_count_where_nothing_else_came_between(tmp_path: Path) -> None:
+    found = read_step_times(written(tmp_path, SGLANG))
+    assert found == [StepTime("decode", 32, pytest.approx(0.03), 400.0), StepTime("prefill", 8192, 0.5)]
+
+
+def test_a_csv_is_read_with_and_without_context(tmp_path: Path) -> None:
+    text = "phase,tokens,step_s,context\ndecode,128,0.04,3000\nprefill,8192,0.5,\n"
+    found = read_step_times(written(tmp_path, text))
+    assert found == [StepTime("decode", 128, 0.04, 3000.0), StepTime("prefill", 8192, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [("decode,x,0.1", "line 2: invalid"), ("mixed,1,0.1", "phase is 'mixed'"), ("decode,0,0.1", "0 tokens"),
+     ("decode,8,nan", "8 tokens in nan"), ("decode", "line 2"), ("decode\0", "measured"), ("", "no step times")],
+)  # fmt: skip
+def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, row: str, says: str) -> None:
+    with pytest.raises(TraceError, match=says):
+        read_step_times(written(tmp_path, f"phase,tokens,step_s\n{row}\n"))
+
+
+CLUSTER = Topology(1, 8)
+COSTS = ProfileCosts(
+    CostModel(load_hardware("H200"), load_model_profile("Qwen3-30B-A3B"), CLUSTER, load_engine("ideal")), Serving()
+)
+SIZES = [("decode", tokens, 2000.0) for tokens in (16, 64, 256, 512)] + [("prefill", 8192, 4096.0)]
+
+
+def engine_steps(factor: float, skew: float) -> list[StepTime]:
+    """Returns steps of an engine that takes factor times the model, with 2 % noise and a slow step of each size."""
+    rng, steps = np.random.default_rng(0), []
+    for phase, tokens, context in SIZES:
+        _, two_batch, _ = _seconds(Group(phase, tokens, context, 0.0, 1), COSTS, 136, skew, 0.98)
+        times = factor * two_batch * (1 + 0.02 * rng.standard_normal(9))
+        steps += [StepTime(phase, tokens, float(time), context) for time in (*times, 9 * two_batch)]
+    return steps
+
+
+def test_a_known_engine_is_found_again() -> None:
+    factor, skew = 1.4, 0.9
+    found = fit(engine_steps(factor, skew), COSTS, 136, 0.98)
+    assert found.factor == pytest.approx(factor, rel=0.03)
+    assert found.low <= found.factor <= found.high
+    assert found.overlap == "two-batch"
+    assert (skew, "two-batch") in [(found.skew, found.overlap), *[pair[:2] for pair in found.alike]]
+    assert np.abs(found.errors).max() < 0.06
+
+
+def test_steps_of_one_size_are_refused() -> None:
+    with pytest.raises(ConfigError, match="of 1 sizes, and a fit needs 3"):
+        fit(engine_steps(1.0, 0.0)[:5], COSTS, 136, 0.98)
+
+
+def test_the_command_writes_an_engine_that_simulate_takes(tmp_path: Path) -> None:
+    app = typer.Typer()
+    add_balancer_commands(app)
+    rows = [f"{step.phase},{step.tokens},{step.step_s},{step.context}" for step in engine_steps(1.4, 0.6)]
+    measured = written(tmp_path, "\n".join(["phase,tokens,step_s,context", *rows]))
+    engine = tmp_path / "mine.yaml"
+    cluster = ["--model", "Qwen3-30B-A3B", "--hardware", "H200", "--nodes", "1", "--redundant", "8"]
+    result = CliRunner().invoke(
+        app, ["simulate", *cluster, "--fit", str(measured), "--save-engine", str(engine), "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    assert load_engine(engine).step_factor == pytest.approx(json.loads(result.stdout)["step_factor"], abs=1e-4)
+    assert load_engine(engine).step_factor == pytest.approx(1.4, rel=0.03)
+    assert "fitted on 50 steps of measured" in load_engine(engine).sources["step_factor"]
+    again = CliRunner().invoke(
+        app, ["simulate", *cluster, "--engine", str(engine), "--windows", "2", "--json", "--jobs", "1"]
+    )
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["rows"][0]["tokens_per_s"] > 0
