@@ -46,6 +46,7 @@ class Constraint:
           structural_tag  free text in which triggers begin parts of a schema, as JSON of SGLang
     is_compiled: `text` is the grammar that a front end has compiled, for ranks only
     path: field of the client's request, such as response_format.json_schema.schema, for errors; "": the kind names it
+    not_held: what of a lenient schema the compiled grammar leaves out, in words
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Constraint:
     start: FormStart | None = None  # None: with the first token
     is_compiled: bool = False
     path: str = field(default="", compare=False)
+    not_held: str = field(default="", compare=False)
 
     @property
     def name(self) -> str:

@@ -199,6 +199,11 @@ class Matcher:
             raise _refused(name, inner.get_error(), limits)
         return cls(inner, vocabulary, name, limits)
 
+    @property
+    def not_held(self) -> str:
+        """What of a lenient schema is left out, in words; "" = nothing."""
+        return "; ".join(self._inner.get_grammar_warnings())
+
     def copy(self, name: str | None = None) -> "Matcher":
         """Returns a copy in the same state, which shares nothing with this one. name: None: the same"""
         return Matcher(self._inner.deep_copy(), self._vocabulary, name or self.name, self._limits)

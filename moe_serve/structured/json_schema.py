@@ -51,6 +51,19 @@ def with_options(schema: Schema | bool, options: Schema) -> Schema:
     return {**schema, _OPTIONS: {**(own or {}), **options}}
 
 
+# Options of llguidance by which it leaves out words that it cannot hold, and takes oneOf for anyOf.
+LENIENT = {"lenient": True, "coerce_one_of": True}
+
+
+def lenient(schema: Schema | bool) -> Schema:
+    """Returns a schema whose words that llguidance cannot hold are left out, instead of refused.
+
+    Options of its own stay as they are.
+    """
+    own = schema.get(_OPTIONS) if isinstance(schema, dict) else None
+    return with_options(schema, {name: value for name, value in LENIENT.items() if name not in (own or ())})
+
+
 def moved(schema: Schema, name: str) -> Any:
     """Returns a schema that stands under a name in `$defs`: references count from the root."""
 

@@ -49,6 +49,8 @@ _LONG_ANSWER = 16_384  # characters of its texts, which parsers of calls read at
 _SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
 _LONG_CALL = 1 << 16  # such a call takes 0.15 s of a core, and longer ones wait for their turn
 DONE = b"data: [DONE]\n\n"
+NOT_HELD_HEADER = b"x-moe-serve-schema-not-held"
+_MOST_NOT_HELD = 500  # characters of that header
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -90,10 +92,23 @@ class Call:
         return request.failure
 
     @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of the answer: what of the schemas its outputs need not hold."""
+        forms = [request.spec.params.constraint for request in self.requests]
+        words = "; ".join(dict.fromkeys(form.not_held for form in forms if form is not None and form.not_held))
+        return [(NOT_HELD_HEADER, _visible(words))] if words else []
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of prompts and outputs, without requests that failed before their first one."""
         started = [request for request in self.requests if request.num_output or request.failure is None]
         return sum(len(request.spec.prompt_ids) + request.num_output for request in started)
+
+
+def _visible(words: str) -> bytes:
+    """Returns a text as the value of a header."""
+    text = words.encode("ascii", "backslashreplace").decode()
+    return "".join(each if each.isprintable() else " " for each in text)[:_MOST_NOT_HELD].strip().encode()
 
 
 async def start_call(
@@ -267,7 +282,8 @@ class CallResponse(Response):
         num_chars = sum(len(request.matcher.text) for request in best.requests)
         is_long = num_chars > _LONG_ANSWER or sum(map(num_logprobs, best.requests)) > _MANY_LOGPROBS
         body = await asyncio.to_thread(self._answers.whole, best) if is_long else self._answers.whole(best)
-        await Response(body, media_type="application/json")({"type": "http"}, _no_receive, send)
+        headers = {name.decode(): value.decode() for name, value in call.headers}
+        await Response(body, headers=headers, media_type="application/json")({"type": "http"}, _no_receive, send)
 
     async def _send_stream(self, scope: Scope, send: Send) -> None:
         call, answers = self._call, self._answers
@@ -281,7 +297,7 @@ class CallResponse(Response):
                 if failure is not None:
                     await error_response(failure)({"type": "http"}, _no_receive, send)
                     return
-                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *call.headers]})
                 has_begun = True
                 connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
                 if connection is not None:  # from here on, most events do not come this way

@@ -35,7 +35,7 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import ModelError, RequestError
 from moe_serve.models.model_files import read_json
 from moe_serve.server.edge.body import Body, Count, OnlyEmpty, OnlyFalse, OnlyOne, OnlyZero, TokenId, read_values, show
-from moe_serve.structured.json_schema import names_white_space, with_options
+from moe_serve.structured.json_schema import lenient, names_white_space, with_options
 
 MAX_CHOICES = 10_000
 ANY_OBJECT = '{"type":"object"}'
@@ -187,13 +187,13 @@ def _of_response_format(path: str, given: dict[str, Any] | None) -> Constraint |
             field=path,
         )
     inner = given.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, dict) else None
+    schema, strict = (inner.get("schema"), inner.get("strict")) if isinstance(inner, dict) else (None, None)
     if schema is None:
         raise RequestError(f"{path}.json_schema has no schema; put the JSON schema there", field=f"{path}.json_schema")
     path = f"{path}.json_schema.schema"
     if not isinstance(schema, dict | bool | str):
         raise RequestError(f"{path} is {show(schema)}, expected a JSON schema", field=path)
-    return _of_schema(path, schema)
+    return _of_schema(path, schema if strict or isinstance(schema, str) else lenient(schema))
 
 
 def _of_structured_outputs(given: StructuredOutputs | None) -> Constraint | None:

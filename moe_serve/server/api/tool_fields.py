@@ -10,7 +10,7 @@ from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
 from moe_serve.server.api.params import schema_constraint
 from moe_serve.server.edge.body import show
-from moe_serve.structured.json_schema import moved, with_options
+from moe_serve.structured.json_schema import LENIENT, lenient, moved, with_options
 
 MAX_TOOLS = 128
 MAX_BYTES = 1 << 20  # of all tools, as JSON
@@ -42,9 +42,11 @@ class ToolUse:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """llguidance's options of all functions' schemas, merged: a form has one set."""
-        given = [schema.get("x-guidance") for schema in self.schemas.values()]
-        return {name: value for each in given if isinstance(each, dict) for name, value in each.items()}
+        """llguidance's options of all functions' schemas, merged: a form has one set, lenient where all of them are."""
+        given = [schema.get("x-guidance") or {} for schema in self.schemas.values()]
+        named = [each for each in given if isinstance(each, dict)]
+        options = {name: value for each in named for name, value in each.items()}
+        return {name: options[name] for name in options if name not in LENIENT or all(name in each for each in named)}
 
     def constraint(self) -> Constraint | None:
         """Returns the form of the output; None if it is free."""
@@ -169,7 +171,7 @@ def _schemas(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 f"{path}.function.parameters is {show(parameters)}, expected a JSON schema",
                 field=f"{path}.function.parameters",
             )
-        schemas[name] = parameters or {}
+        schemas[name] = (parameters or {}) if function.get("strict") else lenient(parameters or {})
     return schemas
 
 

@@ -42,13 +42,15 @@ class TrialJob(msgspec.Struct):
 class Checked(msgspec.Struct):
     """The answer of the process: the grammar for ranks, or what is wrong with the constraint.
 
-    busy: nothing is wrong, but the machine had no time to compile it
+    busy:     nothing is wrong, but the machine had no time to compile it
+    not_held: what of a lenient schema the grammar leaves out
     """
 
     grammar: str | None
     message: str = ""
     field: str | None = None
     busy: bool = False
+    not_held: str = ""
 
 
 class GrammarCheck:
@@ -80,7 +82,9 @@ class GrammarCheck:
             raise QueueFullError(answer.message)
         if answer.grammar is None:
             raise RequestError(answer.message, answer.field)
-        return replace(params, constraint=replace(given, text=answer.grammar, is_compiled=True))
+        return replace(
+            params, constraint=replace(given, text=answer.grammar, is_compiled=True, not_held=answer.not_held)
+        )
 
     async def close(self) -> None:
         """Ends the process."""

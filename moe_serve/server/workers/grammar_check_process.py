@@ -153,7 +153,7 @@ def check(given: Constraint, walks: Walks | MoeServeError) -> Checked:
             _try_part(schema, begin, given, walks, parts_end_s)
     except RequestError as error:
         return Checked(None, str(error), error.field)
-    return Checked(grammar)
+    return Checked(grammar, not_held=matcher.not_held)
 
 
 def _try_part(schema: Any, begin: str, given: Constraint, walks: Walks, until_s: float) -> None:

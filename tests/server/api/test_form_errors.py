@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.api.calls import CHAT, COMPLETIONS, HI, post, with_template
+from moe_serve.server.api.generate import NOT_HELD_HEADER
+from tests.server.api.calls import CHAT, COMPLETIONS, HI, post, says, with_template
 from tests.server.served import in_event_loop, serving
 
 RESPONSES = "/v1/responses"
@@ -111,3 +112,35 @@ def test_forms_of_generate_are_reported_with_their_path(answers: dict[str, list[
     fields = ("sampling_params.json_schema", "sampling_params.ebnf", "sampling_params[1].regex")
     for answer, field in zip(answers["generate"], fields, strict=True):
         check(answer, field, f"{field} cannot be served")
+
+
+LOOSE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 3}
+
+
+@in_event_loop
+async def test_words_that_cannot_be_held_are_named_by_the_answer_unless_strictness_is_asked_for(tmp_path):
+    header = NOT_HELD_HEADER.decode()
+    async with serving(1, with_template(tmp_path), reply=says("[1, 2]")) as served:
+
+        def asked(strict: object, **fields: object):
+            form = {"name": "n", "schema": LOOSE, **({} if strict is None else {"strict": strict})}
+            given = {"type": "json_schema", "json_schema": form}
+            return post(served, CHAT, messages=HI, max_tokens=20, response_format=given, **fields)
+
+        for strict in (None, False):
+            for stream in (False, True):
+                response = await asked(strict, stream=stream)
+                assert (response.status_code, response.headers[header]) == (200, 'Unimplemented keys: ["uniqueItems"]')
+        refused = await asked(True)
+        schema = {"type": "object", "properties": {"a": LOOSE}}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        forced = {"messages": HI, "max_tokens": 20, "tool_choice": "required"}
+        called = await post(served, CHAT, tools=tools, **forced)
+        strict_tool = [{"type": "function", "function": {"name": "g", "parameters": schema, "strict": True}}]
+        one_strict = await post(served, CHAT, tools=tools + strict_tool, **forced)
+        plain = await post(served, CHAT, messages=HI, max_tokens=5)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format.json_schema.schema")
+    assert "uniqueItems" in refused.json()["error"]["message"]
+    assert (called.status_code, called.headers[header]) == (200, 'Unimplemented keys: ["uniqueItems"]')
+    assert one_strict.status_code == 400
+    assert header not in plain.headers
