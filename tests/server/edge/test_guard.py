@@ -32,7 +32,7 @@ OPEN_ROUTES = {
     for path in (
         "/health", "/health_generate", "/ping", "/ready", "/readyz", "/metrics",
         "/dashboard", "/dashboard/page.css", "/dashboard/page.js", "/dashboard/charts.js",
-        "/", "/docs/page.css",
+        "/", "/docs/page.css", "/chat", "/chat/chat.css", "/chat/chat.js",
     )
 } | {("HEAD", "/metrics")}  # fmt: skip
 
