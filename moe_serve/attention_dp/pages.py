@@ -221,7 +221,9 @@ class PageTiers:
         """Has the page of a published block copied down."""
         is_in_memory = self._host is not None and self._host.has(key)
         with self._lock:
-            if key in self._down or (self._folder is None and (is_in_memory or self._host is None)):
+            if key in self._down or key == self._copied:  # `_key_of` has one block for a key
+                return
+            if self._folder is None and (is_in_memory or self._host is None):
                 return
             if len(self._down) >= _QUEUED_PAGES:
                 self.counters["no_room"] += 1

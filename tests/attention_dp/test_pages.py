@@ -165,6 +165,43 @@ def test_a_block_that_is_written_before_the_thread_has_copied_it(
     tiers.close()
 
 
+def test_a_page_that_is_kept_again_while_it_is_copied_is_not_read_from_its_block_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = small_cache()
+    host = in_memory(cache)
+    read, before, after = cache.read_page, cache.read_page(0), cache.read_page(1)
+    went_down: list[torch.Tensor] = []
+    copying, kept_again, leaving, written = (threading.Event() for _ in range(4))
+
+    def read_slowly(block: int) -> torch.Tensor:
+        page = read(block)
+        copying.set()
+        assert kept_again.wait(10)
+        return page
+
+    def leave_slowly(key: bytes, page: torch.Tensor) -> None:
+        went_down.append(page.clone())
+        leaving.set()
+        assert written.wait(10)
+
+    monkeypatch.setattr(cache, "read_page", read_slowly)
+    monkeypatch.setattr(host, "has", lambda key: False)  # as where others have made it leave at once
+    monkeypatch.setattr(host, "write", leave_slowly)
+    tiers = PageTiers(cache, host, None)
+    tiers.keep(KEYS[0], 0)
+    assert copying.wait(10)
+    tiers.keep(KEYS[0], 0)
+    kept_again.set()
+    assert leaving.wait(10)
+    tiers.written([0])
+    cache.write_page(0, after)
+    written.set()
+    tiers.close()
+    assert went_down
+    assert all(torch.equal(page, before) for page in went_down)
+
+
 def test_a_full_disk_switches_the_tier_off_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -260,7 +260,7 @@ def test_a_hostile_template_ends_with_a_reason_and_the_next_one_is_served():
             assert len(set(_descendants(os.getpid())) - before) == 2, "one for long jobs"
         finally:
             await templates.close()
-        assert set(_descendants(os.getpid())) == before
+        assert not set(_descendants(os.getpid())) - before
 
     asyncio.run(check())
 
