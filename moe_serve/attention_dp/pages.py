@@ -221,7 +221,7 @@ class PageTiers:
         """Has the page of a published block copied down."""
         is_in_memory = self._host is not None and self._host.has(key)
         with self._lock:
-            if key in self._down or key == self._copied:  # `_key_of` has one block for a key
+            if key in self._down or key == self._copied:  # a second entry would lose its block when the copy ends
                 return
             if self._folder is None and (is_in_memory or self._host is None):
                 return

@@ -37,8 +37,8 @@ OUTLIER = 2.0  # times the usual error: larger ones count less, in inverse propo
 LEAST_ERROR = 0.01  # of a step: no window tells its time more exactly; of few windows not even that
 NUM_REFITS = 2  # after each window, with the weights that follow from the errors of the fit before
 MOE_SHARE = 0.5  # assumed share of token_s that the busiest rank's experts take, before the skew has varied
-# Of a step, what a round costs until one is measured: the mean of 51 rounds of the demo model on two ranks, whose pause
-# was 0.17 of a step (docs/cost-model.md). The longest of 189 rounds was 0.52 (benchmarks/README.md).
+# Of a step, assumed for what a round costs until one is measured. The longest of 189 rounds of the demo model took 0.52
+# (benchmarks/README.md).
 FIRST_ROUND = 0.2
 NUM_ROUNDS = 15  # rounds whose median is the price of a moved expert
 

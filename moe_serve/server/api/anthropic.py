@@ -5,7 +5,6 @@ is taken; tools that its servers run are refused. A conversation is sent whole e
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -16,7 +15,7 @@ from moe_serve.errors import RequestError
 from moe_serve.server.api.generate import Call, Cursor
 from moe_serve.server.api.messages import MAX_MESSAGES, Content, Message, Tools, text_of
 from moe_serve.server.api.openai_answers import finish_reason, stop_reason, usage
-from moe_serve.server.api.openai_requests import ChatBody, ChatRequest, Model, Noted, check_chat
+from moe_serve.server.api.openai_requests import ChatBody, ChatRequest, Model, Noted, check_chat_of
 from moe_serve.server.api.params import Stops, Temperature, TopK, TopP
 from moe_serve.server.api.parsed_output import Delta, NewOutput, OutputParser
 from moe_serve.server.api.tool_fields import EXAMPLE, EXAMPLE_CHOICE
@@ -25,7 +24,7 @@ from moe_serve.server.edge.errors import error_of, json_bytes
 from moe_serve.server.requests.open_request import OpenRequest
 
 _EXAMPLE_TOOL = 'send {"name": "f", "input_schema": {…}}'
-_IN_OWN_WORDS = (  # what errors call the fields of a chat, and what these are here; longer ones first
+_WORDS = (  # as of `in_words`
     (EXAMPLE, _EXAMPLE_TOOL),
     (EXAMPLE_CHOICE, '{"type": "tool", "name": "f"}'),
     ("].function.parameters", "].input_schema"),
@@ -157,38 +156,19 @@ def parse_count(body: bytes) -> ChatRequest:
 def _checked(given: CountTokensBody, **fields: Any) -> ChatRequest:
     """Returns the checked chat. fields: more of `ChatBody`"""
     choice, config = given.tool_choice, given.output_config or OutputConfig()
-    try:
-        chat = ChatBody(
-            model=given.model,
-            messages=_messages(given),
-            tools=_tools(given.tools or []),
-            tool_choice=None if choice is None else _choice(choice),
-            parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
-            response_format=_format(given.output_format or config.format),
-            reasoning_effort=config.effort,
-            chat_template_kwargs=None if given.thinking is None else _thinking(given.thinking),
-            continue_final_message=given.messages[-1].role == "assistant",
-            **fields,
-        )
-        checked = check_chat(chat, "msg_")
-    except RequestError as error:
-        raise in_own_words(error) from None
-    constraint = checked.options.taken.params.constraint
-    if constraint is None:
-        return checked
-    own = replace(constraint, path=_in_own_words(constraint.path))
-    return replace(checked, options=checked.options.with_params(constraint=own))
-
-
-def in_own_words(error: RequestError) -> RequestError:
-    """Returns an error about a chat with the fields' names of this route."""
-    return RequestError(_in_own_words(str(error)), error.field and _in_own_words(error.field))
-
-
-def _in_own_words(text: str) -> str:
-    for theirs, ours in _IN_OWN_WORDS:
-        text = text.replace(theirs, ours)
-    return text
+    chat = ChatBody(
+        model=given.model,
+        messages=_messages(given),
+        tools=_tools(given.tools or []),
+        tool_choice=None if choice is None else _choice(choice),
+        parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+        response_format=_format(given.output_format or config.format),
+        reasoning_effort=config.effort,
+        chat_template_kwargs=None if given.thinking is None else _thinking(given.thinking),
+        continue_final_message=given.messages[-1].role == "assistant",
+        **fields,
+    )
+    return check_chat_of(chat, "msg_", _WORDS)
 
 
 def _thinking(given: Thinking) -> dict[str, Any]:

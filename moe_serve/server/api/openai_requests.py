@@ -370,6 +370,29 @@ def check_chat(given: ChatBody, id_prefix: str) -> ChatRequest:
     return ChatRequest(prompt, options, tools, reasoning, bool(given.logprobs))
 
 
+Words = tuple[tuple[str, str], ...]  # what errors call the fields of a chat, and another API; longer ones first
+
+
+def check_chat_of(given: ChatBody, id_prefix: str, words: Words) -> ChatRequest:
+    """Returns what `check_chat` does; errors, now and about its constraint, are in the words of another API."""
+    try:
+        checked = check_chat(given, id_prefix)
+    except RequestError as error:
+        raise RequestError(in_words(str(error), words), error.field and in_words(error.field, words)) from None
+    constraint = checked.options.taken.params.constraint
+    if constraint is None:
+        return checked
+    own = replace(constraint, path=in_words(constraint.path, words))
+    return replace(checked, options=checked.options.with_params(constraint=own))
+
+
+def in_words(text: str, words: Words) -> str:
+    """Returns a text about fields of a chat with the names that they have in another API."""
+    for theirs, ours in words:
+        text = text.replace(theirs, ours)
+    return text
+
+
 class TokenizeBody(Body):
     """A text, or a chat as for /v1/chat/completions."""
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.api.anthropic import MessagesAnswers, in_own_words, parse_count, parse_messages
+from moe_serve.server.api.anthropic import MessagesAnswers, parse_count, parse_messages
 from moe_serve.server.api.generate import Call, CallResponse, RequestPipeline, texts_of
 from moe_serve.server.api.openai_answers import ChatAnswers, CompletionAnswers
 from moe_serve.server.api.openai_requests import (
@@ -56,6 +56,7 @@ CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 RESPONSE_NAMES = ParamNames({**OPENAI_NAMES.other, "max_new_tokens": ("max_output_tokens",)})
+MESSAGE_NAMES = ParamNames({**OPENAI_NAMES.other, "stop": ("stop_sequences",)})
 CHAT_NAMES = ParamNames({**OPENAI_NAMES.other, "logprobs": ("top_logprobs",)})
 
 
@@ -129,10 +130,7 @@ def add_openai(
     @app.post(MESSAGES)
     async def messages(request: Request) -> Response:
         """Anthropic's messages: as a chat, with blocks in and out, JSON or a stream."""
-
-        def words(error: RequestError) -> RequestError:
-            return in_own_words(_in_openai_words(error, "messages", CHAT_NAMES))
-
+        words = partial(_in_openai_words, prompt="messages", names=MESSAGE_NAMES)
         given, call = await pipeline.open(request, parse_messages, partial(call_of_chat, request), words)
         return CallResponse(call, bridge, MessagesAnswers(given, name, parser_of(given, call)()), given.options.stream)
 

@@ -7,7 +7,7 @@ have, with those of vLLM and SGLang, keep their meaning.
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -17,7 +17,7 @@ from moe_serve.errors import RequestError
 from moe_serve.server.api.generate import Call, Cursor
 from moe_serve.server.api.messages import MAX_MESSAGES, Content, Message, Part, text_of
 from moe_serve.server.api.openai_answers import finish_reason, usage
-from moe_serve.server.api.openai_requests import ChatBody, ChatFields, ChatRequest, check_chat
+from moe_serve.server.api.openai_requests import ChatBody, ChatFields, ChatRequest, check_chat_of
 from moe_serve.server.api.params import ResponseFormat
 from moe_serve.server.api.parsed_output import Delta, NewOutput, OutputParser
 from moe_serve.server.api.tool_fields import EXAMPLE, EXAMPLE_CHOICE
@@ -26,7 +26,7 @@ from moe_serve.server.edge.errors import error_of, json_bytes
 from moe_serve.server.requests.open_request import OpenRequest
 
 _LOGPROBS = "message.output_text.logprobs"
-_IN_OWN_WORDS = (  # what errors call the fields of a chat, and what these are here; longer ones first
+_WORDS = (  # as of `in_words`
     (EXAMPLE, 'send {"type": "function", "name": "f", "parameters": {…}}'),
     (EXAMPLE_CHOICE, '{"type": "function", "name": "f"}'),
     ("].function.", "]."),
@@ -120,14 +120,7 @@ def parse_response(body: bytes) -> ResponseRequest:
     given = read_body(body, ResponseBody)
     if isinstance(given.include, list) and _LOGPROBS in given.include:
         raise RequestError(f"include holds {_LOGPROBS}, but only chats have logprobs; leave it out", field="include")
-    try:
-        checked = check_chat(_as_chat(given), "resp_")
-    except RequestError as error:
-        raise RequestError(_in_own_words(str(error)), error.field and _in_own_words(error.field)) from None
-    constraint = checked.options.taken.params.constraint
-    if constraint is not None:
-        own = replace(constraint, path=_in_own_words(constraint.path))
-        checked = replace(checked, options=checked.options.with_params(constraint=own))
+    checked = check_chat_of(_as_chat(given), "resp_", _WORDS)
     echoed = {
         "instructions": given.instructions,
         "metadata": given.metadata,
@@ -140,13 +133,6 @@ def parse_response(body: bytes) -> ResponseRequest:
         "parallel_tool_calls": given.parallel_tool_calls is not False,
     }
     return ResponseRequest(checked, echoed)
-
-
-def _in_own_words(text: str) -> str:
-    """Returns a text about fields of a chat with the names that they have on this route."""
-    for theirs, ours in _IN_OWN_WORDS:
-        text = text.replace(theirs, ours)
-    return text
 
 
 def _as_chat(given: ResponseBody) -> ChatBody:

@@ -1,8 +1,10 @@
 """`/tokenize` and `/detokenize` answer as vLLM's do."""
 
+import asyncio
+
 import moe_serve
 from tests.server.api.calls import HI, TEMPLATE, TEXT, post, with_template
-from tests.server.served import in_event_loop, serving
+from tests.server.served import in_event_loop, serving, until
 
 
 def test_texts_and_chats_become_ids_and_ids_become_text(tmp_path):
@@ -73,8 +75,13 @@ async def test_facts_about_tokenizer_version_and_load_are_there(tmp_path):
     async with serving(1, with_template(tmp_path)) as served:
         info = (await served.client.get("/tokenizer_info")).json()
         version = (await served.client.get("/version")).json()["version"]
+        served.hold()
+        open_call = asyncio.create_task(served.generate(text="hi"))
+        await until(lambda: len(served.bridge.book) == 1)
         load = (await served.client.get("/load")).json()
+        served.go_on()
+        await open_call
     assert (info["bos_token"], info["eos_token"]) == ("<|bos|>", "<|eos|>")
     assert info["chat_template"] == TEMPLATE
     assert version == moe_serve.__version__
-    assert load == {"server_load": 0}
+    assert load == {"server_load": 1}
