@@ -42,13 +42,13 @@ def names_white_space(schema: Any) -> bool:
 
 
 def with_options(schema: Schema | bool, options: Schema) -> Schema:
-    """Returns a schema with more of llguidance's options, which replace its own of the same name."""
+    """Returns a schema with more of llguidance's options; its own of the same name stay."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     own = schema.get(_OPTIONS)
     if own is not None and not isinstance(own, dict):
         return schema
-    return {**schema, _OPTIONS: {**(own or {}), **options}}
+    return {**schema, _OPTIONS: {**options, **(own or {})}}
 
 
 # Options of llguidance by which it leaves out words that it cannot hold, and takes oneOf for anyOf.
@@ -56,12 +56,8 @@ LENIENT = {"lenient": True, "coerce_one_of": True}
 
 
 def lenient(schema: Schema | bool) -> Schema:
-    """Returns a schema whose words that llguidance cannot hold are left out, instead of refused.
-
-    Options of its own stay as they are.
-    """
-    own = schema.get(_OPTIONS) if isinstance(schema, dict) else None
-    return with_options(schema, {name: value for name, value in LENIENT.items() if name not in (own or ())})
+    """Returns a schema whose words that llguidance cannot hold are left out, instead of refused."""
+    return with_options(schema, LENIENT)
 
 
 def moved(schema: Schema, name: str) -> Any:

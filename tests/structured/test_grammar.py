@@ -141,29 +141,25 @@ def test_outputs_under_a_schema_parse_and_validate(schema: dict[str, Any], seed:
     assert_valid(json.loads(text), schema)
 
 
-LAYOUTS: list[dict[str, Any]] = [{}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 4}, {"indent": "\t"}]
-
-
 def in_a_tag(schema: dict[str, Any] | bool) -> tuple[str, str]:
     structure = {"begin": "<f>", "schema": schema, "end": "</f>"}
     return "structural_tag", json.dumps({"structures": [structure], "triggers": ["<f>"]})
 
 
 @pytest.mark.parametrize("is_in_tag", [False, True], ids=["json_schema", "structural_tag"])
-def test_json_may_be_laid_out_as_usual_but_its_white_space_ends(is_in_tag: bool) -> None:
+def test_json_is_written_on_one_line(is_in_tag: bool) -> None:
+    """A small model loses itself in white space that does not end."""
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "object"}}}}
     begin, end = ("<f>", "</f>") if is_in_tag else ("", "")
     compiled = matcher_of(*(in_a_tag(schema) if is_in_tag else ("json_schema", json.dumps(schema))))
-    for layout in LAYOUTS:
-        text = json.dumps({"a": [{"b": 1}, {"c": [2, 3]}]}, **layout)
-        whole = compiled.copy()
-        whole.advance(TEXT.encode(begin + text + end))
-        assert whole.may_end
-    for blank in (" ", "\n", "\t", "\n "):  # a small model loses itself in these
+    whole = compiled.copy()
+    whole.advance(TEXT.encode(begin + json.dumps({"a": [{"b": 1}, {"c": [2, 3]}]}) + end))
+    assert whole.may_end
+    for blank in " \n\t":
         growing = compiled.copy()
         growing.advance(TEXT.encode(begin + "{"))
         with pytest.raises(RequestError, match="cannot be served"):
-            growing.advance(TEXT.encode(blank * 50))
+            growing.advance(TEXT.encode(blank))
 
 
 def test_a_schema_with_its_own_options_decides_about_white_space() -> None:
@@ -180,7 +176,7 @@ def test_a_schema_with_its_own_options_decides_about_white_space() -> None:
         one_space.advance(TEXT.encode("{  "))
 
 
-@pytest.mark.parametrize("options", [{"lenient": True}, {"coerce_one_of": True}, {"key_separator": ": "}, {}], ids=str)
+@pytest.mark.parametrize("options", [{"lenient": True}, {"coerce_one_of": True}, {"key_separator": ":"}, {}], ids=str)
 @pytest.mark.parametrize("is_in_tag", [False, True], ids=["json_schema", "structural_tag"])
 def test_options_of_a_schema_that_say_nothing_of_white_space_do_not_free_it(
     options: dict[str, Any], is_in_tag: bool
@@ -188,9 +184,9 @@ def test_options_of_a_schema_that_say_nothing_of_white_space_do_not_free_it(
     """As with {"lenient": true}, where small models went on in line feeds."""
     schema = {"type": "object", "x-guidance": options}
     matcher = matcher_of(*(in_a_tag(schema) if is_in_tag else ("json_schema", json.dumps(schema))))
-    matcher.advance(TEXT.encode("<f>{ " if is_in_tag else "{ "))
+    matcher.advance(TEXT.encode(("<f>" if is_in_tag else "") + '{"a"' + options.get("key_separator", ": ") + "1, "))
     with pytest.raises(RequestError, match="cannot be served"):
-        matcher.advance(TEXT.encode("\n\n"))
+        matcher.advance(TEXT.encode("\n"))
 
 
 def test_options_that_are_no_object_are_refused() -> None:
@@ -199,11 +195,11 @@ def test_options_that_are_no_object_are_refused() -> None:
 
 
 @pytest.mark.parametrize("is_in_tag", [False, True], ids=["json_schema", "structural_tag"])
-def test_the_schema_true_takes_any_json_with_white_space_that_ends(is_in_tag: bool) -> None:
+def test_the_schema_true_takes_any_json_on_one_line(is_in_tag: bool) -> None:
     matcher = matcher_of(*(in_a_tag(True) if is_in_tag else ("json_schema", "true")))
-    matcher.advance(TEXT.encode("<f>[ 1," if is_in_tag else "[ 1,"))
+    matcher.advance(TEXT.encode("<f>[1, " if is_in_tag else "[1, "))
     with pytest.raises(RequestError, match="cannot be served"):
-        matcher.advance(TEXT.encode("\n\n"))
+        matcher.advance(TEXT.encode("\n"))
 
 
 def assert_valid(value: Any, schema: dict[str, Any]) -> None:

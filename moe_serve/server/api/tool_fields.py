@@ -10,12 +10,10 @@ from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
 from moe_serve.server.api.params import schema_constraint
 from moe_serve.server.edge.body import show
-from moe_serve.structured.json_schema import LENIENT, lenient, moved, with_options
+from moe_serve.structured.json_schema import LENIENT, lenient, moved
 
 MAX_TOOLS = 128
 MAX_BYTES = 1 << 20  # of all tools, as JSON
-# llguidance's options for JSON as json.dumps writes it, so that a model cannot go on writing spaces between values.
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 EXAMPLE = 'send {"type": "function", "function": {"name": "f", "parameters": {…}}}'
 EXAMPLE_CHOICE = '{"type": "function", "function": {"name": "f"}}'
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
@@ -52,7 +50,7 @@ class ToolUse:
         """Returns the form of the output; None if it is free."""
         if self.choice == "named":
             path = f"tools[{list(self.schemas).index(self.name)}].function.parameters"
-            return schema_constraint(with_options(_object_schema(self.schemas[self.name]), _ONE_LINE), path)
+            return schema_constraint(_object_schema(self.schemas[self.name]), path)
         if self.choice != "required":
             return None
         calls = [
@@ -67,17 +65,14 @@ class ToolUse:
         most = {} if self.parallel else {"maxItems": 1}
         schemas = {name: moved(_object_schema(schema), name) for name, schema in self.schemas.items()}
         return schema_constraint(
-            with_options(
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    **most,
-                    "items": {"anyOf": calls},
-                    "$defs": schemas,
-                    "x-guidance": self._options,
-                },
-                _ONE_LINE,
-            ),
+            {
+                "type": "array",
+                "minItems": 1,
+                **most,
+                "items": {"anyOf": calls},
+                "$defs": schemas,
+                "x-guidance": self._options,
+            },
             "tools",
         )
 

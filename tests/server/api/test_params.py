@@ -225,11 +225,11 @@ def test_parameters_refuse_what_cannot_be_a_constraint_and_one_that_may_never_en
         SamplingParams(constraint=Constraint("regex", "a"), ignore_eos=True).validate()
 
 
-def test_options_of_a_forced_tools_schema_stay_beside_those_of_one_line() -> None:
+def test_options_of_a_forced_tools_schema_are_those_of_its_form() -> None:
     schema = {"type": "object", "properties": {"a": {"uniqueItems": True}}, "x-guidance": {"lenient": True}}
     for choice in ("named", "required"):
         found = ToolUse({"f": schema}, choice, "f").constraint()
         assert found is not None
         options = json.loads(found.text)["x-guidance"]
-        assert options == {"lenient": True, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        assert options == {"lenient": True}
         to_grammar(found)
