@@ -21,6 +21,7 @@ from moe_serve.config.sections import (
     is_hub_name,
     model_dir,
     served_name,
+    served_names,
 )
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "load_config",
     "model_dir",
     "served_name",
+    "served_names",
 ]

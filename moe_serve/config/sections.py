@@ -185,7 +185,8 @@ class ModelConfig(Section):
     """The model, and how its weights are loaded."""
 
     path: str = DEMO_MODEL  # a Hugging Face model folder, a GGUF file (of several parts the first), or "demo"
-    served_name: str | None = None  # name in /v1/models; None: the folder's name
+    # Names by which clients may call the model; answers and metrics have the first. None given: the folder's name
+    served_name: tuple[str, ...] = ()
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights of the right shapes, none is read
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on GPU
     # How expert weights are stored. auto: an FP8 checkpoint as it is where the GPU has e4m3 or the compiled CPU kernels
@@ -204,6 +205,11 @@ class ModelConfig(Section):
     max_model_len: PositiveInt | None = None  # tokens, prompt + output; None: the model's own limit
     skip_tokenizer: bool = False  # ids in, ids out
     seed: NonNegativeInt = 0  # of dummy weights
+
+    @field_validator("served_name", mode="before")
+    @classmethod
+    def _one_name_alone(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else () if value is None else value
 
 
 class ParallelConfig(Section):
@@ -605,9 +611,14 @@ def _of_hub_cache(name: str) -> Path | None:
     return found if re.fullmatch(r"[\w.-]+", revision) and found.is_dir() else None
 
 
-def served_name(config: ModelConfig) -> str:
-    """Returns the name of the model for clients: as configured, else `demo`, or that of its folder or file."""
+def served_names(config: ModelConfig) -> tuple[str, ...]:
+    """Returns the names of the model for clients: as configured, else `demo`, or that of its folder or file."""
     folder = model_dir(config)
     of_files = folder.name.removesuffix(".gguf")
     is_of_hub = is_hub_name(config.path) and folder != Path(config.path)
-    return config.served_name or (config.path if config.path == DEMO_MODEL or is_of_hub else of_files)
+    return config.served_name or (config.path if config.path == DEMO_MODEL or is_of_hub else of_files,)
+
+
+def served_name(config: ModelConfig) -> str:
+    """Returns the name of the model in answers and metrics."""
+    return served_names(config)[0]

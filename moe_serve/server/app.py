@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import moe_serve
-from moe_serve.config import ServeConfig, model_dir, served_name
+from moe_serve.config import ServeConfig, model_dir, served_names
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger
 from moe_serve.models.tokenizer import Tokenizer
@@ -102,8 +102,8 @@ def make_app(
     pipeline = RequestPipeline(bodies, bridge, tokenizer, degradation, large_bodies, long_texts)
     add_generate(app, pipeline)
     parsers = OutputParsers(config.server, tokenizer)
-    add_openai(app, pipeline, templates, parsers, served_name(config.model), model_defaults(config))
-    add_tokenize(app, pipeline, templates, served_name(config.model))
+    add_openai(app, pipeline, templates, parsers, served_names(config.model), model_defaults(config))
+    add_tokenize(app, pipeline, templates, served_names(config.model))
     add_health(app, config, bridge)
     _add_information(app, config, bridge, has_tokenizer=tokenizer is not None)
     _add_metrics(app, bridge, AdmissionMetrics(bridge, clients, degradation))
@@ -121,9 +121,9 @@ def make_app(
 def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_tokenizer: bool) -> None:
     started_s = time.time()
     folder = str(model_dir(config.model))
-    name = served_name(config.model)
+    names = served_names(config.model)
 
-    def model_object() -> dict[str, Any]:
+    def model_object(name: str) -> dict[str, Any]:
         limits = bridge.workers.limits
         return {
             "id": name,
@@ -137,15 +137,16 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The one model that is served, as OpenAI lists them."""
-        return json_response({"object": "list", "data": [model_object()]})
+        """The one model that is served, by each of its names, as OpenAI lists them."""
+        return json_response({"object": "list", "data": [model_object(name) for name in names]})
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         """The model of this name; 404 for any other."""
-        if model_id != name:
-            raise HTTPException(404, f"there is no model {model_id[:100]!r}; this server serves {name!r}")
-        return json_response(model_object())
+        if model_id not in names:
+            served = " or ".join(map(repr, names))
+            raise HTTPException(404, f"there is no model {model_id[:100]!r}; this server serves {served}")
+        return json_response(model_object(model_id))
 
     @app.get("/model_info")
     @app.get("/get_model_info")
@@ -155,7 +156,7 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
             {
                 "model_path": folder,
                 "tokenizer_path": folder if has_tokenizer else None,
-                "served_model_name": name,
+                "served_model_name": names[0],
                 "is_generation": True,
                 "weight_version": WEIGHT_VERSION,
             }
@@ -180,7 +181,7 @@ def _add_information(app: FastAPI, config: ServeConfig, bridge: Bridge, has_toke
             {
                 "version": moe_serve.__version__,
                 "model_path": folder,
-                "served_model_name": name,
+                "served_model_name": names[0],
                 "uptime_s": round(time.time() - started_s, 3),
                 "limits": limits,
                 "config": config.model_dump(mode="json"),

@@ -20,8 +20,8 @@ from moe_serve.structured.vocabulary import Vocabulary
 
 _MAX_TAGS = 256  # structures of a structural tag
 _SHOWN = 300  # characters of a compiler's message
-# JSON on one line, as json.dumps writes it. Were white space free, a small model would go on with blanks until its length
-# ends, as other servers' users know. Any: llguidance exports no name for the type.
+# JSON on one line, as json.dumps writes it. Were white space free, a small model would go on with blanks until its
+# length ends, as other servers' users know. Any: llguidance exports no name for the type.
 _WHITE_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}

@@ -107,21 +107,23 @@ async def test_a_full_queue_gets_a_429_with_retry_after_and_drains():
 
 @in_event_loop
 async def test_models_and_server_info_tell_what_is_served():
-    async with serving(2, "model.served_name=tiny") as served:
+    async with serving(2, "model.served_name=[tiny, gpt-4o]") as served:
         served.workers[1].load(num_running=4)
         await until(lambda: any(view.status for view in served.bridge.workers))
         models = (await served.client.get("/v1/models")).json()
         one = (await served.client.get("/v1/models/tiny")).json()
+        other_name = (await served.client.get("/v1/models/gpt-4o")).json()
         unknown = await served.client.get("/v1/models/other")
         info = (await served.client.get("/server_info")).json()
         assert (await served.client.get("/get_server_info")).status_code == 200
         model_info = (await served.client.get("/model_info")).json()
     assert models["object"] == "list"
-    assert models["data"] == [one]
+    assert models["data"] == [one, other_name]
+    assert other_name == one | {"id": "gpt-4o"}
     assert (one["id"], one["max_model_len"]) == ("tiny", 256)
     assert one["root"] == str(model_dir(served.bridge.config.model))
     assert unknown.status_code == 404
-    assert "'tiny'" in unknown.json()["error"]["message"]
+    assert "'tiny' or 'gpt-4o'" in unknown.json()["error"]["message"]
     assert info["state"] == "ready"
     assert info["config"]["parallel"]["num_ranks"] == 2
     assert info["limits"]["vocab_size"] == 2048

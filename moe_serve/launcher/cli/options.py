@@ -145,7 +145,9 @@ class ServeOptions(NamedModelOptions):
     )
     host: str | None = setting("server.host", help="; 0.0.0.0: other machines may connect, see --api-key")
     port: int | None = setting("server.port", help="; 0: any free one")
-    served_model_name: str | None = setting("model.served_name")
+    served_model_name: list[str] | None = setting(
+        "model.served_name", metavar="NAME", help="a name of the model for clients; repeatable, answers have the first"
+    )
     device: str | None = setting("parallel.device", help="auto, cpu or cuda")
     context_length: int | None = setting("model.max_model_len", "--context-length", "--max-model-len", help=", tokens")
     skip_tokenizer_init: bool = setting(

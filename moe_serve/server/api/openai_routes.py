@@ -4,7 +4,7 @@ They differ from `/generate` only in the form of bodies and answers.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,11 +34,12 @@ from moe_serve.server.requests.prompts import NO_TOKENIZER, GenerateRequest
 from moe_serve.server.workers.chat_template import ChatTemplates
 
 
-def check_model(asked: str | None, name: str) -> None:
-    """Raises UnknownModelError unless a call names no model, or the one that is served. name: the served model"""
-    if asked not in (None, name):
+def check_model(asked: str | None, names: Sequence[str]) -> None:
+    """Raises UnknownModelError unless a call names no model, or the one that is served. names: of the served model"""
+    if asked is not None and asked not in names:
+        served = " or ".join(map(repr, names))
         raise UnknownModelError(
-            f"model is {asked[:100]!r}, but this server serves {name!r}; send this name, or none", field="model"
+            f"model is {asked[:100]!r}, but this server serves {served}; send this name, or none", field="model"
         )
 
 
@@ -65,14 +66,18 @@ def add_openai(
     pipeline: RequestPipeline,
     templates: ChatTemplates,
     parsers: OutputParsers,
-    name: str,
+    names: Sequence[str],
     defaults: Mapping[str, Any],
 ) -> None:
-    """Adds the routes. name: of the served model;  defaults: of SamplingParams, for fields that a call leaves out"""
-    bridge = pipeline.bridge
+    """Adds the routes.
+
+    names:    of the served model; answers have the first
+    defaults: of SamplingParams, for fields that a call leaves out
+    """
+    bridge, name = pipeline.bridge, names[0]
 
     async def call_of_chat(request: Request, given: ChatRequest) -> GenerateRequest:
-        check_model(given.options.model, name)
+        check_model(given.options.model, names)
         client = str(request.state.client)
         text = await templates.render(given.prompt, most_chars(bridge, pipeline.tokenizer), client)
         options = given.options
@@ -96,7 +101,7 @@ def add_openai(
         """OpenAI's completions: text or token ids, single or batch, JSON or a stream."""
 
         async def call_of(given: CompletionRequest) -> GenerateRequest:
-            check_model(given.options.model, name)
+            check_model(given.options.model, names)
             return _with_defaults(given.call, given.options.taken, defaults)
 
         parse = partial(parse_completion, max_prompts=bridge.book.capacity)
@@ -139,7 +144,7 @@ def add_openai(
         """The number of tokens in the prompt that /v1/messages would make of the same body."""
         client = str(request.state.client)
         async with pipeline.read(request, parse_count) as given:
-            check_model(given.options.model, name)
+            check_model(given.options.model, names)
         text = await templates.render(given.prompt, most_chars(bridge, pipeline.tokenizer), client)
         tokenizer = need_tokenizer(pipeline.tokenizer)
         ids = await pipeline.beside_the_loop(
@@ -166,8 +171,8 @@ def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENA
     return names.translated(shorter)
 
 
-def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplates, name: str) -> None:
-    """Adds the routes. name: of the model that is served"""
+def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplates, names: Sequence[str]) -> None:
+    """Adds the routes. names: of the model that is served"""
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
@@ -180,7 +185,7 @@ def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplat
         """The token ids of a text, or of a chat as its template makes one text of it."""
         client = str(request.state.client)
         async with pipeline.read(request, parse_tokenize) as given:
-            check_model(given.model, name)
+            check_model(given.model, names)
         tokenizer = need_tokenizer(pipeline.tokenizer)
         text = await _text_of(given, pipeline, templates, client)
         max_model_len = pipeline.bridge.limits.max_model_len
@@ -198,7 +203,7 @@ def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplat
         """The text of token ids, with its special tokens."""
         client = str(request.state.client)
         async with pipeline.read(request, parse_detokenize) as given:
-            check_model(given.model, name)
+            check_model(given.model, names)
         tokenizer, size = need_tokenizer(pipeline.tokenizer), pipeline.bridge.limits.vocab_size
         ids = given.tokens
 

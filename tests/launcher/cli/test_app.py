@@ -112,7 +112,7 @@ def test_the_demo_configuration_file_says_what_serve_does_without_arguments():
         (["--host", "0.0.0.0", "--port", "8000"], "server", {"host": "0.0.0.0", "port": 8000}),
         (["--load-format", "dummy", "--dtype", "bfloat16"], "model", {"load_format": "dummy", "dtype": "bfloat16"}),
         (["--skip-tokenizer-init", "--max-model-len", "99"], "model", {"skip_tokenizer": True, "max_model_len": 99}),
-        (["--served-model-name", "x"], "model", {"served_name": "x"}),
+        (["--served-model-name", "x", "--served-model-name", "y"], "model", {"served_name": ("x", "y")}),
         (["--ep-num-redundant-experts", "2"], "eplb", {"num_redundant_experts": 2}),
         (["--enable-eplb", "--eplb-algorithm", "greedy"], "eplb", {"mode": "dynamic", "policy": "greedy"}),
         (["--eplb-min-rebalancing-utilization-threshold", "0.8"], "eplb", {"trigger": 0.8}),
@@ -155,8 +155,8 @@ def test_sizes_that_disagree_are_refused():
 
 
 def test_text_values_arrive_unchanged():
-    config = ServeOptions(served_model_name="yes: [no] #1").effective_config()
-    assert config.model.served_name == "yes: [no] #1"
+    config = ServeOptions(served_model_name=["yes: [no] #1"]).effective_config()
+    assert config.model.served_name == ("yes: [no] #1",)
 
 
 @pytest.mark.parametrize(
