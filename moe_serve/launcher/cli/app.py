@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moe_serve.attention_dp.request import SamplingParams
     from moe_serve.config import ServeConfig
 
-_STARTING = ("serve", "generate", "check", "convert-weights")  # commands with the options of ranks
+_STARTING = ("serve", "generate", "check", "convert-weights", "run-batch")  # commands with the options of ranks
 
 app = typer.Typer(
     name="moe-serve",
@@ -156,6 +156,44 @@ def write_continued(out: "TextIO", config: "ServeConfig", prompts: "Sequence[str
                 if shown < len(prompts):
                     out.write(f"\n{prompts[shown]}")
             out.flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunBatchOptions(NamedModelOptions):
+    """The options of `moe-serve run-batch`."""
+
+    input_file: Path = option("-i", "--input-file", default=..., metavar="IN.jsonl", help="requests, one per line")
+    output_file: Path = option("-o", "--output-file", default=..., metavar="OUT.jsonl", help="answers, one per line")
+
+
+RUN_BATCH_HELP = """\
+Answer a file of requests in the form of OpenAI's Batch API; starts the ranks, and ends them again.
+
+\b
+  moe-serve run-batch MODEL -i requests.jsonl -o answers.jsonl
+  {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+
+Answers are written as they end, by custom_id. The same command again goes on where it was cut off: lines that have an
+answer are not asked again. Exit 1: some answers are errors, each in its place.
+"""
+
+
+@app.command("run-batch", help=RUN_BATCH_HELP)
+@takes(RunBatchOptions)
+def run_batch(options: RunBatchOptions) -> None:
+    """Answers the lines of a file, with a bar."""
+    from moe_serve.launcher.run_batch import run_batch as answer_lines
+
+    config, counted = options.effective_config(), [0, 0]
+    with progress_bar("answering") as show:
+
+        def progress(num: int, num_lines: int) -> None:
+            counted[:] = num, num_lines
+            show(num, num_lines)
+
+        num_errors = answer_lines(config, options.input_file, options.output_file, api_key_of_environment(), progress)
+    typer.echo(f"{counted[0]} of {counted[1]} lines are answered, {num_errors} of them now with an error", err=True)
+    raise typer.Exit(1 if num_errors else 0)
 
 
 @app.command()

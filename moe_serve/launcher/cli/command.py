@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, field, fields
@@ -14,6 +15,7 @@ import typer
 from moe_serve.errors import MoeServeError
 
 Options = TypeVar("Options")
+_LINE_EVERY_S = 10.0  # where there is no bar
 
 
 def option(*names: str, default: object = None, **more: Any) -> Any:
@@ -78,19 +80,32 @@ def balancer_command(options: type[Options]) -> Callable[[Callable[[Options], No
 
 @contextmanager
 def progress_bar(words: str) -> Iterator[Callable[[float, float | None], None]]:
-    """Yields a function (done, total or None) that moves a bar on stderr, and without a terminal, nothing."""
+    """Yields a function (done, total or None) that moves a bar on stderr; without a terminal, it writes some lines."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda done, total: None
+        yield _lines(words)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
                TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(words, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(words: str) -> Callable[[float, float | None], None]:
+    """Returns what a bar's function is in a pipe: work that takes long says how far it is."""
+    next_s = time.monotonic() + _LINE_EVERY_S
+
+    def show(done: float, total: float | None) -> None:
+        nonlocal next_s
+        if total and time.monotonic() >= next_s:
+            next_s = time.monotonic() + _LINE_EVERY_S
+            typer.echo(f"{words}: {100 * done / total:.0f} %", err=True)
+
+    return show
 
 
 def api_key_of_environment() -> str | None:

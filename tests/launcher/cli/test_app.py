@@ -15,6 +15,7 @@ from moe_serve.config import load_config
 from moe_serve.errors import ConfigError
 from moe_serve.launcher import preflight, system
 from moe_serve.launcher.cli import app as cli
+from moe_serve.launcher.cli import command as commands
 from moe_serve.launcher.cli.app import add_balancer_commands
 from moe_serve.launcher.cli.options import DEMO_SETTINGS, ModelOptions, ServeOptions
 from moe_serve.launcher.preflight import refusal, refuse_unsupported
@@ -286,3 +287,12 @@ def test_the_model_may_be_the_one_argument_and_the_version_is_printed(served):
     with pytest.raises(ConfigError, match="given as other and demo: give it once"):
         serve("demo", "--model", "other")
     assert CliRunner().invoke(cli.app, ["--version"]).stdout == f"moe-serve {__version__}\n"
+
+
+def test_work_that_takes_long_says_how_far_it_is_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(commands, "_LINE_EVERY_S", 0.0)
+    with commands.progress_bar("reading") as show:
+        show(1, 4)
+        show(2, None)
+        show(4, 4)
+    assert capsys.readouterr().err == "reading: 25 %\nreading: 100 %\n"

@@ -1,0 +1,257 @@
+"""Files of requests in the form of OpenAI's Batch API, answered by the server's own application without its port.
+
+Form: platform.openai.com/docs/api-reference/batch. A line is {"custom_id", "method": "POST", "url", "body"}; an answer
+is {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error": null}. Answers stand in the order in
+which they end.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from moe_serve.config import ServeConfig
+from moe_serve.errors import ConfigError, LaunchError
+from moe_serve.launcher.background import BackgroundRanks, OrderlyEnd
+from moe_serve.launcher.local import WORKER
+from moe_serve.launcher.preflight import load_tokenizer, look_for_files
+from moe_serve.server.app import make_app
+from moe_serve.server.edge.gate import GENERATING
+from moe_serve.server.ranks.bridge import Bridge
+
+_BUSY = (429, 503)  # a queue that is full, ranks that start again
+_BUSY_PAUSE_S = 0.2
+_NO_CLIENTS = {
+    "api_key_file": None, "admin_api_key_file": None, "rpm_limit": None, "tpm_limit": None,
+    "max_parallel_requests": None, "api_workers": 1,
+}  # fmt: skip
+Progress = Callable[[int, int], None]  # answered lines, all lines
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A request of the file. Its body stays JSON."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _AnswerOf(msgspec.Struct, frozen=True):
+    """What is read of an answer that is there already."""
+
+    custom_id: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """status: of HTTP;  body: JSON"""
+
+    status: int
+    body: bytes
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yields the requests of a file. Raises ConfigError with the number of the first line that is none."""
+    seen: dict[str, int] = {}
+    for number, text in _lines_of(path):
+        try:
+            line = msgspec.json.decode(text, type=Line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f'{path}, line {number}: {error}; a line is {{"custom_id": "1", "method": "POST", '
+                '"url": "/v1/chat/completions", "body": {…}}'
+            ) from None
+        if line.method != "POST" or line.url not in GENERATING:
+            raise ConfigError(
+                f"{path}, line {number}: {line.method} {line.url[:60]} is not served in a batch; expected POST to "
+                f"{', '.join(sorted(GENERATING))}"
+            )
+        if not bytes(line.body).lstrip().startswith(b"{"):
+            raise ConfigError(f"{path}, line {number}: body is no object")
+        if line.custom_id in seen:
+            raise ConfigError(
+                f"{path}, line {number}: custom_id {line.custom_id[:60]!r} is that of line {seen[line.custom_id]}; "
+                "give each line its own"
+            )
+        seen[line.custom_id] = number
+        yield line
+
+
+def read_answered(path: Path) -> tuple[set[str], int]:
+    """Returns the custom_ids that a file has answers to, and the bytes of its whole lines.
+
+    Raises ConfigError for a file of something else, which is not written to.
+    """
+    answered: set[str] = set()
+    num_bytes = 0
+    if not path.exists():
+        return answered, num_bytes
+    for number, text in _lines_of(path):
+        if not text.endswith(b"\n"):  # its writer was killed
+            break
+        try:
+            answered.add(msgspec.json.decode(text, type=_AnswerOf).custom_id)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise ConfigError(f"{path}, line {number}: this is no answer of a batch; give another file to -o") from None
+        num_bytes += len(text)
+    return answered, num_bytes
+
+
+def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines that are not empty, with their numbers from 1."""
+    try:
+        with path.open("rb") as file:
+            yield from ((number, text) for number, text in enumerate(file, 1) if text.strip())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def run_batch(
+    config: ServeConfig,
+    source: Path,
+    target: Path,
+    api_key: str | None,
+    progress: Progress,
+    worker: str = WORKER,
+) -> int:
+    """Answers the lines of a file that have no answer yet, and returns how many answers are errors.
+
+    api_key: where the environment has some;  worker: the module that is one rank
+    Raises ConfigError for files that are none, and LaunchError where the system ends early: what is answered is kept.
+    """
+    ids = [line.custom_id for line in read_lines(source)]
+    answered, num_bytes = read_answered(target)
+    if answered - set(ids):
+        other = sorted(answered - set(ids))[0]
+        raise ConfigError(
+            f"{target} has an answer to {other[:60]!r}, which is not in {source}; give another file to -o"
+        )
+    if len(answered) == len(ids):
+        progress(len(ids), len(ids))
+        return 0
+    look_for_files(config)
+    config = config.model_copy(update={"server": config.server.model_copy(update=_NO_CLIENTS)})
+    tokenizer = load_tokenizer(config)
+    try:
+        file = target.open("r+b" if target.exists() else "wb")
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error.strerror})") from None
+    with file:
+        file.truncate(num_bytes)
+        file.seek(num_bytes)
+        ranks = BackgroundRanks(config, tokenizer, True, worker)
+        end = OrderlyEnd(
+            lambda: ranks.give_up("the process was asked to end (SIGTERM)"), config.server.drain_deadline_s
+        )
+        try:
+            with end.call():
+                app = make_app(config, ranks.bridge, tokenizer)
+                lines = (line for line in read_lines(source) if line.custom_id not in answered)
+                batch = _Batch(app, ranks.bridge, lines, file, api_key)
+                num_open = config.engine.max_running_requests * config.parallel.num_ranks
+                return ranks.call(batch.run(num_open, lambda num: progress(len(answered) + num, len(ids))))
+        finally:
+            end.close()
+            ranks.close()
+
+
+class _Batch:
+    """Sends lines to an application, and writes what it answers."""
+
+    def __init__(self, app: Any, bridge: Bridge, lines: Iterator[Line], file: BinaryIO, api_key: str | None):
+        self._app = app
+        self._bridge = bridge
+        self._lines = lines
+        self._file = file
+        self._headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        if api_key is not None:
+            self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
+        self._num_answered = 0
+        self._num_errors = 0
+
+    async def run(self, num_open: int, advance: Callable[[int], None]) -> int:
+        """Returns how many answers are errors. num_open: lines at a time;  advance: called with answered lines"""
+        async with self._app.router.lifespan_context(self._app), asyncio.TaskGroup() as group:
+            for _ in range(num_open):
+                group.create_task(self._answer_lines(advance))
+        return self._num_errors
+
+    async def _answer_lines(self, advance: Callable[[int], None]) -> None:
+        for line in self._lines:
+            answer = await self._answer(line)
+            self._write(line, answer)
+            self._num_answered += 1
+            self._num_errors += answer.status != 200
+            advance(self._num_answered)
+
+    async def _answer(self, line: Line) -> Answer:
+        body = bytes(line.body)
+        if _asks_for_a_stream(body):
+            return Answer(400, b'{"error":{"message":"stream is true, but a batch has whole answers; leave it out"}}')
+        while True:
+            answer = await ask(self._app, line.url, body, self._headers)
+            if answer.status not in _BUSY:
+                return answer
+            await self._bridge.wait_for_restart()
+            problem = self._bridge.problem()
+            if problem is not None:
+                raise LaunchError(f"{problem}; what is answered is kept: run the same command again to go on")
+            await asyncio.sleep(_BUSY_PAUSE_S)
+
+    def _write(self, line: Line, answer: Answer) -> None:
+        value = {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": line.custom_id,
+            "response": {
+                "status_code": answer.status,
+                "request_id": uuid.uuid4().hex,
+                "body": msgspec.Raw(answer.body),
+            },
+            "error": None,
+        }
+        self._file.write(msgspec.json.encode(value) + b"\n")
+        self._file.flush()
+
+
+def _asks_for_a_stream(body: bytes) -> bool:
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(body).get("stream") is True
+    return False
+
+
+async def ask(app: ASGIApp, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Answer:
+    """Returns an ASGI application's answer to a POST."""
+    sent = False
+    status, parts = 0, list[bytes]()
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:  # whoever waits for the client to leave waits for ever
+            await asyncio.Event().wait()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "headers": [*headers, (b"content-length", str(len(body)).encode())],
+        "client": ("127.0.0.1", os.getpid()), "server": ("127.0.0.1", 80),
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return Answer(status, b"".join(parts))
