@@ -116,9 +116,11 @@ class Verdict:
         return self.promised_s * self.num_windows, self.realised_s * self.num_windows
 
     def __str__(self) -> str:
+        earned = f"{self.num_rows - self.num_failed} of {self.num_rows} layers earned the cost of their move"
+        rest = "the others stay put for a while" if self.num_failed else ""
         return (
             f"the last move gains {self.realised_s:.3g} s a window of {self.promised_s:.3g} s promised; "
-            f"{self.num_failed} of {self.num_rows} layers did not earn their cost and stay put for a while"
+            f"{'; '.join(filter(None, (earned, rest)))}"
         )
 
 

@@ -163,6 +163,24 @@ function drawCurve(canvas, points, bands, marks, now, cursor) {
   return { timeAt: (pixel) => from + ((pixel - area.left) / (width - area.left - area.right)) * (to - from) };
 }
 
+/** Draws times the mean over time. points: {at, value}, oldest first; now: the right edge */
+function drawLoads(canvas, points, now) {
+  const { context, width, height } = prepare(canvas);
+  context.clearRect(0, 0, width, height);
+  const from = points[0].at, to = Math.max(now, from + 10), top = Math.max(2, Math.ceil(Math.max(...points.map((point) => point.value))));
+  const x = (at) => 30 + ((at - from) / (to - from)) * (width - 38), y = (value) => 8 + (1 - value / top) * (height - 28);
+  context.textBaseline = "middle";
+  context.textAlign = "right";
+  for (const value of new Set([0, 1, top])) {
+    context.fillStyle = themeColor("grid");
+    context.fillRect(30, y(value), width - 38, 1);
+    context.fillStyle = themeColor("soft");
+    context.fillText(`${value}×`, 25, y(value));
+  }
+  drawTimes(context, { x, from, to, width, height });
+  drawLine(context, points.map((point) => [x(point.at), y(point.value)]), themeColor("accent"), 2);
+}
+
 function drawAxes(context, { x, y, from, to, floor, width, height }) {
   context.textBaseline = "middle";
   context.textAlign = "right";
@@ -173,6 +191,12 @@ function drawAxes(context, { x, y, from, to, floor, width, height }) {
     context.fillStyle = themeColor("soft");
     context.fillText(value.toFixed(tick < 0.1 ? 2 : 1), 25, y(value));
   }
+  drawTimes(context, { x, from, to, width, height });
+}
+
+/** Times of day below an axis. */
+function drawTimes(context, { x, from, to, width, height }) {
+  context.fillStyle = themeColor("soft");
   context.textAlign = "center";
   const steps = [5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 10800, 21600, 43200, 86400, 604800];
   const every = steps.find((seconds) => (seconds / (to - from)) * width >= 74) || 604800;

@@ -1,15 +1,15 @@
 "use strict";
 // Asks the server for news every second, keeps what it has seen, and shows it. Text from outside is set as text only.
 
-const PERIOD_MS = 1000, DEADLINE_MS = 5000, MAX_POINTS = 720, MAX_EVENTS = 300, SHOWN_EVENTS = 60, RATE_S = 8;
+const PERIOD_MS = 1000, DEADLINE_MS = 5000, MAX_POINTS = 720, MAX_EVENTS = 300, MAX_LOADS = 240, SHOWN_EVENTS = 60, RATE_S = 8;
 const KINDS = { plan: "plan", move: "move", done: "live", keep: "keep", failed: "failed", watch: "measured", leader: "leader", alarm: "alarm" };
 
 const known = nothing();
-const view = { curve: null, heat: {}, cursor: { curve: null, experts: null, ranks: null }, drawn: "", timeline: "" };
+const view = { curve: null, heat: {}, expert: null, range: Infinity, cursor: { curve: null, experts: null, ranks: null }, drawn: "", timeline: "" };
 const element = (id) => document.getElementById(id);
 
 function nothing() {
-  return { start: "", windows: 0, events: 0, placements: 0, points: [], timeline: [], load: null, placement: null, answer: null, totals: [], heardMs: 0 };
+  return { start: "", windows: 0, events: 0, placements: 0, points: [], timeline: [], load: null, loads: [], placement: null, answer: null, totals: [], heardMs: 0 };
 }
 
 // --- news from the server
@@ -26,7 +26,11 @@ function take(answer) {
   known.points.splice(0, known.points.length - MAX_POINTS);
   known.timeline.push(...answer.events);
   known.timeline.splice(0, known.timeline.length - MAX_EVENTS);
-  if (answer.load) known.load = answer.load;
+  if (answer.load) {
+    known.load = answer.load;
+    known.loads.push({ at: answer.now_s, tokens: answer.load.tokens });
+    known.loads.splice(0, known.loads.length - MAX_LOADS);
+  }
   if (answer.placement) known.placement = answer.placement;
   known.totals.push([answer.now_s, new Map(answer.ranks.map((rank) => [rank.rank, rank.output_tokens || 0]))]);
   while (known.totals.length > 2 && answer.now_s - known.totals[0][0] > RATE_S) known.totals.shift();
@@ -94,7 +98,7 @@ function show() {
   showCards();
   showTable();
   showTimeline();
-  const drawing = JSON.stringify([known.start, known.windows, known.events, known.placements, view.cursor, Math.floor(known.answer.now_s / 5)]);
+  const drawing = JSON.stringify([known.start, known.windows, known.events, known.placements, view.cursor, view.range, view.expert, Math.floor(known.answer.now_s / 5)]);
   if (drawing !== view.drawn) {
     view.drawn = drawing;
     requestAnimationFrame(draw);
@@ -114,6 +118,7 @@ function showHead() {
   put("alarm", balancer.alarm ? `The balancer has switched itself off: ${balancer.alarm}` : "");
   element("note").hidden = !balancer.note;
   put("note", balancer.note || "");
+  element("rebalance").hidden = balancer.mode !== "dynamic";
 }
 
 function showSilence(error) {
@@ -210,7 +215,7 @@ function timelineItem(event, moves) {
 function draw() {
   document.body.classList.toggle("waiting", !known.load);
   if (!known.load) return waiting();
-  const colors = palettes(), { load, points } = known;
+  const colors = palettes(), { load } = known, points = shownPoints();
   drawScale(element("experts-scale"), colors.hot);
   drawScale(element("ranks-scale"), colors.even);
   if (points.length) {
@@ -218,11 +223,58 @@ function draw() {
     const marks = known.timeline.filter((event) => event.kind === "failed" || event.kind === "alarm").map((event) => event.at_s);
     view.curve = drawCurve(element("curve"), points, bands, marks, known.answer.now_s, view.cursor.curve);
     const last = points[points.length - 1];
-    if (view.cursor.curve === null) put("curve-text", `Now ${share(last.mean)}; lowest layer ${share(last.lowest)}. ${points.length} windows, the last of ${last.steps} steps, ${milliseconds(last.step_s)} a step.`);
+    if (view.cursor.curve === null) put("curve-text", `Now ${share(last.mean)}; lowest layer ${share(last.lowest)}. ${whole(points.length)} windows, the last of ${last.steps} steps, ${milliseconds(last.step_s)} a step.`);
   }
   view.heat.experts = drawHeat(element("experts"), timesMean("experts"), (value) => value / 4, load.layers, colors.hot, view.cursor.experts);
   view.heat.ranks = drawHeat(element("ranks"), timesMean("ranks"), (value) => value - 0.5, load.layers, colors.even, view.cursor.ranks);
   for (const id of ["experts", "ranks"]) if (!view.cursor[id]) put(`${id}-text`, hottest(id));
+  element("expert").hidden = !view.expert;
+  if (view.expert) showExpert(...view.expert);
+}
+
+/** Returns the windows of the chosen time; the newest one always. */
+function shownPoints() {
+  const { points } = known, first = points.findIndex((point) => known.answer.now_s - point.at <= view.range);
+  return first < 0 ? points.slice(-1) : points.slice(first);
+}
+
+/** Shows a chosen expert: where it lies, and its load in the windows that this page has seen. */
+function showExpert(row, column) {
+  const { loads, placement } = known, ofRow = loads.filter((window) => window.tokens[row] && column < window.tokens[row].length);
+  if (!ofRow.length) return choose(null);
+  put("expert-title", `Expert ${column} of layer ${known.load.layers[row]}`);
+  const points = ofRow.map(({ at, tokens }) => {
+    const mean = tokens[row].reduce((a, b) => a + b, 0) / tokens[row].length;
+    return { at, value: mean ? tokens[row][column] / mean : 0 };
+  });
+  drawLoads(element("expert-curve"), points, known.answer.now_s);
+  const values = points.map((point) => point.value), slots = [];
+  if (placement && placement[row]) placement[row].forEach((expert, slot) => expert === column && slots.push(slot));
+  const perRank = placement && placement[row] ? placement[row].length / known.load.ranks[row].length : 1;
+  const where = slots.map((slot) => `rank ${Math.floor(slot / perRank)} (slot ${slot})`).join(", ");
+  const history = `${points.length} ${points.length === 1 ? "window" : "windows"} since this page was opened: ${share(Math.min(...values))} to ${share(Math.max(...values))} × the mean, now ${share(values[values.length - 1])}`;
+  put("expert-text", where ? `${slots.length} ${slots.length === 1 ? "replica" : "replicas"}: ${where}. ${history}` : history);
+}
+
+function choose(expert) {
+  view.expert = expert;
+  requestAnimationFrame(draw);
+}
+
+/** Asks the balancer to plan now, and shows what it answers. */
+async function rebalance() {
+  const button = element("rebalance");
+  button.disabled = true;
+  let words;
+  try {
+    const response = await fetch("eplb/rebalance", { method: "POST", signal: AbortSignal.timeout(60_000) }), answer = await response.json();
+    words = response.ok ? answer.message : answer.error.message;
+  } catch (error) {
+    words = `no answer: ${error.message}`;
+  }
+  button.disabled = false;
+  element("answered").hidden = false;
+  put("answered", words);
 }
 
 /** Says in the place of each picture that there is no window yet. */
@@ -260,7 +312,7 @@ function cellText(id, row, column) {
 }
 
 function pointText(i) {
-  const point = known.points[i];
+  const point = shownPoints()[i];
   return `${clock(point.at, true)}, step ${whole(point.first + point.steps)}: mean ${share(point.mean)}, median ${share(point.middle)}, lowest layer ${share(point.lowest)}, ${milliseconds(point.step_s)} a step, ${point.phase}`;
 }
 
@@ -286,7 +338,8 @@ function under(id, event) {
   if (id !== "curve") return view.heat[id] ? cellAt(view.heat[id], event.clientX - box.left, event.clientY - box.top) : null;
   if (!view.curve) return null;
   const at = view.curve.timeAt(event.clientX - box.left);
-  return known.points.reduce((best, point, i) => (Math.abs(point.at - at) < Math.abs(known.points[best].at - at) ? i : best), 0);
+  const points = shownPoints();
+  return points.reduce((best, point, i) => (Math.abs(point.at - at) < Math.abs(points[best].at - at) ? i : best), 0);
 }
 
 /** Returns the cursor after a key: arrows move it by one, Home and End to the edges. */
@@ -294,7 +347,8 @@ function moved(id, key) {
   const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -1e6], End: [0, 1e6] }[key];
   if (!step) return undefined;
   const clamp = (value, size) => Math.min(Math.max(value, 0), size - 1);
-  if (id === "curve") return known.points.length ? clamp((view.cursor.curve ?? known.points.length) + step[1], known.points.length) : undefined;
+  const num = id === "curve" ? shownPoints().length : 0;
+  if (id === "curve") return num ? clamp((view.cursor.curve ?? num) + step[1], num) : undefined;
   const area = view.heat[id], [row, column] = view.cursor[id] || [0, 0];
   if (!area) return undefined;
   return view.cursor[id] ? [clamp(row + step[0], area.rows), clamp(column + step[1], area.columns)] : [row, column];
@@ -313,6 +367,14 @@ for (const id of ["curve", "experts", "ranks"]) {
     select(id, cursor, null);
   });
 }
+element("experts").addEventListener("click", (event) => known.load && choose(under("experts", event)));
+element("experts").addEventListener("keydown", (event) => event.key === "Enter" && view.cursor.experts && choose(view.cursor.experts));
+element("expert-close").addEventListener("click", () => choose(null));
+element("rebalance").addEventListener("click", rebalance);
+element("range").addEventListener("change", (event) => {
+  view.range = Number(event.target.value) || Infinity;
+  select("curve", null, null);
+});
 document.addEventListener("visibilitychange", () => document.hidden || requestAnimationFrame(() => known.answer && draw()));
 addEventListener("scroll", () => element("tip").classList.remove("on"), { passive: true });
 addEventListener("resize", () => known.answer && requestAnimationFrame(draw));

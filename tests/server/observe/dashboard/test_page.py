@@ -5,7 +5,7 @@ from importlib import resources
 
 import msgspec
 
-from moe_serve.engine.protocol.messages import DecisionReport
+from moe_serve.engine.protocol.messages import Answer, DecisionReport, Rebalance
 from tests.server.observe.dashboard.browser import Page, browser_page
 from tests.server.observe.reports import Story
 from tests.server.served import Served, in_event_loop, serving
@@ -174,6 +174,47 @@ async def test_a_phone_shows_58_layers_of_256_experts_and_a_hidden_page_asks_not
             asked = len(page.urls)
             await page.page.wait_for_timeout(1500)
             assert len(page.urls) == asked
+            await check(page, served)
+
+
+@in_event_loop
+async def test_a_click_shows_an_expert_over_time_and_a_button_asks_for_a_plan():
+    story = short_story()
+
+    def answer(call_id: int) -> Answer:
+        return Answer(0, 0, call_id, True, "a plan is being made")
+
+    async with serving(4, DYNAMIC, info=story.info, answer=answer) as served:
+        tell(served, story)
+        async with browser_page(f"{served.client.base_url}/dashboard") as page:
+            await drawn(page, story.totals["num_rounds"])
+            placement, window = served.bridge.balance.placement, served.bridge.balance.window
+            assert placement is not None
+            assert window is not None
+            assert not await page.page.locator("#expert").is_visible()
+            box = await page.page.locator("#experts").bounding_box()
+            await page.page.mouse.click(box["x"] + box["width"] - 2, box["y"] + 3)
+            await page.shows("#expert-title", "Expert 31 of layer 1")
+            slots = [slot for slot, expert in enumerate(placement[0]) if expert == 31]
+            per_rank = len(placement[0]) // 4
+            where = ", ".join(f"rank {slot // per_rank} (slot {slot})" for slot in slots)
+            now = window.tokens[0][31] / (sum(window.tokens[0]) / 32)
+            await page.shows("#expert-text", f"{len(slots)} replica")
+            await page.shows("#expert-text", f": {where}. 1 window since")
+            await page.shows("#expert-text", f"now {now:.2f}")
+            assert await colors(page, "expert-curve") > 3
+            await page.page.click("#expert-close")
+            await page.page.locator("#expert").wait_for(state="hidden")
+            await page.page.focus("#experts")
+            await page.page.keyboard.press("ArrowRight")
+            await page.page.keyboard.press("Enter")
+            await page.shows("#expert-title", "Expert 0 of layer 1")
+            await page.page.select_option("#range", "600")
+            await page.shows("#curve-text", "Now ")
+            await page.page.click("#rebalance")
+            await page.page.locator("#answered").wait_for()
+            assert await page.text("#answered") == "a plan is being made"
+            assert [type(command) for worker in served.workers for command in worker.commands] == [Rebalance] * 4
             await check(page, served)
 
 
