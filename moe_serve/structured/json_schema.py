@@ -56,8 +56,25 @@ LENIENT = {"lenient": True, "coerce_one_of": True}
 
 
 def lenient(schema: Schema | bool) -> Schema:
-    """Returns a schema whose words that llguidance cannot hold are left out, instead of refused."""
-    return with_options(schema, LENIENT)
+    """Returns a schema whose words that llguidance cannot hold are left out, instead of refused.
+
+    So are references to other documents, which nobody fetches. They become $dynamicRef, a word that llguidance leaves
+    out and names.
+    """
+    own: set[str] = set()
+
+    def note(part: Schema) -> Schema:
+        own.update(part[key] for key in ("$id", "id") if isinstance(part.get(key), str))
+        return part
+
+    def change(part: Schema) -> Schema:
+        reference = part.get("$ref")
+        if isinstance(reference, str) and not reference.startswith("#") and reference.partition("#")[0] not in own:
+            part["$dynamicRef"] = part.pop("$ref")
+        return part
+
+    rewritten(schema, note)
+    return with_options(rewritten(schema, change), LENIENT)
 
 
 def moved(schema: Schema, name: str) -> Any:

@@ -22,6 +22,7 @@ from moe_serve.errors import ModelError, RequestError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.structured import grammar
 from moe_serve.structured.grammar import FormTooComplex, Matcher
+from moe_serve.structured.json_schema import lenient
 from moe_serve.structured.vocabulary import Vocabulary
 from tests.structured.large_vocabulary import large_vocabulary
 
@@ -187,6 +188,20 @@ def test_options_of_a_schema_that_say_nothing_of_white_space_do_not_free_it(
     matcher.advance(TEXT.encode(("<f>" if is_in_tag else "") + '{"a"' + options.get("key_separator", ": ") + "1, "))
     with pytest.raises(RequestError, match="cannot be served"):
         matcher.advance(TEXT.encode("\n"))
+
+
+def test_a_lenient_schema_leaves_out_references_to_other_documents_and_names_them() -> None:
+    own = {"$id": "https://a.example/own", "type": "integer"}
+    properties = {"a": {"$ref": "https://a.example/other#/x"}, "b": {"$ref": "#/$defs/own"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"], "$defs": {"own": own}}
+    with pytest.raises(RequestError, match=r"a\.example/other"):
+        matcher_of("json_schema", json.dumps(schema))
+    matcher = matcher_of("json_schema", json.dumps(lenient(schema)))
+    assert "$dynamicRef" in matcher.not_held
+    assert lenient(schema)["properties"]["b"] == {"$ref": "#/$defs/own"}
+    assert properties["a"] == {"$ref": "https://a.example/other#/x"}, "the schema that was given is as it was"
+    matcher.advance(TEXT.encode('{"a": [1], "b": 2}'))
+    assert matcher.may_end
 
 
 def test_options_that_are_no_object_are_refused() -> None:
