@@ -20,6 +20,7 @@ from moe_serve.engine.profiler import Profiler
 from moe_serve.engine.protocol.mailbox import Disconnected, Inbound, Mailbox, Reconnected
 from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
+    NEXT_STEP,
     Abort,
     Answer,
     Draining,
@@ -88,6 +89,7 @@ class Engine:
     refusal: str | None = None
     _held_steps: int = 0
     _wants_stop: bool = False
+    _is_called: bool = False  # the next sleep is left out: a peer may be lost, or back
     _drain_until_s: float | None = None
     _spoke_s: float = 0.0
     _started_s: float = 0.0
@@ -300,6 +302,7 @@ class Engine:
                     self.requests.drop_all_of(front_end)
                 case Wake():
                     woken |= message.launch_id == self.launch_id and message.step == self.step
+                    self._is_called |= message.launch_id == self.launch_id and message.step == NEXT_STEP
         return woken
 
     def _schedule_compiled(self) -> None:
@@ -309,13 +312,14 @@ class Engine:
     def _sleep(self) -> None:
         """Waits for work. All ranks sleep after the same step; the first to wake up wakes the others.
 
-        A rank wakes up for a request, for a wake that names the next exchange, and at its heartbeat, so that the death
-        of a sleeping rank is noticed within a heartbeat and a deadline.
+        A rank wakes up for a request, for a wake, which names the next exchange or comes with the loss or return of a
+        rank, and at its heartbeat: where nobody tells of it, the death of a sleeping rank is noticed within a heartbeat
+        and a deadline.
         """
         self.counters.num_sleeps += 1
         wake = Wake(self.launch_id, self.step)
         heartbeat_at_s = time.monotonic() + self.config.engine.heartbeat_s
-        while not (self.has_work or self.records.has_work or self._wants_stop):
+        while not (self.has_work or self.records.has_work or self._wants_stop or self._is_called):
             left_s = heartbeat_at_s - time.monotonic()
             if left_s <= 0:
                 break
@@ -324,6 +328,7 @@ class Engine:
             ):
                 return
             self._schedule_compiled()
+        self._is_called = False
         self.mailbox.wake_peers(wake)
 
     def _keep_in_touch(self) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 import zmq
 
@@ -14,12 +15,14 @@ from moe_serve.dispatch.peer_calls import gather_bytes
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.protocol.mailbox import Inbound, ZmqMailbox
 from moe_serve.engine.protocol.messages import (
+    NEXT_STEP,
     Alive,
     Hello,
     Shutdown,
     Status,
     Submit,
     Tokens,
+    Wake,
     decode_to_front_end,
     encode,
 )
@@ -27,6 +30,7 @@ from moe_serve.engine.step.exchange import make_exchange
 from moe_serve.links.link import Link
 from moe_serve.links.sockets import LinkSockets
 from tests.engine.offline import tiny_model
+from tests.engine.queue_mailbox import QueueMailbox
 from tests.launcher.running import quiet_port
 from tests.ranks import run_ranks
 
@@ -132,3 +136,32 @@ def test_a_request_to_one_rank_wakes_all_ranks_without_waiting_for_a_heartbeat(t
         assert did.forwards == NUM_REQUESTS, "both ranks take part in each request's one step"
         assert did.steps <= 2 * NUM_REQUESTS + 2, "for each request its step, and the one that sends all to sleep"
         assert did.naps <= 3 * NUM_REQUESTS + 2
+
+
+class Called(QueueMailbox):
+    """A rank is called to its next step before its first one, or in its sleep; in its next sleep it is to end."""
+
+    def __init__(self, called_awake: bool, launch_id: int):
+        call = Wake(launch_id, NEXT_STEP)
+        super().__init__([call] if called_awake else [], end_when_idle=False)
+        self._asleep: list[Inbound] = [Shutdown()] if called_awake else [call, Shutdown()]
+
+    def poll(self, timeout_s: float) -> list[Inbound]:
+        return [self._asleep.pop(0)] if timeout_s > 0 else super().poll(timeout_s)
+
+
+def called(rank: int, group: EpGroup, called_awake: bool, launch_id: int) -> tuple[int, int]:
+    settings = ["cache.memory_gib=0.05", "parallel.num_ranks=1", f"engine.heartbeat_s={AN_HOUR_S}"]
+    settings += [f"engine.step_deadline_s={2 * AN_HOUR_S}"]
+    mailbox = Called(called_awake, launch_id)
+    exchange = make_exchange("shm", group.process_group, True, 60)
+    engine = build_engine(load_config(overrides=settings), group, exchange, mailbox)
+    engine.run()
+    engine.close()
+    return engine.counters.num_steps, engine.counters.num_sleeps
+
+
+@pytest.mark.parametrize("called_awake", [True, False])
+def test_a_rank_that_is_called_takes_one_more_step_whether_it_slept_or_was_about_to(called_awake: bool) -> None:
+    assert run_ranks(1, called, called_awake, 0) == [(3, 2)], "the call's step, and the one in which it ends"
+    assert run_ranks(1, called, called_awake, 1) == [(2, 1)], "a call to another launch is none"

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from moe_serve.engine.model.expert_sources import CHECKPOINT, NEAR
+from moe_serve.engine.protocol.messages import NEXT_STEP, Wake
 from moe_serve.engine.recovery.recovery import MaskingRecovery, Rank
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import PeerError
@@ -113,3 +114,18 @@ def test_ranks_that_lack_experts_wait_until_the_deadline_and_not_at_all_where_no
             recovery.begin_step(step)
     else:
         recovery.begin_step(step)
+
+
+def test_a_rank_that_waits_to_rejoin_wakes_the_others_which_may_sleep():
+    membership = SimpleNamespace(
+        masked=[], members=[0, 1], epoch=3, suspect_after_s=None, is_void=True, is_masked=True, is_apart=False,
+        ask_to_rejoin=lambda: None, try_rejoin=lambda: bool(woken),
+    )  # fmt: skip
+    served = SimpleNamespace(placement=Placement.trivial(1, 4, 2), activate=lambda placement: None)
+    woken: list[Any] = []
+    exchange = SimpleNamespace(dead_peers=list)
+    mailbox = SimpleNamespace(send=lambda message: None, wake_peers=woken.append)
+    own = Rank(1, 5, cast(Any, exchange), cast(Any, mailbox), lambda: 0)
+    recovery = MaskingRecovery(own, cast(Any, served), cast(Any, membership), 3.0)
+    assert recovery.recover(PeerError("rank 1 is masked", 1, "exchange", 3), lambda: True)
+    assert woken == [Wake(5, NEXT_STEP)]

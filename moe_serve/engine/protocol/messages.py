@@ -448,8 +448,14 @@ class Goodbye(Message, tag="goodbye", frozen=True):
     launch_id: int
 
 
+NEXT_STEP = -1  # of a Wake
+
+
 class Wake(Message, tag="wake", frozen=True):
-    """Enter exchange `step` of this launch: a sleeping rank has work. Old and repeated ones are ignored."""
+    """Enter exchange `step` of this launch: a sleeping rank has work. Old and repeated ones are ignored.
+
+    step: NEXT_STEP: whichever is next, since the process of a rank has ended, or a rank waits to rejoin
+    """
 
     launch_id: int
     step: int
@@ -469,6 +475,7 @@ ToRank = (
     | FlushCache
     | Profile
     | ForFrontEnds
+    | Wake
 )
 ToFrontEnd = (
     Hello

@@ -36,7 +36,7 @@ from moe_serve.dispatch.capabilities import survivors
 from moe_serve.dispatch.membership import Membership
 from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.protocol.mailbox import Mailbox
-from moe_serve.engine.protocol.messages import Apart, Members
+from moe_serve.engine.protocol.messages import NEXT_STEP, Apart, Members, Wake
 from moe_serve.engine.recovery import full_placement
 from moe_serve.engine.step.exchange import Exchange
 from moe_serve.engine.step.plan import StepPlan, mask_of
@@ -46,6 +46,7 @@ from moe_serve.errors import ModelError, PeerError
 from moe_serve.log import get_logger
 from moe_serve.models.weights import ExpertToRead
 
+_WAKE_S = 0.1  # how often a rank that waits to rejoin wakes the others, which may sleep
 _SAY_S = 10.0  # how often a rank that waits to rejoin says what it waits for
 log = get_logger(__name__)
 
@@ -256,19 +257,23 @@ class MaskingRecovery(Recovery):
         return self._wait_for_group(wait)
 
     def _wait_for_group(self, wait: Callable[[], bool]) -> bool:
+        own, woke_s = self._own, 0.0
         began_s = said_s = time.monotonic()
         while wait():
+            if time.monotonic() - woke_s > _WAKE_S:  # again, since they hear this rank's heartbeat a moment later
+                woke_s = time.monotonic()
+                own.mailbox.wake_peers(Wake(own.launch_id, NEXT_STEP))
             if self._membership.try_rejoin():
                 self._has_rejoined = True
                 self.needs_placement = 1
                 self._serve(self._full)
-                self._begin_group(f"rank {self._own.rank} rejoined")
+                self._begin_group(f"rank {own.rank} rejoined")
                 return True
             now_s = time.monotonic()
             if now_s - said_s > _SAY_S:
                 said_s = now_s
                 why = self._membership.describe_rejoin()
-                log.warning("rank %d has waited %.0f s to rejoin: %s", self._own.rank, now_s - began_s, why)
+                log.warning("rank %d has waited %.0f s to rejoin: %s", own.rank, now_s - began_s, why)
         return False
 
     def activate_round(self, migration_round: MigrationRound) -> None:

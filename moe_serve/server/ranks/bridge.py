@@ -27,6 +27,7 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.engine.output.incremental_decoder import Decoder
 from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
+    NEXT_STEP,
     SUPERVISOR,
     Alive,
     Answer,
@@ -52,6 +53,7 @@ from moe_serve.engine.protocol.messages import (
     ToFrontEnd,
     Tokens,
     Voided,
+    Wake,
     decode_to_front_end,
 )
 from moe_serve.errors import RequestError
@@ -254,6 +256,8 @@ class RankGroup:
         self.workers.suspect(rank, reason, time.monotonic())
         self._requests.suspect(rank)
         self._changed.notify_all()
+        for view in self.workers:  # the others may sleep, and would notice at their next heartbeat
+            self._send(view.identity, Wake(self.workers.launch_id, NEXT_STEP))
 
     def _asked_to_end(self) -> str | None:
         """Returns why the ranks of this launch were asked to end; None if they were not."""

@@ -7,6 +7,7 @@ when the rank has come back already.
 import pytest
 
 from moe_serve.engine.protocol.messages import (
+    NEXT_STEP,
     SUPERVISOR,
     Exited,
     Fatal,
@@ -18,6 +19,7 @@ from moe_serve.engine.protocol.messages import (
     Ready,
     Refused,
     ToFrontEnd,
+    Wake,
     encode,
 )
 from moe_serve.links.link import Link
@@ -33,12 +35,13 @@ WITHOUT_1 = Members(0, LAUNCH, 1, [0], "rank 1 died", ended=[1])
 class Starting:
     """A front end of two ranks; a message arrives when it is said.
 
-    told: what it tells its launcher;  refused: whom it does not take
+    told: what it tells its launcher;  refused: whom it does not take;  woken: ranks, and how
     """
 
     def __init__(self) -> None:
         self.told: list[ToFrontEnd] = []
         self.refused: list[bytes] = []
+        self.woken: list[tuple[bytes, Wake]] = []
         self.link = Bridge(fake_config(2, "server.api_workers=2"), None, self.told.append, Link(worker=0))
         self.link._send = self._send  # type: ignore[method-assign]
         self.say("launcher", Hello(SUPERVISOR, 2, 0, 99, "h"))
@@ -50,6 +53,8 @@ class Starting:
     def _send(self, identity: bytes, message: Message) -> None:
         if isinstance(message, Refused):
             self.refused.append(identity)
+        if isinstance(message, Wake):
+            self.woken.append((identity, message))
 
     def check_launch_goes_on(self) -> None:
         assert self.link.workers.loss is None
@@ -95,6 +100,15 @@ def test_a_rank_that_attached_before_it_died_takes_no_requests(is_told_after: st
     front_end.say("rank 0", ready(0), WITHOUT_1)
     front_end.check_launch_goes_on()
     assert front_end.link.workers.masked == {1: DIED.reason}
+
+
+def test_ranks_that_may_sleep_are_woken_to_notice_a_death():
+    front_end = Starting()
+    front_end.say("rank 0", hello(0), ready(0))
+    front_end.say("rank 1", hello(1), ready(1))
+    assert front_end.woken == []
+    front_end.say("launcher", DIED)
+    assert (b"rank 0", Wake(LAUNCH, NEXT_STEP)) in front_end.woken
 
 
 def test_the_death_of_an_earlier_process_is_none_of_the_one_that_took_its_place():
