@@ -36,6 +36,7 @@ HEAD = struct.Struct(f"<8sQQIIIIQ{KEY_BYTES}s")  # magic, number, launch, attemp
 _CHECKSUM = struct.Struct("<I")
 RECORD_BYTES = 128
 _PAGE = mmap.PAGESIZE
+_SENT_AT_ONCE = 16  # pages whose records are written together, so that a reader can copy those while others follow
 _FIELDS = np.dtype(
     {"names": ["number", "index"], "formats": ["<u8", "<u4"], "offsets": [8, 28], "itemsize": RECORD_BYTES}
 )
@@ -96,8 +97,9 @@ class PageCopier:
 
 class _Ring:
     """The file of one prefill rank: num_slots records of RECORD_BYTES, and from the next page of memory on their pages.
+    The word behind the records says how many pages were written; readers look for records when it has changed.
 
-    records: [num_slots, RECORD_BYTES] uint8;  pages: [num_slots, page_bytes] uint8
+    records: [num_slots, RECORD_BYTES] uint8;  pages: [num_slots, page_bytes] uint8;  num_sent: [1] uint64
     """
 
     def __init__(self, descriptor: int, page_bytes: int, writes: bool):
@@ -113,8 +115,9 @@ class _Ring:
         shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = np.frombuffer(mmap.mmap(descriptor, size, shared, kind), dtype=np.uint8)
         records = self.num_slots * RECORD_BYTES
-        first = -(-records // _PAGE) * _PAGE
+        first = -(-(records + 8) // _PAGE) * _PAGE  # within what num_slots leaves
         self.records = memory[:records].reshape(-1, RECORD_BYTES)
+        self.num_sent = memory[records : records + 8].view(np.uint64)
         self.pages = memory[first : first + self.num_slots * page_bytes].reshape(-1, page_bytes)
         self.fields = self.records.view(_FIELDS).reshape(-1)
 
@@ -145,10 +148,11 @@ class PageSender:
     def send(self, request: Request, first: int, end: int) -> None:
         """Writes the pages of a request's blocks first..end, which are full."""
         while first < end:
-            slot, count = self._next, min(end - first, self._ring.num_slots - self._next)
+            slot, count = self._next, min(end - first, self._ring.num_slots - self._next, _SENT_AT_ONCE)
             self._send(request, first, first + count, slot)
             self._next = (slot + count) % self._ring.num_slots
             self.num_sent += count
+            self._ring.num_sent += count
             first += count
 
     def _send(self, request: Request, first: int, end: int, slot: int) -> None:
@@ -188,17 +192,32 @@ class PageReceiver:
     def take(self, request: Request, handover: Handover, first: int, blocks: Sequence[int]) -> int:
         """Copies the pages of a request from index `first` on into blocks that only it holds; returns how many are
         right. Where that is not all, the reason is counted."""
-        slots, ring = self._find(request.request_id, handover, first, len(blocks))
+        slots = self.find(request.request_id, handover, first, len(blocks))
         num_right, reason = 0, handover.why_short or "evicted"
         if slots:
-            num_right, damage = self._copy(ring, request, handover, first, blocks, slots)
+            num_right, damage = self._copy(request, handover, first, blocks, slots)
             reason = damage or reason
         self.counters["from_prefill"] += num_right
         if num_right < len(blocks):
             self.counters[reason] += 1
         return num_right
 
-    def _find(self, request_id: str, handover: Handover, first: int, count: int) -> tuple[list[int], _Ring]:
+    def num_sent(self, rank: int) -> int:
+        """Returns a number that changes when a prefill rank has sent more pages."""
+        return int(self._rings[rank].num_sent[0])
+
+    def take_early(
+        self, request: Request, handover: Handover, first: int, blocks: Sequence[int], slots: list[int]
+    ) -> int:
+        """Copies pages of a prompt that is computed still, as `take`; no reason is counted, since `take` comes later.
+
+        slots: from `find`, as many as blocks
+        """
+        num_right, _ = self._copy(request, handover, first, blocks, slots)
+        self.counters["from_prefill"] += num_right
+        return num_right
+
+    def find(self, request_id: str, handover: Handover, first: int, count: int) -> list[int]:
         """Returns the slots that claim to hold pages first.. of a hand-over, as far as there is one after the other."""
         ring = self._rings[handover.rank]
         number = number_of(handover.launch_id, request_id, handover.attempt)
@@ -209,12 +228,13 @@ class PageReceiver:
             if index not in slot_of:
                 break
             slots.append(slot_of[index])
-        return slots, ring
+        return slots
 
     def _copy(
-        self, ring: _Ring, request: Request, handover: Handover, first: int, blocks: Sequence[int], slots: list[int]
+        self, request: Request, handover: Handover, first: int, blocks: Sequence[int], slots: list[int]
     ) -> tuple[int, str | None]:
         """Copies pages; returns how many are right, and what is wrong with the next one, if there is a next one."""
+        ring = self._rings[handover.rank]
         asked = heads_of(
             self._copier.magic, self._cache, handover.launch_id, request.request_id, handover.attempt, first,
             request.block_keys[first : first + len(slots)],

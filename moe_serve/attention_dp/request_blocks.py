@@ -6,17 +6,22 @@ with the block list of each request.
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_serve.attention_dp.block_tables import BlockTables
 from moe_serve.attention_dp.prefix_cache import PrefixCache, next_key, root_key
-from moe_serve.attention_dp.request import Request
+from moe_serve.attention_dp.request import Handover, Request
 
 if TYPE_CHECKING:  # which have tensors
     from moe_serve.attention_dp.page_channel import PageReceiver, PageSender
     from moe_serve.attention_dp.pages import Fetch, PageTiers
 
 _BYTES_UP = 32 << 20  # of pages that a request takes in one step
+_BYTES_BESIDE = 2 << 20  # the same beside requests that decode, which wait for it: about 0.5 ms
+# Of prompts that prefill ranks compute still: in one step beside requests that decode, and where nobody waits.
+_BYTES_EARLY, _BYTES_EARLY_IDLE = 512 << 10, 4 << 20
+_MAX_DAMAGED = 3  # takes in a row of early pages that were not right: half written, or damaged
 
 
 class BlockPool:
@@ -82,6 +87,22 @@ class BlockPool:
         assert set(self._free) == free, f"free are {sorted(self._free)}, expected {sorted(free)}"
 
 
+@dataclass
+class _Coming:
+    """A prompt that a prefill rank computes, whose pages are taken before its request comes here.
+
+    request: with the prompt's keys, and the blocks that it has so far;  num_pages: of the prompt
+    num_taken: pages that have come;  num_sent: of its prefill rank, when all that were there had been taken
+    """
+
+    request: Request
+    handover: Handover
+    num_pages: int
+    num_taken: int = 0
+    num_damaged: int = 0
+    num_sent: int = -1
+
+
 class RequestBlocks:
     """The blocks of one rank's KV cache, and the requests that hold them.
 
@@ -102,6 +123,7 @@ class RequestBlocks:
         """model_key: as in prefix_cache.root_key"""
         self.tiers, self.sender, self.receiver = tiers, sender, receiver
         self._fetches: dict[str, Fetch] = {}  # by request
+        self._coming: dict[str, _Coming] = {}  # by request, too
         self.block_size = block_size
         self.tables = BlockTables(block_size)
         self._model_key = model_key
@@ -120,6 +142,11 @@ class RequestBlocks:
     def begin(self, request: Request) -> None:
         """Makes a request that holds no blocks ready to be admitted."""
         request.num_computed = request.num_published = 0
+        coming = self._coming.get(request.request_id)
+        if coming is not None:
+            known = coming.request
+            if (known.prompt_ids, known.salt) == (request.prompt_ids, request.salt):
+                request.block_keys = list(known.block_keys)
         self._extend_keys(request, request.num_known // self.block_size)
 
     def find_prefix(self, request: Request) -> list[int]:
@@ -163,6 +190,73 @@ class RequestBlocks:
         request.num_published = start + len(found)
         return True
 
+    # ---- pages that prefill ranks compute
+
+    def expect(self, request: Request, handover: Handover) -> None:
+        """Begins to take the pages of a prompt as a prefill rank computes them. Its request comes later, or never:
+        `end_expected` ends it. Without a prefix cache nothing is taken early."""
+        self.end_expected(request.request_id)
+        if self._cache is None or self.receiver is None:
+            return
+        num_pages = len(request.prompt_ids) // self.block_size
+        self._extend_keys(request, num_pages)
+        request.block_ids = self._cache.match(request.block_keys)
+        self._pool.share(request.block_ids)
+        self._coming[request.request_id] = _Coming(request, handover, num_pages)
+
+    @property
+    def expected(self) -> list[str]:
+        """Returns the requests whose pages are taken early."""
+        return list(self._coming)
+
+    def take_early(self, beside_decodes: bool) -> None:
+        """Takes pages that prefill ranks have sent since, into free blocks; a bounded number in each call."""
+        receiver = self.receiver
+        if receiver is None or not self._coming:
+            return
+        num_left = max(1, (_BYTES_EARLY if beside_decodes else _BYTES_EARLY_IDLE) // receiver.page_bytes)
+        for coming in self._coming.values():
+            num_sent = receiver.num_sent(coming.handover.rank)
+            count = min(num_left, coming.num_pages - len(coming.request.block_ids), self._pool.num_free)
+            if num_sent == coming.num_sent or count <= 0 or coming.num_damaged == _MAX_DAMAGED:
+                continue
+            num_found = self._take_early(receiver, coming, count)
+            num_left -= num_found
+            if num_found < count:
+                coming.num_sent = num_sent
+
+    def _take_early(self, receiver: "PageReceiver", coming: _Coming, count: int) -> int:
+        """Takes up to `count` pages; returns how many were found."""
+        request, first = coming.request, len(coming.request.block_ids)
+        slots = receiver.find(request.request_id, coming.handover, first, count)
+        if not slots:
+            return 0
+        blocks = self._allocate(len(slots))
+        num_right = receiver.take_early(request, coming.handover, first, blocks, slots)
+        coming.num_damaged = 0 if num_right else coming.num_damaged + 1
+        for block in blocks[num_right:]:
+            self._pool.release(block, keep=False)
+        request.block_ids += blocks[:num_right]
+        coming.num_taken += num_right
+        if self._cache is not None:
+            for index in range(first, first + num_right):
+                self._cache.publish(request.block_keys[index], request.block_ids[index])
+        return len(slots)
+
+    def end_expected(self, request_id: str) -> int:
+        """Takes no more pages early; returns how many have come. They stay reusable by prefix."""
+        coming = self._coming.pop(request_id, None)
+        if coming is None:
+            return 0
+        for block in reversed(coming.request.block_ids):
+            self._pool.release(block, keep=self._cache is not None and block in self._cache)
+        return coming.num_taken
+
+    def make_room(self, num_blocks: int) -> None:
+        """Lets go of blocks that were taken early, the newest prompt's first, until so many are free."""
+        while self._coming and self._pool.num_free < num_blocks:
+            self.end_expected(next(reversed(self._coming)))
+
     def fetch(self, request: Request) -> None:
         """Begins to bring up the pages that follow what an admitted request has found in the pool."""
         start, end = request.num_computed // self.block_size, request.num_reusable // self.block_size
@@ -171,13 +265,14 @@ class RequestBlocks:
         if self.tiers is not None and start < end and request.num_computed % self.block_size == 0:
             self._fetches[request.request_id] = self.tiers.fetch(request.block_keys[start:end])
 
-    def bring(self, request: Request) -> bool:
+    def bring(self, request: Request, beside_decodes: bool = False) -> bool:
         """Takes pages that have come up into the request's own blocks; returns whether it should wait for more.
 
-        A bounded number in each call, so that the steps of others do not wait.
+        A bounded number in each call, so that the steps of others do not wait, those that decode above all.
         """
+        most_bytes = _BYTES_BESIDE if beside_decodes else _BYTES_UP
         if request.handover is not None:
-            return self._take_over(request)
+            return self._take_over(request, most_bytes)
         fetch = self._fetches.get(request.request_id)
         if self.tiers is None or fetch is None:
             return False
@@ -186,7 +281,7 @@ class RequestBlocks:
         if offset or next_key != list(fetch.keys[fetch.num_taken : fetch.num_taken + 1]):
             self._end_fetch(request)  # a sibling has computed them meanwhile, or there are no more
             return False
-        count = max(1, _BYTES_UP // self.tiers.page_bytes)
+        count = max(1, most_bytes // self.tiers.page_bytes)
         num_taken = self.tiers.take(fetch, request.block_ids[start : start + count])
         if num_taken:
             request.num_computed += num_taken * self.block_size
@@ -196,7 +291,7 @@ class RequestBlocks:
         self._end_fetch(request)
         return False
 
-    def _take_over(self, request: Request) -> bool:
+    def _take_over(self, request: Request, most_bytes: int) -> bool:
         """Takes pages that a prefill rank has computed for this request; returns whether there may be more."""
         start, offset = divmod(request.num_computed, self.block_size)
         end = request.num_reusable // self.block_size
@@ -204,7 +299,7 @@ class RequestBlocks:
         if handover is None or self.receiver is None or offset or start >= end:
             return False
         self._extend_keys(request, end)
-        count = min(end - start, max(1, _BYTES_UP // self.receiver.page_bytes))
+        count = min(end - start, max(1, most_bytes // self.receiver.page_bytes))
         num_taken = self.receiver.take(request, handover, start, request.block_ids[start : start + count])
         if num_taken:
             request.num_computed += num_taken * self.block_size
@@ -238,12 +333,16 @@ class RequestBlocks:
         """Gives a request the blocks for its tokens up to `end`. The caller has checked that they are free."""
         missing = self._num_blocks(end) - len(request.block_ids)
         if missing > 0:
-            blocks = self._pool.allocate(missing)
-            if self._cache is not None:
-                self._cache.forget(blocks)
-                if self.tiers is not None:
-                    self.tiers.written(blocks)
-            self.tables.extend(request, blocks)
+            self.tables.extend(request, self._allocate(missing))
+
+    def _allocate(self, count: int) -> list[int]:
+        """Returns blocks that were free, to be written now."""
+        blocks = self._pool.allocate(count)
+        if self._cache is not None:
+            self._cache.forget(blocks)
+            if self.tiers is not None:
+                self.tiers.written(blocks)
+        return blocks
 
     def publish(self, request: Request) -> None:
         """Publishes the blocks that have become full to the prefix cache."""
@@ -292,7 +391,8 @@ class RequestBlocks:
     def check(self, running: Iterable[Request]) -> None:
         """Asserts the block accounting, and that no block to be written is shared. For tests."""
         running = list(running)
-        self._pool.check(request.block_ids for request in running)
+        early = [coming.request.block_ids for coming in self._coming.values()]
+        self._pool.check([*early, *(request.block_ids for request in running)])
         self.tables.check(running)
         for request in running:
             assert len(request.block_ids) * self.block_size >= request.num_computed

@@ -50,6 +50,7 @@ class _Sent:
     prefill_tokens: int  # expected not to be cached; 0 once the first token has arrived
     new_tokens: int
     group: str | None = None
+    keys: Sequence[bytes] = ()  # of a prompt whose pages are to come from another rank
 
 
 @dataclass(slots=True)
@@ -129,6 +130,7 @@ class RequestRouter:
         max_new_tokens: int = 0,
         among: Sequence[int] = (),
         group: str | None = None,
+        is_ahead: bool = False,
     ) -> int:
         """Returns the rank for a request, and counts the request there until finished(request_id).
 
@@ -139,6 +141,7 @@ class RequestRouter:
         max_new_tokens: tokens that it may produce
         among:          choose one of these, which are not lost; () = any
         group:          of requests with the same prompt, sent one after the other
+        is_ahead:       it is computed elsewhere and comes later, as `arrived` tells; so no other prompt goes after it
         Raises CapacityError when all ranks are lost.
         """
         if not self._ranks:
@@ -151,12 +154,18 @@ class RequestRouter:
             rank = self._choose(found, session_id, salt, among or self.ranks)
         self._num_routed += 1
         self._ranks[rank].last_chosen = self._num_routed
-        self._remember(keys, rank)
+        if not is_ahead:
+            self._remember(keys, rank)
         if request_id is not None:
             self.finished(request_id)  # a second attempt replaces the first
             num_prefill = len(prompt_ids) - int(self._saved(found.get(rank, (0, 0)), is_near=True))
-            self._count(request_id, _Sent(rank, num_prefill, max_new_tokens, group))
+            ahead = _Sent(rank, 0, max_new_tokens, group, keys)
+            self._count(request_id, ahead if is_ahead else _Sent(rank, num_prefill, max_new_tokens, group))
         return rank
+
+    def arrived(self, request_id: str) -> None:
+        """Takes that a request which was routed ahead is sent to its rank, with its prompt computed."""
+        self._remember(self._sent[request_id].keys, self._sent[request_id].rank)
 
     def started(self, request_id: str) -> None:
         """Takes the prompt of a request off its rank's load: its first token has arrived."""

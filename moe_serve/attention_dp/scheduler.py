@@ -149,10 +149,12 @@ class Scheduler:
         self._waiting[request.request_id] = request
 
     def abort(self, request_id: str) -> bool:
-        """Forgets a request and frees its blocks, at any moment; returns False when there is none.
+        """Forgets a request and frees its blocks, at any moment; returns False when there is none. One that was only
+        expected is none.
 
         Its chunk leaves a proposal that is not committed yet. The results of a step that is running are ignored.
         """
+        self.blocks.end_expected(request_id)
         request = self._waiting.pop(request_id, None)
         if request is None:
             request = self._running.pop(request_id, None)
@@ -183,9 +185,11 @@ class Scheduler:
         order = list(self._running.values())
         self._left_since_proposal = False
         decodes, prefilling, preempted = self._propose_decodes(order)
+        if not self._waiting:  # for blocks, maybe
+            self.blocks.take_early(beside_decodes=bool(decodes))
         self._admit(prefilling)
         num_prefilling = len(prefilling)
-        prefilling = [request for request in prefilling if not self._reuse(request)]
+        prefilling = [request for request in prefilling if not self._reuse(request, beside_decodes=bool(decodes))]
         self.awaits_pages = len(prefilling) < num_prefilling
         num_left = [request.num_known - request.num_computed for request in prefilling]
         keys = [self.blocks.next_key(request) for request in prefilling]
@@ -265,6 +269,7 @@ class Scheduler:
             if start == len(request.block_ids) * block_size:
                 # The youngest first, so that victims have no chunk yet. The last victim may be the request itself: it
                 # is then the youngest, so its last block is not shared and becomes free.
+                blocks.make_room(1)
                 while blocks.num_free == 0:
                     preempted.append(self._preempt(order.pop()))
                 if preempted and preempted[-1] == request.request_id:
@@ -307,25 +312,31 @@ class Scheduler:
             # A preempted request is admitted again only when every running one has a block to grow into; otherwise it
             # would be preempted again at once.
             num_to_grow = len(self._running) if request.was_preempted else 0
-            if self._running and blocks.num_needed(request.num_known, prefix) + num_to_grow > blocks.num_free:
+            num_blocks = blocks.num_needed(request.num_known, prefix) + num_to_grow
+            if num_blocks > blocks.num_free and blocks.expected:
+                blocks.make_room(num_blocks)
+                continue  # of this prefix some blocks may have been taken early, which are free now
+            if self._running and num_blocks > blocks.num_free:
                 self._refused_at = (request, blocks.num_free)
                 return
             self._refused_at = None
             del self._waiting[request.request_id]
             self._running[request.request_id] = request
             blocks.share(request, prefix)
+            num_early = blocks.end_expected(request.request_id) * blocks.block_size
+            request.num_handed_over += min(num_early, request.num_computed)
             blocks.reserve(request, request.num_known)
             blocks.fetch(request)
             self._count_admission(request)
             prefilling.append(request)
 
-    def _reuse(self, request: Request) -> bool:
+    def _reuse(self, request: Request, beside_decodes: bool) -> bool:
         """Takes blocks that others have published since the request was admitted, such as those of an equal prompt,
         and pages that have come up from a tier, or from a prefill rank; these do not count as cached. Returns whether
         the request should wait for more of these."""
         num_before, handed_before = request.num_computed, request.num_handed_over
         self.blocks.reuse(request)
-        waits = self.blocks.bring(request)
+        waits = self.blocks.bring(request, beside_decodes)
         num_found = request.num_computed - num_before - (request.num_handed_over - handed_before)
         if num_found > 0 and not request.was_preempted:
             num_prompt = len(request.prompt_ids)
@@ -339,7 +350,7 @@ class Scheduler:
         if request.was_preempted:
             stats.num_recomputed_tokens += max(0, request.num_lost - request.num_computed)
             return
-        request.num_cached_prompt = min(request.num_computed, len(request.prompt_ids))
+        request.num_cached_prompt = min(request.num_computed, len(request.prompt_ids)) - request.num_handed_over
         stats.num_admitted += 1
         stats.num_prompt_tokens += len(request.prompt_ids)
         stats.num_cached_prompt_tokens += request.num_cached_prompt

@@ -24,6 +24,7 @@ from moe_serve.engine.protocol.messages import (
     Abort,
     Answer,
     Draining,
+    Expect,
     FlushCache,
     ForFrontEnds,
     Profile,
@@ -52,6 +53,7 @@ from moe_serve.log import get_logger
 log = get_logger(__name__)
 _WAITING_POLL_S = 0.005  # between two exchanges of ranks that wait for a lost one
 _PAGES_POLL_S = 0.001  # between two steps that nobody has work for, of a rank whose prefills wait for pages of a tier
+_EARLY_POLL_S = 0.002  # between two looks for pages that prefill ranks compute, of a rank that sleeps
 _GRAMMAR_POLL_S = 0.002  # between two looks for a compiled grammar, of a rank that sleeps
 _MASKED_POLL_S = 0.002  # how often a masked rank checks whether the others regroup with it
 
@@ -279,6 +281,8 @@ class Engine:
                     self._send([] if refusal is None else [refusal])
                 case Abort():
                     self.requests.abort(message.request_id)
+                case Expect():
+                    self.requests.expect(message)
                 case RecordCommand():
                     self.records.ask(message)
                 case Rebalance() | SetPlacement():
@@ -323,9 +327,12 @@ class Engine:
             left_s = heartbeat_at_s - time.monotonic()
             if left_s <= 0:
                 break
-            if self._receive(
-                self.mailbox.poll(min(left_s, _GRAMMAR_POLL_S) if self.requests.awaits_grammar else left_s)
-            ):
+            if self.requests.awaits_grammar:
+                left_s = min(left_s, _GRAMMAR_POLL_S)
+            if self.scheduler.blocks.expected:
+                left_s = min(left_s, _EARLY_POLL_S)
+                self.scheduler.blocks.take_early(beside_decodes=False)
+            if self._receive(self.mailbox.poll(left_s)):
                 return
             self._schedule_compiled()
         self._is_called = False

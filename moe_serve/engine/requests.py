@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.batch import ForwardBatch
-from moe_serve.attention_dp.request import Request
+from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
 from moe_serve.engine.output.grammars import Grammars
 from moe_serve.engine.output.row_logprobs import LogprobScorer, ProjectRows, joined
 from moe_serve.engine.output.sampler import Sampler, has_finite_best
-from moe_serve.engine.protocol.messages import LogprobBlock, ModelLimits, Submit, TokenEvent, front_end_of
+from moe_serve.engine.protocol.messages import Expect, LogprobBlock, ModelLimits, Submit, TokenEvent, front_end_of
 from moe_serve.engine.status import EngineCounters
 from moe_serve.errors import RequestError
 from moe_serve.kernels.part_clock import OTHER, SAMPLE, PartClock
@@ -63,6 +63,12 @@ class OpenRequests:
         self._open[message.request_id] = request
         return None
 
+    def expect(self, message: Expect) -> None:
+        """Takes pages of a prompt that a prefill rank computes, until its request is submitted or aborted."""
+        if message.request_id not in self._open:
+            prompt = Request(message.request_id, 0, message.prompt_ids, [], SamplingParams(), 0, message.salt)
+            self._scheduler.blocks.expect(prompt, message.handover)
+
     def begin(self, prefills: Sequence[ScheduledChunk]) -> None:
         """Notes the waiting times of requests that now get their first chunk."""
         for chunk in prefills:
@@ -97,6 +103,8 @@ class OpenRequests:
         if request is not None:
             self._remove(request)
             self._counters.num_aborted += 1
+        else:
+            self._scheduler.blocks.end_expected(request_id)
 
     def flush_cache(self) -> tuple[bool, str]:
         """Empties the prefix cache unless requests are open. Returns whether it did, and the result or the reason."""
@@ -109,6 +117,9 @@ class OpenRequests:
         for request in list(self._open.values()):
             if front_end is None or front_end_of(request.request_id) == front_end:
                 self._remove(request)
+        for request_id in self._scheduler.blocks.expected:
+            if front_end is None or front_end_of(request_id) == front_end:
+                self._scheduler.blocks.end_expected(request_id)
 
     def drop_all(self) -> int:
         """Drops all requests, which other ranks serve from now on. Returns how many they were."""

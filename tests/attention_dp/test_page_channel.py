@@ -225,11 +225,17 @@ def play(num_faults: int, num_prefill: int, num_decode: int, seed: int) -> Playe
             sampling_seed = draw.choice([0, number])  # greedy, or a draw of its own
             base = Request(f"r{number}", 1, prompt, [], params, sampling_seed)
             right = run_alone(alone, _again(base, f"alone {number}"))
-            outputs, why, by = _prefill(draw, prefill, files, base, fault)
+            by = draw.randrange(len(prefill))
+            ranks = draw.sample(decode, min(len(decode), draw.choice([1, 2])))
+            expecting = ranks[: draw.choice([0, 1])]
+            for rank in expecting:
+                rank.scheduler.blocks.expect(_again(base, base.request_id), Handover(by, LAUNCH, 1))
+            outputs, why = _prefill(prefill, files, base, fault, by, expecting)
             _damage(draw, prefill[by], base, fault)
+            for rank in expecting[: draw.choice([0, 1])]:
+                rank.step()
             goes_on = _again(base, base.request_id, attempt=2, output_ids=outputs)
             goes_on.handover = Handover(by, LAUNCH, 1, why)
-            ranks = draw.sample(decode, min(len(decode), draw.choice([1, 2])))
             for rank in ranks:  # the second one where the first was lost before its first token
                 rank.scheduler.add(goes_on)
                 if rank is not ranks[-1]:
@@ -261,10 +267,9 @@ def _again(request: Request, name: str, attempt: int = 1, output_ids: list[int] 
 
 
 def _prefill(
-    draw: random.Random, ranks: list[Rank], files: list[int], base: Request, fault: str
-) -> tuple[list[int], str, int]:
-    """Computes a prompt on a prefill rank; returns its first token, why there is none, and the rank."""
-    by = draw.randrange(len(ranks))
+    ranks: list[Rank], files: list[int], base: Request, fault: str, by: int, expecting: list[Rank]
+) -> tuple[list[int], str]:
+    """Computes a prompt on a prefill rank; returns its first token, and why there is none. expecting: take it early"""
     rank = Rank(b"other", sender=files[by]) if fault == "other weights" else ranks[by]
     if fault == "lapped":
         run_alone(rank, _to_prefill(_again(base, "before" + base.request_id)))
@@ -272,6 +277,8 @@ def _prefill(
     rank.scheduler.add(request)
     if fault in ("killed", "restarted", "late", "aborted"):
         ended = rank.step()
+        for each in expecting:
+            each.step()
         if fault == "restarted":
             ranks[by] = Rank(sender=files[by])
         if fault in ("killed", "aborted"):
@@ -279,9 +286,10 @@ def _prefill(
         if fault == "late":  # it goes on after its request was taken from it, and nobody listens
             while not ended:
                 ended = rank.step()
-        return [], "late" if fault == "late" else "peer_lost", by
+        return [], "late" if fault == "late" else "peer_lost"
     while not (ended := rank.step()):
-        pass
+        for each in expecting:
+            each.step()
     outputs = ended[base.request_id]
     if fault == "other weights":
         outputs = []  # the rank before it writes on where it was, over records of the other one
@@ -289,7 +297,7 @@ def _prefill(
         for other in range(6):
             prompt = [900 + other] * (PROMPT - 2)
             run_alone(rank, _to_prefill(Request(f"{base.request_id} {other}", 1, prompt, [], base.params, 0)))
-    return outputs, "", by
+    return outputs, ""
 
 
 def _to_prefill(request: Request) -> Request:
@@ -354,3 +362,82 @@ def test_without_the_check_of_what_was_asked_for_tokens_are_wrong(monkeypatch: p
 def test_without_the_checksum_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(page_channel, "is_right", lambda given, computed: True)
     assert play(60, 1, 1, seed=1).num_wrong > 0
+
+
+def early(num_free: int = NUM_BLOCKS) -> tuple[Rank, Rank, Request, Handover]:
+    """Returns a prefill rank with a prompt of 28 tokens, and a decode rank with free blocks that expects it."""
+    descriptor = os.memfd_create("pages")
+    os.ftruncate(descriptor, mmap.PAGESIZE + 40 * (RECORD_BYTES + 4 * WORD))
+    prefill, decode = Rank(sender=descriptor), Rank(receivers=[descriptor])
+    os.close(descriptor)
+    base = Request("r", 1, list(range(28)), [], SamplingParams(max_new_tokens=OUTPUT), 3)
+    handover = Handover(0, LAUNCH, 1)
+    blocks = decode.scheduler.blocks
+    blocks._allocate(NUM_BLOCKS - num_free)
+    blocks.expect(_again(base, "r"), handover)
+    prefill.scheduler.add(_to_prefill(base))
+    return prefill, decode, base, handover
+
+
+def test_pages_come_while_the_prompt_is_computed_and_only_those_of_the_last_chunk_after_it():
+    prefill, decode, base, handover = early()
+    assert decode.receiver is not None
+    blocks, receiver, taken = decode.scheduler.blocks, decode.receiver, []
+    outputs: list[int] = []
+    while not outputs:  # chunks of 8 tokens, 2 pages
+        outputs = prefill.step().get("r", [])
+        if not outputs:
+            assert decode.step() == {}
+            taken.append(receiver.counters["from_prefill"])
+    assert taken == [2, 4, 6]
+    goes_on = _again(base, "r", attempt=2, output_ids=outputs)
+    goes_on.handover = handover
+    decode.scheduler.add(goes_on)
+    while not (ended := decode.step()):
+        pass
+    assert ended["r"] == run_alone(Rank(), _again(base, "alone"))
+    assert receiver.counters == dict.fromkeys(page_channel.COUNTERS, 0) | {"from_prefill": 7}
+    assert (goes_on.num_handed_over, goes_on.num_cached_prompt) == (28, 0)
+    assert (blocks.expected, blocks.num_free) == ([], NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("end", ["aborted", "another request needs its blocks", "no block is free"])
+def test_a_prompt_that_is_expected_keeps_no_block_from_those_that_need_it(end: str):
+    num_free = 0 if end == "no block is free" else 10
+    num_free -= end == "another request needs its blocks"
+    prefill, decode, base, _ = early(num_free)
+    blocks = decode.scheduler.blocks
+    prefill.step()
+    blocks.take_early(beside_decodes=True)
+    assert blocks.num_free == max(0, num_free - 2)
+    if end == "another request needs its blocks":
+        decode.scheduler.add(Request("other", 1, list(range(100, 130)), [], base.params, 0))
+        while not decode.scheduler.propose().prefills:
+            pass
+        assert (blocks.num_free, blocks.expected) == (1, [])
+    else:
+        decode.scheduler.abort("r")
+        assert (blocks.num_free, blocks.expected) == (num_free, [])
+
+
+def test_a_damaged_page_is_not_taken_early_and_looked_at_a_few_times():
+    prefill, decode, base, handover = early()
+    assert prefill.sender is not None
+    assert decode.receiver is not None
+    blocks, ring = decode.scheduler.blocks, prefill.sender._ring
+    while not prefill.step():
+        pass
+    ring.pages[2, 0] ^= 1
+    for _ in range(10):
+        ring.num_sent += 1
+        blocks.take_early(beside_decodes=False)
+    assert decode.receiver.counters["from_prefill"] == 2
+    assert next(iter(blocks._coming.values())).num_damaged == 3
+    assert blocks.num_free == NUM_BLOCKS - 2
+    goes_on = _again(base, "r", attempt=2)
+    goes_on.handover = handover
+    decode.scheduler.add(goes_on)
+    while not (ended := decode.step()):
+        pass
+    assert ended["r"] == run_alone(Rank(), _again(base, "alone"))
+    assert decode.receiver.counters["checksum"] == 1

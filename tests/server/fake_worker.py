@@ -19,6 +19,7 @@ from moe_serve.engine.protocol.messages import (
     Abort,
     Alive,
     Answer,
+    Expect,
     FlushCache,
     ForFrontEnds,
     Goodbye,
@@ -77,6 +78,7 @@ class FakeWorker:
     round_s: float = 0.001  # between two rounds of tokens
     go: asyncio.Event = field(default_factory=asyncio.Event)
     submitted: list[Submit] = field(default_factory=list)
+    expected: list[Expect] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     commands: list[RecordCommand | Rebalance | SetPlacement | FlushCache | Profile] = field(default_factory=list)
     pass_on: Callable[[ForFrontEnds], None] | None = None  # takes what front ends tell each other; None: pass it on
@@ -133,6 +135,8 @@ class FakeWorker:
                 self.submitted.append(message)
                 self.running[message.request_id] = message
                 self.produced[message.request_id] = len(message.output_ids)
+            case Expect():
+                self.expected.append(message)
             case Abort(request_id):
                 self.aborted.append(request_id)
                 self.running.pop(request_id, None)

@@ -12,6 +12,7 @@ those that it still wants. A rank that only hears nothing keeps its requests, an
 """
 
 import contextlib
+import math
 import os
 import secrets
 import threading
@@ -152,7 +153,7 @@ class ZmqMailbox:
         deadline = time.monotonic() + timeout_s
         arrived: list[Inbound] = []
         while True:
-            left_ms = 0 if arrived else max(0, int((deadline - time.monotonic()) * 1000))
+            left_ms = 0 if arrived else max(0, math.ceil((deadline - time.monotonic()) * 1000))  # down, it would spin
             ready = dict(self._poller.poll(left_ms))
             for number, front_end in enumerate(self._front_ends):
                 if front_end.socket in ready:

@@ -62,6 +62,18 @@ class Submit(Message, tag="submit", frozen=True):
         return request
 
 
+class Expect(Message, tag="expect", frozen=True):
+    """To a decode rank: a prefill rank computes this prompt, whose pages it may take as they come.
+
+    The request follows as `Submit`, or `Abort` does.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    salt: str
+    handover: Handover
+
+
 class Abort(Message, tag="abort", frozen=True):
     """Forget this request; no more events of it are sent."""
 
@@ -465,6 +477,7 @@ class Wake(Message, tag="wake", frozen=True):
 
 ToRank = (
     Submit
+    | Expect
     | Abort
     | Alive
     | Shutdown

@@ -17,7 +17,7 @@ from moe_serve.attention_dp.request import Handover
 from moe_serve.attention_dp.request_router import RequestRouter, why_local
 from moe_serve.config import ServeConfig, ServerConfig
 from moe_serve.engine.output.incremental_decoder import Decoder
-from moe_serve.engine.protocol.messages import Abort, Message, Status, Tokens
+from moe_serve.engine.protocol.messages import Abort, Expect, Message, Status, Tokens
 from moe_serve.errors import QueueFullError
 from moe_serve.log import get_logger
 from moe_serve.server.ranks.rank_table import RankTable, Regrouped
@@ -391,9 +391,21 @@ class RequestBook:
     def _submit(self, request: OpenRequest, rank: int) -> None:
         request.go_to(rank)
         is_prefill = self._capacity.is_prefill(rank)
-        if is_prefill:
-            request.handover = self._capacity.handover_of(rank, request.attempt)
-        self._send(rank, request.submit_message(is_prefill))
+        self._unexpect(request, rank)
+        if not is_prefill:
+            self._send(rank, request.submit_message())
+            return
+        request.handover = self._capacity.handover_of(rank, request.attempt)
+        message = request.submit_message(prefill=True)
+        self._send(rank, message)
+        if message.hand_over_from is not None and (expects := self._capacity.expect(request)) is not None:
+            spec = request.spec
+            self._send(expects, Expect(request.request_id, spec.prompt_ids, spec.salt, request.handover))
+
+    def _unexpect(self, request: OpenRequest, rank: int | None) -> None:
+        """Tells the decode rank that expects a request that it does not come, unless it is sent there now."""
+        if (expects := self._capacity.unexpect(request.request_id, rank)) is not None:
+            self._send(expects, Abort(request.request_id))
 
     def _give_back(self, request: OpenRequest, rank: int) -> None:
         """Takes a request from its rank, for another one."""
@@ -420,6 +432,7 @@ class RequestBook:
             tell(request)
         self._by_client_id.remove(request)
         self._capacity.forget_pages(request.request_id)
+        self._unexpect(request, None)
         if request.rank is None:
             self._lines.remove(request.spec.rank, request.request_id)
             return
@@ -520,6 +533,7 @@ class RankCapacity:
         self._prefill = self._new_router(config.cache.block_size, prefill=True)
         self.prefill_launch: PrefillLaunch | None = None
         self._pages: dict[str, tuple[int, int]] = {}  # by request: its prefill rank, and pages on their way from there
+        self._expects: dict[str, int] = {}  # by request that a prefill rank has: the decode rank that takes its pages
         self.routes: Counter[str] = Counter()
         self.lose_prefill()
 
@@ -534,6 +548,7 @@ class RankCapacity:
         siblings: as in RequestRouter
         """
         self._router = self._new_router(block_size, siblings)
+        self._expects.clear()
         self._num_sent.clear()
         self.lose(masked)
 
@@ -541,6 +556,8 @@ class RankCapacity:
         """Sends nothing more to these ranks."""
         for rank in ranks:
             self._router_of(rank).mark_lost(rank)
+        for request_id in [each for each, rank in self._expects.items() if rank in ranks]:
+            self.unexpect(request_id, None)
 
     def begin_prefill(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> None:
         """Begins with new prefill ranks without requests; as begin_launch."""
@@ -574,6 +591,9 @@ class RankCapacity:
         # The load of a rank that the caller chose shows in that rank's own reports.
         if may_choose and spec.rank is not None and spec.rank in self._router.ranks:
             rank = spec.rank
+        elif request.num_output and self._expects.get(request.request_id) in self._with_room(self._router):
+            rank = self._expects[request.request_id]  # which has its pages, and where it counts
+            self._router.arrived(request.request_id)
         else:
             why, among = self._why_local(request)
             router = self._router if why else self._prefill
@@ -595,6 +615,37 @@ class RankCapacity:
                 self.routes[request.route] += 1
         self._num_sent[rank] += 1
         return rank
+
+    def expect(self, request: OpenRequest) -> int | None:
+        """Returns the decode rank that a request will go to from its prefill rank, and counts its output there.
+
+        None: there is none, or it is not known yet, since others will be free before
+        """
+        spec, among = request.spec, self._with_room(self._router)
+        if not among:
+            return None
+        output = request.matcher.output_ids
+        rank = self._router.route(
+            [*spec.prompt_ids, *output],
+            spec.session_id,
+            spec.salt,
+            request_id=request.request_id,
+            max_new_tokens=spec.params.max_new_tokens - len(output),
+            among=among,
+            group=spec.group,
+            is_ahead=True,
+        )
+        self._expects[request.request_id] = rank
+        return rank
+
+    def unexpect(self, request_id: str, rank: int | None) -> int | None:
+        """Notes where a request is sent; returns the decode rank that expects it in vain. None: there is none"""
+        expects = self._expects.pop(request_id, None)
+        if expects is None or expects == rank:
+            return None
+        if rank is None or self.is_prefill(rank):  # else the router counts it where it goes
+            self._router.finished(request_id)
+        return expects
 
     def _with_room(self, router: RequestRouter) -> list[int]:
         return ranks_to_choose_from({each: self._num_sent[each] for each in router.ranks}, self._slots, self._most_sent)

@@ -113,6 +113,10 @@ async def test_a_long_prompt_begins_on_a_prefill_rank_and_goes_on_where_ranks_de
         assert (first.params.max_new_tokens, first.output_ids) == (1, [])
         assert (then.params.max_new_tokens, then.output_ids, then.prompt_ids) == (6, TOKENS[:1], LONG)
         assert then.attempt > first.attempt
+        (expected,) = served.decode[0].expected
+        assert (expected.request_id, expected.prompt_ids) == (first.request_id, LONG)
+        assert then.handover is not None
+        assert (expected.handover.attempt, served.decode[0].aborted) == (then.handover.attempt, [])
         assert dict(served.bridge.book.routes) == {"prefill": 1}
         assert await served.run(SHORT) == TOKENS
         assert dict(served.bridge.book.routes) == {"prefill": 1, "short": 1}
@@ -135,9 +139,27 @@ async def test_an_abort_reaches_the_rank_that_has_the_request():
         while not served.prefill[0].submitted:
             await asyncio.sleep(0.005)
         served.bridge.book.abort(request)
-        while not served.prefill[0].aborted:
+        while not (served.prefill[0].aborted and served.decode[0].aborted):  # which takes its pages already
             await asyncio.sleep(0.005)
         assert len(served.bridge.book) == served.bridge.book.num_at_prefill() == 0
+
+
+@in_event_loop
+async def test_requests_go_to_the_decode_ranks_that_expect_them_which_share_them():
+    async with roles(num_prefill=4, num_decode=2) as served:
+        for worker in served.prefill:
+            worker.go.clear()
+        prompts = [[number, *LONG] for number in range(60, 64)]
+        requests = [served.submit(prompt) for prompt in prompts]
+        while len(served.decode[0].expected) + len(served.decode[1].expected) < 4:
+            await asyncio.sleep(0.005)
+        for worker in served.prefill:
+            worker.go.set()
+        assert [await served.output(request) for request in requests] == [TOKENS] * 4
+        for worker in served.decode:
+            assert {each.request_id for each in worker.expected} == {each.request_id for each in worker.submitted}
+            assert (len(worker.submitted), worker.aborted) == (2, [])
+        assert [served.bridge.book._capacity._router.load(rank) for rank in (0, 1)] == [0, 0]
 
 
 @pytest.mark.parametrize("num_prefill", [1, 2])
