@@ -59,6 +59,7 @@ from moe_serve.engine.protocol.messages import (
 from moe_serve.errors import RequestError
 from moe_serve.links.link import Link, find_link
 from moe_serve.log import RareWarnings, get_logger
+from moe_serve.process_facts import core_seconds
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.calls import ApiServers, Command, CommandBook
 from moe_serve.server.ranks.rank_table import Liveness, RankTable, RankView
@@ -689,16 +690,23 @@ class PrefillGroup(RankGroup):
         self._on_ready = on_ready
         self._of_prefill = requests
         self._silent: set[int] = set()
+        self._core_s: dict[int, float] = {}  # by process, at the last look: the time of a core that it has used
 
     def _rank_is_ready(self, rank: int) -> None:
         self._on_ready()
 
     def _look_at_ranks(self, now_s: float) -> None:
-        """Leaves ranks that show no sign of life, before it is known whether they are lost."""
+        """Leaves ranks that show no sign of life, before it is known whether they are lost.
+
+        One that computes is not silent: a long chunk on a core that others use too may keep it from saying so.
+        """
         serving = {view.rank: view for view in self.workers if view.serves and view.mask_reason is None}
         limit_s = self.config.engine.suspect_after_s
         for rank, view in serving.items():
-            is_silent = view.pulse_s is not None and now_s - view.pulse_s > limit_s
+            before_s = self._core_s.get(view.pid, 0.0)
+            computes = (core_s := core_seconds(view.pid)) > before_s
+            self._core_s[view.pid] = core_s
+            is_silent = view.pulse_s is not None and now_s - view.pulse_s > limit_s and not computes
             if is_silent and rank not in self._silent:
                 log.warning("prefill rank %d was silent for %g s; decode ranks compute its prompts", rank, limit_s)
                 self._of_prefill.leave_silent(rank)
@@ -706,6 +714,8 @@ class PrefillGroup(RankGroup):
                 self._of_prefill.hear_again(rank)
             (self._silent.add if is_silent else self._silent.discard)(rank)
         self._silent &= set(serving)
+        pids = {view.pid for view in serving.values()}
+        self._core_s = {pid: core_s for pid, core_s in self._core_s.items() if pid in pids}
 
 
 class Supervisors:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import subprocess
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -184,6 +186,39 @@ def test_requests_of_lost_prefill_ranks_end_with_the_same_tokens(num_prefill: in
             assert served.bridge.book.routes["no_prefill_rank"] == 1
 
     check()
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_prefill_rank_without_signs_of_life_is_left_unless_it_computes(computes: bool):
+    """A request took 8.9 s, and was computed twice, when a long chunk kept its rank from showing life for 3 s."""
+
+    @in_event_loop
+    async def check() -> None:
+        async with roles() as served:
+            group, (worker,) = served.bridge.prefill, served.prefill
+            assert group is not None
+            worker.go.clear()
+            request = served.submit(LONG)
+            while not worker.submitted:
+                await asyncio.sleep(0.005)
+            (view,) = group.workers
+            view.pulse_s = time.monotonic() - 100
+            if not computes:
+                view.pid = int(stopped.pid)
+            group._look_at_ranks(time.monotonic())  # what it has used so far may be from long ago
+            view.pulse_s -= 1
+            sum(range(100_000))  # the fake rank's process is this one
+            group._look_at_ranks(time.monotonic())
+            assert (request.rank == 1) == computes
+            worker.go.set()
+            assert await served.output(request) == TOKENS
+            assert len(served.prefill[0].submitted) == 1
+
+    with subprocess.Popen(["sleep", "600"]) as stopped:
+        try:
+            check()
+        finally:
+            stopped.kill()
 
 
 @in_event_loop
