@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from moe_serve.eplb.cost.model import CostModel, expected_places
 from moe_serve.eplb.cost.profile_files import HardwareProfile, load_hardware, load_model_profile
+from moe_serve.eplb.replay.synthetic import GROUP_SIGMA, SyntheticLoad, popularity
 from moe_serve.launcher.cli.app import add_balancer_commands
 from moe_serve.topology import Topology
 
@@ -39,8 +41,12 @@ def arguments(figure: dict[str, Any]) -> list[str]:
             out += [f"--{name.replace('_', '-')}", str(figure[name])]
     if figure.get("balanced"):
         return [*out, "--load", "uniform"]
-    rho = max(0.0, 1 - TABLE["load"]["spread"] / _requests(figure))
-    return [*out, "--load", "lognormal", "--skew", str(TABLE["load"]["skew"]), "--rho", f"{rho:.4f}"]
+    load = TABLE["load"]
+    spread = 0 if figure.get("prompts") == "random tokens" else load["spread"]
+    skew, family = load["skew"], "group"
+    if load_model_profile(figure["model"]).num_groups == 1:  # as uneven, but neighbours have nothing in common
+        skew, family = math.hypot(skew, GROUP_SIGMA), "lognormal"
+    return [*out, "--load", family, "--skew", f"{skew:.3f}", "--rho", "1", "--request-spread", str(spread)]
 
 
 def rate(figure: dict[str, Any]) -> float:
@@ -48,7 +54,8 @@ def rate(figure: dict[str, Any]) -> float:
 
     Published runs move no experts, so the pauses of moves, which the command counts, are taken out again.
     """
-    row = _rows(arguments(figure))["perfect" if figure.get("balanced") else "greedy"]
+    served = "perfect" if figure.get("balanced") else "greedy" if figure.get("eplb", True) else "do nothing"
+    row = _rows(arguments(figure))[served]
     steps_s = row["step_s"] * row["windows"] / figure.get("utilisation", 1)
     per_rank = row["tokens_per_s"] * (steps_s + row["stall_s"]) / steps_s / row["ranks"]
     return float(per_rank * figure.get("served", 1) * (1 if figure.get("per") == "GPU" else 8))
@@ -63,10 +70,18 @@ def overlap_gain(tokens_per_rank: int) -> float:
     return rate(two) / rate(one) - 1
 
 
-def eplb_gain(figure_id: str) -> float:
+def eplb_gain(gain: dict[str, Any]) -> float:
     """Returns the time of a step with experts in order / with a plan, as `moe-serve simulate` prints them."""
-    rows = _rows(arguments(_serving(figure_id)))
-    return float(rows["do nothing"]["step_s"] / rows["greedy"]["step_s"])
+    figure = _serving(gain["id"])
+    planned = _rows(arguments({**figure, "slots": figure["slots"] + gain.get("redundant", 0)}))["greedy"]
+    return float(_rows(arguments(figure))["do nothing"]["step_s"] / planned["step_s"])
+
+
+def imbalance(figure: dict[str, Any]) -> float:
+    """Returns the busiest rank's load / the mean one - 1 with experts in order, by the assumed load."""
+    load = SyntheticLoad("group", 1, 500, figure["experts"], num_groups=figure["groups"], skew=TABLE["load"]["skew"])
+    by_rank = next(popularity(load)).reshape(500, figure["ranks"], -1).sum(axis=2)
+    return float((by_rank.max(axis=1) * figure["ranks"]).mean() - 1)
 
 
 def error(figure: dict[str, Any]) -> float:
@@ -118,7 +133,11 @@ def tables() -> str:
     lines += ["", "| gain by EPLB | published | simulate |", "|---|---|---|"]
     for figure in TABLE["eplb_gain"]:
         what = f"{figure['id']}" + (f" (fits {figure['fits']})" if figure["use"] == "fitted" else "")
-        lines.append(f"| {what} | {figure['gain']:.2f} | {eplb_gain(figure['id']):.2f} |")
+        what += f", {figure['redundant']} redundant experts" if "redundant" in figure else ""
+        lines.append(f"| {what} | {figure['gain']:.2f} | {eplb_gain(figure):.2f} |")
+    lines += ["", "| busiest rank over the mean one − 1 | published | assumed load |", "|---|---|---|"]
+    for figure in TABLE["imbalance"]:
+        lines.append(f"| {figure['ranks']} ranks, experts in order | {figure['value']:.2f} | {imbalance(figure):.2f} |")
     lines += ["", "| kernel, held out | error of its time |", "|---|---|"]
     lines += [f"| {name} | {_percent(off)} |" for name, off in kernel_errors("held out").items()]
     return "\n".join(lines)
@@ -134,12 +153,6 @@ def _cluster(num_ranks: int, hardware: HardwareProfile) -> CostModel:
 
 def _serving(figure_id: str) -> dict[str, Any]:
     return next(figure for figure in TABLE["serving"] if figure["id"] == figure_id)
-
-
-def _requests(figure: dict[str, Any]) -> float:
-    """Returns how many requests are in a step of all ranks."""
-    tokens = figure["nodes"] * figure.get("ranks_per_node", 8) * figure["tokens_per_rank"]
-    return float(tokens / (figure["context"] if figure["phase"] == "prefill" else figure.get("tokens_per_request", 1)))
 
 
 def _rows(given: list[str]) -> dict[str, dict[str, Any]]:

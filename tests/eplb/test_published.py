@@ -34,23 +34,27 @@ def test_overlap_pays_from_where_sglang_found_that_it_pays() -> None:
     assert published.overlap_gain(64) < 0 < published.overlap_gain(128)
 
 
-def test_gain_by_eplb_is_right_in_decode_and_too_small_in_prefill() -> None:
-    """The document says that the load is the weakest part; whoever mends it changes the second line."""
-    gains = {
-        figure["id"]: published.eplb_gain(figure["id"]) / figure["gain"] - 1 for figure in published.TABLE["eplb_gain"]
-    }
-    print(gains)
-    assert gains["sglang-decode"] == pytest.approx(0, abs=0.05)
-    assert -0.20 < gains["sglang-prefill-4k"] < -GOAL
+def test_gain_by_eplb_is_right_for_deepseek_v3_and_too_small_for_v4_on_amd() -> None:
+    """Of the gain itself a third. The document says what is missing; whoever mends it changes the last line."""
+    off = [(published.eplb_gain(gain) - 1) / (gain["gain"] - 1) - 1 for gain in published.TABLE["eplb_gain"]]
+    print(off)
+    assert off[0] == pytest.approx(0, abs=0.03), "fitted"
+    assert abs(off[1]) < 1 / 3
+    assert all(-0.65 < each < -1 / 3 for each in off[2:])
+
+
+def test_the_assumed_load_is_as_uneven_as_one_that_was_published() -> None:
+    for figure in published.figures("imbalance", "held out"):
+        assert published.imbalance(figure) == pytest.approx(figure["value"], rel=0.1)
 
 
 def test_every_fitted_number_has_one_figure_of_its_own() -> None:
-    assert len({figure["fits"] for figure in FITTED}) == len(FITTED) == 4
+    assert len({figure["fits"] for figure in FITTED}) == len(FITTED) == 5
     assert len(SERVING) == 15
 
 
 def test_every_figure_names_a_known_source_and_a_left_out_one_says_why() -> None:
-    for kind in ("low_latency", "normal", "grouped_gemm", "serving", "overlap_gain", "eplb_gain"):
+    for kind in ("low_latency", "normal", "grouped_gemm", "serving", "overlap_gain", "eplb_gain", "imbalance"):
         uses = [len(published.figures(kind, use)) for use in ("fitted", "held out", "not compared")]
         assert sum(uses) == len(published.TABLE[kind])
         assert all(figure["source"] in published.TABLE["sources"] for figure in published.TABLE[kind])

@@ -129,9 +129,15 @@ def tiled_work(rows: Floats, tile: int, is_mean: bool) -> tuple[Floats, Floats, 
         active = 1 - np.exp(-rows)
         tiles = np.maximum(active, rows / tile + 0.5 * active)
     else:
-        active = (rows > 0).astype(np.float64)
-        tiles = np.ceil(rows / tile)
+        active = np.minimum(rows, 1.0)  # a replica with half of a token has it in half of the steps
+        tiles = np.where(rows < 1, rows, np.ceil(rows / tile))
     return active.sum(axis=-1), tiles.sum(axis=-1), rows.sum(axis=-1)
+
+
+def gemm_flops(hardware: HardwareProfile, compute: str) -> float:
+    """Returns the FLOP/s that large grouped GEMMs reach: compute "fp4", "fp8" or "bf16"."""
+    peaks = {"fp4": hardware.fp4_flops or hardware.fp8_flops, "fp8": hardware.fp8_flops, "bf16": hardware.bf16_flops}
+    return hardware.gemm_efficiency * peaks[compute]
 
 
 class Kernels(StepKernels):
@@ -145,8 +151,8 @@ class Kernels(StepKernels):
         self, hardware: HardwareProfile, model: ModelProfile, ranks_of_token: float, compute_share: float = 1.0
     ) -> None:
         self.hardware, self.model = hardware, model
-        peak = hardware.fp8_flops if model.compute == "fp8" else hardware.bf16_flops
-        self.flops = compute_share * hardware.gemm_efficiency * peak
+        self.flops = compute_share * gemm_flops(hardware, model.compute)
+        self._expert_flops = compute_share * gemm_flops(hardware, model.expert_compute or model.compute)
         self.hbm = hardware.hbm_efficiency * hardware.hbm_bytes_per_s
         self._attention_flops = compute_share * hardware.attention_flops
         self._bytes = {phase: elementwise_bytes(model, phase, ranks_of_token) for phase in ("decode", "prefill")}
@@ -183,19 +189,23 @@ class Kernels(StepKernels):
 
         is_mean: as of `tiled_work`
         """
-        return self._gemm_seconds(tiled_work(rows, self.hardware.tile_rows, is_mean), n, k)
+        work = tiled_work(rows, self.hardware.tile_rows, is_mean)
+        return self._gemm_seconds(work, n, k, self.flops, self.model.weight_bytes)
 
     def expert_ffn(self, rank_slot_rows: Floats, is_mean: bool = False) -> Floats:
         """Returns the time of the GEMMs of the routed experts of each rank: rows [..., K] -> [...]."""
         width, hidden = self.model.moe_intermediate, self.model.hidden
         work = tiled_work(rank_slot_rows, self.hardware.tile_rows, is_mean)
-        return self._gemm_seconds(work, 2 * width, hidden) + self._gemm_seconds(work, hidden, width)
+        rates = self._expert_flops, self.model.expert_weight_bytes or self.model.weight_bytes
+        return self._gemm_seconds(work, 2 * width, hidden, *rates) + self._gemm_seconds(work, hidden, width, *rates)
 
-    def _gemm_seconds(self, work: tuple[Floats, Floats, Floats], n: int, k: int) -> Floats:
+    def _gemm_seconds(
+        self, work: tuple[Floats, Floats, Floats], n: int, k: int, flops: float, weight_bytes: float
+    ) -> Floats:
         active, tiles, rows = work
-        compute = 2.0 * n * k * self.hardware.tile_rows * tiles / self.flops
-        activations = rows * (k * self.model.weight_bytes + n * 2.0)  # inputs as wide as weights, out bf16
-        memory = (active * n * k * self.model.weight_bytes + activations) / self.hbm
+        compute = 2.0 * n * k * self.hardware.tile_rows * tiles / flops
+        activations = rows * (k * weight_bytes + n * 2.0)  # inputs as wide as weights, out bf16
+        memory = (active * n * k * weight_bytes + activations) / self.hbm
         return np.asarray(np.sqrt(compute * compute + memory * memory))
 
     def expert_elementwise(self, rank_rows: Floats, batch: Batch) -> Floats:
@@ -237,14 +247,14 @@ class Kernels(StepKernels):
             # Absorbed for decode: every head reads the latent. Expanded for prefill.
             widths = 2 * m.kv_lora + m.rope_dim if batch.phase == "decode" else head + m.v_dim
         else:
-            shapes = [((m.num_heads + 2 * m.num_kv_heads) * m.head_dim, m.hidden), (m.hidden, m.num_heads * m.head_dim)]
-            projections = sum(self.gemm(tokens, n, k) for n, k in shapes)
+            projections = sum(self.gemm(tokens, n, k) for n, k in m.gqa_projections())
             kv_bytes = 2 * m.num_kv_heads * m.head_dim * m.kv_bytes
             widths = 2 * m.head_dim
         # Causal: a new token of a prompt sees half of the new ones on average.
         seen = context if batch.phase == "decode" else context * (batch.cache_hit + new / 2)
+        seen = min(seen, m.attended or seen)
         flops = 2.0 * m.num_heads * widths * tokens * seen
-        read = kv_bytes * (tokens * context if batch.phase == "decode" else kept_rows)
+        read = kv_bytes * (tokens * seen if batch.phase == "decode" else kept_rows)
         return projections + max(flops / self._attention_flops, read / self.hardware.attention_bytes_per_s)
 
 

@@ -29,6 +29,7 @@ class HardwareProfile:
     """One GPU (or CPU process) and its network. Rates are per rank; "link" joins ranks of a node, "nic" joins nodes.
 
     fp8_flops, bf16_flops:   peak dense matrix rate, FLOP/s (a CPU profile gives its float32 rate for both)
+    fp4_flops:               the same of 4-bit floats; 0 = the chip has none, GEMMs of such weights run at fp8_flops
     hbm_bytes, hbm_bytes_per_s: memory and its peak rate
     ranks_per_node:          ranks that share the fast link
     link_bytes_per_s, nic_bytes_per_s: peak rate in each direction
@@ -62,6 +63,7 @@ class HardwareProfile:
     dispatch_latency_s: float
     combine_latency_s: float
     overlap_compute_share: float
+    fp4_flops: float = 0.0
     sources: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     def scaled(self, **factors: float) -> Self:
@@ -84,8 +86,13 @@ class ModelProfile:
     num_groups, topk_groups: router groups, and how many of them a token may use; 1, 1 = no groups
     attention:   "mla" or "gqa"; num_heads, and of mla: q_lora (0 = none), kv_lora, nope_dim, rope_dim, v_dim; of gqa:
                  num_kv_heads, head_dim
+                 num_kv_heads, head_dim, and q_lora, o_lora, o_groups where queries and outputs are low rank: outputs
+                 in o_groups parts (0: one), o_lora values of all parts together
+    attended:    the most cached tokens that a token attends to in the mean layer, 0 = all of them
     weight_bytes, kv_bytes, dispatch_bytes, combine_bytes: of one value, scales included
     compute:     the matrix rate of GEMMs
+    expert_weight_bytes, expert_compute: the same of routed experts where they differ, as with 4-bit experts; 0 and ""
+                 = as all others
     """
 
     name: str
@@ -107,6 +114,9 @@ class ModelProfile:
     dispatch_bytes: float
     combine_bytes: float
     compute: Literal["fp8", "bf16"]
+    expert_weight_bytes: float = 0.0
+    expert_compute: Literal["", "fp4", "fp8", "bf16"] = ""
+    attended: int = 0
     q_lora: int = 0
     kv_lora: int = 0
     nope_dim: int = 0
@@ -114,12 +124,22 @@ class ModelProfile:
     v_dim: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0
+    o_lora: int = 0
+    o_groups: int = 0
     sources: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     @property
     def expert_bytes(self) -> int:
         """Weights of one expert of one layer: gate, up and down."""
-        return round(3 * self.hidden * self.moe_intermediate * self.weight_bytes)
+        return round(3 * self.hidden * self.moe_intermediate * (self.expert_weight_bytes or self.weight_bytes))
+
+    def gqa_projections(self) -> list[tuple[int, int]]:
+        """Returns the [k] x [k, n] of queries, keys, values and outputs as (n, k), of GQA."""
+        h, wide = self.hidden, self.num_heads * self.head_dim
+        keys = 2 * self.num_kv_heads * self.head_dim
+        queries = [(self.q_lora + keys, h), (wide, self.q_lora)] if self.q_lora else [(wide + keys, h)]
+        outputs = [(self.o_lora, wide // max(self.o_groups, 1)), (h, self.o_lora)] if self.o_lora else [(h, wide)]
+        return queries + outputs
 
     @property
     def other_bytes(self) -> int:
@@ -131,7 +151,7 @@ class ModelProfile:
             attention += h * (self.kv_lora + self.rope_dim) + self.kv_lora * heads * (self.nope_dim + self.v_dim)
             attention += heads * self.v_dim * h
         else:
-            attention = 2 * h * (heads + self.num_kv_heads) * self.head_dim
+            attention = sum(n * k for n, k in self.gqa_projections())
         shared = 3 * h * self.num_shared * self.moe_intermediate
         dense = 3 * h * self.dense_intermediate * (self.num_layers - self.num_moe_layers)
         narrow = (attention * self.num_layers + shared * self.num_moe_layers + dense) * self.weight_bytes
@@ -226,7 +246,7 @@ def _checked(asked: str, raw: dict[str, Any], profile: type) -> dict[str, Any]:
             raise ConfigError(f"{asked}: {name} is {item!r}; write {{value: ..., source: where it is from}}")
         sources[name] = str(item["source"])
         try:
-            values[name] = item["value"] if name in ("attention", "compute") else float(item["value"])
+            values[name] = item["value"] if name in ("attention", "compute", "expert_compute") else float(item["value"])
         except (TypeError, ValueError):
             raise ConfigError(f"{asked}: {name} is {item['value']!r}; give a number") from None
         if types[name].type in (int, "int"):

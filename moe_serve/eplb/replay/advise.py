@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
+from moe_serve.eplb.cost.batches import fit_spread
 from moe_serve.eplb.cost.kernels import Phase
 from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
 from moe_serve.eplb.files.windows import cut_stretches
@@ -255,6 +256,7 @@ def advise(
             "cluster": f"{topology.num_ranks} ranks on {topology.num_nodes} node{'s' * (topology.num_nodes > 1)}",
             "windows": f"{windows} scored, in {len(stretches)} stretch{'es' * (len(stretches) > 1)} of neighbours",
             "prices": costs.words(),
+            **_batches(stretches, trace.topk, costs),
         },
         baseline=baseline,
         choices=tuple(choices),
@@ -268,6 +270,22 @@ def advise(
         window_steps=round(float(np.median([r.num_steps for stretch in stretches for r in stretch]))),
         gpu_hour_price=settings.gpu_hour_price,
     )
+
+
+def _batches(stretches: Sequence[Sequence[LoadRecord]], topk: int, costs: ProfileCosts) -> dict[str, str]:
+    """Returns a line on the batches in the windows, where the trace has single steps: how much requests differ."""
+    found = []
+    for record in (record for stretch in stretches for record in stretch):
+        if record.per_step is None or costs.phase_of(record.phase) != "prefill" or costs.serving.context <= 1:
+            continue
+        if np.count_nonzero(record.per_step.any(axis=(1, 2))) > 1:
+            found.append(fit_spread(record.per_step, topk, costs.serving.context))
+    if not found:
+        return {}
+    return {
+        "batches": f"priced by the single steps in {len(found)} windows; requests differ by a spread of "
+        f"{np.median(found):.3g} (--request-spread, for traces without single steps)"
+    }
 
 
 def blocks_of(scored: Sequence[int], length: int) -> list[NDArray[np.int64]]:

@@ -1,12 +1,13 @@
 """Predicted times for replays and simulations, from a model profile and a hardware profile, and counts of moves."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.cost.kernels import Batch, Phase
+from moe_serve.eplb.cost.kernels import Batch, Phase, gemm_flops
 from moe_serve.eplb.cost.model import CostModel, PredictedCost
 from moe_serve.eplb.load import LoadTrace, slot_load
 from moe_serve.eplb.placement import Placement
@@ -45,6 +46,7 @@ class Serving:
     overlap:     two half-batches overlap in every step or in none; auto: in those that they make shorter
     utilisation: share of the time in which steps run; in the rest ranks wait for requests
     cache_hit:   share of the prompts that the cache holds: prefill computes the others, and serves all
+    request_spread: how much requests differ in the experts they choose, see `cost/batches.py`; 0 = not at all
     Raises ConfigError for impossible values.
     """
 
@@ -53,6 +55,7 @@ class Serving:
     overlap: Overlap = "auto"
     utilisation: float = 1.0
     cache_hit: float = 0.0
+    request_spread: float = 0.0
 
     def __post_init__(self) -> None:
         if self.phase not in get_args(Phase):
@@ -61,6 +64,8 @@ class Serving:
             raise ConfigError(f"overlap is {self.overlap!r}; give one of {', '.join(get_args(Overlap))}")
         if not 0 < self.utilisation <= 1:
             raise ConfigError(f"utilisation is {self.utilisation:g}; give the share of the time in steps, above 0 to 1")
+        if not 0 <= self.request_spread < math.inf:
+            raise ConfigError(f"request spread is {self.request_spread:g}; give a number of at least 0")
         if not 0 <= self.cache_hit < 1:
             raise ConfigError(f"cache hit is {self.cache_hit:g}; give the share of prompts in the cache, 0 to below 1")
 
@@ -73,6 +78,7 @@ class Serving:
         }
         used = "full batches at all times" if self.utilisation == 1 else f"steps {self.utilisation:.0%} of the time"
         hit = f", {self.cache_hit:.1%} of prompts cached" if self.cache_hit else ""
+        hit += f", request spread {self.request_spread:g}" if self.request_spread else ""
         return (
             f"{self.phase} unless the trace says it, context {self.context:,.0f}, {overlap[self.overlap]}, {used}{hit}"
         )
@@ -93,7 +99,7 @@ class ProfileCosts:
     def expert_time(self) -> ExpertTime:
         """What the split by time balances on this machine."""
         hardware, profile = self.model.hardware, self.model.model
-        flops = hardware.gemm_efficiency * (hardware.fp8_flops if profile.compute == "fp8" else hardware.bf16_flops)
+        flops = gemm_flops(hardware, profile.expert_compute or profile.compute)
         read_s = profile.expert_bytes / (hardware.hbm_efficiency * hardware.hbm_bytes_per_s)
         row_s = 6.0 * profile.hidden * profile.moe_intermediate / flops
         return ExpertTime(min(round(read_s / row_s), MAX_WEIGHT_ROWS), hardware.tile_rows)
@@ -114,11 +120,17 @@ class ProfileCosts:
         return replace(trace, topk=profile.topk)
 
     def step_seconds(
-        self, tokens: Floats, placement: Placement | None, num_slots: int, tokens_per_step: float, phase: str
+        self,
+        tokens: Floats,
+        placement: Placement | None,
+        num_slots: int,
+        tokens_per_step: float,
+        phase: str,
+        is_mean: bool = True,
     ) -> float:
         """Returns the time of one step in seconds.
 
-        tokens:          [L, E] routed in it, as means over a window's steps
+        tokens:          [L, E] routed in it, or with is_mean the means over a window's steps
         placement:       None = every slot has the same load
         tokens_per_step: of all ranks
         """
@@ -130,7 +142,13 @@ class ProfileCosts:
         hit = serving.cache_hit if kind == "prefill" else 0.0
         batch = Batch(kind, tokens_per_step / self.model.topology.num_ranks, serving.context, cache_hit=hit)
         tried = {"none": (False,), "two-batch": (True,), "auto": (False, True)}[serving.overlap]
-        return min(self.model.step(replace(batch, two_batch=two), rows, is_mean=True).total_s for two in tried)
+        return min(self.model.step(replace(batch, two_batch=two), rows, is_mean).total_s for two in tried)
+
+    def requests(self, tokens_per_step: float, phase: str) -> float:
+        """Returns how many requests have tokens in a step of all ranks."""
+        if self.phase_of(phase) == "decode":
+            return tokens_per_step
+        return tokens_per_step / max(self.serving.context * (1 - self.serving.cache_hit), 1.0)
 
     def served_tokens(self, tokens: float, phase: str) -> float:
         """Returns the tokens that requests get when this many are computed; those in the cache come on top."""

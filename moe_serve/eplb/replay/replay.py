@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.cost.batches import tokens_of_batch
 from moe_serve.eplb.files.windows import cut_stretches
 from moe_serve.eplb.load import Floats, LoadRecord, LoadTrace, balancedness, rank_load, slot_load
 from moe_serve.eplb.placement import Placement
@@ -297,8 +298,10 @@ class Scorer:
     def _step(self, record: LoadRecord, placement: Placement | None, num_slots: int) -> float | None:
         if self.costs is None or not record.busy_steps or not self.topk:
             return None
-        tokens = record.tokens / record.busy_steps
-        return self.costs.step_seconds(tokens, placement, num_slots, self.tokens_per_step(record), record.phase)
+        per_step = self.tokens_per_step(record)
+        requests = self.costs.requests(per_step, record.phase)
+        tokens, is_mean = tokens_of_batch(record, self.costs.serving.request_spread, requests, per_step)
+        return self.costs.step_seconds(tokens, placement, num_slots, per_step, record.phase, is_mean)
 
     def _activated(self, record: LoadRecord, placement: Placement) -> float | None:
         active = record.active_steps()

@@ -206,17 +206,20 @@ def _run(simulation: Simulation, topology: Topology, num_slots: int, window_step
 def _trace(simulation: Simulation, topology: Topology, window_steps: int) -> LoadTrace:
     if simulation.trace is not None:
         return folded(simulation.trace, window_steps)
-    model = simulation.model
+    model, serving = simulation.model, simulation.serving
+    tokens = simulation.tokens_per_rank * topology.num_ranks
     return synthetic_trace(
         replace(
             simulation.load,
+            request_spread=serving.request_spread,
+            requests_per_step=tokens if serving.phase == "decode" else max(tokens / serving.context, 1.0),
             num_layers=model.num_moe_layers,
             num_logical=model.num_logical,
             topk=model.topk,
             num_groups=model.num_groups if model.num_groups > 1 else simulation.load.num_groups,
-            tokens_per_step=simulation.tokens_per_rank * topology.num_ranks,
+            tokens_per_step=tokens,
             steps_per_window=window_steps,
-            phase=simulation.serving.phase,
+            phase=serving.phase,
             seed=simulation.rules.seed,
         )
     )

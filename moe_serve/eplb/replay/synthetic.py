@@ -15,12 +15,14 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.cost.batches import shares_of_batch
 from moe_serve.eplb.load import MAX_EXACT, LoadRecord, LoadTrace
 from moe_serve.errors import ConfigError
 
 Floats = NDArray[np.float64]
 Family = Literal["uniform", "zipf", "lognormal", "group", "hot", "tiny", "bursts", "jumps", "swing"]
 FAMILIES: tuple[str, ...] = get_args(Family)
+GROUP_SIGMA = 0.5  # of the log popularity that experts of a router group share
 MAX_SKEW = 20  # weights stay finite, and the heaviest expert has all of the load long before
 
 
@@ -46,6 +48,8 @@ class SyntheticLoad:
     steps_per_window, num_windows: length
     num_sources: ranks the tokens come from, evenly; 0: sources not recorded
     profiles:    [D, L, E] measured popularity for bursts (any positive scale)
+    request_spread, requests_per_step: how much requests differ in the experts they choose (`cost/batches.py`), and how
+                 many a step has: prompts are new ones in each step, decoding requests stay for all of a window
     """
 
     family: str = "lognormal"
@@ -64,6 +68,8 @@ class SyntheticLoad:
     phase: str = "decode"
     seed: int = 0
     profiles: Floats | None = field(default=None, compare=False)
+    request_spread: float = 0.0
+    requests_per_step: float = 1.0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -103,9 +109,11 @@ class SyntheticLoad:
         """Returns one line for reports that names everything needed to draw it again."""
         drift = f", rho {self.rho:g}" if self.family not in ("uniform", "zipf", "tiny") else ""
         period = f", period {self.period}" if self.family in ("hot", "bursts", "jumps", "swing") else ""
+        requests = f"{self.requests_per_step:g} requests a step"
+        spread = f", request spread {self.request_spread:g} over {requests}" if self.request_spread else ""
         return (
             f"synthetic {self.family} (skew {self.sigma:g}{drift}{period}, seed {self.seed}): {self.num_layers} layers "
-            f"x {self.num_logical} experts, top {self.topk}, {self.tokens_per_step} tokens a step"
+            f"x {self.num_logical} experts, top {self.topk}, {self.tokens_per_step} tokens a step{spread}"
         )
 
 
@@ -155,6 +163,10 @@ def popularity(load: SyntheticLoad) -> Iterator[Floats]:
 
 def window_counts(weights: Floats, load: SyntheticLoad, rng: np.random.Generator, first_step: int) -> LoadRecord:
     """Returns the counts of one window drawn from its popularity [L, E]."""
+    if load.request_spread:
+        seen = load.requests_per_step * (load.steps_per_window if load.phase == "prefill" else 1)
+        computed = load.tokens_per_step * load.steps_per_window
+        weights = shares_of_batch(weights, load.request_spread, seen, computed, rng)
     shares = load.tokens_per_step * load.topk
     num_tokens = load.num_logical // 2 if load.family == "tiny" else shares * load.steps_per_window
     if load.num_sources:
@@ -196,7 +208,7 @@ def _group(rng: np.random.Generator, load: SyntheticLoad) -> Iterator[Floats]:
     groups = _walk(rng, (load.num_layers, load.num_groups), load.rho)
     for _ in range(load.num_windows):
         shared = np.repeat(next(groups), load.num_logical // load.num_groups, axis=1)
-        yield np.exp(load.sigma * next(experts) + 0.5 * shared)
+        yield np.exp(load.sigma * next(experts) + GROUP_SIGMA * shared)
 
 
 def _hot(rng: np.random.Generator, load: SyntheticLoad) -> Iterator[Floats]:

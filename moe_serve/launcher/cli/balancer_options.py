@@ -189,6 +189,13 @@ class ServingOptions:
         "waits for requests: over a day DeepSeek's prefill was at 0.5.",
     )
     cache_hit: float = option(default=0.0, min=0, max=1, help="Share of the prompts that the cache holds (prefill).")
+    request_spread: float = option(
+        default=0.0,
+        min=0,
+        max=1e6,
+        help="How much requests differ in the experts they choose: batches are drawn around the load of a window. "
+        "0 = not drawn; a trace with single steps needs none.",
+    )
 
     def serving(self) -> "Serving":
         """Returns how the ranks serve. Raises ConfigError for values that cannot be."""
@@ -197,7 +204,14 @@ class ServingOptions:
         if self.cache_hit and self.phase != "prefill":
             raise ConfigError("--cache-hit is a share of prompts; give --phase prefill, or leave it out")
         # The names are checked by Serving, whose message says which there are.
-        return Serving(self.phase, self.context, self.overlap, self.utilisation, self.cache_hit)  # type: ignore[arg-type]
+        return Serving(
+            self.phase,  # type: ignore[arg-type]
+            self.context,
+            self.overlap,  # type: ignore[arg-type]
+            self.utilisation,
+            self.cache_hit,
+            self.request_spread,
+        )
 
     def engine_profile(self) -> "EngineProfile":
         """Returns the profile of --engine."""

@@ -1,0 +1,112 @@
+"""Batches differ from the windows that they are in: the draw of one, the fit to single steps, and what it costs."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moe_serve.eplb.cost.batches import fit_spread, shares_of_batch, tokens_of_batch
+from moe_serve.eplb.cost.model import CostModel
+from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
+from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.replay.costs import ProfileCosts, Serving
+from moe_serve.eplb.replay.replay import Scorer
+from moe_serve.eplb.replay.simulator import Simulation, Sweep, simulate
+from moe_serve.eplb.replay.synthetic import SyntheticLoad
+from moe_serve.topology import Topology
+
+DEMO = load_model_profile("demo")
+LAYERS, EXPERTS, TOPK = DEMO.num_moe_layers, DEMO.num_logical, DEMO.topk
+
+
+def drawn_steps(spread: float, requests: int, prompt: int, steps: int = 60, seed: int = 0) -> np.ndarray:
+    """Returns [S, L, E] tokens of steps whose requests each have shares of their own: token by token, no formula."""
+    rng = np.random.default_rng(seed)
+    shares = rng.dirichlet(np.full(64, 5.0), size=3)
+    out = np.zeros((steps, 3, 64), dtype=np.int64)
+    for step in range(steps):
+        for _ in range(requests):
+            own = shares_of_batch(shares, spread, 1, 1e9, rng)
+            for layer in range(3):
+                weights = np.log(own[layer] + 1e-300) + rng.gumbel(size=(prompt, 64))
+                np.add.at(out[step, layer], np.argsort(-weights, axis=1)[:, :4], 1)
+    return out
+
+
+@pytest.mark.parametrize(("spread", "requests", "prompt"), [(0.0, 8, 64), (0.5, 8, 64), (0.5, 64, 4), (2.0, 8, 64)])
+def test_the_spread_of_requests_is_found_from_single_steps(spread: float, requests: int, prompt: int) -> None:
+    """A draw of four different experts lets the popular ones lose, so a large spread is found too small."""
+    found = fit_spread(drawn_steps(spread, requests, prompt), 4, prompt)
+    print(f"spread {spread}, {requests} requests of {prompt} tokens: {found:.3f}")
+    assert 0.7 * spread - 0.05 <= found <= 1.25 * spread + 0.1
+
+
+def test_a_spread_of_one_step_or_of_requests_with_one_token_is_refused() -> None:
+    for steps, length in ((1, 8), (2, 1)):
+        with pytest.raises(ValueError, match="two steps"):
+            fit_spread(np.ones((steps, 2, 3), dtype=np.int64), 1, length)
+
+
+def record_of(per_step: np.ndarray, keep: bool) -> LoadRecord:
+    return LoadRecord(0, len(per_step), "prefill", per_step.sum(axis=0), per_step=per_step if keep else None)
+
+
+def test_each_layer_takes_another_step_of_the_record() -> None:
+    per_step = np.arange(4)[:, None, None] * np.ones((4, 2, 3), dtype=np.int64)  # the first step is idle
+    tokens, is_mean = tokens_of_batch(record_of(per_step, keep=True), 0.0, 1, 8)
+    assert not is_mean
+    assert tokens.tolist() == [[1, 1, 1], [2, 2, 2]]
+
+
+def test_a_window_without_single_steps_is_drawn_alike_each_time_and_keeps_its_tokens() -> None:
+    record = record_of(drawn_steps(0.0, 4, 32, steps=4), keep=False)
+    first, is_mean = tokens_of_batch(record, 1.0, 4, 128)
+    assert not is_mean
+    assert np.array_equal(first, tokens_of_batch(record, 1.0, 4, 128)[0])
+    assert np.array_equal(first.sum(axis=1), record.tokens.sum(axis=1) / 4)
+    assert tokens_of_batch(record, 0.0, 4, 128)[1], "without a spread the means are priced"
+    assert tokens_of_batch(replace(record, num_steps=1), 1.0, 4, 128)[1], "a window of one step is a batch already"
+
+
+def test_windows_with_a_spread_cost_what_their_single_steps_cost() -> None:
+    """The same load with single steps, and as sums with the spread that was found from them."""
+    rng = np.random.default_rng(1)
+    shares = np.full((LAYERS, EXPERTS), 1 / EXPERTS)
+    requests, prompt = 16, 2048
+    tokens = requests * prompt
+    per_step = np.stack(
+        [rng.multinomial(tokens * TOPK, shares_of_batch(shares, 16.0, requests, tokens, rng)) for _ in range(32)]
+    )
+    topology = Topology(1, 4)
+    costs = ProfileCosts(CostModel(load_hardware("H800"), DEMO, topology), Serving("prefill", float(prompt)))
+    spread = fit_spread(per_step, TOPK, prompt)
+    drawn = replace(costs, serving=replace(costs.serving, request_spread=spread))
+    table = np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1))
+    in_order = Placement(table, EXPERTS, topology.num_ranks)
+    seconds = []
+    for keep, prices in ((True, costs), (False, drawn), (False, costs)):
+        scorer = Scorer(topology, TOPK, prices)
+        parts = per_step.reshape(8, 4, LAYERS, EXPERTS)
+        seconds.append(np.mean([scorer.score(record_of(part, keep), in_order).step_s for part in parts]))
+    single, by_spread, by_mean = seconds
+    print(f"single steps {single:.3e} s, drawn {by_spread:.3e} s, means {by_mean:.3e} s, spread {spread:.2f}")
+    assert by_spread == pytest.approx(single, rel=0.03)
+    assert by_mean < 0.95 * single
+
+
+def test_few_prompts_in_a_step_leave_less_for_a_plan_to_gain() -> None:
+    def gain(spread: float) -> float:
+        simulation = Simulation(
+            DEMO,
+            load_hardware("H800"),
+            Sweep(nodes=(1,), redundant=(4,), window_steps=(20,)),
+            load=SyntheticLoad(num_windows=12, rho=1.0, skew=0.8),
+            tokens_per_rank=4096,
+            serving=Serving("prefill", 4096.0, "none", request_spread=spread),
+            policies=("greedy",),
+        )
+        rows = {row["policy"]: row for row in next(iter(simulate(simulation))).rows()}
+        return float(rows["do nothing"]["step_s"] / rows["greedy"]["step_s"])
+
+    assert 1 < gain(8.0) < gain(0.0)
