@@ -20,6 +20,7 @@ SPARE_GIB = 1.0  # for the programs of two ranks and a front end, and the system
 FORMS = {"bfloat16": "dense", "int8": "int8", "four bits": "int4"}
 NUM_RANKS = 2
 MODELS = {**PRICED, **{name: config for name, (config, _) in PUBLISHED.items()}, "gpt-oss-20b": GPT_OSS_20B}
+del MODELS["Kimi-K2.5"]  # of the sizes of Kimi-K2, and published in four bits
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from moe_serve.models.weight_plan import (
     dense_tensors,
     expert_tensors,
     is_ignored,
+    stored_name,
 )
 
 PACKED = "integers"  # in place of a dtype's name
@@ -27,18 +28,24 @@ NAMED_IN_A_MESSAGE = 8  # tensors of each kind; a wrong folder would name thousa
 _COMPARED_BYTES = 1 << 24  # at a time
 
 
-def with_stored_head(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """Returns the spec, untied where the checkpoint has a projection to logits that differs from the embedding.
+def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """Returns the spec in the form of its checkpoint, where that is not what config.json or the family says.
 
-    transformers keeps such a head, too, whatever tie_word_embeddings says. Both are read only where both are stored.
+    A projection to logits that differs from the embedding is kept by transformers, too, whatever tie_word_embeddings
+    says; both are read only where both are stored. Experts that a family publishes as [E, k, n] transformers writes as
+    [E, n, k], and reads by their shape.
     """
-    if not spec.tie_embeddings or not has_weights(folder):
+    if not has_weights(folder) or not (spec.tie_embeddings or spec.expert_names.form == "transposed"):
         return spec
     tensors = all_tensors(folder)
-    embedding, head = (tensors.get(spec.tensor_prefix + name) for name in (EMBEDDING, HEAD))
-    if embedding is None or head is None or _is_copy(head, embedding):
-        return spec
-    return replace(spec, tie_embeddings=False)
+    embedding, head = (tensors.get(stored_name(spec, name)) for name in (EMBEDDING, HEAD))
+    if embedding is not None and head is not None and not _is_copy(head, embedding):
+        spec = replace(spec, tie_embeddings=False)
+    down = next((each for each in expert_tensors(spec) if each.transposed and each.name == "down"), None)
+    stored = None if down is None else tensors.get(down.fused.source)
+    if down is not None and stored is not None and stored.shape[1:] == down.shape != down.fused.shape[1:]:
+        spec = replace(spec, expert_names=replace(spec.expert_names, form="apart"))
+    return spec
 
 
 def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:

@@ -35,6 +35,7 @@ class GqaSpec:
     clip: float | None = None  # largest magnitude of queries, keys and values, behind the norm and before the rotation
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     has_sinks: bool = False  # each query head has a learned score that takes its share beside those of the keys
+    sinks_name: str = "sinks"  # in the checkpoint
     window: int | None = None  # keys that a token sees in windowed layers, its own included
     windowed_layer_ids: tuple[int, ...] = ()
     chunk: int | None = None  # in chunked layers a token sees those from the last multiple of it on
@@ -65,11 +66,16 @@ class GqaSpec:
 
 @dataclass(frozen=True)
 class IndexerSpec:
-    """Chooses the `topk` tokens that each token attends (DeepSeek-V3.2). num_heads, width: of its queries"""
+    """Chooses the `topk` tokens that each token attends (DeepSeek-V3.2).
+
+    num_heads, width: of its queries
+    interleaved: whether the two of a rotated pair lie side by side (GLM-5); else half of the rotated width apart
+    """
 
     num_heads: int
     width: int
     topk: int
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,6 +236,8 @@ class ModelSpec:
     experts_in_mxfp4: bool = False  # the matrices of experts are stored so (kernels/quantised.py)
     layer_norm: bool = False  # norms of whole rows take the mean out, and have biases
     tensor_prefix: str = ""  # in front of the checkpoint's names
+    body_prefix: str = "model."  # then, of all but the projection to logits
+    other_models: tuple[str, ...] = ()  # beginnings of names of those for images and sound, which are not read
     head_bias: bool = False  # on the projection to logits
 
     @property

@@ -15,6 +15,7 @@ from typing import Literal
 from moe_serve.kernels.forms import MXFP4_BLOCK
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 
+_BODY = "model."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -103,8 +104,15 @@ def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
         yield replace(plan, templates=templates, fused=_prefixed(spec, plan.fused))
 
 
+def stored_name(spec: ModelSpec, name: str) -> str:
+    """Returns the checkpoint's name of a tensor that is called "model.…" or "lm_head.…" in the text model alone."""
+    body = spec.body_prefix + name.removeprefix(_BODY) if name.startswith(_BODY) else name
+    return spec.tensor_prefix + body
+
+
 def _prefixed(spec: ModelSpec, part: Part) -> Part:
-    return part if not spec.tensor_prefix else replace(part, source=spec.tensor_prefix + part.source, aliases=())
+    source = stored_name(spec, part.source)
+    return part if source == part.source else replace(part, source=source, aliases=())
 
 
 def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
@@ -196,19 +204,21 @@ _SCALES_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale
 def is_ignored(spec: ModelSpec, name: str) -> bool:
     """Returns whether a checkpoint tensor is known and not needed.
 
-    These are layers for multi-token prediction behind the last layer, computed buffers, a copy of tied embeddings, and
-    beside FP8 weights the scales of activations and of the KV cache, which are not quantised here.
+    These are the parts for images and sound of a model whose text model is served, layers for multi-token prediction
+    behind the last layer, computed buffers, a copy of tied embeddings, and beside FP8 weights the scales of activations
+    and of the KV cache, which are not quantised here.
     """
-    if not name.startswith(spec.tensor_prefix):
-        return name.startswith(("vision_model.", "multi_modal_projector."))
-    name = name.removeprefix(spec.tensor_prefix)
-    if name == HEAD:
+    if name.startswith(spec.other_models):
+        return True
+    if name == stored_name(spec, HEAD):
         return spec.tie_embeddings
+    body = stored_name(spec, _BODY)
+    name = _BODY + name.removeprefix(body) if name.startswith(body) else name
     if name.endswith(("rotary_emb.inv_freq", ".masked_bias")) or name.startswith("model.mtp_"):
         return True
     if spec.fp8_block is not None and name.endswith(_SCALES_OF_ACTIVATIONS):
         return True
-    prefix = "model.layers."
+    prefix = _BODY + "layers."
     layer = name[len(prefix) :].split(".", 1)[0] if name.startswith(prefix) else ""
     return layer.isdigit() and int(layer) >= spec.num_layers
 
@@ -268,7 +278,7 @@ def _gqa(spec: GqaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
         for name, their_name, width in zip(("q_norm", "k_norm"), spec.norm_names, spec.norm_widths, strict=True):
             yield _norm(ours + name, f"{theirs}{their_name}.weight", width)
     if spec.has_sinks:
-        yield DenseTensor(ours + "sinks", (Part(theirs + "sinks", (spec.num_heads,)),), "bias32")
+        yield DenseTensor(ours + "sinks", (Part(theirs + spec.sinks_name, (spec.num_heads,)),), "bias32")
 
 
 def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:

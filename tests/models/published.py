@@ -144,24 +144,49 @@ HUNYUAN_A13B: dict[str, Any] = {
 }  # fmt: skip
 
 # name -> (config.json, parameters as its authors say)
-PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
-    "GLM-4.5": (GLM_45, 355e9),
-    "GLM-4.5-Air": (GLM_45_AIR, 106e9),
-    "dots.llm1": (DOTS_LLM1, 142e9),
-    "Llama-4-Scout": (LLAMA4_SCOUT, 107.8e9),  # 109e9 with what sees images
-    "Llama-4-Maverick": (LLAMA4_MAVERICK, 400.7e9),
-    "DeepSeek-V3.2": (DEEPSEEK_V32, 671.9e9),
-    "Phi-3.5-MoE": (PHI_35_MOE, 41.9e9),
-    "ERNIE-4.5-21B-A3B": (ERNIE_45_21B, 21.8e9),
-    "ERNIE-4.5-300B-A47B": (ERNIE_45_300B, 300e9),
-    "Qwen1.5-MoE-A2.7B": (QWEN_15_MOE, 14.3e9),
-    "Qwen2-57B-A14B": (QWEN2_57B, 57.4e9),
-    "OLMoE-1B-7B": (OLMOE_1B_7B, 6.92e9),
-    "Granite-3.1-1B-A400M": (GRANITE_1B, 1.33e9),
-    "Granite-3.1-3B-A800M": (GRANITE_3B, 3.30e9),
-    "MiniMax-M2": (MINIMAX_M2, 230e9),
-    "Hunyuan-A13B": (HUNYUAN_A13B, 80e9),
-}
+GLM_47_FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "vocab_size": 154880,
+    "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20,
+    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "n_routed_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 1536,
+    "intermediate_size": 10240, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8, "topk_method": "noaux_tc", "max_position_embeddings": 202752, "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000, "rope_scaling": None, "attention_bias": False, "num_nextn_predict_layers": 1,
+    "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": [154820, 154827, 154829],
+}  # fmt: skip
+GLM_5 = GLM_47_FLASH | {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 6144,
+    "num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "intermediate_size": 12288,
+    "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "index_head_dim": 128, "index_n_heads": 32,
+    "index_topk": 2048,
+}  # fmt: skip
+SOLAR_OPEN: dict[str, Any] = {
+    "architectures": ["SolarOpenForCausalLM"], "model_type": "solar_open", "vocab_size": 196608, "hidden_size": 4096,
+    "num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+    "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1280,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "rope_theta": 1000000, "attention_bias": False, "hidden_act": "silu",
+    "tie_word_embeddings": False, "first_k_dense_replace": 0, "use_qk_norm": False, "eos_token_id": 2,
+}  # fmt: skip
+K_EXAONE: dict[str, Any] = {
+    "architectures": ["ExaoneMoeForCausalLM"], "model_type": "exaone_moe", "vocab_size": 153600, "hidden_size": 6144,
+    "num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "sliding_window": 128, "sliding_window_pattern": "LLLG", "rms_norm_eps": 1e-5,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 12, "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}, "hidden_act": "silu", "eos_token_id": 53,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+HY_3: dict[str, Any] = {
+    "architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "vocab_size": 120832, "hidden_size": 4096,
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 13312, "moe_intermediate_size": 1536, "num_experts": 192, "num_experts_per_tok": 8,
+    "num_shared_experts": 1, "router_scaling_factor": 2.826, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 11158840.0}, "hidden_act": "silu",
+    "tie_word_embeddings": False, "eos_token_id": 120025,
+}  # fmt: skip
 
 DEEPSEEK_V3 = {key: value for key, value in DEEPSEEK_V32.items() if not key.startswith("index_")} | {
     "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
@@ -190,6 +215,62 @@ QWEN3_235B = QWEN3_30B | {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "num_attention_heads": 64,
     "moe_intermediate_size": 1536, "max_window_layers": 94,
 }  # fmt: skip
+_SEEING: dict[str, Any] = {"vision_config": {"hidden_size": 1152}, "tie_word_embeddings": False}
+QWEN3_VL_30B = _SEEING | {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe",
+    "text_config": QWEN3_30B | {
+        "model_type": "qwen3_vl_moe_text", "max_position_embeddings": 262144, "rope_theta": 5000000,
+        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+    },
+}  # fmt: skip
+QWEN3_OMNI_30B = {
+    "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "model_type": "qwen3_omni_moe",
+    "thinker_config": _SEEING | {
+        "model_type": "qwen3_omni_moe_thinker", "audio_config": {"d_model": 1280},
+        "text_config": QWEN3_30B | {
+            "model_type": "qwen3_omni_moe_text", "vocab_size": 152064, "max_position_embeddings": 65536,
+            "rope_scaling": {"rope_type": "default", "interleaved": True, "mrope_section": [24, 20, 20]},
+        },
+    },
+}  # fmt: skip
+GLM_45V = _SEEING | {
+    "architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe",
+    "text_config": GLM_45_AIR | {
+        "model_type": "glm4v_moe_text", "max_position_embeddings": 65536,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+    },
+}  # fmt: skip
+KIMI_K25 = _SEEING | {
+    "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
+    "text_config": KIMI_K2 | {"max_position_embeddings": 262144, "quantization_config": None},
+}  # fmt: skip
+PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
+    "Qwen3-VL-30B-A3B": (QWEN3_VL_30B, 30.5e9),  # without what sees images, as the next three
+    "Qwen3-Omni-30B-A3B": (QWEN3_OMNI_30B, 30.5e9),  # its thinker
+    "GLM-4.5V": (GLM_45V, 106e9),
+    "Kimi-K2.5": (KIMI_K25, 1.026e12),
+    "GLM-4.7-Flash": (GLM_47_FLASH, 30e9),
+    "GLM-5": (GLM_5, 744e9),
+    "Solar-Open-100B": (SOLAR_OPEN, 102.6e9),
+    "K-EXAONE-236B-A23B": (K_EXAONE, 236e9),
+    "Hy3": (HY_3, 295e9),
+    "GLM-4.5": (GLM_45, 355e9),
+    "GLM-4.5-Air": (GLM_45_AIR, 106e9),
+    "dots.llm1": (DOTS_LLM1, 142e9),
+    "Llama-4-Scout": (LLAMA4_SCOUT, 107.8e9),  # 109e9 with what sees images
+    "Llama-4-Maverick": (LLAMA4_MAVERICK, 400.7e9),
+    "DeepSeek-V3.2": (DEEPSEEK_V32, 671.9e9),
+    "Phi-3.5-MoE": (PHI_35_MOE, 41.9e9),
+    "ERNIE-4.5-21B-A3B": (ERNIE_45_21B, 21.8e9),
+    "ERNIE-4.5-300B-A47B": (ERNIE_45_300B, 300e9),
+    "Qwen1.5-MoE-A2.7B": (QWEN_15_MOE, 14.3e9),
+    "Qwen2-57B-A14B": (QWEN2_57B, 57.4e9),
+    "OLMoE-1B-7B": (OLMOE_1B_7B, 6.92e9),
+    "Granite-3.1-1B-A400M": (GRANITE_1B, 1.33e9),
+    "Granite-3.1-3B-A800M": (GRANITE_3B, 3.30e9),
+    "MiniMax-M2": (MINIMAX_M2, 230e9),
+    "Hunyuan-A13B": (HUNYUAN_A13B, 80e9),
+}
 # Those that the cost model prices (moe_serve/eplb/cost/profiles/models).
 PRICED: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": DEEPSEEK_V3,

@@ -21,7 +21,7 @@ from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
 from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import FAST, Numerics
-from moe_serve.models.checkpoint_parts import with_stored_head
+from moe_serve.models.checkpoint_parts import as_stored
 from moe_serve.models.decoder import moe_decoder
 from moe_serve.models.decoder.moe_decoder import MoeDecoder, build_decoder, kv_layouts
 from moe_serve.models.families.registry import read_spec
@@ -61,7 +61,7 @@ def load_decoder(
     moe_layer: Callable[..., Any] = ReferenceMoe,
 ) -> MoeDecoder:
     """moe_layer: made in place of MoeLayer, with its arguments"""
-    spec = with_stored_head(read_spec(folder), folder)
+    spec = as_stored(read_spec(folder), folder)
     # The plain MoE layer of tests takes experts as they are, the real one takes them packed.
     stored = StoredWeights.of(spec, folder) if numerics.compiled and moe_layer is MoeLayer else None
     weights = load_weights(folder, WeightShare(spec, one_rank(spec), 0, dtype, "cpu", stored=stored))

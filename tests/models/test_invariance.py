@@ -12,7 +12,7 @@ import torch
 
 from moe_serve.attention_dp import attention_plan
 from moe_serve.kernels.numerics import COMPILED, Numerics
-from tests.models.families import FAMILIES
+from tests.models.families import ANOTHERS_FORM, FAMILIES
 from tests.models.runner import BLOCK_SIZE, Runner, load_decoder
 
 Oracle = Callable[[str], tuple[Any, Path]]
@@ -27,12 +27,10 @@ def tiled(row_tile: int) -> Numerics:
 
 
 FIRST_TILE, OTHER_TILES = 4, (8, 16)  # all that engine.row_tile takes: with 1 some BLAS calls have other bits
-CASES = [(name, COMPILED) for name in FAMILIES]
-CASES += [
-    # A table of other rotations changes no order of a sum, and the plain form of sparse attention takes seconds.
-    pytest.param(name, tiled(FIRST_TILE), marks=pytest.mark.slow if name == "deepseek_v32-yarn" else ())
-    for name in FAMILIES
-]
+# A table of other rotations changes no order of a sum, and the plain form of sparse attention takes seconds.
+SLOW = {"deepseek_v32-yarn", *ANOTHERS_FORM}
+CASES = [pytest.param(name, COMPILED, marks=pytest.mark.slow if name in ANOTHERS_FORM else ()) for name in FAMILIES]
+CASES += [pytest.param(name, tiled(FIRST_TILE), marks=pytest.mark.slow if name in SLOW else ()) for name in FAMILIES]
 CASES += [
     pytest.param(name, tiled(tile), marks=() if name in ("qwen3_moe", "deepseek_v3") else pytest.mark.slow)
     for name in FAMILIES

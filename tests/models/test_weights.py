@@ -16,6 +16,7 @@ from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ModelError
 from moe_serve.kernels.numerics import COMPILED, FAST
+from moe_serve.models.checkpoint_parts import as_stored
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import dense_parameters
@@ -208,6 +209,20 @@ def test_the_text_model_of_a_checkpoint_that_also_sees_images_is_read(oracle: Or
     outer = {"model_type": "llama4", "text_config": text, "vision_config": {"hidden_size": 8}}
     (whole / "config.json").write_text(json.dumps(outer))
     assert_equal(load(folder, one_rank(read_spec(folder))), load(whole, one_rank(read_spec(whole))))
+
+
+def test_experts_that_transformers_has_written_anew_are_read_by_their_shape(oracle: Oracle, tmp_path: Path) -> None:
+    def write_anew(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+            for name, tensor in tensors.items()
+        }
+
+    published = oracle("qwen3_vl_moe-text")[1]
+    written = rewritten(published, tmp_path / "written", write_anew)
+    spec = as_stored(read_spec(written), written)
+    assert spec.expert_names.form == "apart"
+    assert_equal(load_weights(written, share_of(spec, one_rank(spec))), load(published, one_rank(spec)))
 
 
 def head_of(model: Any, kind: str) -> Tensor | None:

@@ -18,7 +18,7 @@ from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.cpu.library import AMX, CpuLibrary, find_cpu_library
 from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
-from moe_serve.models.checkpoint_parts import with_stored_head
+from moe_serve.models.checkpoint_parts import as_stored
 from moe_serve.models.decoder.moe_decoder import kv_layouts
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare, fp8_projections
@@ -84,7 +84,7 @@ class ModelPlan:
         dtype = compute_dtype(config, device)
         choice = choose_numerics(config, device, dtype)
         folder = checkpoint_folder(config)
-        spec = spec if folder is None else with_stored_head(spec, folder)
+        spec = spec if folder is None else as_stored(spec, folder)
         stored = StoredWeights.of(spec, folder) if choice.numerics.compiled else None
         max_model_len = _max_model_len(config, spec)
         form = expert_form(config, spec, device, stored)

@@ -26,15 +26,15 @@ from moe_serve.models.decoder.step import IndexRows, Step
 from moe_serve.models.decoder.weight_forms import WeightForms, take_rows
 from moe_serve.models.spec import IndexerSpec, MlaSpec, RopeSpec
 
-INDEX_EPS = 1e-6  # of the norm of index keys; no configuration says it
+# Of the norms of latents and of index keys, whatever rms_norm_eps is: so in transformers, and no configuration says it.
+LATENT_EPS = 1e-6
 
 
 class MlaAttention:
     """Multi-head latent attention of one model; makes its layers."""
 
-    def __init__(self, spec: MlaSpec, norm_eps: float, numerics: Numerics, num_layers: int):
+    def __init__(self, spec: MlaSpec, numerics: Numerics, num_layers: int):
         self.spec = spec
-        self.norm_eps = norm_eps
         self.widths = MlaWidths(spec.nope_dim, spec.kv_lora_rank, spec.rope_dim)
         self.num_layers = num_layers
         self._only_absorbed = numerics.invariant or spec.indexer is not None
@@ -82,8 +82,9 @@ class MlaAttention:
     def _indexer(
         self, spec: IndexerSpec, index: int, weights: dict[str, Any], rope: RopeSpec, forms: WeightForms
     ) -> "Indexer":
-        """Takes the weights of an indexer, which rotates the first elements of its heads, pairs in halves."""
+        """Takes the weights of an indexer, which rotates the first elements of its heads."""
         order = pair_order(rope.dim, weights["index_k"].device)
+        order = torch.arange(rope.dim, device=order.device) if spec.interleaved else order
         order = torch.cat((order, torch.arange(rope.dim, spec.width, device=order.device)))
         q = weights.pop("index_q").view(spec.num_heads, spec.width, -1)[:, order].flatten(0, 1)
         norm = LayerNorm(*(weights.pop(name)[order].contiguous() for name in ("index_k_norm", "index_k_norm_bias")))
@@ -115,7 +116,7 @@ class Indexer:
 
     def keys(self, x: Tensor, do: Step) -> tuple[Tensor, Tensor]:
         """x: [T, H], normed -> keys [T, width] and weights [T, heads]"""
-        k = do.layer_norm(do.linear("index_k", self.k, x), None, self.k_norm, INDEX_EPS)
+        k = do.layer_norm(do.linear("index_k", self.k, x), None, self.k_norm, LATENT_EPS)
         return k, do.linear("index_weights", self.weights, x)
 
     def rows(self, latent: Tensor, keys: tuple[Tensor, Tensor], do: Step) -> IndexRows:
@@ -157,12 +158,12 @@ class MlaLayer:
         index = None
         if self.q_b is not None:
             assert self.q_a_norm is not None
-            latent = do.rms_norm(q, self.q_a_norm, form.norm_eps)
+            latent = do.rms_norm(q, self.q_a_norm, LATENT_EPS)
             q = do.linear("q_b", self.q_b, latent)
             index = None if self.indexer is None or keys is None else self.indexer.rows(latent, keys, do)
         q = q.view(x.shape[0], spec.num_heads, -1)
         cache, scales = do.cache.layer(self.index), do.cache.scales(self.index)
-        do.mla_rope_write(q, row, self.kv_a_norm, form.norm_eps, do.turns, do.slots, cache, form.widths, scales)
+        do.mla_rope_write(q, row, self.kv_a_norm, LATENT_EPS, do.turns, do.slots, cache, form.widths, scales)
         if index is not None:
             do.index_write(index.q, index.k, do.turns, do.slots, do.cache.layer(index.layer))
             latent_q = do.absorb(self.absorb, q, spec.nope_dim)

@@ -73,7 +73,7 @@ def build_decoder(
     if isinstance(spec.attention, GqaSpec):
         attention: GqaAttention | MlaAttention = GqaAttention(spec.attention, spec.norm_eps)
     else:
-        attention = MlaAttention(spec.attention, spec.norm_eps, numerics, spec.num_layers)
+        attention = MlaAttention(spec.attention, numerics, spec.num_layers)
     layer_rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layer_ids)}
     layers = []
     for layer_id in range(spec.num_layers):

@@ -121,6 +121,22 @@ def moe_layers_behind_dense_ones(config: HfConfig) -> tuple[int, ...]:
     return tuple(range(min(config.size("first_k_dense_replace", minimum=0), num_layers), num_layers))
 
 
+def moe_layers_of_list(config: HfConfig, num_dense: int) -> tuple[int, ...]:
+    """Returns the MoE layers' ids: those that mlp_layer_types calls sparse; without it, all behind the first ones.
+
+    num_dense: how many of the first layers are dense where mlp_layer_types is missing
+    """
+    num_layers = config.num_layers
+    kinds = config.get("mlp_layer_types", [("dense", "sparse")[layer >= num_dense] for layer in range(num_layers)])
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or any(kind not in ("dense", "sparse") for kind in kinds)
+    ):
+        raise config.wrong("mlp_layer_types", kinds, f'a list of {num_layers}, each "dense" or "sparse"')
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+
+
 def dense_width(config: HfConfig, moe_layer_ids: Sequence[int], key: str = "intermediate_size") -> int:
     """Returns the width of the MLP of layers without experts; 0 where all have experts."""
     return config.size(key) if len(moe_layer_ids) < config.num_layers else 0
@@ -135,10 +151,10 @@ def softmax_router(config: HfConfig) -> RouterSpec:
     )
 
 
-def deepseek_v3_router(config: HfConfig) -> RouterSpec:
-    """Returns the router of DeepSeek-V3, which other families use, too."""
+def deepseek_v3_router(config: HfConfig, experts: str = "n_routed_experts") -> RouterSpec:
+    """Returns the router of DeepSeek-V3, which other families use, too. experts: the key of their number"""
     return RouterSpec(
-        num_logical=config.size("n_routed_experts"),
+        num_logical=config.size(experts),
         topk=config.size("num_experts_per_tok"),
         scoring="sigmoid",
         norm_topk=config.flag("norm_topk_prob"),

@@ -40,14 +40,19 @@ def read_v3(config: HfConfig) -> ModelSpec:
 
 
 def read_v32(config: HfConfig) -> ModelSpec:
-    spec = read_v3(config)
+    return with_indexer(read_v3(config), config)
+
+
+def with_indexer(spec: ModelSpec, config: HfConfig, interleaved: bool = False) -> ModelSpec:
+    """Returns a model whose layers attend the tokens that an indexer chooses. interleaved: as in IndexerSpec"""
     attention = spec.attention
     assert isinstance(attention, MlaSpec)
     if attention.q_lora_rank is None:
         raise config.refuse("q_lora_rank null (the indexer reads the compressed queries)")
     if not spec.rope.interleaved:
         raise config.refuse("rope_interleave false")
-    indexer = IndexerSpec(config.size("index_n_heads"), config.size("index_head_dim"), config.size("index_topk"))
+    sizes = config.size("index_n_heads"), config.size("index_head_dim"), config.size("index_topk")
+    indexer = IndexerSpec(*sizes, interleaved)
     if indexer.width < spec.rope.dim:
         raise config.wrong("index_head_dim", indexer.width, f"at least qk_rope_head_dim, {spec.rope.dim}")
     return replace(spec, attention=replace(attention, indexer=indexer))
@@ -79,7 +84,7 @@ def _latent_model(config: HfConfig, router: RouterSpec, interleaved: bool = True
     return replace(spec, shared_intermediate=width * config.size("n_shared_experts", default=0, minimum=0))
 
 
-_V3 = {
+V3_DEFAULTS = {
     "eos_token_id": 1,
     "first_k_dense_replace": 3,
     "n_group": 8,
@@ -98,5 +103,5 @@ _V2 = {
     "rms_norm_eps": 1e-6,
     "routed_scaling_factor": 1.0,
 }
-DEFAULTS = {"deepseek_v2": _V2, "deepseek_v3": _V3, "deepseek_v32": _V3}
+DEFAULTS = {"deepseek_v2": _V2, "deepseek_v3": V3_DEFAULTS, "deepseek_v32": V3_DEFAULTS}
 READERS = {"deepseek_v2": read_v2, "deepseek_v3": read_v3, "deepseek_v32": read_v32, "kimi_k2": read_kimi}

@@ -51,6 +51,7 @@ def read(config: HfConfig) -> ModelSpec:
             "feed_forward", "feed_forward", "router", shared="feed_forward.shared_expert", form="transposed"
         ),
         tensor_prefix="language_model." if config.get("model_type") == "llama4" else "",
+        other_models=("vision_model.", "multi_modal_projector.") if config.get("model_type") == "llama4" else (),
     )
 
 

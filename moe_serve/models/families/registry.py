@@ -64,12 +64,21 @@ def _of_gguf(path: Path) -> ModelSpec:
 
 
 def _of_text(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the configuration of the text model, which may lie inside that of one that also sees images."""
-    text = values.get("text_config")
-    if str(values.get("model_type")) not in FAMILIES or not isinstance(text, Mapping):
+    """Returns the configuration of the text model, which may lie inside that of one that also sees and hears."""
+    model_type = str(values.get("model_type"))
+    if model_type not in FAMILIES:
         return values
-    outer = {key: value for key, value in values.items() if key not in ("text_config", "vision_config")}
-    return {**outer, **text, "model_type": values["model_type"]}
+    thinker = values.get("thinker_config")
+    outer = thinker if isinstance(thinker, Mapping) else values
+    text = outer.get("text_config")
+    if not isinstance(text, Mapping):
+        return values
+    merged = {key: value for key, value in outer.items() if not key.endswith("_config")} | dict(text)
+    if model_type not in TIES_INSIDE and "tie_word_embeddings" in outer:
+        merged["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    elif model_type not in TIES_INSIDE:
+        merged.pop("tie_word_embeddings", None)
+    return {**merged, "model_type": model_type}
 
 
 def _with_defaults(values: Mapping[str, Any], generation: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,5 +132,6 @@ LINEAR_ATTENTION = (
     "that requests share by prefix,"
 )
 REFUSED = {"qwen3_next": LINEAR_ATTENTION, "qwen3_5_moe": LINEAR_ATTENTION, "kimi_linear": LINEAR_ATTENTION}
+TIES_INSIDE = ("llama4",)  # whose text model says whether its embeddings are tied, not the model around it
 FAMILIES: Mapping[str, Reader] = dict(_declared("READERS"))
 DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(_declared("DEFAULTS"))

@@ -1,0 +1,47 @@
+"""GLM-4.7-Flash and GLM-5: DeepSeek-V3 and V3.2 with a list of dense layers; GLM-5's indexer rotates adjacent pairs."""
+
+from dataclasses import replace
+
+from moe_serve.models.families.common import dense_width, moe_layers_of_list
+from moe_serve.models.families.deepseek import read_v3, with_indexer
+from moe_serve.models.hf_config import HfConfig
+from moe_serve.models.spec import ModelSpec
+
+
+def read_lite(config: HfConfig) -> ModelSpec:
+    config.only("first_k_dense_replace", 1)  # transformers takes no notice of it
+    return _listed(config, 1)
+
+
+def read_dsa(config: HfConfig) -> ModelSpec:
+    config.only("mlp_bias", False)
+    if any(config.get(key) for key in ("indexer_types", "index_topk_pattern")):
+        config.only("indexer_types", ["full"] * config.num_layers)
+        config.only("index_topk_pattern", "F" * config.num_layers)
+    config.only("index_topk_freq", 1)  # else layers share what an earlier one has chosen
+    spec = _listed(config, config.size("first_k_dense_replace", minimum=0))
+    return with_indexer(spec, config, interleaved=True)
+
+
+def _listed(config: HfConfig, num_dense: int) -> ModelSpec:
+    """Returns a DeepSeek-V3 whose dense layers are those of mlp_layer_types, or the first ones."""
+    moe_layer_ids = moe_layers_of_list(config, num_dense)
+    as_v3 = read_v3(HfConfig({**config.values, "first_k_dense_replace": 0}, config.where))
+    return replace(as_v3, moe_layer_ids=moe_layer_ids, dense_intermediate=dense_width(config, moe_layer_ids))
+
+
+_LITE = {
+    "eos_token_id": 1,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "q_lora_rank": 768,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+}
+DEFAULTS = {
+    "glm4_moe_lite": _LITE,
+    "glm_moe_dsa": _LITE | {"first_k_dense_replace": 3, "q_lora_rank": 2048, "routed_scaling_factor": 2.5},
+}
+READERS = {"glm4_moe_lite": read_lite, "glm_moe_dsa": read_dsa}
