@@ -81,7 +81,7 @@ class Rank:
     def __post_init__(self) -> None:
         self.cache = KvCache(kv_layouts(self.decoder.spec), self.num_blocks, BLOCK_SIZE, self.dtype, self.device)
         self._free = list(range(self.num_blocks))
-        pads_decodes = captures_decodes(FAST, self.device, "auto")
+        pads_decodes = captures_decodes(self.decoder.spec, FAST, self.device, "auto")
         self._builder = BatchBuilder(self.tables, self.device, FAST, pads_decodes)
 
     def submit(self, prompt: list[int]) -> None:

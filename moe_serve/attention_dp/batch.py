@@ -176,7 +176,20 @@ class BatchBuilder:
 
     def _build_decodes(self, chunks: "Sequence[ScheduledChunk]") -> ForwardBatch:
         """Returns the batch of chunks of one token each, which all sample, as in most steps."""
-        num_rows, block_size = len(chunks), self._tables.block_size
+        requests, starts = [chunk.request for chunk in chunks], [chunk.start for chunk in chunks]
+        token_ids = [
+            request.output_ids[start - len(request.prompt_ids)]
+            if start >= len(request.prompt_ids)
+            else request.prompt_ids[start]
+            for request, start in zip(requests, starts, strict=True)
+        ]
+        return self.build_rows(requests, starts, token_ids)
+
+    def build_rows(
+        self, requests: "Sequence[Request]", positions_of: Sequence[int], token_ids: Sequence[int]
+    ) -> ForwardBatch:
+        """Returns the batch of one row of each request, at a position in a block that it holds, with this token."""
+        num_rows, block_size = len(requests), self._tables.block_size
         bucket = bucket_of(num_rows) if self._pads_decodes else num_rows
         memory = self._memory_for(bucket, bucket, decodes_only=True)
         host = memory.host
@@ -185,16 +198,10 @@ class BatchBuilder:
             host.slot_mapping[num_rows:] = -1
             host.block_tables[num_rows:] = 0
             host.seq_lens[num_rows:] = 1
-        requests, starts = [chunk.request for chunk in chunks], [chunk.start for chunk in chunks]
         self._copy_tables(requests)
-        host.input_ids[:num_rows] = [
-            request.output_ids[start - len(request.prompt_ids)]
-            if start >= len(request.prompt_ids)
-            else request.prompt_ids[start]
-            for request, start in zip(requests, starts, strict=True)
-        ]
+        host.input_ids[:num_rows] = token_ids
         positions = host.positions[:num_rows]
-        positions[:] = starts
+        positions[:] = positions_of
         block_index, offset = np.divmod(positions, block_size)
         host.slot_mapping[:num_rows] = (
             host.block_tables[memory.seqs[:num_rows], block_index] * np.int64(block_size) + offset
@@ -256,6 +263,15 @@ class BatchBuilder:
             host.positions[rows] = position = np.arange(start, start + length)
             blocks = self._tables.rows[request.table_row, position // block_size].astype(np.int64)
             host.slot_mapping[rows] = blocks * block_size + position % block_size
+
+
+def first_rows(chunks: "Sequence[ScheduledChunk]") -> list[int]:
+    """Returns the first row of each chunk in the batch that BatchBuilder.build makes of them."""
+    starts, row = [0] * len(chunks), 0
+    for index in sorted(range(len(chunks)), key=lambda index: chunks[index].length):
+        starts[index] = row
+        row += chunks[index].length
+    return starts
 
 
 def bucket_of(num_rows: int) -> int:

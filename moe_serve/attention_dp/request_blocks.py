@@ -119,14 +119,19 @@ class RequestBlocks:
         tiers: "PageTiers | None" = None,
         sender: "PageSender | None" = None,
         receiver: "PageReceiver | None" = None,
+        key_tokens: int = 0,
     ):
-        """model_key: as in prefix_cache.root_key"""
+        """
+        model_key:  as in prefix_cache.root_key
+        key_tokens: behind a block's own, how many tokens its key covers: those on which what it caches depends
+        """
         self.tiers, self.sender, self.receiver = tiers, sender, receiver
         self._fetches: dict[str, Fetch] = {}  # by request
         self._coming: dict[str, _Coming] = {}  # by request, too
         self.block_size = block_size
         self.tables = BlockTables(block_size)
         self._model_key = model_key
+        self._key_tokens = key_tokens
         self._pool = BlockPool(num_blocks)
         self._cache = PrefixCache() if prefix_cache else None
 
@@ -147,7 +152,7 @@ class RequestBlocks:
             known = coming.request
             if (known.prompt_ids, known.salt) == (request.prompt_ids, request.salt):
                 request.block_keys = list(known.block_keys)
-        self._extend_keys(request, request.num_known // self.block_size)
+        self._extend_keys(request, (request.num_known - self._key_tokens) // self.block_size)
 
     def find_prefix(self, request: Request) -> list[int]:
         """Returns the published blocks that hold the beginning of the request.
@@ -198,7 +203,7 @@ class RequestBlocks:
         self.end_expected(request.request_id)
         if self._cache is None or self.receiver is None:
             return
-        num_pages = len(request.prompt_ids) // self.block_size
+        num_pages = max(0, len(request.prompt_ids) - self._key_tokens) // self.block_size
         self._extend_keys(request, num_pages)
         request.block_ids = self._cache.match(request.block_keys)
         self._pool.share(request.block_ids)
@@ -411,4 +416,4 @@ class RequestBlocks:
         keys, size = request.block_keys, self.block_size
         for index in range(len(keys), num_keys):
             previous = keys[-1] if keys else root_key(self._model_key, request.salt, size)
-            keys.append(next_key(previous, request.token_ids(index * size, (index + 1) * size)))
+            keys.append(next_key(previous, request.token_ids(index * size, (index + 1) * size + self._key_tokens)))

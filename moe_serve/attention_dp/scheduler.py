@@ -166,6 +166,10 @@ class Scheduler:
             self.speculator.end(request)
         return True
 
+    def is_running(self, request: Request) -> bool:
+        """Returns whether a request was admitted, and has neither ended nor lost its blocks since."""
+        return self._running.get(request.request_id) is request
+
     def finish(self, request_id: str) -> None:
         """Frees a request that has all its tokens. Its full blocks stay reusable by prefix until they are evicted."""
         self.abort(request_id)

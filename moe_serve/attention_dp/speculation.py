@@ -4,7 +4,8 @@ A draft is right exactly when it is the token that is drawn, so drafts change no
 `TextIndex` finds them in text: where the last tokens of a request came before, in its own prompt and output or in those
 of other requests that may share a prefix with it, the tokens that followed may follow again (prompt lookup decoding,
 Saxena 2023; with a shared index as in SuffixDecoding, arXiv 2411.04975). Or the form of an output forces them, such as
-the keys of a JSON object (jump-forward decoding, as in SGLang, arXiv 2312.07104, but verified). `best_lengths` decides
+the keys of a JSON object (jump-forward decoding, as in SGLang, arXiv 2312.07104, but verified). Or a layer of the model
+has learnt to predict them (multi-token prediction, DeepSeek-V3, arXiv:2412.19437). `best_lengths` decides
 how many of them are worth their rows, from measured times of steps and from how many were right so far: rows of a MoE
 model are not free, since each draft reads experts of its own (Cascade, arXiv 2506.20675). Numpy only.
 """
@@ -23,8 +24,9 @@ _ID_BITS = 21  # of each in a key
 _POSITION_BITS = 32
 _INDEX_BYTES = 120  # of one token in the index, measured: two ints and their place in a dict
 _INDEXED_AT_ONCE = 8192  # tokens in one step, about 2 ms
-# Where drafts come from: the request's own text, another one's, and the form that its output must have.
-OWN, SHARED, FORM = SOURCES = "own", "shared", "form"
+# Where drafts come from: the request's own text, another one's, the form that its output must have, and the model's
+# layer for multi-token prediction.
+OWN, SHARED, FORM, MTP = SOURCES = "own", "shared", "form", "mtp"
 
 
 class TextIndex:
@@ -205,6 +207,8 @@ class _Follower:
     tried: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0.0))
     unverified: tuple[int, ...] = ()  # found in the last look, but not worth their rows
     unverified_from: int = 0  # tokens that were known then
+    predicted: tuple[int, ...] = ()  # by the model
+    predicted_from: int = 0  # tokens that were known then
 
 
 @dataclass
@@ -234,13 +238,18 @@ class Speculator:
         shares_text: bool,
         always: bool = False,
         forced: Callable[[Request], tuple[int, ...]] | None = None,
+        predicted_drafts: int = 0,
+        reads_text: bool = True,
     ):
         """
         max_drafts:  of one request in one step
         shares_text: requests of one salt draft from each other's text, as they share cached prefixes
         always:      as many as there are, whether or not they pay
         forced:      returns tokens that the form of a request forces next; None: no form is known
+        predicted_drafts: that the model predicts of one request in one step; 0: it has no layer for that
+        reads_text:  whether drafts come from text
         """
+        self.predicted_drafts = predicted_drafts
         self.counters = SpeculationCounters()
         self.costs = StepCosts()
         self.measures = True  # whether the time of this step matters for `costs`
@@ -249,6 +258,7 @@ class Speculator:
         self._shares_text = shares_text
         self._always = always
         self._forced = forced
+        self._reads_text = reads_text
         self._followers: dict[Request, _Follower] = {}
         self._drafted: dict[Request, str] = {}  # the source of drafts that are being verified
         self._right = dict.fromkeys(SOURCES, 1.0)  # of all requests
@@ -273,12 +283,18 @@ class Speculator:
         self.measures = self._steps_to_look <= _LOOK_STEPS
         return self._steps_to_look < 0 or self._always
 
+    def predict(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Takes what the model predicts behind the known tokens of a request, as drafts for its next step."""
+        follower = self._follower(request)
+        follower.predicted, follower.predicted_from = tuple(token_ids), request.num_known
+
     def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
         """Returns tokens that may come next in each request, together at most `num_rows`."""
         self._drafted.clear()  # of a step that was void
         room, found = _INDEXED_AT_ONCE, []
         for request in requests:
-            room = self._read(request, room)
+            if self._reads_text:
+                room = self._read(request, room)
             found.append(self._found(request))
         if self._always:
             lengths = [len(each) for each in found]
@@ -350,11 +366,15 @@ class Speculator:
             self._newest = None
         self._followers.pop(request, None)
 
-    def _read(self, request: Request, room: int) -> int:
-        """Adds what is new of a request to the index, at most `room` tokens; returns how much room is left."""
+    def _follower(self, request: Request) -> _Follower:
         follower = self._followers.get(request)
         if follower is None:
             follower = self._followers[request] = _Follower(self._index.begin())
+        return follower
+
+    def _read(self, request: Request, room: int) -> int:
+        """Adds what is new of a request to the index, at most `room` tokens; returns how much room is left."""
+        follower = self._follower(request)
         num_new = min(request.num_known - follower.num_read, room)
         if num_new <= 0:
             return room
@@ -379,12 +399,16 @@ class Speculator:
         follower.unverified = ()
 
     def _found(self, request: Request) -> tuple[int, ...]:
-        """Returns what its form forces next, or else what followed where the last tokens of a request came before."""
-        follower = self._followers[request]
+        """Returns what its form forces next, or else what followed where the last tokens of a request came before, or
+        what the model predicts."""
+        follower = self._follower(request)
         if self._forced is not None and request.params.constraint is not None and (forced := self._forced(request)):
             follower.kind = FORM
             return forced[: self._max_drafts]
-        if follower.num_read < request.num_known:
+        if follower.predicted and follower.predicted_from == request.num_known:
+            follower.kind = MTP
+            return follower.predicted
+        if not self._reads_text or follower.num_read < request.num_known:
             return ()
         if not follower.source:
             place = self._index.find(follower.text, self._salt(request, follower))

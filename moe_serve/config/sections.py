@@ -411,15 +411,20 @@ class SpeculationConfig(Section):
     """Guesses of tokens, which a step verifies together. They change no token, only how many a step yields."""
 
     # auto: guesses come from text that came before, as many as pay by the measured times of steps; lookup: as many as
-    # there are, whether they pay or not; off: none
-    mode: Literal["off", "auto", "lookup"] = "off"
+    # there are, whether they pay or not; mtp: from the checkpoint's layer for multi-token prediction, in every step;
+    # off: none
+    mode: Literal["off", "auto", "lookup", "mtp"] = "off"
     max_drafts: PositiveInt = Field(default=8, le=64)  # of one request in one step
+    # Of these, how many the layer for multi-token prediction guesses. It has learnt to guess one, and runs once for
+    # each.
+    predicted_drafts: PositiveInt = Field(default=1, le=8)
     index_mib: PositiveFloat = 64.0  # memory of a rank's index of texts: of about 500,000 tokens
 
     @field_validator("mode", mode="before")
     @classmethod
     def _by_names_of_others(cls, value: object) -> object:
-        return "auto" if isinstance(value, str) and value.lower() == "ngram" else value
+        """SGLang's names of algorithms: NEXTN drafts by such a layer."""
+        return {"ngram": "auto", "nextn": "mtp"}.get(value.lower(), value) if isinstance(value, str) else value
 
 
 class LauncherConfig(Section):

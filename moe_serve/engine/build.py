@@ -31,6 +31,7 @@ from moe_serve.engine.model.agreement import RankFacts, check_agreement
 from moe_serve.engine.model.expert_sources import ExpertSources
 from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
 from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, checkpoint_folder
+from moe_serve.engine.model.prediction import TokenPredictor
 from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.model.shared_weights import (
     MEMORY,
@@ -104,6 +105,7 @@ def build_engine(
         tiers,
         sender,
         receiver,
+        key_tokens=int(served.spec.predictor_id is not None),  # which caches a token's row with the token behind it
     )
     sampler = Sampler(served.limits.eos_token_ids, served.numerics.compiled)
     scheduler = Scheduler(
@@ -112,6 +114,12 @@ def build_engine(
         max_batch_tokens=config.engine.max_batch_tokens,
         max_model_len=served.limits.max_model_len,
         speculator=_make_speculator(config, sampler),
+    )
+    settings = StepSettings(
+        max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
+        prefill_hold_steps=config.engine.prefill_hold_steps,
+        record_window_steps=config.eplb.record_window_steps,
+        overlap_from_tokens=config.dispatch.overlap_from_tokens,
     )
     counters = EngineCounters()
     requests = OpenRequests(scheduler, served.limits, counters, make_grammars(config, served.limits))
@@ -129,7 +137,7 @@ def build_engine(
             blocks.tables,
             served.device,
             served.numerics,
-            captures_decodes(served.numerics, served.device, config.engine.attention_backend),
+            captures_decodes(served.spec, served.numerics, served.device, config.engine.attention_backend),
         ),
         sampler=sampler,
         requests=requests,
@@ -153,13 +161,9 @@ def build_engine(
         profiler=Profiler(group.rank, launch_id, served.clock),
         times=StepTimes(served.clock, has_parts=served.device.type == "cpu"),
         watchdog=_step_watchdog(group.rank, config.engine.step_deadline_s, exchange, served),
-        step_settings=StepSettings(
-            max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
-            prefill_hold_steps=config.engine.prefill_hold_steps,
-            record_window_steps=config.eplb.record_window_steps,
-            overlap_from_tokens=config.dispatch.overlap_from_tokens,
-        ),
+        step_settings=settings,
         config=config,
+        predictor=_make_predictor(served, scheduler, settings),
     )
 
 
@@ -169,8 +173,18 @@ def _make_speculator(config: ServeConfig, sampler: Sampler) -> Speculator | None
     if speculation.mode == "off":
         return None
     index_bytes, shares_text = int(speculation.index_mib * 2**20), config.cache.prefix_cache
-    always = speculation.mode == "lookup"
-    return Speculator(speculation.max_drafts, index_bytes, shares_text, always, sampler.forced)
+    always, reads_text = speculation.mode in ("lookup", "mtp"), speculation.mode != "mtp"
+    predicted = min(speculation.predicted_drafts, speculation.max_drafts) if speculation.mode == "mtp" else 0
+    return Speculator(speculation.max_drafts, index_bytes, shares_text, always, sampler.forced, predicted, reads_text)
+
+
+def _make_predictor(served: ServedModel, scheduler: Scheduler, settings: StepSettings) -> TokenPredictor | None:
+    """Returns what runs the layer for multi-token prediction; None where the model is served without one."""
+    if served.spec.predictor_id is None:
+        return None
+    assert scheduler.speculator is not None, "the layer is served for its drafts"
+    batches = BatchBuilder(scheduler.blocks.tables, served.device, served.numerics)
+    return TokenPredictor(served, scheduler, scheduler.speculator, batches, settings.max_tokens_per_rank)
 
 
 def _make_expert_server(

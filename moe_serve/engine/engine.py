@@ -14,6 +14,7 @@ from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 from moe_serve.config import ServeConfig
 from moe_serve.engine.balancing.balancing import Balancing
 from moe_serve.engine.balancing.record_control import RecordControl
+from moe_serve.engine.model.prediction import TokenPredictor
 from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
@@ -86,6 +87,7 @@ class Engine:
     watchdog: Watchdog
     step_settings: StepSettings
     config: ServeConfig
+    predictor: TokenPredictor | None = None
     step: int = 0
     lost_front_end: bool = False
     refusal: str | None = None
@@ -240,6 +242,7 @@ class Engine:
             fault=fault,
             fault_layer=fault_layer,
             even_phases=balancing.even_phases,
+            predictions=0 if self.predictor is None else self.predictor.num_runs(proposal),
         )
         states, ranks = self.exchange.gather(state, self.step), recovery.members
         plan = plan_step([states[rank] for rank in ranks], self.step_settings, ranks)
@@ -257,6 +260,8 @@ class Engine:
         events = self.events.of(chunks, batch, logits, self.sampler)
         self.counters.count_forward(chunks, sum(len(event.token_ids) for event in events), plan.overlap)
         self._send(events)
+        if self.predictor is not None:  # tokens are on their way; a peer that is lost now voids drafts alone
+            self.predictor.run(chunks, batch, plan)
 
     def _note_speed(self, proposal: Proposal, plan: StepPlan, step_s: float) -> None:
         """Tells the tiers below the KV cache what it takes to compute a page, from a step with much of a prompt."""

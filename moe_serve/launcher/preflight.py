@@ -190,7 +190,8 @@ _REFUSED: Sequence[tuple[tuple[str, ...], str]] = (
     ),
     (
         ("-sc", "--speculative-config", "--speculative-draft-*", "--speculative-eagle-*", "--speculative-num-steps"),
-        "asks for drafts by a model, which are not supported; those from text come by --speculation auto",
+        "asks for drafts by a model of its own, which are not supported; those from text come by --speculation auto, "
+        "those of the checkpoint's layer for multi-token prediction by --speculation mtp",
     ),
     (
         ("-q", "--quantization", "--torchao-config"),

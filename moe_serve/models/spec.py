@@ -239,6 +239,8 @@ class ModelSpec:
     body_prefix: str = "model."  # then, of all but the projection to logits
     other_models: tuple[str, ...] = ()  # beginnings of names of those for images and sound, which are not read
     head_bias: bool = False  # on the projection to logits
+    num_predictors: int = 0  # layers for multi-token prediction that its checkpoint may have behind the last layer
+    predictor_id: int | None = None  # the last of num_layers is such a layer; None: all are layers of the model
 
     @property
     def default_context(self) -> int:
@@ -249,6 +251,17 @@ class ModelSpec:
     def in_context(self, max_model_len: int) -> "ModelSpec":
         """Returns the spec for requests of up to max_model_len tokens, on which LongRoPE's rotations depend."""
         return replace(self, rope=self.rope.in_context(max_model_len), max_position=max_model_len)
+
+    def with_predictor(self) -> "ModelSpec":
+        """Returns the spec with the first layer for multi-token prediction as one more MoE layer, which guesses tokens.
+
+        It joins the last hidden state of a token with the embedding of the next one, and its rows are projected to
+        logits of the one behind (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+        """
+        assert self.num_predictors > 0, "the model has no layer that predicts"
+        layer = self.num_layers
+        moe_layer_ids = (*self.moe_layer_ids, layer)
+        return replace(self, num_layers=layer + 1, moe_layer_ids=moe_layer_ids, predictor_id=layer)
 
     @property
     def num_logical(self) -> int:

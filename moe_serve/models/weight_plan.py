@@ -8,7 +8,7 @@ Shape words: H = hidden, I = width of an MLP, E = num_logical.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,6 +17,7 @@ from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 
 _BODY = "model."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+JOIN = "eh_proj.weight"  # of a layer for multi-token prediction
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
             yield from _moe(spec, ours, theirs)
         else:
             yield from _mlp(ours, f"{theirs}{spec.expert_names.dense}.", spec.hidden, spec.dense_intermediate)
+        if layer == spec.predictor_id:
+            yield from _predictor(spec, ours, theirs)
     yield from _layer_norm(spec, "norm", "model.norm")
     if not spec.tie_embeddings:
         yield DenseTensor("lm_head", (Part(HEAD, vocab_shape),))
@@ -205,8 +208,8 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
     """Returns whether a checkpoint tensor is known and not needed.
 
     These are the parts for images and sound of a model whose text model is served, layers for multi-token prediction
-    behind the last layer, computed buffers, a copy of tied embeddings, and beside FP8 weights the scales of activations
-    and of the KV cache, which are not quantised here.
+    behind the last layer, and the embedding of one that is read, computed buffers, a copy of tied embeddings, and beside
+    FP8 weights the scales of activations and of the KV cache, which are not quantised here.
     """
     if name.startswith(spec.other_models):
         return True
@@ -219,6 +222,8 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
     if spec.fp8_block is not None and name.endswith(_SCALES_OF_ACTIVATIONS):
         return True
     prefix = _BODY + "layers."
+    if name == f"{prefix}{spec.predictor_id}.embed_tokens.weight":
+        return True
     layer = name[len(prefix) :].split(".", 1)[0] if name.startswith(prefix) else ""
     return layer.isdigit() and int(layer) >= spec.num_layers
 
@@ -243,6 +248,28 @@ def _mlp(
         parts, down = (Part(f"{theirs}{linears[0]}.weight", (2 * width, hidden)),), linears[1]
     yield DenseTensor(ours + "gate_up", parts)
     yield DenseTensor(ours + "down", (Part(f"{theirs}{down}.weight", (hidden, width)),))
+
+
+def _predictor(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    """Yields what a layer for multi-token prediction has beside a layer's tensors, in the names of DeepSeek-V3.
+
+    The embedding is the model's; the projection to logits may be, and is then not stored again.
+    """
+    yield _norm(ours + "embed_norm", theirs + "enorm.weight", spec.hidden)
+    yield _norm(ours + "hidden_norm", theirs + "hnorm.weight", spec.hidden)
+    yield DenseTensor(ours + "join", (Part(theirs + JOIN, (spec.hidden, 2 * spec.hidden)),))
+    yield _norm(ours + "head_norm", theirs + "shared_head.norm.weight", spec.hidden)
+    usual = EMBEDDING if spec.tie_embeddings else HEAD
+    head = Part(theirs + "shared_head.head.weight", (spec.vocab_size, spec.hidden), (usual,))
+    yield DenseTensor(ours + "head", (head,))
+
+
+def has_predictor(spec: ModelSpec, names: Container[str]) -> bool:
+    """Returns whether a checkpoint with tensors of these names has the first layer for multi-token prediction.
+
+    spec: without that layer. Exporters drop such layers and keep config.json.
+    """
+    return f"{spec.tensor_prefix}model.layers.{spec.num_layers}.{JOIN}" in names
 
 
 def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:

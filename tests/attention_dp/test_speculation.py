@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.attention_dp.speculation import FORM, OWN, SHARED, Speculator, StepCosts, TextIndex, best_lengths
+from moe_serve.attention_dp.speculation import FORM, MTP, OWN, SHARED, Speculator, StepCosts, TextIndex, best_lengths
 
 MIB = 2**20
 
@@ -81,8 +81,8 @@ def test_a_request_drafts_what_followed_in_its_own_text_and_in_others():
     assert speculator.draft([other], 99) == [()]
     stranger = request("c", [5, 13, 7, 8], [9], salt="other")
     assert speculator.draft([stranger], 99) == [()]
-    assert speculator.counters.num_drafts == {OWN: 4, SHARED: 4, FORM: 0}
-    assert speculator.counters.num_accepted == {OWN: 4, SHARED: 1, FORM: 0}
+    assert speculator.counters.num_drafts == {OWN: 4, SHARED: 4, FORM: 0, MTP: 0}
+    assert speculator.counters.num_accepted == {OWN: 4, SHARED: 1, FORM: 0, MTP: 0}
     assert speculator.counters.totals()["num_speculative_steps"] == 2
 
 
@@ -94,7 +94,7 @@ def test_what_a_form_forces_is_drafted_before_what_text_suggests():
     plain.params = SamplingParams(100)
     assert speculator.draft([mine, plain, free], 99) == [(20, 21, 22, 23), (10, 7, 8, 9), (10, 7, 8, 9)]
     speculator.verified(mine, 4, 3)
-    assert speculator.counters.num_accepted == {OWN: 0, SHARED: 0, FORM: 3}
+    assert speculator.counters.num_accepted == {OWN: 0, SHARED: 0, FORM: 3, MTP: 0}
 
 
 def test_without_a_prefix_cache_requests_see_no_other_text():

@@ -24,7 +24,8 @@ CONFIGS |= {name: config for name, (config, _) in PUBLISHED.items()}
 CONFIGS |= {"Qwen3-30B": QWEN_30B, "DeepSeek-V3": DEEPSEEK_V3, "gpt-oss-20b": GPT_OSS_20B}
 CONFIGS |= {"DeepSeek-V2": DEEPSEEK_V2, "DeepSeek-V2-Lite": DEEPSEEK_V2 | DEEPSEEK_V2_LITE}
 # Its dtype chooses that of dummy weights alone, and transformers does not hand Llama-4's on to the text model.
-NOT_NUMBERS = {"checkpoint_dtype": None}
+# Layers for multi-token prediction are left out by transformers.
+NOT_NUMBERS: dict[str, Any] = {"checkpoint_dtype": None, "num_predictors": 0}
 
 
 def ours(values: Values, folder: Path) -> ModelSpec | None:

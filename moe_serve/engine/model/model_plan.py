@@ -18,9 +18,11 @@ from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.cpu.library import AMX, CpuLibrary, find_cpu_library
 from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
+from moe_serve.models.checkpoint import all_tensors, has_weights
 from moe_serve.models.checkpoint_parts import as_stored
 from moe_serve.models.decoder.moe_decoder import kv_layouts
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
+from moe_serve.models.weight_plan import has_predictor
 from moe_serve.models.weight_share import StoredWeights, WeightShare, fp8_projections
 
 # Of attention kernels: the module, and where it is from.
@@ -85,6 +87,7 @@ class ModelPlan:
         choice = choose_numerics(config, device, dtype)
         folder = checkpoint_folder(config)
         spec = spec if folder is None else as_stored(spec, folder)
+        spec = _with_predictor(config, spec, folder)
         stored = StoredWeights.of(spec, folder) if choice.numerics.compiled else None
         max_model_len = _max_model_len(config, spec)
         form = expert_form(config, spec, device, stored)
@@ -124,6 +127,34 @@ class ModelPlan:
             self.spec, placement, rank, self.dtype, self.device, self.expert_form, self.stored, self.activations,
             fp8_dense=self.fp8_dense,
         )  # fmt: skip
+
+
+def _with_predictor(config: ServeConfig, spec: ModelSpec, folder: Path | None) -> ModelSpec:
+    """Returns the spec with its layer for multi-token prediction, where speculation.mode asks for it.
+
+    Raises ConfigError where it asks for a layer that there is not, or beside something that goes without it.
+    """
+    if config.speculation.mode != "mtp":
+        return spec
+    instead = "set speculation.mode: auto, which takes drafts from text"
+    for applies, why in (
+        (spec.num_predictors == 0,
+         f"config.json of this {spec.model_type} names no layers for multi-token prediction "
+         f"(num_nextn_predict_layers); {instead}"),
+        (folder is not None and has_weights(folder) and not has_predictor(spec, all_tensors(folder)),
+         f"{folder} has no layer {spec.num_layers}, which would predict tokens, though config.json names it; get the "
+         f"checkpoint as it was published, or {instead}"),
+        (config.parallel.num_prefill_ranks > 0,
+         f"pages that prefill ranks hand over do not hold what that layer caches; {instead}"),
+        (config.cache.host_gb is not None or config.cache.disk_gb is not None,
+         f"pages below the pool do not hold what that layer caches; leave out cache.host_gb and cache.disk_gb, "
+         f"or {instead}"),
+        (config.eplb.mode != "off" and config.eplb.recorder_mode != "stat",
+         f"recordings of single passes have no place for that layer's; set eplb.recorder_mode: stat, or {instead}"),
+    ):  # fmt: skip
+        if applies:
+            raise ConfigError(f"speculation.mode is mtp, but {why}")
+    return spec.with_predictor()
 
 
 def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:

@@ -97,6 +97,16 @@ class ServedModel:
             self.recorder.step_done()
         return logits
 
+    def predict(self, batch: ForwardBatch, num_chunks: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Runs the layer that predicts, as MoeDecoder.predict does. `begin_step` comes before the first run of a step,
+        `end_prediction` behind the last. Raises PeerError as `forward` does."""
+        return self.decoder.predict(batch, self.cache, num_chunks, hidden)
+
+    def end_prediction(self) -> None:
+        """Ends the runs of the layer that predicts. Raises PeerError where rows of a peer did not come."""
+        self.all_to_all.end_step()
+        self.all_to_all.check_step()
+
     def logits_of(self, rows: range) -> Tensor:
         """Returns the logits of other rows of the last forward, whose batch had prompt rows: [len(rows), vocab]."""
         return self.decoder.logits_of(rows)
@@ -147,3 +157,7 @@ class ServedModel:
             self.begin_step(max_tokens)
             self.forward(ForwardBatch.empty(self.device, self.numerics), 1)
             self.all_to_all.check_step()
+            if self.spec.predictor_id is not None:
+                self.begin_step(max_tokens)
+                self.predict(ForwardBatch.empty(self.device, self.numerics), 1)
+                self.end_prediction()

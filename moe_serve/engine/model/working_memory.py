@@ -75,12 +75,17 @@ def _buffers(spec: ModelSpec, sizes: StepSizes) -> int:
         max_tokens_per_rank=sizes.rows,
         numerics=COMPILED,
     )
-    run = build_decoder(spec, no_weights(share), one_rank, "meta").run
+    decoder = build_decoder(spec, no_weights(share), one_rank, "meta")
+    run, run_prediction = decoder.run, decoder.run_prediction
     assert isinstance(run, RecordedRunner)
     cache = KvCache(kv_layouts(spec), 1, 1, torch.float32, "meta")
     recorded = [sizes.rows, (sizes.rows + 1) // 2][: 1 + sizes.in_halves]  # steps below those that run in halves
     buffers = sum(run.record(rows, cache).buffer_bytes for rows in recorded)
-    return buffers + sizes.rows * 8 * _INDEX + 2 * sizes.sequences * spec.vocab_size * 4
+    logits = 2
+    if isinstance(run_prediction, RecordedRunner):
+        buffers += run_prediction.record(sizes.rows, cache).buffer_bytes
+        logits += 1
+    return buffers + sizes.rows * 8 * _INDEX + logits * sizes.sequences * spec.vocab_size * 4
 
 
 def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, int]:

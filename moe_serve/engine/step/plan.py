@@ -44,6 +44,7 @@ class RankState(NamedTuple):
     record_time_us:                time of that command, wall clock; names the files of a dump
     recorder:                      its part of a recording: a set of HOLDS_RECORDING, WRITES_DUMP and DUMP_FAILED
     even_phases:                   phases in which the exact split does not pay, as bits in the order of PHASES
+    predictions:                   how often the layer that predicts tokens should run behind the forward
     """
 
     launch_id: int
@@ -66,6 +67,7 @@ class RankState(NamedTuple):
     record_time_us: int = 0
     recorder: int = 0
     even_phases: int = 0
+    predictions: int = 0
 
     def to_row(self) -> Int64Array:
         """Returns the state as one row, [num_fields] int64."""
@@ -173,6 +175,7 @@ class StepPlan(NamedTuple):
     record:       the recorder that clients control starts, stops or dumps after this step; None = goes on
     recorders:    what the ranks have of that recording
     split_evenly: the batches of this step are split evenly, whatever eplb.split says
+    num_predictions: how often the layer that predicts tokens runs behind the forward
     """
 
     step: int
@@ -190,6 +193,7 @@ class StepPlan(NamedTuple):
     record: str | None = None
     recorders: RecorderStates = NO_RECORDING
     split_evenly: bool = False
+    num_predictions: int = 0
 
     @property
     def runs_forward(self) -> bool:
@@ -243,6 +247,7 @@ def plan_step(states: Sequence[RankState], settings: StepSettings, ranks: Sequen
         record=None if rejoining else record,
         recorders=RecorderStates.of(states, ranks),
         split_evenly=phase in PHASES and bool(first.even_phases >> PHASES.index(phase) & 1),
+        num_predictions=max(state.predictions for state in states),
     )
 
 

@@ -190,7 +190,8 @@ class ServeOptions(NamedModelOptions):
     )
     speculation: str | None = setting(
         "speculation.mode", "--speculation", "--speculative-algorithm",
-        help="guesses of tokens from text: off, auto (as many as pay; SGLang's ngram) or lookup; they change no token",
+        help="guesses of tokens, which change none: off; from text: auto (as many as pay; SGLang's ngram) or lookup; "
+        "mtp: from the checkpoint's layer for multi-token prediction (SGLang's nextn)",
     )  # fmt: skip
     speculative_num_draft_tokens: int | None = setting("speculation.max_drafts", help=", of one request in one step")
     disable_radix_cache: bool = setting("cache.prefix_cache", "--disable-radix-cache", sets=False, help="false")

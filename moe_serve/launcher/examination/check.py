@@ -173,6 +173,9 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
     report.model += [_slots(plan), Line("expert weights", plan.expert_form, plan.slot_form.meaning)]
     if plan.stored is not None and plan.stored.dense_meaning:
         report.model.append(Line("dense weights", "groups", f"{plan.stored.dense_meaning}; rows by {plan.activations}"))
+    if plan.spec.predictor_id is not None:
+        what = "one more with experts and a KV cache; it predicts tokens, which steps verify"
+        report.model.append(Line("multi-token prediction", f"layer {plan.spec.predictor_id}", what))
     report.num_sharing = num_sharing_ranks(config)
     weights = list(_weights(config, plan, report.num_sharing))
     report.transport = transport = describe_transport(
@@ -265,7 +268,7 @@ def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
 
 
 def _index_of_texts(config: ServeConfig) -> Iterator[Memory]:
-    if config.speculation.mode != "off":
+    if config.speculation.mode in ("auto", "lookup"):
         index_mib = config.speculation.index_mib
         yield Memory("index of texts", int(index_mib * 2**20), f"speculation.index_mib {index_mib:g}, as texts come")
 
@@ -303,7 +306,7 @@ def _working_memory(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     )
     num_bytes, largest = working_memory(plan.spec, plan.numerics, sizes)
     yield Memory("a step at its largest", num_bytes, f"{largest}, with even load of experts")
-    if captures_decodes(plan.numerics, plan.device, config.engine.attention_backend):
+    if captures_decodes(plan.spec, plan.numerics, plan.device, config.engine.attention_backend):
         rows = bucket_of(running)
         decodes = replace(sizes, rows=rows, sequences=rows)
         logits = sum(graph_logits(rows)) * plan.spec.vocab_size * torch.float32.itemsize

@@ -108,6 +108,10 @@ class GraphRunner:
     def logits_of(self, rows: range) -> Tensor:
         return self.eager.logits_of(rows)
 
+    @property
+    def rows(self) -> Tensor:
+        return self.eager.rows
+
     def _can_capture(self, step: StepInputs) -> bool:
         batch, passes = step.batch, self.parallel.passes
         if passes is not None and passes.is_on:

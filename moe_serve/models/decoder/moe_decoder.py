@@ -23,7 +23,16 @@ from moe_serve.models.decoder.gqa import GqaAttention, RopeTable
 from moe_serve.models.decoder.graphs import GraphRunner
 from moe_serve.models.decoder.mla import MlaAttention
 from moe_serve.models.decoder.runners import RecordedRunner, TorchRunner
-from moe_serve.models.decoder.stack import AnyNorm, DecoderLayer, DecoderStack, StackFactors, StackRunner, StepInputs
+from moe_serve.models.decoder.stack import (
+    AnyNorm,
+    AnyStack,
+    DecoderLayer,
+    DecoderStack,
+    PredictionStack,
+    StackFactors,
+    StackRunner,
+    StepInputs,
+)
 from moe_serve.models.decoder.step import SharedExpert
 from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp, PackedMlp, WeightForms
 from moe_serve.models.spec import GqaSpec, ModelSpec
@@ -32,16 +41,24 @@ from moe_serve.models.weights import LoadedWeights
 
 @dataclass(frozen=True, eq=False)
 class MoeDecoder:
-    """A model on one rank. Made by build_decoder."""
+    """A model on one rank. Made by build_decoder.
+
+    prediction, run_prediction: of the layer that predicts tokens; None: the spec has none
+    """
 
     spec: ModelSpec
     stack: DecoderStack
     run: StackRunner
+    prediction: PredictionStack | None = None
+    run_prediction: StackRunner | None = None
 
     @property
     def experts(self) -> list[ExpertStore]:
         """The expert weights of every MoE layer, by row of the placement."""
-        return [layer.moe.experts for layer in self.stack.layers if layer.moe is not None]
+        layers = [layer.moe for layer in self.stack.layers]
+        if self.prediction is not None:
+            layers.append(self.prediction.moe)
+        return [moe.experts for moe in layers if moe is not None]
 
     def forward(self, batch: ForwardBatch, cache: KvCache, num_chunks: int, overlap: bool = False) -> Tensor:
         """Returns logits [len(batch.logit_rows), vocab_size] float32; the batch's keys and values go into the cache.
@@ -50,6 +67,20 @@ class MoeDecoder:
         overlap:    whether experts of one round compute while rows of others travel; the same on all ranks
         """
         return self.run(StepInputs(batch, cache, num_chunks, overlap))
+
+    def predict(
+        self, batch: ForwardBatch, cache: KvCache, num_chunks: int, hidden: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the layer that predicts, and returns what it gives at the batch's logit rows: logits [n, vocab_size]
+        float32 of the token behind the next one, and the rows before the head, [n, H], for a prediction from these.
+
+        batch:  its input_ids are the tokens behind those of its positions
+        hidden: of the batch's rows, [num_tokens, H]; None: those of the last forward, which had the same rows
+        """
+        assert self.run_prediction is not None, "the model has no layer that predicts"
+        hidden = self.run.rows[: batch.num_tokens] if hidden is None else hidden
+        logits = self.run_prediction(StepInputs(batch, cache, num_chunks, overlap=False, hidden=hidden))
+        return logits, self.run_prediction.rows.index_select(0, batch.logit_rows)
 
     def logits_of(self, rows: range) -> Tensor:
         """Returns the logits of other rows of the last step, whose batch had prompt rows: [len(rows), vocab_size]."""
@@ -75,7 +106,8 @@ def build_decoder(
     else:
         attention = MlaAttention(spec.attention, numerics, spec.num_layers)
     layer_rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layer_ids)}
-    layers = []
+    layers: list[DecoderLayer] = []
+    joined: dict[str, Any] = {}  # of the layer that predicts
     for layer_id in range(spec.num_layers):
         prefix = f"layers.{layer_id}."
         mine = {name.removeprefix(prefix): dense.pop(name) for name in list(dense) if name.startswith(prefix)}
@@ -92,6 +124,8 @@ def build_decoder(
             shared = shared if numerics.compiled else None
         else:
             mlp = _mlp(mine, "", forms)
+        if layer_id == spec.predictor_id:
+            joined = {name: mine.pop(name) for name in ("embed_norm", "hidden_norm", "join", "head_norm", "head")}
         norms = _norm(mine, "input_norm"), _norm(mine, "post_norm")
         layers.append(DecoderLayer(norms[0], attention_layer, norms[1], moe, mlp, shared))
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
@@ -100,21 +134,50 @@ def build_decoder(
     temperature = spec.attention.temperature if isinstance(spec.attention, GqaSpec) else None
     table = RopeTable(spec.rope, spec.max_position, device, temperature)
     factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor)
+    prediction = None
+    if spec.predictor_id is not None:
+        prediction = _prediction(layers.pop(), joined, spec.norm_eps, embedding, forms)
     stack = DecoderStack(embedding, layers, norm, spec.norm_eps, head, factors)
+    stacks: list[AnyStack] = [stack] if prediction is None else [stack, prediction]
     if numerics.compiled:
-        run: StackRunner = RecordedRunner(stack, table, attention.shape, spec.vocab_size, parallel.clock)
+        runs: list[StackRunner] = [
+            RecordedRunner(each, table, attention.shape, spec.vocab_size, parallel.clock) for each in stacks
+        ]
     else:
         attend = make_attention(attention.shape, numerics, embed.dtype, torch.device(device), attention_backend)
-        run = TorchRunner(stack, table, attend, numerics, parallel.clock)
-        if captures_decodes(numerics, device, attention_backend):
-            run = GraphRunner(run, parallel)
-    return MoeDecoder(spec, stack, run)
+        keeps_rows = prediction is not None
+        eager = [TorchRunner(each, table, attend, numerics, parallel.clock, keeps_rows) for each in stacks]
+        captures = captures_decodes(spec, numerics, device, attention_backend)
+        runs = [GraphRunner(eager[0], parallel)] if captures else list(eager)
+    return MoeDecoder(spec, stack, runs[0], prediction, runs[1] if prediction is not None else None)
 
 
-def captures_decodes(numerics: Numerics, device: torch.device | str, attention_backend: str) -> bool:
-    """Returns whether decode steps may be captured in graphs, so that their batches are padded and stay in place."""
+def _prediction(
+    layer: DecoderLayer, weights: dict[str, Any], eps: float, embedding: Any, forms: WeightForms
+) -> PredictionStack:
+    """Returns a layer that predicts. weights: what it has beside a layer's"""
+    join, hidden = weights["join"], weights["hidden_norm"].shape[0]
+    return PredictionStack(
+        embed=embedding,
+        embed_norm=weights["embed_norm"],
+        hidden_norm=weights["hidden_norm"],
+        join_embed=forms.linear(join[:, :hidden].contiguous()),
+        join_hidden=forms.linear(join[:, hidden:].contiguous()),
+        layer=layer,
+        norm=weights["head_norm"],
+        eps=eps,
+        head=forms.linear(weights["head"]),
+    )
+
+
+def captures_decodes(spec: ModelSpec, numerics: Numerics, device: torch.device | str, attention_backend: str) -> bool:
+    """Returns whether decode steps may be captured in graphs, so that their batches are padded and stay in place.
+
+    A layer that predicts reads the rows of the last step, which a graph does not keep.
+    """
     by_triton = attention_backend in ("auto", "triton")
-    return torch.device(device).type == "cuda" and by_triton and not numerics.invariant
+    can = torch.device(device).type == "cuda" and by_triton and not numerics.invariant
+    return can and spec.predictor_id is None
 
 
 def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:

@@ -21,7 +21,7 @@ from moe_serve.kernels.linear import Linear
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.kernels.part_clock import MLP, PartClock
 from moe_serve.models.decoder.gqa import RopeTable
-from moe_serve.models.decoder.stack import DecoderStack, StepInputs
+from moe_serve.models.decoder.stack import AnyStack, StepInputs
 from moe_serve.models.decoder.step import IndexRows, SharedExpert, Step
 
 SMALLEST = 64  # rows that a recording is for; doubled as larger steps come
@@ -29,13 +29,17 @@ SMALLEST = 64  # rows that a recording is for; doubled as larger steps come
 
 @dataclass
 class TorchRunner:
-    """StackRunner by torch: on GPUs, and on CPUs without the compiled kernels."""
+    """StackRunner by torch: on GPUs, and on CPUs without the compiled kernels.
 
-    stack: DecoderStack
+    keeps_rows: the rows of every step are wanted
+    """
+
+    stack: AnyStack
     rope: RopeTable
     attention: Attention
     numerics: Numerics
     clock: PartClock
+    keeps_rows: bool = False
     _rows: Tensor | None = None  # of the last step, where more logits of it are wanted
 
     @torch.inference_mode()
@@ -43,7 +47,7 @@ class TorchRunner:
         """logits: where they are written, [num_logit_rows, vocab_size] float32; None: new memory"""
         self._rows = None
         batches = step.batch.halves(self.numerics) if step.overlap else (step.batch,)
-        moe = next((layer.moe for layer in self.stack.layers if layer.moe is not None), None)
+        moe = self.stack.moe
         counting = moe if moe is not None and moe.needs_counts else None
         steps = [
             TorchStep(
@@ -57,13 +61,17 @@ class TorchRunner:
             for batch in batches
         ]
         rows = _together(take_turns([self.stack(each) for each in steps]), batches)
-        self._rows = rows if step.batch.prompt_rows else None
+        self._rows = rows if step.batch.prompt_rows or self.keeps_rows else None
         return _project(self.stack.head, rows.index_select(0, step.batch.logit_rows), self.numerics, logits)
 
     @torch.inference_mode()
     def logits_of(self, rows: range) -> Tensor:
+        return _project(self.stack.head, self.rows[rows.start : rows.stop], self.numerics)
+
+    @property
+    def rows(self) -> Tensor:
         assert self._rows is not None, "the last batch had no prompt rows"
-        return _project(self.stack.head, self._rows[rows.start : rows.stop], self.numerics)
+        return self._rows
 
 
 class TorchStep(Step):
@@ -90,6 +98,11 @@ class TorchStep(Step):
         self._clock = clock
         self._plans: dict[tuple[int | None, int | None], StepPlan] = {}  # by window and chunk, as layers ask
         self._load = load
+
+    def hidden(self, width: int) -> Tensor:
+        rows, batch = self._step.hidden, self._step.batch
+        assert rows is not None, "only a step that predicts has hidden rows"
+        return functional.pad(rows, (0, 0, 0, batch.num_padded - len(rows)))
 
     @property
     def expanded_rows(self) -> range:
@@ -145,7 +158,7 @@ class RecordedRunner:
     Logits of a step hold until the next one whose batch is in the same tensors.
     """
 
-    def __init__(self, stack: DecoderStack, rope: RopeTable, shape: AttentionShape, vocab_size: int, clock: PartClock):
+    def __init__(self, stack: AnyStack, rope: RopeTable, shape: AttentionShape, vocab_size: int, clock: PartClock):
         self._stack = stack
         self._clock = clock
         self._rope = rope
@@ -164,6 +177,8 @@ class RecordedRunner:
             inputs = self._inputs = BatchInputs(step.batch, self._shape, self._vocab_size)
         elif inputs.attend is not None:
             inputs.attend.plan()
+        if step.hidden is not None:
+            recorded.hidden(step.hidden.shape[1])[: len(step.hidden)] = step.hidden
         recorded.run(RecordedRun(inputs.rows, step.num_chunks, step.overlap))
         self._rows = recorded.last
         return inputs.logits
@@ -180,9 +195,13 @@ class RecordedRunner:
         return logits
 
     def logits_of(self, rows: range) -> Tensor:
-        assert self._rows is not None, "no step has run"
-        logits: Tensor = self._stack.head(self._rows[rows.start : rows.stop])
+        logits: Tensor = self._stack.head(self.rows[rows.start : rows.stop])
         return logits
+
+    @property
+    def rows(self) -> Tensor:
+        assert self._rows is not None, "no step has run"
+        return self._rows
 
     def _recorded_for(self, batch: ForwardBatch, number: int, cache: KvCache) -> "RecordedStep":
         """Returns the recording of this number, that holds a batch."""
@@ -212,7 +231,7 @@ class RecordedStep(Step, Recorder):
 
     def __init__(
         self,
-        stack: DecoderStack,
+        stack: AnyStack,
         capacity: int,
         cache: KvCache,
         rope: RopeTable,
@@ -233,6 +252,9 @@ class RecordedStep(Step, Recorder):
 
     def begin(self, part: int) -> None:
         self.part = part
+
+    def hidden(self, width: int) -> Tensor:
+        return self.buffer("hidden", width)
 
     def attend(
         self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None, chunk: int | None = None

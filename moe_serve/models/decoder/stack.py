@@ -86,6 +86,11 @@ class DecoderStack:
             do.scale_(last, self.factors.logits)
         return last
 
+    @property
+    def moe(self) -> MoeLayer | None:
+        """The first of its MoE layers."""
+        return next((layer.moe for layer in self.layers if layer.moe is not None), None)
+
     def _normed(self, x: Tensor, delta: Tensor | None, weight: AnyNorm, do: Step) -> Tensor:
         if isinstance(weight, LayerNorm):
             return do.layer_norm(x, delta, weight, self.eps)
@@ -94,12 +99,61 @@ class DecoderStack:
         return do.add_rms_norm(x, delta, weight, self.eps, self.factors.residual)
 
 
+@dataclass(frozen=True, eq=False)
+class PredictionStack:
+    """A layer for multi-token prediction: from the last hidden state of a token and the next token to the one behind.
+
+    embed, eps:             those of the model
+    embed_norm, hidden_norm: of what is joined;  join_embed, join_hidden: the halves of the projection that joins them
+    norm, head:             of the layer's rows
+    """
+
+    embed: AnyTable
+    embed_norm: Tensor
+    hidden_norm: Tensor
+    join_embed: AnyLinear
+    join_hidden: AnyLinear
+    layer: DecoderLayer
+    norm: Tensor
+    eps: float
+    head: AnyLinear
+
+    def __call__(self, do: Step) -> Turns[Tensor]:
+        """Returns the rows that the head projects to logits, [T, H], of do.ids, the tokens behind those of the rows."""
+        do.begin(VOCABULARY)
+        embedded = do.gather("next_embedding", self.embed, do.ids)
+        x: Tensor = do.linear("joined", self.join_embed, do.rms_norm(embedded, self.embed_norm, self.eps))
+        hidden = do.hidden(self.hidden_norm.shape[0])
+        delta: Tensor = do.linear("joined_hidden", self.join_hidden, do.rms_norm(hidden, self.hidden_norm, self.eps))
+        layer = self.layer
+        assert layer.moe is not None, "a layer for multi-token prediction has experts"
+        assert isinstance(layer.input_norm, Tensor) and isinstance(layer.post_norm, Tensor)  # noqa: PT018
+        do.begin(ATTENTION)
+        normed = do.add_rms_norm(x, delta, layer.input_norm, self.eps)
+        if do.has_rows:
+            delta = layer.attention(normed, do)
+            do.begin(GATE)
+            normed = do.add_rms_norm(x, delta, layer.post_norm, self.eps)
+        delta = yield from do.moe(layer.moe, layer.shared, normed)
+        do.begin(VOCABULARY)
+        return do.add_rms_norm(x, delta, self.norm, self.eps)
+
+    @property
+    def moe(self) -> MoeLayer | None:
+        """Its MoE layer."""
+        return self.layer.moe
+
+
+AnyStack = DecoderStack | PredictionStack
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """One step.
 
     num_chunks: of the MoE layers, as MoeLayer takes them;  overlap: the batch runs in halves that take turns
     has_padding: rows without a cache slot are padding, which only the device knows of; the host counts them as real
+    hidden: for a PredictionStack, the rows of the batch's tokens behind the layers before it, [num_tokens, H]
     """
 
     batch: ForwardBatch
@@ -107,10 +161,11 @@ class StepInputs:
     num_chunks: int
     overlap: bool
     has_padding: bool = False
+    hidden: Tensor | None = None
 
 
 class StackRunner(Protocol):
-    """Runs a decoder for a step."""
+    """Runs a decoder, or a layer that predicts, for a step."""
 
     def __call__(self, step: StepInputs) -> Tensor:
         """Returns the logits of the step's logit rows, [num_logit_rows, vocab_size] float32."""
@@ -120,5 +175,13 @@ class StackRunner(Protocol):
         """Returns the logits of other rows of the step that ran last, [len(rows), vocab_size] float32.
 
         Only after a step whose batch has prompt rows.
+        """
+        ...
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of the step that ran last, as the head takes them, [num_tokens or more, H]; until the next one.
+
+        Only of models with a layer that predicts, or after a step whose batch has prompt rows.
         """
         ...

@@ -74,6 +74,10 @@ class Step(Operations, ABC):
     cache: KvCache
     has_rows: bool
 
+    @abstractmethod
+    def hidden(self, width: int) -> Tensor:
+        """Returns the rows of the layers before one that predicts, [T, width]."""
+
     @property
     @abstractmethod
     def expanded_rows(self) -> range:

@@ -137,6 +137,11 @@ def moe_layers_of_list(config: HfConfig, num_dense: int) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
+def num_predictors(config: HfConfig) -> int:
+    """Returns how many layers for multi-token prediction config.json names, in DeepSeek-V3's key."""
+    return config.size("num_nextn_predict_layers", default=0, minimum=0)
+
+
 def dense_width(config: HfConfig, moe_layer_ids: Sequence[int], key: str = "intermediate_size") -> int:
     """Returns the width of the MLP of layers without experts; 0 where all have experts."""
     return config.size(key) if len(moe_layer_ids) < config.num_layers else 0

@@ -7,7 +7,13 @@ the tokens that each one attends (sparse attention).
 from dataclasses import replace
 
 from moe_serve.kernels.forms import RouterSpec
-from moe_serve.models.families.common import deepseek_v3_router, model_of, moe_layers_behind_dense_ones, read_rope
+from moe_serve.models.families.common import (
+    deepseek_v3_router,
+    model_of,
+    moe_layers_behind_dense_ones,
+    num_predictors,
+    read_rope,
+)
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.model_files import shown
 from moe_serve.models.spec import IndexerSpec, MlaSpec, ModelSpec
@@ -36,7 +42,8 @@ def read_v2(config: HfConfig) -> ModelSpec:
 def read_v3(config: HfConfig) -> ModelSpec:
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
-    return _latent_model(config, deepseek_v3_router(config), config.flag("rope_interleave", default=True))
+    spec = _latent_model(config, deepseek_v3_router(config), config.flag("rope_interleave", default=True))
+    return replace(spec, num_predictors=num_predictors(config))
 
 
 def read_v32(config: HfConfig) -> ModelSpec:

@@ -2,7 +2,14 @@
 
 from dataclasses import replace
 
-from moe_serve.models.families.common import deepseek_v3_router, gqa, model_of, moe_layers_behind_dense_ones, read_rope
+from moe_serve.models.families.common import (
+    deepseek_v3_router,
+    gqa,
+    model_of,
+    moe_layers_behind_dense_ones,
+    num_predictors,
+    read_rope,
+)
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ModelSpec
 
@@ -14,7 +21,8 @@ def read(config: HfConfig) -> ModelSpec:
     rope = read_rope(config, attention.head_dim, partial_default=0.5)
     width = config.size("moe_intermediate_size")
     spec = model_of(config, attention, deepseek_v3_router(config), width, moe_layers_behind_dense_ones(config), rope)
-    return replace(spec, shared_intermediate=width * config.size("n_shared_experts", default=1, minimum=0))
+    shared = width * config.size("n_shared_experts", default=1, minimum=0)
+    return replace(spec, shared_intermediate=shared, num_predictors=num_predictors(config))
 
 
 DEFAULTS = {

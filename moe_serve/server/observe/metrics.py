@@ -227,7 +227,8 @@ class RankMetrics(Collector):
         yield counters(
             "moe_serve_rank_drafts",
             "Drafts of tokens that steps have verified, by their source: the text of the request itself, that of "
-            "another one, or the form that its output must have; right: the token was drawn.",
+            "another one, the form that its output must have, or a layer for multi-token prediction (mtp); right: the "
+            "token was drawn.",
             ("rank", "source", "outcome"),
             [
                 ((rank, *key.removeprefix(_DRAFTS).split("_")), count)

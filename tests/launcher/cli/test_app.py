@@ -179,7 +179,10 @@ def test_text_values_arrive_unchanged():
         (["check", "--pipeline-parallel-size", "2"], ["pipeline parallelism, which is not supported", "--ep"]),
         (["serve", "--enable-lora"], ["LoRA adapters, which are not supported; merge"]),
         (["serve", "--speculative-algorithm", "EAGLE"], ["speculation.mode", "'EAGLE'", "'lookup'"]),
-        (["serve", "--speculative-config", "{}"], ["drafts by a model, which are not supported", "--speculation auto"]),
+        (
+            ["serve", "--speculative-config", "{}"],
+            ["drafts by a model of its own, which", "--speculation auto"],
+        ),
         (["serve", "--quantization", "fp8"], ["model.expert_weights"]),
         (["serve", "--enable-expert-parallel"], ["is not needed", "--ep"]),
     ],

@@ -16,6 +16,7 @@ from moe_serve.models.decoder.gqa import RopeTable
 from moe_serve.models.families.registry import read_spec
 from tests.engine.offline import tiny_model
 from tests.models.mxfp4_checkpoint import write_mxfp4_config
+from tests.models.predicting import make_predicting
 
 WAITS = "the others wait until it is started again (moe-serve serve, LLM), or all are (torchrun, mpirun)"
 SURVIVORS = "low_latency (shared memory) or low_latency (shared memory, TCP between hosts)"
@@ -46,6 +47,19 @@ def test_drafts_take_an_index_and_rows_of_logits():
     assert sizes(drafting)["index of texts"] == 32 * 2**20
     rows = sizes(drafting)["a step at its largest"] - sizes(plain)["a step at its largest"]
     assert rows >= 15 * 2048 * 4
+
+
+def test_a_layer_that_predicts_counts_like_others(tmp_path):
+    folder = make_predicting("glm4_moe", tmp_path)[1]
+    paths = f"model.path={folder}", "cache.num_blocks=100"
+    plain, predicting = checked(*paths), checked(*paths, "speculation.mode=mtp")
+    assert (plain.problems, predicting.problems) == ([], [])
+    assert "layer 2" in [line.value for line in predicting.model if line.name == "multi-token prediction"]
+    more = {name: num_bytes - sizes(plain).get(name, 0) for name, num_bytes in sizes(predicting).items()}
+    assert more["expert slots"] == 8 * 3 * 32 * 64 * 4
+    assert more["KV cache"] == 100 * 16 * 2 * 2 * 16 * 4
+    matrices = 256 * 64 + 2 * 64 * 64 + (4 + 2 + 2 + 4) * 16 * 64 + 8 * 64 + 3 * 32 * 64  # and norms and biases
+    assert 0 <= more["attention, embeddings, shared experts"] - 4 * matrices < 4 * 10 * 64
 
 
 def test_more_ranks_hold_fewer_experts_each_and_replicas_cost_slots():

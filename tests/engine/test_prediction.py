@@ -1,0 +1,163 @@
+"""Drafts of a layer for multi-token prediction change no bit, and are those of a plain implementation of it."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.speculation import MTP, Speculator
+from moe_serve.config import load_config
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.model.model_plan import ModelPlan
+from moe_serve.errors import ConfigError
+from moe_serve.models.families.registry import read_spec
+from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
+from tests.engine.test_identity import PLAIN, same
+from tests.engine.test_speculation import SMALL_CACHE, greedy_and_sampled
+from tests.models.predicting import PREDICTING, PredictionOracle, make_predicting
+
+Predicting = Callable[[str], tuple[PredictionOracle, Path]]
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> Predicting:
+    """Returns name -> (oracle, folder of its checkpoint)."""
+    made: dict[str, tuple[PredictionOracle, Path]] = {}
+
+    def get(name: str) -> tuple[PredictionOracle, Path]:
+        if name not in made:
+            made[name] = make_predicting(name, tmp_path_factory.mktemp("predicting"))
+        return made[name]
+
+    return get
+
+
+def settings_of(folder: Path) -> list[str]:
+    return [*PLAIN, f"model.path={folder}"]
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_predicted_drafts_change_no_bit(name: str, predicting: Predicting) -> None:
+    overrides = settings_of(predicting(name)[1])
+    submits = greedy_and_sampled(name, 24)
+    expected = serve(1, submits, overrides)
+    for num_ranks, predicted, cache in ((1, 1, []), (2, 3, SMALL_CACHE)):
+        mtp = ["speculation.mode=mtp", f"speculation.predicted_drafts={predicted}"]
+        drafted = serve(num_ranks, submits, [*overrides, *mtp, *cache], stagger=1, prepare=_has_drafts)
+        same(drafted, expected)
+        assert (drafted.tokens, drafted.finish) == (expected.tokens, expected.finish)
+        assert not cache or drafted.stats["num_preempted"] > 0, "the cache was not small enough to preempt anybody"
+
+
+def _has_drafts(engine: Engine) -> None:
+    """Fails where a rank has verified no draft of the layer."""
+    run, speculator = engine.run, engine.scheduler.speculator
+    assert isinstance(speculator, Speculator)
+
+    def checked() -> None:
+        run()
+        assert speculator.counters.num_drafts[MTP] > 0
+        assert not speculator._followers, "requests that have ended are remembered"
+
+    engine.run = checked  # type: ignore[method-assign]
+
+
+EVERY_DAY = (("deepseek_v3", 1), ("glm4_moe", 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [pytest.param(*case, marks=() if case in EVERY_DAY else pytest.mark.slow) for case in product(PREDICTING, (1, 2))],
+)
+def test_drafts_are_those_of_a_plain_layer_in_chunks_behind_prefixes_and_behind_drafts(
+    name: str, num_ranks: int, predicting: Predicting
+) -> None:
+    oracle, folder = predicting(name)
+    params = SamplingParams(max_new_tokens=9, temperature=0, ignore_eos=True)
+    prompts = prompts_with_shared_beginnings(10, 256, max_len=60, seed=2)
+    prompts += [prompt[:48] + [7] * 3 for prompt in prompts if len(prompt) > 48]  # which leave at the end of a block
+    overrides = [
+        *settings_of(folder), "speculation.mode=mtp", "speculation.predicted_drafts=2", "cache.block_size=8",
+        "cache.prefix_cache=true", "engine.max_batch_tokens=40", "engine.max_running_requests=16",
+        "dispatch.max_tokens_per_rank=16",
+    ]  # fmt: skip
+    served = serve(num_ranks, submits_of(prompts, params), overrides, stagger=3, prepare=partial(_compared, oracle))
+    assert served.stats["num_cached_prompt_tokens"] > 0
+
+
+def _compared(oracle: PredictionOracle, engine: Engine) -> None:
+    """Fails where a draft differs from the token that the oracle predicts, but for those that are nearly as likely."""
+    run, speculator = engine.run, engine.scheduler.speculator
+    assert isinstance(speculator, Speculator)
+    predict, seen = speculator.predict, [0, 0]
+
+    def compared(request: Request, token_ids: list[int]) -> None:
+        known = request.token_ids(0, request.num_known)
+        wanted = oracle.logits(known, guessed=len(token_ids) - 1)[-len(token_ids) :]
+        assert 1 <= len(token_ids) <= 2
+        first, best = wanted[0].max(0)
+        assert float(first - wanted[0, token_ids[0]]) < 1e-3, "not what the layer predicts"
+        if len(token_ids) == 2 and token_ids[0] == int(best):
+            assert float(wanted[1].max() - wanted[1, token_ids[1]]) < 1e-3, "not what it predicts of its own row"
+        seen[0] += 1
+        seen[1] += len(token_ids) == 2
+        predict(request, token_ids)
+
+    def checked() -> None:
+        run()
+        assert min(seen) > 10, f"{seen[0]} drafts, {seen[1]} of two tokens"
+
+    speculator.predict = compared  # type: ignore[method-assign, assignment]
+    engine.run = checked  # type: ignore[method-assign]
+
+
+def test_a_wrong_shift_of_tokens_would_be_noticed(predicting: Predicting) -> None:
+    oracle, folder = predicting("glm4_moe")
+    params = SamplingParams(max_new_tokens=9, temperature=0, ignore_eos=True)
+    submits = submits_of(prompts_with_shared_beginnings(6, 256, max_len=30, seed=2), params)
+    overrides = [*settings_of(folder), "speculation.mode=mtp", "speculation.predicted_drafts=2"]
+    with pytest.raises(Exception, match="not what the layer predicts"):
+        serve(1, submits, overrides, prepare=partial(_shifted, oracle))
+
+
+def _shifted(oracle: PredictionOracle, engine: Engine) -> None:
+    """A mutation: each row gets its own token, not the one behind it."""
+    _compared(oracle, engine)
+    served, predict = engine.served, engine.served.predict
+
+    def shifted(batch: Any, num_chunks: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if hidden is None:
+            batch = batch._replace(input_ids=torch.roll(batch.input_ids, 1))
+        return predict(batch, num_chunks, hidden)
+
+    served.predict = shifted  # type: ignore[method-assign]
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    """Returns why a configuration with a layer that predicts is refused."""
+    config = load_config(overrides=[f"model.path={folder}", "speculation.mode=mtp", *overrides])
+    with pytest.raises(ConfigError) as error:
+        ModelPlan.of(config, read_spec(folder), torch.device("cpu"))
+    return str(error.value)
+
+
+def test_what_goes_without_the_layer_is_refused_with_a_way_out(predicting: Predicting, tmp_path: Path) -> None:
+    folder = predicting("glm4_moe")[1]
+    assert "below the pool" in refused(folder, "cache.host_gb=0.1")
+    assert "prefill ranks" in refused(folder, "parallel.num_prefill_ranks=1")
+    assert "recorder_mode: stat" in refused(folder, "eplb.mode=static", "eplb.recorder_mode=per_pass")
+    values = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": 0}))
+    assert "num_nextn_predict_layers" in refused(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": values["num_hidden_layers"] + 1}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    message = refused(tmp_path)
+    assert f"no layer {values['num_hidden_layers'] + 1}" in message
+    assert "speculation.mode: auto" in message
