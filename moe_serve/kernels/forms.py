@@ -21,6 +21,7 @@ FP8_GROUP = 128  # edge of the square FP8 blocks that the kernels take, and valu
 E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-4  # of FP8 values that share a scale
 MXFP4_BLOCK = 32  # neighbours in a row of MXFP4 that share a scale
+DELTA_TILE = 32  # columns of a linear-attention state that lie together, as in delta.c
 GROUP_CHUNK = 128  # neighbours in a row of activations that share a scale beside GroupForm
 GROUP_SUPER = 256  # neighbours in a row that share the upper level of two
 
@@ -74,6 +75,39 @@ class AttendShape:
     def row_shape(self) -> tuple[int, int]:
         """Returns the shape of one cache slot."""
         return (2 * self.heads, self.width) if self.latent is None else (1, self.width)
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Linear attention by the gated delta rule (kernels/delta_rule.py). widths: of a head;  taps: of the convolution
+
+    grouped: a projected row holds query, key, values and gates of one key head after the other (Qwen3-Next); else the
+             queries of all heads, then keys, values, gates, strengths and steps
+    """
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int
+    grouped: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Returns how many columns the convolution has: all queries, keys and values."""
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+
+    @property
+    def row_width(self) -> int:
+        """Returns the columns of a projected row."""
+        return self.channels + self.value_heads * (self.value_width + 2)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+        """Returns the shapes of a request's state: the last rows before the convolution, and each head's matrix, cut
+        into tiles of columns."""
+        tiles = -(-self.value_width // DELTA_TILE)
+        return (self.taps - 1, self.channels), (self.value_heads, tiles, self.key_width, DELTA_TILE)
 
 
 @dataclass(frozen=True)

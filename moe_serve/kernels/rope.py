@@ -53,7 +53,7 @@ def rope_write(
 ) -> None:
     """Norms and rotates queries and keys in place, and writes keys and values into the cache.
 
-    qkv:         [T, (num_heads + 2 num_kv_heads) * head_dim] of queries, keys and values
+    qkv:         [T, (num_heads + 2 num_kv_heads) * head_dim] of queries, keys and values, may be a slice of rows
     head_norm:   [num_heads + num_kv_heads, head_dim], or None;  eps: of the norm
     turns:       [T, n / 2] complex64, for the first n <= head_dim elements of a head
     slots:       [T] int64, -1 = the spare row, which is never read
@@ -61,7 +61,7 @@ def rope_write(
     norm_last:   the norm comes behind the rotation
     scales:      [slots, 2 num_kv_heads, 1] float32, of a cache in 8 bits (kernels/quantised.py); else None
     """
-    heads = qkv.view(-1, num_heads + 2 * num_kv_heads, cache_layer.shape[2])
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, cache_layer.shape[2])
     if qkv.is_cuda:
         from moe_serve.kernels.triton.rope import rope_write_triton
 

@@ -126,6 +126,14 @@ def add_gated_(total: Tensor, x: Tensor, gate: Tensor | None) -> None:
     total.add_(x if gate is None else multiply_by_sigmoid_(x.clone(), gate))
 
 
+def gate_(x: Tensor, logits: Tensor) -> None:
+    """Multiplies x [rows, width] by sigmoid(logits), elementwise. logits: like x, may be a slice of wider rows
+
+    The logits are copied beside a column of zeros, so that the CPU loop ends with every row; see multiply_by_sigmoid_.
+    """
+    x.mul_(functional.pad(logits, (0, 1))[:, :-1].sigmoid())
+
+
 def multiply_by_sigmoid_(x: Tensor, logits: Tensor) -> Tensor:
     """Multiplies row i of x [rows, width] by sigmoid(logits[i]); returns x. logits: [rows, 1], of x's dtype
 

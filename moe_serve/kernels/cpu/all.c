@@ -10,6 +10,7 @@
 #include "rows.c"
 #include "updates.c"
 #include "layer_norm.c"
+#include "delta.c"
 #include "indexed.c"
 #include "gate.c"
 #include "sampling.c"

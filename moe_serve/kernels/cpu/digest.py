@@ -7,6 +7,7 @@ are not the same everywhere. Takes about 20 ms.
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -36,7 +37,8 @@ from moe_serve.kernels.cpu.packed import (
 )
 from moe_serve.kernels.cpu.rows import weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
-from moe_serve.kernels.forms import INT4, Activation, AttendShape, GroupForm, RouterSpec
+from moe_serve.kernels.delta_rule import DeltaWeights, SequenceStates
+from moe_serve.kernels.forms import INT4, Activation, AttendShape, DeltaShape, GroupForm, RouterSpec
 from moe_serve.kernels.group_quantised import SCALE_DTYPES, Activations, GroupQuantised, quantise_groups
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows, WantedLogprobs
@@ -172,6 +174,25 @@ def _indexed() -> list[Tensor]:
     return [recorded_once(4, lambda do: do.attend_chosen(q, cache, shape, index, indexer), rows.address)]
 
 
+def _delta_rule() -> list[Tensor]:
+    """Returns results and states of two sequences: one goes on with another state, and one keeps a copy of its own."""
+    shape, results = DeltaShape(2, 4, 24, 40, 4), []
+    for grouped in (False, True):
+        shape = replace(shape, grouped=grouped)
+        conv, decay, bias, norm = (_numbers(*n) for n in ((4, shape.channels), (4,), (4,), (40,)))
+        weights = DeltaWeights(shape, conv, decay - 1.1, bias, norm, 1e-6)
+        pools = [_numbers(4, *each, seed=5) for each in shape.state_shapes]
+        slots = torch.tensor([[2, 0, 0, 0], [-1, 1, 3, 3]])
+        sequences = SequenceStates(torch.tensor([0, 2, ROWS], dtype=torch.int32), slots)
+        rows, recorded = _numbers(ROWS, shape.row_width, seed=6), partial(_delta_rows, weights, pools)
+        results += [recorded_once(ROWS, partial(recorded, rows), sequences=sequences.address), *pools]
+    return results
+
+
+def _delta_rows(weights: DeltaWeights, pools: list[Tensor], rows: Tensor, do: Recorder) -> Tensor:
+    return do.delta_rule(rows, weights, pools)
+
+
 def _attend_rows(shape: AttendShape) -> AttendRows:
     positions, starts = torch.tensor([80, 3, 4, 15]), torch.tensor([0, 1, 4], dtype=torch.int32)
     tables = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 0, 0, 0, 0, 0]], dtype=torch.int32)
@@ -240,6 +261,7 @@ PROBES: tuple[Callable[[], list[Tensor]], ...] = (
     _groups,
     _attention,
     _indexed,
+    _delta_rule,
     _operations,
     _sums,
     _gate,

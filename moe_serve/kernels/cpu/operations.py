@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from moe_serve.kernels import indexed_attention, rope, rows
 from moe_serve.kernels.cpu.attention import attend_options
+from moe_serve.kernels.cpu.checks import dense
 from moe_serve.kernels.cpu.experts import PackedExperts
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import KINDS, PackedHeads, PackedLinear, PackedParts, RowTable
@@ -31,11 +32,13 @@ from moe_serve.kernels.cpu.tape import (
     LOGITS,
     NUM_LOGITS,
     ROWS,
+    SEQUENCES,
     Input,
     RecordedRun,
     RowInputs,
     Tape,
 )
+from moe_serve.kernels.delta_rule import DeltaWeights, columns_of
 from moe_serve.kernels.forms import AttendShape, MlaWidths, RouterSpec, Scoring
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, PartClock
@@ -216,6 +219,10 @@ class Operations:
         else:
             tape.call("add_gated_rows", total, x, ROWS, x.shape[1], gate)
 
+    @operation(rows.gate_, lambda draw: [(draw(EXAMPLE_ROWS, 70), draw(EXAMPLE_ROWS, 90)[:, 20:])])
+    def gate_(tape: Tape, x: Tensor, logits: Tensor) -> None:
+        tape.call("multiply_by_sigmoid", x, ROWS, x.shape[1], x.stride(0), logits, logits.stride(0))
+
     @operation(_linear, lambda draw: [("y", PackedLinear(draw(70, _HIDDEN), draw(70)), draw(EXAMPLE_ROWS, _HIDDEN))])
     def linear(tape: Tape, name: str, weight: PackedLinear | PackedParts, x: Tensor) -> Tensor:
         out, column = tape.buffer(name, weight.out_features), 0
@@ -370,6 +377,19 @@ class Recorder(Operations, Tape):
         self.call("attend_indexed", ATTEND, q, q.stride(0), cache, out, *steps, keys, facts)
         return out
 
+    def delta_rule(self, x: Tensor, weights: DeltaWeights, pools: Sequence[Tensor]) -> Tensor:
+        """Returns what delta_rule_reference does with the step's SequenceStates; it writes rows of sequences alone."""
+        shape = weights.shape
+        for pool, wanted in zip(pools, shape.state_shapes, strict=True):
+            assert pool.is_contiguous() and tuple(pool.shape[1:]) == wanted, f"states {tuple(pool.shape)}"  # noqa: PT018
+        out = self.buffer("delta_rule", shape.value_heads * shape.value_width)
+        kept = columns_of(shape), weights.conv, weights.decay, weights.step_bias, weights.norm
+        assert all(dense(each, torch.float32) for each in kept[1:])
+        sizes = shape.key_heads, shape.value_heads, shape.key_width, shape.value_width, shape.taps
+        facts = torch.tensor([*sizes, *(each.data_ptr() for each in kept), float_bits(weights.eps)])
+        self.call("delta_rule", facts, SEQUENCES, x, x.stride(0), *pools, out, keep=kept)
+        return out
+
     def gate(self, logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ids [rows, topk] int64 and weights [rows, topk], best first, and adds every choice to load.
 
@@ -409,14 +429,14 @@ class Recorder(Operations, Tape):
         return out
 
 
-def recorded_once(num_rows: int, record: Callable[[Recorder], R], attend: int = 0) -> R:
+def recorded_once(num_rows: int, record: Callable[[Recorder], R], attend: int = 0, sequences: int = 0) -> R:
     """Records operations on `num_rows` rows, runs them, and returns what `record` has returned.
 
-    attend: address of the AttendRows
+    attend, sequences: addresses of the AttendRows and the SequenceStates
     """
     recorder = Recorder(cpu_library(), num_rows, PartClock())
     results = record(recorder)
-    recorder.run(RecordedRun(RowInputs(num_rows, attend=attend), 1, False))
+    recorder.run(RecordedRun(RowInputs(num_rows, attend=attend, sequences=sequences), 1, False))
     return results
 
 

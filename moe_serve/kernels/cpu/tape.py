@@ -36,6 +36,7 @@ class RowInputs(NamedTuple):
 
     ids, positions, slots: [num_rows] int64;  attend: AttendRows.address
     logit_rows: [num_logits] int64;  logits: [num_logits, vocab_size] float32
+    sequences: SequenceStates.address
     """
 
     num_rows: int
@@ -46,9 +47,12 @@ class RowInputs(NamedTuple):
     num_logits: int = 0
     logit_rows: int = 0
     logits: int = 0
+    sequences: int = 0
 
 
-ROWS, IDS, POSITIONS, SLOTS, ATTEND, NUM_LOGITS, LOGIT_ROWS, LOGITS = map(Input, range(len(RowInputs._fields)))
+ROWS, IDS, POSITIONS, SLOTS, ATTEND, NUM_LOGITS, LOGIT_ROWS, LOGITS, SEQUENCES = map(
+    Input, range(len(RowInputs._fields))
+)
 _Inputs = ctypes.c_int64 * len(RowInputs._fields)
 
 

@@ -92,3 +92,29 @@ i64 add_gated_rows(float *x, const float *added, i64 rows, i64 n, const float *l
     pool_run(gated_piece, &job, pieces_of(rows, n));
     return 0;
 }
+
+typedef struct {
+    float *x;
+    i64 rows, n, step;
+    const float *logits;
+    i64 logits_step;
+} Gates;
+
+static void sigmoid_piece(const void *about, i64 piece)
+{
+    const Gates *job = about;
+    i64 n = job->n, end = least((piece + 1) * rows_of_piece(n), job->rows);
+    for (i64 r = piece * rows_of_piece(n); r < end; r++) {
+        float *x = job->x + r * job->step;
+        const float *logits = job->logits + r * job->logits_step;
+        BY_REGISTER(n, put(x + i, j, get(x + i, j, count) / (1.0f + exp_vf(-get(logits + i, j, count))), count);)
+    }
+}
+
+/* x[r] *= sigmoid(logits[r]), rows of n floats, with steps from row to row */
+i64 multiply_by_sigmoid(float *x, i64 rows, i64 n, i64 step, const float *logits, i64 logits_step)
+{
+    Gates job = {x, rows, n, step, logits, logits_step};
+    pool_run(sigmoid_piece, &job, pieces_of(rows, n));
+    return 0;
+}

@@ -1,0 +1,186 @@
+/* The gated delta rule behind a short causal convolution (kernels/delta_rule.py). The tokens of a sequence come one
+   after the other, and a column of a head's state depends on no other column, so bits depend on the sequence alone:
+   not on chunks, other sequences or threads. A head's state lies in tiles of 32 columns, [tile, key_width, 32], each of
+   which stays in the first-level cache while the tokens of a chunk go by. */
+#include <math.h>
+#include "pool.h"
+
+enum { DELTA_TILE = 32, DELTA_TOKENS = 16, DELTA_PARTS = 6, DELTA_REGISTERS = DELTA_TILE / VL };
+
+typedef struct { /* as DeltaWeights fills it */
+    i64 key_heads, value_heads, key_width, value_width, taps;
+    const i64 *columns; /* [value_heads, 6]: where queries, keys, values, gates, steps and strengths are in a row */
+    const float *conv;  /* [taps, channels], of all queries, keys and values */
+    const float *decay, *step_bias, *norm;
+    i64 eps; /* the bits of a double */
+} DeltaFacts;
+
+typedef struct { /* as SequenceStates fills it */
+    i64 num_seqs;
+    const i32 *starts; /* [num_seqs + 1] */
+    const i64 *slots;  /* [num_seqs, 4]: from, to, tokens before a copy is kept, slot of the copy */
+} DeltaSequences;
+
+typedef struct {
+    DeltaFacts a;
+    DeltaSequences seqs;
+    const float *rows;
+    i64 step;
+    float *conv, *recurrent, *out;
+} Delta;
+
+/* Copies a key head's part of a state from one slot to another; from -1: it becomes zero. */
+static void copy_state(const Delta *job, i64 head, i64 from, i64 to)
+{
+    DeltaFacts a = job->a;
+    i64 group = a.value_heads / a.key_heads, tiles = (a.value_width + DELTA_TILE - 1) / DELTA_TILE;
+    i64 keys = a.key_heads * a.key_width, channels = 2 * keys + a.value_heads * a.value_width;
+    i64 starts[3] = {head * a.key_width, keys + head * a.key_width, 2 * keys + head * group * a.value_width};
+    i64 widths[3] = {a.key_width, a.key_width, group * a.value_width};
+    for (i64 tap = 0; tap < a.taps - 1; tap++)
+        for (int part = 0; part < 3; part++) {
+            float *target = job->conv + (to * (a.taps - 1) + tap) * channels + starts[part];
+            if (from < 0) memset(target, 0, widths[part] * 4);
+            else memcpy(target, job->conv + (from * (a.taps - 1) + tap) * channels + starts[part], widths[part] * 4);
+        }
+    i64 size = group * tiles * a.key_width * DELTA_TILE;
+    float *target = job->recurrent + (to * a.key_heads + head) * size;
+    if (from < 0) memset(target, 0, size * 4);
+    else memcpy(target, job->recurrent + (from * a.key_heads + head) * size, size * 4);
+}
+
+/* out[t] = silu(the sum over taps of conv[tap] * the row `taps - 1 - tap` tokens before t), for n channels of `count`
+   tokens; the rows before the first token are in `before`, [taps - 1] rows `channels` apart, which then hold the last
+   ones of these tokens. */
+static void convolve(const float *rows, i64 step, i64 count, const float *conv, i64 taps, i64 channels, float *before,
+                     i64 n, float *out, i64 out_step)
+{
+    for (i64 t = 0; t < count; t++)
+        BY_REGISTER(n, vf sum = {};
+                    for (i64 tap = 0; tap < taps; tap++) {
+                        i64 ago = t + tap - (taps - 1);
+                        const float *x = ago < 0 ? before + (t + tap) * channels : rows + ago * step;
+                        sum = multiply_add(get(conv + tap * channels + i, j, count), get(x + i, j, count), sum);
+                    }
+                    put(out + t * out_step + i, j, sum / (1.0f + exp_vf(-sum)), count);)
+    for (i64 tap = 0; tap < taps - 1; tap++) {
+        i64 ago = count + tap - (taps - 1);
+        memmove(before + tap * channels, ago < 0 ? before + (count + tap) * channels : rows + ago * step, n * 4);
+    }
+}
+
+/* x becomes x / sqrt(its squares' sum + 1e-6) * scale */
+INLINE void to_length(float *x, i64 n, float scale)
+{
+    vf sum[SPAN] = {};
+    BY_REGISTER(n, vf v = get(x + i, j, count); sum[j] = multiply_add(v, v, sum[j]);)
+    float by = 1 / sqrtf(sum16(sum) + 1e-6f) * scale;
+    BY_REGISTER(n, put(x + i, j, get(x + i, j, count) * by, count);)
+}
+
+/* One token of a tile: the state decays, what it says of the key is moved towards the value, and the query is asked. */
+INLINE void update_tile(float *state, i64 width, const float *q, const float *k, const float *v, float decay,
+                        float strength, float *o)
+{
+    vf even[DELTA_REGISTERS] = {}, odd[DELTA_REGISTERS] = {}, change[DELTA_REGISTERS], asked[DELTA_REGISTERS] = {};
+    const float *s = state;
+    i64 i = 0;
+    for (; i + 2 <= width; i += 2, s += 2 * DELTA_TILE) {
+        vf first = splat(k[i]), second = splat(k[i + 1]);
+        UNROLL for (int j = 0; j < DELTA_REGISTERS; j++) {
+            even[j] = multiply_add(first, *(const vf *)(s + VL * j), even[j]);
+            odd[j] = multiply_add(second, *(const vf *)(s + DELTA_TILE + VL * j), odd[j]);
+        }
+    }
+    if (i < width)
+        UNROLL for (int j = 0; j < DELTA_REGISTERS; j++)
+            even[j] = multiply_add(splat(k[i]), *(const vf *)(s + VL * j), even[j]);
+    vf by = splat(decay);
+    UNROLL for (int j = 0; j < DELTA_REGISTERS; j++)
+        change[j] = (*(const vf *)(v + VL * j) - by * (even[j] + odd[j])) * strength;
+    for (i = 0; i < width; i++) {
+        float *row = state + i * DELTA_TILE;
+        vf key = splat(k[i]), query = splat(q[i]);
+        UNROLL for (int j = 0; j < DELTA_REGISTERS; j++) {
+            vf next = multiply_add(key, change[j], by * *(const vf *)(row + VL * j));
+            *(vf *)(row + VL * j) = next;
+            asked[j] = multiply_add(query, next, asked[j]);
+        }
+    }
+    memcpy(o, asked, sizeof asked);
+}
+
+/* `count` tokens, at most DELTA_TOKENS, of the value heads of a key head. */
+static void delta_tokens(const Delta *job, i64 head, i64 slot, i64 first, i64 count)
+{
+    DeltaFacts a = job->a;
+    i64 group = a.value_heads / a.key_heads, tiles = (a.value_width + DELTA_TILE - 1) / DELTA_TILE;
+    i64 padded = tiles * DELTA_TILE, keys = a.key_heads * a.key_width;
+    i64 channels = 2 * keys + a.value_heads * a.value_width;
+    const float *rows = job->rows + first * job->step;
+    float *before = job->conv + slot * (a.taps - 1) * channels, eps = as_float(a.eps);
+    float q[count * a.key_width], k[count * a.key_width], v[count * padded], o[count * padded];
+    float decay[DELTA_TOKENS], strength[DELTA_TOKENS];
+    const i64 *columns = a.columns + head * group * DELTA_PARTS;
+    float *parts[2] = {q, k};
+    for (int part = 0; part < 2; part++) {
+        i64 channel = part * keys + head * a.key_width;
+        convolve(rows + columns[part], job->step, count, a.conv + channel, a.taps, channels, before + channel,
+                 a.key_width, parts[part], a.key_width);
+        for (i64 t = 0; t < count; t++)
+            to_length(parts[part] + t * a.key_width, a.key_width, part ? 1 : 1 / sqrtf((float)a.key_width));
+    }
+    for (i64 h = head * group; h < (head + 1) * group; h++, columns += DELTA_PARTS) {
+        i64 channel = 2 * keys + h * a.value_width;
+        memset(v, 0, sizeof v);
+        convolve(rows + columns[2], job->step, count, a.conv + channel, a.taps, channels, before + channel,
+                 a.value_width, v, padded);
+        for (i64 t = 0; t < count; t++) {
+            float x = rows[t * job->step + columns[4]] + a.step_bias[h];
+            float step = x > 20 ? x : (float)log(1.0 + (double)exp_vf(splat(x))[0]); /* softplus */
+            decay[t] = exp_vf(splat(a.decay[h] * step))[0];
+            strength[t] = (1.0f / (1.0f + exp_vf(splat(-rows[t * job->step + columns[5]]))))[0];
+        }
+        for (i64 tile = 0; tile < tiles; tile++) {
+            i64 at = tile * DELTA_TILE;
+            float *state = job->recurrent + ((slot * a.value_heads + h) * tiles + tile) * a.key_width * DELTA_TILE;
+            for (i64 t = 0; t < count; t++)
+                update_tile(state, a.key_width, q + t * a.key_width, k + t * a.key_width, v + t * padded + at, decay[t],
+                            strength[t], o + t * padded + at);
+        }
+        for (i64 t = 0; t < count; t++) {
+            const float *gate = rows + t * job->step + columns[3], *x = o + t * padded;
+            float *out = job->out + ((first + t) * a.value_heads + h) * a.value_width;
+            float by = inverse_rms(x, a.value_width, eps);
+            BY_REGISTER(a.value_width, vf z = get(gate + i, j, count); vf y = get(x + i, j, count) * by;
+                        put(out + i, j, y * get(a.norm + i, j, count) * (z / (1.0f + exp_vf(-z))), count);)
+        }
+    }
+}
+
+static void delta_piece(const void *about, i64 piece)
+{
+    const Delta *job = about;
+    i64 seq = piece / job->a.key_heads, head = piece % job->a.key_heads;
+    const i64 *slots = job->seqs.slots + 4 * seq;
+    i64 first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1], from = slots[0], to = slots[1];
+    i64 copied = slots[2] > 0 ? first + slots[2] : -1;
+    if (first == end) return;
+    if (from != to) copy_state(job, head, from, to);
+    while (first < end) {
+        i64 count = least(DELTA_TOKENS, (copied > first && copied < end ? copied : end) - first);
+        delta_tokens(job, head, to, first, count);
+        first += count;
+        if (first == copied) copy_state(job, head, to, slots[3]);
+    }
+}
+
+/* rows [tokens of all sequences, step] -> out [tokens, value_heads * value_width]. conv: [slots, taps - 1, channels],
+   recurrent: [slots, value_heads, tiles, key_width, 32]; states are read and written as the sequences say. */
+i64 delta_rule(const DeltaFacts *facts, const DeltaSequences *seqs, const float *rows, i64 step, float *conv,
+               float *recurrent, float *out)
+{
+    Delta job = {*facts, *seqs, rows, step, conv, recurrent, out};
+    pool_run(delta_piece, &job, seqs->num_seqs * facts->key_heads);
+    return 0;
+}
