@@ -208,8 +208,8 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
     """Returns whether a checkpoint tensor is known and not needed.
 
     These are the parts for images and sound of a model whose text model is served, layers for multi-token prediction
-    behind the last layer, and the embedding of one that is read, computed buffers, a copy of tied embeddings, and beside
-    FP8 weights the scales of activations and of the KV cache, which are not quantised here.
+    behind the last layer, and the embedding of one that is read, computed buffers, a copy of tied embeddings, and
+    beside FP8 weights the scales of activations and of the KV cache, which are not quantised here.
     """
     if name.startswith(spec.other_models):
         return True
