@@ -232,6 +232,16 @@ class ParallelConfig(Section):
     prefill_from_tokens: PositiveInt = 32
     role: Literal["both", "prefill", "decode"] = "both"  # of these ranks; `moe-serve serve` sets it for each group
 
+    @field_validator("handover_gb", mode="before")
+    @classmethod
+    def _pages_have_room(cls, value: object) -> object:
+        if value == 0:
+            raise ValueError(
+                "it is 0, and no page of a prompt could reach a decode rank; give it some GB, or set "
+                "num_prefill_ranks: 0, so that every rank computes its own prompts"
+            )
+        return value
+
     @model_validator(mode="after")
     def _only_data_and_expert_parallel(self) -> Self:
         for name, words in (("attn_tp", "tensor-parallel attention"), ("pp", "pipeline parallelism")):
@@ -354,6 +364,13 @@ class CacheConfig(Section):
         if not self.prefix_cache and (self.host_gb or self.disk_gb):
             raise ValueError("host_gb and disk_gb keep prefixes, which prefix_cache: false excludes; leave one out")
         return self
+
+    @field_validator("host_gb", "disk_gb", mode="before")
+    @classmethod
+    def _a_tier_has_room(cls, value: object) -> object:
+        if value == 0:
+            raise ValueError("it is 0, which holds no page; leave it out for no such tier, or give it some GB")
+        return value
 
     @field_validator("dtype", mode="before")
     @classmethod

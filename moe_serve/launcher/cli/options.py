@@ -132,6 +132,20 @@ class ServeOptions(NamedModelOptions):
     prefill_ranks: int | None = setting(
         "parallel.num_prefill_ranks", help="ranks that compute prompts with their first token alone; 0: every rank does"
     )
+
+    def effective_config(self) -> "ServeConfig":
+        if self.decode_ranks == 0:
+            raise ConfigError(
+                "--decode-ranks is 0, but prefill ranks compute a prompt with its first token alone; give at least 1"
+            )
+        config = super().effective_config()
+        if self.decode_ranks is not None and not config.parallel.num_prefill_ranks:
+            raise ConfigError(
+                f"--decode-ranks is {self.decode_ranks}, but there are no prefill ranks; give --prefill-ranks as well, "
+                "or --ep for ranks that do both"
+            )
+        return config
+
     print_config: bool = option(
         "--print-config", default=False, help="print the effective configuration, a file for --config, and end"
     )

@@ -214,7 +214,7 @@ class RankGroup:
     def give_up(self, reason: str) -> None:
         """Ends the open requests with an error, since nobody starts the lost ranks again."""
         self._restart.give_up()
-        self._requests.fail_all(reason)
+        self._fail_requests(reason)
 
     async def command(self, command: Command) -> Answer:
         """Sends a command to all ranks that take part, and returns the leader's answer. Fills in its call_id.
@@ -459,7 +459,7 @@ class RankGroup:
         if self._awaits_restart:
             self._restart.lose(lost_rank)
         else:
-            self._requests.fail_all(reason)
+            self._fail_requests(reason)
         blamed = SUPERVISOR if lost_rank is None else lost_rank
         self._tell(Fatal(blamed, launch_id, reason, blamed))
 
@@ -469,8 +469,11 @@ class RankGroup:
         return self._restart.is_open and not self._is_draining
 
     def _fail_all(self, reason: str) -> None:
-        self._requests.fail_all(reason)
+        self._fail_requests(reason)
         self._commands.fail_all(reason)
+
+    def _fail_requests(self, reason: str) -> None:
+        self._requests.fail_all(reason)
 
     def _tell(self, message: ToFrontEnd) -> None:
         """Passes on what happens while the ranks start and end."""
@@ -625,6 +628,21 @@ class Bridge(RankGroup):
         prefix = f"{self.api_servers.number}:{self._started_s:.6f}"
         return self.book.open(prefix, spec, self.limits.eos_token_ids, changes, at_once)
 
+    def problem(self) -> str | None:
+        problem = super().problem()
+        return problem if problem is None else self._named(problem)
+
+    def _fail_requests(self, reason: str) -> None:
+        self.book.fail_all(self._named(reason))
+
+    def _named(self, reason: str) -> str:
+        """Returns why nothing is served, with the decode ranks that are missing, where prefill ranks could be meant."""
+        serving = {view.rank for view in self.workers if view.serves} if self.workers.loss is None else set()
+        missing = [f"decode rank {rank}" for rank in range(self.workers.num_ranks) if rank not in serving]
+        if self.prefill is None or not missing or self._is_draining or self._is_finishing:
+            return reason
+        return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: {reason}"
+
     def describe(self) -> dict[str, Any]:
         """Returns the state of the ranks and of the queue, for /server_info."""
         return {
@@ -674,6 +692,7 @@ class Bridge(RankGroup):
             )
         num_pages = int(theirs.get("handover_pages", 0)) // self.config.num_front_ends
         launch = PrefillLaunch(self.prefill.workers.launch_id, num_pages) if is_same else None
+        self.prefill.is_alike = is_same
         self.book.trust_prefill(launch)
 
     async def _keep_deadlines(self) -> None:
@@ -683,17 +702,27 @@ class Bridge(RankGroup):
 
 
 class PrefillGroup(RankGroup):
-    """The ranks that compute prompts with their first token. on_ready: called when one of them takes requests"""
+    """The ranks that compute prompts with their first token. on_ready: called when one of them takes requests
+
+    is_alike: whether they compute the same as the decode ranks, as far as is known
+    """
 
     def __init__(self, config: ServeConfig, requests: PrefillRequests, link: Link, on_ready: Callable[[], None]):
         super().__init__(config, requests, None, link)
         self._on_ready = on_ready
         self._of_prefill = requests
+        self.is_alike = True
         self._silent: set[int] = set()
         self._core_s: dict[int, float] = {}  # by process, at the last look: the time of a core that it has used
 
     def _rank_is_ready(self, rank: int) -> None:
         self._on_ready()
+
+    def describe_group(self) -> dict[str, Any]:
+        found = super().describe_group()
+        if not self.is_alike and found["state"] == "ready":
+            found["state"] = "they compute other values than the decode ranks, so they get no requests"
+        return found
 
     def _look_at_ranks(self, now_s: float) -> None:
         """Leaves ranks that show no sign of life, before it is known whether they are lost.

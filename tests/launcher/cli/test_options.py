@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_serve.config import ServeConfig
+from moe_serve.errors import ConfigError
 from moe_serve.launcher.cli.app import app
 from moe_serve.launcher.cli.options import flags, with_flags
 
@@ -55,3 +56,19 @@ def test_settings_that_differ_from_their_defaults_are_told() -> None:
     assert ServeConfig().changed() == []
     config = ServeConfig.model_validate({"engine": {"max_running_requests": 7}, "model": {"path": "/m"}})
     assert config.changed() == ['model.path="/m"', "engine.max_running_requests=7"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--decode-ranks", "2"], "there are no prefill ranks; give --prefill-ranks as well"),
+        (["--decode-ranks", "0", "--prefill-ranks", "1"], "with its first token alone; give at least 1"),
+        (["--set=cache.host_gb=0"], "leave it out for no such tier, or give it some GB"),
+        (["--set=cache.disk_gb=0", "--set=cache.path=pages"], "leave it out for no such tier, or give it some GB"),
+    ],
+)
+def test_roles_and_tiers_that_are_not_whole_are_refused_at_start_with_the_fix(flags: list[str], words: str) -> None:
+    runner = CliRunner(env={"COLUMNS": "250", "NO_COLOR": "1"})
+    said = runner.invoke(app, ["serve", "--print-config", *flags])
+    assert isinstance(said.exception, ConfigError)
+    assert words in str(said.exception)

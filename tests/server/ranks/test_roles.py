@@ -20,7 +20,7 @@ from moe_serve.server.api.native import result
 from moe_serve.server.observe.dashboard import Seen, page_data
 from moe_serve.server.observe.metrics import make_registry
 from moe_serve.server.ranks.bridge import Bridge
-from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
+from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from tests.server.fake_worker import FakeWorker
 from tests.server.served import fake_config, in_event_loop
 
@@ -229,8 +229,10 @@ async def test_without_decode_ranks_nothing_is_served_and_the_reason_names_them(
         served.bridge.report_loss("rank 0 was killed", 0)
         while not request.is_done:
             await asyncio.sleep(0.005)
-        assert "rank 0 was killed" in str(request.failure)
-        assert "rank 0 was killed" in str(served.bridge.problem())
+        why = "decode rank 0 is missing: rank 0 was killed"
+        assert (str(request.failure), served.bridge.problem()) == (why, why)
+        with pytest.raises(UnavailableError, match="decode rank 0 is missing"):
+            served.submit(SHORT)
 
 
 @in_event_loop
@@ -239,6 +241,7 @@ async def test_prefill_ranks_that_compute_something_else_get_no_request():
         assert await served.run(LONG) == TOKENS
         assert served.prefill[0].submitted == []
         assert dict(served.bridge.book.routes) == {"no_prefill_rank": 1}
+        assert "other values than the decode ranks" in served.bridge.describe()["prefill"]["state"]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +251,7 @@ async def test_prefill_ranks_that_compute_something_else_get_no_request():
         (["launcher.nnodes=2", "launcher.dist_init_addr=h:5", "parallel.num_ranks=2"], "on one host"),
         (["parallel.device=cuda"], "prefill ranks are on CPUs"),
         (["eplb.record_path=x.jsonl"], "both write"),
+        (["parallel.handover_gb=0"], "no page of a prompt could reach a decode rank; give it some GB"),
     ],
 )
 def test_settings_that_roles_do_not_fit_are_refused_with_the_fix(settings: list[str], words: str):
