@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_serve.attention_dp.page_record import HEADER_BYTES, KEY_AT, DamagedPage, check_size, decode_page, encode_header
+from moe_serve.attention_dp.page_record import (
+    HEADER_BYTES,
+    KEY_AT,
+    DamagedPage,
+    PageForm,
+    check_size,
+    decode_page,
+    encode_header,
+)
 
 _WAYS = 8  # slots of a set
 _PAGE_AT = 128  # of a slot, in bytes; the record's header ends there
@@ -40,13 +48,13 @@ def slot_bytes(page_bytes: int) -> int:
 class HostPages:
     """Pages in a file in memory. Reads, writes and `has` are safe from any process and thread of the host."""
 
-    def __init__(self, descriptor: int | None, num_bytes: int, num_layers: int, page_bytes: int):
+    def __init__(self, descriptor: int | None, num_bytes: int, form: PageForm):
         """descriptor: of a file that other ranks have mapped, too, of num_bytes; None: this rank is alone with its own
 
         Raises ConfigError where not even one page fits.
         """
-        self._page_bytes, self._num_layers = page_bytes, num_layers
-        self._slot_bytes = slot_bytes(page_bytes)
+        self._page_bytes, self._form = form.num_bytes, form
+        self._slot_bytes = slot_bytes(form.num_bytes)
         check_size("cache.host_gb", num_bytes, self._slot_bytes)
         num_slots = num_bytes // self._slot_bytes
         self._ways = min(_WAYS, num_slots)
@@ -68,7 +76,7 @@ class HostPages:
         """Keeps a page, for which the one used longest ago makes room. page: [page_bytes] uint8 on the CPU"""
         if self.has(key):
             return
-        words, header = self._words, encode_header(key, self._num_layers, page.numpy().data)
+        words, header = self._words, encode_header(key, self._form, page.numpy().data)
         slot = min(self._slots(key), key=lambda slot: words[slot // _WORD + _USED])
         word, start = slot // _WORD, slot + _PAGE_AT
         words[word + _WRITTEN] = 0
@@ -90,7 +98,7 @@ class HostPages:
         if words[word + _WRITTEN] != written_ns or not written_ns:
             return None  # another page has taken its slot
         try:
-            page = decode_page(record.numpy().data, key, self._num_layers, self._page_bytes)
+            page = decode_page(record.numpy().data, key, self._form)
         except DamagedPage:
             words[word + _WRITTEN] = 0
             raise

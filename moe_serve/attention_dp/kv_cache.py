@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moe_serve.attention_dp.page_record import PageForm
 from moe_serve.errors import CapacityError
 from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.quantised import CACHED_DTYPES, widen_cached
@@ -124,6 +125,11 @@ class KvCache:
         """Returns the scales of one layer, [num_slots + 1, heads of a row, num_scales] float32; None where rows are not
         in 8 bits."""
         return self._scales[index]
+
+    @property
+    def page_form(self) -> PageForm:
+        """What its pages have in common."""
+        return PageForm(len(self.layouts), self.block_size, self.page_bytes)
 
     @property
     def parts(self) -> list[tuple[int, int]]:

@@ -2,9 +2,7 @@
 
 Each prefill rank has a file in memory, which it writes and decode ranks read: records, then the pages of these. It
 writes the pages of a request whenever they are computed, over those that it wrote longest ago. It holds no address of
-another's pool, and waits for nobody. A record says all that its reader knows beforehand:
-
-    magic, number of the hand-over, launch, attempt, index of the page, layers, tokens, bytes, key    and a checksum
+another's pool, and waits for nobody. A record (`page_record`) says all that its reader knows beforehand.
 
 The reader copies a page into a block that only its request holds, and believes it when the record is, byte by byte, the
 one that it asked for, and the checksum over record and page is that of the bytes that it has stored. Whatever a late,
@@ -15,25 +13,19 @@ launch: where a request leaves a rank, its attempt rises, and nobody asks for th
 import ctypes
 import mmap
 import os
-import struct
 import zlib
 from collections.abc import Sequence
-from functools import cache
 from hashlib import blake2b
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.attention_dp.prefix_cache import KEY_BYTES
+from moe_serve.attention_dp.page_record import HEAD, head_of, library, magic_of
 from moe_serve.attention_dp.request import Handover, Request
-from moe_serve.c_library import find_c_library, processor_flags
 from moe_serve.errors import ConfigError
 
-HEAD = struct.Struct(f"<8sQQIIIIQ{KEY_BYTES}s")  # magic, number, launch, attempt, index, layers, tokens, bytes, key
-_CHECKSUM = struct.Struct("<I")
 RECORD_BYTES = 128
 _PAGE = mmap.PAGESIZE
 _SENT_AT_ONCE = 16  # pages whose records are written together, so that a reader can copy those while others follow
@@ -43,21 +35,12 @@ _FIELDS = np.dtype(
 Heads = npt.NDArray[np.uint8]
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    source = Path(__file__).with_name("page_copy.c")
-    return find_c_library(source, {"copy_pages": 10}, "pages are handed over by Python, slowly", processor_flags())
-
-
 class PageCopier:
-    """Copies pages out of a pool and into it, with checksums: CRC-32C, or without a compiler CRC-32.
-
-    magic: of records, whose last byte says which checksum it is
-    """
+    """Copies pages out of a pool and into it, with checksums. magic: of their records"""
 
     def __init__(self, cache: KvCache, library: ctypes.CDLL | None):
         self._cache, self._library = cache, library
-        self.magic = b"moepage\1" if library is not None else b"moepage\2"
+        self.magic = magic_of(library)
         parts = cache.parts
         self._parts = np.array([address for address, _ in parts], dtype=np.int64)
         self._part_bytes = np.array([size for _, size in parts], dtype=np.int64)
@@ -133,7 +116,7 @@ class PageSender:
 
     def __init__(self, descriptor: int, cache: KvCache, launch_id: int):
         """Raises ConfigError where the file is too small for a page."""
-        self._copier = PageCopier(cache, _library())
+        self._copier = PageCopier(cache, library())
         self._ring = _Ring(descriptor, cache.page_bytes, writes=True)
         self._ring.records[:] = 0  # of a process before this one
         self._cache, self._launch_id = cache, launch_id
@@ -183,7 +166,7 @@ class PageReceiver:
 
         Raises ConfigError where a file is too small for a page.
         """
-        self._copier = PageCopier(cache, _library())
+        self._copier = PageCopier(cache, library())
         self._rings = [_Ring(each, cache.page_bytes, writes=False) for each in descriptors]
         cache.touch()  # whose blocks are new to the system, too, where pages of the first prompts come
         self._cache, self.page_bytes = cache, cache.page_bytes
@@ -274,9 +257,8 @@ def heads_of(
     magic: bytes, cache: KvCache, launch_id: int, request_id: str, attempt: int, first: int, keys: Sequence[bytes]
 ) -> Heads:
     """Returns the records of the pages with these keys, but for their checksums: [len(keys), HEAD.size] uint8."""
-    number, layers = number_of(launch_id, request_id, attempt), len(cache.layouts)
+    number, form = number_of(launch_id, request_id, attempt), cache.page_form
     heads = b"".join(
-        HEAD.pack(magic, number, launch_id, attempt, index, layers, cache.block_size, cache.page_bytes, key)
-        for index, key in enumerate(keys, first)
+        head_of(magic, form, key, number, launch_id, attempt, index) for index, key in enumerate(keys, first)
     )
     return np.frombuffer(heads, dtype=np.uint8).reshape(len(keys), HEAD.size)

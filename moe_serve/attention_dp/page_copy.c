@@ -61,3 +61,19 @@ i64 copy_pages(i64 num_pages, i64 heads, i64 head_bytes, i64 pages, i64 blocks, 
     }
     return 0;
 }
+
+/* Returns the CRC-32C of a record without its checksum and its page, which lie anywhere. */
+i64 sum_page(i64 head, i64 head_bytes, i64 page, i64 page_bytes)
+{
+    const uint8_t *bytes = (const uint8_t *)page;
+    uint64_t sum = 0xffffffffu;
+    for (i64 byte = 0; byte < head_bytes; byte++) sum = of_byte(sum, ((const uint8_t *)head)[byte]);
+    i64 at = 0;
+    for (; at + 8 <= page_bytes; at += 8) {
+        uint64_t word;
+        memcpy(&word, bytes + at, 8);
+        sum = of_word(sum, word);
+    }
+    for (; at < page_bytes; at++) sum = of_byte(sum, bytes[at]);
+    return (i64)(sum ^ 0xffffffffu);
+}

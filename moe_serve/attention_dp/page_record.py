@@ -1,14 +1,27 @@
-"""The record in which a page of the KV cache lies in a file or in memory."""
+"""The record of a page of the KV cache, on its way between ranks, in memory that ranks share, and in a file.
 
+    magic, number of the hand-over, launch, attempt, index of the page, layers, tokens, bytes, key    and a checksum
+
+A page on its way to a decode rank is of one attempt of a request. One that lies in a tier is of whoever needs its key:
+number, launch, attempt and index are 0 there. Its reader compares a record with the one that it expects.
+"""
+
+import ctypes
 import struct
 import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from moe_serve.attention_dp.prefix_cache import KEY_BYTES
+from moe_serve.c_library import find_c_library, processor_flags
 from moe_serve.errors import ConfigError
 
-_HEADER = struct.Struct(f"<8s{KEY_BYTES}sIQI")  # magic, key, layers, bytes of the page, their CRC-32
-HEADER_BYTES, KEY_AT = _HEADER.size, 8
-_MAGIC = b"moekv\0\0\1"  # its last byte is the version of the format
+# The magic's last byte says which checksum it is: CRC-32C, or without a compiler CRC-32.
+HEAD = struct.Struct(f"<8sQQIIIIQ{KEY_BYTES}s")
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = HEAD.size + _CHECKSUM.size
+KEY_AT = HEAD.size - KEY_BYTES
 
 
 class DamagedPage(Exception):
@@ -17,6 +30,34 @@ class DamagedPage(Exception):
     def __init__(self, reason: str):
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclass(frozen=True)
+class PageForm:
+    """What all pages of a KV cache have in common. tokens: of a block;  num_bytes: of a page"""
+
+    layers: int
+    tokens: int
+    num_bytes: int
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Returns the compiled copying and summing of pages; None: there is no compiler."""
+    source, calls = Path(__file__).with_name("page_copy.c"), {"copy_pages": 10, "sum_page": 4}
+    return find_c_library(source, calls, "pages are copied by Python, slowly", processor_flags())
+
+
+def magic_of(library: ctypes.CDLL | None) -> bytes:
+    """Returns the magic of records whose checksums this library computes."""
+    return b"moepage\1" if library is not None else b"moepage\2"
+
+
+def head_of(
+    magic: bytes, form: PageForm, key: bytes, number: int = 0, launch_id: int = 0, attempt: int = 0, index: int = 0
+) -> bytes:
+    """Returns a record but for its checksum."""
+    return HEAD.pack(magic, number, launch_id, attempt, index, form.layers, form.tokens, form.num_bytes, key)
 
 
 def check_size(setting: str, num_bytes: int, least_bytes: int) -> None:
@@ -28,19 +69,31 @@ def check_size(setting: str, num_bytes: int, least_bytes: int) -> None:
         )
 
 
-def encode_header(key: bytes, num_layers: int, page: memoryview) -> bytes:
-    """Returns the header of a page. The checksum is zlib's CRC-32, which every Python has."""
-    return _HEADER.pack(_MAGIC, key, num_layers, page.nbytes, zlib.crc32(page))
+def encode_header(key: bytes, form: PageForm, page: memoryview) -> bytes:
+    """Returns the record of a page for a tier."""
+    head = head_of(magic_of(library()), form, key)
+    return head + _CHECKSUM.pack(checksum_of(head, page))
 
 
-def decode_page(record: memoryview, key: bytes, num_layers: int, page_bytes: int) -> memoryview:
-    """Returns the page in a record. Raises DamagedPage unless it is the whole page with this key and form."""
+def decode_page(record: memoryview, key: bytes, form: PageForm) -> memoryview:
+    """Returns the page behind its record. Raises DamagedPage unless it is the whole page with this key and form."""
     if record.nbytes < HEADER_BYTES:
         raise DamagedPage("checksum")
-    magic, found, layers, size, checksum = _HEADER.unpack_from(record)
-    if (magic, found, layers, size) != (_MAGIC, key, num_layers, page_bytes):
+    head, page = bytes(record[: HEAD.size]), record[HEADER_BYTES:]
+    if head != head_of(magic_of(library()), form, key):
         raise DamagedPage("version")
-    page = record[HEADER_BYTES:]
-    if page.nbytes != size or zlib.crc32(page) != checksum:
+    (given,) = _CHECKSUM.unpack_from(record, HEAD.size)
+    if page.nbytes != form.num_bytes or checksum_of(head, page) != given:
         raise DamagedPage("checksum")
     return page
+
+
+def checksum_of(head: bytes, page: memoryview) -> int:
+    """Returns the checksum over a record and its page. page: bytes that lie one behind the other"""
+    compiled = library()
+    if compiled is None:
+        return zlib.crc32(page, zlib.crc32(head))
+    import numpy as np
+
+    first, then = np.frombuffer(head, dtype=np.uint8), np.frombuffer(page, dtype=np.uint8)
+    return int(compiled.sum_page(first.ctypes.data, first.nbytes, then.ctypes.data, then.nbytes))

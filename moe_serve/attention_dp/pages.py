@@ -33,7 +33,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.host_pages import HostPages
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.attention_dp.page_record import HEADER_BYTES, DamagedPage, decode_page, encode_header
+from moe_serve.attention_dp.page_record import HEADER_BYTES, DamagedPage, PageForm, decode_page, encode_header
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 from moe_serve.process_facts import is_private, not_private
@@ -88,13 +88,13 @@ class PageFolder:
         """Returns whether there is a file for this page, which may be damaged."""
         return self._file(key).exists()
 
-    def write(self, key: bytes, num_layers: int, page: memoryview) -> None:
+    def write(self, key: bytes, form: PageForm, page: memoryview) -> None:
         """Writes a page, whole or not at all. Raises OSError. The oldest files make room where the quota is used up."""
         target = self._file(key)
         part = target.with_suffix(self._part)
         try:
             with open(part, "wb", opener=_private) as file:
-                file.write(encode_header(key, num_layers, page))
+                file.write(encode_header(key, form, page))
                 file.write(page)
             part.replace(target)
         except OSError:
@@ -103,7 +103,7 @@ class PageFolder:
             raise
         self._use(HEADER_BYTES + page.nbytes)
 
-    def read(self, key: bytes, num_layers: int, page_bytes: int) -> memoryview | None:
+    def read(self, key: bytes, form: PageForm) -> memoryview | None:
         """Returns a page; None: there is none. Raises DamagedPage, having removed the file, or OSError."""
         file = self._file(key)
         try:
@@ -112,10 +112,10 @@ class PageFolder:
             return None
         with open(descriptor, "rb", buffering=0) as opened:
             size = os.fstat(descriptor).st_size
-            record = bytearray(min(size, HEADER_BYTES + page_bytes + 1))
+            record = bytearray(min(size, HEADER_BYTES + form.num_bytes + 1))
             num_read = opened.readinto(record) or 0
         try:
-            page = decode_page(memoryview(record)[:num_read], key, num_layers, page_bytes)
+            page = decode_page(memoryview(record)[:num_read], key, form)
         except DamagedPage:
             file.unlink(missing_ok=True)
             raise
@@ -359,7 +359,7 @@ class PageTiers:
             return None, ""
         began_s, found = time.perf_counter(), None
         with self._counting_damage():
-            found = self._folder.read(key, len(self._cache.layouts), self.page_bytes)
+            found = self._folder.read(key, self._cache.page_form)
         if found is None:
             return None, ""
         took_s = time.perf_counter() - began_s
@@ -418,7 +418,7 @@ class PageTiers:
         if self._host is not None:
             self._host.write(key, page)
         if folder is not None:
-            folder.write(key, len(self._cache.layouts), page.numpy().data)
+            folder.write(key, self._cache.page_form, page.numpy().data)
         if is_needed:
             self.counters["down"] += 1
 

@@ -342,7 +342,7 @@ def _page_tiers(config: ServeConfig, served: ServedModel, pages_fd: int | None) 
     host = folder = None
     if settings.host_gb is not None:
         num_bytes = int(settings.host_gb * 1e9) if pages_fd is None else os.fstat(pages_fd).st_size
-        host = HostPages(pages_fd, num_bytes, len(cache.layouts), cache.page_bytes)
+        host = HostPages(pages_fd, num_bytes, cache.page_form)
     if settings.disk_gb is not None and settings.path is not None:
         quota = int(settings.disk_gb * 1e9)
         folder = PageFolder(Path(settings.path).expanduser(), served.kv_key, quota)

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_serve.attention_dp import page_channel
+from moe_serve.attention_dp import page_channel, page_record
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
-from moe_serve.attention_dp.page_channel import HEAD, RECORD_BYTES, PageCopier, PageReceiver, PageSender, heads_of
+from moe_serve.attention_dp.page_channel import RECORD_BYTES, PageCopier, PageReceiver, PageSender, heads_of
+from moe_serve.attention_dp.page_record import HEAD
 from moe_serve.attention_dp.request import Handover, Request, SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
@@ -55,8 +56,8 @@ def request_of(name: str, num_pages: int, attempt: int = 0) -> Request:
 
 
 def test_the_checksum_is_crc32c():
-    copier = PageCopier(cache_of(1), page_channel._library())
-    if page_channel._library() is None:
+    copier = PageCopier(cache_of(1), page_record.library())
+    if page_record.library() is None:
         pytest.skip("no C compiler")
     none = np.empty((1, 0), dtype=np.uint8)
     copier._part_bytes[:] = 0
@@ -69,7 +70,7 @@ def test_pages_come_whole_around_the_end_of_the_memory(
     layouts: list[KvLayout], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if not compiled:
-        monkeypatch.setattr(page_channel, "_library", lambda: None)
+        monkeypatch.setattr(page_channel, "library", lambda: None)
     ours, theirs = cache_of(5, layouts, fill=1), cache_of(9, layouts)
     with memory(mmap.PAGESIZE + 7 * (RECORD_BYTES + ours.page_bytes)) as descriptor:
         sender, receiver = PageSender(descriptor, ours, LAUNCH), PageReceiver([descriptor], theirs)
@@ -334,7 +335,7 @@ def _damage(draw: random.Random, rank: Rank, base: Request, fault: str) -> None:
             rank.sender._copier.magic, rank.cache, LAUNCH, base.request_id, 1, int(ring.fields["index"][slot]),
             [draw.randbytes(32)],
         )  # fmt: skip
-        copier = PageCopier(foreign.cache, page_channel._library())
+        copier = PageCopier(foreign.cache, page_record.library())
         (checksum,) = copier.copy(head, ring.pages[slot : slot + 1], [block], into_pool=False)
         ring.records[slot, : HEAD.size] = head[0]
         ring.records[slot, HEAD.size : HEAD.size + 4] = np.frombuffer(int(checksum).to_bytes(4, "little"), np.uint8)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 
 from moe_serve.attention_dp.host_pages import HostPages, slot_bytes
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
-from moe_serve.attention_dp.page_record import DamagedPage, decode_page, encode_header
+from moe_serve.attention_dp.page_channel import PageCopier
+from moe_serve.attention_dp.page_record import (
+    DamagedPage,
+    PageForm,
+    checksum_of,
+    decode_page,
+    encode_header,
+    library,
+)
 from moe_serve.attention_dp.pages import PageFolder, PageTiers
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.request_blocks import RequestBlocks
@@ -24,11 +33,12 @@ from moe_serve.errors import ConfigError
 from tests.attention_dp.steps import make_request, next_token
 
 PAGE = bytes(range(200))
+FORM = PageForm(2, 4, 200)
 KEYS = [bytes([number]) * 32 for number in range(8)]
 
 
 def record_of(key: bytes = KEYS[0]) -> bytes:
-    return encode_header(key, 2, memoryview(PAGE)) + PAGE
+    return encode_header(key, FORM, memoryview(PAGE)) + PAGE
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -46,7 +56,7 @@ def small_cache(dtype: torch.dtype = torch.float32, num_blocks: int = 6) -> KvCa
 
 
 def in_memory(cache: KvCache, num_bytes: int = 1 << 20, descriptor: int | None = None) -> HostPages:
-    return HostPages(descriptor, num_bytes, len(cache.layouts), cache.page_bytes)
+    return HostPages(descriptor, num_bytes, cache.page_form)
 
 
 @settings(max_examples=100, deadline=None)
@@ -55,45 +65,57 @@ def test_any_flipped_bit_is_seen(bit: int) -> None:
     record = bytearray(record_of())
     record[bit // 8] ^= 1 << bit % 8
     with pytest.raises(DamagedPage):
-        decode_page(memoryview(record), KEYS[0], 2, len(PAGE))
+        decode_page(memoryview(record), KEYS[0], FORM)
 
 
 @pytest.mark.parametrize("size", [0, 1, 40, len(record_of()) - 1])
 def test_a_record_that_is_cut_off_is_refused(size: int) -> None:
-    assert bytes(decode_page(memoryview(record_of()), KEYS[0], 2, len(PAGE))) == PAGE
+    assert bytes(decode_page(memoryview(record_of()), KEYS[0], FORM)) == PAGE
     with pytest.raises(DamagedPage):
-        decode_page(memoryview(record_of()[:size]), KEYS[0], 2, len(PAGE))
+        decode_page(memoryview(record_of()[:size]), KEYS[0], FORM)
 
 
-@pytest.mark.parametrize("asked", [(KEYS[1], 2, 200), (KEYS[0], 3, 200), (KEYS[0], 2, 199)])
-def test_a_page_with_another_key_or_form_is_refused(asked: tuple[bytes, int, int]) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [(KEYS[1], FORM), *((KEYS[0], PageForm(*each)) for each in ((3, 4, 200), (2, 8, 200), (2, 4, 199)))],
+)
+def test_a_page_with_another_key_or_form_is_refused(asked: tuple[bytes, PageForm]) -> None:
     with pytest.raises(DamagedPage, match="version"):
         decode_page(memoryview(record_of()), *asked)
 
 
+def test_the_checksum_is_the_same_of_a_page_that_is_copied_and_of_one_that_lies_still() -> None:
+    cache = small_cache()
+    copier, page = PageCopier(cache, library()), cache.read_page(2)
+    head, copied = b"h" * 9, np.empty((1, cache.page_bytes), dtype=np.uint8)
+    (found,) = copier.copy(np.frombuffer(head, np.uint8).reshape(1, 9), copied, [2], into_pool=False)
+    assert found == checksum_of(head, page.numpy().data)
+    assert bytes(copied[0]) == bytes(page.numpy())
+
+
 def test_a_damaged_file_is_removed_and_a_foreign_one_never_read(tmp_path: Path) -> None:
     folder = PageFolder(tmp_path, b"model", 1 << 20)
-    folder.write(KEYS[0], 2, memoryview(PAGE))
-    assert bytes(folder.read(KEYS[0], 2, len(PAGE)) or b"") == PAGE
-    assert PageFolder(tmp_path, b"other weights", 1 << 20).read(KEYS[0], 2, len(PAGE)) is None
+    folder.write(KEYS[0], FORM, memoryview(PAGE))
+    assert bytes(folder.read(KEYS[0], FORM) or b"") == PAGE
+    assert PageFolder(tmp_path, b"other weights", 1 << 20).read(KEYS[0], FORM) is None
     file = next(folder.folder.glob("*.page"))
     file.rename(file.with_name(KEYS[1].hex() + ".page"))
     with pytest.raises(DamagedPage):
-        folder.read(KEYS[1], 2, len(PAGE))
+        folder.read(KEYS[1], FORM)
     assert not list(folder.folder.iterdir())
     file.symlink_to("/etc/hostname")
     with pytest.raises(OSError, match="symbolic links"):
-        folder.read(KEYS[0], 2, len(PAGE))
+        folder.read(KEYS[0], FORM)
 
 
 def test_the_oldest_files_make_room_those_of_other_models_too(tmp_path: Path) -> None:
     size = len(record_of())
     other = PageFolder(tmp_path, b"other", 10 * size)
-    other.write(KEYS[7], 2, memoryview(PAGE))
+    other.write(KEYS[7], FORM, memoryview(PAGE))
     os.utime(next(other.folder.iterdir()), ns=(0, 0))
     folder = PageFolder(tmp_path, b"model", 4 * size)
     for number, key in enumerate(KEYS[:5]):
-        folder.write(key, 2, memoryview(PAGE))
+        folder.write(key, FORM, memoryview(PAGE))
         file = folder.folder / f"{key.hex()}.page"
         if file.exists():
             os.utime(file, ns=(0, 1000 + number))
@@ -410,11 +432,11 @@ def test_folders_that_share_a_path_keep_one_quota_together(tmp_path: Path) -> No
     size = len(record_of())
     folders = [PageFolder(tmp_path, model, 10 * size) for model in (b"model", b"model", b"other")]
     for number in range(60):
-        folders[number % 3].write(bytes([number]) * 32, 2, memoryview(PAGE))
+        folders[number % 3].write(bytes([number]) * 32, FORM, memoryview(PAGE))
         assert len(list(tmp_path.glob("*/*.page"))) <= 10
     last = bytes([57]) * 32
-    assert bytes(folders[1].read(last, 2, len(PAGE)) or b"") == PAGE, "one finds what another has written"
-    assert folders[2].read(last, 2, len(PAGE)) is None, "but not of another model"
+    assert bytes(folders[1].read(last, FORM) or b"") == PAGE, "one finds what another has written"
+    assert folders[2].read(last, FORM) is None, "but not of another model"
     for file in tmp_path.glob("*/*.page"):
         file.unlink()
     assert int.from_bytes((tmp_path / "used").read_bytes(), "little") > 0
