@@ -4,6 +4,7 @@ Settings are environment variables, since engines start their own worker process
 """
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from moe_serve.errors import ConfigError
 POLICY = "MOE_SERVE_EPLB"
 START = "MOE_SERVE_EPLB_PLACEMENT"
 RANK_MOVES = "MOE_SERVE_EPLB_MAX_MOVES_PER_RANK"
+MIN_GAIN = "MOE_SERVE_EPLB_MIN_GAIN"
+RECORD = "MOE_SERVE_EPLB_RECORD"
+WINDOW = "MOE_SERVE_EPLB_WINDOW"
 # Every rank of an engine plans for itself and must arrive at the same plan, so policies that stop by the clock are out.
 POLICIES = ("incremental", "refined", "greedy")
 
@@ -25,12 +29,18 @@ class AdapterSettings:
 
     policy:         one of POLICIES
     start:          placement file that planning starts from, or None
-    max_rank_moves: experts that one rank may receive in a layer of a rebalance, or None
+    max_rank_moves: experts that one rank may receive in a layer of a rebalance; None: as `default_rank_moves` says
+    min_gain:       share of a layer's time that a plan must save for each expert that the busiest rank receives
+    record:         .jsonl trace that the load is written to, or None
+    window_steps:   steps of the load that an engine hands over, where it does not say them
     """
 
     policy: str
     start: Path | None = None
     max_rank_moves: int | None = None
+    min_gain: float = 0.01
+    record: Path | None = None
+    window_steps: int = 1000  # vLLM's window_size
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> AdapterSettings | None:
@@ -39,19 +49,43 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> AdapterSettings | 
     Raises ConfigError for a policy that is not known, for another setting without a policy, and for a limit of moves
     that is no whole number or that the policy would ignore.
     """
-    policy, start, most = (environ.get(name, "") for name in (POLICY, START, RANK_MOVES))
+    policy = environ.get(POLICY, "")
+    start, most, gain, record, window = (
+        environ.get(name, "") for name in (START, RANK_MOVES, MIN_GAIN, RECORD, WINDOW)
+    )
     if not policy:
-        for name, value in ((START, start), (RANK_MOVES, most)):
-            if value:
+        for name in (START, RANK_MOVES, MIN_GAIN, RECORD, WINDOW):
+            if environ.get(name):
                 raise ConfigError(f"{name} is set but {POLICY} is not; set {POLICY}=incremental too, or unset {name}")
         return None
     if policy not in POLICIES:
         raise ConfigError(f"{POLICY} is {policy!r}; use one of {', '.join(POLICIES)}, or unset it")
-    if most and not (most.isascii() and most.isdigit() and int(most) >= 1):
-        raise ConfigError(f"{RANK_MOVES} is {most!r}; give a whole number of at least 1, or unset it")
+    for name, value in ((RANK_MOVES, most), (WINDOW, window)):
+        if value and not (value.isascii() and value.isdigit() and int(value) >= 1):
+            raise ConfigError(f"{name} is {value!r}; give a whole number of at least 1, or unset it")
+    if record and not record.endswith(".jsonl"):
+        raise ConfigError(f"{RECORD} is {record!r}; give a file that ends in .jsonl, or unset it")
     if most and policy != "incremental":
         raise ConfigError(f"policy {policy} plans anew and ignores {RANK_MOVES}; set {POLICY}=incremental, or unset it")
-    return AdapterSettings(policy, Path(start) if start else None, int(most) if most else None)
+    default = AdapterSettings(policy)
+    return AdapterSettings(
+        policy,
+        Path(start) if start else None,
+        int(most) if most else None,
+        _share(gain) if gain else default.min_gain,
+        Path(record) if record else None,
+        int(window) if window else default.window_steps,
+    )
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < 1:
+        raise ConfigError(f"{MIN_GAIN} is {text!r}; give a share from 0 to below 1, such as 0.01, or unset it")
+    return share
 
 
 def check_parameters(theirs: Callable[..., Any], ours: Callable[..., Any], engine: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_serve.adapters.plugin import START, AdapterSettings, check_parameters, read_settings
+from moe_serve.adapters.recording import LoadRecording
 from moe_serve.adapters.replan import Cluster, Ints, old_or_raise, replan
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError, PlacementError
@@ -49,6 +50,8 @@ def register() -> None:
 def make_rebalance_experts(settings: AdapterSettings) -> Any:
     """Returns a function that takes the place of SGLang's `rebalance_experts`."""
 
+    recording = None if settings.record is None else LoadRecording(settings.record)
+
     def rebalance_experts(
         tokens_per_expert: "Tensor",
         num_physical_experts: int,
@@ -64,13 +67,15 @@ def make_rebalance_experts(settings: AdapterSettings) -> Any:
         import torch
 
         load = tokens_per_expert.sum(dim=0).cpu().numpy()
+        if recording is not None:
+            recording.add(load, len(tokens_per_expert))
         num_ranks = num_physical_experts // num_local_physical_experts
         excluded = _lost_ranks() if algorithm.name.startswith("elasticity_aware") else ()
         hierarchical = algorithm.name.endswith("_hierarchical") and not excluded and bool(num_groups)
         cluster = Cluster(num_ranks, num_nodes, num_physical_experts, num_groups, hierarchical, excluded)
         old = _placement_in_use(len(load))
         try:
-            rows = replan(load, cluster, old, settings.policy, max_rank_moves=settings.max_rank_moves)
+            rows = replan(load, cluster, old, settings.policy, None, settings.max_rank_moves, settings.min_gain)
         except PlacementError as error:
             if excluded:
                 raise  # the placement in use has experts on lost ranks

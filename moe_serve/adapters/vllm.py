@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.adapters.plugin import AdapterSettings, check_parameters, read_settings
+from moe_serve.adapters.recording import LoadRecording
 from moe_serve.adapters.replan import Cluster, fitting_start, old_or_raise, replan
 from moe_serve.eplb.files.placements import read_placement
 from moe_serve.eplb.placement import Placement
@@ -43,6 +44,7 @@ def register() -> None:
 def make_policy_class(settings: AdapterSettings) -> type[Any]:
     """Returns a class with the interface of vLLM's AbstractEplbPolicy; vLLM never makes an object of it."""
     start = None if settings.start is None else read_placement(settings.start)
+    recording = None if settings.record is None else LoadRecording(settings.record)
 
     class MoeServeEplbPolicy:
         """vLLM's EPLB policy, planned by moe_serve."""
@@ -69,9 +71,11 @@ def make_policy_class(settings: AdapterSettings) -> type[Any]:
             hierarchical = num_groups > 0 and num_groups % num_nodes == 0
             cluster = Cluster(num_ranks, num_nodes, num_replicas, num_groups, hierarchical)
             load = weight.cpu().numpy()
+            if recording is not None:
+                recording.add(load, settings.window_steps)
             try:
                 begin = _start(start, load, cluster, old)
-                found = replan(load, cluster, old, settings.policy, begin, settings.max_rank_moves)
+                found = replan(load, cluster, old, settings.policy, begin, settings.max_rank_moves, settings.min_gain)
             except PlacementError as error:
                 found = old_or_raise(error, old, num_replicas)
             return torch.from_numpy(found)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moe_serve.adapters.plugin import START, check_parameters, read_settings
+from moe_serve.adapters.plugin import START, AdapterSettings, check_parameters, read_settings
+from moe_serve.adapters.recording import LoadRecording
 from moe_serve.adapters.replan import Cluster, replan
 from moe_serve.errors import PlacementError
 from moe_serve.log import configure_logging, get_logger
@@ -36,9 +37,7 @@ def register() -> None:
             return  # a vLLM without it
         raise
     check_parameters(EplbPolicy.rebalance_experts, MoeServePolicy.rebalance_experts, "vllm-ascend of August 2026")
-    PolicyFactory.generate_policy = staticmethod(
-        lambda policy_type: MoeServePolicy(settings.policy, settings.max_rank_moves)
-    )
+    PolicyFactory.generate_policy = staticmethod(lambda policy_type: MoeServePolicy(settings))
     configure_logging(who="eplb")
     logger.info("vllm-ascend's experts are placed by moe_serve, policy %s", settings.policy)
     if settings.start is not None:  # vLLM's own EPLB, which vllm-ascend's second model runner uses, does read it
@@ -48,8 +47,9 @@ def register() -> None:
 class MoeServePolicy:
     """A policy as vllm-ascend calls it. Picklable: it goes to the process that plans."""
 
-    def __init__(self, policy: str, max_rank_moves: int | None = None) -> None:
-        self.policy, self.max_rank_moves = policy, max_rank_moves
+    def __init__(self, settings: AdapterSettings) -> None:
+        self.settings = settings
+        self._recording: LoadRecording | None = None  # opened by the process that plans
 
     def rebalance_experts(
         self, current_expert_table: "Tensor", expert_workload: "Tensor"
@@ -63,14 +63,19 @@ class MoeServePolicy:
 
         table = np.asarray(current_expert_table).astype(np.int64)
         work = np.asarray(expert_workload)
+        steps = len(work) if work.ndim > table.ndim else self.settings.window_steps
         work = work.reshape(-1, *table.shape).sum(axis=0)
         num_layers, num_ranks, _ = table.shape
         load = np.zeros((num_layers, int(table.max()) + 1))
         np.add.at(load, (np.arange(num_layers)[:, None, None], table), np.maximum(work, 0))
+        if self.settings.record is not None:
+            self._recording = self._recording or LoadRecording(self.settings.record)
+            self._recording.add(load, steps)
         old = table.reshape(num_layers, -1)
         try:
             cluster = Cluster(num_ranks, num_slots=old.shape[1])
-            new = replan(load, cluster, old, self.policy, max_rank_moves=self.max_rank_moves)
+            given = self.settings
+            new = replan(load, cluster, old, given.policy, None, given.max_rank_moves, given.min_gain)
         except PlacementError as error:
             logger.error("no new placement, the one in use stays: %s", error)
             new = old

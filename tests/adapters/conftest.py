@@ -13,14 +13,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from moe_serve.adapters.plugin import POLICY, RANK_MOVES, START
+from moe_serve.adapters.plugin import MIN_GAIN, POLICY, RANK_MOVES, RECORD, START, WINDOW
 
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(POLICY, raising=False)
-    monkeypatch.delenv(START, raising=False)
-    monkeypatch.delenv(RANK_MOVES, raising=False)
+    for name in (POLICY, START, RANK_MOVES, MIN_GAIN, RECORD, WINDOW):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,15 @@
 """What every engine gets: a full placement, whatever our planners leave empty."""
 
+import logging
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from moe_serve.adapters.replan import Cluster, replan
+from moe_serve.adapters.recording import LoadRecording
+from moe_serve.adapters.replan import Cluster, default_rank_moves, layers_that_pay, replan
+from moe_serve.eplb.files.traces import read_trace
+from moe_serve.eplb.placement import Placement
 
 
 @pytest.mark.parametrize(
@@ -30,3 +36,66 @@ def test_slots_that_are_filled_keep_router_groups_on_one_node(load: list[int], p
     first, second = (set(node) for node in replan(np.array([load]), cluster, None, policy).reshape(2, 10).tolist())
     assert not first & second
     assert all({2 * group, 2 * group + 1} <= first or {2 * group, 2 * group + 1} <= second for group in range(4))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "min_gain", "pays"),
+    [
+        ([90_000, 10_000, 10_000, 90_000], 0.0, True),  # two hot experts on a rank each, swapped: 180 -> 100 thousand
+        ([90_000, 10_000, 10_000, 90_000], 0.5, False),  # 44 % of the time for one expert to each rank
+        ([50_200, 50_000, 50_000, 49_800], 0.0, False),  # chance
+    ],
+)
+def test_a_layer_moves_only_where_it_pays(tokens: list[int], min_gain: float, pays: bool) -> None:
+    current = Placement(np.array([[0, 3, 1, 2]], dtype=np.int32), 4, 2)
+    better = np.array([[[0, 2], [1, 3]]], dtype=np.int32)
+    assert layers_that_pay(np.array([tokens], dtype=np.float64), current, better, min_gain).tolist() == [pays]
+
+
+@pytest.mark.parametrize("policy", ["refined", "incremental", "greedy"])
+def test_a_steady_load_moves_nothing_after_the_first_plan(policy: str) -> None:
+    """Tokens are drawn anew, 60 an expert: a plan that levels one window gains nothing in the next."""
+    rng = np.random.default_rng(3)
+    shares = rng.dirichlet(np.full(64, 1.0), size=6)
+    cluster = Cluster(8, num_slots=80)
+    old = np.tile(np.arange(80) % 64, (6, 1))
+    moved = []
+    for _ in range(6):
+        load = rng.multinomial(64 * 60, shares)
+        new = replan(load, cluster, old, policy, min_gain=0.01)
+        moved.append(float((new != old).mean()))
+        old = new
+    print(policy, moved)
+    assert moved[0] > 0.05
+    assert max(moved[2:]) <= 0.03
+
+
+def test_ranks_of_few_slots_may_receive_any_number_of_experts() -> None:
+    assert [default_rank_moves(Cluster(8, num_slots=8 * slots)) for slots in (1, 2, 3, 4, 9)] == [
+        None,
+        None,
+        None,
+        1,
+        2,
+    ]
+
+
+def test_a_recording_that_cannot_be_written_ends_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("moe_serve"), "propagate", True)
+    (tmp_path / "other.jsonl").write_text("not a trace\n")
+    for path in (tmp_path / "other.jsonl", tmp_path / "nowhere" / "load.jsonl"):
+        recording = LoadRecording(path)
+        recording.add(np.ones((2, 4)), 10)
+        recording.add(np.ones((2, 4)), 10)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert (tmp_path / "other.jsonl").read_text() == "not a trace\n"
+
+
+def test_a_second_run_goes_on_in_the_file(tmp_path: Path) -> None:
+    for _ in range(2):
+        recording = LoadRecording(tmp_path / "load.jsonl")
+        recording.add(np.ones((2, 4)), 10)
+        recording.close()
+    assert [record.first_step for record in read_trace(tmp_path / "load.jsonl")] == [0, 10]

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from moe_serve.adapters import vllm
-from moe_serve.adapters.plugin import POLICY, RANK_MOVES, START
+from moe_serve.adapters.plugin import MIN_GAIN, POLICY, RANK_MOVES, RECORD, START, WINDOW
 from moe_serve.eplb.files.placements import write_placement
+from moe_serve.eplb.files.traces import read_trace
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import plan
@@ -206,6 +208,32 @@ def test_the_first_rebalance_installs_the_placement_of_a_file(
     assert ours.rebalance_experts(later[:1], 20, 1, 1, 4, draft).shape == (1, 20)
 
 
+def test_the_load_that_vllm_counts_is_a_trace_for_our_tools(
+    vllm_policies: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A second process of the engine writes nothing, a second run goes on; a draft model is left out."""
+    path = tmp_path / "load.jsonl"
+    monkeypatch.setenv(RECORD, str(path))
+    monkeypatch.setenv(WINDOW, "250")
+    ours = registered(vllm_policies, monkeypatch)
+    other = registered(vllm_policies, monkeypatch)
+    loads = [np.vstack([np.zeros((1, 32), dtype=np.int64), uneven_load(3, 32, seed)]) for seed in range(2)]
+    old = torch.from_numpy(engine_start(4, 32, 40))
+    for load in loads:
+        for policy in (ours, other):
+            old = policy.rebalance_experts(torch.from_numpy(load), 40, 1, 1, 8, old)
+    draft = torch.from_numpy(engine_start(1, 16, 16))
+    ours.rebalance_experts(torch.from_numpy(uneven_load(1, 16)), 16, 1, 1, 4, draft)
+    trace = read_trace(path)
+    assert trace.moe_layer_ids == (1, 2, 3), "the first layer never has load"
+    assert [(record.first_step, record.num_steps, record.phase) for record in trace] == [
+        (0, 250, "mixed"),
+        (250, 250, "mixed"),
+    ]
+    for record, load in zip(trace, loads, strict=True):
+        assert np.array_equal(record.tokens, load[1:])
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [({POLICY: "fastest"}, "incremental, refined, greedy"), ({START: "x.json"}, "set MOE_SERVE_EPLB=incremental"),
@@ -213,6 +241,9 @@ def test_the_first_rebalance_installs_the_placement_of_a_file(
      ({RANK_MOVES: "1"}, "MOE_SERVE_EPLB_MAX_MOVES_PER_RANK is set but"),
      ({POLICY: "incremental", RANK_MOVES: "0"}, "is '0'; give a whole number of at least 1"),
      ({POLICY: "incremental", RANK_MOVES: "²"}, "is '²'; give a whole number"),
+     ({POLICY: "incremental", MIN_GAIN: "1"}, "MIN_GAIN is '1'; give a share from 0"),
+     ({POLICY: "incremental", RECORD: "load.npz"}, "ends in .jsonl"),
+     ({WINDOW: "100"}, "MOE_SERVE_EPLB_WINDOW is set but"),
      ({POLICY: "refined", RANK_MOVES: "1"}, "policy refined plans anew and ignores")],
 )  # fmt: skip
 def test_wrong_settings_end_vllms_start(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moe_serve.adapters import vllm_ascend
-from moe_serve.adapters.plugin import POLICY, START
+from moe_serve.adapters.plugin import POLICY, START, AdapterSettings
 from tests.adapters.conftest import add_module, engine_start, uneven_load
 
 
@@ -41,7 +41,7 @@ def test_it_acts_where_it_is_asked_and_vllm_ascend_is_there(
     assert factory.generate_policy(2) == "their own"
     monkeypatch.setenv(POLICY, "incremental")
     vllm_ascend.register()
-    assert pickle.loads(pickle.dumps(factory.generate_policy(2))).policy == "incremental"
+    assert pickle.loads(pickle.dumps(factory.generate_policy(2))).settings == AdapterSettings("incremental")
     monkeypatch.setenv(START, "p.json")
     logging.getLogger("moe_serve").propagate = True
     monkeypatch.setattr(vllm_ascend, "configure_logging", lambda who: None)
@@ -63,7 +63,7 @@ def test_a_plan_keeps_the_rules_of_its_worker(steps: tuple[int, ...]) -> None:
     count = np.stack([np.bincount(row.ravel(), minlength=32) for row in old])
     work = np.take_along_axis(uneven_load(3, 32) // count, old.reshape(3, -1), axis=1).reshape(old.shape)
     work = np.broadcast_to(work, (*steps, *old.shape)).copy()
-    policy = vllm_ascend.MoeServePolicy("incremental")
+    policy = vllm_ascend.MoeServePolicy(AdapterSettings("incremental"))
     changed, order, new = policy.rebalance_experts(torch.from_numpy(old), torch.from_numpy(work))
     assert (changed, order, new.dtype, tuple(new.shape)) == (1, [0, 1, 2], torch.int64, (3, 8, 5))
     for before, after in zip(old, new.numpy(), strict=True):
@@ -72,7 +72,7 @@ def test_a_plan_keeps_the_rules_of_its_worker(steps: tuple[int, ...]) -> None:
             assert len(set(has)) == 5
             stays = np.isin(has, had)
             assert np.array_equal(has[stays], had[stays])
-    limited = vllm_ascend.MoeServePolicy("incremental", 1)
+    limited = vllm_ascend.MoeServePolicy(AdapterSettings("incremental", max_rank_moves=1))
     _, _, new = limited.rebalance_experts(torch.from_numpy(old), torch.from_numpy(work))
     for had, has in zip(old.reshape(24, 5), new.numpy().reshape(24, 5), strict=True):
         assert len(set(has) - set(had)) <= 1
@@ -84,7 +84,7 @@ def test_a_plan_keeps_the_rules_of_its_worker(steps: tuple[int, ...]) -> None:
 def test_without_redundant_slots_nothing_changes(policy: str) -> None:
     old = engine_start(2, 16, 16).reshape(2, 16, 1)
     work = np.take_along_axis(uneven_load(2, 16), old.reshape(2, -1), axis=1).reshape(old.shape)
-    changed, _, new = vllm_ascend.MoeServePolicy(policy).rebalance_experts(
+    changed, _, new = vllm_ascend.MoeServePolicy(AdapterSettings(policy)).rebalance_experts(
         torch.from_numpy(old), torch.from_numpy(work)
     )
     assert (changed, new.tolist()) == (0, old.tolist())
@@ -93,6 +93,6 @@ def test_without_redundant_slots_nothing_changes(policy: str) -> None:
 def test_a_plan_that_fails_is_the_placement_in_use() -> None:
     old = torch.from_numpy(engine_start(1, 8, 8).reshape(1, 4, 2))
     work = torch.full(old.shape, float("inf"))
-    changed, _, new = vllm_ascend.MoeServePolicy("incremental").rebalance_experts(old, work)
+    changed, _, new = vllm_ascend.MoeServePolicy(AdapterSettings("incremental")).rebalance_experts(old, work)
     assert changed == 0
     assert torch.equal(new, old)

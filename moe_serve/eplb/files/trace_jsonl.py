@@ -458,6 +458,14 @@ def begin_trace(path: Path, meta: TraceMeta) -> IO[bytes]:
     return lock
 
 
+def is_written(path: Path) -> bool:
+    """Returns whether a process writes the trace now: holds its lock. Raises OSError where it cannot be opened."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return not _try_to_lock(file)
+
+
 class RollingTrace:
     """Appends the records and events of one run to a trace. Its steps continue those of earlier runs.
 

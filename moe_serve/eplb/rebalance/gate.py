@@ -268,7 +268,7 @@ class Gate:
         weights, windows = self._memory.weights(), self._memory.windows
         tokens = np.einsum("lw,wle->le", weights, np.array([w.tokens for w in windows]))
         steps = weights @ np.array([float(w.num_steps) for w in windows])
-        levelled = _expected_maximum(len(planned.live_ranks)) * self._chance(planned)
+        levelled = expected_maximum(len(planned.live_ranks)) * self._chance(planned)
         slower = self.cost.layer_seconds(tokens * (1 + levelled)[:, None], planned)
         chance = np.minimum(self._chance(current), 1.0)
         faster = self.cost.layer_seconds(tokens * (1 - chance)[:, None], current)
@@ -399,7 +399,7 @@ class LoadMemory:
         return shifted
 
 
-def _expected_maximum(num: int) -> float:
+def expected_maximum(num: int) -> float:
     """Returns about the mean of the highest of `num` standard normal draws (Blom, 1958), 0 for one."""
     return NormalDist().inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0
 
