@@ -27,9 +27,10 @@ class KvLayout:
 
     gqa: a key and a value for each of `num_heads` heads of `width`; a row is [2 * num_heads, width], keys first
     mla: one normed latent of `value_width` and one rotated key, together `width` wide; a row is [1, width]
+    ids: no values but the experts of the token in all MoE layers, in `width` bytes; behind all other layers
     """
 
-    kind: Literal["gqa", "mla"]
+    kind: Literal["gqa", "mla", "ids"]
     num_heads: int
     width: int
     value_width: int
@@ -41,6 +42,11 @@ class KvLayout:
     @classmethod
     def mla(cls, latent: int, rope_dim: int) -> "KvLayout":
         return cls("mla", 1, latent + rope_dim, latent)
+
+    @classmethod
+    def ids(cls, num_layers: int, topk: int, num_logical: int) -> "KvLayout":
+        """Returns the layout of expert ids [num_layers, topk], in one byte each where that holds them, else in two."""
+        return cls("ids", 1, num_layers * topk * id_dtype(num_logical).itemsize, 0)
 
     @property
     def row_shape(self) -> tuple[int, int]:
@@ -58,6 +64,8 @@ class KvLayout:
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
         """Returns the size of one slot."""
+        if self.kind == "ids":
+            return -(-self.width // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         if dtype not in CACHED_DTYPES:
             return self.elements_per_token * dtype.itemsize
         values = -(-self.elements_per_token // torch.float32.itemsize) * torch.float32.itemsize
@@ -136,6 +144,17 @@ class KvCache:
         """Where a block lies, of a pool on the CPU: for each layer the address of block 0, and the bytes of a block."""
         return [(memory.data_ptr(), self.block_size * memory.shape[1]) for memory in self._memory]
 
+    @property
+    def keeps_experts(self) -> bool:
+        """Whether the experts of each token are kept beside its keys and values."""
+        return self.layouts[-1].kind == "ids"
+
+    def expert_ids(self, num_layers: int, topk: int, num_logical: int) -> Tensor:
+        """Returns the expert ids of each slot, [num_slots + 1, num_layers, topk] of id_dtype, where they are kept."""
+        assert self.keeps_experts
+        ids = self._memory[-1][:, : self.layouts[-1].width].view(id_dtype(num_logical))
+        return ids.view(-1, num_layers, topk)
+
     def touch(self) -> None:
         """Has the system give the memory of an unused pool now: the first write to a huge page takes milliseconds."""
         for memory in self._memory:
@@ -181,6 +200,8 @@ class KvCache:
 
 def _parts(memory: Tensor, layout: KvLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Returns values [slots, *row_shape] and scales [slots, heads, num_scales] in slots of bytes."""
+    if layout.kind == "ids":
+        return memory[:, None], None
     if dtype not in CACHED_DTYPES:
         return memory.view(dtype).view(-1, *layout.row_shape), None
     heads, num_values, num_scales = layout.row_shape[0], layout.elements_per_token, layout.num_scales
@@ -189,6 +210,11 @@ def _parts(memory: Tensor, layout: KvLayout, dtype: torch.dtype) -> tuple[Tensor
     first = -(-num_values // torch.float32.itemsize) * torch.float32.itemsize
     scales = memory.view(torch.float32)[:, first // 4 : (first + size) // 4].view(-1, heads, num_scales)
     return values, scales
+
+
+def id_dtype(num_logical: int) -> torch.dtype:
+    """Returns the smallest dtype that holds the ids of so many experts; two bytes mean numbers without a sign."""
+    return torch.uint8 if num_logical <= 1 << 8 else torch.int16
 
 
 def bytes_per_block(layouts: Sequence[KvLayout], block_size: int, dtype: torch.dtype) -> int:

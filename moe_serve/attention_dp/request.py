@@ -87,6 +87,7 @@ class Request:
     # The position whose row tells the next log probability of a prompt token that is wanted; None: no more are. It
     # grows as they are sent, so that a preempted request does not compute them again.
     logprobs_from: int | None = None
+    num_experts_sent: int = 0  # leading tokens whose experts the front end has, where it asks for them
     matcher: Any = None  # with a constraint: the structured.grammar.Matcher of an empty output, before it is scheduled
     why_none_left: str | None = None  # the sampler says so where no token may come next
     handover: Handover | None = None  # on a decode rank: of the pages that it may take; None: there are none (left)

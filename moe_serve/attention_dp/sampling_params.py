@@ -58,6 +58,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # of prompt tokens behind the one at prompt_logprobs_start
     prompt_logprobs_start: int = 0
     logprob_token_ids: tuple[int, ...] = ()  # whose log probabilities come, too, at each place asked for
+    return_routed_experts: bool = False  # the experts of every token of prompt and output, in all MoE layers
     constraint: Constraint | None = None  # the form of the whole output; None = any
     # The front end makes a request of each output (server/requests/prompts.py); a rank sees 1 and None.
     n: int = 1  # outputs of the prompt
@@ -116,7 +117,7 @@ class SamplingParams:
         _check_texts("stop", self.stop, MAX_STOPS)
         _check_texts("stop_regex", self.stop_regex, MAX_STOP_REGEXES)
         _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOPS)
-        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "return_routed_experts"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected true or false", field=name)
         self._check_samples()

@@ -385,6 +385,8 @@ class EngineConfig(Section):
     max_running_requests: PositiveInt = 64  # per rank
     max_queued_requests: PositiveInt = 1024  # over all ranks, at the front end; beyond it: HTTP 429
     max_logprobs: NonNegativeInt = 20  # likeliest tokens that a request may ask for beside each token
+    # Requests may ask for the experts of their tokens, which are kept beside keys and values (docs/api.md)
+    return_routed_experts: bool = False
     max_batch_tokens: PositiveInt = 1024  # token budget of one step of one rank; longer prompts are prefilled in chunks
     # Of GPUs, and of CPUs where plain torch computes; the compiled CPU kernels are batch_invariant (docs/numerics.md)
     numerics: Literal["fast", "batch_invariant"] = "fast"

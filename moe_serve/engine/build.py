@@ -41,6 +41,7 @@ from moe_serve.engine.model.shared_weights import (
     weights_made_from,
 )
 from moe_serve.engine.output.grammars import make_grammars
+from moe_serve.engine.output.routed_experts import KeptExperts
 from moe_serve.engine.output.row_logprobs import LogprobScorer
 from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
@@ -69,7 +70,7 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.log import get_logger
-from moe_serve.models.decoder.moe_decoder import build_decoder, captures_decodes, kv_layouts
+from moe_serve.models.decoder.moe_decoder import build_decoder, captures_decodes, expert_id_bytes, kv_layouts
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import ExpertReloader, ExpertRoom, LoadedWeights, dummy_weights, load_weights
@@ -122,7 +123,11 @@ def build_engine(
         overlap_from_tokens=config.dispatch.overlap_from_tokens,
     )
     counters = EngineCounters()
-    requests = OpenRequests(scheduler, served.limits, counters, make_grammars(config, served.limits))
+    kept = None
+    if served.cache.keeps_experts:
+        spec = served.spec
+        kept = KeptExperts(served.cache, spec.num_moe_layers, spec.topk, spec.num_logical)
+    requests = OpenRequests(scheduler, served.limits, counters, make_grammars(config, served.limits), kept)
     own = Rank(group.rank, launch_id, exchange, mailbox, requests.drop_all)
     recovery = make_recovery(config, own, served, restarts=group.files is not None)
     balancing = make_balancing(config, own, group, served, recovery)
@@ -286,13 +291,19 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
         eos_token_ids=list(plan.spec.eos_token_ids),
         block_size=block_size,
         max_logprobs=config.engine.max_logprobs,
+        expert_id_bytes=expert_id_bytes(plan.spec) if config.engine.return_routed_experts else None,
     )
     served = ServedModel(
         rank=group.rank,
         spec=plan.spec,
         decoder=decoder,
         cache=KvCache(
-            kv_layouts(plan.spec), plan.num_blocks, block_size, plan.cache_dtype, plan.device, computed=plan.dtype
+            kv_layouts(plan.spec, config.engine.return_routed_experts),
+            plan.num_blocks,
+            block_size,
+            plan.cache_dtype,
+            plan.device,
+            computed=plan.dtype,
         ),
         limits=limits,
         numerics=plan.numerics,
@@ -328,7 +339,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
 
 def _kv_key(config: ServeConfig, plan: ModelPlan) -> bytes:
     """Returns all that makes cached values differ. Of weights only the name, where no page leaves this process."""
-    key = f"{served_name(config.model)} {plan.cache_dtype}"
+    key = f"{served_name(config.model)} {plan.cache_dtype}{' experts' * config.engine.return_routed_experts}"
     leaves = config.cache.disk_gb is not None or config.cache.host_gb is not None or config.parallel.num_prefill_ranks
     if leaves:
         arithmetic = f"{plan.choice.name} {plan.choice.kernels} {plan.dtype} {plan.activations}"

@@ -16,6 +16,7 @@ from moe_serve.engine.balancing.balancing import Balancing
 from moe_serve.engine.balancing.record_control import RecordControl
 from moe_serve.engine.model.prediction import TokenPredictor
 from moe_serve.engine.model.served_model import ServedModel
+from moe_serve.engine.output.routed_experts import in_messages
 from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
 from moe_serve.engine.protocol.mailbox import Disconnected, Inbound, Mailbox, Reconnected
@@ -274,7 +275,8 @@ class Engine:
 
     def _send(self, events: list[TokenEvent]) -> None:
         if events:
-            self.mailbox.send(Tokens(self.rank, self.launch_id, events))
+            for part in in_messages(events):
+                self.mailbox.send(Tokens(self.rank, self.launch_id, part))
 
     def _receive(self, messages: Sequence[Inbound]) -> bool:
         """Acts on messages; returns whether one of them is a wake for the next exchange."""

@@ -18,9 +18,18 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
 from moe_serve.engine.output.grammars import Grammars
+from moe_serve.engine.output.routed_experts import KeptExperts
 from moe_serve.engine.output.row_logprobs import LogprobScorer, ProjectRows, joined
 from moe_serve.engine.output.sampler import Sampler, has_finite_best
-from moe_serve.engine.protocol.messages import Expect, LogprobBlock, ModelLimits, Submit, TokenEvent, front_end_of
+from moe_serve.engine.protocol.messages import (
+    Expect,
+    ExpertsBlock,
+    LogprobBlock,
+    ModelLimits,
+    Submit,
+    TokenEvent,
+    front_end_of,
+)
 from moe_serve.engine.status import EngineCounters
 from moe_serve.errors import RequestError
 from moe_serve.kernels.part_clock import OTHER, SAMPLE, PartClock
@@ -33,7 +42,16 @@ log = get_logger(__name__)
 class OpenRequests:
     """Requests by id. They change between steps only; the scheduler decides when each one runs."""
 
-    def __init__(self, scheduler: Scheduler, limits: ModelLimits, counters: EngineCounters, grammars: Grammars):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        limits: ModelLimits,
+        counters: EngineCounters,
+        grammars: Grammars,
+        kept: KeptExperts | None = None,
+    ):
+        """kept: the experts of tokens; None: they are not kept"""
+        self._kept = kept
         self._scheduler = scheduler
         self.grammars = grammars
         self._limits = limits
@@ -136,6 +154,9 @@ class OpenRequests:
     ) -> TokenEvent:
         """Returns the event for a request's newest token, and closes the request if it is the last one."""
         finish, matched_id = self._finish(request, token_id)
+        experts = None
+        if request.params.return_routed_experts and self._kept is not None:
+            experts = self._kept.next_of(request)
         if finish is not None:
             self._scheduler.finish(request.request_id)
             del self._open[request.request_id]
@@ -143,7 +164,7 @@ class OpenRequests:
         # By position: there is one for each running request in each step, and names take twice the time.
         index, cached = len(request.output_ids) - 1, request.num_cached_prompt
         queued_us, request.queued_us = request.queued_us, 0
-        numbers = logprobs, prompt_logprobs, queued_us
+        numbers = logprobs, prompt_logprobs, queued_us, experts
         return TokenEvent(
             request.request_id, request.attempt, index, [token_id], finish, matched_id, cached, None, None, *numbers
         )
@@ -308,4 +329,9 @@ def _joined(event: TokenEvent, more: TokenEvent) -> TokenEvent:
         logprobs=joined(blocks) if blocks else None,
         prompt_logprobs=event.prompt_logprobs,
         queued_us=event.queued_us,
+        experts=None if event.experts is None or more.experts is None else _one_block(event.experts, more.experts),
     )
+
+
+def _one_block(first: ExpertsBlock, more: ExpertsBlock) -> ExpertsBlock:
+    return msgspec.structs.replace(first, rows=first.rows + more.rows)

@@ -142,6 +142,16 @@ class Gated(NamedTuple):
         return [Gated(x, ids, weights, None) for x, ids, weights in parts]
 
 
+class KeptIds(NamedTuple):
+    """Where the experts of rows are kept for those who ask for them.
+
+    ids:   [slots, layers, K] uint8 or int16, by slot of the KV cache;  slots: [T] int64, of the rows; below 0: padding
+    """
+
+    ids: Tensor
+    slots: Tensor
+
+
 class MoeLayer:
     """y = sum over a token's experts of weight x expert(x), plus the shared expert."""
 
@@ -158,6 +168,12 @@ class MoeLayer:
         self._replicas = parallel.replica_map.layer(layer_row)
         self._shared = weights.shared
         self.experts = weights.experts
+
+    @property
+    def ids_shape(self) -> tuple[int, int, int]:
+        """Returns layers, experts of a token, and experts of a layer."""
+        router = self._parallel.router
+        return self._parallel.replica_map.num_layers, router.topk, router.num_logical
 
     @property
     def needs_counts(self) -> bool:
@@ -177,6 +193,7 @@ class MoeLayer:
         num_chunks: int,
         cached_at: Tensor | None = None,
         step_load: Tensor | None = None,
+        kept: KeptIds | None = None,
     ) -> Turns[Tensor]:
         """Returns the layer's output for the real rows; rows beyond them hold zeros plus the shared expert.
 
@@ -185,6 +202,7 @@ class MoeLayer:
         num_chunks: rounds, over which the rows are spread evenly, equal on all ranks
         cached_at: [num_tokens] int64, below 0 in padding rows among these, which get no experts; None: there are none
         step_load: what `new_load` of any layer made for these rows, used where `needs_counts`; None: made here
+        kept: where the logical experts of the real rows are written; None: nowhere
         """
         parallel, gate = self._parallel, self._gate
         assert isinstance(gate, Gate), "a layer of compiled kernels is recorded, not called"
@@ -193,6 +211,11 @@ class MoeLayer:
         if replicas.needs_counts:
             load = (self.new_load() if step_load is None else step_load)[self._layer_row]
             ids, weights = gate(rows, self._load_row, cached_at=cached_at, step_load=load)
+            self._keep(ids, kept)
+        elif kept is not None:
+            ids, weights = gate(rows, self._load_row, cached_at=cached_at)
+            self._keep(ids, kept)
+            ids = replicas.first_slot[ids]  # that of -1 is the last, -1
         else:
             ids, weights = gate(rows, self._load_row, replicas.first_slot, cached_at)
         if parallel.router.scales_input:
@@ -206,8 +229,12 @@ class MoeLayer:
         parallel.clock.turn(MLP)
         return shared(routed)
 
-    def record(self, recorder: Recorder, x: Tensor) -> Tensor:
-        """Records the layer for rows x, [T, H] -> [T, H], without the shared expert.
+    def _keep(self, ids: Tensor, kept: KeptIds | None) -> None:
+        if kept is not None:
+            kept.ids[kept.slots[: len(ids)], self._layer_row] = ids.to(kept.ids.dtype)
+
+    def record(self, recorder: Recorder, x: Tensor, kept: KeptIds | None = None) -> Tensor:
+        """Records the layer for rows x, [T, H] -> [T, H], without the shared expert. kept: as for a call
 
         Gate, counts, and slots where no expert has replicas, are kernels; in form "local" all of the layer is. In other
         forms Python is called between kernels.
@@ -215,6 +242,8 @@ class MoeLayer:
         parallel, gate, replicas = self._parallel, self._gate, self._replicas
         assert isinstance(gate, CompiledGate), "without compiled kernels a layer is called, not recorded"
         ids, weights = gate.record(recorder, x, self._load_row)
+        if kept is not None:
+            recorder.keep_ids(ids, kept.slots, kept.ids[:, self._layer_row])
         if parallel.router.scales_input:
             x = recorder.multiply_rows(x, weights)
             weights = torch.ones(recorder.capacity, 1)

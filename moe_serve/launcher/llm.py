@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from rich.progress import Progress as ProgressBar
 
 from moe_serve.attention_dp.sampling_params import SamplingParams, plain
@@ -67,6 +68,9 @@ class Output:
     output_entries: TokenLogprobs | None = None
     prompt_entries: TokenLogprobs | None = None
     prompt_logprobs_start: int = 0
+    # [tokens, MoE layers, experts of a token], logical ids of prompt and output but for its last token, which was only
+    # drawn; None: `SamplingParams.return_routed_experts` is false
+    routed_experts: np.ndarray | None = None
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
@@ -398,4 +402,5 @@ def output_of(request: OpenRequest) -> Output:
         output_entries=request.output_logprobs if request.spec.shows_logprobs else None,
         prompt_entries=request.prompt_logprobs,
         prompt_logprobs_start=request.spec.params.prompt_logprobs_start,
+        routed_experts=None if request.routed_experts is None else request.routed_experts.array(request.num_routed),
     )

@@ -19,6 +19,7 @@ from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.build import build_engine
 from moe_serve.engine.engine import Engine
+from moe_serve.engine.output.routed_experts import RoutedExperts
 from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.protocol.mailbox import Inbound
 from moe_serve.engine.protocol.messages import Answer, LogprobBlock, Members, Shutdown, Submit, Tokens
@@ -109,6 +110,7 @@ class Served:
     gaps: dict[str, list[float]] = field(default_factory=dict)  # between the two best logits of each token
     logprobs: dict[str, list[LogprobBlock]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[LogprobBlock]] = field(default_factory=dict)
+    experts: dict[str, RoutedExperts] = field(default_factory=dict)
     finish: dict[str, str] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -272,6 +274,8 @@ def _serve_on_rank(
                 ):
                     if block is not None:
                         kept.setdefault(event.request_id, []).append(block)
+                if event.experts is not None:
+                    served.experts.setdefault(event.request_id, RoutedExperts()).add(event.experts)
                 if event.finish:
                     served.finish[event.request_id] = event.finish
                     served.messages[event.request_id] = event.message or ""
@@ -328,6 +332,7 @@ def _merge(parts: Sequence[Served]) -> Served:
         whole.rows += part.rows
         whole.answers += part.answers
         whole.tokens |= part.tokens
+        whole.experts |= part.experts
         whole.digests |= part.digests
         whole.gaps |= part.gaps
         whole.logprobs |= part.logprobs

@@ -90,6 +90,13 @@ def test_log_probabilities_of_output_and_prompt_come_by_token_id(llm):
         llm.generate([[5]], greedy(3, logprobs=21))
 
 
+def test_the_experts_of_its_tokens_come_as_an_array(llm):
+    (output,) = llm.generate([[5, 6, 7]], greedy(3, return_routed_experts=True))
+    assert output.routed_experts.tolist() == [[[position, 1], [2, 3]] for position in range(5)]
+    (plain,) = llm.generate([[5, 6, 7]], greedy(3))
+    assert plain.routed_experts is None
+
+
 @in_event_loop
 async def test_several_outputs_of_a_prompt_are_those_that_http_gives(llm):
     several, best = {"n": 3}, {"n": 2, "best_of": 4}

@@ -49,7 +49,7 @@ class ReferenceMoe:
         out[:num_tokens] = (out[:num_tokens].float() + total).to(x.dtype)
         return out
 
-    def record(self, recorder: Recorder, x: Tensor) -> Tensor:
+    def record(self, recorder: Recorder, x: Tensor, _: None) -> Tensor:
         return record_call(recorder, self, x)
 
     def _project(self, name: str, expert: Tensor, x: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def test_an_empty_batch_reaches_every_moe_layer(name: str, overlap: bool, numeri
             yield
             return x
 
-        def record(self, recorder: Recorder, x: torch.Tensor) -> torch.Tensor:
+        def record(self, recorder: Recorder, x: torch.Tensor, _: None) -> torch.Tensor:
             return record_call(recorder, self, x)
 
     decoder = load_decoder(folder, numerics, moe_layer=lambda *args: Spy())

@@ -20,6 +20,7 @@ from moe_serve.engine.protocol.messages import (
     Alive,
     Answer,
     Expect,
+    ExpertsBlock,
     FlushCache,
     ForFrontEnds,
     Goodbye,
@@ -48,8 +49,9 @@ from moe_serve.links.sockets import Keys
 from tests.server.fake_logprobs import output_block, prompt_block
 
 LIMITS = ModelLimits(
-    model_name="demo", vocab_size=2048, max_model_len=256, max_prompt_len=200, eos_token_ids=[1], block_size=4
-)
+    model_name="demo", vocab_size=2048, max_model_len=256, max_prompt_len=200, eos_token_ids=[1], block_size=4,
+    expert_id_bytes=4,
+)  # fmt: skip
 
 
 def counting(submit: Submit) -> list[int]:
@@ -185,7 +187,18 @@ class FakeWorker:
         return TokenEvent(
             submit.request_id, submit.attempt, start, token_ids, finish, matched, num_cached_prompt=3,
             logprobs=output_block(submit, start, token_ids), prompt_logprobs=prompt_block(submit, start),
+            experts=experts_block(submit, start, len(token_ids)),
         )  # fmt: skip
+
+
+def experts_block(submit: Submit, start: int, num_tokens: int) -> ExpertsBlock | None:
+    """The experts behind output tokens: those of position p are [[p, 1], [2, 3]] in two layers."""
+    if not submit.params.return_routed_experts:
+        return None
+    first, end = (len(submit.prompt_ids) + at - 1 for at in (start, start + num_tokens))
+    first = first if start else 0
+    rows = b"".join(bytes([position, 1, 2, 3]) for position in range(first, end))
+    return ExpertsBlock(first, num_layers=2, topk=2, dtype="uint8", rows=rows)
 
 
 @dataclass

@@ -252,7 +252,7 @@ def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, m
     Raises CapacityError where one request could not fit, ConfigError where a tier below has no room for a block.
     """
     block_size = config.cache.block_size
-    size_bytes = bytes_per_block(kv_layouts(spec), block_size, dtype)
+    size_bytes = bytes_per_block(kv_layouts(spec, config.engine.return_routed_experts), block_size, dtype)
     if config.cache.host_gb is not None:
         check_size("cache.host_gb", int(config.cache.host_gb * 1e9), slot_bytes(size_bytes))
     if config.cache.disk_gb is not None:

@@ -169,6 +169,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     block_size: int
     max_logprobs: int = 20  # likeliest tokens at each place
+    expert_id_bytes: int | None = None  # of the experts of one token, which are kept for those who ask; None: not
 
 
 SUPERVISOR = -1  # the rank in the Hello of a launcher that watches the ranks
@@ -227,6 +228,20 @@ class LogprobBlock(msgspec.Struct, frozen=True, array_like=True):
     top: bytes = b""
 
 
+class ExpertsBlock(msgspec.Struct, frozen=True, array_like=True):
+    """Experts of consecutive tokens of a request, prompt and output.
+
+    first: position of the first token
+    rows:  [tokens, num_layers, topk] logical ids of the MoE layers, in bytes of `dtype`, "uint8" or "uint16"
+    """
+
+    first: int
+    num_layers: int
+    topk: int
+    dtype: str
+    rows: bytes
+
+
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request. index: output index of the first. finish: None while it runs, else why it ended.
 
@@ -235,6 +250,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     failed
     logprobs, prompt_logprobs: of these tokens, and of prompt tokens, which may come without tokens
     queued_us: with the first token of an attempt, how long it has waited on the rank
+    experts: of all tokens before the last of token_ids of which none were sent in this attempt, if asked for
     """
 
     request_id: str
@@ -249,6 +265,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     logprobs: LogprobBlock | None = None
     prompt_logprobs: LogprobBlock | None = None
     queued_us: int = 0
+    experts: ExpertsBlock | None = None
 
 
 class Tokens(Message, tag="tokens", frozen=True):

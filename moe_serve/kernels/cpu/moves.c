@@ -113,6 +113,23 @@ i64 look_up(const i64 *table, i64 size, const i64 *ids, i64 rows, i64 topk, i64 
     return 0;
 }
 
+/* Row slots[i] of `kept`, in which rows lie `stride` bytes apart, becomes ids [rows, topk] of `bytes` bytes each, 1 or
+   2; -1 becomes the highest number. Rows without a slot are padding. */
+i64 keep_ids(const i64 *ids, i64 rows, i64 topk, const i64 *slots, unsigned char *kept, i64 stride, i64 bytes)
+{
+    for (i64 i = 0; i < rows; i++) {
+        if (slots[i] < 0) continue;
+        unsigned char *row = kept + slots[i] * stride;
+        for (i64 k = 0; k < topk; k++) {
+            if (bytes == 1)
+                row[k] = (unsigned char)ids[i * topk + k];
+            else
+                ((unsigned short *)row)[k] = (unsigned short)ids[i * topk + k];
+        }
+    }
+    return 0;
+}
+
 /* counts [experts]: how many of ids [rows, topk] name each one, -1 = none */
 i64 count_ids(const i64 *ids, i64 rows, i64 topk, i64 experts, i64 *counts)
 {

@@ -407,6 +407,11 @@ class Recorder(Operations, Tape):
         self.call("look_up", table, table.shape[0], ids, ROWS, ids.shape[1], out)
         return out
 
+    def keep_ids(self, ids: Tensor, slots: Tensor, kept: Tensor) -> None:
+        """Writes ids [rows, topk] to the slots [rows] of `kept` [slots, topk], uint8 or int16; none below slot 0."""
+        stride = kept.stride(0) * kept.itemsize
+        self.call("keep_ids", ids, ROWS, ids.shape[1], slots, kept, stride, kept.itemsize)
+
     def count(self, ids: Tensor, num_experts: int) -> Tensor:
         """Returns how many of ids [rows, topk] name each expert, [num_experts] int64; kept where there are no rows."""
         out = torch.zeros(num_experts, dtype=torch.int64)

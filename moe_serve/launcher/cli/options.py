@@ -195,6 +195,10 @@ class ServeOptions(NamedModelOptions):
         help="tokens of one step of one rank",
     )  # fmt: skip
     max_logprobs: int | None = setting("engine.max_logprobs", help="likeliest tokens that a request may ask for")
+    enable_return_routed_experts: bool = setting(
+        "engine.return_routed_experts", "--enable-return-routed-experts", sets=True,
+        help="requests may ask for the experts of their tokens",
+    )  # fmt: skip
     page_size: int | None = setting("cache.block_size", "--page-size", "--block-size", help=", tokens")
     attention_backend: str | None = setting(
         "engine.attention_backend", help="of GPUs: auto, triton, flashinfer or flashmla"

@@ -257,9 +257,11 @@ def _weights(config: ServeConfig, plan: ModelPlan, num_sharing: int) -> Iterator
 
 def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     block_size = config.cache.block_size
-    num_bytes = plan.num_blocks * bytes_per_block(kv_layouts(plan.spec), block_size, plan.cache_dtype)
+    layouts = kv_layouts(plan.spec, config.engine.return_routed_experts)
+    num_bytes = plan.num_blocks * bytes_per_block(layouts, block_size, plan.cache_dtype)
     blocks = f"{plan.num_blocks} blocks of {block_size} tokens: {plan.num_blocks * block_size} tokens"
     kept = "" if plan.cache_dtype == plan.dtype else f", in {config.cache.dtype} with a scale for each head and token"
+    kept += ", and the experts of each token" if config.engine.return_routed_experts else ""
     yield Memory("KV cache", num_bytes, blocks + kept)
     if config.cache.host_gb is not None:
         num_ranks = config.parallel.num_ranks // config.launcher.nnodes + config.parallel.num_prefill_ranks

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.attention import Attention, AttentionShape, PagedAttention
 from moe_serve.attention_dp.batch import ForwardBatch
-from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout, id_dtype
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.kernels.numerics import Numerics
@@ -180,16 +180,25 @@ def captures_decodes(spec: ModelSpec, numerics: Numerics, device: torch.device |
     return can and spec.predictor_id is None
 
 
-def kv_layouts(spec: ModelSpec) -> tuple[KvLayout, ...]:
-    """Returns the layout of every layer of the cache, to size the cache before there is a decoder."""
+def kv_layouts(spec: ModelSpec, keeps_experts: bool = False) -> tuple[KvLayout, ...]:
+    """Returns the layout of every layer of the cache, to size the cache before there is a decoder.
+
+    keeps_experts: the experts of each token are kept beside its keys and values
+    """
+    ids = (KvLayout.ids(spec.num_moe_layers, spec.topk, spec.num_logical),) if keeps_experts else ()
     attention = spec.attention
     if isinstance(attention, GqaSpec):
         layout = KvLayout.gqa(attention.num_kv_heads, attention.head_dim)
     else:
         layout = KvLayout.mla(attention.kv_lora_rank, attention.rope_dim)
         if attention.indexer is not None:  # its keys lie behind the latents of all layers
-            return (layout,) * spec.num_layers + (KvLayout.mla(attention.indexer.width, 0),) * spec.num_layers
-    return (layout,) * spec.num_layers
+            return (layout,) * spec.num_layers + (KvLayout.mla(attention.indexer.width, 0),) * spec.num_layers + ids
+    return (layout,) * spec.num_layers + ids
+
+
+def expert_id_bytes(spec: ModelSpec) -> int:
+    """Returns the size of the experts of one token, as they are kept."""
+    return spec.num_moe_layers * spec.topk * id_dtype(spec.num_logical).itemsize
 
 
 def make_attention(

@@ -99,6 +99,7 @@ class GenerateBody(Body):
         | None
     ) = None
     return_text_in_logprobs: _False | None = None
+    return_routed_experts: _False | list[bool | None] | None = None
     rid: Name | list[Name | None] | None = None
     session_id: Name | list[Name | None] | None = None
     cache_salt: Name | None = None
@@ -114,7 +115,6 @@ class GenerateBody(Body):
     audio_data: None = None
     modalities: None = None
     return_hidden_states: OnlyFalse | None = None
-    return_routed_experts: OnlyFalse | None = None
     log_metrics: bool | None = None
     lora_path: None = None
     custom_logit_processor: None = None
@@ -142,6 +142,9 @@ def parse_generate(body: bytes, max_prompts: int) -> GenerateRequest:
 
     params = _params_of_each(given, spread("sampling_params", given.sampling_params))
     params = _with_logprobs(given, params, spread)
+    for i, asks in enumerate(spread("return_routed_experts", given.return_routed_experts)):
+        if asks:
+            params[i] = replace(params[i], params=replace(params[i].params, return_routed_experts=True))
     rids, sessions = spread("rid", given.rid), spread("session_id", given.session_id)
     return GenerateRequest(
         prompts=tuple(
@@ -414,6 +417,8 @@ def result(request: OpenRequest, rid: str) -> dict[str, Any]:
     }
     if request.route is not None:
         meta["route"] = request.route
+    if request.routed_experts is not None and request.is_done:
+        meta["routed_experts"] = request.routed_experts.as_json(request.num_routed)
     if request.finished_s is not None:
         meta["e2e_latency"] = request.finished_s - request.submitted_s
     return {"text": request.matcher.text, "output_ids": request.matcher.output_ids, "meta_info": meta}

@@ -83,6 +83,13 @@ def chat_logprobs(request: OpenRequest, begin: int, text_of: TextOf) -> dict[str
     }
 
 
+def routed_experts(request: OpenRequest) -> dict[str, Any]:
+    """Returns the field of an ended choice that holds the experts of prompt and output, if they were asked for."""
+    if request.routed_experts is None or not request.is_done:
+        return {}
+    return {"routed_experts": request.routed_experts.as_json(request.num_routed)}
+
+
 def prompt_logprobs(request: OpenRequest, text_of: TextOf) -> list[dict[str, Any] | None]:
     """Returns vLLM's `prompt_logprobs`: by token id, for each token of the prompt; null for the first."""
     entries = request.prompt_logprobs
@@ -236,6 +243,7 @@ class CompletionAnswers:
         }
         if self._given.prompt_logprobs and begins:
             choice["prompt_logprobs"] = prompt_logprobs(request, self._text_of)
+        choice |= routed_experts(request)
         if self._options.return_token_ids:
             choice["token_ids"] = token_ids
             if begins:
@@ -282,6 +290,7 @@ class ChatAnswers:
         for index, request in enumerate(call.requests):
             message = whole_message(self._push(call, index))
             choice = {"index": index, "message": message, "logprobs": None, **self._end_of(index, request)}
+            choice |= routed_experts(request)
             if self._has_logprobs:
                 choice["logprobs"] = chat_logprobs(request, 0, self._text_of)
             if self._options.return_token_ids:
@@ -308,7 +317,8 @@ class ChatAnswers:
             events.append(self._chunk(call, index, merged(deltas), {"finish_reason": None}, first_token))
             first_token = request.num_output
         if request.is_done:
-            events.append(self._chunk(call, index, {}, self._end_of(index, request), first_token))
+            end = self._end_of(index, request) | routed_experts(request)
+            events.append(self._chunk(call, index, {}, end, first_token))
         return b"".join(events)
 
     def end(self, call: Call) -> bytes:

@@ -89,6 +89,7 @@ class OpenAiCall(SamplingFields):
     stream_options: OpenAiStreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     rid: Name | None = None
     request_id: Name | None = None
     cache_salt: Name | None = None
@@ -134,7 +135,6 @@ class OpenAiCall(SamplingFields):
     lora_path: None = None
     session_params: None = None
     return_hidden_states: OnlyFalse | None = None
-    return_routed_experts: OnlyFalse | None = None
     custom_logit_processor: None = None
     bootstrap_host: FromPrefillServer = None
     bootstrap_port: FromPrefillServer = None
@@ -277,7 +277,11 @@ def call_options(given: CompletionBody | ChatBody, default_tokens: int, prefix: 
 
     Raises RequestError with the field, its value and what was expected.
     """
-    defaults = SamplingParams(max_new_tokens=default_tokens, constraint=openai_constraint(given))
+    defaults = SamplingParams(
+        max_new_tokens=default_tokens,
+        constraint=openai_constraint(given),
+        return_routed_experts=bool(given.return_routed_experts),
+    )
     stream = given.stream_options or OpenAiStreamOptions()
     return CallOptions(
         taken=sampling_params(given, OPENAI_NAMES, defaults),

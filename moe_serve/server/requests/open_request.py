@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from moe_serve.attention_dp.request import Handover, SamplingParams
 from moe_serve.engine.output.incremental_decoder import Decoder
 from moe_serve.engine.output.logprobs import TokenLogprobs
+from moe_serve.engine.output.routed_experts import RoutedExperts
 from moe_serve.engine.output.stop_matcher import FinishReason, StopMatcher
 from moe_serve.engine.protocol.messages import Submit, TokenEvent
 from moe_serve.errors import ModelError, MoeServeError, RequestError
@@ -154,6 +155,7 @@ class OpenRequest:
 
     output_logprobs, prompt_logprobs: log probabilities so far (engine/output/logprobs.py says what each entry is);
     None: it asks for none. Those of the output are as many as `matcher.output_ids`.
+    routed_experts: of its first `num_routed` tokens; None: it does not ask for them
     """
 
     def __init__(
@@ -179,6 +181,7 @@ class OpenRequest:
         params = spec.params
         self.output_logprobs = _empty(params.logprobs, params.logprob_token_ids)
         self.prompt_logprobs = _empty(params.prompt_logprobs, params.logprob_token_ids)
+        self.routed_experts = RoutedExperts() if params.return_routed_experts else None
         self.call_id = call_id.get()
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
@@ -195,6 +198,11 @@ class OpenRequest:
     @property
     def is_done(self) -> bool:
         return self.finished_s is not None
+
+    @property
+    def num_routed(self) -> int:
+        """Returns how many tokens have gone through the experts: the last one of the output was only drawn."""
+        return len(self.spec.prompt_ids) + max(0, self.num_output - 1)
 
     @property
     def num_output(self) -> int:
@@ -277,6 +285,8 @@ class OpenRequest:
         self.queued_s += event.queued_us / 1e6
         if event.prompt_logprobs is not None and self.prompt_logprobs is not None:
             self.prompt_logprobs.add(event.prompt_logprobs)
+        if event.experts is not None and self.routed_experts is not None:
+            self.routed_experts.add(event.experts)
         if not event.token_ids:  # a part of the prompt is computed
             return
         if self.spec.params.max_new_tokens == 0:

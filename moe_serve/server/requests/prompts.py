@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from moe_serve.attention_dp.request import MAX_SEED
 from moe_serve.attention_dp.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from moe_serve.engine.output.logprobs import MAX_ENTRIES
+from moe_serve.engine.output.routed_experts import check_experts
 from moe_serve.engine.output.stop_regex import MAX_OF_A_CALL, compile_stop_regex
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
@@ -164,6 +165,8 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
         _check_vocabulary("bad_words_ids", word, limits)
     _check_vocabulary("logprob_token_ids", params.logprob_token_ids, limits)
     params = fit_logprobs(params, len(prompt_ids), limits)
+    if params.return_routed_experts:
+        check_experts(len(prompt_ids) + params.max_new_tokens, limits.expert_id_bytes)
     if params.top_k >= limits.vocab_size:
         params = replace(params, top_k=-1)
     return params
