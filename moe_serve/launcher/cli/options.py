@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from moe_serve.config import ServeConfig
 
 # What `moe-serve serve` serves without arguments; configs/demo-cpu.yaml says the same.
-DEMO_SETTINGS: Mapping[str, Any] = {"model": {"path": "demo"}, "parallel": {"num_ranks": 2, "device": "cpu"}}
+DEMO_SETTINGS: Mapping[str, Any] = {
+    "model": {"path": "demo"},
+    "parallel": {"num_ranks": 2, "device": "cpu"},
+    "engine": {"return_routed_experts": True},  # /chat shows them
+}
 
 
 _PANELS = {  # under which heading of --help the options of a section stand

@@ -4,6 +4,7 @@
 const at = (id) => document.getElementById(id);
 let messages = []; // of the conversation, as /v1/chat/completions takes them
 let running = null; // the AbortController of the answer that comes
+let keepsExperts = false; // whether answers can say which experts computed each token
 
 function headers() {
   const key = at("key").value;
@@ -68,7 +69,9 @@ async function* eventsOf(response) {
 function bodyOf(text) {
   const fields = { stream: true, stream_options: { include_usage: true }, max_tokens: Number(at("length").value) || 256 };
   if (at("temperature").value !== "") fields.temperature = Number(at("temperature").value);
-  if (at("kind").value === "continue") return ["v1/completions", { ...fields, prompt: text }];
+  if (keepsExperts) fields.return_routed_experts = true;
+  if (at("kind").value === "continue") return ["v1/completions", { ...fields, prompt: text, ...(keepsExperts ? { logprobs: 0 } : {}) }];
+  if (keepsExperts) fields.logprobs = true;
   const system = at("system").value.trim();
   const all = [...(system ? [{ role: "system", content: system }] : []), ...messages, { role: "user", content: text }];
   return ["v1/chat/completions", { ...fields, messages: all }];
@@ -86,7 +89,8 @@ async function ask(text) {
   showProblem("");
   setRunning(new AbortController());
   const beganMs = performance.now();
-  let asked = null, shown = null, answer = "", firstMs = 0, reason = "", usage = null;
+  let asked = null, shown = null, answer = "", firstMs = 0, reason = "", usage = null, experts = null;
+  const tokens = [], before = keepsExperts ? await placement() : null;
   try {
     const response = await fetch(route, {
       method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal,
@@ -110,6 +114,8 @@ async function ask(text) {
       const choice = event.choices?.[0];
       if (!choice) continue;
       reason = choice.finish_reason ?? reason;
+      experts = choice.routed_experts ?? experts;
+      tokens.push(...(choice.logprobs?.content?.map((each) => each.token) ?? choice.logprobs?.tokens ?? []));
       const more = choice.delta?.content ?? choice.text ?? "";
       const thought = choice.delta?.reasoning_content ?? "";
       if (more || thought) firstMs ||= performance.now();
@@ -126,6 +132,7 @@ async function ask(text) {
   } finally {
     setRunning(null);
     if (shown) describe(shown.box, usage, reason, beganMs, firstMs);
+    if (shown && experts && usage && tokens.length) showExperts(shown.box, tokens, experts, usage.prompt_tokens, before, await placement());
     if (isChat && shown) messages.push({ role: "user", content: text }, { role: "assistant", content: answer });
     at("text").focus();
   }
@@ -150,12 +157,96 @@ function describe(box, usage, reason, beganMs, firstMs) {
   box.append(line);
 }
 
+// Returns where experts lie: the slots of each MoE layer, the number of ranks, and the placement's version; null if unknown.
+async function placement() {
+  try {
+    const answer = await (await fetch("dashboard/data", { headers: headers() })).json();
+    const ranks = answer.ranks.filter((rank) => typeof rank.rank === "number").length;
+    return answer.placement && { rows: answer.placement, ranks, version: answer.balancer.placement.version };
+  } catch {
+    return null;
+  }
+}
+
+// Returns the experts of a token in a layer, best first. experts: as the server sends them
+function reader(experts) {
+  const bytes = Uint8Array.from(atob(experts.data), (letter) => letter.charCodeAt(0)), [rows, layers, topk] = experts.shape;
+  const numbers = experts.dtype === "uint16" ? new Uint16Array(bytes.buffer) : bytes;
+  return { rows, layers, of: (row, layer) => numbers.subarray((row * layers + layer) * topk, (row * layers + layer + 1) * topk) };
+}
+
+const hue = (rank, ranks) => `hsl(${Math.round((360 * rank) / ranks + 200) % 360} 65% 50%)`;
+
+// Shows each token of an answer with a strip of the ranks whose experts computed it, and on demand the experts themselves.
+function showExperts(box, tokens, experts, promptLength, before, now) {
+  const read = reader(experts), line = document.createElement("div"), text = document.createElement("p"), title = document.createElement("p");
+  line.className = "tokens";
+  text.className = title.className = "more";
+  const holders = (layer, expert) => {
+    if (!now?.rows[layer]) return [];
+    const perRank = now.rows[layer].length / now.ranks;
+    return [...new Set(now.rows[layer].flatMap((held, slot) => (held === expert ? [Math.floor(slot / perRank)] : [])))];
+  };
+  const buttons = tokens.map((token, i) => {
+    const row = promptLength - 1 + i; // whose logits the token was drawn from
+    if (row >= read.rows) return null;
+    const shares = new Map();
+    for (let layer = 0; layer < read.layers; layer++) {
+      for (const expert of read.of(row, layer)) {
+        const ranks = holders(layer, expert);
+        for (const rank of ranks) shares.set(rank, (shares.get(rank) ?? 0) + 1 / ranks.length);
+      }
+    }
+    const button = document.createElement("button"), strip = document.createElement("i");
+    button.type = "button";
+    button.className = "token";
+    button.tabIndex = i ? -1 : 0;
+    button.append(token.replaceAll("\n", "⏎") || " ", strip);
+    const all = [...shares.values()].reduce((a, b) => a + b, 0);
+    let from = 0;
+    strip.style.background = !all ? "" : `linear-gradient(90deg, ${[...shares].sort(([a], [b]) => a - b).map(([rank, share]) => {
+      const begin = from;
+      from += (100 * share) / all;
+      return `${hue(rank, now.ranks)} ${begin}% ${from}%`;
+    }).join(", ")})`;
+    const tell = () => {
+      const layers = Array.from({ length: read.layers }, (_, layer) => `layer ${layer}: ` + [...read.of(row, layer)].map((expert) => {
+        const ranks = holders(layer, expert);
+        return ranks.length ? `${expert} (rank ${ranks.join(" or ")})` : expert;
+      }).join(", "));
+      text.textContent = `${JSON.stringify(token)}, experts by MoE layer, best first. ${layers.join("; ")}`;
+      for (const other of buttons) if (other) other.tabIndex = -1;
+      button.tabIndex = 0;
+    };
+    for (const name of ["pointerenter", "focus", "click"]) button.addEventListener(name, tell);
+    button.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (step) buttons[i + step]?.focus();
+    });
+    return button;
+  });
+  const ranks = now ? Array.from({ length: now.ranks }, (_, rank) => rank) : [];
+  title.append("Ranks whose experts computed each token: ");
+  for (const rank of ranks) {
+    const mark = document.createElement("span");
+    mark.className = "rank";
+    mark.style.borderColor = hue(rank, now.ranks);
+    mark.textContent = rank;
+    title.append(mark, " ");
+  }
+  if (before && now && before.version !== now.version) title.append(`Experts moved meanwhile: placement ${before.version} → ${now.version}.`);
+  text.textContent = "A token shows its experts: point at it, or use the arrow keys.";
+  line.append(...buttons.filter(Boolean));
+  box.append(title, line, text);
+}
+
 async function showModel() {
   try {
     const response = await fetch("v1/models", { headers: headers() });
     if (!response.ok) throw new Error(await problemOf(response));
     at("model").textContent = (await response.json()).data[0].id;
     at("key-row").hidden = true;
+    keepsExperts = (await (await fetch("server_info", { headers: headers() })).json()).config.engine.return_routed_experts;
     showProblem("");
   } catch (error) {
     showProblem(error.message);

@@ -7,6 +7,7 @@ import pytest
 from moe_serve.server.edge.keys import API_KEY_VARIABLE
 from tests.server.api.calls import TEXT, says, with_template
 from tests.server.observe.dashboard.browser import browser_page
+from tests.server.observe.reports import Story
 from tests.server.served import in_event_loop, serving, until
 
 _THINKS = "server.reasoning_parser=qwen3"
@@ -39,6 +40,49 @@ async def test_a_conversation_goes_on_and_an_answer_can_be_stopped(tmp_path: Pat
     assert wide
     assert prompts[1].startswith("<user>hi\n<assistant>It is <b>one</b>.\n<user>and?\n")
     assert [problem for problem in page.problems if "ERR_ABORTED" not in problem] == []
+
+
+@pytest.mark.parametrize("kind", ["chat", "continue"])
+def test_each_token_of_an_answer_shows_the_experts_and_ranks_that_computed_it(kind: str, tmp_path: Path):
+    story = Story(num_windows=3)
+    options = (with_template(tmp_path), "eplb.mode=dynamic", "engine.return_routed_experts=true")
+
+    @in_event_loop
+    async def check():
+        async with serving(story.num_ranks, *options, info=story.info, reply=says("one two")) as served:
+            for at_s, report in story.reports():
+                served.bridge.balance.take(report, at_s)
+            placement = served.bridge.balance.placement
+            assert placement is not None
+            per_rank = len(placement[0]) // story.num_ranks
+            async with browser_page(f"{served.client.base_url}/chat", width=400) as page:
+                await page.shows("#model", "demo")
+                await page.page.click("footer summary")
+                await page.page.fill("#length", "2")
+                await page.page.select_option("#kind", kind)
+                await page.page.fill("#text", "hi")
+                await page.page.click("#send")
+                await page.page.locator(".token >> nth=1").wait_for()
+                assert await page.page.locator(".token").count() == 2
+                await page.page.focus(".token >> nth=0")
+                await page.page.keyboard.press("ArrowRight")
+                text = await page.text(".message.assistant .more >> nth=-1")
+                strips = await page.page.eval_on_selector_all(".token i", "all => all.map(i => i.style.background)")
+                wide = await page.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            (submit,) = [submit for worker in served.workers for submit in worker.submitted]
+
+        def shown(layer: int, expert: int) -> str:
+            ranks = dict.fromkeys(slot // per_rank for slot, held in enumerate(placement[layer]) if held == expert)
+            return f"{expert} (rank {' or '.join(map(str, ranks))})"
+
+        row = len(submit.prompt_ids)  # behind the first token, from which the second was drawn
+        first = shown(0, row) if row < 32 else str(row)
+        assert f"layer 0: {first}, {shown(0, 1)}; layer 1: {shown(1, 2)}, {shown(1, 3)}" in text
+        assert all("linear-gradient" in strip for strip in strips)
+        assert wide
+        assert page.problems == []
+
+    check()
 
 
 @in_event_loop
