@@ -244,9 +244,9 @@ async function showModel() {
   try {
     const response = await fetch("v1/models", { headers: headers() });
     if (!response.ok) throw new Error(await problemOf(response));
+    keepsExperts = (await (await fetch("server_info", { headers: headers() })).json()).config.engine.return_routed_experts;
     at("model").textContent = (await response.json()).data[0].id;
     at("key-row").hidden = true;
-    keepsExperts = (await (await fetch("server_info", { headers: headers() })).json()).config.engine.return_routed_experts;
     showProblem("");
   } catch (error) {
     showProblem(error.message);
