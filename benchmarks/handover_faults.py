@@ -30,7 +30,8 @@ import numpy as np
 
 from benchmarks.bench_model import write_bench_model
 from benchmarks.conditions import conditions, save
-from moe_serve.attention_dp.page_channel import HEAD, RECORD_BYTES
+from moe_serve.attention_dp.page_channel import RECORD_BYTES
+from moe_serve.attention_dp.page_record import HEAD
 from tests.launcher.running import Running, eventually
 
 SIZES = {
@@ -114,6 +115,49 @@ def is_idle(info: dict[str, Any]) -> bool:
     return info["requests"]["open"] == 0 and bool(are_free) and all(are_free)
 
 
+class Fates:
+    """What became of pages, by reason, over all starts of the ranks: a rank counts from 0 again when it is started.
+
+    Reads the metrics while it is open; ranks report once a second, so what a killed one did in its last second lacks.
+    """
+
+    def __init__(self, client: httpx.Client):
+        self._client = client
+        self._seen, self._before = Counter[str](), Counter[str]()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "Fates":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+        time.sleep(1.5)  # the last report of each rank
+        self._look()
+
+    def totals(self) -> Counter[str]:
+        """Returns how many pages had each fate."""
+        found = Counter[str]()
+        for name, number in (self._seen + self._before).items():
+            found[name.split('fate="')[1].split('"')[0]] += number
+        return found
+
+    def _watch(self) -> None:
+        while not self._closing.wait(0.3):
+            with contextlib.suppress(httpx.HTTPError):
+                self._look()
+
+    def _look(self) -> None:
+        for line in self._client.get("/metrics").text.splitlines():
+            if line.startswith("moe_serve_rank_cache_pages_total{"):
+                name, value = line.rsplit(" ", 1)
+                if float(value) < self._seen[name]:
+                    self._before[name] += self._seen[name]
+                self._seen[name] = int(float(value))
+
+
 def play(ranks: str, num_faults: int, every: int, model: Path, right: Callable[[int], list[int]]) -> dict[str, Any]:
     """Serves with these ranks under faults, and returns a row of the table."""
     num_prefill, num_decode = ranks.split("+")
@@ -144,14 +188,11 @@ def play(ranks: str, num_faults: int, every: int, model: Path, right: Callable[[
             with lock:
                 return None if got is None else got == right(number)
 
-        with ThreadPoolExecutor(4) as pool:
-            ended = list(pool.map(one, range(num_faults)))
-        are_free = eventually(lambda: is_idle(info()), 60)
-        text = client.get("/metrics").text
-    fates = Counter[str]()
-    for line in text.splitlines():
-        if line.startswith("moe_serve_rank_cache_pages_total{"):
-            fates[line.split('fate="')[1].split('"')[0]] += int(float(line.split()[-1]))
+        with Fates(client) as watched:
+            with ThreadPoolExecutor(4) as pool:
+                ended = list(pool.map(one, range(num_faults)))
+            are_free = eventually(lambda: is_idle(info()), 60)
+        fates = watched.totals()
     return {
         "prefill + decode ranks": ranks,
         "faults": sum(faults.values()),
@@ -181,7 +222,7 @@ def main() -> None:
         rows = [play(ranks, each, args.every, model, lambda number: outputs[number] or []) for ranks in ways]
     notes = (
         "Requests that were open when the only decode rank was killed wait until it is started again. Pages and "
-        "reasons are those since each rank's last start."
+        "reasons are of all starts of the ranks, but for the last second of a rank that was killed."
     )
     print(save("handover_faults", "Hand-overs under faults", rows, facts, notes, per_cpu=True))
 

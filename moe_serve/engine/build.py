@@ -89,13 +89,15 @@ def build_engine(
     progress: Progress | None = None,
     page_files: Sequence[int] = (),
     pages_fd: int | None = None,
+    weight_files: Sequence[int] = (),
 ) -> Engine:
     """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises.
 
     page_files: descriptors of memory for pages on their way to decode ranks, by prefill rank
     pages_fd:   memory for cache.host_gb, which ranks of this host may share; None: this one has its own
+    weight_files: as in open_shared_weights
     """
-    served = build_served_model(config, group, progress)
+    served = build_served_model(config, group, progress, weight_files)
     tiers = _page_tiers(config, served, pages_fd)
     sender, receiver = _page_channel(config, served, page_files, launch_id)
     blocks = RequestBlocks(
@@ -251,10 +253,12 @@ def _report_on_lost_rank(recovery: Recovery, group: EpGroup, served: ServedModel
         log.info("%s", meaning)
 
 
-def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress | None = None) -> ServedModel:
+def build_served_model(
+    config: ServeConfig, group: EpGroup, progress: Progress | None = None, weight_files: Sequence[int] = ()
+) -> ServedModel:
     """Returns this rank's part of the model, loaded and ready.
 
-    progress: called with (phase, fraction) while weights are read
+    progress: called with (phase, fraction) while weights are read;  weight_files: as in open_shared_weights
     Raises ModelError, PlacementError, ConfigError or CapacityError naming what does not fit.
     """
     started_s = time.monotonic()
@@ -276,7 +280,7 @@ def build_served_model(config: ServeConfig, group: EpGroup, progress: Progress |
             log.info("the checkpoint's own lm_head is used, which config.json would tie to the embedding")
     progress = progress or (lambda phase, fraction: None)
     parallel = _expert_parallel(config, plan, group, num_threads)
-    shared = open_shared_weights(config, plan, group, progress)
+    shared = open_shared_weights(config, plan, group, progress, weight_files)
     share, read = plan.share(group.rank, has_experts=held is None), partial(_read_weights, config, progress)
     weights = read(share, None) if shared is None else shared.load(share, read, progress)
     decoder = build_decoder(plan.spec, weights, parallel, plan.device, config.engine.attention_backend)

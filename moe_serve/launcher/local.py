@@ -27,6 +27,7 @@ from moe_serve.launcher.rank_env import (
     PAGE_FILES,
     PAGES_FD,
     STORE_FD,
+    WEIGHT_FILES,
     new_launch_id,
     own_host,
 )
@@ -94,6 +95,7 @@ class LocalRanks:
     link:   how the ranks find the front ends; None: by sockets in the folder
     page_files: descriptors of memory for pages on their way, by prefill rank; its maker closes them
     pages:  of other ranks of this host, which share cache.host_gb with these; None: there are none
+    weight_files: of memory for one copy of the weights of both roles, as in RankEnv
 
     launch_id: of the ranks that were started last;  launch: the same, where there are several hosts
     """
@@ -107,9 +109,10 @@ class LocalRanks:
         link: Link | None = None,
         page_files: Sequence[int] = (),
         pages: int | None = None,
+        weight_files: Sequence[int] = (),
     ):
         self.config = config
-        self._page_files = tuple(page_files)
+        self._page_files, self._weight_files = tuple(page_files), tuple(weight_files)
         self._on_line = on_line
         self._module = module
         self.folder = folder
@@ -235,8 +238,7 @@ class LocalRanks:
             self._end_server()
             self._server = ForkServer(self._module, arguments, environ, self._on_line)
         files: dict[str, Sequence[int]] = {LAUNCH_FILES: self._files, PAGE_FILES: self._page_files}
-        if self.pages is not None:
-            files[PAGES_FD] = [self.pages]
+        files[WEIGHT_FILES] = self._weight_files
         if self.pages is not None:
             files[PAGES_FD] = [self.pages]
         if rank in self._listeners:

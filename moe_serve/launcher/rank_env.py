@@ -18,6 +18,7 @@ from moe_serve.errors import LaunchError
 LAUNCH_FILES = "MOE_SERVE_LAUNCH_FILES"
 PAGE_FILES = "MOE_SERVE_PAGE_FILES"  # of `moe-serve serve` with prefill ranks: memory for pages on their way
 STORE_FD = "MOE_SERVE_STORE_FD"  # rank 0's, of a socket that listens at the master's address
+WEIGHT_FILES = "MOE_SERVE_WEIGHT_FILES"  # of `moe-serve serve` with prefill ranks: memory for one copy of the weights
 PAGES_FD = "MOE_SERVE_PAGES_FD"  # of memory for pages of the KV cache that all ranks of this host share
 LINK_FD = "MOE_SERVE_LINK_FD"  # of a socket at which a rank of several hosts listens for those of others
 NUM_BEFORE = "MOE_SERVE_NUM_BEFORE"  # set by a launcher that replaces a lost rank alone
@@ -38,6 +39,7 @@ class RankEnv:
     link_fd:       one at which this rank listens for ranks of other hosts; the launcher has it, too
     page_files:    descriptors of memory for pages on their way, by prefill rank
     pages_fd:      memory of cache.host_gb, of all ranks of this host
+    weight_files:  memory for one copy of the weights that both roles share, as in engine.model.shared_weights
     """
 
     rank: int
@@ -55,6 +57,7 @@ class RankEnv:
     link_fd: int | None = None
     page_files: tuple[int, ...] = ()
     pages_fd: int | None = None
+    weight_files: tuple[int, ...] = ()
 
     @property
     def store(self) -> str:
@@ -138,6 +141,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         restarts_left=_restarts_left(environ),
         launch_files=_descriptors(environ, LAUNCH_FILES),
         page_files=_descriptors(environ, PAGE_FILES),
+        weight_files=_descriptors(environ, WEIGHT_FILES),
         num_before=_number(environ, NUM_BEFORE, "moe-serve") if NUM_BEFORE in environ else None,
         store_fd=_number(environ, STORE_FD, "moe-serve") if STORE_FD in environ else None,
         link_fd=_number(environ, LINK_FD, "moe-serve") if LINK_FD in environ else None,

@@ -262,7 +262,8 @@ def _build_engine(
     pages_fd, host_gb = env.pages_fd, config.cache.host_gb
     if pages_fd is None and host_gb is not None:  # other launchers share no memory among their ranks
         pages_fd = memory_for_pages(host_gb / env.num_local_ranks)
-    engine = build_engine(config, group, exchange, mailbox, env.launch_id, report, env.page_files, pages_fd)
+    memory = env.page_files, pages_fd, env.weight_files
+    engine = build_engine(config, group, exchange, mailbox, env.launch_id, report, *memory)
     engine.served.info |= {"role": config.parallel.role, "exchange": type(exchange).__name__, "launched_by": env.source}
     engine.served.info["shared_with_front_end"] = front_end_facts(config)
     if config.cache.disk_gb is not None or env.pages_fd is not None:  # of one host with the same: they share

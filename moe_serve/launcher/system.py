@@ -57,6 +57,7 @@ from moe_serve.launcher.preflight import has_tokenizer
 from moe_serve.launcher.rank_env import new_launch_id
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
+from moe_serve.process_facts import numa_nodes
 from moe_serve.server.edge.ports import open_port
 
 _POLL_MS = 50
@@ -98,17 +99,36 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
     Raises LaunchError before anything is started, when a port is taken.
     """
     listener = open_port(config.server.host, config.server.port)
-    with listener, OwnFolder() as folder, memory_for_handover(config) as page_files:
+    with (
+        listener,
+        OwnFolder() as folder,
+        memory_for_handover(config) as page_files,
+        memory_for_weights(config) as weight_files,
+    ):
         config = with_port(config, listener.getsockname()[1])
         own, prefill = config, None
         if config.parallel.num_prefill_ranks:
             config = share_threads(config)
             own = config.of_role("decode")
-        ranks = LocalRanks(own, display.line, folder, worker, page_files=page_files)
+        ranks = LocalRanks(own, display.line, folder, worker, page_files=page_files, weight_files=weight_files)
         if config.parallel.num_prefill_ranks:
-            prefill = _Prefill(config.of_role("prefill"), display, folder, worker, page_files, ranks.pages)
+            theirs = config.of_role("prefill")
+            prefill = _Prefill(theirs, display, folder, worker, page_files, ranks.pages, weight_files)
         with signals_stop() as signals:
             return _System(own, display, ranks, signals, prefill=prefill).run(listener)
+
+
+@contextmanager
+def memory_for_weights(config: ServeConfig) -> Iterator[list[int]]:
+    """Makes empty files in memory for one copy of the weights of both roles: for ranks that are bound to no NUMA node,
+    and to each. None where there is one role."""
+    number = max((node.number for node in numa_nodes()), default=-1) + 2 if config.parallel.num_prefill_ranks else 0
+    files = [os.memfd_create("moe_serve_weights") for _ in range(number)]
+    try:
+        yield files
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -476,7 +496,7 @@ class _Prefill:
     """The prefill ranks of a system: a launch of their own, without which the others serve on.
 
     config: of their role;  folder: of the launcher
-    page_files: memory for pages on their way, by rank;  pages: of the decode ranks, as in LocalRanks
+    page_files: memory for pages on their way, by rank;  pages, weight_files: of the decode ranks, as in LocalRanks
     """
 
     def __init__(
@@ -487,12 +507,14 @@ class _Prefill:
         worker: str,
         page_files: Sequence[int],
         pages: int | None,
+        weight_files: Sequence[int],
     ):
         self._config = config
         self._display = _PrefillDisplay(display, display.num_ranks - config.parallel.num_ranks)
         self._link = Link(folder=folder).of_prefill()
         assert self._link.folder is not None
-        self.ranks = LocalRanks(config, self._display.line, self._link.folder, worker, self._link, page_files, pages)
+        line, own_folder = self._display.line, self._link.folder
+        self.ranks = LocalRanks(config, line, own_folder, worker, self._link, page_files, pages, weight_files)
         self._restarts = Restarts(config.launcher, "the prefill ranks were")
         self._launch: LaunchWatch | None = None  # None: they are not running
         self._starts_at_s: float | None = None

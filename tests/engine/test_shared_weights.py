@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -165,6 +166,35 @@ def loads_anew(folder: Path, cache: object) -> bool:
     """Loads a model on one rank; returns whether its weights were not there packed."""
     served = build_served_model(load_config(overrides=settings(folder, "qwen3_moe", cache)), alone())
     return not served.info["shared_weights"]["was_there"]
+
+
+def test_ranks_of_both_roles_share_a_copy_in_memory_unless_the_checkpoint_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = [*settings(tmp_path, "qwen3_moe", "memory"), "parallel.num_prefill_ranks=1"]
+    file = os.memfd_create("moe_serve_weights")
+
+    def load(role: Literal["prefill", "decode"]) -> tuple[bool, int]:
+        """Returns whether the weights were there, and the size of the launcher's file."""
+        config = load_config(overrides=overrides).of_role(role)
+        served = build_served_model(config, alone(), weight_files=[file] * 9)
+        assert served.names_experts
+        return served.info["shared_weights"]["was_there"], os.fstat(file).st_size
+
+    try:
+        was_there, size = load("decode")
+        assert not was_there
+        assert size > 0
+        assert load("prefill") == (True, size)
+        config_file = tmp_path / "qwen3_moe" / "config.json"
+        config_file.write_text(config_file.read_text() + " ")
+        with caplog.at_level("WARNING", logger="moe_serve"):
+            assert load("prefill") == (False, size)
+        assert "of other files than when the launch began" in caplog.text
+        os.ftruncate(file, 4096)  # as a leader leaves it that was killed
+        assert load("decode") == (False, 4096)
+    finally:
+        os.close(file)
 
 
 def alone() -> EpGroup:

@@ -10,6 +10,9 @@ Experts are in the file where one host has all ranks: slots only name them then,
 no bytes. On several hosts a rank keeps the experts of its slots, as without a copy. Ranks that are bound to different
 NUMA nodes are here as if on different hosts, since the memory of another node is slow to read.
 
+Prefill and decode ranks of one launcher share a copy, too: it gives both groups files in memory that nobody has filled
+yet, and the leader that comes first does.
+
 A rank that is started anew maps the file of a living one of its node. No collective is called while weights are read,
 which takes long: a rank that waits looks at words in memory, and at the processes that it waits for.
 """
@@ -67,13 +70,17 @@ class Sharing:
     def of(cls, config: ServeConfig, plan: ModelPlan, num_ranks_here: int) -> "Sharing":
         """Returns it for a host with so many of the ranks."""
         cache = config.model.weight_cache
-        shares = plan.numerics.compiled and cache != NONE and (cache != MEMORY or num_ranks_here > 1)
+        are_several = num_ranks_here > 1 or config.parallel.num_prefill_ranks > 0
+        shares = plan.numerics.compiled and cache != NONE and (cache != MEMORY or are_several)
         return cls(shares, shares and num_ranks_here == plan.placement.num_ranks)
 
 
-def open_shared_weights(config: ServeConfig, plan: ModelPlan, group: EpGroup, report: Report) -> "SharedWeights | None":
+def open_shared_weights(
+    config: ServeConfig, plan: ModelPlan, group: EpGroup, report: Report, files: Sequence[int] = ()
+) -> "SharedWeights | None":
     """Returns this rank's part in the copy that it shares; None: it has its own. Collective, unless it joins later.
 
+    files: descriptors of memory of the launcher, for ranks that are bound to no NUMA node, and to each; (): none
     Raises ConfigError for a folder that others can write to, PeerError where a rank of this host fails meanwhile.
     """
     if not plan.numerics.compiled or config.model.weight_cache == NONE:
@@ -93,7 +100,7 @@ def open_shared_weights(config: ServeConfig, plan: ModelPlan, group: EpGroup, re
         new, descriptor = None, -1
         if board.leads:
             report("looking for packed weights", 0.0)
-            new, descriptor = _choose(config, plan, sharing.experts)
+            new, descriptor = _choose(config, plan, sharing.experts, files)
             board.show_file(descriptor, _READY if new is None else _FILL)
         else:
             descriptor = board.wait_for_file(report)
@@ -320,7 +327,7 @@ class _Board:
 class _NewFile:
     """A file that the leader makes. size: room for all weights
 
-    path: where it lies once it is finished; None: in memory alone;  lock: held meanwhile
+    path: where it lies once it is finished; None: in memory alone;  lock: held meanwhile; -1: none
     """
 
     descriptor: int
@@ -333,6 +340,7 @@ class _NewFile:
         """Gives a finished file its name. Who finds it compares its bytes, so none need have reached the disk."""
         if self.path is not None:
             os.replace(_unfinished(self.path), self.path)
+        if self.lock >= 0:
             os.close(self.lock)
 
 
@@ -340,8 +348,10 @@ def _unfinished(path: Path) -> Path:
     return path.with_suffix(".part")
 
 
-def _choose(config: ServeConfig, plan: ModelPlan, has_experts: bool) -> tuple[_NewFile | None, int]:
-    """Returns a new file, or None for a finished one, and its descriptor."""
+def _choose(
+    config: ServeConfig, plan: ModelPlan, has_experts: bool, files: Sequence[int]
+) -> tuple[_NewFile | None, int]:
+    """Returns a new file, or None for a finished one, and its descriptor. files: as for open_shared_weights"""
     size = _most_bytes(plan, has_experts)
     if config.model.weight_cache != MEMORY:
         folder = Path(config.model.weight_cache).expanduser()
@@ -352,6 +362,11 @@ def _choose(config: ServeConfig, plan: ModelPlan, has_experts: bool) -> tuple[_N
                 "%s takes no file of %.2f GiB with packed weights (%s): they lie in memory alone, and the next start "
                 "packs them again", folder, size / 2**30, error.strerror,
             )  # fmt: skip
+    number = own_node() + 1
+    if config.model.weight_cache == MEMORY and number < len(files):
+        found = _in_launcher(f"/proc/self/fd/{files[number]}", weights_made_from(config, plan, has_experts), size)
+        if found is not None:
+            return found
     descriptor = os.memfd_create("moe_serve_weights")
     os.ftruncate(descriptor, size)
     return _NewFile(descriptor, size, ""), descriptor
@@ -398,9 +413,36 @@ def _in_folder(
     return _NewFile(descriptor, size, key, path, lock), descriptor
 
 
+def _in_launcher(path: str, key: str, size: int) -> tuple[_NewFile | None, int] | None:
+    """Returns what `_choose` does, of a file that the ranks of both roles have; None: it holds something else.
+
+    What was written there is never changed, since ranks of the other role may have mapped it.
+    """
+    lock = _locked(os.open(path, os.O_RDWR | os.O_CLOEXEC), "the weights of both roles")
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if os.fstat(lock).st_size == 0:
+        os.ftruncate(descriptor, size)
+        return _NewFile(descriptor, size, key, lock=lock), descriptor
+    os.close(lock)
+    try:
+        if WeightReader(descriptor).key == key:
+            return None, descriptor
+        why = "they are of other files than when the launch began"
+    except ModelError as error:
+        why = f"the ranks that made it have ended: {error}"
+    os.close(descriptor)
+    log.warning("the copy of the weights for both roles is not used (%s): this role has its own", why)
+    return None
+
+
 def _lock(path: Path) -> int:
     """Returns a descriptor that holds a lock, for which it waits as long as another launch makes the file."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    return _locked(lock, str(path.with_suffix(".weights")))
+
+
+def _locked(lock: int, what: str) -> int:
+    """Locks an open file, and returns it. what: its holder makes"""
     said = False
     while True:
         try:
@@ -408,7 +450,7 @@ def _lock(path: Path) -> int:
             return lock
         except BlockingIOError:
             if not said:
-                log.info("another launch makes %s; this one waits for it", path.with_suffix(".weights"))
+                log.info("another launch makes %s; this one waits for it", what)
             said = True
             time.sleep(_LOCK_S)
 

@@ -233,7 +233,8 @@ def _weights(config: ServeConfig, plan: ModelPlan, num_sharing: int) -> Iterator
     dense_bytes = plan.share(0).dense_bytes
     sharing = Sharing.of(config, plan, num_sharing)
     where = "" if config.model.weight_cache == "memory" else f", mapped from a file in {config.model.weight_cache}"
-    why = f"once for {num_sharing} ranks{where}" if sharing.dense else "the same on every rank"
+    num_all = num_sharing + config.parallel.num_prefill_ranks
+    why = f"once for {num_all} ranks{where}" if sharing.dense else "the same on every rank"
     yield Memory("attention, embeddings, shared experts", sum(dense_bytes.values()), why, sharing.dense)
     if spec.tie_embeddings and plan.device.type == "cpu" and not plan.numerics.compiled:
         why = "the embedding's values, packed for the product"
