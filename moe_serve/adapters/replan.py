@@ -148,7 +148,7 @@ def groups_at_home(placement: Placement, cluster: Cluster) -> NDArray[np.bool_]:
 
 
 def layers_that_pay(
-    load: NDArray[np.float64], current: Placement, table: NDArray[np.int32], min_gain: float
+    load: NDArray[np.number], current: Placement, table: NDArray[np.int32], min_gain: float
 ) -> NDArray[np.bool_]:
     """Returns the layers [L] in which a plan saves min_gain of the time for each expert its busiest rank receives.
 

@@ -49,8 +49,8 @@ def test_the_assumed_load_is_as_uneven_as_one_that_was_published() -> None:
 
 
 def test_every_fitted_number_has_one_figure_of_its_own() -> None:
-    assert len({figure["fits"] for figure in FITTED}) == len(FITTED) == 5
-    assert len(SERVING) == 15
+    assert len({figure["fits"] for figure in FITTED}) == len(FITTED) == 6
+    assert len(SERVING) == 20
 
 
 def test_every_figure_names_a_known_source_and_a_left_out_one_says_why() -> None:

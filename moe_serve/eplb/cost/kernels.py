@@ -154,7 +154,8 @@ class Kernels(StepKernels):
         self.flops = compute_share * gemm_flops(hardware, model.compute)
         self._expert_flops = compute_share * gemm_flops(hardware, model.expert_compute or model.compute)
         self.hbm = hardware.hbm_efficiency * hardware.hbm_bytes_per_s
-        self._attention_flops = compute_share * hardware.attention_flops
+        faster = hardware.fp8_flops / hardware.bf16_flops if model.attention_compute == "fp8" else 1.0
+        self._attention_flops = compute_share * hardware.attention_flops * faster
         self._bytes = {phase: elementwise_bytes(model, phase, ranks_of_token) for phase in ("decode", "prefill")}
 
     def attention_part(self, batch: Batch) -> float:

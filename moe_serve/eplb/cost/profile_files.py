@@ -22,6 +22,7 @@ from moe_serve.errors import ConfigError
 
 OURS = "moe_serve"  # the profile of our engine
 Kind = Literal["hardware", "models", "engines"]
+_WORDS = ("attention", "compute", "expert_compute", "attention_compute")  # all other fields are numbers
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class ModelProfile:
     compute:     the matrix rate of GEMMs
     expert_weight_bytes, expert_compute: the same of routed experts where they differ, as with 4-bit experts; 0 and ""
                  = as all others
+    attention_compute: fp8, where the core of attention is computed in it; "" = in bf16
     """
 
     name: str
@@ -116,6 +118,7 @@ class ModelProfile:
     compute: Literal["fp8", "bf16"]
     expert_weight_bytes: float = 0.0
     expert_compute: Literal["", "fp4", "fp8", "bf16"] = ""
+    attention_compute: Literal["", "fp8"] = ""
     attended: int = 0
     q_lora: int = 0
     kv_lora: int = 0
@@ -246,7 +249,7 @@ def _checked(asked: str, raw: dict[str, Any], profile: type) -> dict[str, Any]:
             raise ConfigError(f"{asked}: {name} is {item!r}; write {{value: ..., source: where it is from}}")
         sources[name] = str(item["source"])
         try:
-            values[name] = item["value"] if name in ("attention", "compute", "expert_compute") else float(item["value"])
+            values[name] = item["value"] if name in _WORDS else float(item["value"])
         except (TypeError, ValueError):
             raise ConfigError(f"{asked}: {name} is {item['value']!r}; give a number") from None
         if types[name].type in (int, "int"):

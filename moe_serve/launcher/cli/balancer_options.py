@@ -169,8 +169,8 @@ class ServingOptions:
 
     engine: str = option(
         default="SGLang",
-        help="Engine profile: SGLang, DeepSeek, ideal (the modelled kernels alone), moe_serve (our recorded launches; "
-        "none was timed on a GPU), a YAML file, or a file of `moe-serve roofline --save`.",
+        help="Engine profile: SGLang, DeepSeek, vLLM, ATOM, ideal (the modelled kernels alone), moe_serve (our "
+        "recorded launches; none was timed on a GPU), a YAML file, or a file of `moe-serve roofline --save`.",
     )
     context: float = option(
         default=4096, min=1, max=1e9, help="Tokens in the cache per request (decode), or length of a prompt (prefill)."
