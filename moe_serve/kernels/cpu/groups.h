@@ -98,10 +98,9 @@ static __attribute__((noinline)) void widen_numbers(i64 kind, const char *from, 
 
 /* A chunk of a panel, with its numbers widened. */
 typedef struct {
-    const char *codes; /* of four or eight bits: those of six are here as eight */
+    const char *codes;
     i64 k, groups;
     _Alignas(64) float scale[CHUNK_GROUPS * PANEL], minimum[CHUNK_GROUPS * PANEL], zero[CHUNK_GROUPS * PANEL]; /* [group][width] */
-    _Alignas(64) char bytes[GROUP_CHUNK * PANEL];
 } GroupChunk;
 
 /* Writes codes of six bits as bytes: [k / 4][width][4] */
@@ -139,9 +138,14 @@ static __attribute__((noinline)) void read_chunk(const Panel *p, i64 start, Grou
     }
     if (g->zero < 0) widen_numbers(WIDE_BYTE, at, 0, p->width, count, chunk->zero), at += count;
     chunk->codes = at;
-    if (g->bits != 6) return;
-    six_bits_to_bytes(at, padded_to_32(chunk->k), p->width * 4, chunk->bytes);
-    chunk->codes = chunk->bytes;
+}
+
+/* Writes codes of six bits as bytes, where a chunk has such, and takes them from there. bytes: [GROUP_CHUNK * width] */
+INLINE void widen_six_bits(const Panel *p, GroupChunk *chunk, char *bytes)
+{
+    if (p->groups->bits != 6) return;
+    six_bits_to_bytes(chunk->codes, padded_to_32(chunk->k), p->width * 4, bytes);
+    chunk->codes = bytes;
 }
 
 _Static_assert(GROUP_CHUNK % WIDE_K == 0 && WIDE_K % CODE_STEP == 0, "blocks of k divide a chunk");
@@ -180,11 +184,12 @@ static __attribute__((noinline)) void wide_tiles(const Tile *t, i64 rows)
 static __attribute__((noinline)) void values_product(const Panel *p, const Rows *g)
 {
     _Alignas(64) float wide[WIDE_K * PANEL];
+    _Alignas(64) char bytes[GROUP_CHUNK * PANEL];
     GroupChunk chunk;
     i64 blocks = row_blocks(g->rows);
     for (i64 r = 0; r < g->rows && !p->k; r++) memset(g->y[r], 0, p->width * 4);
     for (i64 start = 0; start < p->k; start += WIDE_K) {
-        if (start % GROUP_CHUNK == 0) read_chunk(p, start, &chunk);
+        if (start % GROUP_CHUNK == 0) read_chunk(p, start, &chunk), widen_six_bits(p, &chunk, bytes);
         i64 depth = least(WIDE_K, p->k - start), first = start % GROUP_CHUNK;
         if (p->groups->bits == 4) widen_values(4, p->groups, &chunk, p->width, first, depth, wide);
         else widen_values(8, p->groups, &chunk, p->width, first, depth, wide);

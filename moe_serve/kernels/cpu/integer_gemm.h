@@ -91,7 +91,7 @@ static __attribute__((noinline)) void quantise_row(const float *x, i64 k, i64 gr
 }
 
 /* ---- products of four int8 of a row, in every lane of x, with four codes of each column
-   `small`: codes are below 16. part: what a block of 32 of k has given so far; it begins as part_begin(total). */
+   `small`: codes are below 64. part: what up to 32 of k have given so far; it begins as part_begin(total). */
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 enum { SIGNED_CODES = 0 };
 #define HIGH_APART(R) ((R) <= 3) /* codes of upper halves stay there, and their sums are divided by 16 */
@@ -157,7 +157,7 @@ INLINE vi part_added(const int small, vi total, vi part)
 
 /* ---- tiles */
 
-enum { CODES_4, CODES_4_APART /* in bytes */, CODES_8 };
+enum { CODES_4, CODES_6, CODES_8, CODES_4_APART, CODES_6_APART /* in bytes */ };
 enum { MOST_INTEGER_ROWS = 4 };
 
 /* Some rows by a panel, one chunk of k. */
@@ -166,7 +166,7 @@ typedef struct {
     float *y[MOST_INTEGER_ROWS];
     const Groups *groups;
     const GroupChunk *chunk;
-    const char *codes; /* [k / 8][width][4], or [k / 4][width][4] */
+    const char *codes; /* [k / 8][width][4], and for six bits [k / 16][width][4]; or [k / 4][width][4] */
     i64 width, more; /* more: goes on from what is in y */
 } IntegerTile;
 
@@ -178,22 +178,40 @@ INLINE vi four_of(const int8_t *q)
     return word - (vi){};
 }
 
-/* Adds 16 of k. words: their codes, at the first column of the tile;  q: of each row */
-INLINE void add_16(const int R, const int V, const int codes_are, const int width, const char *words,
-                   const int8_t *const *q, i64 k, vi part[][8], vi high_part[][8])
+/* Where the codes of 16 of k lie, at the first column of a tile. upper: of codes of six bits, what is above four */
+typedef struct { const char *words, *upper; } Codes16;
+
+INLINE void fetch_ahead(const char *at) { __builtin_prefetch(at + PREFETCH, 0, 2); }
+
+/* Returns the codes of register v of columns, of four k from the i-th of the 16 on. */
+INLINE vi four_codes(const int codes_are, const int width, Codes16 at, const int v, const int i)
 {
-    const int small = codes_are != CODES_8, step = codes_are == CODES_4 ? 8 : 4;
+    const int halves = codes_are == CODES_4 || codes_are == CODES_6, place = v * VL * 4;
+    const char *word = at.words + i / (halves ? 8 : 4) * width * 4 + place;
+    vu codes = *(const vu *)word;
+    if (!halves) {
+        if (codes_are == CODES_8) fetch_ahead(word);
+        return (vi)codes;
+    }
+    if (i % 8 == 0) fetch_ahead(word);
+    codes = codes >> i % 8 & 0x0f0f0f0f;
+    if (codes_are == CODES_4) return (vi)codes;
+    vu upper = *(const vu *)(at.upper + place);
+    if (i == 0) fetch_ahead(at.upper + place);
+    return (vi)(codes | ((i < 8 ? upper << (4 - i / 2) : upper >> (i / 2 - 4)) & 0x30303030));
+}
+
+/* Adds the products of k from the `from`-th to the `until`-th of 16. q: of each row, of which the 16 begin at k */
+INLINE void add_some(const int R, const int V, const int codes_are, const int width, Codes16 at, const int from,
+                     const int until, const int8_t *const *q, i64 k, vi part[][8], vi high_part[][8])
+{
+    const int small = codes_are != CODES_8;
 #if defined(__AVX2__) && !defined(__AVX512F__) /* 16 registers: one half of the codes after the other */
-    UNROLL for (int i = 0; i < 16; i += 4) {
-        const char *at = words + i / step * width * 4;
-        const int upper = codes_are == CODES_4 && i % 8;
+    UNROLL for (int i = from; i < until; i += 4) {
         vi c[8], x[MOST_INTEGER_ROWS];
         UNROLL for (int r = 0; r < R && R <= 2; r++) x[r] = four_of(q[r] + k + i);
         UNROLL for (int v = 0; v < V; v++) {
-            c[v] = *(const vi *)(at + v * VL * 4);
-            if (!upper) __builtin_prefetch(at + v * VL * 4 + PREFETCH, 0, 2);
-            if (upper) c[v] = (vi)((vu)c[v] >> 4);
-            if (codes_are == CODES_4) c[v] &= 0x0f0f0f0f;
+            c[v] = four_codes(codes_are, width, at, v, i);
             UNROLL for (int r = 0; r < R && R <= 2; r++) part[r][v] = add_codes(small, part[r][v], c[v], x[r]);
         }
         UNROLL for (int r = 0; r < R && R > 2; r++) {
@@ -203,17 +221,17 @@ INLINE void add_16(const int R, const int V, const int codes_are, const int widt
     }
     (void)high_part;
 #else
-    UNROLL for (int i = 0; i < 16; i += step) {
+    const int step = codes_are == CODES_4 ? 8 : 4;
+    UNROLL for (int i = from; i < until; i += step) {
         vi x[2][MOST_INTEGER_ROWS];
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int half = 0; half < step / 4; half++)
                 x[half][r] = four_of(q[r] + k + i + 4 * half);
         UNROLL for (int v = 0; v < V; v++) {
-            vi codes = *(const vi *)(words + i / step * width * 4 + v * VL * 4);
-            if (codes_are != CODES_4_APART) __builtin_prefetch(words + i / step * width * 4 + v * VL * 4 + PREFETCH, 0, 2);
-            vi low = codes & (codes_are == CODES_4 ? 0x0f0f0f0f : -1);
+            vi low = four_codes(codes_are, width, at, v, i);
             UNROLL for (int r = 0; r < R; r++) part[r][v] = add_codes(small, part[r][v], low, x[0][r]);
             if (codes_are != CODES_4) continue;
+            vi codes = *(const vi *)(at.words + i / 8 * width * 4 + v * VL * 4);
             vi high = HIGH_APART(R) ? codes & (int32_t)0xf0f0f0f0 : (vi)((vu)codes >> 4) & 0x0f0f0f0f;
             vi(*to)[8] = HIGH_APART(R) ? high_part : part;
             UNROLL for (int r = 0; r < R; r++) to[r][v] = add_codes(small, to[r][v], high, x[1][r]);
@@ -223,15 +241,17 @@ INLINE void add_16(const int R, const int V, const int codes_are, const int widt
 }
 
 /* R rows by V registers of columns of a panel of so many, from column `first` on. */
-INLINE void integer_tile(const int R, const int V, const int codes_are, const int width, const IntegerTile *t, i64 first)
+INLINE void integer_tile(const int R, const int V, const int codes_are, const int width, const int step,
+                         const IntegerTile *t, i64 first)
 {
-    const int small = codes_are != CODES_8;
+    const int small = codes_are != CODES_8, six = codes_are == CODES_6 || codes_are == CODES_6_APART;
+    const int per_part = !small || six ? 8 : step; /* as many products of four codes below 16, or of two below 64, as int16 holds */
     const Groups *g = t->groups;
     const GroupChunk *chunk = t->chunk;
-    const i64 k_bytes = codes_are == CODES_4 ? width / 2 : width; /* of one k */
-    const char *words = t->codes + first * 4;
+    const i64 k_bytes = codes_are == CODES_4 || codes_are == CODES_6 ? width / 2 : width; /* of one k */
     const int8_t *q[MOST_INTEGER_ROWS];
-    i64 end = padded_to_32(chunk->k), step = least(g->group, 32) /* as many products of codes below 16 as int16 holds */;
+    i64 end = padded_to_32(chunk->k);
+    Codes16 at16 = {t->codes + first * 4, t->codes + end * k_bytes + first * 4};
     int32_t subtracted = (g->zero < 0 ? 0 : (int32_t)g->zero) - (small ? 0 : SIGNED_CODES);
     vf inner[MOST_INTEGER_ROWS][8];
     UNROLL for (int r = 0; r < R; r++) {
@@ -243,14 +263,18 @@ INLINE void integer_tile(const int R, const int V, const int codes_are, const in
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int v = 0; v < V; v++)
                 total[r][v] = -subtracted * t->x[r]->sums[group] - (vi){}, high[r][v] = (vi){};
-        for (i64 until = least(k + g->group, end); k < until;) {
-            UNROLL for (int r = 0; r < R; r++)
-                UNROLL for (int v = 0; v < V; v++) part[r][v] = part_begin(small, total[r][v]);
-            for (i64 part_end = k + step; k < part_end; k += 16, words += 16 * k_bytes)
-                add_16(R, V, codes_are, width, words, q, k, part, high);
-            UNROLL for (int r = 0; r < R; r++)
-                UNROLL for (int v = 0; v < V; v++) total[r][v] = part_added(small, total[r][v], part[r][v]);
-        }
+        for (i64 until = least(k + g->group, end); k < until; k += step)
+            UNROLL for (int i = 0; i < step; i += per_part) {
+                UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int v = 0; v < V; v++) part[r][v] = part_begin(small, total[r][v]);
+                UNROLL for (int from = 0; from < per_part; from += 16) {
+                    const int within = (i + from) % 16, to = within + (per_part < 16 ? per_part : 16);
+                    add_some(R, V, codes_are, width, at16, within, to, q, k + (i + from) / 16 * 16, part, high);
+                    if (to == 16) at16.words += 16 * k_bytes, at16.upper += 4 * width;
+                }
+                UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int v = 0; v < V; v++) total[r][v] = part_added(small, total[r][v], part[r][v]);
+            }
         if (HIGH_APART(R) && codes_are == CODES_4)
             UNROLL for (int r = 0; r < R; r++)
                 UNROLL for (int v = 0; v < V; v++) total[r][v] += high[r][v] >> 4;
@@ -282,32 +306,36 @@ INLINE void integer_tile(const int R, const int V, const int codes_are, const in
 #if defined(__AVX512F__)
 #define INTEGER_V(R, CODES) 4 /* registers of columns in a tile */
 #else
-#define INTEGER_V(R, CODES) (((R) == 1 ? 8 : (R) == 2 ? 4 : 2) / ((CODES) == CODES_8 ? 2 : 1))
+#define INTEGER_V(R, CODES) (((R) == 1 ? 8 : (R) == 2 ? 4 : 2) / ((CODES) == CODES_4 ? 1 : 2))
 #endif
 #define INTEGER_TILE(R)                                                                                               \
     case R:                                                                                                           \
         for (i64 first = 0; first < PANEL; first += INTEGER_V(R, codes_are) * VL)                                     \
-            integer_tile(R, INTEGER_V(R, codes_are), codes_are, PANEL, t, first);                                     \
+            integer_tile(R, INTEGER_V(R, codes_are), codes_are, PANEL, step, t, first);                               \
         break;
 /* A panel of 32, of which a weight has one at most, goes row by row. */
-#define INTEGER_TILES(name, CODES)                                                                                    \
+#define INTEGER_TILES(name, CODES, STEP)                                                                              \
     static __attribute__((noinline)) void name(const IntegerTile *t, i64 rows)                                        \
     {                                                                                                                 \
-        const int codes_are = CODES;                                                                                  \
+        const int codes_are = CODES, step = STEP;                                                                     \
         if (t->width == PANEL) switch (rows) { INTEGER_TILE(1) INTEGER_TILE(2) INTEGER_TILE(3) INTEGER_TILE(4) }       \
         else for (i64 r = 0; r < rows; r++) {                                                                         \
             IntegerTile one = *t;                                                                                     \
             one.x[0] = t->x[r], one.y[0] = t->y[r];                                                                   \
-            for (i64 first = 0; first < 32; first += 2 * VL) integer_tile(1, 2, codes_are, 32, &one, first);              \
+            for (i64 first = 0; first < 32; first += 2 * VL) integer_tile(1, 2, codes_are, 32, step, &one, first);        \
         }                                                                                                             \
     }
-INTEGER_TILES(codes_4, CODES_4)
-INTEGER_TILES(codes_8, CODES_8)
+INTEGER_TILES(codes_4_of_16, CODES_4, 16)
+INTEGER_TILES(codes_4_of_32, CODES_4, 32)
+INTEGER_TILES(codes_6, CODES_6, 16)
+INTEGER_TILES(codes_6_apart, CODES_6_APART, 16)
+INTEGER_TILES(codes_8, CODES_8, 16)
+static void codes_4(const IntegerTile *t, i64 rows) { (t->groups->group < 32 ? codes_4_of_16 : codes_4_of_32)(t, rows); }
 
 /* Writes codes of four bits to bytes: [k / 4][width][4] */
-static void codes_apart(const char *codes, i64 bytes, i64 line, char *to)
+static void codes_apart(const char *codes, i64 k, i64 line, char *to)
 {
-    for (i64 at = 0; at < bytes; at += line, to += 2 * line)
+    for (i64 at = 0; at < k / 8 * line; at += line, to += 2 * line)
         for (i64 c = 0; c < line; c += VL * 4) {
             vi both = *(const vi *)(codes + at + c);
             __builtin_prefetch(codes + at + c + PREFETCH, 0, 2);
@@ -395,7 +423,7 @@ static __attribute__((noinline)) void codes_4_apart(const IntegerTile *t, i64 ro
         }
 }
 #else
-INTEGER_TILES(codes_4_apart, CODES_4_APART)
+INTEGER_TILES(codes_4_apart, CODES_4_APART, 16)
 #endif
 
 /* y[r][0 .. width) = x[r] W^T. x: [rows], row_chunks(k) each */
@@ -410,15 +438,17 @@ static __attribute__((noinline)) void integer_product(const Panel *p, i64 rows, 
         read_chunk(p, start, &chunk);
         /* Lines are fetched ahead one by one, beside the work on others: those of scales here, those of codes there. */
         const char *at = p->w + start / GROUP_CHUNK * chunk_bytes(g, GROUP_CHUNK) * p->width;
-        i64 bytes = code_bytes(g, chunk.k) * p->width, scales = chunk_bytes(g, chunk.k) * p->width - bytes, is_apart = g->bits == 4 && blocks > 1;
+        i64 bytes = code_bytes(g, chunk.k) * p->width, scales = chunk_bytes(g, chunk.k) * p->width - bytes, is_apart = g->bits < 8 && blocks > 1;
         for (i64 line = 0; line < scales; line += 64) __builtin_prefetch(at + PREFETCH + line, 0, 2);
-        if (is_apart) codes_apart(chunk.codes, bytes, p->width * 4, apart);
+        if (is_apart) (g->bits == 4 ? codes_apart : six_bits_to_bytes)(chunk.codes, padded_to_32(chunk.k), p->width * 4, apart);
         for (i64 b = 0; b < blocks; b++) {
             i64 from = rows * b / blocks, count = rows * (b + 1) / blocks - from;
             IntegerTile t = {.groups = g, .chunk = &chunk, .codes = is_apart ? apart : chunk.codes, .width = p->width,
                              .more = start};
             for (i64 r = 0; r < count; r++) t.x[r] = x[from + r] + start / GROUP_CHUNK, t.y[r] = y[from + r];
-            (g->bits != 4 ? codes_8 : is_apart ? codes_4_apart : codes_4)(&t, count);
+            if (g->bits == 8) codes_8(&t, count);
+            else if (g->bits == 6) (is_apart ? codes_6_apart : codes_6)(&t, count);
+            else (is_apart ? codes_4_apart : codes_4)(&t, count);
         }
     }
 }

@@ -51,9 +51,10 @@ static void gather_grouped_row(const Gather *g, i64 id, float *out)
     i64 panel = id / PANEL, bits = form->bits == 4 ? 4 : 8, per_word = 32 / bits;
     Panel p = {GROUPS, panel_width(g->table_rows, panel), g->width,
                weight_panel(g->table, panel, g->width, GROUPS, form), .groups = form};
+    _Alignas(64) char bytes[GROUP_CHUNK * PANEL];
     GroupChunk chunk;
     for (i64 start = 0; start < g->width; start += GROUP_CHUNK) {
-        read_chunk(&p, start, &chunk);
+        read_chunk(&p, start, &chunk), widen_six_bits(&p, &chunk, bytes);
         for (i64 k = 0; k < chunk.k; k++) {
             i64 i = k % per_word, at = bits == 8 || i < 4 ? 8 * i : 8 * (i - 4) + 4;
             i64 number = k / form->group * p.width + id % PANEL;
