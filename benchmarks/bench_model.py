@@ -52,6 +52,52 @@ def write_bench_model(folder: Path, dtype: str = "float32", **sizes: int) -> Pat
     return folder
 
 
+_NOISE = 2.6  # of what layers add to the residual; with it the layer that predicts is right about 7 times of 10
+
+
+def write_predicting_model(folder: Path) -> Path:
+    """Returns a folder with a GLM-4.5 of the bench model's sizes and a layer for multi-token prediction.
+
+    The head is a permutation of the embedding, so that each token has a usual successor, which the layers' random
+    weights often overrule. The layer that predicts adds little to the embedding of the token just drawn, so it says
+    that token's usual successor. What it costs is what any layer of these sizes costs.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from moe_serve.models.families.registry import read_spec
+    from moe_serve.models.weight_plan import dense_tensors, expert_tensors
+
+    config = CONFIG | {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": CONFIG["num_experts"],
+        "n_shared_experts": 0, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "use_qk_norm": True,
+        "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1, "torch_dtype": "float32",
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = read_spec(folder).with_predictor()
+    draw = torch.Generator().manual_seed(0)
+    parts = [(part, plan.kind) for plan in dense_tensors(spec) for part in plan.parts]
+    for experts in expert_tensors(spec):
+        parts += [(part, "matrix") for expert in range(spec.num_logical) for part in experts.parts_of(expert)]
+    tensors, predictor = {}, f"model.layers.{spec.predictor_id}."
+    for part, kind in parts:
+        values = torch.randn(part.shape, generator=draw) * part.shape[-1] ** -0.5
+        if kind != "matrix":
+            values = torch.ones(part.shape) if kind == "norm" else torch.zeros(part.shape)
+        if part.source.endswith(("o_proj.weight", "down_proj.weight")):
+            values *= 0.01 if part.source.startswith(predictor) else _NOISE
+        tensors[part.source] = values
+    embedding = torch.randn(spec.vocab_size, spec.hidden, generator=draw)
+    successors = torch.randperm(spec.vocab_size, generator=draw)
+    tensors["model.embed_tokens.weight"] = embedding
+    tensors["lm_head.weight"] = embedding[successors.argsort()] * spec.hidden**-0.5
+    tensors[predictor + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors[predictor + "eh_proj.weight"] = torch.eye(spec.hidden, 2 * spec.hidden)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def draw_prompts(batch: int, seed: int, length: int = NUM_PROMPT) -> list[list[int]]:
     """Returns prompts of random ids. A new seed gives new ones: nothing comes from a prefix cache."""
     draw = random.Random(seed)

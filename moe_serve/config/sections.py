@@ -443,6 +443,8 @@ class SpeculationConfig(Section):
     @classmethod
     def _by_names_of_others(cls, value: object) -> object:
         """SGLang's names of algorithms: NEXTN drafts by such a layer."""
+        if value is False:
+            return "off"  # as YAML reads a bare `off`
         return {"ngram": "auto", "nextn": "mtp"}.get(value.lower(), value) if isinstance(value, str) else value
 
 
