@@ -50,6 +50,7 @@ class ForwardBatch(NamedTuple):
     num_tokens:   real rows;  num_decodes: leading sequences with one row
     num_seqs:     of the tensors; a padded step of decodes has sequences behind its own, of which the host has no sizes
     prompt_rows:  the rows whose logits are wanted, too, but too many to be computed at once
+    state_slots:  [num_seqs, 4], as SequenceStates takes them; None: the model keeps no state of a request
     host_*:       sizes as Python ints, so that no code waits for the device to learn one
     """
 
@@ -66,6 +67,7 @@ class ForwardBatch(NamedTuple):
     host_seq_lens: tuple[int, ...]
     host_query_lens: tuple[int, ...]
     prompt_rows: tuple[PromptRows, ...] = ()
+    state_slots: Tensor | None = None
 
     @property
     def num_padded(self) -> int:
@@ -111,6 +113,7 @@ class ForwardBatch(NamedTuple):
         seq_lens = self.seq_lens[of_seqs]
         if missing and missing[-1]:
             seq_lens = torch.cat((seq_lens[:-1], seq_lens[-1:] - missing[-1]))
+        skipped = [start - (ends[seq] - self.host_query_lens[seq]) for seq, start in zip(seqs, starts, strict=True)]
         return ForwardBatch(
             input_ids,
             positions,
@@ -126,6 +129,7 @@ class ForwardBatch(NamedTuple):
             host_query_lens=tuple(
                 ends[seq] - behind - start for seq, behind, start in zip(seqs, missing, starts, strict=True)
             ),
+            state_slots=None if self.state_slots is None else _behind(self.state_slots[of_seqs], skipped),
         )
 
 
@@ -152,15 +156,16 @@ class BatchBuilder:
         that does not sample has a logit row too: that row reads every key and value of the chunk, so its logits show
         whether they are finite.
         """
+        has_states = bool(chunks) and chunks[0].request.state_slot >= 0
         if all(chunk.length == 1 and chunk.samples for chunk in chunks):
-            return self._build_decodes(chunks)
+            return self._build_decodes(chunks, has_states)
         lens, num_drafts = [chunk.length for chunk in chunks], sum(len(chunk.drafts) for chunk in chunks)
         order = sorted(range(len(lens)), key=lens.__getitem__)
         ordered = [chunks[i] for i in order]
         lens.sort()
         ends = list(accumulate(lens))
         num_tokens, num_decodes = sum(lens), bisect_right(lens, 1)
-        host = self._memory_for(num_tokens, len(lens), num_drafts).host
+        host = self._memory_for(num_tokens, len(lens), num_drafts, has_states=has_states).host
         host.input_ids[:num_tokens] = _token_ids(ordered)
         self._place_rows(ordered, num_decodes)
         host.input_ids[num_tokens:] = host.positions[num_tokens:] = 0
@@ -171,10 +176,12 @@ class BatchBuilder:
         host.logit_rows[:] = _logit_rows(chunks, order, ends)
         self._copy_tables([chunk.request for chunk in ordered])
         batch = self._in_memory(num_tokens, num_decodes, seq_lens, lens)
+        if has_states:
+            batch = batch._replace(state_slots=self._place_states(ordered))
         wanted = _prompt_rows(chunks, order, ends)
         return batch._replace(prompt_rows=wanted) if wanted else batch
 
-    def _build_decodes(self, chunks: "Sequence[ScheduledChunk]") -> ForwardBatch:
+    def _build_decodes(self, chunks: "Sequence[ScheduledChunk]", has_states: bool) -> ForwardBatch:
         """Returns the batch of chunks of one token each, which all sample, as in most steps."""
         requests, starts = [chunk.request for chunk in chunks], [chunk.start for chunk in chunks]
         token_ids = [
@@ -183,15 +190,20 @@ class BatchBuilder:
             else request.prompt_ids[start]
             for request, start in zip(requests, starts, strict=True)
         ]
-        return self.build_rows(requests, starts, token_ids)
+        batch = self.build_rows(requests, starts, token_ids, has_states)
+        return batch._replace(state_slots=self._place_states(chunks)) if has_states else batch
 
     def build_rows(
-        self, requests: "Sequence[Request]", positions_of: Sequence[int], token_ids: Sequence[int]
+        self,
+        requests: "Sequence[Request]",
+        positions_of: Sequence[int],
+        token_ids: Sequence[int],
+        has_states: bool = False,
     ) -> ForwardBatch:
         """Returns the batch of one row of each request, at a position in a block that it holds, with this token."""
         num_rows, block_size = len(requests), self._tables.block_size
         bucket = bucket_of(num_rows) if self._pads_decodes else num_rows
-        memory = self._memory_for(bucket, bucket, decodes_only=True)
+        memory = self._memory_for(bucket, bucket, decodes_only=True, has_states=has_states)
         host = memory.host
         if num_rows < bucket:  # padding sequences have one token, in a block that somebody owns
             host.input_ids[num_rows:] = host.positions[num_rows:] = 0
@@ -210,9 +222,11 @@ class BatchBuilder:
         batch = self._in_memory(num_rows, num_rows, host.seq_lens[:num_rows].tolist(), [1] * num_rows)
         return batch if num_rows == bucket else batch._replace(logit_rows=batch.logit_rows[:num_rows])
 
-    def _memory_for(self, num_tokens: int, num_seqs: int, num_drafts: int = 0, decodes_only: bool = False) -> "_Memory":
+    def _memory_for(
+        self, num_tokens: int, num_seqs: int, num_drafts: int = 0, decodes_only: bool = False, has_states: bool = False
+    ) -> "_Memory":
         num_padded, width = self._numerics.padded(num_tokens), self._tables.rows.shape[1]
-        sizes = _Sizes(num_padded, num_seqs, num_seqs + num_drafts, width, decodes_only)
+        sizes = _Sizes(num_padded, num_seqs, num_seqs + num_drafts, width, decodes_only, has_states)
         if self._memory.sizes != sizes:
             self._memory = self._static.get(sizes) or _Memory(sizes, pinned=self._device.type == "cuda")
             if self._pads_decodes and decodes_only:
@@ -247,6 +261,13 @@ class BatchBuilder:
         tensors = memory.tensors if self._on_host else memory.tensors_on(self._device)
         sizes = num_tokens, num_decodes, tuple(seq_lens), tuple(query_lens)
         return ForwardBatch(*tensors, self._tables.block_size, *sizes)
+
+    def _place_states(self, chunks: "Sequence[ScheduledChunk]") -> Tensor:
+        """Writes where the sequences of these chunks, in order, find their states."""
+        slots = self._memory.state_slots
+        assert slots is not None, "memory for a model without states"
+        slots.numpy()[:] = [chunk.request.state_row(chunk.start, chunk.length) for chunk in chunks]
+        return slots
 
     def _place_rows(self, chunks: "Sequence[ScheduledChunk]", num_decodes: int) -> None:
         """Writes positions and cache slots of the rows of these chunks, of which the first ones have one row each."""
@@ -283,13 +304,14 @@ _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # in t
 
 
 class _Sizes(NamedTuple):
-    """decodes_only: each sequence has one row, which samples"""
+    """decodes_only: each sequence has one row, which samples;  has_states: the model keeps a state of each"""
 
     num_padded: int
     num_seqs: int
     num_logits: int
     table_width: int
     decodes_only: bool
+    has_states: bool = False
 
 
 class _Arrays(NamedTuple):
@@ -317,7 +339,8 @@ class _Memory:
         """pinned: for copies to a GPU that the host does not wait for"""
         self.sizes = sizes
         self._on_device: tuple[Tensor, _Tensors] | None = None
-        num_padded, num_seqs, num_logits, width, decodes_only = sizes
+        num_padded, num_seqs, num_logits, width, decodes_only, has_states = sizes
+        self.state_slots = torch.zeros(num_seqs, 4, dtype=torch.int64) if has_states else None
         self._int64_parts, self._end = _slices(num_padded, num_padded, num_padded, num_seqs, num_logits)
         self._int32_parts, num_int32 = _slices(num_seqs + 1, num_seqs * width)
         self._block = torch.zeros(self._end + (num_int32 + 1) // 2, dtype=torch.int64, pin_memory=pinned)
@@ -348,6 +371,19 @@ class _Memory:
         query_starts, flat_tables = [block[self._end :].view(torch.int32)[part] for part in self._int32_parts]
         block_tables = flat_tables.view(self.sizes.num_seqs, self.sizes.table_width)
         return input_ids, positions, slot_mapping, seq_lens, logit_rows, query_starts, block_tables
+
+
+def _behind(slots: Tensor, skipped: Sequence[int]) -> Tensor:
+    """Returns slots of states for the same sequences without their first rows, which have run before.
+
+    skipped: how many rows of each. A copy that they have kept is not kept again.
+    """
+    slots = slots.clone()
+    for row, number in zip(slots, skipped, strict=True):
+        if number:
+            row[0] = row[1]
+            row[2] = max(int(row[2]) - number, 0)
+    return slots
 
 
 def _token_ids(chunks: "Sequence[ScheduledChunk]") -> list[int]:

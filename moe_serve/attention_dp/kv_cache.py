@@ -6,6 +6,7 @@ In 8 bits (kernels/quantised.py) a slot is one row of bytes: the values of all h
 to a multiple of 16. So whoever moves blocks moves scales with them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,7 @@ from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.quantised import CACHED_DTYPES, widen_cached
 
 SLOT_ALIGNMENT = 16  # bytes of a slot in 8 bits
+StateShapes = tuple[tuple[int, ...], ...]  # of the tensors that one layer keeps of one request
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,20 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device | str,
         computed: torch.dtype = torch.float32,
+        states: Sequence[StateShapes] = (),
+        num_states: int = 0,
     ):
         """Raises CapacityError when the memory is not there.
 
         dtype: of what is kept;  computed: of what is gathered from a cache in 8 bits
+        states: shapes of what layers keep of a request beside it (RequestStates), in float32, in num_states slots
         """
         self.layouts = tuple(layouts)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
         self._computed = computed
+        self.num_states = num_states
         num_slots = num_blocks * block_size + 1  # padding rows write to the last one
         self.page_bytes = bytes_per_block(layouts, block_size, dtype)
         self._memory: list[Tensor] = []
@@ -124,6 +130,17 @@ class KvCache:
                 f"a KV cache of {num_blocks} blocks needs {need:.1f} GiB on {device} ({reason}); "
                 "lower cache.num_blocks or cache.memory_gib"
             ) from None
+        try:
+            self._states = [
+                tuple(zeros_in_huge_pages((num_states, *shape), torch.float32, device) for shape in shapes)
+                for shapes in states
+            ]
+        except (RuntimeError, MemoryError) as error:
+            need = num_states * state_bytes(states) / 2**30
+            raise CapacityError(
+                f"the states of {num_states} requests and snapshots need {need:.1f} GiB on {device} "
+                f"({str(error).splitlines()[0]}); lower engine.max_running_requests or cache.snapshot_gib"
+            ) from None
 
     def layer(self, index: int) -> Tensor:
         """Returns the rows of one layer by slot, [num_slots + 1, *row_shape]: values written here are cached."""
@@ -133,6 +150,10 @@ class KvCache:
         """Returns the scales of one layer, [num_slots + 1, heads of a row, num_scales] float32; None where rows are not
         in 8 bits."""
         return self._scales[index]
+
+    def states_of(self, index: int) -> tuple[Tensor, ...]:
+        """Returns what one layer with a state keeps, by slot: float32 tensors [num_states, *shape]."""
+        return self._states[index]
 
     @property
     def page_form(self) -> PageForm:
@@ -157,7 +178,7 @@ class KvCache:
 
     def touch(self) -> None:
         """Has the system give the memory of an unused pool now: the first write to a huge page takes milliseconds."""
-        for memory in self._memory:
+        for memory in (*self._memory, *(pool for pools in self._states for pool in pools)):
             memory.zero_()
 
     def read_page(self, block: int) -> Tensor:
@@ -215,6 +236,11 @@ def _parts(memory: Tensor, layout: KvLayout, dtype: torch.dtype) -> tuple[Tensor
 def id_dtype(num_logical: int) -> torch.dtype:
     """Returns the smallest dtype that holds the ids of so many experts; two bytes mean numbers without a sign."""
     return torch.uint8 if num_logical <= 1 << 8 else torch.int16
+
+
+def state_bytes(states: Sequence[StateShapes]) -> int:
+    """Returns the size of one slot of states over all layers that have one, in bytes."""
+    return sum(math.prod(shape) for shapes in states for shape in shapes) * torch.float32.itemsize
 
 
 def bytes_per_block(layouts: Sequence[KvLayout], block_size: int, dtype: torch.dtype) -> int:

@@ -103,10 +103,27 @@ class Request:
         default_factory=list
     )  # prefix-cache keys of the leading full blocks, as far as known
     num_published: int = 0  # leading blocks that came from, or were published to, the prefix cache
+    # Of a model with states (state_slots.py): its own slot, -1 = none; the slot that its state is read from next, -1 =
+    # it is zero; how many tokens that holds, -1 while a step goes on with it; and where a copy is to be kept, behind
+    # how many tokens, -1 = nowhere
+    state_slot: int = -1
+    state_from: int = -1
+    num_in_state: int = 0
+    snapshot_slot: int = -1
+    snapshot_at: int = -1
+    branches_at: int = 0  # tokens whose keys and values were cached for others, beyond the last snapshot
+    output_snapshot: bytes | None = None  # key of the last snapshot that was kept in the output
     was_preempted: bool = False
     num_lost: int = 0  # tokens that were computed when it was preempted
     arrived_s: float = 0.0  # time.monotonic() of its submit
     queued_us: int = 0  # from there to its first chunk, until that is reported with its first token
+
+    def state_row(self, start: int, length: int) -> tuple[int, int, int, int]:
+        """Returns where the state of tokens start..start+length is, as SequenceStates takes it."""
+        kept_after = self.snapshot_at - start
+        if not 0 < kept_after <= length:
+            return self.state_from, self.state_slot, 0, 0
+        return self.state_from, self.state_slot, kept_after, self.snapshot_slot
 
     @property
     def num_known(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from moe_serve.attention_dp.block_tables import BlockTables
 from moe_serve.attention_dp.prefix_cache import PrefixCache, next_key, root_key
 from moe_serve.attention_dp.request import Handover, Request
+from moe_serve.attention_dp.state_slots import StateSlots
 
 if TYPE_CHECKING:  # which have tensors
     from moe_serve.attention_dp.page_channel import PageReceiver, PageSender
@@ -108,6 +109,7 @@ class RequestBlocks:
 
     tables: their block tables;  tiers: pages outside the pool; None: there are none
     sender, receiver: of pages that prefill ranks hand over; None: this rank does not send, or take them
+    states: of the requests; None: the model has no layers that keep one
     """
 
     def __init__(
@@ -120,11 +122,13 @@ class RequestBlocks:
         sender: "PageSender | None" = None,
         receiver: "PageReceiver | None" = None,
         key_tokens: int = 0,
+        states: StateSlots | None = None,
     ):
         """
         model_key:  as in prefix_cache.root_key
         key_tokens: behind a block's own, how many tokens its key covers: those on which what it caches depends
         """
+        self.states = states
         self.tiers, self.sender, self.receiver = tiers, sender, receiver
         self._fetches: dict[str, Fetch] = {}  # by request
         self._coming: dict[str, _Coming] = {}  # by request, too
@@ -162,7 +166,11 @@ class RequestBlocks:
         """
         if self._cache is None:
             return []
-        return self._cache.match(request.block_keys[: request.num_reusable // self.block_size])
+        found = self._cache.match(request.block_keys[: request.num_reusable // self.block_size])
+        if self.states is not None:
+            request.branches_at = len(found) * self.block_size
+            found = found[: self.states.num_covered(request.block_keys, len(found))]
+        return found
 
     def num_needed(self, num_tokens: int, prefix: list[int]) -> int:
         """Returns how many free blocks it takes to hold num_tokens that begin with the blocks of `prefix`."""
@@ -174,6 +182,9 @@ class RequestBlocks:
         self.tables.extend(request, prefix)
         request.num_computed = len(prefix) * self.block_size
         request.num_published = len(prefix)
+        if self.states is not None:
+            self.states.admit(request)
+            self._go_on_from(request, len(prefix))
 
     def reuse(self, request: Request) -> bool:
         """Swaps the next blocks that a request would compute for published ones with the same tokens.
@@ -186,6 +197,10 @@ class RequestBlocks:
         if self._cache is None or offset or start >= end or not self._cache.has_key(keys[start]):
             return False
         found = self._cache.match(keys[start:end])
+        if self.states is not None:
+            found = found[: max(0, self.states.num_covered(keys, start + len(found)) - start)]
+            if not found:
+                return False
         own = request.block_ids[start : start + len(found)]
         self._pool.share(found)
         for block in own:
@@ -193,6 +208,8 @@ class RequestBlocks:
         self.tables.replace(request, start, found)
         request.num_computed += len(found) * self.block_size
         request.num_published = start + len(found)
+        if self.states is not None:
+            self._go_on_from(request, start + len(found))
         return True
 
     # ---- pages that prefill ranks compute
@@ -344,7 +361,7 @@ class RequestBlocks:
         """Returns blocks that were free, to be written now."""
         blocks = self._pool.allocate(count)
         if self._cache is not None:
-            self._cache.forget(blocks)
+            self._forget(blocks)
             if self.tiers is not None:
                 self.tiers.written(blocks)
         return blocks
@@ -378,11 +395,13 @@ class RequestBlocks:
                 if block in self._cache and self._pool.num_references(block) == 0:
                     self.tiers.keep(self._cache.key_of(block), block)
         self.tables.drop(request)
+        if self.states is not None:
+            self.states.release(request)
 
     def withdraw(self, request: Request) -> None:
         """Removes all blocks of a request from the prefix cache, so that no later request reuses them."""
         if self._cache is not None:
-            self._cache.forget(request.block_ids)
+            self._forget(request.block_ids)
 
     def flush(self) -> int:
         """Empties the prefix cache and its tiers; returns how many blocks of the pool it held.
@@ -391,6 +410,8 @@ class RequestBlocks:
         """
         if self.tiers is not None:
             self.tiers.flush()
+        if self.states is not None:
+            self.states.clear()
         return 0 if self._cache is None else self._cache.clear()
 
     def check(self, running: Iterable[Request]) -> None:
@@ -399,6 +420,8 @@ class RequestBlocks:
         early = [coming.request.block_ids for coming in self._coming.values()]
         self._pool.check([*early, *(request.block_ids for request in running)])
         self.tables.check(running)
+        if self.states is not None:
+            self.states.check(running)
         for request in running:
             assert len(request.block_ids) * self.block_size >= request.num_computed
             for block in request.block_ids[request.num_computed // self.block_size :]:
@@ -406,6 +429,70 @@ class RequestBlocks:
                 assert self._cache is None or block not in self._cache, f"block {block} is published but not computed"
         if self._cache is not None:
             self._cache.check()
+
+    def note_branches(self, prefilling: Iterable[Request]) -> None:
+        """Has those of several prefills that compute the same blocks next keep a snapshot where they part.
+
+        One computes, the others wait for it and go on from there.
+        """
+        groups: dict[bytes, list[Request]] = {}
+        for request in prefilling:
+            if (key := self.next_key(request)) is not None and request.num_computed % self.block_size == 0:
+                groups.setdefault(key, []).append(request)
+        for group in groups.values():
+            first, last = (by(group, key=lambda request: request.block_keys) for by in (min, max))
+            end = min(request.num_reusable for request in group) // self.block_size
+            for index in range(first.num_computed // self.block_size, end if len(group) > 1 else 0):
+                if first.block_keys[index] != last.block_keys[index]:
+                    break
+                for request in group:
+                    request.branches_at = (index + 1) * self.block_size
+
+    def num_until_snapshot(self, request: Request) -> int:
+        """Returns after how many more tokens a chunk has to end, so that a snapshot of its state can be kept there."""
+        assert self.states is not None
+        if not self.states.num_snapshots:
+            return request.num_known
+        num_left = self.states.interval - request.num_computed % self.states.interval
+        if request.branches_at > request.num_computed:
+            num_left = min(num_left, request.branches_at - request.num_computed)
+        return num_left
+
+    def plan_snapshot(self, request: Request, end: int) -> None:
+        """Has the next chunk of a request, up to `end`, keep a snapshot of its state where one is wanted.
+
+        It is behind the last whole block that another request with the same known tokens could share; else at the end
+        of the chunk, where that is one of a long sequence's places, or the request has begun like another up to there.
+        """
+        assert self.states is not None
+        last = (request.num_known - 1) // self.block_size * self.block_size
+        position = last if request.num_computed < last <= end else end
+        key = None
+        is_place = position in (last, request.branches_at) or position % self.states.interval == 0
+        if self._cache is not None and is_place:
+            self._extend_keys(request, position // self.block_size)
+            key = request.block_keys[position // self.block_size - 1]
+        self.states.plan(request, position, key)
+
+    def end_chunk(self, request: Request, decodes: bool) -> None:
+        """The chunk of a request has run, and its full blocks are published: so is its snapshot."""
+        assert self.states is not None
+        key, index = None, request.snapshot_at // self.block_size - 1
+        if request.snapshot_slot >= 0 and self._cache is not None and self._cache.has_key(request.block_keys[index]):
+            key = request.block_keys[index]
+        self.states.complete(request, key, decodes)
+
+    def _go_on_from(self, request: Request, num_blocks: int) -> None:
+        assert self.states is not None
+        key = request.block_keys[num_blocks - 1] if num_blocks else None
+        self.states.read_from(request, key, num_blocks * self.block_size)
+
+    def _forget(self, blocks: Iterable[int]) -> None:
+        """Drops the prefix-cache entries of blocks, and the snapshots behind them."""
+        assert self._cache is not None
+        if self.states is not None:
+            self.states.drop([self._cache.key_of(block) for block in blocks if block in self._cache])
+        self._cache.forget(blocks)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

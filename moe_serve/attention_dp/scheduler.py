@@ -188,7 +188,9 @@ class Scheduler:
         """
         order = list(self._running.values())
         self._left_since_proposal = False
+        spoiled = [] if self.blocks.states is None else self._preempt_spoiled(order)
         decodes, prefilling, preempted = self._propose_decodes(order)
+        preempted = spoiled + preempted
         if not self._waiting:  # for blocks, maybe
             self.blocks.take_early(beside_decodes=bool(decodes))
         self._admit(prefilling)
@@ -197,12 +199,22 @@ class Scheduler:
         self.awaits_pages = len(prefilling) < num_prefilling
         num_left = [request.num_known - request.num_computed for request in prefilling]
         keys = [self.blocks.next_key(request) for request in prefilling]
-        shares = share_budget(num_left, keys, self.max_batch_tokens - len(decodes))
+        most = num_left
+        if self.blocks.states is not None:
+            self.blocks.note_branches(prefilling)
+            most = [
+                min(left, self.blocks.num_until_snapshot(request))
+                for request, left in zip(prefilling, num_left, strict=True)
+            ]
+        shares = share_budget(most, keys, self.max_batch_tokens - len(decodes))
         prefills = [
             ScheduledChunk(request, request.num_computed, share, share == left)
             for request, share, left in zip(prefilling, shares, num_left, strict=True)
             if share
         ]
+        if self.blocks.states is not None:
+            for request, start, length, *_ in (*decodes, *prefills):
+                self.blocks.plan_snapshot(request, start + length)
         num_tokens = len(decodes) + sum(shares)
         if self.speculator is not None and decodes and self.speculator.is_due(decodes[-1].request):
             num_rows = min(self.max_batch_tokens - num_tokens, most_yielding_rows(self.max_running) - len(decodes))
@@ -215,10 +227,12 @@ class Scheduler:
         hold_prefill: run the decodes only. Held prefills keep their blocks and are proposed again.
         """
         chunks = proposal.decodes if hold_prefill else proposal.decodes + proposal.prefills
-        if not self._left_since_proposal:
-            return chunks
-        running = self._running
-        return tuple([chunk for chunk in chunks if running.get(chunk.request.request_id) is chunk.request])
+        if self._left_since_proposal:
+            running = self._running
+            chunks = tuple([chunk for chunk in chunks if running.get(chunk.request.request_id) is chunk.request])
+        if self.blocks.states is not None:
+            self.blocks.states.begin([chunk.request for chunk in chunks])
+        return chunks
 
     def complete(self, chunk: ScheduledChunk, token_id: int | None = None) -> None:
         """Records that a committed chunk has run: the KV of its known tokens is in the cache.
@@ -235,6 +249,8 @@ class Scheduler:
             request.output_ids.append(token_id)
         if request.num_computed // self.blocks.block_size > request.num_published:
             self.blocks.publish(request)
+        if self.blocks.states is not None:
+            self.blocks.end_chunk(request, decodes=length == 1 and samples)
         if samples and length - len(drafts) > 1:  # of a prompt, whose values are finite
             self.blocks.keep(request)
         if request.hand_over_from is not None:
@@ -258,6 +274,14 @@ class Scheduler:
             num_left = request.num_known - request.num_computed
             assert num_left > 0
             assert num_left == 1 or len(request.block_ids) * self.blocks.block_size >= request.num_known
+
+    def _preempt_spoiled(self, order: list[Request]) -> list[str]:
+        """Preempts requests whose states a step has left in the middle, and the younger ones, which stay behind them;
+        drops them from `order`, and returns their ids."""
+        preempted = []
+        while any(request.num_in_state != request.num_computed for request in order):
+            preempted.append(self._preempt(order.pop()))
+        return preempted
 
     def _propose_decodes(self, order: list[Request]) -> tuple[list[ScheduledChunk], list[Request], list[str]]:
         """Returns (decode chunks, requests that still prefill, ids preempted); drops the preempted from `order`."""

@@ -21,6 +21,7 @@ from moe_serve.attention_dp.pages import PageFolder, PageTiers
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.attention_dp.speculation import Speculator
+from moe_serve.attention_dp.state_slots import SNAPSHOT_TOKENS, StateSlots
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
 from moe_serve.dispatch.make import make_all_to_all
@@ -70,7 +71,13 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.log import get_logger
-from moe_serve.models.decoder.moe_decoder import build_decoder, captures_decodes, expert_id_bytes, kv_layouts
+from moe_serve.models.decoder.moe_decoder import (
+    build_decoder,
+    captures_decodes,
+    expert_id_bytes,
+    kv_layouts,
+    state_shapes,
+)
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import ExpertReloader, ExpertRoom, LoadedWeights, dummy_weights, load_weights
@@ -109,6 +116,7 @@ def build_engine(
         sender,
         receiver,
         key_tokens=int(served.spec.predictor_id is not None),  # which caches a token's row with the token behind it
+        states=_state_slots(config, served),
     )
     sampler = Sampler(served.limits.eos_token_ids, served.numerics.compiled)
     scheduler = Scheduler(
@@ -172,6 +180,14 @@ def build_engine(
         config=config,
         predictor=_make_predictor(served, scheduler, settings),
     )
+
+
+def _state_slots(config: ServeConfig, served: ServedModel) -> StateSlots | None:
+    """Returns the slots of the requests' states; None: the model keeps none."""
+    if not served.cache.num_states:
+        return None
+    size, max_running = config.cache.block_size, config.engine.max_running_requests
+    return StateSlots(max_running, served.cache.num_states - max_running, -(-SNAPSHOT_TOKENS // size) * size)
 
 
 def _make_speculator(config: ServeConfig, sampler: Sampler) -> Speculator | None:
@@ -307,7 +323,9 @@ def build_served_model(
             block_size,
             plan.cache_dtype,
             plan.device,
-            computed=plan.dtype,
+            plan.dtype,
+            state_shapes(plan.spec),
+            config.engine.max_running_requests + plan.num_snapshots if state_shapes(plan.spec) else 0,
         ),
         limits=limits,
         numerics=plan.numerics,

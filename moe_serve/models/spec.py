@@ -8,7 +8,7 @@ Shape words: H = hidden, E = num_logical, I = moe_intermediate.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_serve.kernels.forms import SILU, Activation, Fp8Block, RouterSpec
+from moe_serve.kernels.forms import SILU, Activation, DeltaShape, Fp8Block, RouterSpec
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class GqaSpec:
     chunked_layer_ids: tuple[int, ...] = ()
     unrotated_layer_ids: tuple[int, ...] = ()
     temperature: QueryTemperature | None = None
+    has_gate: bool = False  # what heads attend is multiplied by sigmoid of a gate, which lies behind each head's query
 
     @property
     def softmax_scale(self) -> float:
@@ -241,6 +242,9 @@ class ModelSpec:
     head_bias: bool = False  # on the projection to logits
     num_predictors: int = 0  # layers for multi-token prediction that its checkpoint may have behind the last layer
     predictor_id: int | None = None  # the last of num_layers is such a layer; None: all are layers of the model
+    linear: DeltaShape | None = None  # of the layers of linear attention, which keep a state for each request
+    linear_layer_ids: tuple[int, ...] = ()  # ascending; the others attend over the KV cache
+    norms_from_zero: bool = False  # norms of rows and of query and key heads multiply by 1 + weight
 
     @property
     def default_context(self) -> int:
@@ -262,6 +266,11 @@ class ModelSpec:
         layer = self.num_layers
         moe_layer_ids = (*self.moe_layer_ids, layer)
         return replace(self, num_layers=layer + 1, moe_layer_ids=moe_layer_ids, predictor_id=layer)
+
+    @property
+    def attention_layer_ids(self) -> tuple[int, ...]:
+        """Returns the layers that attend over the KV cache."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.linear_layer_ids)
 
     @property
     def num_logical(self) -> int:

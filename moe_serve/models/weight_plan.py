@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_serve.kernels.forms import MXFP4_BLOCK
+from moe_serve.kernels.forms import MXFP4_BLOCK, DeltaShape
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 
 _BODY = "model."
@@ -39,12 +39,14 @@ class DenseTensor:
 
     kind: how dummy weights are drawn; "bias32" stays in float32
     in_heads: the parts are those of each head, [heads, k, n] of keys and [heads, n, k] of values
+    plus_one: what is stored is a norm's weight less 1
     """
 
     name: str
     parts: tuple[Part, ...]
     kind: Literal["matrix", "norm", "bias", "bias32"] = "matrix"
     in_heads: bool = False
+    plus_one: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,12 +121,14 @@ def _prefixed(spec: ModelSpec, part: Part) -> Part:
 def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
     vocab_shape = (spec.vocab_size, spec.hidden)
     yield DenseTensor("embed", (Part(EMBEDDING, vocab_shape),))
-    moe_layers = set(spec.moe_layer_ids)
+    moe_layers, linear_layers = set(spec.moe_layer_ids), set(spec.linear_layer_ids)
     for layer in range(spec.num_layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
         yield from _layer_norm(spec, ours + "input_norm", theirs + "input_layernorm")
-        if isinstance(spec.attention, GqaSpec):
-            yield from _gqa(spec.attention, spec.hidden, ours, theirs + "self_attn.")
+        if layer in linear_layers and spec.linear is not None:
+            yield from _delta(spec.linear, spec.hidden, ours, theirs + "linear_attn.")
+        elif isinstance(spec.attention, GqaSpec):
+            yield from _gqa(spec.attention, spec, ours, theirs + "self_attn.")
         else:
             yield from _mla(spec.attention, spec.hidden, ours, theirs + "self_attn.")
         yield from _layer_norm(spec, ours + "post_norm", theirs + "post_attention_layernorm")
@@ -217,7 +221,7 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
         return spec.tie_embeddings
     body = stored_name(spec, _BODY)
     name = _BODY + name.removeprefix(body) if name.startswith(body) else name
-    if name.endswith(("rotary_emb.inv_freq", ".masked_bias")) or name.startswith("model.mtp_"):
+    if name.endswith(("rotary_emb.inv_freq", ".masked_bias")) or name.startswith(("model.mtp_", "mtp.")):
         return True
     if spec.fp8_block is not None and name.endswith(_SCALES_OF_ACTIVATIONS):
         return True
@@ -228,12 +232,12 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
     return layer.isdigit() and int(layer) >= spec.num_layers
 
 
-def _norm(name: str, source: str, width: int) -> DenseTensor:
-    return DenseTensor(name, (Part(source, (width,)),), "norm")
+def _norm(name: str, source: str, width: int, plus_one: bool = False) -> DenseTensor:
+    return DenseTensor(name, (Part(source, (width,)),), "norm", plus_one=plus_one)
 
 
 def _layer_norm(spec: ModelSpec, name: str, source: str) -> Iterator[DenseTensor]:
-    yield _norm(name, source + ".weight", spec.hidden)
+    yield _norm(name, source + ".weight", spec.hidden, spec.norms_from_zero)
     if spec.layer_norm:
         yield DenseTensor(name + "_bias", (Part(source + ".bias", (spec.hidden,)),), "bias")
 
@@ -291,9 +295,9 @@ def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
             yield DenseTensor(ours + "shared_gate", (Part(f"{theirs}{names.shared_gate}.weight", (1, spec.hidden)),))
 
 
-def _gqa(spec: GqaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    widths = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+def _gqa(spec: GqaSpec, model: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    hidden, q, kv = model.hidden, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    widths = (("q_proj", 2 * q if spec.has_gate else q), ("k_proj", kv), ("v_proj", kv))
     yield DenseTensor(ours + "qkv", tuple(Part(f"{theirs}{n}.weight", (width, hidden)) for n, width in widths))
     yield DenseTensor(ours + "o", (Part(theirs + "o_proj.weight", (hidden, q)),))
     if spec.qkv_bias:
@@ -303,9 +307,25 @@ def _gqa(spec: GqaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
         yield DenseTensor(ours + "o_bias", (Part(theirs + "o_proj.bias", (hidden,)),), "bias")
     if any(spec.norm_widths):
         for name, their_name, width in zip(("q_norm", "k_norm"), spec.norm_names, spec.norm_widths, strict=True):
-            yield _norm(ours + name, f"{theirs}{their_name}.weight", width)
+            yield _norm(ours + name, f"{theirs}{their_name}.weight", width, model.norms_from_zero)
     if spec.has_sinks:
         yield DenseTensor(ours + "sinks", (Part(theirs + spec.sinks_name, (spec.num_heads,)),), "bias32")
+
+
+def _delta(shape: DeltaShape, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    """Yields the tensors of linear attention; its row is projected by two matrices (Qwen3-Next), or by four."""
+    heads, values = shape.value_heads, shape.value_heads * shape.value_width
+    widths: tuple[tuple[str, int], ...]
+    if shape.grouped:
+        widths = (("in_proj_qkvz", shape.channels + values), ("in_proj_ba", 2 * heads))
+    else:
+        widths = (("in_proj_qkv", shape.channels), ("in_proj_z", values), ("in_proj_b", heads), ("in_proj_a", heads))
+    yield DenseTensor(ours + "delta_in", tuple(Part(f"{theirs}{n}.weight", (width, hidden)) for n, width in widths))
+    yield DenseTensor(ours + "delta_conv", (Part(theirs + "conv1d.weight", (shape.channels, 1, shape.taps)),), "bias32")
+    yield DenseTensor(ours + "delta_decay", (Part(theirs + "A_log", (heads,)),), "bias32")
+    yield DenseTensor(ours + "delta_step_bias", (Part(theirs + "dt_bias", (heads,)),), "bias32")
+    yield _norm(ours + "delta_norm", theirs + "norm.weight", shape.value_width)
+    yield DenseTensor(ours + "delta_out", (Part(theirs + "out_proj.weight", (hidden, values)),))
 
 
 def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:

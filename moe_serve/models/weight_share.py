@@ -141,7 +141,9 @@ def _dense_groups(spec: ModelSpec, parts: CheckpointParts) -> dict[str, tuple[Gr
     }
 
 
-_PROJECTIONS = ("qkv", "q_kv_a", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down")
+_PROJECTIONS = (
+    "qkv", "q_kv_a", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down", "delta_in", "delta_out",
+)  # fmt: skip
 
 
 def _keeps_projection(spec: ModelSpec, plan: DenseTensor) -> bool:
@@ -175,11 +177,12 @@ def fp8_projections(spec: ModelSpec, folder: Path | None) -> frozenset[str]:
 
 
 def _rotation_keeps_blocks(spec: ModelSpec, name: str) -> bool:
-    if spec.rope.interleaved or name not in ("qkv", "q_kv_a", "q_b"):  # nothing is reordered
-        return True
     attention = spec.attention
+    has_gate = isinstance(attention, GqaSpec) and attention.has_gate
+    if name not in ("qkv", "q_kv_a", "q_b") or (spec.rope.interleaved and not has_gate):  # nothing is reordered
+        return True
     if isinstance(attention, GqaSpec):
-        return FP8_GROUP % attention.head_dim == 0
+        return not has_gate and FP8_GROUP % attention.head_dim == 0
     return all(size % attention.rope_dim == 0 for size in (FP8_GROUP, attention.query_dim, attention.latent_dim))
 
 

@@ -329,6 +329,8 @@ class CheckpointWeights:
                 scales.append(of_part)
             else:
                 self._read(part, rows)
+        if plan.plus_one:
+            out += 1
         return {plan.name: out, scale_of(plan.name): torch.cat(scales)} if scales else {plan.name: out}
 
     def put_expert(self, plan: ExpertTensor, expert: int, one: dict[str, Tensor]) -> None:

@@ -25,6 +25,7 @@ from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 from moe_serve.attention_dp.speculation import Speculator
+from moe_serve.attention_dp.state_slots import StateSlots
 
 MAX_NEW_TOKENS = 6
 
@@ -51,7 +52,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, num_blocks, block_size, max_running, spare_tokens, prefix_cache):
         self.kv: dict[int, tuple[int, ...]] = {}  # slot -> the tokens its content was computed from
-        self.blocks = RequestBlocks(num_blocks, block_size, prefix_cache, b"", self.tiers(num_blocks, block_size))
+        tiers, states = self.tiers(num_blocks, block_size), self.states(max_running, block_size)
+        self.blocks = RequestBlocks(num_blocks, block_size, prefix_cache, b"", tiers, states=states)
         self.scheduler = Scheduler(self.blocks, max_running, max_running + spare_tokens, 64, self.speculator())
         self.alive: dict[str, Request] = {}
         self.stop_after: dict[str, int] = {}
@@ -60,6 +62,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.oldest: Request | None = None
 
     def tiers(self, num_blocks: int, block_size: int) -> PageTiers | None:
+        return None
+
+    def states(self, max_running: int, block_size: int) -> StateSlots | None:
         return None
 
     def speculator(self) -> Speculator | None:
@@ -240,6 +245,41 @@ class TieredMachine(SchedulerMachine):
             self.page_tiers.close()
 
 
+class StatefulMachine(SchedulerMachine):
+    """The same, of a model with states: a slot holds the tokens that its state has seen. Some steps are void."""
+
+    def states(self, max_running: int, block_size: int) -> StateSlots | None:
+        self.draw = random.Random(0)
+        self.seen: dict[int, tuple[int, ...]] = {}
+        self.num_void = 0
+        return StateSlots(max_running, num_snapshots=2, interval=2 * block_size)
+
+    def compute(self, chunks: tuple[ScheduledChunk, ...]) -> list[int | None]:
+        rows = [chunk.request.state_row(chunk.start, chunk.length) for chunk in chunks]
+        written = [slot for _, to, after, kept in rows for slot in ((to, kept) if after else (to,))]
+        assert len(set(written)) == len(written), f"a state is written twice: {written}"
+        for chunk, (source, to, after, kept) in zip(chunks, rows, strict=True):
+            tokens = tuple(chunk.request.token_ids(0, chunk.start + chunk.length))
+            assert source == to or source not in written, f"state {source} is written while it is read"
+            state = () if source < 0 else self.seen[source]
+            assert state == tokens[: chunk.start], f"{chunk.request.request_id} reads the state of other tokens"
+            self.seen[to] = tokens
+            if after:
+                self.seen[kept] = tokens[: chunk.start + after]
+        if self.draw.random() < 0.1:
+            self.num_void += 1
+            self.seen.update(dict.fromkeys(written, (-1,)))
+            return []
+        return super().compute(chunks)
+
+    def complete(self, chunks, results):
+        if results:
+            super().complete(chunks, results)
+
+    def watch_the_oldest(self, counts):
+        super().watch_the_oldest(counts and not self.num_void)  # behind a void step it begins again
+
+
 class DraftingMachine(SchedulerMachine):
     """The same, with drafts of which some are right."""
 
@@ -291,8 +331,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LIMITS = {"stateful_step_count": 40, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 SchedulerMachine.TestCase.settings = settings(max_examples=70, **LIMITS)
+StatefulMachine.TestCase.settings = settings(max_examples=70, **LIMITS)
 TieredMachine.TestCase.settings = settings(max_examples=50, **LIMITS)
 DraftingMachine.TestCase.settings = settings(max_examples=50, **LIMITS)
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestStatefulMachine = StatefulMachine.TestCase
 TestTieredMachine = TieredMachine.TestCase
 TestDraftingMachine = DraftingMachine.TestCase

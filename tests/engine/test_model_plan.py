@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_serve.attention_dp.kv_cache import state_bytes
 from moe_serve.config import load_config
 from moe_serve.engine.build import use_threads
 from moe_serve.engine.model import model_plan
@@ -13,6 +14,7 @@ from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, choose_
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.library import CpuLibrary
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
+from moe_serve.models.decoder.moe_decoder import state_shapes
 from moe_serve.models.families.registry import read_spec
 from tests.models.families import FAMILIES
 from tests.models.published import PHI_35_MOE
@@ -164,6 +166,30 @@ def test_sparse_attention_and_old_gpus_have_no_cache_in_8_bits(tmp_path: Path, m
     with pytest.raises(ConfigError, match=r"older than sm_89.* set cache\.dtype: int8 or auto"):
         plan_of(tmp_path, PHI_35_MOE, "cache.dtype=fp8_e4m3", device=GPU)
     assert plan_of(tmp_path, PHI_35_MOE, "cache.dtype=int8", device=GPU).cache_dtype == torch.int8
+
+
+@pytest.mark.parametrize(("override", "why"), [
+    ("speculation.mode=auto", r"guessed tokens would spoil; set speculation\.mode: off"),
+    ("cache.host_gb=1", r"pages .* do not hold; leave cache\.host_gb and cache\.disk_gb out"),
+    ("parallel.num_prefill_ranks=1", r"set parallel\.num_prefill_ranks: 0"),
+    (None, "computes on cuda; they run on CPUs alone"),
+])  # fmt: skip
+def test_what_does_not_go_with_states_of_requests_is_refused(override: str | None, why: str, tmp_path: Path) -> None:
+    model_type, keys = FAMILIES["qwen3_next"]
+    overrides, device = ([], GPU) if override is None else ([override], CPU)
+    with pytest.raises(ConfigError, match=f"qwen3_next has linear attention.* {why}"):
+        plan_of(tmp_path, keys | {"model_type": model_type}, *overrides, device=device)
+
+
+def test_snapshots_are_as_many_as_their_memory_holds_and_none_without_a_prefix_cache(tmp_path: Path) -> None:
+    model_type, keys = FAMILIES["qwen3_next"]
+    config = keys | {"model_type": model_type}
+    size = state_bytes(state_shapes(plan_of(tmp_path, config).spec))
+    assert size == 3 * 4 * (3 * 112 + 4 * 16 * 32), "of three layers, heads of 12 columns padded to 32"
+    for override, number in ((f"cache.snapshot_gib={3.5 * size / 2**30}", 3), ("cache.snapshot_gib=0", 0)):
+        assert plan_of(tmp_path, config, override).num_snapshots == number
+    assert plan_of(tmp_path, config, "cache.prefix_cache=false").num_snapshots == 0
+    assert plan_of(tmp_path, PHI_35_MOE).num_snapshots == 0
 
 
 @pytest.mark.parametrize(("overrides", "why"), [

@@ -108,6 +108,15 @@ def test_the_others_go_on_and_every_token_is_right(
     check_trace(trace, outcomes, victim)
 
 
+def test_states_that_a_void_step_has_left_in_the_middle_are_made_again(tmp_path: Path) -> None:
+    """The step ends in the third layer, behind two whose states have gone on by its tokens."""
+    hybrid, fault = tiny_model(tmp_path, "qwen3_next"), Fault(1, "combine receive", 6, 2)
+    outcomes, tokens, _ = serve_and_lose(NUM_RANKS, requests(), settings_of(hybrid, 20), fault)
+    assert tokens == tokens_without_fault(hybrid)
+    assert sorted(outcomes) == [0, 2]
+    assert all(outcome.counters["num_preempted"] > 0 for outcome in outcomes.values())
+
+
 @pytest.mark.parametrize(("phase", "calls"), [("counts send", 2), ("dispatch receive", 3), ("combine send", 1)])
 def test_a_rank_may_be_lost_between_rounds_that_overlap(model: Path, phase: str, calls: int) -> None:
     overrides = [*settings_of(model, 20), "dispatch.overlap_from_tokens=1"]

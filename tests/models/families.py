@@ -32,6 +32,10 @@ SIGMOID: dict[str, Any] = QWEN | {
 QWEN2: dict[str, Any] = COMMON | {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
 }  # fmt: skip
+QWEN_NEXT: dict[str, Any] = QWEN2 | {
+    "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 12, "partial_rotary_factor": 0.25,
+}  # fmt: skip
 OLMOE: dict[str, Any] = COMMON | {"num_experts": 8, "num_experts_per_tok": 3}
 GRANITE: dict[str, Any] = COMMON | {
     "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 3.5, "residual_multiplier": 0.22,
@@ -117,6 +121,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 3, "tie_word_embeddings": True},
     ),
     "qwen2_moe-no-bias": ("qwen2_moe", QWEN2 | {"qkv_bias": False, "num_key_value_heads": 4}),
+    "qwen3_next": ("qwen3_next", QWEN_NEXT),
+    # Attention first, tiles of 32 and 8 columns, keys of an odd width, a convolution of 3 taps, and a dense layer.
+    "qwen3_next-odd": (
+        "qwen3_next",
+        QWEN_NEXT
+        | {"layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"], "mlp_only_layers": [1]}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 7}
+        | {"linear_value_head_dim": 40, "linear_conv_kernel_dim": 3, "attention_bias": True}
+        | {"num_key_value_heads": 4, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", QWEN_NEXT),
     "olmoe": ("olmoe", OLMOE),
     "olmoe-mha-bias-clip": (
         "olmoe",
@@ -243,6 +258,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         MLA | {"q_lora_rank": 31, "kv_lora_rank": 15, "qk_nope_head_dim": 13, "v_head_dim": 11},
     ),
 }
+
+# Model types that keep a state of each request: on CPUs alone, and without guesses of tokens.
+WITH_STATES = ("qwen3_next", "qwen3_5_moe_text")
 
 
 ANOTHERS_FORM = {name for name, (kind, _) in FAMILIES.items() if kind not in FAMILIES}

@@ -143,7 +143,18 @@ HUNYUAN_A13B: dict[str, Any] = {
     "torch_dtype": "bfloat16", "eos_token_id": 127960, "pad_token_id": 127961, "bos_token_id": 1,
 }  # fmt: skip
 
-# name -> (config.json, parameters as its authors say)
+QWEN3_NEXT_80B: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "head_dim": 256, "partial_rotary_factor": 0.25, "rope_theta": 10000000, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "attention_bias": False, "hidden_act": "silu",
+    "tie_word_embeddings": False, "rope_scaling": None, "torch_dtype": "bfloat16", "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}  # fmt: skip
+
 GLM_47_FLASH: dict[str, Any] = {
     "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "vocab_size": 154880,
     "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20,
@@ -244,6 +255,7 @@ KIMI_K25 = _SEEING | {
     "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
     "text_config": KIMI_K2 | {"max_position_embeddings": 262144, "quantization_config": None},
 }  # fmt: skip
+# name -> (config.json, parameters as its authors say)
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Qwen3-VL-30B-A3B": (QWEN3_VL_30B, 30.5e9),  # without what sees images, as the next three
     "Qwen3-Omni-30B-A3B": (QWEN3_OMNI_30B, 30.5e9),  # its thinker
@@ -270,6 +282,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Granite-3.1-3B-A800M": (GRANITE_3B, 3.30e9),
     "MiniMax-M2": (MINIMAX_M2, 230e9),
     "Hunyuan-A13B": (HUNYUAN_A13B, 80e9),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT_80B, 80e9),
 }
 # Those that the cost model prices (moe_serve/eplb/cost/profiles/models).
 PRICED: dict[str, dict[str, Any]] = {

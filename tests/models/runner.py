@@ -23,7 +23,7 @@ from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.models.checkpoint_parts import as_stored
 from moe_serve.models.decoder import moe_decoder
-from moe_serve.models.decoder.moe_decoder import MoeDecoder, build_decoder, kv_layouts
+from moe_serve.models.decoder.moe_decoder import MoeDecoder, build_decoder, kv_layouts, state_shapes
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
@@ -31,6 +31,7 @@ from moe_serve.models.weights import LoadedWeights, load_weights
 from tests.models.reference_moe import ReferenceMoe
 
 BLOCK_SIZE = 8
+NUM_STATES = 64  # of requests, where the model keeps any
 INVARIANT = Numerics(row_tile=4)
 
 
@@ -104,7 +105,11 @@ class Runner:
         self.numerics = numerics
         self.tables = BlockTables(BLOCK_SIZE)
         kept = cache_dtype or dtype
-        self.cache = KvCache(kv_layouts(decoder.spec), num_blocks, BLOCK_SIZE, kept, "cpu", computed=dtype)
+        states = state_shapes(decoder.spec)
+        self.cache = KvCache(
+            kv_layouts(decoder.spec), num_blocks, BLOCK_SIZE, kept, "cpu", dtype, states, NUM_STATES if states else 0
+        )
+        self._free_states = list(range(NUM_STATES)) if states else []
         self._free = [(i * 7) % num_blocks for i in range(num_blocks)]  # 7 and num_blocks have no common factor
         self.logits: dict[str, dict[int, Tensor]] = {}  # request id -> position -> [vocab]
 
@@ -114,7 +119,17 @@ class Runner:
         self.tables.extend(request, list(shared_blocks))
         request.num_computed = len(shared_blocks) * BLOCK_SIZE
         self.logits[name] = {}
+        if self._free_states:
+            request.state_slot = self._free_states.pop(0)
+            request.state_from = self._snapshot(ids, request.num_computed) if shared_blocks else -1
         return request
+
+    def _snapshot(self, ids: Sequence[int], num_tokens: int) -> int:
+        """Returns the slot of a state behind so many tokens, which another request has kept in passing."""
+        other = self.request("kept", ids)
+        other.snapshot_at, other.snapshot_slot = num_tokens, self._free_states.pop()
+        self.prefill([other])
+        return other.snapshot_slot
 
     def schedule(self, chunks: Iterable[tuple[Request, int]]) -> list[ScheduledChunk]:
         """Returns (request, number of tokens) as chunks of requests that have the blocks for them."""
@@ -136,6 +151,7 @@ class Runner:
             for position in range(chunk.start, chunk.start + chunk.length):
                 self.logits[chunk.request.request_id][position] = next(rows)
             chunk.request.num_computed += chunk.length
+            chunk.request.state_from = chunk.request.state_slot
 
     def prefill(self, requests: Sequence[Request], chunk: int | None = None) -> None:
         """Computes all known tokens, `chunk` at a time and all requests together; None: in one piece."""

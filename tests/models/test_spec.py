@@ -217,7 +217,7 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         ),
         (PHI_35_MOE, {"rope_scaling": PHI_35_MOE["rope_scaling"] | {"long_factor": [1.0]}}, "a list of 64 numbers"),
         (ERNIE_45_21B, {"use_bias": True}, "use_bias true"),
-        (ERNIE_45_21B, {"model_type": "qwen3_next"}, "linear attention (gated delta rule), whose state is one per req"),
+        (ERNIE_45_21B, {"model_type": "kimi_linear"}, "linear attention that is not Qwen3-Next's"),
         (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         (DEEPSEEK_V2, {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob true"),

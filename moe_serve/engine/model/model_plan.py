@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from moe_serve.attention_dp.host_pages import slot_bytes
-from moe_serve.attention_dp.kv_cache import bytes_per_block
+from moe_serve.attention_dp.kv_cache import bytes_per_block, state_bytes
 from moe_serve.attention_dp.page_record import HEADER_BYTES, check_size
 from moe_serve.c_library import processor_features
 from moe_serve.config import ServeConfig, model_dir
@@ -20,7 +20,7 @@ from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.checkpoint import all_tensors, has_weights
 from moe_serve.models.checkpoint_parts import as_stored
-from moe_serve.models.decoder.moe_decoder import kv_layouts
+from moe_serve.models.decoder.moe_decoder import kv_layouts, state_shapes
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_plan import has_predictor
 from moe_serve.models.weight_share import StoredWeights, WeightShare, fp8_projections
@@ -63,6 +63,7 @@ class ModelPlan:
     fp8_dense:           names of the dense tensors that a GPU keeps in FP8, as it does the experts of such a checkpoint
     max_model_len:       prompt and output tokens of one request
     num_blocks:          of this rank's KV cache
+    num_snapshots:       of states beside it (state_slots.py); 0 where the model keeps none
     max_tokens_per_rank: rows that one dispatch carries
     """
 
@@ -78,6 +79,7 @@ class ModelPlan:
     fp8_dense: frozenset[str]
     max_model_len: int
     num_blocks: int
+    num_snapshots: int
     max_tokens_per_rank: int
 
     @classmethod
@@ -93,6 +95,8 @@ class ModelPlan:
         form = expert_form(config, spec, device, stored)
         cache_dtype = choose_cache_dtype(config, spec, device, dtype)
         check_attention_backend(config, spec, device, cache_dtype)
+        check_states(config, spec, device)
+        num_blocks = num_cache_blocks(config, spec, cache_dtype, max_model_len)
         return cls(
             spec=spec.in_context(max_model_len),
             device=device,
@@ -107,7 +111,8 @@ class ModelPlan:
             ),
             fp8_dense=fp8_projections(spec, folder) if form == "fp8" and device.type == "cuda" else frozenset(),
             max_model_len=max_model_len,
-            num_blocks=num_cache_blocks(config, spec, cache_dtype, max_model_len),
+            num_blocks=num_blocks,
+            num_snapshots=num_snapshots(config, spec, num_blocks),
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
         )
 
@@ -210,6 +215,32 @@ def check_attention_backend(config: ServeConfig, spec: ModelSpec, device: torch.
     for applies, why in reasons:
         if applies:
             raise ConfigError(f"engine.attention_backend is {name}, but {why}")
+
+
+def check_states(config: ServeConfig, spec: ModelSpec, device: torch.device) -> None:
+    """Raises ConfigError for what does not go with the states that layers of linear attention keep of requests."""
+    if not state_shapes(spec):
+        return
+    of_model = f"{spec.model_type} has linear attention, whose layers keep a state of each request"
+    reasons = (
+        (device.type != "cpu", f"and this rank computes on {device.type}; they run on CPUs alone: serve on CPU ranks"),
+        (config.speculation.mode != "off", "which guessed tokens would spoil; set speculation.mode: off"),
+        (config.cache.host_gb is not None or config.cache.disk_gb is not None,
+         "which pages outside the pool do not hold; leave cache.host_gb and cache.disk_gb out"),
+        (config.parallel.num_prefill_ranks > 0,
+         "which prefill ranks do not hand over; set parallel.num_prefill_ranks: 0"),
+    )  # fmt: skip
+    for applies, why in reasons:
+        if applies:
+            raise ConfigError(f"{of_model}, {why}")
+
+
+def num_snapshots(config: ServeConfig, spec: ModelSpec, num_blocks: int) -> int:
+    """Returns how many copies of states one rank keeps; at most one for each block of its KV cache."""
+    shapes = state_shapes(spec)
+    if not shapes or not config.cache.prefix_cache:
+        return 0
+    return min(int(config.cache.snapshot_gib * 2**30) // state_bytes(shapes), num_blocks)
 
 
 def checkpoint_folder(config: ServeConfig) -> Path | None:

@@ -22,7 +22,7 @@ from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.linear import LARGEST_TILE
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.models.decoder.mla import expand_from
-from moe_serve.models.decoder.moe_decoder import build_decoder, kv_layouts
+from moe_serve.models.decoder.moe_decoder import build_decoder, kv_layouts, state_shapes
 from moe_serve.models.decoder.runners import RecordedRunner
 from moe_serve.models.spec import GqaSpec, IndexerSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
@@ -78,7 +78,8 @@ def _buffers(spec: ModelSpec, sizes: StepSizes) -> int:
     decoder = build_decoder(spec, no_weights(share), one_rank, "meta")
     run, run_prediction = decoder.run, decoder.run_prediction
     assert isinstance(run, RecordedRunner)
-    cache = KvCache(kv_layouts(spec), 1, 1, torch.float32, "meta")
+    states = state_shapes(spec)
+    cache = KvCache(kv_layouts(spec), 1, 1, torch.float32, "meta", states=states, num_states=1 if states else 0)
     recorded = [sizes.rows, (sizes.rows + 1) // 2][: 1 + sizes.in_halves]  # steps below those that run in halves
     buffers = sum(run.record(rows, cache).buffer_bytes for rows in recorded)
     logits = 2
@@ -128,15 +129,25 @@ def _attention(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
             return before + _gqa_on_gpu(spec.attention, spec.num_layers, sizes)
         return before + _mla_on_gpu(spec.attention, numerics, sizes)
     if isinstance(spec.attention, GqaSpec):
-        return _gqa(spec.attention, numerics, sizes)
+        return max(_gqa(spec.attention, numerics, sizes), _delta(spec, sizes))
     return _mla(spec.attention, numerics, sizes)
 
 
 def _gqa(spec: GqaSpec, numerics: Numerics, sizes: StepSizes) -> int:
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    rows = sizes.rows * (q + 2 * kv + 2 * q) * sizes.itemsize  # projected, attended, and put together from pieces
+    gates = 2 * q if spec.has_gate else 0  # projected, and their sigmoids
+    rows = sizes.rows * (3 * q + 2 * kv + gates) * sizes.itemsize  # projected, attended, and put together from pieces
     group = spec.num_heads // spec.num_kv_heads
     return rows + _attended(numerics, sizes, spec.num_kv_heads, group, spec.head_dim, 2 * kv)
+
+
+def _delta(spec: ModelSpec, sizes: StepSizes) -> int:
+    """Returns the bytes of the rows of linear attention: projected, widened, and what heads give."""
+    if spec.linear is None:
+        return 0
+    given = spec.linear.value_heads * spec.linear.value_width
+    state = 4 * spec.linear.value_heads * spec.linear.key_width * spec.linear.value_width  # of one token at a time
+    return sizes.rows * (spec.linear.row_width * (sizes.itemsize + 4) + given * sizes.itemsize) + 4 * state
 
 
 def _gqa_on_gpu(spec: GqaSpec, num_layers: int, sizes: StepSizes) -> int:

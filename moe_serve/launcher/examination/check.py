@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_serve.attention_dp.batch import bucket_of
-from moe_serve.attention_dp.kv_cache import bytes_per_block
+from moe_serve.attention_dp.kv_cache import bytes_per_block, state_bytes
 from moe_serve.attention_dp.scheduler import most_yielding_rows
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import BufferLimits
@@ -32,7 +32,7 @@ from moe_serve.launcher.examination.transport import TransportReport, describe_l
 from moe_serve.launcher.preflight import look_for_files
 from moe_serve.models.decoder.gqa import rope_table_bytes
 from moe_serve.models.decoder.graphs import graph_logits
-from moe_serve.models.decoder.moe_decoder import captures_decodes, kv_layouts
+from moe_serve.models.decoder.moe_decoder import captures_decodes, kv_layouts, state_shapes
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.weight_plan import dense_parameters
@@ -264,6 +264,14 @@ def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     kept = "" if plan.cache_dtype == plan.dtype else f", in {config.cache.dtype} with a scale for each head and token"
     kept += ", and the experts of each token" if config.engine.return_routed_experts else ""
     yield Memory("KV cache", num_bytes, blocks + kept)
+    if shapes := state_shapes(plan.spec):
+        running, size = config.engine.max_running_requests, state_bytes(shapes)
+        why = f"engine.max_running_requests {running} x {bytes_in_words(size)}, of layers with linear attention"
+        yield Memory("states of requests", running * size, why)
+        why = f"{plan.num_snapshots} x {bytes_in_words(size)}, from which requests with an equal beginning go on"
+        if not plan.num_snapshots:
+            why = f"cache.snapshot_gib {config.cache.snapshot_gib:g} holds none, so no prefix is reused"
+        yield Memory("snapshots of states", plan.num_snapshots * size, why)
     if config.cache.host_gb is not None:
         num_ranks = config.parallel.num_ranks // config.launcher.nnodes + config.parallel.num_prefill_ranks
         pages = f"its part of cache.host_gb {config.cache.host_gb:g}, which the ranks of a host fill together"

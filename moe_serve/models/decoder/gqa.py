@@ -88,8 +88,13 @@ class GqaAttention:
         group = spec.num_heads // spec.num_kv_heads
         self.shape = AttentionShape(layout, group, spec.softmax_scale, has_sinks=spec.has_sinks)
 
-    def layer(self, index: int, weights: dict[str, Any], rope: RopeSpec, forms: WeightForms) -> "GqaLayer":
-        """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
+    def layer(
+        self, index: int, weights: dict[str, Any], rope: RopeSpec, forms: WeightForms, cached_as: int | None = None
+    ) -> "GqaLayer":
+        """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`.
+
+        cached_as: the cache's layer, where not all layers of the model have one
+        """
         spec = self.spec
         qkv, bias, scale = weights.pop("qkv"), weights.pop("qkv_bias", None), weights.pop("qkv_scale", None)
         norm = None
@@ -99,8 +104,8 @@ class GqaAttention:
         elif any(spec.norm_widths):
             norms = ((weights.pop("q_norm"), spec.num_heads), (weights.pop("k_norm"), spec.num_kv_heads))
             norm = torch.cat([each.view(-1, spec.head_dim).expand(heads, -1) for each, heads in norms])
-        if not rope.interleaved:
-            order = pair_order(rope.dim, qkv.device)
+        if not rope.interleaved or spec.has_gate:
+            order = torch.arange(rope.dim) if rope.interleaved else pair_order(rope.dim, qkv.device)
             order = torch.cat((order, torch.arange(rope.dim, spec.head_dim, device=order.device)))
             rows = self._rows_in(order)
             qkv = take_rows(qkv, rows)
@@ -111,14 +116,21 @@ class GqaAttention:
         out = forms.linear(weights.pop("o"), weights.pop("o_bias", None), weights.pop("o_scale", None))
         sinks = weights.pop("sinks") if spec.has_sinks else None
         visible = spec.window_of(index), spec.chunk_of(index)
-        return GqaLayer(self, index, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, rotates)
+        cached_as = index if cached_as is None else cached_as
+        return GqaLayer(self, cached_as, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, rotates)
 
     def _rows_in(self, order: Tensor) -> Tensor:
-        """Returns the order of the fused projection's rows with those of every query and key head reordered."""
+        """Returns the order of the fused projection's rows with those of every query and key head reordered.
+
+        Gates of the attention come behind all values.
+        """
         spec = self.spec
         num_rotated = spec.num_heads + spec.num_kv_heads
-        num_rows = (num_rotated + spec.num_kv_heads) * spec.head_dim
+        num_rows = (num_rotated + spec.num_kv_heads + spec.num_heads * spec.has_gate) * spec.head_dim
         heads = torch.arange(num_rows, device=order.device).view(-1, spec.head_dim)
+        if spec.has_gate:
+            of_queries = heads[: 2 * spec.num_heads]
+            heads = torch.cat((of_queries[0::2], heads[2 * spec.num_heads :], of_queries[1::2]))
         return torch.cat((heads[:num_rotated, order], heads[num_rotated:])).flatten()
 
 
@@ -126,7 +138,8 @@ class GqaAttention:
 class GqaLayer:
     """Grouped-query attention of one layer.
 
-    qkv:  x -> queries, keys and values of all heads
+    index: of the cache's layer
+    qkv:  x -> queries, keys and values of all heads, and their gates
     norm: [query and key heads, head_dim], over each head or over all, as the spec says; or None
     window, chunk, sinks: as `attend` of step.py takes them
     """
@@ -159,8 +172,15 @@ class GqaLayer:
         heads, norm_last = (spec.num_heads, spec.num_kv_heads), spec.qk_norm == "rotated_head"
         turns = do.turns if self.rotates else do.turns[:, :0]
         cache, scales = do.cache.layer(self.index), do.cache.scales(self.index)
-        do.rope_write(qkv, norm, eps, turns, do.slots, cache, *heads, norm_last, scales)
+        rotated, gates = qkv, None
+        if spec.has_gate:
+            width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+            rotated, gates = qkv[:, :width], qkv[:, width:]
+        do.rope_write(rotated, norm, eps, turns, do.slots, cache, *heads, norm_last, scales)
         q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
         q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
         attended = do.attend(q, self.index, self.window, self.sinks, self.chunk)
-        return do.linear("attention_out", self.out, attended.flatten(1))
+        attended = attended.flatten(1)
+        if gates is not None:
+            do.gate_(attended, gates)
+        return do.linear("attention_out", self.out, attended)

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from moe_serve.attention_dp.attention import Attention, AttentionShape, PagedAttention
 from moe_serve.attention_dp.batch import ForwardBatch
-from moe_serve.attention_dp.kv_cache import KvCache, KvLayout, id_dtype
+from moe_serve.attention_dp.kv_cache import KvCache, KvLayout, StateShapes, id_dtype
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rows import LayerNorm
-from moe_serve.models.decoder.gqa import GqaAttention, RopeTable
+from moe_serve.models.decoder.delta import DeltaLayer, delta_layer
+from moe_serve.models.decoder.gqa import GqaAttention, GqaLayer, RopeTable
 from moe_serve.models.decoder.graphs import GraphRunner
-from moe_serve.models.decoder.mla import MlaAttention
+from moe_serve.models.decoder.mla import MlaAttention, MlaLayer
 from moe_serve.models.decoder.runners import RecordedRunner, TorchRunner
 from moe_serve.models.decoder.stack import (
     AnyNorm,
@@ -37,6 +38,8 @@ from moe_serve.models.decoder.step import SharedExpert
 from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp, PackedMlp, WeightForms
 from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.weights import LoadedWeights
+
+AnyAttention = GqaLayer | MlaLayer | DeltaLayer
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +114,14 @@ def build_decoder(
     for layer_id in range(spec.num_layers):
         prefix = f"layers.{layer_id}."
         mine = {name.removeprefix(prefix): dense.pop(name) for name in list(dense) if name.startswith(prefix)}
-        attention_layer = attention.layer(layer_id, mine, spec.rope, forms)
+        if layer_id in spec.linear_layer_ids and spec.linear is not None:
+            index = spec.linear_layer_ids.index(layer_id)
+            attention_layer: AnyAttention = delta_layer(spec.linear, spec.norm_eps, index, mine, forms)
+        elif isinstance(attention, GqaAttention):
+            cached_as = spec.attention_layer_ids.index(layer_id)
+            attention_layer = attention.layer(layer_id, mine, spec.rope, forms, cached_as)
+        else:
+            attention_layer = attention.layer(layer_id, mine, spec.rope, forms)
         moe, mlp, shared = None, None, None
         if layer_id in layer_rows:
             shared = _shared_expert(mine, forms) if spec.shared_intermediate else None
@@ -193,12 +203,17 @@ def kv_layouts(spec: ModelSpec, keeps_experts: bool = False) -> tuple[KvLayout, 
         layout = KvLayout.mla(attention.kv_lora_rank, attention.rope_dim)
         if attention.indexer is not None:  # its keys lie behind the latents of all layers
             return (layout,) * spec.num_layers + (KvLayout.mla(attention.indexer.width, 0),) * spec.num_layers + ids
-    return (layout,) * spec.num_layers + ids
+    return (layout,) * len(spec.attention_layer_ids) + ids
 
 
 def expert_id_bytes(spec: ModelSpec) -> int:
     """Returns the size of the experts of one token, as they are kept."""
     return spec.num_moe_layers * spec.topk * id_dtype(spec.num_logical).itemsize
+
+
+def state_shapes(spec: ModelSpec) -> tuple[StateShapes, ...]:
+    """Returns the shapes of what each layer with a state keeps of a request, in float32."""
+    return () if spec.linear is None else (spec.linear.state_shapes,) * len(spec.linear_layer_ids)
 
 
 def make_attention(

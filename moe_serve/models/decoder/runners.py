@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedLinear, RowTable
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
+from moe_serve.kernels.delta_rule import DeltaWeights, SequenceStates, delta_rule_reference
 from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.linear import Linear
 from moe_serve.kernels.numerics import COMPILED, Numerics
@@ -117,6 +119,12 @@ class TorchStep(Step):
         assert self.has_rows, "nothing to attend"
         return self._attention(q, self.cache, layer, self._plan(window, chunk), sinks)
 
+    @cached_property
+    def _sequences(self) -> SequenceStates:
+        batch = self._step.batch
+        assert batch.state_slots is not None, "the batch was built for a model without states"
+        return SequenceStates(batch.query_starts, batch.state_slots)
+
     def _plan(self, window: int | None, chunk: int | None) -> StepPlan:
         key = window, chunk
         if key not in self._plans:
@@ -129,6 +137,9 @@ class TorchStep(Step):
 
     def attend_expanded(self, q: Tensor, layer: int, heads: HeadProjections, out: Tensor) -> None:
         self._attention.attend_expanded(q, self.cache, layer, self._plan(None, None), heads, out)
+
+    def delta_rule_of(self, rows: Tensor, weights: DeltaWeights, layer: int) -> Tensor:
+        return delta_rule_reference(rows, weights, self.cache.states_of(layer), self._sequences)
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
@@ -276,6 +287,9 @@ class RecordedStep(Step, Recorder):
     def attend_expanded(self, q: Tensor, layer: int, heads: HeadProjections, out: Tensor) -> None:
         raise AssertionError("the kernels attend long chunks as any other")
 
+    def delta_rule_of(self, rows: Tensor, weights: DeltaWeights, layer: int) -> Tensor:
+        return self.delta_rule(rows, weights, self.cache.states_of(layer))
+
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         yield from ()  # turns are taken when it runs
         out = layer.record(self, x, _kept_ids(self, layer))
@@ -300,6 +314,8 @@ class BatchInputs:
         if batch.num_tokens:
             tables = batch.query_starts, batch.block_tables
             self.attend = AttendRows(shape, batch.positions, *tables, batch.block_size)
+        slots = batch.state_slots
+        self._sequences = None if slots is None else SequenceStates(batch.query_starts, slots)
         self.rows = RowInputs(
             num_rows=batch.num_tokens,
             ids=batch.input_ids.data_ptr(),
@@ -309,6 +325,7 @@ class BatchInputs:
             num_logits=self.logits.shape[0],
             logit_rows=batch.logit_rows.data_ptr(),
             logits=self.logits.data_ptr(),
+            sequences=0 if self._sequences is None else self._sequences.address,
         )
 
     def is_of(self, batch: ForwardBatch) -> bool:
@@ -321,5 +338,6 @@ class BatchInputs:
             and batch.logit_rows is mine.logit_rows
             and batch.query_starts is mine.query_starts
             and batch.block_tables is mine.block_tables
+            and batch.state_slots is mine.state_slots
             and (batch.num_tokens, batch.block_size) == (mine.num_tokens, mine.block_size)
         )

@@ -15,6 +15,7 @@ from moe_serve.attention_dp.attention import HeadProjections
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer, Turns
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, Operations
+from moe_serve.kernels.delta_rule import DeltaWeights
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.rows import multiply_by_sigmoid_
 from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp
@@ -108,6 +109,13 @@ class Step(Operations, ABC):
         """Fills expanded_rows of `out` [T, heads, Dv] with attention over keys and values made of cached latents.
 
         q: [T, heads, nope + rope]. The latents of these rows are already in the cache.
+        """
+
+    @abstractmethod
+    def delta_rule_of(self, rows: Tensor, weights: DeltaWeights, layer: int) -> Tensor:
+        """Returns what linear attention makes of projected rows; the sequences' states go on by them.
+
+        [T, row_width] -> [T, value_heads * value_width].  layer: of the cache's states
         """
 
     @abstractmethod

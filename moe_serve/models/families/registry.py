@@ -127,11 +127,13 @@ def _declared(what: str) -> Iterator[tuple[str, Any]]:
             yield from getattr(found, what, {}).items()
 
 
-LINEAR_ATTENTION = (
-    "linear attention (gated delta rule), whose state is one per request where the KV cache here is one row per token "
-    "that requests share by prefix,"
-)
-REFUSED = {"qwen3_next": LINEAR_ATTENTION, "qwen3_5_moe": LINEAR_ATTENTION, "kimi_linear": LINEAR_ATTENTION}
+LINEAR_ATTENTION = "linear attention that is not Qwen3-Next's"
+REFUSED = {
+    "qwen3_5_moe": "a model that sees images around linear attention (its text model is, by itself: qwen3_5_moe_text)",
+    "kimi_linear": LINEAR_ATTENTION,
+    "bailing_hybrid": LINEAR_ATTENTION,
+    "minimax": LINEAR_ATTENTION,
+}
 TIES_INSIDE = ("llama4",)  # whose text model says whether its embeddings are tied, not the model around it
 FAMILIES: Mapping[str, Reader] = dict(_declared("READERS"))
 DEFAULTS: Mapping[str, Mapping[str, Any]] = dict(_declared("DEFAULTS"))

@@ -1,0 +1,150 @@
+"""Slots for the states of requests, of models whose layers keep one beside the KV cache, without touching a tensor.
+
+A running request has a slot of its own, which its steps change in place. A *snapshot* is a copy of a state behind the
+last token of a block, under the block's prefix-cache key: a request that begins with the same tokens goes on from it,
+and so does a preempted one. The cached keys and values of a prefix are of use only as far as there is a snapshot.
+Snapshots are kept behind every SNAPSHOT_TOKENS tokens, where a second request has begun like another up to some token,
+and behind the last whole block of each prompt; chunks end at these places, but for the last one. The snapshot that was
+used longest ago makes room for the next.
+
+A step that ends in the middle, because a rank was lost, leaves states of which nobody knows how far they are: from
+`begin` to `complete` a state counts as spoiled, and its request starts again from a snapshot, or from its first token.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from moe_serve.attention_dp.request import Request
+
+SNAPSHOT_TOKENS = 512  # rounded up to whole blocks
+
+
+class StateSlots:
+    """Slots 0..max_running-1 are for running requests, num_snapshots slots behind them for snapshots.
+
+    interval: tokens from one snapshot of a long sequence to the next, a multiple of the block size
+    """
+
+    def __init__(self, max_running: int, num_snapshots: int, interval: int):
+        self.num_slots = max_running + num_snapshots
+        self.num_snapshots = num_snapshots
+        self.interval = interval
+        self._first_snapshot = max_running
+        self._free = list(range(max_running))[::-1]
+        self._free_snapshots = list(range(max_running, self.num_slots))[::-1]
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # snapshots by key, the one used longest ago first
+        self._num_readers: dict[int, int] = {}  # requests whose next step reads a snapshot's slot
+        self._dropped: set[int] = set()  # slots of dropped snapshots that are still to be read
+
+    def num_covered(self, keys: list[bytes], num_blocks: int) -> int:
+        """Returns behind how many of the first num_blocks blocks, which have these keys, the last snapshot is."""
+        while num_blocks and keys[num_blocks - 1] not in self._slot_of:
+            num_blocks -= 1
+        return num_blocks
+
+    def admit(self, request: Request) -> None:
+        """Gives a request that starts its own slot. The caller has seen that fewer than max_running have one."""
+        request.state_slot = self._free.pop()
+        request.state_from = -1
+
+    def read_from(self, request: Request, key: bytes | None, num_tokens: int) -> None:
+        """Has a request go on behind num_tokens tokens, from the snapshot with this key; None: from zeros."""
+        self._end_reading(request)
+        if key is not None:
+            slot = self._slot_of[key]
+            self._slot_of.move_to_end(key)
+            self._num_readers[slot] = self._num_readers.get(slot, 0) + 1
+            request.state_from = slot
+        request.num_in_state = num_tokens
+
+    def plan(self, request: Request, position: int, key: bytes | None) -> None:
+        """Has the next chunk of a request keep a snapshot behind `position` tokens, if there is a slot for it.
+
+        key: of the block that ends there; None: none is to be kept
+        """
+        if key in self._slot_of and key is not None:
+            self._slot_of.move_to_end(key)
+            key = None
+        if key is not None and request.snapshot_slot < 0:
+            request.snapshot_slot = self._take()
+        if key is None:
+            self._forget_plan(request)
+        request.snapshot_at = -1 if request.snapshot_slot < 0 else position
+
+    def begin(self, requests: Iterable[Request]) -> None:
+        """A step goes on with the states of these requests."""
+        for request in requests:
+            request.num_in_state = -1
+
+    def complete(self, request: Request, key: bytes | None, decodes: bool) -> None:
+        """The chunk of a request has run.
+
+        key: of the block behind which it has kept a snapshot; None: it has kept none, or that is not to be used
+        decodes: the chunk was one of the output, whose snapshots replace each other
+        """
+        self._end_reading(request)
+        request.state_from, request.num_in_state = request.state_slot, request.num_computed
+        if key is not None and key not in self._slot_of:
+            self._slot_of[key] = request.snapshot_slot
+            request.snapshot_slot = -1
+            if decodes:
+                self.drop([] if request.output_snapshot is None else [request.output_snapshot])
+                request.output_snapshot = key
+        self._forget_plan(request)
+
+    def release(self, request: Request) -> None:
+        """Takes a request's slot back."""
+        if request.state_slot >= 0:
+            self._end_reading(request)
+            self._forget_plan(request)
+            self._free.append(request.state_slot)
+            request.state_slot = -1
+            request.output_snapshot = None
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Forgets snapshots: their blocks are gone, or their values cannot be trusted."""
+        for key in keys:
+            slot = self._slot_of.pop(key, None)
+            if slot is not None:
+                (self._dropped.add if slot in self._num_readers else self._free_snapshots.append)(slot)
+
+    def clear(self) -> None:
+        """Forgets all snapshots."""
+        self.drop(list(self._slot_of))
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Asserts that every slot is free or has one purpose. For tests."""
+        running = list(running)
+        readers: dict[int, int] = {}
+        for request in running:
+            if request.state_from >= self._first_snapshot:
+                readers[request.state_from] = readers.get(request.state_from, 0) + 1
+        assert readers == self._num_readers, f"{readers} read snapshots, counted are {self._num_readers}"
+        assert sorted([request.state_slot for request in running] + self._free) == list(range(self._first_snapshot))
+        planned = [request.snapshot_slot for request in running if request.snapshot_slot >= 0]
+        kept = [*self._slot_of.values(), *self._dropped, *planned, *self._free_snapshots]
+        assert sorted(kept) == list(range(self._first_snapshot, self.num_slots)), f"snapshots are in {kept}"
+        assert self._dropped <= set(readers), "slots that nobody reads are not free"
+
+    def _take(self) -> int:
+        """Returns a slot for another snapshot, in the place of one that nobody reads; -1: there is none."""
+        if self._free_snapshots:
+            return self._free_snapshots.pop()
+        oldest = next((key for key, slot in self._slot_of.items() if slot not in self._num_readers), None)
+        return -1 if oldest is None else self._slot_of.pop(oldest)
+
+    def _end_reading(self, request: Request) -> None:
+        slot = request.state_from
+        if slot >= self._first_snapshot:
+            self._num_readers[slot] -= 1
+            if not self._num_readers[slot]:
+                del self._num_readers[slot]
+                if slot in self._dropped:
+                    self._dropped.remove(slot)
+                    self._free_snapshots.append(slot)
+        request.state_from = -1
+
+    def _forget_plan(self, request: Request) -> None:
+        if request.snapshot_slot >= 0:
+            self._free_snapshots.append(request.snapshot_slot)
+        request.snapshot_slot = request.snapshot_at = -1

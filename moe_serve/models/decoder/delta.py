@@ -1,0 +1,41 @@
+"""Layers of linear attention: they keep a state for each request instead of keys and values of its tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moe_serve.kernels.cpu.operations import AnyLinear
+from moe_serve.kernels.delta_rule import DeltaWeights
+from moe_serve.kernels.forms import DeltaShape
+from moe_serve.models.decoder.step import Step
+from moe_serve.models.decoder.weight_forms import WeightForms
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaLayer:
+    """Linear attention by the gated delta rule (kernels/delta_rule.py), of one layer.
+
+    index:   of the cache's states
+    project: x -> rows as the shape says;  out: of what the heads give
+    """
+
+    index: int
+    project: AnyLinear
+    weights: DeltaWeights
+    out: AnyLinear
+
+    def __call__(self, x: Tensor, do: Step) -> Tensor:
+        """x: [T, H], normed -> [T, H]. The states of the step's requests go on by its rows."""
+        rows = do.linear("delta_in", self.project, x)
+        return do.linear("attention_out", self.out, do.delta_rule_of(rows, self.weights, self.index))
+
+
+def delta_layer(shape: DeltaShape, eps: float, index: int, weights: dict[str, Any], forms: WeightForms) -> DeltaLayer:
+    """Takes the weights of a layer (named as in weight_plan.py) out of `weights`. index: of the cache's states"""
+    project, out = (
+        forms.linear(weights.pop(name), None, weights.pop(f"{name}_scale", None)) for name in ("delta_in", "delta_out")
+    )
+    conv = weights.pop("delta_conv")[:, 0].T.contiguous()
+    decay, bias, norm = (weights.pop(f"delta_{name}").float() for name in ("decay", "step_bias", "norm"))
+    return DeltaLayer(index, project, DeltaWeights(shape, conv, -decay.exp(), bias, norm, eps), out)

@@ -1,0 +1,105 @@
+"""Snapshots of states: where they are kept, what they make of a cached prefix, and what a void step leaves."""
+
+import pytest
+
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.request_blocks import RequestBlocks
+from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.attention_dp.state_slots import StateSlots
+from tests.attention_dp.steps import run_step
+
+
+def scheduler_of(num_snapshots: int = 8, interval: int = 16) -> Scheduler:
+    """Returns a scheduler of a model with states, over blocks of 4 tokens."""
+    blocks = RequestBlocks(64, 4, states=StateSlots(4, num_snapshots, interval))
+    return Scheduler(blocks, max_running=4, max_batch_tokens=64, max_model_len=256)
+
+
+def request_of(name: str, prompt: list[int], max_new_tokens: int = 2) -> Request:
+    return Request(name, 0, prompt, [], SamplingParams(max_new_tokens=max_new_tokens), seed=0)
+
+
+def serve(scheduler: Scheduler, *requests: Request) -> list[list[tuple[str, int, int]]]:
+    """Runs requests to their end; returns the chunks of each step: name, start and length."""
+    for request in requests:
+        scheduler.add(request)
+    steps = []
+    while scheduler.has_work:
+        proposal = run_step(scheduler)
+        steps.append([(chunk[0].request_id, *chunk[1:3]) for chunk in (*proposal.decodes, *proposal.prefills)])
+    return steps
+
+
+def test_an_equal_prompt_goes_on_behind_its_last_whole_block() -> None:
+    scheduler, prompt = scheduler_of(), list(range(11))
+    assert serve(scheduler, request_of("a", prompt))[0] == [("a", 0, 11)]
+    assert serve(scheduler, request_of("b", prompt))[0] == [("b", 8, 3)]
+    longer = [*prompt[:10], 77, 78, 79]  # shares two blocks, with a snapshot behind the second
+    assert serve(scheduler, request_of("c", longer))[0] == [("c", 8, 5)]
+
+
+def test_chunks_of_long_prompts_end_where_snapshots_are_kept() -> None:
+    scheduler, prompt = scheduler_of(), list(range(40))
+    steps = serve(scheduler, request_of("a", prompt))
+    assert steps[:3] == [[("a", 0, 16)], [("a", 16, 16)], [("a", 32, 8)]]
+    assert serve(scheduler, request_of("b", [*prompt[:35], 99]))[0] == [("b", 32, 4)]
+    assert serve(scheduler, request_of("c", [*prompt[:30], 99]))[0][0] == ("c", 16, 12), "the blocks end behind 28"
+
+
+def test_the_second_of_a_shared_beginning_leaves_a_snapshot_for_the_third() -> None:
+    scheduler, stem = scheduler_of(), list(range(9))
+    first, *others = (request_of(name, [*stem, *[50 + n] * 20]) for n, name in enumerate("abc"))
+    serve(scheduler, first)
+    steps = [serve(scheduler, request)[0] for request in others]
+    assert steps == [[("b", 0, 8)], [("c", 8, 8)]], "up to 16, which is a place of every long prompt"
+
+
+def test_prompts_that_begin_alike_side_by_side_compute_the_beginning_once() -> None:
+    scheduler, stem = scheduler_of(interval=64), list(range(20))
+    requests = [request_of(name, [*stem, *[50 + n] * (10 + n)]) for n, name in enumerate("abc")]
+    steps = serve(scheduler, *requests)
+    assert steps[0] == [("a", 0, 20)]
+    assert sorted(steps[1]) == [("a", 20, 10), ("b", 20, 11), ("c", 20, 12)]
+    assert [request.num_cached_prompt for request in requests] == [0, 20, 20]
+
+
+def test_the_output_has_one_snapshot_that_moves_on() -> None:
+    scheduler, request = scheduler_of(), request_of("a", [1, 2, 3], 45)
+    serve(scheduler, request)
+    assert request.output_snapshot is None
+    known = request.token_ids(0, 45)
+    assert serve(scheduler, request_of("b", [*known[:30], 7]))[0][0] == ("b", 0, 16), "that behind 16 is gone"
+    assert serve(scheduler, request_of("c", [*known, 7]))[0][0] == ("c", 32, 12)
+
+
+def test_without_snapshots_no_prefix_counts() -> None:
+    scheduler, prompt = scheduler_of(num_snapshots=0), list(range(11))
+    for name in "ab":
+        assert serve(scheduler, request_of(name, prompt))[0] == [(name, 0, 11)]
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_void_step_spoils_the_states_of_its_requests_alone(flushed: bool) -> None:
+    scheduler = scheduler_of()
+    requests = [request_of("a", list(range(11)), 9), request_of("b", list(range(50, 60)), 9)]
+    for request in requests:
+        scheduler.add(request)
+    run_step(scheduler)
+    run_step(scheduler)
+    if flushed:
+        scheduler.blocks.flush()
+    scheduler.commit(scheduler.propose())  # and nothing is completed
+    again = scheduler.propose()
+    assert again.preempted == ("b", "a")
+    assert [chunk[1] for chunk in again.prefills] == ([0, 0] if flushed else [8, 8])
+    scheduler.check()
+    assert scheduler.stats.num_preempted == 2
+
+
+def test_what_was_withdrawn_leaves_no_snapshot() -> None:
+    scheduler, prompt = scheduler_of(), list(range(11))
+    scheduler.add(request_of("a", prompt))
+    run_step(scheduler)
+    scheduler.discard("a")  # its values were not finite
+    scheduler.check()
+    assert serve(scheduler, request_of("b", prompt))[0] == [("b", 0, 11)]
