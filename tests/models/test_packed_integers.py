@@ -1,6 +1,8 @@
 """Checkpoints of GPTQ, AWQ and compressed-tensors: the logits of their values in float32, and refusals by name."""
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,11 @@ def test_scattered_columns_that_the_configuration_does_not_mention_are_refused_b
 EXPERT = "model.layers.1.mlp.experts.2.down_proj."  # [192, 64]
 BAD_PIECES: dict[str, tuple[Packing, str, Any, str]] = {
     "zeros are missing": (Packing("gptq"), "qzeros", lambda t: None, r"qzeros is missing"),
+    "scales are missing": (Packing("gptq"), "scales", lambda t: None, r"scales is missing"),
+    "scales of AWQ are missing": (Packing("awq"), "scales", lambda t: None, r"scales is missing"),
+    "scales of compressed-tensors are missing": (
+        Packing("compressed-tensors"), "weight_scale", lambda t: None, r"weight_scale is missing",
+    ),
     "half a weight": (Packing("gptq"), "qweight", lambda t: t[:-1], r"qweight I32 \[7, 192\], expected I32 \[8"),
     "scales of another group": (Packing("awq"), "scales", lambda t: t[:1], r"scales F16 \[1, 192\], expected F16 \[2"),
     "weights in int64": (Packing("awq"), "qweight", lambda t: t.long(), r"qweight I64 \[64, 24\], expected I32"),
@@ -102,10 +109,24 @@ def test_pieces_that_do_not_fit_are_named_before_anything_starts(case: str, tmp_
         look_for_files(load_config(overrides=[f"model.path={folder}"]))
 
 
-def test_a_group_that_does_not_divide_a_row_is_named(tmp_path: Path) -> None:
-    folder = write_packed_checkpoint(tmp_path / "model", Packing("gptq", group=32))
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_a_file_that_was_cut_is_named_before_anything_starts(method: str, tmp_path: Path) -> None:
+    folder = write_packed_checkpoint(tmp_path / "model", Packing(method))
+    (file,) = folder.glob("*.safetensors")
+    for length in (file.stat().st_size - 1, file.stat().st_size // 2, 100, 4, 0):
+        os.truncate(file, length)
+        with pytest.raises(ModelError, match=re.escape(str(file))):
+            look_for_files(load_config(overrides=[f"model.path={folder}"]))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_a_group_that_does_not_divide_a_row_is_named(method: str, tmp_path: Path) -> None:
+    folder = write_packed_checkpoint(tmp_path / "model", Packing(method, group=32))
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["group_size"] = 40
+    coding = config["quantization_config"]
+    if method == "compressed-tensors":
+        coding = coding["config_groups"]["group_0"]["weights"]
+    coding["group_size"] = 40
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"q_proj.weight has rows of 192, which do not divide into groups of 40"):
         look_for_files(load_config(overrides=[f"model.path={folder}"]))
