@@ -7,17 +7,15 @@ weights in the caches. Every round times all forms, one after the other; ratios 
 With one thread the clock is the CPU time of the thread. Takes a minute and 0.5 GB.
 """
 
-import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.conditions import add_isa, conditions, save
+from benchmarks.conditions import save
 from benchmarks.cpu_step import Row, ratio
-from moe_serve.kernels.cpu.library import cpu_library
+from benchmarks.int4_experts import KernelRun
 from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.forms import INT4, GroupForm
 from tests.kernels.test_group_quantised import random_groups
@@ -37,24 +35,12 @@ PLAIN = "bfloat16"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_isa(parser)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    facts = conditions()
-    torch.manual_seed(0)
-    library = cpu_library()
-    library.set_threads(args.threads)
+    run = KernelRun.of_arguments(__doc__, rounds=7)
     weights = {PLAIN: PackedLinear(torch.randn(N, K).bfloat16())}
     weights |= {name: PackedLinear.of_groups(random_groups(form, N, K), None, "int8") for name, form in FORMS.items()}
-    clock = time.thread_time if args.threads == 1 else time.perf_counter
-    rows = [row for num_rows in (1, 16) for row in measured(weights, num_rows, args.rounds, clock)]
-    notes = (
-        f"{args.threads} threads, {args.rounds} rounds, built by {library.compiler} for {library.form}. Load average "
-        f"at the end: {os.getloadavg()[0]:.2f}."
-    )
-    print(save("group_forms", "Products by weights in groups on CPU", rows, facts, notes, per_cpu=True))
+    rows = [row for num_rows in (1, 16) for row in measured(weights, num_rows, run.rounds, run.clock)]
+    notes = f"{run.described}. Load average at the end: {os.getloadavg()[0]:.2f}."
+    print(save("group_forms", "Products by weights in groups on CPU", rows, run.facts, notes, per_cpu=True))
 
 
 def measured(weights: dict[str, PackedLinear], num_rows: int, rounds: int, clock: Callable[[], float]) -> list[Row]:

@@ -14,6 +14,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,36 +42,56 @@ HIDDEN, WIDTH, EXPERTS, TOPK = 2048, 768, 128, 8
 BATCHES = 16  # choices of experts, of which each call takes the next
 
 
+@dataclass(frozen=True)
+class KernelRun:
+    """How a benchmark of the compiled kernels runs. facts: its conditions;  described: how the kernels were built"""
+
+    rounds: int
+    threads: int
+    facts: dict[str, Any]
+    described: str
+
+    @classmethod
+    def of_arguments(cls, description: str | None, rounds: int) -> "KernelRun":
+        """Reads the command line, seeds torch, and lets the kernels take so many threads."""
+        parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        add_isa(parser)
+        parser.add_argument("--rounds", type=int, default=rounds)
+        parser.add_argument("--threads", type=int, default=1)
+        args = parser.parse_args()
+        facts = conditions()
+        torch.manual_seed(0)
+        library = cpu_library()
+        library.set_threads(args.threads)
+        described = f"{args.threads} threads, {args.rounds} rounds, built by {library.compiler} for {library.form}"
+        return cls(args.rounds, args.threads, facts, described)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """CPU time of the thread, where there is one."""
+        return time.thread_time if self.threads == 1 else time.perf_counter
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_isa(parser)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    facts = conditions()
-    torch.manual_seed(0)
-    library = cpu_library()
-    library.set_threads(args.threads)
+    run = KernelRun.of_arguments(__doc__, rounds=9)
     kinds = {"int8": in_int4("int8"), "float": in_int4("float"), "bfloat16": in_bfloat16()}
     share = kinds["int8"].gate_up.nbytes / kinds["bfloat16"].gate_up.nbytes
     rows: list[dict[str, Any]] = []
     for case, counts in cases().items():
         for activations in ("int8", "float"):
             calls = [running(kinds[kind], counts) for kind in (activations, "bfloat16")]
-            clock = time.thread_time if args.threads == 1 else time.perf_counter
-            found = measure((case, f"int4 by {activations}", calls[0], "bfloat16", calls[1]), args.rounds, clock)
+            found = measure((case, f"int4 by {activations}", calls[0], "bfloat16", calls[1]), run.rounds, run.clock)
             speed_up = float(found["speed-up"].split()[0])
             rows.append(found | {"byte rate": f"{speed_up * share:.2f}"})
     sizes = [kinds[kind].gate_up.nbytes / 2**20 for kind in ("int8", "bfloat16")]
     notes = (
-        f"{args.threads} threads, {args.rounds} rounds, built by {library.compiler} for {library.form}. {EXPERTS} "
-        f"experts of hidden {HIDDEN} and width {WIDTH}, {TOPK} for each token; gate and up take {sizes[0]:.0f} MiB in "
-        f"int4 and {sizes[1]:.0f} in bfloat16. `speed-up` is the median of the ratios within a round, in brackets best "
-        "call over best call; `byte rate` is that times the bytes of int4 over those of bfloat16. "
-        f"{'CPU time of the thread' if args.threads == 1 else 'Wall time'}. Load average at the end: "
+        f"{run.described}. {EXPERTS} experts of hidden {HIDDEN} and width {WIDTH}, {TOPK} for each token; gate and up "
+        f"take {sizes[0]:.0f} MiB in int4 and {sizes[1]:.0f} in bfloat16. `speed-up` is the median of ratios within "
+        "a round, in brackets best call over best call; `byte rate` is that times the bytes of int4 over bfloat16's. "
+        f"{'CPU time of the thread' if run.threads == 1 else 'Wall time'}. Load average at the end: "
         f"{os.getloadavg()[0]:.2f}."
     )
-    print(save("int4_experts", "Experts in int4 and in bfloat16 on CPU", rows, facts, notes, per_cpu=True))
+    print(save("int4_experts", "Experts in int4 and in bfloat16 on CPU", rows, run.facts, notes, per_cpu=True))
 
 
 def cases() -> dict[str, list[Tensor]]:
