@@ -24,6 +24,8 @@ _ID_BITS = 21  # of each in a key
 _POSITION_BITS = 32
 _INDEX_BYTES = 120  # of one token in the index, measured: two ints and their place in a dict
 _INDEXED_AT_ONCE = 8192  # tokens in one step, about 2 ms
+_FEWEST_INDEXED = 32  # of an output at once, at half the time for each
+_SAMPLED = 4  # while no drafts pay, one of so many outputs is entered, at its end
 # Where drafts come from: the request's own text, another one's, the form that its output must have, and the model's
 # layer for multi-token prediction.
 OWN, SHARED, FORM, MTP = SOURCES = "own", "shared", "form", "mtp"
@@ -41,6 +43,7 @@ class TextIndex:
         self._old: dict[str, dict[int, int]] = {}
         self._num_young = 0
         self._texts: dict[int, array[int]] = {}
+        self._num_entered: dict[int, int] = {}  # runs of each text, the first ones
         self._num_texts = 0
         self._of_old: set[int] = set()  # texts that no entry of the young generation names
 
@@ -54,49 +57,62 @@ class TextIndex:
         """Returns the tokens of a text, None if they are forgotten."""
         return self._texts.get(number)
 
-    def extend(self, number: int, salt: str, token_ids: Sequence[int]) -> None:
-        """Adds tokens to a text. The run that ends with the last one is not entered before more follow."""
+    def extend(self, number: int, salt: str, token_ids: Sequence[int], enters: bool = True) -> None:
+        """Adds tokens to a text. The run that ends with the last one is not entered before more follow.
+
+        enters: whether to enter all runs that are not; the others are found in their own text alone
+        """
         text = self._texts.setdefault(number, array("i"))
-        first = max(0, len(text) - _NGRAM)  # of the runs that something now follows
         text.extend(token_ids)
         self._of_old.discard(number)
-        entries = self._young.setdefault(salt, {})
-        before = len(entries)
-        if len(token_ids) < 32:
-            for start in range(first, len(text) - _NGRAM):
-                entries[_key(text, start)] = number << _POSITION_BITS | start + _NGRAM
-        else:
-            ids = np.frombuffer(text, np.int32)[first:].astype(np.int64)
-            num_runs = max(0, len(ids) - _NGRAM)
-            keys = ids[:num_runs] << 2 * _ID_BITS | ids[1 : 1 + num_runs] << _ID_BITS | ids[2 : 2 + num_runs]
-            places = (number << _POSITION_BITS) + first + _NGRAM + np.arange(num_runs)
-            entries.update(zip(keys.tolist(), places.tolist(), strict=True))
+        if not enters or self.num_left(number) <= 0:
+            return
+        first, entries = self._num_entered.get(number, 0), self._young.setdefault(salt, {})
+        before, ids = len(entries), np.frombuffer(text, np.int32)[first:].astype(np.int64)
+        keys = ids[:-3] << 2 * _ID_BITS | ids[1:-2] << _ID_BITS | ids[2:-1]
+        places = (number << _POSITION_BITS) + first + _NGRAM + np.arange(len(keys))
+        entries.update(zip(keys.tolist(), places.tolist(), strict=True))
+        self._num_entered[number] = first + len(keys)
         self._num_young += len(entries) - before
         if self._num_young > self._max_entries:
             self._forget_old()
 
+    def num_left(self, number: int) -> int:
+        """Returns how many runs of a text are not entered."""
+        return len(self._texts.get(number, ())) - _NGRAM - self._num_entered.get(number, 0)
+
     def find(self, number: int, salt: str) -> tuple[int, int] | None:
         """Returns a text, and where in it what came after the last three tokens of this one begins; None: nowhere."""
-        text = self._texts[number]
-        if len(text) < _NGRAM:
+        text = self._texts.get(number)
+        if text is None or len(text) < _NGRAM:
             return None
-        key = _key(text, len(text) - _NGRAM)
+        if (place := self._find_left(number, text)) is not None:
+            return number, place
+        first, second, third = text[-_NGRAM:]
+        key = first << 2 * _ID_BITS | second << _ID_BITS | third
         for generation in (self._young, self._old):
             place = generation.get(salt, {}).get(key)
             if place is not None and place >> _POSITION_BITS in self._texts:
                 return place >> _POSITION_BITS, place & (1 << _POSITION_BITS) - 1
         return None
 
+    def _find_left(self, number: int, text: "array[int]") -> int | None:
+        """Returns the place among the runs of a text that are not entered."""
+        first, size = self._num_entered.get(number, 0), text.itemsize
+        if len(text) - _NGRAM <= first:
+            return None
+        left, run = text[first:].tobytes(), text[-_NGRAM:].tobytes()
+        at = left.rfind(run, 0, len(left) - size)
+        while at % size and at >= 0:  # bytes of neighbours
+            at = left.rfind(run, 0, at + len(run) - 1)
+        return None if at < 0 else first + at // size + _NGRAM
+
     def _forget_old(self) -> None:
         for number in self._of_old:
             self._texts.pop(number, None)
+            self._num_entered.pop(number, None)
         self._of_old = set(self._texts)
         self._old, self._young, self._num_young = self._young, {}, 0
-
-
-def _key(text: "array[int]", start: int) -> int:
-    first, second, third = text[start : start + _NGRAM]
-    return first << 2 * _ID_BITS | second << _ID_BITS | third
 
 
 class StepCosts:
@@ -185,7 +201,7 @@ def best_lengths(
     return best
 
 
-_MIN_GAIN = 1.05  # of tokens per second, below which it is noise
+_MIN_GAIN = 1.1  # of tokens per second: of many lengths the best looks better than it is, by the noise of times
 _FRESH_STEPS = 16  # with drafts, for which the time of a step without is taken to be the same
 _LOOK_STEPS, _MOST_LOOK_STEPS = 3, 31  # between two looks for drafts while none pay: behind a new request, and at most
 _PATIENCE = 8  # looks that find nothing, behind drafts that paid, before steps are left out
@@ -360,11 +376,19 @@ class Speculator:
         self._right[kind] = 0.99 * self._right[kind] + num_right
         self._tried[kind] = 0.99 * self._tried[kind] + num_tried
 
+    @property
+    def _pays(self) -> bool:
+        """Whether drafts pay, as far as is known."""
+        return self._always or self._look_steps == 0
+
     def end(self, request: Request) -> None:
         """Forgets what it knows about a request, which has left; its text stays in the index."""
         if request is self._newest:
             self._newest = None
-        self._followers.pop(request, None)
+        follower = self._followers.pop(request, None)
+        if follower is not None and follower.num_read and (self._pays or follower.text % _SAMPLED == 0):
+            new = request.token_ids(follower.num_read, min(request.num_known, follower.num_read + _INDEXED_AT_ONCE))
+            self._index.extend(follower.text, self._salt(request, follower), new)
 
     def _follower(self, request: Request) -> _Follower:
         follower = self._followers.get(request)
@@ -387,7 +411,10 @@ class Speculator:
             follower.at += num_new
         else:
             follower.source = 0
-        self._index.extend(follower.text, self._salt(request, follower), new)
+        # While no drafts pay, nobody asks for most of the text, and entering it takes 1 to 2 us a token.
+        many = self._pays and self._index.num_left(follower.text) + num_new >= _FEWEST_INDEXED
+        enters = many or follower.num_read - num_new < len(request.prompt_ids)
+        self._index.extend(follower.text, self._salt(request, follower), new, enters)
         return room - num_new
 
     def _see_whether_right(self, request: Request, follower: _Follower) -> None:

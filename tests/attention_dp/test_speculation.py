@@ -32,7 +32,7 @@ def test_a_run_is_found_where_it_came_last(tokens, data):
     at = 0
     while at < len(tokens):
         end = at + data.draw(st.integers(1, len(tokens) - at))
-        index.extend(text, "", tokens[at:end])
+        index.extend(text, "", tokens[at:end], enters=data.draw(st.booleans()))
         at = end
         wanted = last_place(tokens[:at])
         assert index.find(text, "") == (None if wanted is None else (text, wanted))
@@ -176,8 +176,8 @@ def test_the_chosen_lengths_give_the_most_tokens_per_second(chances, most, extra
     assert sum(chosen) <= num_rows
     every = itertools.product(*(range(limit + 1) for limit in most))
     best = max(rate(lengths) for lengths in every if sum(lengths) <= num_rows)
-    assert rate(chosen) >= best / 1.05, "but for what is taken to be noise"
-    assert any(chosen) or best < 1.0501 * num_decodes
+    assert rate(chosen) >= best / 1.1, "but for what is taken to be noise"
+    assert any(chosen) or best < 1.1001 * num_decodes
 
 
 def steps(speculator: Speculator, mine: Request, row_s: float, num_tokens: int, is_right: bool) -> list[int]:

@@ -23,6 +23,7 @@ def test_the_effective_configuration_reads_back() -> None:
 @pytest.mark.parametrize("text", ["off", "'off'", "false"])
 def test_a_mode_of_off_is_a_word_in_yaml_too(text: str) -> None:
     assert load_config(overrides=[f"eplb.mode={text}"]).eplb.mode == "off"
+    assert load_config(overrides=[f"speculation.mode={text}"]).speculation.mode == "off"
 
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
