@@ -13,10 +13,14 @@ from moe_serve.kernels.forms import SILU, Activation, DeltaShape, Fp8Block, Rout
 
 @dataclass(frozen=True)
 class QueryTemperature:
-    """Queries of layers without rotation are multiplied by 1 + scale * ln(1 + floor((position + 1) / floor_scale))."""
+    """Queries are multiplied by 1 + scale * ln(1 + floor((position + shift) / floor_scale)).
+
+    Under grouped-query attention only those of layers without rotation, under latent attention all.
+    """
 
     floor_scale: float
     scale: float
+    shift: int = 1
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class MlaSpec:
     bias: bool  # on the two down projections and the output projection
     softmax_scale: float  # (nope_dim + rope_dim)^-0.5, times YaRN's mscale^2
     indexer: IndexerSpec | None = None
+    temperature: QueryTemperature | None = None
     splits_heads: bool = False  # the projection from latents is stored in two, of keys and of values, as in GGUF files
 
     @property
@@ -164,8 +169,9 @@ class ExpertNames:
     """The names of a family's MoE block, its router and an expert's three matrices in its checkpoint.
 
     block:  below the layer;  router: below the block;  shared: the shared experts, below the layer
-    linears: of gate and up together, and of down, where a shared expert stores them so, and where one tensor below the
-             block holds those of all experts, [E, n, k] (Granite)
+    linears: of gate and up together, and of down, where a shared expert stores them so (Granite)
+    fused:   of the two tensors below the block that hold those of all experts, [E, n, k]; None: experts are stored
+             apart, or under transformers' own names
     form:    "apart": a tensor of each expert and matrix; else each tensor holds all experts, [E, k, n] with gate before
              up ("transposed", Llama-4), or with both in every other column ("interleaved", gpt-oss)
     """
@@ -182,6 +188,7 @@ class ExpertNames:
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"  # below the layer
     linears: tuple[str, str] | None = None
+    fused: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -245,6 +252,7 @@ class ModelSpec:
     linear: DeltaShape | None = None  # of the layers of linear attention, which keep a state for each request
     linear_layer_ids: tuple[int, ...] = ()  # ascending; the others attend over the KV cache
     norms_from_zero: bool = False  # norms of rows and of query and key heads multiply by 1 + weight
+    moe_out_norm: str | None = None  # name of a norm over the rows of a MoE layer, the shared expert's included
 
     @property
     def default_context(self) -> int:

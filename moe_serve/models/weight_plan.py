@@ -134,6 +134,8 @@ def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
         yield from _layer_norm(spec, ours + "post_norm", theirs + "post_attention_layernorm")
         if layer in moe_layers:
             yield from _moe(spec, ours, theirs)
+            if spec.moe_out_norm is not None:
+                yield _norm(ours + "moe_out_norm", f"{theirs}{spec.moe_out_norm}.weight", spec.hidden)
         else:
             yield from _mlp(ours, f"{theirs}{spec.expert_names.dense}.", spec.hidden, spec.dense_intermediate)
         if layer == spec.predictor_id:
@@ -161,12 +163,12 @@ def _expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
 
 def _apart(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"], n: int, k: int) -> ExpertTensor:
     """Returns a matrix of each expert, [n, k]; all experts may be stored as one tensor [E, n, k], as Granite's are."""
-    linears = spec.expert_names.linears
-    if linears is None:
+    fused = spec.expert_names.fused
+    if fused is None:
         source, templates = f"model.layers.{layer}.mlp.experts.{name}_proj", _templates(spec, layer, name)
     else:
-        linear = linears[0] if name == "gate_up" else linears[1]
-        source, templates = f"model.layers.{layer}.{spec.expert_names.block}.{linear}.weight", ()
+        stored = fused[0] if name == "gate_up" else fused[1]
+        source, templates = f"model.layers.{layer}.{spec.expert_names.block}.{stored}", ()
     return ExpertTensor(name, layer, (n, k), templates, Part(source, (spec.num_logical, n, k)))
 
 

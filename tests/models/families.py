@@ -50,6 +50,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
 }  # fmt: skip
+HEATED = YARN | {"original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4}
 LLAMA4: dict[str, Any] = COMMON | {
     "intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 8, "num_experts_per_tok": 1,
     "interleave_moe_layer_step": 2, "head_dim": 16, "num_hidden_layers": 5, "attention_chunk_size": 20,
@@ -238,6 +239,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "hy_v3",
         HY_V3 | {"attention_bias": True, "mlp_layer_types": ["sparse", "dense"], "num_shared_experts": 2},
     ),
+    "granitemoe_swa": ("granitemoe_swa", SWA),
+    "granitemoe_swa-unrotated": (
+        "granitemoe_swa",
+        SWA | {"layer_rope_theta": [5000.0, 0, 5000.0], "layer_types": ["sliding_attention", *["full_attention"] * 2]},
+    ),
+    "axk1": ("axk1", MLA | {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "mistral4-heated": ("mistral4", MLA | {"rope_parameters": HEATED, "n_shared_experts": 2}),
+    "mistral4-no-q-lora": (
+        "mistral4",
+        MLA | {"rope_parameters": HEATED, "q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False},
+    ),
     "qwen3_vl_moe-text": ("qwen3_vl_moe", SEEING | {"text_config": QWEN | {"moe_intermediate_size": 24}}),
     "qwen3_omni_moe_thinker-text": ("qwen3_omni_moe_thinker", SEEING | {"audio_config": EAR, "text_config": QWEN}),
     "glm4v_moe-text": (
@@ -286,7 +298,8 @@ def make_random(model_type: str, keys: dict[str, Any], seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **keys)
     config._attn_implementation = "eager"
-    make = AutoModelForMultimodalLM if "vision_config" in keys else AutoModelForCausalLM
+    is_multimodal = "vision_config" in keys or model_type == "mistral4"  # which transformers lists there alone
+    make = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
     model = make.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():

@@ -21,7 +21,9 @@ from tests.models.families import MLA, QWEN, YARN
 from tests.models.published import (
     DOTS_LLM1,
     ERNIE_45_21B,
+    GLM_5,
     GLM_45,
+    GLM_47_FLASH,
     GPT_OSS_20B,
     GRANITE_1B,
     HUNYUAN_A13B,
@@ -168,10 +170,10 @@ def test_some_layers_may_be_dense(tmp_path: Path) -> None:
 
 
 def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(tmp_path: Path) -> None:
-    config = {"model_type": "jamba", "architectures": ["JambaForCausalLM"]}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     with pytest.raises(ModelError) as error:
         read_spec(folder(tmp_path, config))
-    for word in ("jamba", "JambaForCausalLM", *FAMILIES):
+    for word in ("llama", "LlamaForCausalLM", *FAMILIES):
         assert word in str(error.value)
 
 
@@ -218,6 +220,11 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         (PHI_35_MOE, {"rope_scaling": PHI_35_MOE["rope_scaling"] | {"long_factor": [1.0]}}, "a list of 64 numbers"),
         (ERNIE_45_21B, {"use_bias": True}, "use_bias true"),
         (ERNIE_45_21B, {"model_type": "kimi_linear"}, "linear attention that is not Qwen3-Next's"),
+        (ERNIE_45_21B, {"model_type": "jamba"}, "a state-space layer, whose state is per request, is not supported"),
+        (GLM_5, {"index_topk_freq": 4}, "index_topk_freq 4 (only 1 is)"),
+        (GLM_5, {"indexer_types": ["full", *["shared"] * 77]}, "indexer_types ['full', 'shared'"),
+        (GLM_47_FLASH, {"mlp_layer_types": ["sparse"] * 3}, "expected a list of 47"),
+        (GRANITE_1B, {"model_type": "granitemoe_swa", "layer_rope_theta": [1e4, 5e3] * 12}, "several numbers above 0"),
         (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         (DEEPSEEK_V2, {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob true"),

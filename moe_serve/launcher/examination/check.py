@@ -34,7 +34,7 @@ from moe_serve.models.decoder.gqa import rope_table_bytes
 from moe_serve.models.decoder.graphs import graph_logits
 from moe_serve.models.decoder.moe_decoder import captures_decodes, kv_layouts, state_shapes
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.spec import GqaSpec, ModelSpec
+from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import dense_parameters
 from moe_serve.process_facts import numa_nodes
 from moe_serve.server.edge.ports import open_port
@@ -331,7 +331,7 @@ def _working_memory(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
 
 def _rotations(plan: ModelPlan) -> Memory:
     rope, max_position, attention = plan.spec.rope, plan.spec.max_position, plan.spec.attention
-    has_temperature = isinstance(attention, GqaSpec) and attention.temperature is not None
+    has_temperature = attention.temperature is not None
     num_bytes = rope_table_bytes(rope, max_position, has_temperature)
     return Memory("rotations of positions", num_bytes, f"{max_position} positions x {rope.dim} dimensions, float32")
 

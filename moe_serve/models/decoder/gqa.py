@@ -35,7 +35,7 @@ class RopeTable:
         self.table = torch.complex(angles.cos() * rope.table_factor, angles.sin() * rope.table_factor).to(device)
         self.query_scales = None
         if temperature is not None:
-            growth = torch.log1p(torch.floor((positions + 1.0) / temperature.floor_scale))
+            growth = torch.log1p(torch.floor((positions + temperature.shift) / temperature.floor_scale))
             self.query_scales = (growth * temperature.scale + 1.0)[:, None].to(device)
 
     def __call__(self, positions: Tensor) -> Tensor:

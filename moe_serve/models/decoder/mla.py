@@ -161,6 +161,9 @@ class MlaLayer:
             latent = do.rms_norm(q, self.q_a_norm, LATENT_EPS)
             q = do.linear("q_b", self.q_b, latent)
             index = None if self.indexer is None or keys is None else self.indexer.rows(latent, keys, do)
+        if spec.temperature is not None:
+            assert do.query_scales is not None
+            do.multiply_rows_(q, do.query_scales)
         q = q.view(x.shape[0], spec.num_heads, -1)
         cache, scales = do.cache.layer(self.index), do.cache.scales(self.index)
         do.mla_rope_write(q, row, self.kv_a_norm, LATENT_EPS, do.turns, do.slots, cache, form.widths, scales)

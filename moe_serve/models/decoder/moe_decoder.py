@@ -137,12 +137,12 @@ def build_decoder(
         if layer_id == spec.predictor_id:
             joined = {name: mine.pop(name) for name in ("embed_norm", "hidden_norm", "join", "head_norm", "head")}
         norms = _norm(mine, "input_norm"), _norm(mine, "post_norm")
-        layers.append(DecoderLayer(norms[0], attention_layer, norms[1], moe, mlp, shared))
+        out_norm = mine.pop("moe_out_norm", None)
+        layers.append(DecoderLayer(norms[0], attention_layer, norms[1], moe, mlp, shared, out_norm))
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
     head_weight = None if spec.tie_embeddings else dense.pop("lm_head")
     embedding, head = forms.embedding(embed, head_weight, dense.pop("lm_head_bias", None))
-    temperature = spec.attention.temperature if isinstance(spec.attention, GqaSpec) else None
-    table = RopeTable(spec.rope, spec.max_position, device, temperature)
+    table = RopeTable(spec.rope, spec.max_position, device, spec.attention.temperature)
     factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor)
     prediction = None
     if spec.predictor_id is not None:

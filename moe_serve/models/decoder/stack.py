@@ -31,6 +31,7 @@ class DecoderLayer:
     """One layer's weights; it has either `moe` or `mlp`.
 
     shared: the shared expert, where the MoE layer leaves it to the operations
+    moe_out_norm: weight of an RMS norm over the rows of `moe` and the shared expert; None: there is none
     """
 
     input_norm: AnyNorm
@@ -39,6 +40,7 @@ class DecoderLayer:
     moe: MoeLayer | None
     mlp: AnyMlp | None
     shared: SharedExpert | None
+    moe_out_norm: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class DecoderStack:
                 delta = do.mlp(layer.mlp, normed)
             else:
                 delta = yield from do.moe(layer.moe, layer.shared, normed)
+                if layer.moe_out_norm is not None:
+                    do.rms_norm_(delta, layer.moe_out_norm, self.eps)
         do.begin(VOCABULARY)
         last = self._normed(x, delta, self.norm, do)
         if self.factors.logits != 1:

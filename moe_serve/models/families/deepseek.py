@@ -36,13 +36,13 @@ def read_v2(config: HfConfig) -> ModelSpec:
         topk_groups=config.size("topk_group") if in_groups else 1,
         group_score="best",
     )
-    return _latent_model(config, router)
+    return latent_model(config, router)
 
 
 def read_v3(config: HfConfig) -> ModelSpec:
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
-    spec = _latent_model(config, deepseek_v3_router(config), config.flag("rope_interleave", default=True))
+    spec = latent_model(config, deepseek_v3_router(config), config.flag("rope_interleave", default=True))
     return replace(spec, num_predictors=num_predictors(config))
 
 
@@ -71,7 +71,7 @@ def read_kimi(config: HfConfig) -> ModelSpec:
     return read_v3(config)
 
 
-def _latent_model(config: HfConfig, router: RouterSpec, interleaved: bool = True) -> ModelSpec:
+def latent_model(config: HfConfig, router: RouterSpec, interleaved: bool = True) -> ModelSpec:
     """Returns a model with MLA and this router. interleaved: whether rotated pairs lie side by side"""
     config.only("moe_layer_freq", 1)
     nope_dim, rope_dim = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")

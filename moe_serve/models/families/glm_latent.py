@@ -1,9 +1,12 @@
-"""GLM-4.7-Flash and GLM-5: DeepSeek-V3 and V3.2 with a list of dense layers; GLM-5's indexer rotates adjacent pairs."""
+"""GLM-4.7-Flash, GLM-5 and A.X-K1: DeepSeek-V3 and V3.2 with a list of dense layers.
+
+GLM-5's indexer rotates adjacent pairs; A.X-K1 norms what a MoE layer adds.
+"""
 
 from dataclasses import replace
 
 from moe_serve.models.families.common import dense_width, moe_layers_of_list
-from moe_serve.models.families.deepseek import read_v3, with_indexer
+from moe_serve.models.families.deepseek import V3_DEFAULTS, read_v3, with_indexer
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ModelSpec
 
@@ -21,6 +24,11 @@ def read_dsa(config: HfConfig) -> ModelSpec:
     config.only("index_topk_freq", 1)  # else layers share what an earlier one has chosen
     spec = _listed(config, config.size("first_k_dense_replace", minimum=0))
     return with_indexer(spec, config, interleaved=True)
+
+
+def read_axk1(config: HfConfig) -> ModelSpec:
+    spec = _listed(config, config.size("first_k_dense_replace", default=1, minimum=0))
+    return replace(spec, moe_out_norm="post_mlp_layernorm")
 
 
 def _listed(config: HfConfig, num_dense: int) -> ModelSpec:
@@ -43,5 +51,6 @@ _LITE = {
 DEFAULTS = {
     "glm4_moe_lite": _LITE,
     "glm_moe_dsa": _LITE | {"first_k_dense_replace": 3, "q_lora_rank": 2048, "routed_scaling_factor": 2.5},
+    "axk1": {**V3_DEFAULTS, "eos_token_id": 163691, "first_k_dense_replace": 1},
 }
-READERS = {"glm4_moe_lite": read_lite, "glm_moe_dsa": read_dsa}
+READERS = {"glm4_moe_lite": read_lite, "glm_moe_dsa": read_dsa, "axk1": read_axk1}
