@@ -441,6 +441,24 @@ class SpeculationConfig(Section):
     predicted_drafts: PositiveInt = Field(default=1, le=8)
     index_mib: PositiveFloat = 64.0  # memory of a rank's index of texts: of about 500,000 tokens
 
+    @model_validator(mode="before")
+    @classmethod
+    def _by_vllms_keys(cls, values: object) -> object:
+        """vLLM's --speculative-config, for its methods ngram and mtp."""
+        if isinstance(values, str):  # as a flag has it
+            try:
+                values = json.loads(values)
+            except ValueError as error:
+                raise ValueError(f"expected JSON: {error}") from None
+        if not isinstance(values, dict) or "method" not in values:
+            return values
+        ours = {key: value for key, value in values.items() if key not in ("method", "num_speculative_tokens")}
+        is_mtp = str(values["method"]).endswith("mtp")  # or deepseek_mtp, glm4_moe_mtp
+        ours["mode"] = "mtp" if is_mtp else values["method"]
+        if "num_speculative_tokens" in values:
+            ours["predicted_drafts" if is_mtp else "max_drafts"] = values["num_speculative_tokens"]
+        return ours
+
     @field_validator("mode", mode="before")
     @classmethod
     def _by_names_of_others(cls, value: object) -> object:

@@ -189,7 +189,7 @@ _REFUSED: Sequence[tuple[tuple[str, ...], str]] = (
         "asks for LoRA adapters, which are not supported; merge the adapter into the model's weights",
     ),
     (
-        ("-sc", "--speculative-config", "--speculative-draft-*", "--speculative-eagle-*", "--speculative-num-steps"),
+        ("-sc", "--speculative-draft-*", "--speculative-eagle-*", "--speculative-num-steps"),
         "asks for drafts by a model of its own, which are not supported; those from text come by --speculation auto, "
         "those of the checkpoint's layer for multi-token prediction by --speculation mtp",
     ),

@@ -26,6 +26,15 @@ def test_a_mode_of_off_is_a_word_in_yaml_too(text: str) -> None:
     assert load_config(overrides=[f"speculation.mode={text}"]).speculation.mode == "off"
 
 
+def test_vllms_keys_of_speculation_mean_ours() -> None:
+    ngram = load_config(overrides=['speculation={"method": "ngram", "num_speculative_tokens": 5}']).speculation
+    assert (ngram.mode, ngram.max_drafts, ngram.predicted_drafts) == ("auto", 5, 1)
+    mtp = load_config(overrides=['speculation={"method": "deepseek_mtp", "num_speculative_tokens": 2}']).speculation
+    assert (mtp.mode, mtp.max_drafts, mtp.predicted_drafts) == ("mtp", 8, 2)
+    with pytest.raises(ConfigError, match="prompt_lookup_max: unknown setting"):
+        load_config(overrides=['speculation={"method": "ngram", "prompt_lookup_max": 4}'])
+
+
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("engine:\n  max_running_requests: 8\n  row_tile: 8\ncache:\n")

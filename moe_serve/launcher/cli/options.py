@@ -215,6 +215,10 @@ class ServeOptions(NamedModelOptions):
         help="guesses of tokens, which change none: off; from text: auto (as many as pay; SGLang's ngram) or lookup; "
         "mtp: from the checkpoint's layer for multi-token prediction (SGLang's nextn)",
     )  # fmt: skip
+    speculative_config: str | None = setting(
+        "speculation", "--speculative-config",
+        help='vLLM\'s, as JSON: {"method": "ngram" or "mtp", "num_speculative_tokens": N}, or settings of ours',
+    )  # fmt: skip
     speculative_num_draft_tokens: int | None = setting("speculation.max_drafts", help=", of one request in one step")
     disable_radix_cache: bool = setting("cache.prefix_cache", "--disable-radix-cache", sets=False, help="false")
     api_key: str | None = option(

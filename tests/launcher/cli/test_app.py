@@ -180,9 +180,11 @@ def test_text_values_arrive_unchanged():
         (["serve", "--enable-lora"], ["LoRA adapters, which are not supported; merge"]),
         (["serve", "--speculative-algorithm", "EAGLE"], ["speculation.mode", "'EAGLE'", "'lookup'"]),
         (
-            ["serve", "--speculative-config", "{}"],
+            ["serve", "--speculative-draft-model-path", "x"],
             ["drafts by a model of its own, which", "--speculation auto"],
         ),
+        (["serve", "--speculative-config", '{"method": "eagle"}'], ["speculation.mode", "'eagle'", "'mtp'"]),
+        (["serve", "--speculative-config", "{method"], ["speculation", "expected JSON"]),
         (["serve", "--quantization", "fp8"], ["model.expert_weights"]),
         (["serve", "--enable-expert-parallel"], ["is not needed", "--ep"]),
     ],
