@@ -81,6 +81,10 @@ ROWS: dict[str, list[Panel]] = {
             "output": f"{rate('moe_serve_request_generation_tokens_sum')} / "
                       f"{rate('moe_serve_request_generation_tokens_count')}",
         }),
+        Panel("Hand-overs", "From a prefill rank's token to the next, mean, by part.", "s", {
+            "{{part}}": f"{rate('moe_serve_handover_seconds_sum', 'part')} / "
+                        f"{rate('moe_serve_handover_seconds_count', 'part')}",
+        }),
     ],
     "Tokens and cache": [
         Panel("Tokens a second", "Of prompts, of those from a prefix cache, and out.", "short", {

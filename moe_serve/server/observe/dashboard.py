@@ -20,6 +20,7 @@ from moe_serve.server.observe.eplb import event_json, move_json, status_json
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.ranks.rank_table import RankTable, RankView
+from moe_serve.server.requests.request_stats import RequestStats
 
 _FILES = {
     "/dashboard": "page.html",
@@ -42,10 +43,18 @@ def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
             "model": served_name(config.model),
             "state": bridge.problem() or "ready",
             "requests": {"open": len(bridge.book), **bridge.book.counters},
+            "handover": None if bridge.prefill is None else handover_json(bridge.book.stats, bridge.book.routes),
         }
         prefill = None if bridge.prefill is None else bridge.prefill.workers
         answer = page_data(bridge.workers, bridge.balance, system, start, seen, time.time(), prefill)
         return json_response(answer, headers=PAGE_HEADERS)
+
+
+def handover_json(stats: RequestStats, routes: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the mean time of each part of a hand-over in ms, how many there were, and where requests began."""
+    num = sum(stats.handover_s["waiting"].counts)
+    parts = {part: round(1e3 * each.total / max(1, num), 3) for part, each in stats.handover_s.items()}
+    return {"num": num, "parts_ms": parts, "routes": routes}
 
 
 _Item = TypeVar("_Item")

@@ -138,6 +138,12 @@ class RequestMetrics(Collector):
              stats.output_tokens),
         ):  # fmt: skip
             yield one_histogram(f"moe_serve_{name}", text, histogram, own)
+        yield histograms(
+            "moe_serve_handover_seconds",
+            "From the first token, of a prefill rank, to the next one: until a decode rank had room, and there.",
+            ["part", *names],
+            [([part, *values], each.bounds, each.counts, each.total) for part, each in stats.handover_s.items()],
+        )
         yield counters(
             "moe_serve_log_lines",
             "Lines of this front end's log.",

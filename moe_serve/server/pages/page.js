@@ -127,6 +127,14 @@ function showSilence(error) {
   element("serving").className = "chip bad";
 }
 
+function showHandover(handover) {
+  element("handover-card").hidden = !handover;
+  if (!handover) return;
+  const parts = handover.parts_ms, routes = Object.entries(handover.routes).map(([route, count]) => `${route} ${whole(count)}`);
+  put("handover", handover.num ? seconds((parts.waiting + parts.decode_rank) / 1000) : "–");
+  put("handover-more", `mean; until a decode rank had room ${seconds(parts.waiting / 1000)}. ${routes.join(", ")}`);
+}
+
 function showCards() {
   const { balancer, ranks } = known.answer, window = balancer.window, totals = balancer.totals;
   put("balance", window ? share(window.balancedness.mean) : "–");
@@ -141,6 +149,7 @@ function showCards() {
   const sum = (name) => ranks.reduce((total, rank) => total + (rank[name] || 0), 0);
   put("requests", whole(sum("running")));
   put("requests-more", `running, ${whole(sum("waiting"))} waiting`);
+  showHandover(known.answer.system.handover);
   const rates = ranks.map((rank) => rate(rank.rank)).filter((value) => value !== null);
   put("output", rates.length ? whole(rates.reduce((a, b) => a + b, 0)) : "–");
   put("output-more", `tokens/s, prefix hits ${hits(sum("cached_tokens"), sum("prompt_tokens"))}`);

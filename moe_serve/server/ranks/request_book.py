@@ -316,6 +316,9 @@ class RequestBook:
             request.apply(event)
             if request.num_output > num_before:
                 self.stats.count_tokens(request, request.num_output - num_before, now_s)
+                self.stats.count_handover(request, now_s)
+            if is_handed_over:
+                request.handed_over_s, request.resumed_s = now_s, None
             if request.is_done:
                 self.counters["num_failed" if request.failure else "num_finished"] += 1
                 if event.finish is None:  # a stop string, which ranks do not know
@@ -393,6 +396,8 @@ class RequestBook:
         is_prefill = self._capacity.is_prefill(rank)
         self._unexpect(request, rank)
         if not is_prefill:
+            if request.handed_over_s is not None and request.resumed_s is None:
+                request.resumed_s = time.monotonic()
             self._send(rank, request.submit_message())
             return
         request.handover = self._capacity.handover_of(rank, request.attempt)

@@ -149,6 +149,7 @@ class OpenRequest:
                 is not cached
     handover:   where a prefill rank has left pages of the prompt; None: none has computed any
     hand_over_from: the first block that it hands over
+    handed_over_s, resumed_s: when a prefill rank had computed it, and when it was sent to a decode rank; None: not yet
     call_id:    the X-Request-Id of its call
     queued_s:   its wait so far: here for a rank, and on ranks until they began with it
     route:      where it began, "prefill" or why not; None: there are no prefill ranks
@@ -178,6 +179,8 @@ class OpenRequest:
         self.num_cached = 0
         self.handover: Handover | None = None
         self.hand_over_from = 0
+        self.handed_over_s: float | None = None
+        self.resumed_s: float | None = None
         params = spec.params
         self.output_logprobs = _empty(params.logprobs, params.logprob_token_ids)
         self.prompt_logprobs = _empty(params.prompt_logprobs, params.logprob_token_ids)

@@ -56,6 +56,8 @@ class RequestStats:
 
     num_prompt_tokens: of requests that had a first token;  num_cached_tokens: of these, from a prefix cache
     queue_s:           until a rank began with a request: the waits here and on the rank
+    handover_s:        from the first token, of a prefill rank, to the next one, by part: until a decode rank had room,
+                       and on that rank, which takes the pages that are left
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,7 @@ class RequestStats:
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.queue_s = Histogram(_TO_FIRST)
+        self.handover_s = {part: Histogram(_BETWEEN) for part in ("waiting", "decode_rank")}
         self.first_token_s = Histogram(_TO_FIRST)
         self.between_tokens_s = Histogram(_BETWEEN)
         self.per_output_token_s = Histogram(_BETWEEN)
@@ -83,6 +86,14 @@ class RequestStats:
             self.queue_s.observe(request.queued_s)
         else:
             self.between_tokens_s.observe((now_s - last_s) / num_new, num_new)
+
+    def count_handover(self, request: OpenRequest, now_s: float) -> None:
+        """Counts a hand-over when the first token of a decode rank has come; nothing for other tokens."""
+        handed_over_s, resumed_s = request.handed_over_s, request.resumed_s
+        if handed_over_s is not None and resumed_s is not None:
+            self.handover_s["waiting"].observe(resumed_s - handed_over_s)
+            self.handover_s["decode_rank"].observe(now_s - resumed_s)
+            request.handed_over_s = None
 
     def count_end(self, request: OpenRequest, now_s: float) -> None:
         """Counts the end of a request."""

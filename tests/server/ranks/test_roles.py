@@ -17,7 +17,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.server.api.native import result
-from moe_serve.server.observe.dashboard import Seen, page_data
+from moe_serve.server.observe.dashboard import Seen, handover_json, page_data
 from moe_serve.server.observe.metrics import make_registry
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
@@ -272,6 +272,11 @@ async def test_ranks_of_both_roles_are_seen_with_what_they_report():
         while any(view.status is None for view in (*bridge.workers, *prefill)):
             await asyncio.sleep(0.005)
         text = generate_latest(make_registry(bridge)).decode()
+        shown = handover_json(bridge.book.stats, bridge.book.routes)
+        assert (shown["num"], shown["routes"]) == (1, {"prefill": 1})
+        assert min(shown["parts_ms"].values()) >= 0
+        for part in ("waiting", "decode_rank"):
+            assert f'moe_serve_handover_seconds_count{{part="{part}"}} 1.0' in text
         for rank in ("0", "prefill 0", "prefill 1"):
             assert f'moe_serve_rank_requests_running{{rank="{rank}"}} 3.0' in text
             assert f'moe_serve_rank_serving{{rank="{rank}"}} 1.0' in text
