@@ -250,6 +250,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral4",
         MLA | {"rope_parameters": HEATED, "q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False},
     ),
+    "qwen3_5_moe-text": ("qwen3_5_moe", SEEING | {"text_config": QWEN_NEXT}),
     "qwen3_vl_moe-text": ("qwen3_vl_moe", SEEING | {"text_config": QWEN | {"moe_intermediate_size": 24}}),
     "qwen3_omni_moe_thinker-text": ("qwen3_omni_moe_thinker", SEEING | {"audio_config": EAR, "text_config": QWEN}),
     "glm4v_moe-text": (
@@ -272,7 +273,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Model types that keep a state of each request: on CPUs alone, and without guesses of tokens.
-WITH_STATES = ("qwen3_next", "qwen3_5_moe_text")
+WITH_STATES = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
 
 
 ANOTHERS_FORM = {name for name, (kind, _) in FAMILIES.items() if kind not in FAMILIES}

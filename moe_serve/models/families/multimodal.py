@@ -1,4 +1,4 @@
-"""The text models of Qwen3-VL, Qwen3-Omni (its thinker), GLM-4.5V and Kimi-K2.5. Images and sound are not served.
+"""The text models of Qwen3-VL, Qwen3.5, Qwen3-Omni (its thinker), GLM-4.5V and Kimi-K2.5. Images and sound are not served.
 
 Positions of text alone are the same on all axes of their rotations, so these are those of one axis.
 """
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from moe_serve.models.families.deepseek import V3_DEFAULTS, read_v3
 from moe_serve.models.families.glm4_moe import read as read_glm4
+from moe_serve.models.families.qwen3_next import NEXT_DEFAULTS, read_3_5
 from moe_serve.models.families.qwen_moe import read_qwen3
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec
@@ -17,6 +18,10 @@ def read_qwen3_vl(config: HfConfig) -> ModelSpec:
     spec = read_qwen3(_with(config, norm_topk_prob=True, use_sliding_window=False))
     names = ExpertNames(form="transposed")
     return replace(spec, expert_names=names, body_prefix="model.language_model.", other_models=("model.visual.",))
+
+
+def read_qwen3_5(config: HfConfig) -> ModelSpec:
+    return replace(read_3_5(config), body_prefix="model.language_model.", other_models=("model.visual.",))
 
 
 def read_qwen3_omni(config: HfConfig) -> ModelSpec:
@@ -43,6 +48,7 @@ def _with(config: HfConfig, **values: bool) -> HfConfig:
 _OMNI = {"norm_topk_prob": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 DEFAULTS = {
     "qwen3_vl_moe": {"num_key_value_heads": 16, "rms_norm_eps": 1e-6, "rope_theta": 500000.0},
+    "qwen3_5_moe": NEXT_DEFAULTS,
     "qwen3_omni_moe": _OMNI,
     "qwen3_omni_moe_thinker": _OMNI,
     "glm4v_moe": {
@@ -57,6 +63,7 @@ DEFAULTS = {
 }
 READERS = {
     "qwen3_vl_moe": read_qwen3_vl,
+    "qwen3_5_moe": read_qwen3_5,
     "qwen3_omni_moe": read_qwen3_omni,
     "qwen3_omni_moe_thinker": read_qwen3_omni,
     "glm4v_moe": read_glm4v,

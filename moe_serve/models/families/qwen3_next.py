@@ -62,10 +62,10 @@ def read_3_5(config: HfConfig) -> ModelSpec:
     return spec if spec.linear is None else replace(spec, linear=replace(spec.linear, grouped=False))
 
 
-_DEFAULTS = {
+NEXT_DEFAULTS = {
     "head_dim": 256, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "norm_topk_prob": True,
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }  # fmt: skip
-DEFAULTS = {"qwen3_next": _DEFAULTS, "qwen3_5_moe_text": _DEFAULTS}
+DEFAULTS = {"qwen3_next": NEXT_DEFAULTS, "qwen3_5_moe_text": NEXT_DEFAULTS}
 READERS = {"qwen3_next": read, "qwen3_5_moe_text": read_3_5}

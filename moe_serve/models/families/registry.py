@@ -129,7 +129,6 @@ def _declared(what: str) -> Iterator[tuple[str, Any]]:
 
 LINEAR_ATTENTION = "linear attention that is not Qwen3-Next's"
 REFUSED = {
-    "qwen3_5_moe": "a model that sees images around linear attention (its text model is, by itself: qwen3_5_moe_text)",
     "kimi_linear": LINEAR_ATTENTION,
     "bailing_hybrid": LINEAR_ATTENTION,
     "minimax": LINEAR_ATTENTION,
