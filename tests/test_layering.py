@@ -35,7 +35,8 @@ ALLOWED = {
                "structured"},
     "server": {
         "engine.protocol.messages", "engine.output.incremental_decoder",
-        "engine.output.logprobs", "engine.output.stop_matcher", "engine.output.stop_regex",
+        "engine.output.logprobs", "engine.output.routed_experts", "engine.output.stop_matcher",
+        "engine.output.stop_regex",
         "models.tokenizer", "models.model_files",
         "attention_dp.request", "attention_dp.sampling_params", "attention_dp.request_router",
         "attention_dp.constraint", "config", "links", "structured",
@@ -53,6 +54,7 @@ TORCH_FREE = [
     "moe_serve.process_facts",
     "moe_serve.dispatch.capabilities", "moe_serve.roofline.table",
     "moe_serve.engine.protocol.messages", "moe_serve.engine.output.logprobs", "moe_serve.engine.protocol.mailbox",
+    "moe_serve.engine.output.routed_experts",
     "moe_serve.engine.output.incremental_decoder", "moe_serve.engine.output.stop_matcher", "moe_serve.engine.step.plan",
     "moe_serve.engine.balancing.balancer",
     "moe_serve.models.tokenizer", "moe_serve.models.families.registry", "moe_serve.models.checkpoint_parts",
