@@ -1,4 +1,4 @@
-"""The text models of Qwen3-VL, Qwen3.5, Qwen3-Omni (its thinker), GLM-4.5V and Kimi-K2.5. Images and sound are not served.
+"""The text models of Qwen3-VL, Qwen3.5, Qwen3-Omni (its thinker), GLM-4.5V and Kimi-K2.5; no images, no sound.
 
 Positions of text alone are the same on all axes of their rotations, so these are those of one axis.
 """
