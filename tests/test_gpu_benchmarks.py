@@ -309,9 +309,12 @@ def model_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
             call()
         return 1.0
 
+    def on_the_gpu(spec: object, numerics: object, device: Any, backend: str) -> bool:
+        return torch.device(device).index == 0
+
     monkeypatch.setattr(gpu_model, "DEVICE", torch.device("cpu", 0))
     for module in (gpu_model, moe_decoder):
-        monkeypatch.setattr(module, "captures_decodes", lambda _, device, backend: torch.device(device).index == 0)
+        monkeypatch.setattr(module, "captures_decodes", on_the_gpu)
     monkeypatch.setattr(moe_decoder, "GraphRunner", lambda *parts: GraphRunner(*parts, capture=capture))
     monkeypatch.setattr(LocalAllToAll, "captures", True)
     monkeypatch.setattr(gpu_model, "time_us", times)

@@ -1,4 +1,4 @@
-"""dspy: a call of a model, and a signature."""
+"""dspy: calls of a model, with a text and with messages; what its adapters parse needs a model that follows."""
 
 import os
 
@@ -11,6 +11,5 @@ def call():
     assert lm("def read(")
 
 
-def typed():
-    with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
-        assert dspy.Predict("question -> yes: bool")(question="a").yes in (True, False)
+def messages():
+    assert lm(messages=[{"role": "user", "content": "def read("}])

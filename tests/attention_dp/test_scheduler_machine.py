@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_serve.attention_dp import pages
 from moe_serve.attention_dp.host_pages import HostPages, slot_bytes
 from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.attention_dp.page_record import PageForm
 from moe_serve.attention_dp.pages import PageTiers
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
@@ -209,8 +210,9 @@ class TieredMachine(SchedulerMachine):
     """
 
     def tiers(self, num_blocks: int, block_size: int) -> PageTiers | None:
-        host = HostPages(None, 16 * slot_bytes(SimulatedCache.page_bytes), 0, SimulatedCache.page_bytes)
-        self.page_tiers = PageTiers(cast(KvCache, SimulatedCache(self.kv, block_size)), host, None)
+        cache = SimulatedCache(self.kv, block_size)
+        host = HostPages(None, 16 * slot_bytes(cache.page_bytes), cache.page_form)
+        self.page_tiers = PageTiers(cast(KvCache, cache), host, None)
         self.draw = random.Random(0)
         self.page_tiers._lock.acquire()
         return self.page_tiers
@@ -310,6 +312,7 @@ class SimulatedCache:
 
     def __init__(self, kv: dict[int, tuple[int, ...]], block_size: int):
         self._kv, self._size = kv, block_size
+        self.page_form = PageForm(0, block_size, self.page_bytes)
         self._pages: dict[int, list[tuple[int, ...]]] = {}
         self._numbers = itertools.count()
 

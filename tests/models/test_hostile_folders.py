@@ -262,16 +262,26 @@ OF_FAMILIES = {config["model_type"]: config for config, _ in PUBLISHED.values()}
 OF_FAMILIES["llama4_text"] = OF_FAMILIES["llama4"]["text_config"]
 
 
+def within(config: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
+    """Returns the part of a configuration that describes its text model, and what puts another one in its place."""
+    key = next((key for key in ("thinker_config", "text_config") if key in config), None)
+    if key is None:
+        return lambda text: text, config
+    inner, part = within(config[key])
+    return lambda text: config | {key: inner(text)}, part
+
+
 @pytest.mark.parametrize("model_type", OF_FAMILIES)
 def test_any_value_is_read_or_refused_in_one_line(model_type: str, tmp_path: Path) -> None:
-    base = OF_FAMILIES[model_type]
+    whole = OF_FAMILIES[model_type]
+    outer, base = within(whole)
     changes = [{key: value} for key in {*base, *MORE} for value in EXTREMES]
     changes += [{key: value} for key in ("rope_parameters", "rope_scaling") for value in ROPES]
     rope = base.get("rope_scaling") or {}
     changes += [{"rope_scaling": rope | {key: value}} for key in rope for value in (*EXTREMES, 1e-308, 1e308)]
     messages: list[str] = []
     for change in changes:
-        (tmp_path / "config.json").write_text(json.dumps(base | change))
+        (tmp_path / "config.json").write_text(json.dumps(outer(base | change)))
         try:
             spec = read_spec(tmp_path)
         except ModelError as error:

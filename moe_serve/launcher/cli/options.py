@@ -280,7 +280,7 @@ def flags() -> dict[str, str]:
     """Returns the flag of `moe-serve serve` for each setting that has one."""
     found: dict[str, str] = {}
     for each in fields(ServeOptions):
-        if "key" in each.metadata:
+        if "." in each.metadata.get("key", ""):  # others stand for a section
             flag = next(iter(each.metadata["names"]), "--" + each.name.replace("_", "-"))
             found.setdefault(each.metadata["key"], flag)
     return found
