@@ -18,6 +18,7 @@ from moe_serve.launcher.preflight import look_for_files
 from moe_serve.models.checkpoint import INDEX
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_plan import dense_parameters
+from tests.models.families import FAMILIES
 from tests.models.published import PUBLISHED
 
 DEMO = model_dir(ModelConfig())
@@ -271,7 +272,10 @@ def within(config: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str,
     return lambda text: config | {key: inner(text)}, part
 
 
-@pytest.mark.parametrize("model_type", OF_FAMILIES)
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(each, marks=[] if each in FAMILIES else pytest.mark.slow) for each in OF_FAMILIES],
+)
 def test_any_value_is_read_or_refused_in_one_line(model_type: str, tmp_path: Path) -> None:
     whole = OF_FAMILIES[model_type]
     outer, base = within(whole)

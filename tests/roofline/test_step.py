@@ -21,13 +21,14 @@ from moe_serve.roofline.launches import HostCopy, HostRead, Recording, fake_gpu,
 from moe_serve.roofline.step import GPU, RankStep, ReadyStep, record_step
 from moe_serve.roofline.work import total, unavoidable_bytes, work_of
 from tests.kernels.sampling_rows import rows_of
-from tests.models.families import FAMILIES, WITH_STATES, spec_of
+from tests.models.families import ANOTHERS_FORM, FAMILIES, WITH_STATES, spec_of
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.mxfp4_checkpoint import write_mxfp4_config
 
 ON_GPUS = [name for name, (model_type, _) in FAMILIES.items() if model_type not in WITH_STATES]
 FIRST_OF_TYPE = {FAMILIES[name][0]: name for name in reversed(ON_GPUS)}
-EACH = [pytest.param(name, marks=[] if name in FIRST_OF_TYPE.values() else pytest.mark.slow) for name in ON_GPUS]
+DAILY = set(FIRST_OF_TYPE.values()) - ANOTHERS_FORM
+EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.slow) for name in ON_GPUS]
 MOE_LAUNCHES = 14  # of a MoE layer, from the router's logits to the sum of its results, the shared expert included
 MOVED = 1.15  # bytes over those that no step can do without
 LAUNCHES = 27  # of a layer with its attention, those that prepare an indexer's queries and keys included
