@@ -1,22 +1,19 @@
 """guidellm: ten requests, one after the other."""
 
-import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 
-def benchmark():
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            str(Path(sys.executable).parent / "guidellm"), "benchmark", "run", "--target", os.environ["BASE_URL"],
-            "--model", "demo", "--rate-type", "synchronous", "--max-requests", "10",
-            "--processor", os.environ["TOKENIZER"], "--data", "prompt_tokens=16,output_tokens=8",
-            "--output-path", f"{folder}/out.json",
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr.strip()[-160:]
-        (run,) = json.loads(Path(folder, "out.json").read_text())["benchmarks"]
-        assert len(run["requests"]["successful"]) == 10
+def run():
+    command = [
+        str(Path(sys.executable).parent / "guidellm"), "run", "--disable-console",
+        "--backend", f"kind=openai_http,target={os.environ['BASE_URL']},model=demo",
+        "--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=10",
+        "--tokenizer", f"kind=huggingface_auto,model={os.environ['TOKENIZER']}",
+        "--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr.strip()[-160:]
+    assert "successful=10 errored=0" in done.stderr + done.stdout, (done.stderr + done.stdout)[-160:]
