@@ -156,7 +156,7 @@ class OpenRequests:
         finish, matched_id = self._finish(request, token_id)
         experts = None
         if request.params.return_routed_experts and self._kept is not None:
-            experts = self._kept.next_of(request)
+            experts = self._kept.next_of(request, is_last=finish is not None)
         if finish is not None:
             self._scheduler.finish(request.request_id)
             del self._open[request.request_id]
@@ -329,9 +329,11 @@ def _joined(event: TokenEvent, more: TokenEvent) -> TokenEvent:
         logprobs=joined(blocks) if blocks else None,
         prompt_logprobs=event.prompt_logprobs,
         queued_us=event.queued_us,
-        experts=None if event.experts is None or more.experts is None else _one_block(event.experts, more.experts),
+        experts=_one_block(event.experts, more.experts),
     )
 
 
-def _one_block(first: ExpertsBlock, more: ExpertsBlock) -> ExpertsBlock:
+def _one_block(first: ExpertsBlock | None, more: ExpertsBlock | None) -> ExpertsBlock | None:
+    if first is None or more is None:
+        return first or more
     return msgspec.structs.replace(first, rows=first.rows + more.rows)

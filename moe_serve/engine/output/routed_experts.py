@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # front ends load no torch
     from moe_serve.attention_dp.request import Request
 
 MOST_BYTES = 1 << 24  # of one request's, which may come in one event
+_TOKENS_TOGETHER = 16  # whose experts are sent at once while a request goes on
 _BYTES_OF_A_MESSAGE = 1 << 24  # from which on the events of a step go on in another; a message may hold 64 MiB
 
 
@@ -32,12 +33,17 @@ class KeptExperts:
         self._shape = num_layers, topk
         self._dtype = "uint8" if ids.itemsize == 1 else "uint16"
 
-    def next_of(self, request: "Request") -> ExpertsBlock:
+    def next_of(self, request: "Request", is_last: bool) -> ExpertsBlock | None:
         """Returns the experts of a request's computed tokens that have not been sent, and notes that they are.
 
-        The request still holds its blocks.
+        None: they are few, and more will come. The request still holds its blocks.
+
+        is_last: no event of the request follows. Where a front end may end it by a text, any event may be the last
         """
         first, end = request.num_experts_sent, request.num_known - 1  # the newest token has no row yet
+        params = request.params
+        if not (is_last or params.stop or params.stop_regex) and end - first < _TOKENS_TOGETHER:
+            return None
         request.num_experts_sent = end
         positions = np.arange(first, end)
         blocks = np.asarray(request.block_ids, dtype=np.int64)[positions // self._block_size]
