@@ -73,13 +73,16 @@ def tried(folder: Path, name: str, calls: str, packages: list[str], port: int) -
     if done.returncode:
         return {"version": "", "works": "", "fails": f"not installed: {done.stderr.strip().splitlines()[-1][:200]}"}
     address = f"http://127.0.0.1:{port}"
-    ran = subprocess.run(
-        [str(python), str(_HERE / "run.py"), calls, packages[0]],
-        capture_output=True,
-        text=True,
-        timeout=_CALLS_S,
-        env=os.environ | _KEYS | {"BASE_URL": address, "TOKENIZER": str(model_dir(load_config().model))},
-    )
+    try:
+        ran = subprocess.run(
+            [str(python), str(_HERE / "run.py"), calls, packages[0]],
+            capture_output=True,
+            text=True,
+            timeout=_CALLS_S,
+            env=os.environ | _KEYS | {"BASE_URL": address, "TOKENIZER": str(model_dir(load_config().model))},
+        )
+    except subprocess.TimeoutExpired:
+        return {"version": "", "works": "", "fails": f"the calls did not end in {_CALLS_S:g} s"}
     try:
         found = json.loads(ran.stdout.splitlines()[-1])
     except (ValueError, IndexError):

@@ -332,7 +332,7 @@ class Scheduler:
         blocks = self.blocks
         while self._waiting and len(self._running) < self.max_running:
             request = next(iter(self._waiting.values()))
-            if self._running and self._refused_at is not None:
+            if self._running and self._refused_at is not None and not blocks.expected:
                 refused, num_free = self._refused_at
                 if refused is request and blocks.num_free <= num_free:
                     return  # nothing was freed since, so its prefix need not be looked up again

@@ -209,7 +209,8 @@ class ModelConfig(Section):
     @field_validator("served_name", mode="before")
     @classmethod
     def _one_name_alone(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else () if value is None else value
+        names = [value] if isinstance(value, str) else value
+        return tuple(name for name in dict.fromkeys(names) if name != "") if isinstance(names, list | tuple) else ()
 
 
 class ParallelConfig(Section):
@@ -428,6 +429,28 @@ class EngineConfig(Section):
         return self
 
 
+def by_vllms_keys(values: object) -> object:
+    """Returns the settings of speculation that vLLM's --speculative-config means, for its methods ngram and mtp.
+
+    Raises ValueError for a text that is no JSON, and for a method beside a mode.
+    """
+    if isinstance(values, str):  # as a flag has it
+        try:
+            values = json.loads(values)
+        except ValueError as error:
+            raise ValueError(f"expected JSON: {error}") from None
+    if not isinstance(values, dict) or "method" not in values:
+        return values
+    if "mode" in values:
+        raise ValueError("method and mode are both given; give one")
+    ours = {key: value for key, value in values.items() if key not in ("method", "num_speculative_tokens")}
+    is_mtp = str(values["method"]).endswith("mtp")  # or deepseek_mtp, glm4_moe_mtp
+    ours["mode"] = "mtp" if is_mtp else values["method"]
+    if "num_speculative_tokens" in values:
+        ours["predicted_drafts" if is_mtp else "max_drafts"] = values["num_speculative_tokens"]
+    return ours
+
+
 class SpeculationConfig(Section):
     """Guesses of tokens, which a step verifies together. They change no token, only how many a step yields."""
 
@@ -444,20 +467,7 @@ class SpeculationConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _by_vllms_keys(cls, values: object) -> object:
-        """vLLM's --speculative-config, for its methods ngram and mtp."""
-        if isinstance(values, str):  # as a flag has it
-            try:
-                values = json.loads(values)
-            except ValueError as error:
-                raise ValueError(f"expected JSON: {error}") from None
-        if not isinstance(values, dict) or "method" not in values:
-            return values
-        ours = {key: value for key, value in values.items() if key not in ("method", "num_speculative_tokens")}
-        is_mtp = str(values["method"]).endswith("mtp")  # or deepseek_mtp, glm4_moe_mtp
-        ours["mode"] = "mtp" if is_mtp else values["method"]
-        if "num_speculative_tokens" in values:
-            ours["predicted_drafts" if is_mtp else "max_drafts"] = values["num_speculative_tokens"]
-        return ours
+        return by_vllms_keys(values)
 
     @field_validator("mode", mode="before")
     @classmethod

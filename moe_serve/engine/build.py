@@ -440,7 +440,8 @@ def pack_weights(config: ServeConfig, progress: Progress) -> SharedWeights:
     Raises ConfigError where there are no such files, CapacityError where the folder takes none, and as the ranks do.
     """
     serving = config.parallel.model_copy(update={"num_ranks": 1})
-    config = ServeConfig(model=config.model, engine=config.engine, parallel=serving)  # a file is the same for all ranks
+    # A file is the same for all ranks; one with a layer for multi-token prediction is another one.
+    config = ServeConfig(model=config.model, engine=config.engine, parallel=serving, speculation=config.speculation)
     if config.model.weight_cache in (MEMORY, NONE):
         raise ConfigError(
             f"model.weight_cache is {config.model.weight_cache}, which keeps no file; set model.weight_cache: FOLDER"

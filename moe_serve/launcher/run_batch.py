@@ -12,27 +12,32 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message
 
 from moe_serve.config import ServeConfig
-from moe_serve.errors import ConfigError, LaunchError
+from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.background import BackgroundRanks, OrderlyEnd
 from moe_serve.launcher.local import WORKER
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files
 from moe_serve.server.app import make_app
+from moe_serve.server.edge.errors import error_body
 from moe_serve.server.edge.gate import GENERATING
 from moe_serve.server.ranks.bridge import Bridge
 
 _BUSY = (429, 503)  # a queue that is full, ranks that start again
 _BUSY_PAUSE_S = 0.2
-_NO_CLIENTS = {
+_MOST_REFUSALS = 3  # of one line, by ranks that serve: it is what they cannot do
+_NO_CLIENTS = {  # settings of a server that are about its clients
     "api_key_file": None, "admin_api_key_file": None, "rpm_limit": None, "tpm_limit": None,
-    "max_parallel_requests": None, "api_workers": 1,
+    "max_parallel_requests": None, "api_workers": 1, "request_deadline_s": None, "queue_deadline_s": None,
+    "degrade": (),
 }  # fmt: skip
+_KEPT = "what is answered is kept: run the same command again to go on"
 Progress = Callable[[int, int], None]  # answered lines, all lines
 
 
@@ -46,9 +51,11 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class _AnswerOf(msgspec.Struct, frozen=True):
-    """What is read of an answer that is there already."""
+    """What is read of an answer that is there already, and which no request has."""
 
     custom_id: str
+    id: str
+    response: msgspec.Raw
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ def read_lines(path: Path) -> Iterator[Line]:
     """Yields the requests of a file. Raises ConfigError with the number of the first line that is none."""
     seen: dict[str, int] = {}
     for number, text in _lines_of(path):
+        if not text.strip():
+            continue
         try:
             line = msgspec.json.decode(text, type=Line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -98,19 +107,21 @@ def read_answered(path: Path) -> tuple[set[str], int]:
     for number, text in _lines_of(path):
         if not text.endswith(b"\n"):  # its writer was killed
             break
+        num_bytes += len(text)
+        if not text.strip():
+            continue
         try:
             answered.add(msgspec.json.decode(text, type=_AnswerOf).custom_id)
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise ConfigError(f"{path}, line {number}: this is no answer of a batch; give another file to -o") from None
-        num_bytes += len(text)
     return answered, num_bytes
 
 
 def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that are not empty, with their numbers from 1."""
+    """Yields the lines with their numbers from 1."""
     try:
         with path.open("rb") as file:
-            yield from ((number, text) for number, text in enumerate(file, 1) if text.strip())
+            yield from enumerate(file, 1)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
 
@@ -142,12 +153,12 @@ def run_batch(
     config = config.model_copy(update={"server": config.server.model_copy(update=_NO_CLIENTS)})
     tokenizer = load_tokenizer(config)
     try:
-        file = target.open("r+b" if target.exists() else "wb")
+        file = target.open("r+b" if target.exists() else "wb", buffering=0)
+        file.truncate(num_bytes)
+        file.seek(num_bytes)
     except OSError as error:
         raise ConfigError(f"{target} cannot be written ({error.strerror})") from None
     with file:
-        file.truncate(num_bytes)
-        file.seek(num_bytes)
         ranks = BackgroundRanks(config, tokenizer, True, worker)
         end = OrderlyEnd(
             lambda: ranks.give_up("the process was asked to end (SIGTERM)"), config.server.drain_deadline_s
@@ -156,7 +167,7 @@ def run_batch(
             with end.call():
                 app = make_app(config, ranks.bridge, tokenizer)
                 lines = (line for line in read_lines(source) if line.custom_id not in answered)
-                batch = _Batch(app, ranks.bridge, lines, file, api_key)
+                batch = _Batch(app, ranks.bridge, lines, file, api_key, end)
                 num_open = config.engine.max_running_requests * config.parallel.num_ranks
                 return ranks.call(batch.run(num_open, lambda num: progress(len(answered) + num, len(ids))))
         finally:
@@ -167,11 +178,14 @@ def run_batch(
 class _Batch:
     """Sends lines to an application, and writes what it answers."""
 
-    def __init__(self, app: Any, bridge: Bridge, lines: Iterator[Line], file: BinaryIO, api_key: str | None):
+    def __init__(
+        self, app: Any, bridge: Bridge, lines: Iterator[Line], file: RawIOBase, api_key: str | None, end: OrderlyEnd
+    ):
         self._app = app
         self._bridge = bridge
         self._lines = lines
         self._file = file
+        self._end = end
         self._headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         if api_key is not None:
             self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
@@ -179,14 +193,22 @@ class _Batch:
         self._num_errors = 0
 
     async def run(self, num_open: int, advance: Callable[[int], None]) -> int:
-        """Returns how many answers are errors. num_open: lines at a time;  advance: called with answered lines"""
-        async with self._app.router.lifespan_context(self._app), asyncio.TaskGroup() as group:
-            for _ in range(num_open):
-                group.create_task(self._answer_lines(advance))
+        """Returns how many answers are errors. num_open: lines at a time;  advance: called with answered lines
+
+        Raises LaunchError where the system, or this process, is to end, and where the file cannot be written.
+        """
+        try:
+            async with self._app.router.lifespan_context(self._app), asyncio.TaskGroup() as group:
+                for _ in range(num_open):
+                    group.create_task(self._answer_lines(advance))
+        except* MoeServeError as problems:
+            raise problems.exceptions[0] from None
+        if self._end.is_asked and next(self._lines, None) is not None:
+            raise LaunchError(f"the process was asked to end; {_KEPT}")
         return self._num_errors
 
     async def _answer_lines(self, advance: Callable[[int], None]) -> None:
-        for line in self._lines:
+        while not self._end.is_asked and (line := next(self._lines, None)) is not None:
             answer = await self._answer(line)
             self._write(line, answer)
             self._num_answered += 1
@@ -196,15 +218,23 @@ class _Batch:
     async def _answer(self, line: Line) -> Answer:
         body = bytes(line.body)
         if _asks_for_a_stream(body):
-            return Answer(400, b'{"error":{"message":"stream is true, but a batch has whole answers; leave it out"}}')
+            return _refused("stream is true, but a batch has whole answers; leave it out", 400)
+        num_refusals = 0
         while True:
-            answer = await ask(self._app, line.url, body, self._headers)
+            try:
+                answer = await ask(self._app, line.url, body, self._headers)
+            except Exception as error:
+                return _refused(f"{type(error).__name__}: {str(error)[:300]}", 500)
             if answer.status not in _BUSY:
                 return answer
+            if not self._bridge.is_restarting and answer.status == 503:
+                problem = self._bridge.problem()
+                if problem is not None:
+                    raise LaunchError(f"{problem}; {_KEPT}")
+                num_refusals += 1
+                if num_refusals == _MOST_REFUSALS:
+                    return answer
             await self._bridge.wait_for_restart()
-            problem = self._bridge.problem()
-            if problem is not None:
-                raise LaunchError(f"{problem}; what is answered is kept: run the same command again to go on")
             await asyncio.sleep(_BUSY_PAUSE_S)
 
     def _write(self, line: Line, answer: Answer) -> None:
@@ -218,8 +248,16 @@ class _Batch:
             },
             "error": None,
         }
-        self._file.write(msgspec.json.encode(value) + b"\n")
-        self._file.flush()
+        text = memoryview(msgspec.json.encode(value) + b"\n")
+        try:
+            while text:
+                text = text[self._file.write(text) :]
+        except OSError as error:  # such as a full disk
+            raise LaunchError(f"the answers cannot be written ({error.strerror}); {_KEPT}") from None
+
+
+def _refused(message: str, status: int) -> Answer:
+    return Answer(status, msgspec.json.encode(error_body(message, status)))
 
 
 def _asks_for_a_stream(body: bytes) -> bool:

@@ -56,6 +56,15 @@ def test_predicted_drafts_change_no_bit(name: str, predicting: Predicting) -> No
         assert not cache or drafted.stats["num_preempted"] > 0, "the cache was not small enough to preempt anybody"
 
 
+def test_drafts_end_with_the_context(predicting: Predicting) -> None:
+    """Whose end lies within a block here: rows behind it have no rotation."""
+    overrides = [*settings_of(predicting("deepseek_v3")[1]), "model.max_model_len=50", "cache.block_size=16"]
+    submits = submits_of([[5, 6, 7, 8, 9]], SamplingParams(max_new_tokens=45, temperature=0, ignore_eos=True))
+    expected = serve(1, submits, overrides)
+    drafted = serve(1, submits, [*overrides, "speculation.mode=mtp", "speculation.predicted_drafts=8"])
+    assert drafted.tokens == expected.tokens
+
+
 def _has_drafts(engine: Engine) -> None:
     """Fails where a rank has verified no draft of the layer."""
     run, speculator = engine.run, engine.scheduler.speculator
@@ -151,6 +160,7 @@ def refused(folder: Path, *overrides: str) -> str:
 def test_what_goes_without_the_layer_is_refused_with_a_way_out(predicting: Predicting, tmp_path: Path) -> None:
     folder = predicting("glm4_moe")[1]
     assert "below the pool" in refused(folder, "cache.host_gb=0.1")
+    assert "experts of that layer" in refused(folder, "engine.return_routed_experts=true")
     assert "prefill ranks" in refused(folder, "parallel.num_prefill_ranks=1")
     assert "recorder_mode: stat" in refused(folder, "eplb.mode=static", "eplb.recorder_mode=per_pass")
     values = json.loads((folder / "config.json").read_text())

@@ -1,13 +1,17 @@
 """`moe-serve run-batch`: OpenAI's files of requests, by the server's application. Ranks without torch."""
 
+import errno
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from moe_serve.config import load_config
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, LaunchError
+from moe_serve.launcher import run_batch as batches
 from moe_serve.launcher.run_batch import run_batch
 
 FAKE = "tests.launcher.fake_rank"
@@ -23,8 +27,9 @@ def written(path: Path, *lines: dict[str, Any] | str) -> Path:
 
 
 def answers_of(path: Path) -> dict[str, dict[str, Any]]:
-    found = {each["custom_id"]: each for each in map(json.loads, path.read_text().splitlines())}
-    assert len(found) == len(path.read_text().splitlines())
+    texts = [text for text in path.read_text().split("\n") if text]
+    found = {each["custom_id"]: each for each in map(json.loads, texts)}
+    assert len(found) == len(texts)
     return found
 
 
@@ -59,10 +64,10 @@ def test_lines_are_answered_as_the_server_would_and_a_run_that_was_cut_off_goes_
     whole = target.read_text().splitlines(keepends=True)
     texts = {key: each["response"]["body"].get("choices", [{}])[0].get("text") for key, each in answers.items()}
     assert len({texts[f"id {i}"] for i in range(12)}) > 1
-    # Its process was killed in the middle of the fifth answer.
-    target.write_text("".join(whole[:4]) + whole[4][:50])
+    # Its process was killed in the middle of the fifth answer; somebody has looked at the file, and left an empty line.
+    target.write_text("".join(whole[:2]) + "\n" + "".join(whole[2:4]) + whole[4][:50])
     _, seen = run(source, target)
-    assert target.read_text().startswith("".join(whole[:4]))
+    assert target.read_text().startswith("".join(whole[:2]) + "\n" + "".join(whole[2:4]))
     assert seen[0] == (5, 16)
     again = answers_of(target)
     assert again.keys() == answers.keys()
@@ -97,8 +102,9 @@ def test_a_wrong_line_is_named_before_anything_starts(tmp_path: Path, wrong: Any
 def test_a_file_that_is_no_output_of_this_batch_is_not_written_to(tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", line("a", prompt=[5]))
     for content, message in (
-        ({"custom_id": "z"}, "has an answer to 'z', which is not in"),
-        ("notes", "line 1: this is no"),
+        ({"id": "1", "custom_id": "z", "response": {}}, "has an answer to 'z', which is not in"),
+        ("notes", "line 1: this is no answer"),
+        (line("a", prompt=[5]), "line 1: this is no answer"),
     ):
         target = written(tmp_path / "out.jsonl", content)
         kept = target.read_bytes()
@@ -109,3 +115,32 @@ def test_a_file_that_is_no_output_of_this_batch_is_not_written_to(tmp_path: Path
         run(tmp_path / "nowhere.jsonl", target)
     with pytest.raises(ConfigError, match="cannot be written"):
         run(source, tmp_path / "no folder" / "out.jsonl")
+
+
+def test_a_line_that_no_rank_can_serve_gets_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = written(tmp_path / "in.jsonl", *(line(f"id {i}", prompt=[5, 6], max_tokens=2) for i in range(6)))
+    monkeypatch.setattr(batches, "_BUSY_PAUSE_S", 0.001)
+    asked: list[str] = []
+
+    async def never(app: Any, path: str, body: bytes, headers: Any) -> batches.Answer:
+        asked.append(path)
+        return batches.Answer(503, b'{"error":{"message":"too late"}}')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batches, "ask", never)
+        num_errors, _ = run(source, tmp_path / "never.jsonl")
+    assert num_errors == 6
+    assert len(asked) == 6 * 3
+    assert all(each["response"]["status_code"] == 503 for each in answers_of(tmp_path / "never.jsonl").values())
+
+
+class FullDisk(io.RawIOBase):
+    def write(self, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_one_message() -> None:
+    batch = batches._Batch(None, None, iter(()), FullDisk(), None, None)  # type: ignore[arg-type]
+    one = batches.Line("1", "/v1/completions", msgspec.Raw(b"{}"))
+    with pytest.raises(LaunchError, match=r"cannot be written \(No space left on device\); what is answered is kept"):
+        batch._write(one, batches.Answer(200, b"{}"))

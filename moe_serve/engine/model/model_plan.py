@@ -154,6 +154,8 @@ def _with_predictor(config: ServeConfig, spec: ModelSpec, folder: Path | None) -
         (config.cache.host_gb is not None or config.cache.disk_gb is not None,
          f"pages below the pool do not hold what that layer caches; leave out cache.host_gb and cache.disk_gb, "
          f"or {instead}"),
+        (config.engine.return_routed_experts,
+         f"the experts of that layer are not those of a token; leave out engine.return_routed_experts, or {instead}"),
         (config.eplb.mode != "off" and config.eplb.recorder_mode != "stat",
          f"recordings of single passes have no place for that layer's; set eplb.recorder_mode: stat, or {instead}"),
     ):  # fmt: skip

@@ -64,7 +64,7 @@ class TokenPredictor:
         drafts = [[token] for token in logits.argmax(1).tolist()]
         asking = list(range(len(going)))  # of `going`, whose rows were the last ones
         for number in range(1, plan.num_predictions):
-            kept = [row for row, index in enumerate(asking) if self._has_block(going[index][0], number)]
+            kept = [row for row, index in enumerate(asking) if self._has_row(going[index][0], number)]
             asking = [asking[row] for row in kept]
             requests = [going[index][0] for index in asking]
             positions = [request.num_computed - 1 + number for request in requests]
@@ -76,6 +76,7 @@ class TokenPredictor:
         for (request, _), tokens in zip(going, drafts, strict=True):
             self.speculator.predict(request, tokens)
 
-    def _has_block(self, request: Request, number: int) -> bool:
-        """Returns whether a request holds the block of the row of its draft of this number: drafts end with blocks."""
-        return request.num_computed - 1 + number < len(request.block_ids) * self.scheduler.blocks.block_size
+    def _has_row(self, request: Request, number: int) -> bool:
+        """Returns whether a request's draft of this number has a row: drafts end with blocks, and with the context."""
+        position, blocks = request.num_computed - 1 + number, self.scheduler.blocks
+        return position < min(len(request.block_ids) * blocks.block_size, self.scheduler.max_model_len)

@@ -82,8 +82,11 @@ class ModelOptions(ConfigOptions):
         given: dict[str, list[object]] = {}
         for each in fields(self):
             value, key, sets = getattr(self, each.name), each.metadata.get("key"), each.metadata.get("sets")
-            if key is not None and value is not None and value is not False:
-                given.setdefault(key, []).append(value if sets is None else sets)
+            if key is None or value is None or value is False:
+                continue
+            found = {key: value if sets is None else sets} if "." in key else _settings_of(key, value)
+            for name, one in found.items():
+                given.setdefault(name, []).append(one)
         for key, values in given.items():
             if any(value != values[0] for value in values):
                 why = (
@@ -269,6 +272,19 @@ class ServeOptions(NamedModelOptions):
     log_format: str | None = setting("server.log_format", help="text or json")
     metrics_compat: str | None = setting("server.metrics_compat", help="sglang or vllm; /metrics has these names too")
     profile_dir: str | None = setting("server.profile_dir", help="where POST /stop_profile writes its traces")
+
+
+def _settings_of(section: str, text: str) -> dict[str, object]:
+    """Returns the settings that vLLM's JSON for a section means. Raises ConfigError where it is none."""
+    from moe_serve.config.sections import by_vllms_keys
+
+    try:
+        values = by_vllms_keys(text)
+    except ValueError as error:
+        raise ConfigError(f"{section} is {text[:60]!r}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{section} is {text[:60]!r}, expected a JSON object")
+    return {f"{section}.{name}": value for name, value in values.items()}
 
 
 _SETTING = re.compile(r"(?<![\w.-])([a-z]+\.)?[a-z_]+\b(?![.]\w)")

@@ -230,6 +230,7 @@ function draw() {
   if (points.length) {
     const bands = known.answer.moves.map((move) => [move.began_s, move.ended_s ?? known.answer.now_s]);
     const marks = known.timeline.filter((event) => event.kind === "failed" || event.kind === "alarm").map((event) => event.at_s);
+    if (view.cursor.curve !== null) view.cursor.curve = Math.min(view.cursor.curve, points.length - 1);
     view.curve = drawCurve(element("curve"), points, bands, marks, known.answer.now_s, view.cursor.curve);
     const last = points[points.length - 1];
     if (view.cursor.curve === null) put("curve-text", `Now ${share(last.mean)}; lowest layer ${share(last.lowest)}. ${whole(points.length)} windows, the last of ${last.steps} steps, ${milliseconds(last.step_s)} a step.`);

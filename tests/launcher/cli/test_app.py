@@ -185,6 +185,10 @@ def test_text_values_arrive_unchanged():
         ),
         (["serve", "--speculative-config", '{"method": "eagle"}'], ["speculation.mode", "'eagle'", "'mtp'"]),
         (["serve", "--speculative-config", "{method"], ["speculation", "expected JSON"]),
+        (
+            ["serve", "--speculative-config", '{"method": "ngram"}', "--speculation", "lookup"],
+            ["speculation.mode", "lookup and ngram", "give it once"],
+        ),
         (["serve", "--quantization", "fp8"], ["model.expert_weights"]),
         (["serve", "--enable-expert-parallel"], ["is not needed", "--ep"]),
     ],
