@@ -71,7 +71,7 @@ def tried(folder: Path, name: str, calls: str, packages: list[str], port: int) -
         install += ["-c", str(_CONSTRAINTS)]
     done = subprocess.run(install, capture_output=True, text=True, timeout=_INSTALL_S)
     if done.returncode:
-        return {"version": "", "works": "", "fails": f"not installed: {done.stderr.strip().splitlines()[-1][:200]}"}
+        return {"version": "", "works": "", "fails": f"not installed: {done.stderr.strip()[-200:]}"}
     address = f"http://127.0.0.1:{port}"
     try:
         ran = subprocess.run(

@@ -209,8 +209,8 @@ class ModelConfig(Section):
     @field_validator("served_name", mode="before")
     @classmethod
     def _one_name_alone(cls, value: object) -> object:
-        names = [value] if isinstance(value, str) else value
-        return tuple(name for name in dict.fromkeys(names) if name != "") if isinstance(names, list | tuple) else ()
+        names = [value] if isinstance(value, str) else [] if value is None else value
+        return tuple(name for name in dict.fromkeys(names) if name != "") if isinstance(names, list | tuple) else value
 
 
 class ParallelConfig(Section):
@@ -229,7 +229,7 @@ class ParallelConfig(Section):
     num_prefill_ranks: NonNegativeInt = 0
     handover_gb: PositiveFloat = 0.5  # memory of each prefill rank for pages on their way to decode ranks
     # A prompt with fewer tokens than this that no decode rank has cached stays with the decode ranks. Prompts of 32
-    # tokens, the shortest measured, hold up decodes for 8 to 63 times what a hand-over takes (benchmarks/handover.py)
+    # tokens, the shortest measured, hold up decodes for 5 to 21 times what a hand-over takes (benchmarks/handover.py)
     prefill_from_tokens: PositiveInt = 32
     role: Literal["both", "prefill", "decode"] = "both"  # of these ranks; `moe-serve serve` sets it for each group
 

@@ -253,6 +253,7 @@ class ModelSpec:
     linear_layer_ids: tuple[int, ...] = ()  # ascending; the others attend over the KV cache
     norms_from_zero: bool = False  # norms of rows and of query and key heads multiply by 1 + weight
     moe_out_norm: str | None = None  # name of a norm over the rows of a MoE layer, the shared expert's included
+    may_lack_router_bias: bool = False  # checkpoints may leave it out: it is 0 in all layers then
 
     @property
     def default_context(self) -> int:

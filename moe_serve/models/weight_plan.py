@@ -214,8 +214,9 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
     """Returns whether a checkpoint tensor is known and not needed.
 
     These are the parts for images and sound of a model whose text model is served, layers for multi-token prediction
-    behind the last layer, and the embedding of one that is read, computed buffers, a copy of tied embeddings, and
-    beside FP8 weights the scales of activations and of the KV cache, which are not quantised here.
+    behind the last layer, and the embedding of one that is read, computed buffers, a copy of tied embeddings, norms of
+    MoE layers that dense ones have, too, and beside FP8 weights the scales of activations and of the KV cache, which
+    are not quantised here.
     """
     if name.startswith(spec.other_models):
         return True
@@ -228,6 +229,8 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
     if spec.fp8_block is not None and name.endswith(_SCALES_OF_ACTIVATIONS):
         return True
     prefix = _BODY + "layers."
+    if spec.moe_out_norm is not None and name.endswith(f".{spec.moe_out_norm}.weight"):
+        return True
     if name == f"{prefix}{spec.predictor_id}.embed_tokens.weight":
         return True
     layer = name[len(prefix) :].split(".", 1)[0] if name.startswith(prefix) else ""

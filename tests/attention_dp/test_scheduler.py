@@ -1,8 +1,11 @@
 """What a step runs: prefills and decodes, admission, preemption, aborts and holds."""
 
+from unittest import mock
+
 import pytest
 
 from moe_serve.attention_dp.prefix_cache import block_keys, root_key
+from moe_serve.attention_dp.request import Handover
 from moe_serve.errors import ConfigError, RequestError
 from tests.attention_dp.steps import make_request, make_scheduler, run_step, shape
 
@@ -241,3 +244,20 @@ def test_pending_tokens_count_what_is_left_to_compute():
     assert scheduler.pending_tokens == 13
     run_step(scheduler)  # 5 tokens of a, all of b
     assert scheduler.pending_tokens == 5 + 1
+
+
+def test_an_expected_prompt_holds_no_request_back():
+    scheduler = make_scheduler(num_blocks=10, max_batch_tokens=64)
+    blocks = scheduler.blocks
+    blocks.receiver = mock.Mock(page_bytes=1)
+    scheduler.add(make_request("told", num_prompt=13, max_new_tokens=1))
+    run_step(scheduler)  # three blocks of it are free, and found by their prefix
+    scheduler.add(make_request("long", num_prompt=13, first=100, max_new_tokens=20))
+    scheduler.add(make_request("short", num_prompt=11, first=200, max_new_tokens=2))
+    run_step(scheduler)  # with four blocks, and three
+    scheduler.add(make_request("head", num_prompt=19, first=300))
+    assert shape(run_step(scheduler).prefills) == [], "it needs five blocks, and three were free"
+    assert blocks.num_free == 6, "the short one has ended"
+    blocks.expect(make_request("later", num_prompt=13), Handover(0, 1, 1))
+    assert blocks.num_free == 3
+    assert shape(run_step(scheduler).prefills) == [("head", 0, 19, True)], "what was taken early gives way"

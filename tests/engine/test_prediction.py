@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.speculation import MTP, Speculator
 from moe_serve.config import load_config
+from moe_serve.engine.build import pack_weights
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.model_plan import ModelPlan
 from moe_serve.errors import ConfigError
@@ -63,6 +64,15 @@ def test_drafts_end_with_the_context(predicting: Predicting) -> None:
     expected = serve(1, submits, overrides)
     drafted = serve(1, submits, [*overrides, "speculation.mode=mtp", "speculation.predicted_drafts=8"])
     assert drafted.tokens == expected.tokens
+
+
+def test_weights_that_are_packed_beforehand_have_the_layer(predicting: Predicting, tmp_path: Path) -> None:
+    cache = [f"model.weight_cache={tmp_path}", *settings_of(predicting("deepseek_v3")[1]), "speculation.mode=mtp"]
+    pack_weights(load_config(overrides=cache), lambda phase, fraction: None)
+    (made,) = tmp_path.glob("*.weights")
+    before = made.stat()
+    serve(1, submits_of([[5, 6, 7]], SamplingParams(max_new_tokens=2, temperature=0)), cache)
+    assert (made.stat().st_ino, made.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def _has_drafts(engine: Engine) -> None:

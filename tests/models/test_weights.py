@@ -225,6 +225,32 @@ def test_experts_that_transformers_has_written_anew_are_read_by_their_shape(orac
     assert_equal(load_weights(written, share_of(spec, one_rank(spec))), load(published, one_rank(spec)))
 
 
+def test_a_router_without_a_bias_is_read_where_it_is_published_so_and_so_are_norms_that_nothing_uses(
+    oracle: Oracle, tmp_path: Path
+) -> None:
+    """A.X-K1: transformers takes zeros for the bias, and leaves out such norms of dense layers."""
+
+    def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        norms = {"model.layers.1.post_mlp_layernorm.weight": torch.ones(64)}  # of a dense layer
+        return norms | {name: tensor for name, tensor in tensors.items() if not name.endswith("correction_bias")}
+
+    def zeros(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: each * 0 if name.endswith("correction_bias") else each for name, each in tensors.items()}
+
+    source = oracle("axk1")[1]
+    logits = []
+    for folder in (rewritten(source, tmp_path / "a", as_published), rewritten(source, tmp_path / "b", zeros)):
+        decoder = load_decoder(folder, COMPILED, moe_layer=MoeLayer)
+        runner = Runner(decoder, COMPILED)
+        request = runner.request("a", [5, 9, 200, 3])
+        runner.prefill([request])
+        logits.append(runner.stacked(request))
+    assert torch.equal(*logits)
+    lacking = rewritten(oracle("deepseek_v3")[1], tmp_path / "c", as_published)
+    with pytest.raises(ModelError, match=r"missing: .*e_score_correction_bias"):
+        load_decoder(lacking)
+
+
 def head_of(model: Any, kind: str) -> Tensor | None:
     embedding: Tensor = model.get_input_embeddings().weight.detach()
     other = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(5)) * embedding.shape[1] ** -0.5

@@ -6,6 +6,8 @@ stdout, displays and logs to stderr.
 
 import os
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -174,7 +176,7 @@ Answer a file of requests in the form of OpenAI's Batch API; starts the ranks, a
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
 Answers are written as they end, by custom_id. The same command again goes on where it was cut off: lines that have an
-answer are not asked again. Exit 1: some answers are errors, each in its place.
+answer are not asked again. Exit 1: some answers of this run are errors, each in its place.
 """
 
 
@@ -185,11 +187,14 @@ def run_batch(options: RunBatchOptions) -> None:
     from moe_serve.launcher.run_batch import run_batch as answer_lines
 
     config, counted = options.effective_config(), [0, 0]
-    with progress_bar("answering") as show:
+    with ExitStack() as stack:
+        bars: list[Callable[[float, float | None], None]] = []  # one, from the first answer on: the start has its own
 
         def progress(num: int, num_lines: int) -> None:
             counted[:] = num, num_lines
-            show(num, num_lines)
+            if not bars:
+                bars.append(stack.enter_context(progress_bar("answering")))
+            bars[0](num, num_lines)
 
         num_errors = answer_lines(config, options.input_file, options.output_file, api_key_of_environment(), progress)
     typer.echo(f"{counted[0]} of {counted[1]} lines are answered, {num_errors} of them now with an error", err=True)

@@ -1,6 +1,7 @@
 """GLM-4.7-Flash, GLM-5 and A.X-K1: DeepSeek-V3 and V3.2 with a list of dense layers.
 
-GLM-5's indexer rotates adjacent pairs; A.X-K1 norms what a MoE layer adds.
+GLM-5's indexer rotates adjacent pairs; A.X-K1 norms what a MoE layer adds, and is published without the router's bias,
+and with such a norm of dense layers, which do not use it.
 """
 
 from dataclasses import replace
@@ -28,7 +29,7 @@ def read_dsa(config: HfConfig) -> ModelSpec:
 
 def read_axk1(config: HfConfig) -> ModelSpec:
     spec = _listed(config, config.size("first_k_dense_replace", default=1, minimum=0))
-    return replace(spec, moe_out_norm="post_mlp_layernorm")
+    return replace(spec, moe_out_norm="post_mlp_layernorm", may_lack_router_bias=True)
 
 
 def _listed(config: HfConfig, num_dense: int) -> ModelSpec:
