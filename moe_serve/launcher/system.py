@@ -733,10 +733,13 @@ class _System:
         self._was_ready = True
         address = _url(self.config.server)
         self._note(f"ready after {self.display.elapsed_s:.1f} s: {address}", style="green")
-        prompt = '{"text": "def "}' if has_tokenizer(self.config) else '{"input_ids": [5, 6, 7]}'
+        takes_text = has_tokenizer(self.config)
+        prompt = '{"text": "def "}' if takes_text else '{"input_ids": [5, 6, 7]}'
+        talk = f"  talk: {address}/chat\n" if takes_text else ""
         self.display.note(
             f"  OpenAI clients: base_url {address}/v1, model {served_name(self.config.model)}\n"
             f"  SGLang's clients: {address}/generate\n"
+            f"{talk}"
             f"  watch: {address}/dashboard, /metrics, /server_info (all settings)\n"
             f"  try: curl {address}/generate -H 'content-type: application/json' -d '{prompt}'"
         )

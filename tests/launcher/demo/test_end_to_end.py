@@ -55,6 +55,7 @@ def generate(client: httpx.Client, **fields) -> dict | list:
 def test_one_screen_is_printed_and_the_effective_configuration_is_served(system, client):
     assert f"  server.port={client.base_url.port}" in system.output or "server.port=0" in system.output
     assert f"OpenAI clients: base_url {str(client.base_url).rstrip('/')}/v1, model demo" in system.output
+    assert f"talk: {str(client.base_url).rstrip('/')}/chat" in system.output
     assert "expert_weights" not in system.output.partition("ready after")[0].partition("kernels:")[0]
     assert all(json.loads(line)["process"] for line in system.output.splitlines())  # --log-format json
     info = client.get("/server_info").json()
