@@ -286,8 +286,9 @@ class EplbConfig(Section):
     init_expert_location: str = "trivial"  # or a placement file: ours or SGLang's, .json or .pt
     num_redundant_experts: NonNegativeInt = 0  # extra slots per layer; the total is rounded up to a multiple of ranks
     # How replicas share a batch. nearest: prefer the own rank, then the own node; exact: least largest rank load; time:
-    # least largest rank time, the reading of weights included (CPU ranks)
-    split: Literal["even", "nearest", "exact", "time"] = "even"
+    # least largest rank time, the reading of weights included (CPU ranks). auto: time on CPUs, even on GPUs. Where
+    # exact or time is seen not to pay, batches are split evenly
+    split: Literal["auto", "even", "nearest", "exact", "time"] = "auto"
     record_window_steps: PositiveInt = 1000  # steps of one load record; the balancer thinks after each of them
     record_path: str | None = None  # .jsonl trace to which load records are written; `moe-serve replay` reads it
     record_max_mib: PositiveFloat = 1024.0  # of that trace; at half of it, the file becomes NAME.1.jsonl

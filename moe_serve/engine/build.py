@@ -513,9 +513,9 @@ def _read_weights(
     return load_weights(folder, share, report_bytes, room)
 
 
-def _expert_time(config: ServeConfig, plan: ModelPlan) -> ExpertTime | None:
+def _expert_time(plan: ModelPlan) -> ExpertTime | None:
     """Returns what the split by time balances: from sizes alone, so that all ranks have the same."""
-    if config.eplb.split != "time":
+    if plan.split != "time":
         return None
     return ExpertTime.of_cpu(plan.slot_form.num_bytes, plan.spec.hidden, plan.spec.moe_intermediate)
 
@@ -551,9 +551,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
         rank=group.rank,
         router=spec.router,
         all_to_all=all_to_all,
-        replica_map=ReplicaMap(
-            placement, plan.device, config.eplb.split, topology, dispatch.compiled, _expert_time(config, plan)
-        ),
+        replica_map=ReplicaMap(placement, plan.device, plan.split, topology, dispatch.compiled, _expert_time(plan)),
         recorder=recorder,
         max_tokens_per_rank=plan.max_tokens_per_rank,
         numerics=plan.numerics,

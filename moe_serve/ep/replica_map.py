@@ -8,7 +8,6 @@ Shape words: E = num_logical, P = num_slots, R = num_ranks, T = tokens, K = topk
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,23 +17,26 @@ from moe_serve.dispatch.layout import count_slots
 from moe_serve.ep.device_split import DeviceSplit
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.layer import LayerSlots
-from moe_serve.eplb.split.make import SEARCHED_SPLITS, assign_tokens, layers_of, make_split
+from moe_serve.eplb.split.make import SEARCHED_SPLITS, ServedSplit, assign_tokens, layers_of, make_split
 from moe_serve.eplb.split.policy import SplitPolicy, find_library
 from moe_serve.eplb.split.time import ExpertTime
-from moe_serve.errors import ConfigError, PlacementError
+from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
 
 _Pair = tuple[SplitPolicy, SplitPolicy]  # one layer's own split and its even one: the same where only one can serve
 
 
 class ReplicaMap:
-    """The slots of all layers of a placement, on the compute device."""
+    """The slots of all layers of a placement, on the compute device.
+
+    split_name: how replicas share a batch
+    """
 
     def __init__(
         self,
         placement: Placement,
         device: torch.device | str = "cpu",
-        split: Literal["even", "nearest", "exact", "time"] = "even",
+        split: ServedSplit = "even",
         topology: Topology | None = None,
         compiled: bool = True,
         time: ExpertTime | None = None,
@@ -44,10 +46,9 @@ class ReplicaMap:
 
         compiled: on CPUs, split in C where a compiler is found; the numbers are the same
         time:     what the split by time balances
-        Raises ConfigError for the split by time on a GPU.
         """
-        if split == "time" and torch.device(device).type == "cuda":
-            raise ConfigError("eplb.split time is for CPU ranks; set eplb.split: exact, which GPUs split by too")
+        assert split != "time" or torch.device(device).type != "cuda", "GPUs have no split by time"
+        self.split_name = split
         self._topology = topology = topology or Topology(1, placement.num_ranks)
         self._placement = placement
         self._first_slot = _first_slots(layers_of(placement, topology)).to(device)

@@ -168,6 +168,14 @@ def test_sparse_attention_and_old_gpus_have_no_cache_in_8_bits(tmp_path: Path, m
     assert plan_of(tmp_path, PHI_35_MOE, "cache.dtype=int8", device=GPU).cache_dtype == torch.int8
 
 
+def test_cpu_ranks_split_by_time_unless_told_otherwise_and_gpus_never(tmp_path: Path) -> None:
+    assert plan_of(tmp_path, PHI_35_MOE).split == "time"
+    assert plan_of(tmp_path, PHI_35_MOE, device=GPU).split == "even"
+    assert plan_of(tmp_path, PHI_35_MOE, "eplb.split=nearest").split == "nearest"
+    with pytest.raises(ConfigError, match=r"eplb.split time is for CPU ranks; set eplb.split: exact"):
+        plan_of(tmp_path, PHI_35_MOE, "eplb.split=time", device=GPU)
+
+
 @pytest.mark.parametrize(("override", "why"), [
     ("speculation.mode=auto", r"guessed tokens would spoil; set speculation\.mode: off"),
     ("cache.host_gb=1", r"pages .* do not hold; leave cache\.host_gb and cache\.disk_gb out"),

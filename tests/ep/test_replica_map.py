@@ -18,7 +18,7 @@ from moe_serve.eplb.replay.replay import StepSplitter
 from moe_serve.eplb.split.layer import LayerSlots
 from moe_serve.eplb.split.make import assign_tokens, layers_of
 from moe_serve.eplb.split.time import ExpertTime
-from moe_serve.errors import ConfigError, PlacementError
+from moe_serve.errors import PlacementError
 from moe_serve.kernels.exact_split import UNPROVEN
 from moe_serve.topology import Topology
 from tests.eplb.split_cases import split_batch
@@ -266,8 +266,3 @@ def test_a_batch_without_tokens_works(split: str) -> None:
     physical, rows = replicas.split(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), 0)
     assert physical.shape == (0, 2)
     assert rows.tolist() == [[0] * 4] * 2
-
-
-def test_the_split_by_time_is_refused_on_gpus() -> None:
-    with pytest.raises(ConfigError, match=r"eplb.split time is for CPU ranks; set eplb.split: exact"):
-        ReplicaMap(Placement(np.array([[0, 1, 2, 0]]), 3, 2), "cuda", "time", time=TIME)

@@ -317,7 +317,7 @@ def make_balancing(
     config: ServeConfig, own: Rank, group: EpGroup, served: ServedModel, recovery: Recovery
 ) -> Balancing:
     """Returns one rank's part in balancing, as `eplb.mode` says. Collective where experts may move."""
-    eplb, stores, placement = config.eplb, served.decoder.experts, served.placement
+    eplb, stores = config.eplb, served.decoder.experts
     on_event = _unwritten if served.trace is None else served.trace.event
     mover: Mover | None = None
     if eplb.mode == "dynamic" and served.names_experts:
@@ -340,6 +340,7 @@ def make_balancing(
         if speed is not None:
             facts = replace(facts, link_bytes_per_s=speed.bytes_per_s, link_delay_s=speed.delay_s)
         settings = msgspec.convert(eplb, BalancerSettings, from_attributes=True)
+        settings = replace(settings, split=served.replica_map.split_name)  # as the device decided it
         planner = PlannerProcess(eplb.policy, eplb.plan_deadline_s)
         return Balancer(served.placement, settings, facts, planner, reports, on_event=on_event, step=step)
 
@@ -350,7 +351,7 @@ def make_balancing(
         recovery=recovery,
         mode=eplb.mode,
         mover=mover,
-        split_choice=SplitChoice(eplb.split, has_replicas=placement.num_slots > placement.num_logical),
+        split_choice=SplitChoice(served.replica_map.split_name, served.replica_map.has_replicas),
         make_balancer=make_balancer,
         send=own.mailbox.send,
         on_event=on_event,

@@ -14,6 +14,7 @@ from moe_serve.c_library import processor_features
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_activations, choose_expert_form, has_e4m3
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.split.make import ServedSplit
 from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.cpu.library import AMX, CpuLibrary, find_cpu_library
 from moe_serve.kernels.group_quantised import Activations
@@ -65,6 +66,7 @@ class ModelPlan:
     num_blocks:          of this rank's KV cache
     num_snapshots:       of states beside it (state_slots.py); 0 where the model keeps none
     max_tokens_per_rank: rows that one dispatch carries
+    split:               how replicas share a batch
     """
 
     spec: ModelSpec
@@ -81,6 +83,7 @@ class ModelPlan:
     num_blocks: int
     num_snapshots: int
     max_tokens_per_rank: int
+    split: ServedSplit
 
     @classmethod
     def of(cls, config: ServeConfig, spec: ModelSpec, device: torch.device) -> Self:
@@ -114,6 +117,7 @@ class ModelPlan:
             num_blocks=num_blocks,
             num_snapshots=num_snapshots(config, spec, num_blocks),
             max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
+            split=choose_split(config, device),
         )
 
     @property
@@ -169,6 +173,15 @@ def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     return names.get(config.model.dtype, auto)
+
+
+def choose_split(config: ServeConfig, device: torch.device) -> ServedSplit:
+    """Returns how replicas share a batch. Raises ConfigError for the split by time on a GPU."""
+    if config.eplb.split == "time" and device.type == "cuda":
+        raise ConfigError("eplb.split time is for CPU ranks; set eplb.split: exact, which GPUs split by too")
+    if config.eplb.split == "auto":
+        return "even" if device.type == "cuda" else "time"
+    return config.eplb.split
 
 
 def choose_cache_dtype(

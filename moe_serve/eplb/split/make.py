@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,6 +15,7 @@ from moe_serve.eplb.split.time import ExpertTime, TimeSplit
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
 
+ServedSplit = Literal["even", "nearest", "exact", "time"]
 SPLITS = ("even", "nearest", "exact", "time", "fewest_activated")
 SEARCHED_SPLITS = ("exact", "time")  # they take time of their own, so a server compares them with the even one
 MAX_TOKENS = 2**53
