@@ -251,11 +251,11 @@ def drawn(tensor: Tensor, draw: np.random.Generator) -> NDArray[np.uint8]:
         return np.ones(tensor.shape, np.float32).view(np.uint8)
     if tensor.kind in (Kind.F32, Kind.BF16):
         size = int(np.prod(tensor.shape))
-        values = np.resize(draw.standard_normal(min(size, _DRAWN), np.float32), size)
+        values = draw.standard_normal(min(size, _DRAWN), np.float32)
         values *= 0.02 if len(tensor.shape) == 1 or tensor.name.endswith("bias") else deviation
         words = values.view(np.uint32)
         words = words if tensor.kind is Kind.F32 else (words >> 16).astype(np.uint16)
-        return words.view(np.uint8)
+        return np.resize(words, size).view(np.uint8)
     _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
     raw = np.frombuffer(draw.bytes(tensor.num_bytes), np.uint8).reshape(-1, block_bytes).copy()
     if tensor.kind is Kind.Q4_0:  # codes from -8 to 7, whose deviation is 4.6

@@ -48,6 +48,7 @@ from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
 from moe_serve.engine.protocol.mailbox import Mailbox
 from moe_serve.engine.protocol.messages import ModelLimits
+from moe_serve.engine.rank_memory import memory_beside_weights, own_in_words, weight_memory
 from moe_serve.engine.recovery.full_placement import (
     decode_now,
     meaning_of_a_loss,
@@ -352,6 +353,9 @@ def build_served_model(
     served.info["weight_load_s"] = round(time.monotonic() - started_s, 3)
     if shared is not None and group.rank == 0 and not group.is_replacement:
         log.info("%s", shared.described(config.model.weight_cache))
+    if plan.device.type == "cpu" and group.rank == 0 and not group.is_replacement:
+        weights_now = weight_memory(config, plan, 1 if shared is None else shared.num_sharing)
+        log.info("%s", own_in_words([*weights_now, *memory_beside_weights(config, plan)]))
     if trace is not None:
         served.trace = TraceWriter(trace, group.rank, served.membership)
         served.windows.listeners.append(served.trace.add)

@@ -6,14 +6,16 @@ import gc
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.real_shapes import write_model
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import barrier
@@ -21,6 +23,7 @@ from moe_serve.engine.build import build_served_model, pack_weights
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.model_plan import ModelPlan
 from moe_serve.engine.model.shared_weights import open_shared_weights
+from moe_serve.engine.rank_memory import bytes_in_words
 from moe_serve.errors import ConfigError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.launcher.cli import app as cli
@@ -31,6 +34,7 @@ from tests.engine.offline import Served, serve, tiny_model
 from tests.engine.test_identity import PLAIN, requests_for, same
 from tests.models.families import make_random, save
 from tests.models.gguf_checkpoint import as_q4_k_m, write_gguf
+from tests.models.published import QWEN3_30B
 from tests.models.test_gguf import WIDE
 from tests.models.test_loading_memory import MALLOC_MMAP_THRESHOLD
 from tests.ranks import run_ranks
@@ -250,59 +254,134 @@ def test_a_rank_that_cannot_read_ends_the_wait_of_the_other(failing: int, tmp_pa
 
 # ---- what is resident
 
-SMAPS = Path("/proc/self/smaps_rollup")
+SMAPS = Path("/proc/self/smaps")
 SIZES = {"hidden_size": 512, "moe_intermediate_size": 128, "num_experts": 16, "vocab_size": 4096}
+OF_30B = QWEN3_30B | {
+    "num_hidden_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 256,
+    "vocab_size": 8192, "max_position_embeddings": 1024,
+}  # fmt: skip
 MIB = 1 << 20
+CACHE_BYTES = 32 * MIB  # of keys and values of a rank, at least
+BESIDE = 4 * MIB  # objects of a decoder, and pieces between those that the C library has given back
 
 
-def rollup(name: str) -> int:
-    """Returns a sum over this process' memory, in bytes."""
-    line = next(line for line in SMAPS.read_text().splitlines() if line.startswith(name + ":"))
-    return int(line.split()[1]) * 1024
+@dataclass(frozen=True)
+class Resident:
+    """Bytes of a process. What libraries and its other files take depends on who else runs, and is no part of it.
+
+    weights: of the copy, this process' part;  own: without a name
+    """
+
+    weights: int
+    own: int
+
+    @classmethod
+    def now(cls) -> "Resident":
+        """Returns those of this process, without what it has freed."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        weights, is_copy = 0, False
+        for line in SMAPS.read_text().splitlines():
+            name, *values = line.split()
+            is_copy = is_copy if name.endswith(":") else is_of_copy(line)
+            weights += int(values[0]) * 1024 if name == "Pss:" and is_copy else 0
+        rollup = SMAPS.with_name("smaps_rollup").read_text()
+        return cls(weights, int(rollup.partition("Pss_Anon:")[2].split()[0]) * 1024)
 
 
-def sizes_now() -> tuple[int, int]:
-    """Returns Pss and Rss of this process, without what it has freed."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return rollup("Pss"), rollup("Rss")
+def is_of_copy(line: str) -> bool:
+    """Returns whether a line of /proc/PID/maps is of a copy of the weights."""
+    return ".weights" in line or ("moe_serve_weights" in line and "_state" not in line)
 
 
 def touch_weights() -> None:
     """Reads all bytes of the copy, as steps with every expert would."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "moe_serve_weights" in line and "_state" not in line:
-            first, end = (int(number, 16) for number in line.split()[0].split("-"))
-            size = min(end - first, os.stat(f"/proc/self/map_files/{line.split()[0]}").st_size)
-            assert line.split()[1] == "r--s", "a rank cannot write to what it shares"
-            np.frombuffer((ctypes.c_uint8 * size).from_address(first), dtype=np.uint8).max()
+    for line in filter(is_of_copy, SMAPS.with_name("maps").read_text().splitlines()):
+        first, end = (int(number, 16) for number in line.split()[0].split("-"))
+        size = min(end - first, os.stat(f"/proc/self/map_files/{line.split()[0]}").st_size)
+        assert line.split()[1] == "r--s", "a rank cannot write to what it shares"
+        np.frombuffer((ctypes.c_uint8 * size).from_address(first), dtype=np.uint8).max()
 
 
-def measure(rank: int, group: EpGroup, overrides: list[str]) -> tuple[int, int, int]:
-    """Returns bytes: of the copy, and by how much serving has made this rank's Pss, and its Rss, larger."""
-    config = load_config(overrides=[*overrides, "parallel.num_ranks=2", "cache.num_blocks=16"])
+def measure(rank: int, group: EpGroup, small: list[str], large: list[str]) -> tuple[int, int, int]:
+    """Returns the bytes of the copy, this rank's part of it, and by how much serving makes its own memory larger.
+
+    A small model is served before, and let go of: what a rank touches anew whatever it serves, such as objects of the
+    process that it was forked from, is there then. Its part of those would depend on who else has them.
+    """
     ctypes.CDLL(None).mallopt(MALLOC_MMAP_THRESHOLD, 1 << 16)
-    before = sizes_now()
-    served = build_served_model(config, group)
-    touch_weights()
-    barrier(group.process_group)
-    pss, rss = sizes_now()
-    grown = pss - before[0], rss - before[1]
-    barrier(group.process_group)
-    return served.info["shared_weights"]["num_bytes"], *grown
+    sizes, num_bytes = [], 0
+    for overrides in (small, large):
+        barrier(group.process_group)
+        sizes.append(Resident.now())
+        barrier(group.process_group)
+        served = build_served_model(load_config(overrides=[*overrides, "parallel.num_ranks=2"]), group)
+        served.cache.touch()
+        touch_weights()
+        barrier(group.process_group)
+        after, num_bytes = Resident.now(), served.info["shared_weights"]["num_bytes"]
+        barrier(group.process_group)
+        del served
+    assert sizes[1].weights == 0, "the small model is gone"
+    return num_bytes, after.weights, after.own - sizes[1].own
 
 
-@pytest.mark.skipif(not SMAPS.exists(), reason="needs the sums of /proc/self/smaps_rollup")
-def test_two_ranks_have_the_weights_in_memory_once_as_check_says(tmp_path: Path) -> None:
-    overrides = settings(tmp_path, "qwen3_moe", "memory")
-    config = tmp_path / "qwen3_moe" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | SIZES))
-    measured = run_ranks(2, measure, overrides, timeout_s=240)
-    report = examine(load_config(overrides=[*overrides, "parallel.num_ranks=2", "parallel.device=cpu"]))
+def in_float32(folder: Path, changes: dict[str, Any]) -> Path:
+    """Returns a folder with the configuration of a model whose weights are drawn."""
+    folder.mkdir()
+    config = tiny_model(folder, "qwen3_moe") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    return config.parent
+
+
+def in_four_bits(folder: Path, changes: dict[str, Any]) -> Path:
+    """Returns a GGUF file."""
+    folder.mkdir()
+    write_model(folder / "model.gguf", OF_30B | changes)
+    return folder / "model.gguf"
+
+
+def test_a_start_says_what_is_shared_and_what_a_rank_takes_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = [*settings(tmp_path, "qwen3_moe", tmp_path / "cache"), "parallel.device=cpu"]
+    with caplog.at_level("INFO", logger="moe_serve"):
+        build_served_model(load_config(overrides=overrides), alone())
+    report = examine(load_config(overrides=overrides))
+    own = bytes_in_words(report.memory_bytes - report.shared_bytes)
+    assert "once for all ranks of this host, in a file in" in caplog.text
+    assert f"each rank takes {own} of its own beside its program: KV cache " in caplog.text
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="needs /proc/self/smaps")
+@pytest.mark.parametrize(
+    ("write", "sizes", "num_blocks", "in_folder"),
+    [
+        pytest.param(in_float32, ({}, SIZES), 2731, False, id="float32, in memory"),
+        pytest.param(in_four_bits, ({"num_experts": 8}, {"num_experts": 64}), 256, False, id="four bits, in memory"),
+        pytest.param(in_four_bits, ({"num_experts": 8}, {"num_experts": 64}), 256, True, id="four bits, in a file"),
+    ],
+)
+def test_two_ranks_have_in_memory_what_check_says_and_the_weights_once(
+    write: Callable[[Path, dict[str, Any]], Path],
+    sizes: tuple[dict[str, Any], dict[str, Any]],
+    num_blocks: int,
+    in_folder: bool,
+    tmp_path: Path,
+) -> None:
+    small, large = (
+        [
+            *PLAIN, f"model.path={model}", f"model.load_format={'auto' if model.is_file() else 'dummy'}",
+            "engine.max_batch_tokens=64", "engine.max_running_requests=8", "parallel.device=cpu",
+            f"model.weight_cache={tmp_path / 'cache' if in_folder else 'memory'}", f"cache.num_blocks={num_blocks}",
+        ]
+        for model in (write(tmp_path / name, each) for name, each in zip(("small", "large"), sizes, strict=True))
+    )  # fmt: skip
+    report = examine(load_config(overrides=[*large, "parallel.num_ranks=2"]))
+    own_bytes = report.memory_bytes - report.shared_bytes
+    measured = run_ranks(2, measure, small, large, timeout_s=240)
+    said = f"check: {report.shared_bytes / MIB:.1f} MiB shared, {own_bytes / MIB:.1f} of each; {measured}"
     (num_bytes,) = {each[0] for each in measured}
-    assert report.shared_bytes > 50 * MIB
-    assert report.shared_bytes <= num_bytes < report.shared_bytes * 1.05
-    together, each_maps = sum(each[1] for each in measured), [each[2] for each in measured]
-    assert all(grown > 0.95 * num_bytes for grown in each_maps)
-    # Beside the copy some buffers of a step and pages of libraries, which a forked rank looks up anew.
-    assert 0.95 * num_bytes < together < 1.05 * num_bytes + 24 * MIB, f"{together / MIB:.0f} of {num_bytes / MIB:.0f}"
+    assert 40 * MIB < report.shared_bytes <= num_bytes < report.shared_bytes * 1.05, said
+    assert abs(sum(part for _, part, _ in measured) - num_bytes) < MIB / 4, said
+    assert all(0.95 * CACHE_BYTES < own < own_bytes + BESIDE for _, _, own in measured), said

@@ -121,6 +121,7 @@ class SharedWeights:
     """One rank's part in a copy of the weights.
 
     num_bytes: of the copy, once it is finished;  has_experts: it holds all experts
+    num_sharing: ranks that opened it together; 1: this one has joined ranks that serve
     was_there: it was finished before this rank came
     in_memory: it is this rank's new one, and has no name
     """
@@ -131,6 +132,7 @@ class SharedWeights:
         self._writer: WeightWriter | None = None
         self.in_memory = new is not None and new.path is None
         self.num_bytes, self.has_experts = 0, False
+        self.num_sharing = 1 if board is None else board.num_ranks
         self.was_there = board is None or board.is_finished
 
     def load(self, share: WeightShare, read: Read, report: Report) -> LoadedWeights:
@@ -236,13 +238,14 @@ _STATE, _MARK, _RANKS = 0, 1, 8  # words: the state of the file, where it is, th
 class _Board:
     """Words in memory of the leader that the ranks which share a copy have mapped; each writes its own.
 
-    leads: this rank does;  has_all_ranks: there are no others
+    leads: this rank does;  num_ranks: there are;  has_all_ranks: there are no others
     """
 
     def __init__(self, group: EpGroup, ranks: Sequence[int], deadline_s: float):
         """Collective. deadline_s: how long a rank waits for others"""
         self._ranks, self._rank, self._deadline_s = ranks, group.rank, deadline_s
-        self.leads, self.has_all_ranks = group.rank == ranks[0], len(ranks) == group.num_ranks
+        self.leads, self.num_ranks = group.rank == ranks[0], len(ranks)
+        self.has_all_ranks = len(ranks) == group.num_ranks
         size, files = 8 * (_RANKS + 2 * len(ranks)), SharedFiles()
         mine = -1
         if self.leads:

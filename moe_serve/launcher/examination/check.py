@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,23 +16,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from moe_serve.attention_dp.batch import bucket_of
-from moe_serve.attention_dp.kv_cache import bytes_per_block, state_bytes
-from moe_serve.attention_dp.scheduler import most_yielding_rows
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import BufferLimits
-from moe_serve.dispatch.buffer_sizes import BufferSizes
 from moe_serve.engine.model.model_plan import ModelPlan, choose_numerics, compute_dtype
-from moe_serve.engine.model.shared_weights import Sharing
-from moe_serve.engine.model.working_memory import StepSizes, working_memory
-from moe_serve.engine.output.row_logprobs import rows_at_once
+from moe_serve.engine.rank_memory import Memory, bytes_in_words, memory_beside_weights, weight_memory
 from moe_serve.errors import LaunchError, MoeServeError, PortError
 from moe_serve.launcher.cpu_bind import node_of
 from moe_serve.launcher.examination.transport import TransportReport, describe_loss, describe_transport, look_here
 from moe_serve.launcher.preflight import look_for_files
-from moe_serve.models.decoder.gqa import rope_table_bytes
-from moe_serve.models.decoder.graphs import graph_logits
-from moe_serve.models.decoder.moe_decoder import captures_decodes, kv_layouts, state_shapes
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import dense_parameters
@@ -58,16 +49,6 @@ class Line:
     name: str
     value: str
     why: str = ""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that one rank needs for something. why: how many of what;  shared: all ranks of a host have them once"""
-
-    name: str
-    num_bytes: int
-    why: str
-    shared: bool = False
 
 
 @dataclass
@@ -177,7 +158,7 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
         what = "one more with experts and a KV cache; it predicts tokens, which steps verify"
         report.model.append(Line("multi-token prediction", f"layer {plan.spec.predictor_id}", what))
     report.num_sharing = num_sharing_ranks(config)
-    weights = list(_weights(config, plan, report.num_sharing))
+    weights = list(weight_memory(config, plan, report.num_sharing))
     report.transport = transport = describe_transport(
         config,
         BufferLimits(plan.max_tokens_per_rank, spec.hidden, spec.topk, plan.placement.slots_per_rank),
@@ -187,9 +168,7 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
     )
     report.problems += transport.problems
     report.model += [Line(*fact) for fact in describe_loss(config, plan, report.num_sharing, transport.shares_memory)]
-    report.memory += [*weights, *_cache(config, plan), *_index_of_texts(config)]
-    report.memory += [*_dispatch_buffers(config, plan, transport.taken), *_working_memory(config, plan)]
-    report.memory += [_rotations(plan), _prompt_logits(config, plan)]
+    report.memory += [*weights, *memory_beside_weights(config, plan, transport.taken)]
     cache_tokens = plan.num_blocks * config.cache.block_size
     if cache_tokens < plan.max_model_len:
         why = "what the KV cache of one rank holds; raise cache.memory_gib to reach the model's limit"
@@ -226,126 +205,6 @@ def num_sharing_ranks(config: ServeConfig) -> int:
     num_here, nodes = config.parallel.num_ranks // config.launcher.nnodes, numa_nodes()
     bound = {node_of(config.parallel.cpu_bind, nodes, rank, num_here) for rank in range(num_here)}
     return num_here // len(bound)
-
-
-def _weights(config: ServeConfig, plan: ModelPlan, num_sharing: int) -> Iterator[Memory]:
-    spec, num_slots = plan.spec, plan.placement.slots_per_rank
-    dense_bytes = plan.share(0).dense_bytes
-    sharing = Sharing.of(config, plan, num_sharing)
-    where = "" if config.model.weight_cache == "memory" else f", mapped from a file in {config.model.weight_cache}"
-    num_all = num_sharing + config.parallel.num_prefill_ranks
-    why = f"once for {num_all} ranks{where}" if sharing.dense else "the same on every rank"
-    yield Memory("attention, embeddings, shared experts", sum(dense_bytes.values()), why, sharing.dense)
-    if spec.tie_embeddings and plan.device.type == "cpu" and not plan.numerics.compiled:
-        why = "the embedding's values, packed for the product"
-        yield Memory("output projection", dense_bytes["embed"], why)
-    expert_bytes = plan.slot_form.num_bytes
-    all_layers = sum(form.num_bytes for form in plan.share(0).slot_forms.values())
-    less = ", less in some layers" if all_layers != spec.num_moe_layers * expert_bytes else ""
-    if sharing.experts:
-        num_experts = spec.num_logical * spec.num_moe_layers
-        size = f"{num_experts} x {bytes_in_words(expert_bytes)}{less}"
-        why = f"{size}, once for {num_sharing} ranks{where}; slots name them"
-        yield Memory("experts", spec.num_logical * all_layers, why, shared=True)
-        return
-    slots = f"{num_slots} slots x {spec.num_moe_layers} layers x {bytes_in_words(expert_bytes)}{less}"
-    yield Memory("expert slots", num_slots * all_layers, slots)
-    if config.eplb.mode == "dynamic" and config.parallel.num_ranks > 1:
-        staging = config.eplb.staging_slots
-        why = f"eplb.staging_slots {staging} x {bytes_in_words(expert_bytes)}, to send and to receive"
-        yield Memory("experts that move", 2 * staging * expert_bytes, why)
-
-
-def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
-    block_size = config.cache.block_size
-    layouts = kv_layouts(plan.spec, config.engine.return_routed_experts)
-    num_bytes = plan.num_blocks * bytes_per_block(layouts, block_size, plan.cache_dtype)
-    blocks = f"{plan.num_blocks} blocks of {block_size} tokens: {plan.num_blocks * block_size} tokens"
-    kept = "" if plan.cache_dtype == plan.dtype else f", in {config.cache.dtype} with a scale for each head and token"
-    kept += ", and the experts of each token" if config.engine.return_routed_experts else ""
-    yield Memory("KV cache", num_bytes, blocks + kept)
-    if shapes := state_shapes(plan.spec):
-        running, size = config.engine.max_running_requests, state_bytes(shapes)
-        why = f"engine.max_running_requests {running} x {bytes_in_words(size)}, of layers with linear attention"
-        yield Memory("states of requests", running * size, why)
-        why = f"{plan.num_snapshots} x {bytes_in_words(size)}, from which requests with an equal beginning go on"
-        if not plan.num_snapshots:
-            why = f"cache.snapshot_gib {config.cache.snapshot_gib:g} holds none, so no prefix is reused"
-        yield Memory("snapshots of states", plan.num_snapshots * size, why)
-    if config.cache.host_gb is not None:
-        num_ranks = config.parallel.num_ranks // config.launcher.nnodes + config.parallel.num_prefill_ranks
-        pages = f"its part of cache.host_gb {config.cache.host_gb:g}, which the ranks of a host fill together"
-        yield Memory("pages in memory", int(config.cache.host_gb * 1e9) // num_ranks, pages)
-
-
-def _index_of_texts(config: ServeConfig) -> Iterator[Memory]:
-    if config.speculation.mode in ("auto", "lookup"):
-        index_mib = config.speculation.index_mib
-        yield Memory("index of texts", int(index_mib * 2**20), f"speculation.index_mib {index_mib:g}, as texts come")
-
-
-def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | None) -> Iterator[Memory]:
-    """Yields the largest memory of rows between ranks. taken: buffers that are allocated at the start"""
-    spec = plan.spec
-    if taken is not None:
-        yield Memory("dispatch buffers", taken.total, f"for {taken.max_tokens} tokens per rank, allocated at the start")
-    if config.parallel.num_ranks == 1 or (taken is not None and taken.max_tokens >= plan.max_tokens_per_rank):
-        return
-    tokens = _tokens_at_once(config, plan)
-    row_bytes = spec.hidden * plan.dtype.itemsize
-    sent_bytes = 2 * tokens * spec.topk * row_bytes
-    worst_rows = config.parallel.num_ranks * tokens * min(spec.topk, plan.placement.slots_per_rank)
-    rows = f"{tokens} tokens x top-{spec.topk} rows of {bytes_in_words(row_bytes)}, out and back"
-    yield Memory("dispatch, sending", sent_bytes, rows)
-    worst = f"if all tokens choose this rank's experts: {bytes_in_words(2 * worst_rows * row_bytes)}"
-    yield Memory("dispatch, receiving (even load)", sent_bytes, worst)
-
-
-def _working_memory(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
-    """Yields the memory of the largest step, apart from the rows between ranks, and what its attention keeps."""
-    on_gpu = plan.device.type == "cuda"
-    if on_gpu and find_spec("triton") is None:
-        return  # among the problems; its kernels know what they take
-    running = config.engine.max_running_requests
-    sizes = StepSizes(
-        rows=config.engine.max_batch_tokens,
-        keys=min(plan.max_model_len, plan.num_blocks * config.cache.block_size),
-        sequences=running if config.speculation.mode == "off" else most_yielding_rows(running),
-        itemsize=plan.dtype.itemsize,
-        in_halves=config.dispatch.overlap_from_tokens is not None,
-        on_gpu=on_gpu,
-    )
-    num_bytes, largest = working_memory(plan.spec, plan.numerics, sizes)
-    yield Memory("a step at its largest", num_bytes, f"{largest}, with even load of experts")
-    if captures_decodes(plan.spec, plan.numerics, plan.device, config.engine.attention_backend):
-        rows = bucket_of(running)
-        decodes = replace(sizes, rows=rows, sequences=rows)
-        logits = sum(graph_logits(rows)) * plan.spec.vocab_size * torch.float32.itemsize
-        why = f"between the launches of {rows} decodes, once for all graphs, and logits"
-        yield Memory("graphs of decode steps", working_memory(plan.spec, plan.numerics, decodes)[0] + logits, why)
-    if on_gpu and config.engine.attention_backend == "flashinfer":
-        from moe_serve.attention_dp.attention_packages import WORKSPACE_BYTES
-
-        yield Memory("attention workspace", WORKSPACE_BYTES, "of FlashInfer, for its plans and sums")
-
-
-def _rotations(plan: ModelPlan) -> Memory:
-    rope, max_position, attention = plan.spec.rope, plan.spec.max_position, plan.spec.attention
-    has_temperature = attention.temperature is not None
-    num_bytes = rope_table_bytes(rope, max_position, has_temperature)
-    return Memory("rotations of positions", num_bytes, f"{max_position} positions x {rope.dim} dimensions, float32")
-
-
-def _prompt_logits(config: ServeConfig, plan: ModelPlan) -> Memory:
-    """Returns the memory of the log probabilities of prompts, beside a step."""
-    rows = min(rows_at_once(plan.spec.vocab_size), config.engine.max_batch_tokens)
-    why = f"{rows} rows x {plan.spec.vocab_size} words at a time, for requests with log probabilities of their prompts"
-    return Memory("logits of prompts", rows * plan.spec.vocab_size * torch.float32.itemsize, why)
-
-
-def _tokens_at_once(config: ServeConfig, plan: ModelPlan) -> int:
-    """Returns the most tokens of one rank in one round of a step."""
-    return min(plan.max_tokens_per_rank, config.engine.max_batch_tokens)
 
 
 def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
@@ -489,14 +348,6 @@ def _count_in_words(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return str(number)
-
-
-def bytes_in_words(number: int) -> str:
-    """Returns a size with its binary unit: 1.50 GiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number} B"
 
 
 def available_bytes() -> int:

@@ -26,9 +26,10 @@ from torch.distributed import Store
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.shm.memory import host_mark
 from moe_serve.engine.model.model_plan import choose_numerics, compute_dtype
+from moe_serve.engine.rank_memory import bytes_in_words
 from moe_serve.errors import LaunchError, MoeServeError
 from moe_serve.kernels.cpu.digest import kernel_digest
-from moe_serve.launcher.examination.check import available_bytes, bytes_in_words, make_console
+from moe_serve.launcher.examination.check import available_bytes, make_console
 from moe_serve.launcher.examination.pairs import SECRET_BYTES, Door, Listener, Pair, measure_all
 from moe_serve.launcher.examination.transport import SHARED, free_bytes
 from moe_serve.launcher.facts import Fact, by_value, facts_of, first_difference
