@@ -60,12 +60,14 @@ TORCH_FREE = [
     "moe_serve.models.tokenizer", "moe_serve.models.families.registry", "moe_serve.models.checkpoint_parts",
     "moe_serve.launcher.cli.app", "moe_serve.launcher.serve",
     "moe_serve.launcher.rank_env", "moe_serve.launcher.preflight", "moe_serve.launcher.facts",
+    "moe_serve.launcher.page_listener",
     *(f"moe_serve.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}"
       for room in ("adapters", "bench", "eplb", "server", "links", "structured")
       for path in sorted((PACKAGE / room).rglob("*.py"))),
     *(f"moe_serve.attention_dp.{name}"
       for name in (
           "request", "sampling_params", "scheduler", "request_blocks", "prefix_cache", "request_router",
+          "page_ring", "page_stream",
       )),
 ]  # fmt: skip
 

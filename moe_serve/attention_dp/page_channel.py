@@ -1,8 +1,9 @@
-"""Pages of prompts on their way from prefill ranks to decode ranks of one host, through shared memory.
+"""Pages of prompts on their way from prefill ranks to decode ranks, through shared memory.
 
-Each prefill rank has a file in memory, which it writes and decode ranks read: records, then the pages of these. It
-writes the pages of a request whenever they are computed, over those that it wrote longest ago. It holds no address of
-another's pool, and waits for nobody. A record (`page_record`) says all that its reader knows beforehand.
+Each prefill rank has a file in memory (page_ring), which it writes and decode ranks read: records, then the pages of
+these. Decode ranks of another host read a copy of it (page_stream). It writes the pages of a request whenever they are
+computed, over those that it wrote longest ago. It holds no address of another's pool, and waits for nobody. A record
+(`page_record`) says all that its reader knows beforehand.
 
 The reader copies a page into a block that only its request holds, and believes it when the record is, byte by byte, the
 one that it asked for, and the checksum over record and page is that of the bytes that it has stored. Whatever a late,
@@ -11,10 +12,10 @@ launch: where a request leaves a rank, its attempt rises, and nobody asks for th
 """
 
 import ctypes
-import mmap
-import os
+import socket
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -23,15 +24,11 @@ import torch
 
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.page_record import HEAD, head_of, library, magic_of
+from moe_serve.attention_dp.page_ring import RECORD_BYTES, PageRing
+from moe_serve.attention_dp.page_stream import PageStream
 from moe_serve.attention_dp.request import Handover, Request
-from moe_serve.errors import ConfigError
 
-RECORD_BYTES = 128
-_PAGE = mmap.PAGESIZE
 _SENT_AT_ONCE = 16  # pages whose records are written together, so that a reader can copy those while others follow
-_FIELDS = np.dtype(
-    {"names": ["number", "index"], "formats": ["<u8", "<u4"], "offsets": [8, 28], "itemsize": RECORD_BYTES}
-)
 Heads = npt.NDArray[np.uint8]
 
 
@@ -78,33 +75,6 @@ class PageCopier:
         return sums
 
 
-class _Ring:
-    """The file of one prefill rank: num_slots records of RECORD_BYTES, and from the next page of memory on their pages.
-    The word behind the records says how many pages were written; readers look for records when it has changed.
-
-    records: [num_slots, RECORD_BYTES] uint8;  pages: [num_slots, page_bytes] uint8;  num_sent: [1] uint64
-    """
-
-    def __init__(self, descriptor: int, page_bytes: int, writes: bool):
-        size = os.fstat(descriptor).st_size
-        self.num_slots = max(0, size - _PAGE) // (RECORD_BYTES + page_bytes)
-        if not self.num_slots:
-            raise ConfigError(
-                f"parallel.handover_gb is {size / 1e9:g}, less than one block of the KV cache takes; it holds pages "
-                f"that are handed over, of {page_bytes / 1e9:g} GB each; give it room for the longest prompts"
-            )
-        kind = mmap.PROT_READ | mmap.PROT_WRITE if writes else mmap.PROT_READ
-        # Populated, since the first page fault of each 4 KiB costs as much as copying them ten times.
-        shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        memory = np.frombuffer(mmap.mmap(descriptor, size, shared, kind), dtype=np.uint8)
-        records = self.num_slots * RECORD_BYTES
-        first = -(-(records + 8) // _PAGE) * _PAGE  # within what num_slots leaves
-        self.records = memory[:records].reshape(-1, RECORD_BYTES)
-        self.num_sent = memory[records : records + 8].view(np.uint64)
-        self.pages = memory[first : first + self.num_slots * page_bytes].reshape(-1, page_bytes)
-        self.fields = self.records.view(_FIELDS).reshape(-1)
-
-
 def number_of(launch_id: int, request_id: str, attempt: int) -> int:
     """Returns the number of a hand-over, by which its records are found."""
     name = f"{launch_id}:{attempt}:{request_id}".encode()
@@ -114,12 +84,18 @@ def number_of(launch_id: int, request_id: str, attempt: int) -> int:
 class PageSender:
     """The writing end, on a prefill rank. num_sent: pages"""
 
-    def __init__(self, descriptor: int, cache: KvCache, launch_id: int):
-        """Raises ConfigError where the file is too small for a page."""
+    def __init__(
+        self, descriptor: int, cache: KvCache, launch_id: int, dial: Callable[[], socket.socket] | None = None
+    ):
+        """dial: connects with the host of the decode ranks, as for PageStream; None: they are on this one
+
+        Raises ConfigError where the file is too small for a page.
+        """
         self._copier = PageCopier(cache, library())
-        self._ring = _Ring(descriptor, cache.page_bytes, writes=True)
+        self._ring = PageRing(descriptor, cache.page_bytes, writes=True)
         self._ring.records[:] = 0  # of a process before this one
         self._cache, self._launch_id = cache, launch_id
+        self._stream = None if dial is None else PageStream(self._ring, dial)
         self._next = 0
         self.num_sent = 0
 
@@ -136,6 +112,8 @@ class PageSender:
             self._next = (slot + count) % self._ring.num_slots
             self.num_sent += count
             self._ring.num_sent += count
+            if self._stream is not None:
+                self._stream.wrote(count)
             first += count
 
     def _send(self, request: Request, first: int, end: int, slot: int) -> None:
@@ -161,13 +139,15 @@ class PageReceiver:
     counters: pages that have come, and why the rest of a prompt was computed again, by reason
     """
 
-    def __init__(self, descriptors: Sequence[int], cache: KvCache):
+    def __init__(self, descriptors: Sequence[int], cache: KvCache, wait_s: float | None = None):
         """descriptors: of the files, by prefill rank;  cache: not used yet
+        wait_s: how long a request waits for pages at most, where other hosts send them; None: they are written here
 
         Raises ConfigError where a file is too small for a page.
         """
         self._copier = PageCopier(cache, library())
-        self._rings = [_Ring(each, cache.page_bytes, writes=False) for each in descriptors]
+        self._rings = [PageRing(each, cache.page_bytes, writes=False) for each in descriptors]
+        self._wait_s = wait_s
         cache.touch()  # whose blocks are new to the system, too, where pages of the first prompts come
         self._cache, self.page_bytes = cache, cache.page_bytes
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -176,7 +156,7 @@ class PageReceiver:
         """Copies the pages of a request from index `first` on into blocks that only it holds; returns how many are
         right. Where that is not all, the reason is counted."""
         slots = self.find(request.request_id, handover, first, len(blocks))
-        num_right, reason = 0, handover.why_short or "evicted"
+        num_right, reason = 0, handover.why_short or self._why_missing(handover.rank)
         if slots:
             num_right, damage = self._copy(request, handover, first, blocks, slots)
             reason = damage or reason
@@ -184,6 +164,23 @@ class PageReceiver:
         if num_right < len(blocks):
             self.counters[reason] += 1
         return num_right
+
+    def num_there(self, request: Request, handover: Handover, first: int, count: int) -> int:
+        """Returns how many pages of a request are to be taken now; 0: it waits for those that another host sends."""
+        if self._wait_s is None or handover.why_short or not self._is_connected(handover.rank):
+            return count
+        if time.monotonic() - request.arrived_s > self._wait_s:
+            return count
+        return len(self.find(request.request_id, handover, first, count))
+
+    def _is_connected(self, rank: int) -> bool:
+        return bool(self._rings[rank].connected[0])
+
+    def _why_missing(self, rank: int) -> str:
+        """Returns why pages that a prefill rank has sent are not here."""
+        if self._wait_s is None:
+            return "evicted"
+        return "late" if self._is_connected(rank) else "peer_lost"
 
     def num_sent(self, rank: int) -> int:
         """Returns a number that changes when a prefill rank has sent more pages."""

@@ -322,6 +322,10 @@ class RequestBlocks:
             return False
         self._extend_keys(request, end)
         count = min(end - start, max(1, most_bytes // self.receiver.page_bytes))
+        count = self.receiver.num_there(request, handover, start, count)
+        if not count:
+            request.handover = handover
+            return True
         num_taken = self.receiver.take(request, handover, start, request.block_ids[start : start + count])
         if num_taken:
             request.num_computed += num_taken * self.block_size

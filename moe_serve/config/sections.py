@@ -225,7 +225,8 @@ class ParallelConfig(Section):
     attn_tp: PositiveInt = 1
     pp: PositiveInt = 1
     # Ranks that compute prompts with their first token, an expert-parallel group of its own beside the num_ranks, which
-    # then decode. Only under `moe-serve serve`, on one host, on CPUs. 0: every rank does both
+    # then decode. Only under `moe-serve serve`, on CPUs; on the same host, or with launcher.nnodes 2 on that of node
+    # rank 1, where node rank 0 has the others. 0: every rank does both
     num_prefill_ranks: NonNegativeInt = 0
     handover_gb: PositiveFloat = 0.5  # memory of each prefill rank for pages on their way to decode ranks
     # A prompt with fewer tokens than this that no decode rank has cached stays with the decode ranks. Prompts of 32
@@ -546,7 +547,7 @@ class ServeConfig(Section):
     @model_validator(mode="after")
     def _hosts_have_equal_shares(self) -> Self:
         nnodes, num_ranks = self.launcher.nnodes, self.parallel.num_ranks
-        if num_ranks % nnodes:
+        if num_ranks % nnodes and not self.parallel.num_prefill_ranks:  # of which each role has a host
             raise ValueError(
                 f"parallel.num_ranks is {num_ranks} but launcher.nnodes is {nnodes}, and every host has as many ranks; "
                 f"set parallel.num_ranks to a multiple of {nnodes}"
@@ -579,11 +580,18 @@ class ServeConfig(Section):
             )
         if not parallel.num_prefill_ranks:
             return self
-        if self.launcher.nnodes > 1:
+        if self.launcher.nnodes > 2:
             raise ValueError(
                 f"parallel.num_prefill_ranks is {parallel.num_prefill_ranks} but launcher.nnodes is "
-                f"{self.launcher.nnodes}, and prefill ranks are on one host with the others; set one of the two to its "
-                "default"
+                f"{self.launcher.nnodes}, and the ranks of a role are on one host: all on one, or those that decode on "
+                "node rank 0 and prefill ranks on node rank 1; set launcher.nnodes: 1 or 2, or "
+                "parallel.num_prefill_ranks: 0"
+            )
+        if self.launcher.nnodes > 1 and self.launcher.front_ends == "every_host":
+            raise ValueError(
+                f"parallel.num_prefill_ranks is {parallel.num_prefill_ranks} on {self.launcher.nnodes} hosts but "
+                "launcher.front_ends is every_host, and HTTP is taken on the host of the decode ranks; set "
+                "launcher.front_ends: first_host, and server.api_workers for more front ends there"
             )
         if parallel.device == "cuda":
             raise ValueError(
@@ -598,10 +606,12 @@ class ServeConfig(Section):
         return self
 
     def of_role(self, role: Literal["prefill", "decode"]) -> "ServeConfig":
-        """Returns the configuration of the ranks with a role; `parallel.num_ranks` is how many they are."""
+        """Returns the configuration of the ranks with a role, which are all on one host; `parallel.num_ranks` is how
+        many they are."""
         number = self.parallel.num_prefill_ranks if role == "prefill" else self.parallel.num_ranks
         parallel = self.parallel.model_copy(update={"role": role, "num_ranks": number})
-        return self.model_copy(update={"parallel": parallel})
+        launcher = self.launcher.model_copy(update={"nnodes": 1, "node_rank": 0})
+        return self.model_copy(update={"parallel": parallel, "launcher": launcher})
 
     @model_validator(mode="after")
     def _a_transport_can_do_what_is_asked(self) -> Self:

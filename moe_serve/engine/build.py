@@ -17,6 +17,7 @@ from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.host_pages import HostPages
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.page_channel import PageReceiver, PageSender
+from moe_serve.attention_dp.page_ring import PageFiles
 from moe_serve.attention_dp.pages import PageFolder, PageTiers
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
@@ -95,13 +96,13 @@ def build_engine(
     mailbox: Mailbox,
     launch_id: int = 0,
     progress: Progress | None = None,
-    page_files: Sequence[int] = (),
+    page_files: PageFiles | None = None,
     pages_fd: int | None = None,
     weight_files: Sequence[int] = (),
 ) -> Engine:
     """Returns a rank's engine with its model loaded. Raises what `build_served_model` raises.
 
-    page_files: descriptors of memory for pages on their way to decode ranks, by prefill rank
+    page_files: memory for pages on their way to decode ranks; None: there are no prefill ranks
     pages_fd:   memory for cache.host_gb, which ranks of this host may share; None: this one has its own
     weight_files: as in open_shared_weights
     """
@@ -387,19 +388,20 @@ def _page_tiers(config: ServeConfig, served: ServedModel, pages_fd: int | None) 
 
 
 def _page_channel(
-    config: ServeConfig, served: ServedModel, files: Sequence[int], launch_id: int
+    config: ServeConfig, served: ServedModel, files: PageFiles | None, launch_id: int
 ) -> tuple[PageSender | None, PageReceiver | None]:
     """Returns this rank's end of the way of pages from prefill ranks to decode ranks; None: it has no such end.
 
     files: as for build_engine. Raises ConfigError where they are too small for a page.
     """
-    if not files:
+    if files is None:
         return None, None
     if config.parallel.role == "prefill":
-        sender = PageSender(files[served.rank], served.cache, launch_id)
+        sender = PageSender(files.descriptors[served.rank], served.cache, launch_id, files.dial)
         served.info["handover_pages"] = sender.num_slots
         return sender, None
-    return None, PageReceiver(files, served.cache)
+    wait_s = config.engine.suspect_after_s if files.are_copies else None
+    return None, PageReceiver(files.descriptors, served.cache, wait_s)
 
 
 def _where_experts_are(plan: ModelPlan, group: EpGroup, sources: ExpertSources) -> tuple[ModelPlan, Placement | None]:

@@ -52,7 +52,7 @@ def weight_memory(config: ServeConfig, plan: ModelPlan, num_sharing: int) -> Ite
     dense_bytes = plan.share(0).dense_bytes
     sharing = Sharing.of(config, plan, num_sharing)
     where = "" if config.model.weight_cache == "memory" else f", mapped from a file in {config.model.weight_cache}"
-    num_all = num_sharing + config.parallel.num_prefill_ranks
+    num_all = num_sharing + _num_prefill_beside(config)
     why = f"once for {num_all} ranks{where}" if sharing.dense else "the same on every rank"
     yield Memory("attention, embeddings, shared experts", sum(dense_bytes.values()), why, sharing.dense)
     if spec.tie_embeddings and plan.device.type == "cpu" and not plan.numerics.compiled:
@@ -92,7 +92,7 @@ def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
             why = f"cache.snapshot_gib {config.cache.snapshot_gib:g} holds none, so no prefix is reused"
         yield Memory("snapshots of states", plan.num_snapshots * size, why)
     if config.cache.host_gb is not None:
-        num_ranks = config.parallel.num_ranks // config.launcher.nnodes + config.parallel.num_prefill_ranks
+        num_ranks = config.parallel.num_ranks // config.launcher.nnodes + _num_prefill_beside(config)
         pages = f"its part of cache.host_gb {config.cache.host_gb:g}, which the ranks of a host fill together"
         yield Memory("pages in memory", int(config.cache.host_gb * 1e9) // num_ranks, pages)
 
@@ -181,3 +181,8 @@ def bytes_in_words(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return f"{number} B"
+
+
+def _num_prefill_beside(config: ServeConfig) -> int:
+    """Returns how many prefill ranks are on the host of those that decode."""
+    return config.parallel.num_prefill_ranks if config.parallel.role == "both" else 0

@@ -21,7 +21,7 @@ from moe_serve.engine.protocol.messages import (
     Ready,
     ToFrontEnd,
 )
-from moe_serve.launcher.local import Death, LocalRanks, Replacements, Restarts, left_out
+from moe_serve.launcher.local import Death, Replacements, Restarts, left_out
 
 _EXIT_SEEN_S = 0.3  # peers may miss a process this long before its parent knows how it ended
 _OWN_REPORT_S = 1.0  # a rank that exits by itself has reported why; wait so long for that report
@@ -75,6 +75,21 @@ class Display(Protocol):
         """Prints a line."""
 
 
+class Ranks(Protocol):
+    """The ranks of a launch, as LocalRanks has them."""
+
+    launch_id: int
+
+    def deaths(self) -> list[Death]:
+        """Returns the ranks that ended since the last call."""
+
+    def finish(self, rank: int) -> None:
+        """Ends what is left of a rank."""
+
+    def replace(self, rank: int) -> None:
+        """Starts a new process for one rank, after `finish`, beside the others."""
+
+
 class LaunchWatch:
     """One launch, from its start to its loss.
 
@@ -86,7 +101,7 @@ class LaunchWatch:
         self,
         config: ServeConfig,
         display: Display,
-        ranks: LocalRanks,
+        ranks: Ranks,
         restarts: Restarts,
         tell: Callable[[Message], None],
     ):

@@ -25,6 +25,7 @@ from moe_serve.launcher.rank_env import (
     LINK_FD,
     NUM_BEFORE,
     PAGE_FILES,
+    PAGES_AT,
     PAGES_FD,
     STORE_FD,
     WEIGHT_FILES,
@@ -40,7 +41,7 @@ from moe_serve.launcher.rank_start import (
     memory_for_pages,
 )
 from moe_serve.links.folder import not_writable
-from moe_serve.links.link import FRONT_ENDS, SOCKETS, TOKEN, Link
+from moe_serve.links.link import FOR_PREFILL, FRONT_ENDS, SOCKETS, TOKEN, Link
 
 _IMPORT_PATH = str(Path(__file__).parents[2])  # where children find this package
 WORKER = "moe_serve.launcher.serve"  # the module that is one rank
@@ -77,13 +78,16 @@ class Death:
 class Launch:
     """One start of all ranks of several hosts.
 
-    store_host, store_port: where they meet;  front_ends: HOST:PORT of each, by its number
+    store_host, store_port: where they meet; port 0: all are on one host, and meet there
+    front_ends: HOST:PORT of each, by its number
+    pages_at: where prefill ranks send pages, HOST:PORT; "": there are no such ranks, or they have all on their host
     """
 
     launch_id: int
     store_host: str
     store_port: int
     front_ends: tuple[str, ...] = ()
+    pages_at: str = ""
 
 
 class LocalRanks:
@@ -96,9 +100,13 @@ class LocalRanks:
     page_files: descriptors of memory for pages on their way, by prefill rank; its maker closes them
     pages:  of other ranks of this host, which share cache.host_gb with these; None: there are none
     weight_files: of memory for one copy of the weights of both roles, as in RankEnv
+    pages_at: where this host takes pages of prefill ranks of another one, HOST:PORT; "": it takes none
 
     launch_id: of the ranks that were started last;  launch: the same, where there are several hosts
+    are_reached: whether they can be started now
     """
+
+    are_reached = True
 
     def __init__(
         self,
@@ -110,9 +118,11 @@ class LocalRanks:
         page_files: Sequence[int] = (),
         pages: int | None = None,
         weight_files: Sequence[int] = (),
+        pages_at: str = "",
     ):
         self.config = config
         self._page_files, self._weight_files = tuple(page_files), tuple(weight_files)
+        self._pages_at = pages_at
         self._on_line = on_line
         self._module = module
         self.folder = folder
@@ -166,9 +176,10 @@ class LocalRanks:
         self._begin(launch.launch_id, None, memory, [num_before.get(rank, 0) for rank in own])
 
     def _take_part_in(self, launch: Launch) -> None:
-        self._meeting = {"MASTER_ADDR": launch.store_host, "MASTER_PORT": str(launch.store_port)}
+        if launch.store_port:
+            self._meeting = {"MASTER_ADDR": launch.store_host, "MASTER_PORT": str(launch.store_port)}
         self.link = replace(self.link, front_ends=launch.front_ends)
-        self.launch = launch
+        self.launch, self._pages_at = launch, launch.pages_at
 
     def memory_of_hosts(self) -> HostMemory | None:
         """Returns what another host needs to join the launch; None: its ranks cannot."""
@@ -264,6 +275,8 @@ class LocalRanks:
         }
         if self.config.launcher.max_restarts:
             told[NUM_BEFORE] = str(self._num_before[number])
+        if self._pages_at:
+            told[PAGES_AT] = self._pages_at
         return told | self._meeting
 
     def keep_host(self) -> None:
@@ -336,10 +349,14 @@ def child_environment(link: Link) -> dict[str, str]:
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCH_VARIABLES)}
     paths = [_IMPORT_PATH, *filter(None, [os.environ.get("PYTHONPATH")])]
-    for name in (TOKEN, SOCKETS, FRONT_ENDS):
+    for name in (TOKEN, SOCKETS, FRONT_ENDS, FOR_PREFILL):
         environ.pop(name, None)
-    over_tcp = {TOKEN: link.token, FRONT_ENDS: ",".join(link.front_ends)}
-    environ |= over_tcp if link.folder is None else {SOCKETS: str(link.folder)}
+    if link.folder is not None:
+        environ[SOCKETS] = str(link.folder)
+    if link.token:
+        environ |= {
+            TOKEN: link.token, FRONT_ENDS: ",".join(link.front_ends), FOR_PREFILL: ",".join(link.for_prefill),
+        }  # fmt: skip
     # torch's own lines, about names of hosts that it does not find, help nobody: its errors are reported by us.
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}

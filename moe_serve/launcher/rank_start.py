@@ -9,12 +9,14 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from moe_serve.config import ServeConfig
+from moe_serve.dispatch.hosts.handshake import PAGES, PAGES_TAKER, Party, key_of_launch
 from moe_serve.dispatch.hosts.speed import Speed
 from moe_serve.dispatch.shared_files import WEIGHTS, FileMark, SharedFiles, weights_of
 from moe_serve.dispatch.votes import BUFFERS, LOG_NAME, Log
@@ -30,6 +32,7 @@ from moe_serve.log import get_logger
 from moe_serve.process_facts import own_node, runs
 
 if TYPE_CHECKING:
+    from moe_serve.attention_dp.page_ring import PageFiles
     from moe_serve.dispatch.base import EpGroup
     from moe_serve.dispatch.hosts.link import HostLink
     from moe_serve.dispatch.peer_streams import PeerStreams
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from moe_serve.engine.step.exchange import Exchange
     from moe_serve.launcher.rendezvous import Groups
 
+_DIAL_S = 5.0  # for one attempt to connect
 log = get_logger(__name__)
 
 
@@ -249,6 +253,21 @@ def memory_for_pages(size_gb: float) -> int:
     return descriptor
 
 
+def _page_files(config: ServeConfig, env: RankEnv) -> "PageFiles | None":
+    """Returns the memory for pages on their way, and how a prefill rank reaches decode ranks of another host."""
+    from moe_serve.attention_dp.page_ring import PageFiles
+
+    if not env.page_files:
+        return None
+    if not env.pages_at or config.parallel.role == "decode":
+        return PageFiles(env.page_files, are_copies=bool(env.pages_at))
+    host, _, port = env.pages_at.rpartition(":")
+    address = host.removeprefix("[").removesuffix("]"), int(port)
+    key = key_of_launch(find_link(config.server).token, env.launch_id)
+    own = Party(env.rank, env.num_before or 0, key, ("", 0))
+    return PageFiles(env.page_files, partial(own.dial, PAGES_TAKER, address, 0, PAGES, _DIAL_S))
+
+
 def _build_engine(
     config: ServeConfig,
     group: "EpGroup",
@@ -262,7 +281,7 @@ def _build_engine(
     pages_fd, host_gb = env.pages_fd, config.cache.host_gb
     if pages_fd is None and host_gb is not None:  # other launchers share no memory among their ranks
         pages_fd = memory_for_pages(host_gb / env.num_local_ranks)
-    memory = env.page_files, pages_fd, env.weight_files
+    memory = _page_files(config, env), pages_fd, env.weight_files
     engine = build_engine(config, group, exchange, mailbox, env.launch_id, report, *memory)
     engine.served.info |= {"role": config.parallel.role, "exchange": type(exchange).__name__, "launched_by": env.source}
     engine.served.info["shared_with_front_end"] = front_end_facts(config)

@@ -8,7 +8,8 @@ requests to the new ones; after too many losses it ends with a report.
 
 On several hosts (hosts.py) the parent of node rank 0 does that for all; those of the others start and end the ranks of
 their hosts as it says, and report how they end. Each watches the front ends of its own host. Where ranks serve on after
-the loss of node rank 0, their parents wait for it, and its next one takes over.
+the loss of node rank 0, their parents wait for it, and its next one takes over. With prefill ranks there are two hosts
+at most: that of node rank 0 has the ranks that decode, and the other one the prefill ranks.
 """
 
 import contextlib
@@ -19,15 +20,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from moe_serve.config import ServeConfig, ServerConfig, served_name
 from moe_serve.engine.protocol.messages import SUPERVISOR, Exited, Fatal, Members, Message, ToFrontEnd
 from moe_serve.errors import LaunchError, MoeServeError
-from moe_serve.launcher.children import OnLine, end_children
+from moe_serve.launcher.children import Forked, OnLine, end_children
 from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.launcher.hosts import (
@@ -59,6 +61,9 @@ from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
 from moe_serve.process_facts import numa_nodes
 from moe_serve.server.edge.ports import open_port
+
+if TYPE_CHECKING:
+    from moe_serve.launcher.page_listener import PageListener
 
 _POLL_MS = 50
 _END_GRACE_S = 4.0  # for the front end and the ranks to end in order
@@ -112,8 +117,12 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
             own = config.of_role("decode")
         ranks = LocalRanks(own, display.line, folder, worker, page_files=page_files, weight_files=weight_files)
         if config.parallel.num_prefill_ranks:
-            theirs = config.of_role("prefill")
-            prefill = _Prefill(theirs, display, folder, worker, page_files, ranks.pages, weight_files)
+            theirs, shown = config.of_role("prefill"), _PrefillDisplay(display, own.parallel.num_ranks)
+            link = ranks.link.of_prefill()
+            assert link.folder is not None
+            link.folder.mkdir(mode=0o700)
+            memory = page_files, ranks.pages, weight_files
+            prefill = _Prefill(theirs, shown, LocalRanks(theirs, shown.line, link.folder, worker, link, *memory))
         with signals_stop() as signals:
             return _System(own, display, ranks, signals, prefill=prefill).run(listener)
 
@@ -196,7 +205,10 @@ class Here:
 
 
 def lead(config: ServeConfig, here: Here) -> int:
-    """Serves as node rank 0; returns the exit code."""
+    """Serves as node rank 0; returns the exit code.
+
+    With prefill ranks, it has the ranks that decode, all on this host, and the other host has those.
+    """
     display, link, signals = here.display, here.link, here.signals
     try:
         leader = Leader(config, link.token, display.note)
@@ -206,6 +218,7 @@ def lead(config: ServeConfig, here: Here) -> int:
         try:
             here.look(config)
             open_port(link.host, link.port, "launcher.dist_init_addr", "server.worker_port").close()
+            copies = opened.enter_context(memory_for_handover(config))
             listener = opened.enter_context(open_port(config.server.host, config.server.port))
             running = leader.meet(signals.have_come)
         except MoeServeError as error:
@@ -216,8 +229,29 @@ def lead(config: ServeConfig, here: Here) -> int:
             leader.tell(End("node rank 0 was told to end", 0))
             raise
         config = with_port(config, listener.getsockname()[1])
-        ranks = RanksOfHosts(leader, config, display.line, here.folder, here.worker, link)
-        return _System(config, display, ranks, signals, leader).run(listener, running)
+        if not config.parallel.num_prefill_ranks:
+            ranks = RanksOfHosts(leader, config, display.line, here.folder, here.worker, link)
+            return _System(config, display, ranks, signals, leader).run(listener, running)
+        return _lead_prefill(config, here, leader, copies, listener)
+
+
+def _lead_prefill(
+    config: ServeConfig, here: Here, leader: Leader, copies: Sequence[int], listener: socket.socket
+) -> int:
+    """Serves with decode ranks on this host, and prefill ranks on the other one; returns the exit code.
+
+    copies: descriptors of memory, of pages that those send, by rank
+    """
+    from moe_serve.launcher.page_listener import PageListener
+
+    display, own, theirs = here.display, config.of_role("decode"), config.of_role("prefill")
+    link = Link(folder=here.folder, token=here.link.token, for_prefill=leader.front_ends)
+    pages = PageListener(here.link.host, copies, here.link.token, display.note)
+    with contextlib.closing(pages):
+        line, folder = display.line, here.folder
+        ranks = LocalRanks(own, line, folder, here.worker, link, page_files=copies, pages_at=pages.address)
+        prefill = _Prefill(theirs, _PrefillDisplay(display, own.parallel.num_ranks), RanksElsewhere(leader, pages))
+        return _System(own, display, ranks, here.signals, leader, prefill).run(listener)
 
 
 def follow(config: ServeConfig, here: Here) -> int:
@@ -227,6 +261,7 @@ def follow(config: ServeConfig, here: Here) -> int:
         listener = None
         try:
             here.look(config)
+            memory = opened.enter_context(memory_for_handover(config))
             if config.has_front_ends:
                 listener = opened.enter_context(open_port(config.server.host, config.server.port))
                 config = with_port(config, listener.getsockname()[1])
@@ -239,7 +274,12 @@ def follow(config: ServeConfig, here: Here) -> int:
             leader.tell(Signalled(signal.SIGINT))
             raise
         display.stop()
-        end = begun if isinstance(begun, End) else _OtherHost(config, here, leader, listener).run(begun)
+        ranks = LocalRanks(config, display.line, here.folder, here.worker, link)
+        if config.parallel.num_prefill_ranks:
+            own_link = replace(link, folder=here.folder)  # with each other
+            theirs = config.of_role("prefill")
+            ranks = LocalRanks(theirs, display.line, here.folder, here.worker, own_link, page_files=memory)
+        end = begun if isinstance(begun, End) else _OtherHost(config, here, leader, ranks, listener).run(begun)
         if end.reason:
             display.note(f"the system ends: {end.reason}", style="red")
     return end.code
@@ -248,10 +288,12 @@ def follow(config: ServeConfig, here: Here) -> int:
 class _OtherHost:
     """A host other than that of node rank 0, as its launcher sees it. listener: takes HTTP; None: this host does not"""
 
-    def __init__(self, config: ServeConfig, here: Here, leader: Follower, listener: socket.socket | None):
+    def __init__(
+        self, config: ServeConfig, here: Here, leader: Follower, ranks: LocalRanks, listener: socket.socket | None
+    ):
         self._config, self._display, self._signals = config, here.display, here.signals
         self._leader, self._listener = leader, listener
-        self._ranks = LocalRanks(config, here.display.line, here.folder, here.worker, here.link)
+        self._ranks = ranks
         self._front_ends: FrontEnds | None = None
         self._front_ends_ended = listener is None  # and are not started again
         self._is_announced = self._is_draining = self._is_gone_said = False
@@ -468,6 +510,58 @@ class RanksOfHosts(LocalRanks):
         super().end(grace_s)
 
 
+class RanksElsewhere:
+    """The prefill ranks of the other host, which node rank 0 tells to start them. It takes their pages here.
+
+    launch_id: of the ranks that were started last
+    """
+
+    children: Sequence[Forked] = ()  # here
+
+    def __init__(self, leader: Leader, pages: "PageListener"):
+        self._leader, self._pages = leader, pages
+        self._died: list[Death] = []  # not asked for yet
+        self._num_replaced = Counter[int]()  # of each rank, processes before its last one
+        self.launch_id = 0
+
+    @property
+    def are_reached(self) -> bool:
+        """Whether that host can be told to start them."""
+        return not self._leader.missing
+
+    def start(self) -> None:
+        """Starts the ranks, after those of an earlier launch have been ended."""
+        self.launch_id = new_launch_id()
+        self._num_replaced.clear()
+        self._died = []
+        self._pages.begin(self.launch_id)
+        self._leader.tell(Start(Launch(self.launch_id, "", 0, self._leader.front_ends, self._pages.address)))
+
+    def note_death(self, message: Died) -> None:
+        """Notes how a rank has ended."""
+        if message.launch_id == self.launch_id:
+            self._died.append(message.death)
+            self._num_replaced[message.death.rank] = message.death.num_before
+
+    def finish(self, rank: int) -> None:
+        """Ends what is left of a rank."""
+        self._leader.tell(EndRank(self.launch_id, rank, self._num_replaced[rank]))
+
+    def replace(self, rank: int) -> None:
+        """Starts a new process for one rank beside the others of its launch."""
+        self._leader.tell(Replace(self.launch_id, rank, self._num_replaced[rank]))
+        self._num_replaced[rank] += 1
+
+    def deaths(self) -> list[Death]:
+        """Returns the ranks that ended since the last call. Those that were killed come first, as the likely cause."""
+        died, self._died = self._died, []
+        return sorted(died, key=lambda death: not death.was_killed)
+
+    def end(self, grace_s: float) -> None:
+        """Ends all ranks; those that are ending get grace_s to do so."""
+        self._leader.tell(EndRanks(grace_s))
+
+
 def with_port(config: ServeConfig, http_port: int) -> ServeConfig:
     """Returns the configuration with the real port in place of 0."""
     return config.model_copy(update={"server": config.server.model_copy(update={"port": http_port})})
@@ -493,28 +587,11 @@ class _PrefillDisplay:
 
 
 class _Prefill:
-    """The prefill ranks of a system: a launch of their own, without which the others serve on.
+    """The prefill ranks of a system: a launch of their own, without which the others serve on. config: of their role"""
 
-    config: of their role;  folder: of the launcher
-    page_files: memory for pages on their way, by rank;  pages, weight_files: of the decode ranks, as in LocalRanks
-    """
-
-    def __init__(
-        self,
-        config: ServeConfig,
-        display: StartDisplay,
-        folder: Path,
-        worker: str,
-        page_files: Sequence[int],
-        pages: int | None,
-        weight_files: Sequence[int],
-    ):
-        self._config = config
-        self._display = _PrefillDisplay(display, display.num_ranks - config.parallel.num_ranks)
-        self._link = Link(folder=folder).of_prefill()
-        assert self._link.folder is not None
-        line, own_folder = self._display.line, self._link.folder
-        self.ranks = LocalRanks(config, line, own_folder, worker, self._link, page_files, pages, weight_files)
+    def __init__(self, config: ServeConfig, display: _PrefillDisplay, ranks: LocalRanks | RanksElsewhere):
+        self._config, self._display = config, display
+        self.ranks = ranks
         self._restarts = Restarts(config.launcher, "the prefill ranks were")
         self._launch: LaunchWatch | None = None  # None: they are not running
         self._starts_at_s: float | None = None
@@ -523,7 +600,6 @@ class _Prefill:
     def start(self, tell: Callable[[Message], None]) -> None:
         """Starts the ranks. tell: sends a message to the front ends"""
         self._tell = tell
-        self.ranks.folder.mkdir(mode=0o700)
         self._begin()
 
     def _begin(self) -> None:
@@ -536,6 +612,11 @@ class _Prefill:
         if self._launch is not None:
             self._launch.take(message)
 
+    def lose(self, reason: str) -> None:
+        """Notes that they are lost with their host."""
+        if self._launch is not None:
+            self._launch.lose(reason)
+
     @property
     def is_ready(self) -> bool:
         """Whether they serve, or nobody waits for them any more."""
@@ -543,7 +624,7 @@ class _Prefill:
 
     def turn(self) -> None:
         """Replaces lost ranks, and restarts all of them where that fails."""
-        if self._starts_at_s is not None and time.monotonic() >= self._starts_at_s:
+        if self._starts_at_s is not None and time.monotonic() >= self._starts_at_s and self.ranks.are_reached:
             self._begin()
         if self._launch is None:
             return
@@ -644,7 +725,9 @@ class _System:
                 self.display.stop()
                 self._note("ending …")
                 raise _Ended(0)
-            if self._hosts is not None:
+            if self._hosts is not None and self._prefill is not None:
+                self._hear_of_prefill(self._hosts, self._prefill)
+            elif self._hosts is not None:
                 self._hear(self._hosts)
             assert self._front_ends is not None
             for message in self._front_ends.receive(_POLL_MS):
@@ -668,6 +751,20 @@ class _System:
             code = None if self.signals.num else self._front_ends.watch()
             if code is not None:
                 raise _Ended(code, "the front end on node rank 0 has ended; its last lines are there")
+
+    def _hear_of_prefill(self, hosts: Leader, prefill: _Prefill) -> None:
+        """Takes what the host of the prefill ranks reports. Without it the decode ranks serve on."""
+        assert isinstance(prefill.ranks, RanksElsewhere), "they are on another host"
+        for _, message in hosts.turn():
+            match message:
+                case Died():
+                    prefill.ranks.note_death(message)
+                case Signalled():
+                    self.signals.count(message.number)
+                case HostIsNew():
+                    prefill.lose(f"the launcher of {message.host} was started again")
+        for name in hosts.gone(_HOST_GONE_S):
+            prefill.lose(f"{name} is gone")
 
     def _hear(self, hosts: Leader) -> None:
         """Takes what other hosts report."""
@@ -774,7 +871,8 @@ class _System:
             self._start_when_due(self._starts_at_s)
 
     def _start_when_due(self, starts_at_s: float) -> None:
-        waited_s, missing = time.monotonic() - starts_at_s, [] if self._hosts is None else self._hosts.missing
+        hosts = self._hosts if self._prefill is None else None  # else all that are to start are here
+        waited_s, missing = time.monotonic() - starts_at_s, [] if hosts is None else hosts.missing
         if waited_s < 0:
             return
         if missing and missing != self._waits_for:

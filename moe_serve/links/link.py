@@ -1,7 +1,8 @@
 """The way in which the front end and the ranks of one system find and trust each other.
 
 On one host, started by `moe-serve serve` or `LLM`: ipc sockets in a folder that only its owner enters. Otherwise TCP,
-where every socket asks for the token.
+where every socket asks for the token. Prefill ranks on a host of their own have both: ipc with each other, TCP with the
+front end.
 """
 
 import contextlib
@@ -20,16 +21,19 @@ from moe_serve.links.folder import check_folder
 
 SOCKETS = "MOE_SERVE_SOCKETS"  # the environment variable that names the folder
 FRONT_ENDS = "MOE_SERVE_FRONT_ENDS"  # and the one with the addresses of several front ends over TCP
+FOR_PREFILL = "MOE_SERVE_FOR_PREFILL"  # where front ends take prefill ranks of another host
 
 
 @dataclass(frozen=True)
 class Link:
-    """Sockets in a folder, or TCP.
+    """Sockets in a folder, or TCP, or some of both.
 
-    folder:     of the ipc sockets; None: TCP, with the token and the front end's host and port
-    port:       0 = any free one, for the front end
-    worker:     number of this front end, of several
-    front_ends: HOST:PORT of each of several front ends over TCP; (): there is one
+    folder:      of the ipc sockets; None: all are TCP, with the front end's host and port
+    token:       of the sockets over TCP; "": there are none
+    port:        0 = any free one, for the front end
+    worker:      number of this front end, of several
+    front_ends:  HOST:PORT of each front end over TCP; (): there is one, or they have ipc sockets
+    for_prefill: HOST:PORT where each front end takes prefill ranks of another host; (): these have ipc sockets, too
     """
 
     folder: Path | None = None
@@ -38,6 +42,7 @@ class Link:
     port: int = 0
     worker: int = 0
     front_ends: tuple[str, ...] = ()
+    for_prefill: tuple[str, ...] = ()
 
     @property
     def front_end(self) -> str:
@@ -46,12 +51,14 @@ class Link:
 
     def front_end_at(self, worker: int) -> str:
         """Returns the address of one of several front ends."""
-        if self.folder is None:
+        if self.folder is None or self.front_ends:
             return f"tcp://{self.front_ends[worker] if self.front_ends else host_and_port(self.host, self.port)}"
         return f"ipc://{self.folder}/front_end-{worker}" if worker else f"ipc://{self.folder}/front_end"
 
     def of_prefill(self) -> "Link":
-        """Returns the link of the prefill ranks beside these. Raises ConfigError over TCP."""
+        """Returns the link of the prefill ranks beside these. Raises ConfigError beside another launcher."""
+        if self.for_prefill:
+            return replace(self, folder=None, front_ends=self.for_prefill, for_prefill=())
         if self.folder is None:
             raise ConfigError(
                 "parallel.num_prefill_ranks is above 0 but only `moe-serve serve` starts prefill ranks; leave it out "
@@ -69,13 +76,17 @@ def find_link(server: ServerConfig) -> Link:
 
     Raises LaunchError where the folder or the token cannot be trusted.
     """
-    folder = os.environ.get(SOCKETS)
+    folder, front_ends = os.environ.get(SOCKETS), _addresses(FRONT_ENDS)
     if folder:
         check_folder(Path(folder))
-        return Link(folder=Path(folder))
+        token = os.environ.get(TOKEN, "")
+        return Link(folder=Path(folder), token=token, front_ends=front_ends, for_prefill=_addresses(FOR_PREFILL))
     host, port = server.worker_host, server.worker_port
-    front_ends = tuple(filter(None, os.environ.get(FRONT_ENDS, "").split(",")))
     return Link(token=shared_token(server.token_file, host, port), host=host, port=port, front_ends=front_ends)
+
+
+def _addresses(variable: str) -> tuple[str, ...]:
+    return tuple(filter(None, os.environ.get(variable, "").split(",")))
 
 
 def check_front_ends(config: ServeConfig, link: Link) -> None:

@@ -31,7 +31,7 @@ class LinkSockets:
 
     def __init__(self, link: Link):
         """Raises LaunchError where this ZeroMQ lacks CURVE and the link needs it."""
-        self._keys = None if link.folder else Keys.of(link.token)
+        self._keys = None if link.folder and not link.token else Keys.of(link.token)
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -40,9 +40,9 @@ class LinkSockets:
     def bound(self, kind: int, address: str, max_bytes: int = MAX_MESSAGE_BYTES) -> "zmq.Socket[bytes]":
         """Returns a socket that listens at an address. Raises zmq.ZMQError when it cannot be opened."""
         socket = self._new(kind, address, max_bytes)
-        if self._keys is not None:
-            self._let_in_our_own(self._keys)
-            self._keys.serve(socket)
+        if (keys := self._keys_for(address)) is not None:
+            self._let_in_our_own(keys)
+            keys.serve(socket)
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer whose connection was cut comes back under its name
         socket.bind(address)
@@ -56,8 +56,8 @@ class LinkSockets:
         socket = self._new(kind, address, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.LINGER, linger_ms)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
-        if self._keys is not None:
-            self._keys.connect(socket)
+        if (keys := self._keys_for(address)) is not None:
+            keys.connect(socket)
         socket.connect(address)
         return socket
 
@@ -74,8 +74,8 @@ class LinkSockets:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
         socket.setsockopt(zmq.ROUTING_ID, routing_id)
         connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        if self._keys is not None:
-            self._keys.connect(socket)
+        if (keys := self._keys_for(address)) is not None:
+            keys.connect(socket)
         socket.connect(address)
         self._monitored.append((socket, connections))
         return socket, connections
@@ -90,6 +90,10 @@ class LinkSockets:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
+
+    def _keys_for(self, address: str) -> "Keys | None":
+        """Returns the keys for a socket with this address; None: it is in a folder that only its owner enters."""
+        return None if address.startswith("ipc://") else self._keys
 
     def _new(self, kind: int, address: str, max_bytes: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)

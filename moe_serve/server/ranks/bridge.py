@@ -713,6 +713,7 @@ class PrefillGroup(RankGroup):
         self._of_prefill = requests
         self.is_alike = True
         self._silent: set[int] = set()
+        self._are_here = link.folder is not None
         self._core_s: dict[int, float] = {}  # by process, at the last look: the time of a core that it has used
 
     def _rank_is_ready(self, rank: int) -> None:
@@ -727,13 +728,14 @@ class PrefillGroup(RankGroup):
     def _look_at_ranks(self, now_s: float) -> None:
         """Leaves ranks that show no sign of life, before it is known whether they are lost.
 
-        One that computes is not silent: a long chunk on a core that others use too may keep it from saying so.
+        One that computes is not silent: a long chunk on a core that others use too may keep it from saying so. Of one
+        on another host that is not known.
         """
         serving = {view.rank: view for view in self.workers if view.serves and view.mask_reason is None}
         limit_s = self.config.engine.suspect_after_s
         for rank, view in serving.items():
             before_s = self._core_s.get(view.pid, 0.0)
-            computes = (core_s := core_seconds(view.pid)) > before_s
+            computes = (core_s := core_seconds(view.pid) if self._are_here else 0.0) > before_s
             self._core_s[view.pid] = core_s
             is_silent = view.pulse_s is not None and now_s - view.pulse_s > limit_s and not computes
             if is_silent and rank not in self._silent:

@@ -248,7 +248,8 @@ async def test_prefill_ranks_that_compute_something_else_get_no_request():
     ("settings", "words"),
     [
         (["parallel.role=prefill"], "--prefill-ranks P --decode-ranks D"),
-        (["launcher.nnodes=2", "launcher.dist_init_addr=h:5", "parallel.num_ranks=2"], "on one host"),
+        (["launcher.nnodes=3", "launcher.dist_init_addr=h:5", "parallel.num_ranks=3"], "of a role are on one host"),
+        (["launcher.nnodes=2", "launcher.dist_init_addr=h:5", "launcher.front_ends=every_host"], "set .*first_host"),
         (["parallel.device=cuda"], "prefill ranks are on CPUs"),
         (["eplb.record_path=x.jsonl"], "both write"),
         (["parallel.handover_gb=0"], "no page of a prompt could reach a decode rank; give it some GB"),
@@ -258,6 +259,15 @@ def test_settings_that_roles_do_not_fit_are_refused_with_the_fix(settings: list[
     ranks = [] if "role" in settings[0] else ["parallel.num_prefill_ranks=1"]
     with pytest.raises(ConfigError, match=words):
         load_config(overrides=[*ranks, *settings])
+
+
+def test_each_role_has_its_ranks_on_one_of_two_hosts():
+    hosts = ["launcher.nnodes=2", "launcher.node_rank=1", "launcher.dist_init_addr=h:5"]
+    config = load_config(overrides=[*hosts, "parallel.num_prefill_ranks=2", "parallel.num_ranks=3"])
+    for role, number in (("decode", 3), ("prefill", 2)):
+        own = config.of_role(role)
+        assert (own.launcher.nnodes, own.launcher.node_rank, own.parallel.num_ranks) == (1, 0, number)
+        assert load_config(overrides=own.changed()).parallel == own.parallel
 
 
 @in_event_loop

@@ -1,0 +1,209 @@
+"""The stream by which pages of a prefill rank reach the host of the decode ranks, where that is another one.
+
+The prefill rank writes into its memory (page_ring) and waits for nobody. A thread sends what it has written, slot for
+slot, into the copy of that memory on the other host, where decode ranks look for records as on one host: what they
+believe does not depend on the way here. A connection that ends is made again, and goes on behind the last page that has
+come. What was written over meanwhile is left out.
+
+    begin:  magic, slots, bytes of a page, a random number of the sender    and back: magic, pages that have come
+    then:   pages that were written before, number, so many records, so many pages; no pages as a sign of life
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+from moe_serve.attention_dp.page_ring import RECORD_BYTES, PageRing
+from moe_serve.errors import ConfigError, ReplacedError
+from moe_serve.log import RareWarnings, get_logger
+
+_MAGIC = b"moeflow1"
+_BEGIN, _ANSWER, _HEAD = struct.Struct("<8sQQQ"), struct.Struct("<8sQ"), struct.Struct("<QI")
+_MOST_PAGES = 16  # of a part
+_LIFE_S = 1.0  # between two signs of life
+QUIET_S = 10.0  # an end that takes or sends nothing for so long is given up
+_REDIAL_S = 0.5
+log = get_logger(__name__)
+
+
+class PageStream:
+    """The sending end, on a prefill rank."""
+
+    def __init__(self, ring: PageRing, dial: Callable[[], socket.socket]):
+        """ring: of this rank, of which nothing is written yet
+
+        dial: returns a connection that both ends trust; raises OSError, or ReplacedError where it is of no use to try
+        again
+        """
+        self._ring, self._dial = ring, dial
+        self._number = secrets.randbits(64)
+        self._num_written = 0
+        self._changed = threading.Condition()
+        self._ends = False
+        self._connected: socket.socket | None = None
+        self._warnings = RareWarnings(log)
+        self._thread = threading.Thread(target=self._run, name="pages for another host", daemon=True)
+        self._thread.start()
+
+    def wrote(self, count: int) -> None:
+        """Notes that so many pages more lie in the memory, whole."""
+        with self._changed:
+            self._num_written += count
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the connection and the thread."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+            if self._connected is not None:
+                with contextlib.suppress(OSError):
+                    self._connected.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ends:
+            try:
+                connected = self._dial()
+                with connected:
+                    connected.settimeout(QUIET_S)
+                    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    with self._changed:
+                        self._connected = connected
+                    self._send_all(connected)
+            except OSError as error:
+                if not self._ends:
+                    why = error.strerror or error
+                    self._warnings.warn(
+                        "pages", "no pages reach the host of the decode ranks, which compute them: %s", why
+                    )
+            except ReplacedError as error:
+                log.warning("%s", error)
+                return
+            with self._changed:
+                self._connected = None
+                self._changed.wait_for(lambda: self._ends, _REDIAL_S)
+
+    def _send_all(self, connected: socket.socket) -> None:
+        """Sends pages as they are written. Raises OSError when the connection ends."""
+        ring = self._ring
+        _send(connected, _BEGIN.pack(_MAGIC, ring.num_slots, ring.pages.shape[1], self._number))
+        magic, num_sent = _ANSWER.unpack(_receive(connected, _ANSWER.size))
+        if magic != _MAGIC or num_sent > self._num_written:
+            raise OSError("another program takes them")
+        while True:
+            num_written = self._wait_for_more(num_sent)
+            if self._ends:
+                return
+            oldest = max(num_sent, num_written - ring.num_slots)
+            slot = oldest % ring.num_slots
+            count = min(num_written - oldest, _MOST_PAGES, ring.num_slots - slot)
+            records, pages = ring.records[slot : slot + count], ring.pages[slot : slot + count]
+            _send(connected, _HEAD.pack(oldest, count) + records.tobytes())
+            _send(connected, pages.reshape(-1).data)
+            num_sent = oldest + count
+
+    def _wait_for_more(self, num_sent: int) -> int:
+        """Returns how many pages are written, once there are more than this, or it is time for a sign of life."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ends or self._num_written > num_sent, _LIFE_S)
+            return self._num_written
+
+
+class PageMirror:
+    """The receiving end: the copy of a prefill rank's memory on the host of the decode ranks."""
+
+    def __init__(self, descriptor: int):
+        """descriptor: of the copy"""
+        self._descriptor = descriptor
+        self._ring: PageRing | None = None
+        self._number: int | None = None  # of the sender whose pages these are
+        self._num_received = 0
+        self._alone = threading.Lock()
+
+    def take(self, connected: socket.socket) -> None:
+        """Takes pages until the connection ends, and closes it; waits for an earlier call to return first.
+
+        Raises OSError where it does not end as it should. Pages that have not come whole have no record.
+        """
+        with self._alone, connected:
+            connected.settimeout(QUIET_S)
+            magic, num_slots, page_bytes, number = _BEGIN.unpack(_receive(connected, _BEGIN.size))
+            ring = self._ring_for(page_bytes)
+            if magic != _MAGIC or ring is None or ring.num_slots != num_slots:
+                raise OSError(f"it sends {num_slots} slots of {page_bytes} bytes, which is not what lies here")
+            if number != self._number:
+                ring.records[:] = 0  # of the process before
+                self._number, self._num_received = number, 0
+            _send(connected, _ANSWER.pack(_MAGIC, self._num_received))
+            ring.connected[0] = 1
+            try:
+                while self._take_part(connected, ring):
+                    pass
+            finally:
+                ring.connected[0] = 0
+
+    def _ring_for(self, page_bytes: int) -> PageRing | None:
+        if self._ring is None or self._ring.pages.shape[1] != page_bytes:
+            size = os.fstat(self._descriptor).st_size
+            if not 0 < page_bytes < size:
+                return None
+            try:
+                self._ring, self._number = PageRing(self._descriptor, page_bytes, writes=True), None
+            except ConfigError:
+                return None
+        return self._ring
+
+    def _take_part(self, connected: socket.socket, ring: PageRing) -> bool:
+        """Takes some pages; returns False where the connection has ended before them."""
+        head = _receive(connected, _HEAD.size, may_end=True)
+        if not head:
+            return False
+        first, count = _HEAD.unpack(head)
+        slot = first % ring.num_slots
+        if count > _MOST_PAGES or slot + count > ring.num_slots:
+            raise OSError(f"it sends slots {slot} to {slot + count} of {ring.num_slots}")
+        records = _receive(connected, count * RECORD_BYTES)
+        slots = slice(slot, slot + count)
+        ring.records[slots] = 0
+        _receive_into(connected, ring.pages[slots].reshape(-1).data)
+        ring.records[slots].reshape(-1).data[:] = records
+        self._num_received = first + count
+        ring.num_sent += count
+        return True
+
+
+def _send(connected: socket.socket, data: bytes | memoryview) -> None:
+    """Sends all. Raises OSError where the other end takes nothing for QUIET_S."""
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[connected.send(left) :]
+        except TimeoutError:
+            raise OSError(f"it took nothing for {QUIET_S:g} s") from None
+
+
+def _receive(connected: socket.socket, size: int, may_end: bool = False) -> bytes:
+    """Returns so many bytes, or where it may end and does so before the first one, none. Raises OSError."""
+    data = bytearray(size)
+    is_there = _receive_into(connected, memoryview(data), may_end)
+    return bytes(data) if is_there else b""
+
+
+def _receive_into(connected: socket.socket, left: memoryview, may_end: bool = False) -> bool:
+    size = len(left)
+    while left:
+        try:
+            num = connected.recv_into(left)
+        except TimeoutError:
+            raise OSError(f"it sent nothing for {QUIET_S:g} s") from None
+        if not num:
+            if may_end and len(left) == size:
+                return False
+            raise OSError("it closed the connection")
+        left = left[num:]
+    return True

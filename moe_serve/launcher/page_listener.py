@@ -1,0 +1,129 @@
+"""Where the host of the decode ranks takes the pages that prefill ranks of another host send (page_stream).
+
+The launcher listens, since it outlives the ranks of both. Each prefill rank has one connection, in a thread of its own:
+who dials proves to be a rank of the prefill ranks' launch, and the newest process of a rank counts. Its pages go into
+the copy of its memory, which the decode ranks have mapped.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from moe_serve.attention_dp.page_stream import PageMirror
+from moe_serve.dispatch.hosts.handshake import PAGES, PAGES_TAKER, Party, key_of_launch, listen
+from moe_serve.errors import ReplacedError
+from moe_serve.links.link import host_and_port
+
+_MOST_AT_ONCE = 64  # connections; further ones are closed at once
+_MOST_SAID = 8  # of what was printed, not to be printed again
+_PAUSE_S = 0.05
+
+
+class PageListener:
+    """Listens until `close`.
+
+    address: HOST:PORT
+    """
+
+    def __init__(self, host: str, descriptors: Sequence[int], token: str, note: Callable[[str], None]):
+        """host: an address of this host;  descriptors: of the copies, by prefill rank;  token: of the system
+        note: prints a line, from any thread
+        """
+        self._listener = listen(host)
+        self._own = self._listener.getsockname()[:2]
+        self.address = host_and_port(*self._own)
+        self._token, self._note = token, note
+        self._said: deque[str] = deque(maxlen=_MOST_SAID)
+        self._mirrors = [PageMirror(each) for each in descriptors]
+        self._lock = threading.Lock()
+        self._party: Party | None = None
+        self._numbers: dict[int, int] = {}  # by rank, the newest process that has come
+        self._connected: dict[int, socket.socket] = {}  # by rank, from which pages come
+        self._threads: set[threading.Thread] = set()
+        self._ends = False
+        self._thread = threading.Thread(target=self._accept, name="pages of another host", daemon=True)
+        self._thread.start()
+
+    def begin(self, launch_id: int) -> None:
+        """Takes connections of the ranks of this launch alone from now on."""
+        with self._lock:
+            self._party = Party(PAGES_TAKER, 0, key_of_launch(self._token, launch_id), self._own)
+            self._numbers.clear()
+            for connected in self._connected.values():
+                _end(connected)
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._ends = True
+        _end(self._listener)
+        self._thread.join()
+        self._listener.close()
+        with self._lock:
+            for connected in self._connected.values():
+                _end(connected)
+
+    def _accept(self) -> None:
+        while not self._ends:
+            try:
+                connected, (address, *_) = self._listener.accept()
+            except OSError:  # it is closed, or there are no descriptors left for now
+                time.sleep(_PAUSE_S)
+                continue
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            if len(self._threads) >= _MOST_AT_ONCE:
+                connected.close()
+                continue
+            thread = threading.Thread(target=self._serve, args=(connected, address), name="pages", daemon=True)
+            self._threads.add(thread)
+            thread.start()
+
+    def _serve(self, connected: socket.socket, address: str) -> None:
+        with connected:
+            rank = -1
+            try:
+                rank = self._welcome(connected)
+                self._mirrors[rank].take(connected)
+            except (OSError, ReplacedError) as error:
+                who = f"prefill rank {rank} ({address})" if rank >= 0 else address
+                self._say(f"no more pages come from {who}: {getattr(error, 'strerror', None) or error}")
+            finally:
+                with self._lock:
+                    if self._connected.get(rank) is connected:
+                        del self._connected[rank]
+
+    def _say(self, text: str) -> None:
+        with self._lock:
+            is_new = text not in self._said and not self._ends
+            self._said.append(text)
+        if is_new:
+            self._note(text)
+
+    def _welcome(self, connected: socket.socket) -> int:
+        """Returns the prefill rank that has connected, in the place of an earlier connection. Raises OSError."""
+        with self._lock:
+            party = self._party
+        if party is None:
+            raise OSError("no prefill rank is started yet")
+        visit = party.welcome(connected, self._newest, (PAGES,))
+        if visit.problem:
+            raise OSError(visit.problem)
+        with self._lock:
+            if self._party is not party or self._ends:
+                raise OSError("its launch is over")
+            self._numbers[visit.rank] = max(visit.number, self._numbers.get(visit.rank, 0))
+            if (earlier := self._connected.get(visit.rank)) is not None:
+                _end(earlier)
+            self._connected[visit.rank] = connected
+        return visit.rank
+
+    def _newest(self, rank: int) -> int | None:
+        return self._numbers.get(rank, 0) if rank < len(self._mirrors) else None
+
+
+def _end(connected: socket.socket) -> None:
+    """Ends a connection, in whatever thread it is read."""
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,336 @@
+"""Pages that another host sends arrive whole and right, or they are not believed, whatever happens to the stream."""
+
+import contextlib
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from moe_serve.attention_dp import page_stream
+from moe_serve.attention_dp.page_channel import COUNTERS, PageReceiver, PageSender
+from moe_serve.attention_dp.page_ring import RECORD_BYTES
+from moe_serve.attention_dp.page_stream import PageMirror
+from moe_serve.attention_dp.request import Handover, Request, SamplingParams
+from tests.attention_dp.test_page_channel import LAUNCH, Rank, _again, _to_prefill, cache_of, request_of, run_alone
+from tests.launcher.running import eventually
+
+NUM_SLOTS, MAGIC = 7, page_stream._MAGIC
+PAGE_BYTES = cache_of(1).page_bytes
+BEGIN, HEAD = page_stream._BEGIN.size, page_stream._HEAD.size
+Meddle = Callable[[socket.socket, socket.socket], object]  # (from the sender, to the mirror)
+
+
+def pump(source: socket.socket, to: socket.socket) -> None:
+    """Passes bytes on until one of both ends."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            to.sendall(data)
+    cut(source, to)
+
+
+def cut(*connected: socket.socket) -> None:
+    for each in connected:
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+class Way:
+    """A stream from a sender's memory to a copy of it, over TCP. meddles: what each connection passes through"""
+
+    def __init__(self, num_slots: int = NUM_SLOTS, page_bytes: int = PAGE_BYTES):
+        size = mmap.PAGESIZE + num_slots * (RECORD_BYTES + page_bytes)
+        self.source, self.copy = (os.memfd_create("pages") for _ in range(2))
+        for each in (self.source, self.copy):
+            os.ftruncate(each, size)
+        self.mirror = PageMirror(self.copy)
+        self.meddles: list[Meddle] = []
+        self.ended: list[str] = []  # why connections of the mirror ended
+        self.may_connect = True
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self.senders: list[PageSender] = []
+
+    def dial(self) -> socket.socket:
+        if not self.may_connect:
+            raise OSError("no route to host")
+        near, far = self.pair()
+        if self.meddles:
+            ours, theirs = self.pair()
+            meddle = self.meddles.pop(0)
+            self.start(pump, theirs, far)
+            self.start(meddle, far, theirs)
+            far = ours
+        self.start(self.take, far)
+        return near
+
+    def pair(self) -> tuple[socket.socket, socket.socket]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            near = socket.create_connection(listener.getsockname())
+            far, _ = listener.accept()
+        self._sockets += [near, far]
+        return near, far
+
+    def start(self, function: Callable[..., object], *arguments: object) -> None:
+        thread = threading.Thread(target=function, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def take(self, connected: socket.socket) -> None:
+        try:
+            self.mirror.take(connected)
+            self.ended.append("")
+        except OSError as error:
+            self.ended.append(str(error))
+
+    def sender(self, fill: int = 1) -> PageSender:
+        self.senders.append(PageSender(self.source, cache_of(20, fill=fill), LAUNCH, self.dial))
+        return self.senders[-1]
+
+    def num_here(self) -> int:
+        return self.mirror._num_received
+
+    def close(self) -> None:
+        for sender in self.senders:
+            assert sender._stream is not None
+            sender._stream.close()
+        for each in self._sockets:
+            each.close()
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        for descriptor in (self.source, self.copy):
+            os.close(descriptor)
+
+
+@pytest.fixture
+def way() -> Iterator[Way]:
+    made = Way()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_stream, "_REDIAL_S", 0.01)
+    monkeypatch.setattr(page_stream, "_LIFE_S", 0.05)
+
+
+def take(way: Way, name: str = "a", num_pages: int = 5, attempt: int = 0) -> tuple[int, str]:
+    """Takes a request's pages out of the copy; returns how many, each compared with what was sent, and the reason."""
+    theirs = cache_of(num_pages)
+    receiver = PageReceiver([way.copy], theirs, wait_s=60.0)
+    num = receiver.take(request_of(name, num_pages), Handover(0, LAUNCH, attempt), 0, list(range(num_pages)))
+    ours = cache_of(20, fill=1)
+    assert all(torch.equal(ours.read_page(page), theirs.read_page(page)) for page in range(num))
+    reasons = [reason for reason in COUNTERS[1:] if receiver.counters[reason]]
+    return num, "".join(reasons)
+
+
+def test_pages_come_around_the_end_of_the_memory_as_on_one_host(way: Way) -> None:
+    sender = way.sender()
+    for attempt in range(4):
+        sender.send(request_of("a", 5, attempt), 0, 2)
+        sender.send(request_of("a", 5, attempt), 2, 5)
+        assert eventually(lambda number=5 * (attempt + 1): way.num_here() == number, 30)
+        assert take(way, attempt=attempt) == (5, "")
+    assert take(way, attempt=2) == (0, "late"), "most of its pages were written over"
+    assert take(way, attempt=4) == (0, "late"), "an attempt that was never sent"
+
+
+CUTS = [0, 1, BEGIN - 1, BEGIN, BEGIN + 1, BEGIN + HEAD + 3, BEGIN + HEAD + 5 * RECORD_BYTES - 1,
+        BEGIN + HEAD + 5 * RECORD_BYTES, BEGIN + HEAD + 5 * RECORD_BYTES + PAGE_BYTES + 1,
+        BEGIN + HEAD + 5 * (RECORD_BYTES + PAGE_BYTES) - 1]  # fmt: skip
+
+
+def cut_after(num_bytes: int, seen: Callable[[], object]) -> Meddle:
+    def meddle(source: socket.socket, to: socket.socket) -> None:
+        left = num_bytes
+        while left and (data := source.recv(left)):
+            to.sendall(data)
+            left -= len(data)
+        cut(to)
+        seen()
+        cut(source)
+
+    return meddle
+
+
+@pytest.mark.parametrize("num_bytes", CUTS)
+def test_a_connection_that_ends_in_the_middle_loses_no_page_and_none_is_half(way: Way, num_bytes: int) -> None:
+    found: list[tuple[int, str]] = []
+    way.may_connect = False
+    sender = way.sender()
+    sender.send(request_of("a", 5), 0, 5)
+    way.meddles = [cut_after(num_bytes, lambda: found.append(take(way)))]
+    way.may_connect = True
+    assert eventually(lambda: way.num_here() == 5, 30)
+    assert found in ([(0, "peer_lost")], [(0, "late")]), "it may not have noticed yet that the connection has ended"
+    assert take(way) == (5, "")
+
+
+FLIPS = [BEGIN + HEAD + RECORD_BYTES + at for at in (8, 28, 40, 70)]
+FLIPS += [BEGIN + HEAD + 5 * RECORD_BYTES + PAGE_BYTES + at for at in (0, PAGE_BYTES - 1)]
+
+
+@pytest.mark.parametrize("at", FLIPS)
+def test_a_flipped_bit_is_seen(way: Way, at: int) -> None:
+    """In what a record says, and in its page."""
+
+    def flip(source: socket.socket, to: socket.socket) -> None:
+        num = 0
+        while data := bytearray(source.recv(1 << 16)):
+            if num <= at < num + len(data):
+                data[at - num] ^= 1
+            num += len(data)
+            to.sendall(data)
+        cut(to)
+
+    way.may_connect = False
+    sender = way.sender()
+    sender.send(request_of("a", 5), 0, 5)
+    way.meddles = [flip]
+    way.may_connect = True
+    assert eventually(lambda: way.num_here() == 5, 30)
+    num, reason = take(way)
+    assert num <= 1, "of two records with one index, neither need be taken"
+    assert reason in ("checksum", "version", "late")
+
+
+def test_pages_that_come_twice_are_the_same_pages(way: Way) -> None:
+    def twice(source: socket.socket, to: socket.socket) -> None:
+        to.sendall(source.recv(BEGIN, socket.MSG_WAITALL))
+        part = source.recv(HEAD + 5 * (RECORD_BYTES + PAGE_BYTES), socket.MSG_WAITALL)
+        to.sendall(part + part)
+        pump(source, to)
+
+    way.may_connect = False
+    sender = way.sender()
+    sender.send(request_of("a", 5), 0, 5)
+    way.meddles = [twice]
+    way.may_connect = True
+    receiver = PageReceiver([way.copy], cache_of(1))
+    assert eventually(lambda: receiver.num_sent(0) == 10, 30)
+    assert take(way) == (5, "")
+
+
+def test_what_is_written_over_before_it_is_sent_is_left_out(way: Way) -> None:
+    way.may_connect = False
+    sender = way.sender()
+    for name in "abc":
+        sender.send(request_of(name, 5), 0, 5)
+    way.may_connect = True
+    assert eventually(lambda: way.num_here() == 15, 30)
+    assert take(way, "c") == (5, "")
+    assert take(way, "a") == (0, "late")
+    assert take(way, "b")[0] == 0, "its last pages alone are there"
+
+
+def test_a_sender_that_is_started_anew_begins_with_empty_memory(way: Way) -> None:
+    way.sender().send(request_of("a", 5), 0, 5)
+    assert eventually(lambda: way.num_here() == 5, 30)
+    assert way.senders[0]._stream is not None
+    way.senders[0]._stream.close()
+    way.sender().send(request_of("b", 2), 0, 2)
+    assert eventually(lambda: take(way, "b", 2) == (2, ""), 30)
+    assert take(way)[0] == 0
+
+
+begins = page_stream._BEGIN.pack  # what a sender says first
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (begins(b"GET / HT", NUM_SLOTS, PAGE_BYTES, 1), "is not what lies here"),
+        (begins(MAGIC, NUM_SLOTS + 1, PAGE_BYTES, 1), "is not what lies here"),
+        (begins(MAGIC, NUM_SLOTS, 0, 1), "is not what lies here"),
+        (begins(MAGIC, 1, 2**63, 1), "is not what lies here"),
+        (begins(MAGIC, NUM_SLOTS, PAGE_BYTES, 1) + page_stream._HEAD.pack(NUM_SLOTS + 6, 2), "slots 6 to 8"),
+        (begins(MAGIC, NUM_SLOTS, PAGE_BYTES, 1) + page_stream._HEAD.pack(0, 2**32 - 1), "slots 0"),
+        (b"", "sent nothing for 0.2 s"),
+    ],
+    ids=["another program", "more slots", "no bytes", "too many bytes", "behind the last slot", "too many", "nothing"],
+)  # fmt: skip
+def test_a_foreign_sender_is_refused_within_bounds_and_writes_nothing(
+    way: Way, sent: bytes, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_stream, "QUIET_S", 0.2)
+    before = os.pread(way.copy, os.fstat(way.copy).st_size, 0)
+    near, far = way.pair()
+    way.start(way.take, far)
+    near.sendall(sent)
+    assert eventually(lambda: way.ended, 30)
+    assert why in way.ended[0]
+    assert os.pread(way.copy, os.fstat(way.copy).st_size, 0) == before
+    sender = way.sender()
+    sender.send(request_of("a", 5), 0, 5)
+    assert eventually(lambda: way.num_here() == 5, 30)
+    assert take(way) == (5, "")
+
+
+def test_a_stream_without_pages_stays_and_one_that_is_silent_ends(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_stream, "QUIET_S", 1.0)
+    monkeypatch.setattr(page_stream, "_LIFE_S", 0.05)
+    way.sender()
+    receiver = PageReceiver([way.copy], cache_of(1), wait_s=60.0)
+    assert eventually(lambda: receiver._is_connected(0), 30)
+    time.sleep(1.5)
+    assert way.ended == []
+    monkeypatch.setattr(page_stream, "_LIFE_S", 600.0)
+    assert eventually(lambda: len(way.ended) == 1, 30)
+    assert "sent nothing for 1 s" in way.ended[0]
+
+
+# ---- a decode rank on another host
+
+
+@pytest.mark.parametrize("end", ["they come", "they are late", "the connection ends"])
+def test_a_request_waits_a_while_for_pages_that_are_sent_still(end: str) -> None:
+    prefill = Rank()
+    way, release = Way(40, prefill.cache.page_bytes), threading.Event()
+
+    def hold(source: socket.socket, to: socket.socket) -> None:
+        to.sendall(source.recv(BEGIN, socket.MSG_WAITALL))
+        release.wait(30)
+        if end == "they come":
+            pump(source, to)
+        cut(to)
+
+    with contextlib.closing(way):
+        way.meddles = [hold]
+        prefill, decode = Rank(sender=way.source), Rank(receivers=[way.copy])
+        assert prefill.sender is not None
+        assert decode.receiver is not None
+        way.senders.append(prefill.sender)
+        prefill.sender._stream = page_stream.PageStream(prefill.sender._ring, way.dial)
+        decode.receiver._wait_s = 0.5 if end == "they are late" else 60.0
+        assert eventually(lambda: decode.receiver._is_connected(0), 30)
+        base = Request("r", 1, list(range(28)), [], SamplingParams(max_new_tokens=6), 3)
+        prefill.scheduler.add(_to_prefill(base))
+        outputs: list[int] = []
+        while not outputs:
+            outputs = prefill.step().get("r", [])
+        goes_on = _again(base, "r", attempt=2, output_ids=outputs)
+        goes_on.handover, goes_on.arrived_s = Handover(0, LAUNCH, 1), time.monotonic()
+        decode.scheduler.add(goes_on)
+        other = Request("other", 1, [5, 6, 7], [], base.params, 0)
+        decode.scheduler.add(other)
+        ended: dict[str, list[int]] = {}
+        while "other" not in ended:  # which does not wait
+            ended |= decode.step()
+        if end != "they are late":
+            assert (goes_on.num_computed, decode.scheduler.awaits_pages) == (0, True)
+            release.set()
+        assert eventually(lambda: ended.update(decode.step()) or "r" in ended, 30)
+        release.set()
+        assert ended["r"] == run_alone(Rank(), _again(base, "alone"))
+        counts = {"they come": {"from_prefill": 7}, "they are late": {"late": 1}}.get(end, {"peer_lost": 1})
+        assert decode.receiver.counters == dict.fromkeys(COUNTERS, 0) | counts
+        assert decode.scheduler.blocks.num_free == decode.scheduler.blocks.num_blocks

@@ -1,0 +1,141 @@
+"""Prefill ranks on a host of their own: prompts are handed over across hosts, with the tokens of one rank."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.launcher.hosts import Host, can_make_hosts, make_hosts, set_cable
+from tests.launcher.running import Running, eventually, gone
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns"),
+]
+URL = "http://127.0.0.1:30000"
+SETTINGS = (
+    "parallel.device=cpu", "server.worker_deadline_s=10", "server.attach_deadline_s=60", "model.skip_tokenizer=true",
+    "parallel.threads_per_rank=1", "parallel.handover_gb=0.1",
+)  # fmt: skip
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
+    monkeypatch.setenv("MOE_SERVE_TOKEN", "0123456789abcdef" * 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with make_hosts(2) as (a, b):
+        yield a, b
+
+
+def serve(host: Host, node_rank: int, first: Host, num_prefill: int = 1) -> Running:
+    own = ("--nnodes", "2", "--node-rank", str(node_rank), "--dist-init-addr", f"{first.address}:20000")
+    settings = [word for value in SETTINGS for word in ("--set", value)]
+    return host.start("moe_serve", "serve", *own, "--prefill-ranks", str(num_prefill), "--decode-ranks", "1", *settings)
+
+
+class Front:
+    """The front end, on the host of the decode ranks."""
+
+    def __init__(self, host: Host):
+        self._host = host
+        self._num_asked = 0
+
+    def info(self) -> Any:
+        return json.loads(self._host.ask(f"{URL}/server_info")[1])
+
+    def prefill_is(self, state: str) -> bool:
+        return bool(self.info()["prefill"]["state"] == state)
+
+    def generate(self, length: int = 80, **fields: object) -> Any:
+        """Returns the answer to a prompt that was not asked before."""
+        self._num_asked += 1
+        prompt = [self._num_asked, *range(10, 9 + length)]
+        params = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+        status, text = self._host.ask(
+            f"{URL}/generate", json.dumps({"input_ids": prompt, "sampling_params": params} | fields)
+        )
+        assert status == 200, text
+        again = json.dumps({"input_ids": prompt, "sampling_params": params, "routed_dp_rank": 0, "extra_key": "own"})
+        status, alone = self._host.ask(f"{URL}/generate", again)
+        assert status == 200, alone
+        found = json.loads(text)
+        assert found["output_ids"] == json.loads(alone)["output_ids"], "as one rank computes them"
+        return found
+
+    def num_pages(self, fate: str) -> int:
+        found = re.search(rf'fate="{fate}",rank="0"}} (\S+)', self._host.ask(f"{URL}/metrics")[1])
+        return int(float(found[1])) if found else 0
+
+    def hands_over(self) -> bool:
+        """Asks a prompt of 80 tokens; returns whether its five blocks have come from the other host."""
+        before = self.num_pages("from_prefill")
+        return self.generate()["meta_info"]["route"] == "prefill" and eventually(
+            lambda: self.num_pages("from_prefill") >= before + 5, 10
+        )
+
+
+def test_prompts_are_handed_over_between_hosts_and_after_a_loss_again(hosts: tuple[Host, Host]) -> None:
+    a, b = hosts
+    with serve(a, 0, a) as first, serve(b, 1, a) as second:
+        first.wait_for("ready after", 120)
+        front = Front(a)
+        assert eventually(lambda: front.prefill_is("ready"), 90)
+        assert eventually(front.hands_over, 60)
+        (rank,) = front.info()["prefill"]["ranks"]
+        pids = [*first.descendants(), *second.descendants()]
+        assert rank["pid"] in second.descendants()
+        os.kill(rank["pid"], signal.SIGKILL)
+        front.generate()
+        first.wait_for("prefill: rank 0 .* was killed by SIGKILL", 60)
+        assert eventually(lambda: front.prefill_is("ready") and front.hands_over(), 90), first.output + second.output
+        second.process.send_signal(signal.SIGTERM)  # on either host
+        assert (first.wait(), second.wait()) == (0, 0)
+        assert gone(pids)
+        assert os.environ["MOE_SERVE_TOKEN"] not in first.output + second.output
+
+
+@pytest.mark.slow
+def test_one_of_two_prefill_ranks_is_replaced_alone_by_the_launcher_of_its_host(hosts: tuple[Host, Host]) -> None:
+    a, b = hosts
+    with serve(a, 0, a, num_prefill=2) as first, serve(b, 1, a, num_prefill=2) as second:
+        first.wait_for("ready after", 120)
+        front = Front(a)
+        assert eventually(lambda: front.prefill_is("ready") and front.hands_over(), 90)
+        before = front.info()["prefill"]
+        os.kill(before["ranks"][1]["pid"], signal.SIGKILL)
+        first.wait_for("prefill: rank 1 rejoined", 120)
+        after = front.info()["prefill"]
+        assert after["launch_id"] == before["launch_id"]
+        assert after["ranks"][0]["pid"] == before["ranks"][0]["pid"]
+        for _ in range(4):
+            assert eventually(front.hands_over, 60), first.output + second.output
+        assert (first.end(signal.SIGINT), second.wait()) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["cable", "host"])
+def test_without_the_other_host_decode_ranks_serve_on_until_it_is_back(hosts: tuple[Host, Host], loss: str) -> None:
+    a, b = hosts
+    with serve(a, 0, a) as first, contextlib.ExitStack() as started:
+        other = started.enter_context(serve(b, 1, a))
+        first.wait_for("ready after", 120)
+        front = Front(a)
+        assert eventually(lambda: front.prefill_is("ready") and front.hands_over(), 90)
+        if loss == "cable":
+            set_cable(b, "down")
+        else:
+            b.kill_all()
+        for _ in range(3):
+            front.generate()
+        assert eventually(lambda: front.generate()["meta_info"]["route"] == "no_prefill_rank", 60)
+        if loss == "cable":
+            set_cable(b, "up")
+        else:
+            other = started.enter_context(serve(b, 1, a))
+        assert eventually(lambda: front.prefill_is("ready") and front.hands_over(), 120), first.output + other.output
+        assert (first.end(signal.SIGINT), other.wait()) == (0, 0)
