@@ -275,17 +275,31 @@ def test_a_foreign_sender_is_refused_within_bounds_and_writes_nothing(
     assert take(way) == (5, "")
 
 
-def test_a_stream_without_pages_stays_and_one_that_is_silent_ends(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_stream, "QUIET_S", 1.0)
-    monkeypatch.setattr(page_stream, "_LIFE_S", 0.05)
-    way.sender()
-    receiver = PageReceiver([way.copy], cache_of(1), wait_s=60.0)
-    assert eventually(lambda: receiver._is_connected(0), 30)
-    time.sleep(1.5)
-    assert way.ended == []
+def test_a_sender_without_pages_gives_signs_of_life(way: Way) -> None:
+    seen: list[bytes] = []
+
+    def look(source: socket.socket, to: socket.socket) -> None:
+        to.sendall(source.recv(BEGIN, socket.MSG_WAITALL))
+        while len(seen) < 3:
+            seen.append(source.recv(HEAD, socket.MSG_WAITALL))
+            to.sendall(seen[-1])
+        pump(source, to)
+
+    way.meddles = [look]
+    sender = way.sender()
+    assert eventually(lambda: len(seen) == 3, 30)
+    assert seen == [bytes(HEAD)] * 3
+    sender.send(request_of("a", 5), 0, 5)
+    assert eventually(lambda: way.num_here() == 5, 30)
+    assert (take(way), way.ended) == ((5, ""), [])
+
+
+def test_a_sender_that_is_silent_is_given_up(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_stream, "_LIFE_S", 600.0)
-    assert eventually(lambda: len(way.ended) == 1, 30)
-    assert "sent nothing for 1 s" in way.ended[0]
+    monkeypatch.setattr(page_stream, "QUIET_S", 0.2)
+    way.sender()
+    assert eventually(lambda: "it sent nothing for 0.2 s" in way.ended, 30)
+    assert not PageReceiver([way.copy], cache_of(1), wait_s=60.0)._is_connected(0)
 
 
 # ---- a decode rank on another host
