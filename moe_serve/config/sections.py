@@ -350,7 +350,7 @@ class CacheConfig(Section):
     num_blocks: PositiveInt | None = None  # per rank; None: from memory_gib
     memory_gib: PositiveFloat = 1.0  # per rank, where num_blocks is None
     prefix_cache: bool = True  # reuse the blocks of equal prompt prefixes
-    # Per rank, for copies of states, of models with linear attention: a cached prefix counts up to the last copy
+    # Per rank, for copies of states, of models whose layers keep any: a cached prefix counts up to the last copy
     snapshot_gib: NonNegativeFloat = 1.0
     # Prefixes beyond the pool, for all ranks of a host, and over restarts: pages are copied to memory, in GB for all
     # ranks of a host, and to files in `path`, in GB for all models there. None: no such tier

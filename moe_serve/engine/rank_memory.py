@@ -85,7 +85,7 @@ def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     yield Memory("KV cache", num_bytes, blocks + kept)
     if shapes := state_shapes(plan.spec):
         running, size = config.engine.max_running_requests, state_bytes(shapes)
-        why = f"engine.max_running_requests {running} x {bytes_in_words(size)}, of layers with linear attention"
+        why = f"engine.max_running_requests {running} x {bytes_in_words(size)}, of layers that keep one"
         yield Memory("states of requests", running * size, why)
         why = f"{plan.num_snapshots} x {bytes_in_words(size)}, from which requests with an equal beginning go on"
         if not plan.num_snapshots:

@@ -11,7 +11,6 @@ S and the last `taps - 1` projections. Tokens are computed one by one, in float3
 cut into chunks.
 """
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,27 +21,9 @@ from torch.nn import functional
 
 from moe_serve.kernels.forms import DeltaShape
 from moe_serve.kernels.rows import rms_norm
+from moe_serve.kernels.sequence_states import NO_SLOT, SequenceStates
 
-NO_SLOT = -1
 _LENGTH_EPS = 1e-6
-
-
-class SequenceStates:
-    """Where the sequences of a step find their states, and leave them. Serves all layers of the step.
-
-    query_starts: [num_seqs + 1] int32, first row of each sequence;  on the CPU
-    slots:        [num_seqs, 4] int64: the slot that a state is read from, -1 = it is zero; the slot that it is written
-                  to; after how many of its rows a copy is kept, and in which slot. No copy: 0
-    address:      of the block of int64 that delta.c reads
-    """
-
-    def __init__(self, query_starts: Tensor, slots: Tensor):
-        num_seqs = slots.shape[0]
-        assert query_starts.dtype == torch.int32 and query_starts.shape == (num_seqs + 1,), "starts of each sequence"  # noqa: PT018
-        assert slots.dtype == torch.int64 and slots.is_contiguous(), f"slots of {slots.dtype}"  # noqa: PT018
-        self.query_starts, self.slots = query_starts, slots
-        self._facts = (ctypes.c_int64 * 3)(num_seqs, query_starts.data_ptr(), slots.data_ptr())
-        self.address = ctypes.addressof(self._facts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,6 +111,55 @@ class DeltaShape:
 
 
 @dataclass(frozen=True)
+class ConvShape:
+    """A causal convolution of each column apart over the tokens of a sequence (kernels/causal_conv.py).
+
+    channels, taps: its columns, and the tokens that each result is made of, its own included
+    first:  column of a row where its input begins
+    before, after: likewise of what multiplies its input and its results, elementwise; None: nothing does
+    silu:   whether results go through it
+    """
+
+    channels: int
+    taps: int
+    first: int
+    before: int | None = None
+    after: int | None = None
+    silu: bool = False
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Returns the shape of a request's state: the last rows of its input."""
+        return self.taps - 1, self.channels
+
+
+@dataclass(frozen=True)
+class GatedConvShape:
+    """A layer of LFM2: a convolution whose input and results are multiplied by other columns of the projected row.
+
+    width: columns of each of the three;  bias: on the projections and the convolution
+    """
+
+    width: int
+    taps: int
+    bias: bool = False
+
+    @property
+    def row_width(self) -> int:
+        """Returns the columns of a projected row: what multiplies the input, what multiplies results, the input."""
+        return 3 * self.width
+
+    @property
+    def conv(self) -> ConvShape:
+        return ConvShape(self.width, self.taps, 2 * self.width, before=0, after=self.width)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int]]:
+        """Returns the shape of a request's state."""
+        return (self.conv.state_shape,)
+
+
+@dataclass(frozen=True)
 class RouterSpec:
     """The router of a model: its gate turns logits into experts and weights.
 

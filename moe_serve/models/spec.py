@@ -8,7 +8,9 @@ Shape words: H = hidden, E = num_logical, I = moe_intermediate.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_serve.kernels.forms import SILU, Activation, DeltaShape, Fp8Block, RouterSpec
+from moe_serve.kernels.forms import SILU, Activation, DeltaShape, Fp8Block, GatedConvShape, RouterSpec
+
+AnyStateful = DeltaShape | GatedConvShape
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class GqaSpec:
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     has_sinks: bool = False  # each query head has a learned score that takes its share beside those of the keys
     sinks_name: str = "sinks"  # in the checkpoint
+    out_name: str = "o_proj"  # of the projection behind attention, in the checkpoint
     window: int | None = None  # keys that a token sees in windowed layers, its own included
     windowed_layer_ids: tuple[int, ...] = ()
     chunk: int | None = None  # in chunked layers a token sees those from the last multiple of it on
@@ -192,6 +195,18 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class NormNames:
+    """The names of the norms of whole rows in a checkpoint.
+
+    input, post: of a layer, in front of attention and of the MLP or experts;  last: behind all layers, below the model
+    """
+
+    input: str = "input_layernorm"
+    post: str = "post_attention_layernorm"
+    last: str = "norm"
+
+
+@dataclass(frozen=True)
 class IntegerCoding:
     """How matrices are packed as whole numbers (models/packed_integers.py).
 
@@ -236,6 +251,7 @@ class ModelSpec:
     logits_factor: float = 1.0  # on the rows that are projected to logits
     eos_token_ids: tuple[int, ...] = ()
     expert_names: ExpertNames = ExpertNames()
+    norm_names: NormNames = NormNames()
     expert_bias: bool = False  # on gate, up and down of the routed experts
     activation: Activation = SILU  # of the routed experts
     checkpoint_dtype: str | None = None  # as in config.json; None: not given
@@ -249,8 +265,8 @@ class ModelSpec:
     head_bias: bool = False  # on the projection to logits
     num_predictors: int = 0  # layers for multi-token prediction that its checkpoint may have behind the last layer
     predictor_id: int | None = None  # the last of num_layers is such a layer; None: all are layers of the model
-    linear: DeltaShape | None = None  # of the layers of linear attention, which keep a state for each request
-    linear_layer_ids: tuple[int, ...] = ()  # ascending; the others attend over the KV cache
+    stateful: AnyStateful | None = None  # of the layers that keep a state of each request
+    stateful_layer_ids: tuple[int, ...] = ()  # ascending; the others attend over the KV cache
     norms_from_zero: bool = False  # norms of rows and of query and key heads multiply by 1 + weight
     moe_out_norm: str | None = None  # name of a norm over the rows of a MoE layer, the shared expert's included
     may_lack_router_bias: bool = False  # checkpoints may leave it out: it is 0 in all layers then
@@ -279,7 +295,7 @@ class ModelSpec:
     @property
     def attention_layer_ids(self) -> tuple[int, ...]:
         """Returns the layers that attend over the KV cache."""
-        return tuple(layer for layer in range(self.num_layers) if layer not in self.linear_layer_ids)
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.stateful_layer_ids)
 
     @property
     def num_logical(self) -> int:

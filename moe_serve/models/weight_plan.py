@@ -12,8 +12,8 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_serve.kernels.forms import MXFP4_BLOCK, DeltaShape
-from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
+from moe_serve.kernels.forms import MXFP4_BLOCK, DeltaShape, GatedConvShape
+from moe_serve.models.spec import AnyStateful, ExpertNames, GqaSpec, MlaSpec, ModelSpec
 
 _BODY = "model."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -121,26 +121,27 @@ def _prefixed(spec: ModelSpec, part: Part) -> Part:
 def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
     vocab_shape = (spec.vocab_size, spec.hidden)
     yield DenseTensor("embed", (Part(EMBEDDING, vocab_shape),))
-    moe_layers, linear_layers = set(spec.moe_layer_ids), set(spec.linear_layer_ids)
+    names, moe_layers, stateful_layers = spec.norm_names, set(spec.moe_layer_ids), set(spec.stateful_layer_ids)
     for layer in range(spec.num_layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        yield from _layer_norm(spec, ours + "input_norm", theirs + "input_layernorm")
-        if layer in linear_layers and spec.linear is not None:
-            yield from _delta(spec.linear, spec.hidden, ours, theirs + "linear_attn.")
+        yield from _layer_norm(spec, ours + "input_norm", theirs + names.input)
+        if layer in stateful_layers and spec.stateful is not None:
+            yield from _stateful(spec.stateful, spec.hidden, ours, theirs)
         elif isinstance(spec.attention, GqaSpec):
             yield from _gqa(spec.attention, spec, ours, theirs + "self_attn.")
         else:
             yield from _mla(spec.attention, spec.hidden, ours, theirs + "self_attn.")
-        yield from _layer_norm(spec, ours + "post_norm", theirs + "post_attention_layernorm")
+        yield from _layer_norm(spec, ours + "post_norm", theirs + names.post)
         if layer in moe_layers:
             yield from _moe(spec, ours, theirs)
             if spec.moe_out_norm is not None:
                 yield _norm(ours + "moe_out_norm", f"{theirs}{spec.moe_out_norm}.weight", spec.hidden)
         else:
-            yield from _mlp(ours, f"{theirs}{spec.expert_names.dense}.", spec.hidden, spec.dense_intermediate)
+            dense = f"{theirs}{spec.expert_names.dense}."
+            yield from _mlp(ours, dense, spec.hidden, spec.dense_intermediate, spec.expert_names)
         if layer == spec.predictor_id:
             yield from _predictor(spec, ours, theirs)
-    yield from _layer_norm(spec, "norm", "model.norm")
+    yield from _layer_norm(spec, "norm", _BODY + names.last)
     if not spec.tie_embeddings:
         yield DenseTensor("lm_head", (Part(HEAD, vocab_shape),))
     if spec.head_bias:
@@ -247,14 +248,12 @@ def _layer_norm(spec: ModelSpec, name: str, source: str) -> Iterator[DenseTensor
         yield DenseTensor(name + "_bias", (Part(source + ".bias", (spec.hidden,)),), "bias")
 
 
-def _mlp(
-    ours: str, theirs: str, hidden: int, width: int, linears: tuple[str, str] | None = None
-) -> Iterator[DenseTensor]:
-    """Yields a gated MLP. linears: names of gate and up together, and of down; None: gate and up are apart"""
-    parts = tuple(Part(f"{theirs}{name}.weight", (width, hidden)) for name in ("gate_proj", "up_proj"))
-    down = "down_proj"
-    if linears is not None:
-        parts, down = (Part(f"{theirs}{linears[0]}.weight", (2 * width, hidden)),), linears[1]
+def _mlp(ours: str, theirs: str, hidden: int, width: int, names: ExpertNames) -> Iterator[DenseTensor]:
+    """Yields a gated MLP. names: of its matrices, as experts have them, or of gate and up together, and of down"""
+    parts = tuple(Part(f"{theirs}{name}.weight", (width, hidden)) for name in (names.gate, names.up))
+    down = names.down
+    if names.linears is not None:
+        parts, down = (Part(f"{theirs}{names.linears[0]}.weight", (2 * width, hidden)),), names.linears[1]
     yield DenseTensor(ours + "gate_up", parts)
     yield DenseTensor(ours + "down", (Part(f"{theirs}{down}.weight", (hidden, width)),))
 
@@ -295,7 +294,7 @@ def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
         yield DenseTensor(ours + "router_logit_bias", (bias,), "bias32")
     if spec.shared_intermediate:
         names, shared = spec.expert_names, f"{theirs}{spec.expert_names.shared}."
-        yield from _mlp(ours + "shared_", shared, spec.hidden, spec.shared_intermediate, names.linears)
+        yield from _mlp(ours + "shared_", shared, spec.hidden, spec.shared_intermediate, names)
         if spec.has_shared_gate:
             yield DenseTensor(ours + "shared_gate", (Part(f"{theirs}{names.shared_gate}.weight", (1, spec.hidden)),))
 
@@ -304,17 +303,37 @@ def _gqa(spec: GqaSpec, model: ModelSpec, ours: str, theirs: str) -> Iterator[De
     hidden, q, kv = model.hidden, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     widths = (("q_proj", 2 * q if spec.has_gate else q), ("k_proj", kv), ("v_proj", kv))
     yield DenseTensor(ours + "qkv", tuple(Part(f"{theirs}{n}.weight", (width, hidden)) for n, width in widths))
-    yield DenseTensor(ours + "o", (Part(theirs + "o_proj.weight", (hidden, q)),))
+    yield DenseTensor(ours + "o", (Part(f"{theirs}{spec.out_name}.weight", (hidden, q)),))
     if spec.qkv_bias:
         parts = tuple(Part(f"{theirs}{n}.bias", (width,)) for n, width in widths)
         yield DenseTensor(ours + "qkv_bias", parts, "bias")
     if spec.out_bias:
-        yield DenseTensor(ours + "o_bias", (Part(theirs + "o_proj.bias", (hidden,)),), "bias")
+        yield DenseTensor(ours + "o_bias", (Part(f"{theirs}{spec.out_name}.bias", (hidden,)),), "bias")
     if any(spec.norm_widths):
         for name, their_name, width in zip(("q_norm", "k_norm"), spec.norm_names, spec.norm_widths, strict=True):
             yield _norm(ours + name, f"{theirs}{their_name}.weight", width, model.norms_from_zero)
     if spec.has_sinks:
         yield DenseTensor(ours + "sinks", (Part(theirs + spec.sinks_name, (spec.num_heads,)),), "bias32")
+
+
+def _stateful(shape: AnyStateful, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    """Yields the tensors of a layer that keeps a state of each request."""
+    if isinstance(shape, DeltaShape):
+        yield from _delta(shape, hidden, ours, theirs + "linear_attn.")
+    else:
+        yield from _gated_conv(shape, hidden, ours, theirs + "conv.")
+
+
+def _gated_conv(shape: GatedConvShape, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    """Yields the tensors of a convolution between two projections (LFM2)."""
+    width = shape.width
+    yield DenseTensor(ours + "conv_in", (Part(theirs + "in_proj.weight", (shape.row_width, hidden)),))
+    yield DenseTensor(ours + "conv", (Part(theirs + "conv.weight", (width, 1, shape.taps)),), "bias32")
+    yield DenseTensor(ours + "conv_out", (Part(theirs + "out_proj.weight", (hidden, width)),))
+    if shape.bias:
+        yield DenseTensor(ours + "conv_in_bias", (Part(theirs + "in_proj.bias", (shape.row_width,)),), "bias")
+        yield DenseTensor(ours + "conv_bias", (Part(theirs + "conv.bias", (width,)),), "bias32")
+        yield DenseTensor(ours + "conv_out_bias", (Part(theirs + "out_proj.bias", (hidden,)),), "bias")
 
 
 def _delta(shape: DeltaShape, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:

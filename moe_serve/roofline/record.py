@@ -101,8 +101,8 @@ def record_model(
         raise ConfigError(f"the KV cache is in {cache!r}; choose one of {', '.join(CACHE_DTYPES)}")
     if cache != "auto" and isinstance(spec.attention, MlaSpec) and spec.attention.indexer is not None:
         raise ConfigError(f"{spec.model_type} has an indexer, which reads its keys in bfloat16; record with auto")
-    if spec.linear is not None:
-        raise ConfigError(f"{spec.model_type} has linear attention, which no GPU kernel here computes: no steps of it")
+    if spec.stateful is not None:
+        raise ConfigError(f"{spec.model_type} keeps states of requests, for which there is no GPU kernel: no steps")
     experts = choose_expert_form(
         "auto", spec.fp8_block, "cuda", True, in_mxfp4=spec.experts_in_mxfp4, has_narrow_rows=True
     )

@@ -185,7 +185,7 @@ def test_cpu_ranks_split_by_time_unless_told_otherwise_and_gpus_never(tmp_path: 
 def test_what_does_not_go_with_states_of_requests_is_refused(override: str | None, why: str, tmp_path: Path) -> None:
     model_type, keys = FAMILIES["qwen3_next"]
     overrides, device = ([], GPU) if override is None else ([override], CPU)
-    with pytest.raises(ConfigError, match=f"qwen3_next has linear attention.* {why}"):
+    with pytest.raises(ConfigError, match=f"qwen3_next has layers that keep a state of each request.* {why}"):
         plan_of(tmp_path, keys | {"model_type": model_type}, *overrides, device=device)
 
 

@@ -44,6 +44,11 @@ GRANITE: dict[str, Any] = COMMON | {
 MINIMAX: dict[str, Any] = COMMON | {
     "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 40,
 }  # fmt: skip
+LFM2: dict[str, Any] = COMMON | {
+    "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1, "routed_scaling_factor": 1.5,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 HUNYUAN: dict[str, Any] = COMMON | {"num_experts": 8, "moe_topk": 3, "head_dim": 16, "intermediate_size": 40}
 SPARSE: dict[str, Any] = MLA | {"index_n_heads": 16, "index_head_dim": 24, "index_topk": 17}
 YARN = {
@@ -133,6 +138,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_key_value_heads": 4, "norm_topk_prob": False, "tie_word_embeddings": True},
     ),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", QWEN_NEXT),
+    "lfm2_moe": ("lfm2_moe", LFM2),
+    # Attention first and last, convolutions of 5 taps with biases, a row of columns that is no multiple of 16.
+    "lfm2_moe-bias-tied": (
+        "lfm2_moe",
+        LFM2
+        | {"layer_types": ["full_attention", "conv", "conv", "full_attention"], "conv_L_cache": 5, "conv_bias": True}
+        | {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 6, "use_expert_bias": False}
+        | {"norm_topk_prob": False, "num_dense_layers": 0, "tie_word_embeddings": True},
+    ),
     "olmoe": ("olmoe", OLMOE),
     "olmoe-mha-bias-clip": (
         "olmoe",
@@ -273,7 +287,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Model types that keep a state of each request: on CPUs alone, and without guesses of tokens.
-WITH_STATES = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
+WITH_STATES = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "lfm2_moe")
 
 
 ANOTHERS_FORM = {name for name, (kind, _) in FAMILIES.items() if kind not in FAMILIES}

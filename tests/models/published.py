@@ -154,6 +154,15 @@ QWEN3_NEXT_80B: dict[str, Any] = {
     "tie_word_embeddings": False, "rope_scaling": None, "torch_dtype": "bfloat16", "bos_token_id": 151643,
     "eos_token_id": 151645,
 }  # fmt: skip
+LFM2_8B: dict[str, Any] = {
+    "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048,
+    "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_hidden_layers": 24, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2, "conv_L_cache": 3,
+    "conv_bias": False, "use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "norm_eps": 1e-5,
+    "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+    "rope_theta": 1000000.0, "max_position_embeddings": 128000, "bos_token_id": 1, "eos_token_id": 7, "pad_token_id": 0,
+    "dtype": "bfloat16",
+}  # fmt: skip
 
 GLM_47_FLASH: dict[str, Any] = {
     "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "vocab_size": 154880,
@@ -283,6 +292,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "MiniMax-M2": (MINIMAX_M2, 230e9),
     "Hunyuan-A13B": (HUNYUAN_A13B, 80e9),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT_80B, 80e9),
+    "LFM2-8B-A1B": (LFM2_8B, 8.34e9),
 }
 # Those that the cost model prices (moe_serve/eplb/cost/profiles/models).
 PRICED: dict[str, dict[str, Any]] = {

@@ -233,10 +233,10 @@ def check_attention_backend(config: ServeConfig, spec: ModelSpec, device: torch.
 
 
 def check_states(config: ServeConfig, spec: ModelSpec, device: torch.device) -> None:
-    """Raises ConfigError for what does not go with the states that layers of linear attention keep of requests."""
+    """Raises ConfigError for what does not go with the states that layers keep of requests."""
     if not state_shapes(spec):
         return
-    of_model = f"{spec.model_type} has linear attention, whose layers keep a state of each request"
+    of_model = f"{spec.model_type} has layers that keep a state of each request"
     reasons = (
         (device.type != "cpu", f"and this rank computes on {device.type}; they run on CPUs alone: serve on CPU ranks"),
         (config.speculation.mode != "off", "which guessed tokens would spoil; set speculation.mode: off"),

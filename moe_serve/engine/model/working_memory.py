@@ -18,7 +18,7 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
-from moe_serve.kernels.forms import AttendShape
+from moe_serve.kernels.forms import AttendShape, GatedConvShape
 from moe_serve.kernels.linear import LARGEST_TILE
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.models.decoder.mla import expand_from
@@ -129,7 +129,7 @@ def _attention(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
             return before + _gqa_on_gpu(spec.attention, spec.num_layers, sizes)
         return before + _mla_on_gpu(spec.attention, numerics, sizes)
     if isinstance(spec.attention, GqaSpec):
-        return max(_gqa(spec.attention, numerics, sizes), _delta(spec, sizes))
+        return max(_gqa(spec.attention, numerics, sizes), _stateful(spec, sizes))
     return _mla(spec.attention, numerics, sizes)
 
 
@@ -141,13 +141,17 @@ def _gqa(spec: GqaSpec, numerics: Numerics, sizes: StepSizes) -> int:
     return rows + _attended(numerics, sizes, spec.num_kv_heads, group, spec.head_dim, 2 * kv)
 
 
-def _delta(spec: ModelSpec, sizes: StepSizes) -> int:
-    """Returns the bytes of the rows of linear attention: projected, widened, and what heads give."""
-    if spec.linear is None:
+def _stateful(spec: ModelSpec, sizes: StepSizes) -> int:
+    """Returns the bytes of the rows of a layer that keeps a state: projected, widened, and what it gives."""
+    shape = spec.stateful
+    if shape is None:
         return 0
-    given = spec.linear.value_heads * spec.linear.value_width
-    state = 4 * spec.linear.value_heads * spec.linear.key_width * spec.linear.value_width  # of one token at a time
-    return sizes.rows * (spec.linear.row_width * (sizes.itemsize + 4) + given * sizes.itemsize) + 4 * state
+    if isinstance(shape, GatedConvShape):
+        # The input's columns, with the rows before them, sums, products, and what comes out, widened.
+        return sizes.rows * (shape.row_width * (sizes.itemsize + 4) + 6 * 4 * shape.width)
+    given = shape.value_heads * shape.value_width
+    state = 4 * shape.value_heads * shape.key_width * shape.value_width  # of one token at a time
+    return sizes.rows * (shape.row_width * (sizes.itemsize + 4) + given * sizes.itemsize) + 4 * state
 
 
 def _gqa_on_gpu(spec: GqaSpec, num_layers: int, sizes: StepSizes) -> int:

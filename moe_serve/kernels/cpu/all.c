@@ -11,6 +11,7 @@
 #include "updates.c"
 #include "layer_norm.c"
 #include "delta.c"
+#include "causal_conv.c"
 #include "indexed.c"
 #include "gate.c"
 #include "sampling.c"

@@ -4,6 +4,7 @@
    which stays in the first-level cache while the tokens of a chunk go by. */
 #include <math.h>
 #include "pool.h"
+#include "sequences.h"
 
 enum { DELTA_TILE = 32, DELTA_TOKENS = 16, DELTA_PARTS = 6, DELTA_REGISTERS = DELTA_TILE / VL };
 
@@ -15,15 +16,9 @@ typedef struct { /* as DeltaWeights fills it */
     i64 eps; /* the bits of a double */
 } DeltaFacts;
 
-typedef struct { /* as SequenceStates fills it */
-    i64 num_seqs;
-    const i32 *starts; /* [num_seqs + 1] */
-    const i64 *slots;  /* [num_seqs, 4]: from, to, tokens before a copy is kept, slot of the copy */
-} DeltaSequences;
-
 typedef struct {
     DeltaFacts a;
-    DeltaSequences seqs;
+    Sequences seqs;
     const float *rows;
     i64 step;
     float *conv, *recurrent, *out;
@@ -161,23 +156,21 @@ static void delta_tokens(const Delta *job, i64 head, i64 slot, i64 first, i64 co
 static void delta_piece(const void *about, i64 piece)
 {
     const Delta *job = about;
-    i64 seq = piece / job->a.key_heads, head = piece % job->a.key_heads;
-    const i64 *slots = job->seqs.slots + 4 * seq;
-    i64 first = job->seqs.starts[seq], end = job->seqs.starts[seq + 1], from = slots[0], to = slots[1];
-    i64 copied = slots[2] > 0 ? first + slots[2] : -1;
-    if (first == end) return;
-    if (from != to) copy_state(job, head, from, to);
-    while (first < end) {
-        i64 count = least(DELTA_TOKENS, (copied > first && copied < end ? copied : end) - first);
-        delta_tokens(job, head, to, first, count);
-        first += count;
-        if (first == copied) copy_state(job, head, to, slots[3]);
+    i64 head = piece % job->a.key_heads;
+    Sequence s = sequence_of(&job->seqs, piece / job->a.key_heads);
+    if (s.first == s.end) return;
+    if (s.from != s.to) copy_state(job, head, s.from, s.to);
+    while (s.first < s.end) {
+        i64 count = rows_at_once(&s, s.first, DELTA_TOKENS);
+        delta_tokens(job, head, s.to, s.first, count);
+        s.first += count;
+        if (s.first == s.copied) copy_state(job, head, s.to, s.copy);
     }
 }
 
 /* rows [tokens of all sequences, step] -> out [tokens, value_heads * value_width]. conv: [slots, taps - 1, channels],
    recurrent: [slots, value_heads, tiles, key_width, 32]; states are read and written as the sequences say. */
-i64 delta_rule(const DeltaFacts *facts, const DeltaSequences *seqs, const float *rows, i64 step, float *conv,
+i64 delta_rule(const DeltaFacts *facts, const Sequences *seqs, const float *rows, i64 step, float *conv,
                float *recurrent, float *out)
 {
     Delta job = {*facts, *seqs, rows, step, conv, recurrent, out};

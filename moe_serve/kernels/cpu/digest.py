@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_serve.kernels.causal_conv import ConvWeights
 from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.experts import GroupedExperts, PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.linear import PackedLinear
@@ -37,11 +38,12 @@ from moe_serve.kernels.cpu.packed import (
 )
 from moe_serve.kernels.cpu.rows import weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
-from moe_serve.kernels.delta_rule import DeltaWeights, SequenceStates
-from moe_serve.kernels.forms import INT4, Activation, AttendShape, DeltaShape, GroupForm, RouterSpec
+from moe_serve.kernels.delta_rule import DeltaWeights
+from moe_serve.kernels.forms import INT4, Activation, AttendShape, ConvShape, DeltaShape, GroupForm, RouterSpec
 from moe_serve.kernels.group_quantised import SCALE_DTYPES, Activations, GroupQuantised, quantise_groups
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows, WantedLogprobs
+from moe_serve.kernels.sequence_states import SequenceStates
 
 ROWS, HIDDEN, WIDTH = 13, 150, 70
 
@@ -175,15 +177,14 @@ def _indexed() -> list[Tensor]:
 
 
 def _delta_rule() -> list[Tensor]:
-    """Returns results and states of two sequences: one goes on with another state, and one keeps a copy of its own."""
+    """Returns results and states of two sequences."""
     shape, results = DeltaShape(2, 4, 24, 40, 4), []
     for grouped in (False, True):
         shape = replace(shape, grouped=grouped)
         conv, decay, bias, norm = (_numbers(*n) for n in ((4, shape.channels), (4,), (4,), (40,)))
         weights = DeltaWeights(shape, conv, decay - 1.1, bias, norm, 1e-6)
         pools = [_numbers(4, *each, seed=5) for each in shape.state_shapes]
-        slots = torch.tensor([[2, 0, 0, 0], [-1, 1, 3, 3]])
-        sequences = SequenceStates(torch.tensor([0, 2, ROWS], dtype=torch.int32), slots)
+        sequences = _sequences()
         rows, recorded = _numbers(ROWS, shape.row_width, seed=6), partial(_delta_rows, weights, pools)
         results += [recorded_once(ROWS, partial(recorded, rows), sequences=sequences.address), *pools]
     return results
@@ -191,6 +192,28 @@ def _delta_rule() -> list[Tensor]:
 
 def _delta_rows(weights: DeltaWeights, pools: list[Tensor], rows: Tensor, do: Recorder) -> Tensor:
     return do.delta_rule(rows, weights, pools)
+
+
+def _causal_conv() -> list[Tensor]:
+    """Returns results and states of two sequences, of a convolution alone and of one between factors."""
+    results = []
+    for silu, before, after in ((True, None, None), (False, 21, 0)):
+        shape = ConvShape(21, 3, 42, before, after, silu)
+        weights = ConvWeights(shape, _numbers(3, 21, seed=2), _numbers(21, seed=3))
+        rows, states, sequences = _numbers(ROWS, 63, seed=6), _numbers(4, *shape.state_shape, seed=5), _sequences()
+        recorded = partial(_convolved, weights, states, rows)
+        results += [recorded_once(ROWS, recorded, sequences=sequences.address), states]
+    return results
+
+
+def _convolved(weights: ConvWeights, states: Tensor, rows: Tensor, do: Recorder) -> Tensor:
+    return do.causal_conv(rows, weights, states)
+
+
+def _sequences() -> SequenceStates:
+    """Returns two sequences: one goes on with another state, and one keeps a copy of its own."""
+    slots = torch.tensor([[2, 0, 0, 0], [-1, 1, 3, 3]])
+    return SequenceStates(torch.tensor([0, 2, ROWS], dtype=torch.int32), slots)
 
 
 def _attend_rows(shape: AttendShape) -> AttendRows:
@@ -262,6 +285,7 @@ PROBES: tuple[Callable[[], list[Tensor]], ...] = (
     _attention,
     _indexed,
     _delta_rule,
+    _causal_conv,
     _operations,
     _sums,
     _gate,

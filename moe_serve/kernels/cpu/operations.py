@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.kernels import indexed_attention, rope, rows
+from moe_serve.kernels.causal_conv import ConvWeights
 from moe_serve.kernels.cpu.attention import attend_options
 from moe_serve.kernels.cpu.checks import dense
 from moe_serve.kernels.cpu.experts import PackedExperts
@@ -54,6 +55,7 @@ AnyHeads = Any
 AnyMlp = Any
 MOST_EXPERTS = 2048  # these two as in gate.c
 MOST_GROUPS = 64
+MOST_TAPS = 16  # as in causal_conv.c
 
 Draw = Callable[..., Tensor]  # sizes -> float32 numbers from -1 to 1, others at each call
 EXAMPLE_ROWS = 13
@@ -388,6 +390,19 @@ class Recorder(Operations, Tape):
         sizes = shape.key_heads, shape.value_heads, shape.key_width, shape.value_width, shape.taps
         facts = torch.tensor([*sizes, *(each.data_ptr() for each in kept), float_bits(weights.eps)])
         self.call("delta_rule", facts, SEQUENCES, x, x.stride(0), *pools, out, keep=kept)
+        return out
+
+    def causal_conv(self, x: Tensor, weights: ConvWeights, states: Tensor) -> Tensor:
+        """Returns what causal_conv_reference does with the step's SequenceStates; it writes rows of sequences alone."""
+        shape = weights.shape
+        assert states.is_contiguous() and tuple(states.shape[1:]) == shape.state_shape, f"states {tuple(states.shape)}"  # noqa: PT018
+        assert shape.taps <= MOST_TAPS, f"a convolution over {shape.taps} tokens, at most {MOST_TAPS}"
+        assert dense(weights.weight, torch.float32) and dense(weights.bias, torch.float32)  # noqa: PT018
+        out = self.buffer("causal_conv", shape.channels)
+        factors = (-1 if column is None else column for column in (shape.before, shape.after))
+        sizes = shape.channels, shape.taps, shape.first, *factors, int(shape.silu)
+        facts = torch.tensor([*sizes, weights.weight.data_ptr(), weights.bias.data_ptr()])
+        self.call("causal_conv", facts, SEQUENCES, x, x.stride(0), states, out, keep=weights)
         return out
 
     def gate(self, logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:

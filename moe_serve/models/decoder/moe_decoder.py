@@ -17,8 +17,10 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout, StateShapes, id_dtype
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
+from moe_serve.kernels.forms import DeltaShape
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rows import LayerNorm
+from moe_serve.models.decoder.conv import ConvLayer, conv_layer
 from moe_serve.models.decoder.delta import DeltaLayer, delta_layer
 from moe_serve.models.decoder.gqa import GqaAttention, GqaLayer, RopeTable
 from moe_serve.models.decoder.graphs import GraphRunner
@@ -36,10 +38,10 @@ from moe_serve.models.decoder.stack import (
 )
 from moe_serve.models.decoder.step import SharedExpert
 from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp, PackedMlp, WeightForms
-from moe_serve.models.spec import GqaSpec, ModelSpec
+from moe_serve.models.spec import AnyStateful, GqaSpec, ModelSpec
 from moe_serve.models.weights import LoadedWeights
 
-AnyAttention = GqaLayer | MlaLayer | DeltaLayer
+AnyAttention = GqaLayer | MlaLayer | DeltaLayer | ConvLayer
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +116,9 @@ def build_decoder(
     for layer_id in range(spec.num_layers):
         prefix = f"layers.{layer_id}."
         mine = {name.removeprefix(prefix): dense.pop(name) for name in list(dense) if name.startswith(prefix)}
-        if layer_id in spec.linear_layer_ids and spec.linear is not None:
-            index = spec.linear_layer_ids.index(layer_id)
-            attention_layer: AnyAttention = delta_layer(spec.linear, spec.norm_eps, index, mine, forms)
+        if layer_id in spec.stateful_layer_ids and spec.stateful is not None:
+            index = spec.stateful_layer_ids.index(layer_id)
+            attention_layer: AnyAttention = _stateful_layer(spec.stateful, spec.norm_eps, index, mine, forms)
         elif isinstance(attention, GqaAttention):
             cached_as = spec.attention_layer_ids.index(layer_id)
             attention_layer = attention.layer(layer_id, mine, spec.rope, forms, cached_as)
@@ -213,7 +215,7 @@ def expert_id_bytes(spec: ModelSpec) -> int:
 
 def state_shapes(spec: ModelSpec) -> tuple[StateShapes, ...]:
     """Returns the shapes of what each layer with a state keeps of a request, in float32."""
-    return () if spec.linear is None else (spec.linear.state_shapes,) * len(spec.linear_layer_ids)
+    return () if spec.stateful is None else (spec.stateful.state_shapes,) * len(spec.stateful_layer_ids)
 
 
 def make_attention(
@@ -230,6 +232,14 @@ def make_attention(
 
         return TritonAttention(shape, numerics, dtype)
     return PagedAttention(shape, numerics, dtype, device)
+
+
+def _stateful_layer(
+    shape: AnyStateful, eps: float, index: int, weights: dict[str, Any], forms: WeightForms
+) -> DeltaLayer | ConvLayer:
+    if isinstance(shape, DeltaShape):
+        return delta_layer(shape, eps, index, weights, forms)
+    return conv_layer(shape, index, weights, forms)
 
 
 def _shared_expert(weights: dict[str, Any], forms: WeightForms) -> SharedExpert:

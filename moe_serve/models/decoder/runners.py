@@ -12,16 +12,18 @@ from moe_serve.attention_dp.attention import Attention, AttentionShape, HeadProj
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import KeptIds, MoeLayer, Turns, take_turns
+from moe_serve.kernels.causal_conv import ConvWeights, causal_conv_reference
 from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedLinear, RowTable
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
-from moe_serve.kernels.delta_rule import DeltaWeights, SequenceStates, delta_rule_reference
+from moe_serve.kernels.delta_rule import DeltaWeights, delta_rule_reference
 from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.linear import Linear
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.kernels.part_clock import MLP, PartClock
+from moe_serve.kernels.sequence_states import SequenceStates
 from moe_serve.models.decoder.gqa import RopeTable
 from moe_serve.models.decoder.stack import AnyStack, StepInputs
 from moe_serve.models.decoder.step import IndexRows, SharedExpert, Step
@@ -140,6 +142,9 @@ class TorchStep(Step):
 
     def delta_rule_of(self, rows: Tensor, weights: DeltaWeights, layer: int) -> Tensor:
         return delta_rule_reference(rows, weights, self.cache.states_of(layer), self._sequences)
+
+    def convolve(self, rows: Tensor, weights: ConvWeights, layer: int) -> Tensor:
+        return causal_conv_reference(rows, weights, self.cache.states_of(layer)[0], self._sequences)
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
@@ -289,6 +294,9 @@ class RecordedStep(Step, Recorder):
 
     def delta_rule_of(self, rows: Tensor, weights: DeltaWeights, layer: int) -> Tensor:
         return self.delta_rule(rows, weights, self.cache.states_of(layer))
+
+    def convolve(self, rows: Tensor, weights: ConvWeights, layer: int) -> Tensor:
+        return self.causal_conv(rows, weights, self.cache.states_of(layer)[0])
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         yield from ()  # turns are taken when it runs

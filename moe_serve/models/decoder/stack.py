@@ -18,6 +18,7 @@ from moe_serve.ep.moe_layer import MoeLayer, Turns
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, AnyTable
 from moe_serve.kernels.part_clock import ATTENTION, GATE, MLP, VOCABULARY
 from moe_serve.kernels.rows import LayerNorm
+from moe_serve.models.decoder.conv import ConvLayer
 from moe_serve.models.decoder.delta import DeltaLayer
 from moe_serve.models.decoder.gqa import GqaLayer
 from moe_serve.models.decoder.mla import MlaLayer
@@ -35,7 +36,7 @@ class DecoderLayer:
     """
 
     input_norm: AnyNorm
-    attention: GqaLayer | MlaLayer | DeltaLayer
+    attention: GqaLayer | MlaLayer | DeltaLayer | ConvLayer
     post_norm: AnyNorm
     moe: MoeLayer | None
     mlp: AnyMlp | None

@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_serve.attention_dp.attention import HeadProjections
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer, Turns
+from moe_serve.kernels.causal_conv import ConvWeights
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, Operations
 from moe_serve.kernels.delta_rule import DeltaWeights
 from moe_serve.kernels.indexed_attention import IndexerShape
@@ -117,6 +118,10 @@ class Step(Operations, ABC):
 
         [T, row_width] -> [T, value_heads * value_width].  layer: of the cache's states
         """
+
+    @abstractmethod
+    def convolve(self, rows: Tensor, weights: ConvWeights, layer: int) -> Tensor:
+        """Returns what a causal convolution makes of rows, [T, width] -> [T, channels]; states go on likewise."""
 
     @abstractmethod
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:

@@ -37,8 +37,8 @@ def read(config: HfConfig) -> ModelSpec:
         has_shared_gate=True,
         expert_names=ExpertNames(shared="mlp.shared_expert"),
         norms_from_zero=True,
-        linear=replace(delta_shape(config), grouped=True) if linear else None,
-        linear_layer_ids=linear,
+        stateful=replace(delta_shape(config), grouped=True) if linear else None,
+        stateful_layer_ids=linear,
     )
 
 
@@ -59,7 +59,8 @@ def read_3_5(config: HfConfig) -> ModelSpec:
     # All layers have experts, and the router always divides the weights by their sum.
     fixed = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None}
     spec = read(HfConfig({**config.values, **fixed}, config.where))
-    return spec if spec.linear is None else replace(spec, linear=replace(spec.linear, grouped=False))
+    shape = spec.stateful
+    return replace(spec, stateful=replace(shape, grouped=False)) if isinstance(shape, DeltaShape) else spec
 
 
 NEXT_DEFAULTS = {
