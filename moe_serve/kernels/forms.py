@@ -160,6 +160,45 @@ class GatedConvShape:
 
 
 @dataclass(frozen=True)
+class MambaShape:
+    """A state-space layer of Mamba-2 (kernels/state_space.py).
+
+    groups:      of heads that share their keys and queries, each of state_width columns
+    head_width:  columns of a head's values
+    taps:        of the convolution
+    conv_bias, bias: whether the convolution has any, and the projections
+    """
+
+    groups: int
+    heads: int
+    state_width: int
+    head_width: int
+    taps: int
+    conv_bias: bool = True
+    bias: bool = False
+
+    @property
+    def inner(self) -> int:
+        """Returns the columns of all heads."""
+        return self.heads * self.head_width
+
+    @property
+    def row_width(self) -> int:
+        """Returns the columns of a projected row: gates, what is convolved, and a number of each head."""
+        return self.inner + self.conv.channels + self.heads
+
+    @property
+    def conv(self) -> ConvShape:
+        return ConvShape(self.inner + 2 * self.groups * self.state_width, self.taps, self.inner, silu=True)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+        """Returns the shapes of a request's state: the convolution's, and each head's matrix in tiles of columns."""
+        tiles = -(-self.head_width // DELTA_TILE)
+        return self.conv.state_shape, (self.heads, tiles, self.state_width, DELTA_TILE)
+
+
+@dataclass(frozen=True)
 class RouterSpec:
     """The router of a model: its gate turns logits into experts and weights.
 

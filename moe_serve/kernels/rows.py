@@ -34,6 +34,16 @@ def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
         x.copy_(rms_norm(x, weight, eps))
 
 
+def gated_rms_norm_(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> None:
+    """x [rows, width] becomes x * silu(gate), normed over each of equal groups of columns, times weight [width].
+
+    gate: like x, may be a slice of wider rows; it is copied beside a column of zeros, as in gate_
+    """
+    gated = x.float() * functional.silu(functional.pad(gate.float(), (0, 1))[:, :-1])
+    width = x.shape[1] // groups
+    x.copy_(functional.rms_norm(gated.view(-1, width), (width,), None, eps).view_as(x).to(x.dtype) * weight)
+
+
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, factor: float = 1.0) -> Tensor:
     """Adds factor * delta to x in place, and returns the normed sum, like x. delta: like x, not x itself"""
     if x.is_cuda:

@@ -8,9 +8,9 @@ Shape words: H = hidden, E = num_logical, I = moe_intermediate.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_serve.kernels.forms import SILU, Activation, DeltaShape, Fp8Block, GatedConvShape, RouterSpec
+from moe_serve.kernels.forms import SILU, Activation, DeltaShape, Fp8Block, GatedConvShape, MambaShape, RouterSpec
 
-AnyStateful = DeltaShape | GatedConvShape
+AnyStateful = DeltaShape | GatedConvShape | MambaShape
 
 
 @dataclass(frozen=True)

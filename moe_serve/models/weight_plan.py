@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_serve.kernels.forms import MXFP4_BLOCK, DeltaShape, GatedConvShape
+from moe_serve.kernels.forms import MXFP4_BLOCK, DeltaShape, GatedConvShape, MambaShape
 from moe_serve.models.spec import AnyStateful, ExpertNames, GqaSpec, MlaSpec, ModelSpec
 
 _BODY = "model."
@@ -320,6 +320,8 @@ def _stateful(shape: AnyStateful, hidden: int, ours: str, theirs: str) -> Iterat
     """Yields the tensors of a layer that keeps a state of each request."""
     if isinstance(shape, DeltaShape):
         yield from _delta(shape, hidden, ours, theirs + "linear_attn.")
+    elif isinstance(shape, MambaShape):
+        yield from _mamba(shape, hidden, ours, theirs + "mamba.")
     else:
         yield from _gated_conv(shape, hidden, ours, theirs + "conv.")
 
@@ -334,6 +336,22 @@ def _gated_conv(shape: GatedConvShape, hidden: int, ours: str, theirs: str) -> I
         yield DenseTensor(ours + "conv_in_bias", (Part(theirs + "in_proj.bias", (shape.row_width,)),), "bias")
         yield DenseTensor(ours + "conv_bias", (Part(theirs + "conv.bias", (width,)),), "bias32")
         yield DenseTensor(ours + "conv_out_bias", (Part(theirs + "out_proj.bias", (hidden,)),), "bias")
+
+
+def _mamba(shape: MambaShape, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    """Yields the tensors of a state-space layer."""
+    channels, heads = shape.conv.channels, shape.heads
+    yield DenseTensor(ours + "mamba_in", (Part(theirs + "in_proj.weight", (shape.row_width, hidden)),))
+    yield DenseTensor(ours + "mamba_conv", (Part(theirs + "conv1d.weight", (channels, 1, shape.taps)),), "bias32")
+    if shape.conv_bias:
+        yield DenseTensor(ours + "mamba_conv_bias", (Part(theirs + "conv1d.bias", (channels,)),), "bias32")
+    for name, stored in (("decay", "A_log"), ("step_bias", "dt_bias"), ("skip", "D")):
+        yield DenseTensor(f"{ours}mamba_{name}", (Part(theirs + stored, (heads,)),), "bias32")
+    yield _norm(ours + "mamba_norm", theirs + "norm.weight", shape.inner)
+    yield DenseTensor(ours + "mamba_out", (Part(theirs + "out_proj.weight", (hidden, shape.inner)),))
+    if shape.bias:
+        yield DenseTensor(ours + "mamba_in_bias", (Part(theirs + "in_proj.bias", (shape.row_width,)),), "bias")
+        yield DenseTensor(ours + "mamba_out_bias", (Part(theirs + "out_proj.bias", (hidden,)),), "bias")
 
 
 def _delta(shape: DeltaShape, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:

@@ -44,6 +44,11 @@ GRANITE: dict[str, Any] = COMMON | {
 MINIMAX: dict[str, Any] = COMMON | {
     "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 40,
 }  # fmt: skip
+HYBRID: dict[str, Any] = GRANITE | {
+    "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 2, "mamba_chunk_size": 32,
+    "shared_intermediate_size": 40,
+}  # fmt: skip
 LFM2: dict[str, Any] = COMMON | {
     "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
     "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1, "routed_scaling_factor": 1.5,
@@ -158,6 +163,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         GRANITE | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
     "granitemoeshared": ("granitemoeshared", GRANITE | {"shared_intermediate_size": 40}),
+    "granitemoehybrid": ("granitemoehybrid", HYBRID),
+    # Heads of 40 columns with a state of 7 rows, one group, a convolution of 3 taps without biases, and rotation.
+    "granitemoehybrid-odd-rotated": (
+        "granitemoehybrid",
+        HYBRID
+        | {"layer_types": ["attention", "mamba", "mamba", "attention"], "mamba_n_heads": 2, "mamba_d_head": 40}
+        | {"hidden_size": 80, "mamba_expand": 1, "mamba_d_state": 7, "mamba_n_groups": 1, "mamba_d_conv": 3}
+        | {"mamba_conv_bias": False, "mamba_proj_bias": True, "position_embedding_type": "rope"}
+        | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
     "minimax_m2": ("minimax_m2", MINIMAX),
     "minimax_m2-mha-whole": ("minimax_m2", MINIMAX | {"num_key_value_heads": 4, "rotary_dim": 16}),
     "gpt_oss": ("gpt_oss", GPT_OSS),
@@ -287,7 +302,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Model types that keep a state of each request: on CPUs alone, and without guesses of tokens.
-WITH_STATES = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "lfm2_moe")
+WITH_STATES = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid")
 
 
 ANOTHERS_FORM = {name for name, (kind, _) in FAMILIES.items() if kind not in FAMILIES}

@@ -154,6 +154,28 @@ QWEN3_NEXT_80B: dict[str, Any] = {
     "tie_word_embeddings": False, "rope_scaling": None, "torch_dtype": "bfloat16", "bos_token_id": 151643,
     "eos_token_id": 151645,
 }  # fmt: skip
+GRANITE_4_H_TINY: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "vocab_size": 100352,
+    "hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "intermediate_size": 512, "shared_intermediate_size": 1024, "num_local_experts": 64, "num_experts_per_tok": 6,
+    "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+    "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "position_embedding_type": "nope", "attention_bias": False, "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12, "logits_scaling": 6, "residual_multiplier": 0.22, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000, "rope_scaling": None, "max_position_embeddings": 131072, "hidden_act": "silu",
+    "tie_word_embeddings": True, "eos_token_id": 100257, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GRANITE_4_H_SMALL = GRANITE_4_H_TINY | {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 72,
+    "num_experts_per_tok": 10,
+    "intermediate_size": 768,
+    "shared_intermediate_size": 1536,
+    "mamba_n_heads": 128,
+}
 LFM2_8B: dict[str, Any] = {
     "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048,
     "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_hidden_layers": 24, "num_attention_heads": 32,
@@ -293,6 +315,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Hunyuan-A13B": (HUNYUAN_A13B, 80e9),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT_80B, 80e9),
     "LFM2-8B-A1B": (LFM2_8B, 8.34e9),
+    "Granite-4.0-H-Tiny": (GRANITE_4_H_TINY, 6.94e9),
+    "Granite-4.0-H-Small": (GRANITE_4_H_SMALL, 32.2e9),
 }
 # Those that the cost model prices (moe_serve/eplb/cost/profiles/models).
 PRICED: dict[str, dict[str, Any]] = {

@@ -220,7 +220,7 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         (PHI_35_MOE, {"rope_scaling": PHI_35_MOE["rope_scaling"] | {"long_factor": [1.0]}}, "a list of 64 numbers"),
         (ERNIE_45_21B, {"use_bias": True}, "use_bias true"),
         (ERNIE_45_21B, {"model_type": "kimi_linear"}, "linear attention that is not Qwen3-Next's"),
-        (ERNIE_45_21B, {"model_type": "jamba"}, "a state-space layer, whose state is per request, is not supported"),
+        (ERNIE_45_21B, {"model_type": "jamba"}, "a state-space layer of Mamba's first version is not supported"),
         (GLM_5, {"index_topk_freq": 4}, "index_topk_freq 4 (only 1 is)"),
         (GLM_5, {"indexer_types": ["full", *["shared"] * 77]}, "indexer_types ['full', 'shared'"),
         (GLM_47_FLASH, {"mlp_layer_types": ["sparse"] * 3}, "expected a list of 47"),

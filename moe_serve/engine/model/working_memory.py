@@ -18,7 +18,7 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
-from moe_serve.kernels.forms import AttendShape, GatedConvShape
+from moe_serve.kernels.forms import AttendShape, GatedConvShape, MambaShape
 from moe_serve.kernels.linear import LARGEST_TILE
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.models.decoder.mla import expand_from
@@ -149,6 +149,9 @@ def _stateful(spec: ModelSpec, sizes: StepSizes) -> int:
     if isinstance(shape, GatedConvShape):
         # The input's columns, with the rows before them, sums, products, and what comes out, widened.
         return sizes.rows * (shape.row_width * (sizes.itemsize + 4) + 6 * 4 * shape.width)
+    if isinstance(shape, MambaShape):
+        conv, state = shape.conv.channels, 4 * shape.inner * shape.state_width
+        return sizes.rows * (shape.row_width * (sizes.itemsize + 4) + 6 * 4 * conv + 4 * 4 * shape.inner) + 4 * state
     given = shape.value_heads * shape.value_width
     state = 4 * shape.value_heads * shape.key_width * shape.value_width  # of one token at a time
     return sizes.rows * (shape.row_width * (sizes.itemsize + 4) + given * sizes.itemsize) + 4 * state

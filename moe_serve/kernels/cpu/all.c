@@ -12,6 +12,7 @@
 #include "layer_norm.c"
 #include "delta.c"
 #include "causal_conv.c"
+#include "state_space.c"
 #include "indexed.c"
 #include "gate.c"
 #include "sampling.c"

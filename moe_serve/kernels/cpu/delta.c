@@ -2,7 +2,6 @@
    after the other, and a column of a head's state depends on no other column, so bits depend on the sequence alone:
    not on chunks, other sequences or threads. A head's state lies in tiles of 32 columns, [tile, key_width, 32], each of
    which stays in the first-level cache while the tokens of a chunk go by. */
-#include <math.h>
 #include "pool.h"
 #include "sequences.h"
 
@@ -132,8 +131,7 @@ static void delta_tokens(const Delta *job, i64 head, i64 slot, i64 first, i64 co
                  a.value_width, v, padded);
         for (i64 t = 0; t < count; t++) {
             float x = rows[t * job->step + columns[4]] + a.step_bias[h];
-            float step = x > 20 ? x : (float)log(1.0 + (double)exp_vf(splat(x))[0]); /* softplus */
-            decay[t] = exp_vf(splat(a.decay[h] * step))[0];
+            decay[t] = exp_vf(splat(a.decay[h] * softplus(x)))[0];
             strength[t] = (1.0f / (1.0f + exp_vf(splat(-rows[t * job->step + columns[5]]))))[0];
         }
         for (i64 tile = 0; tile < tiles; tile++) {

@@ -39,11 +39,21 @@ from moe_serve.kernels.cpu.packed import (
 from moe_serve.kernels.cpu.rows import weighted_sum
 from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.delta_rule import DeltaWeights
-from moe_serve.kernels.forms import INT4, Activation, AttendShape, ConvShape, DeltaShape, GroupForm, RouterSpec
+from moe_serve.kernels.forms import (
+    INT4,
+    Activation,
+    AttendShape,
+    ConvShape,
+    DeltaShape,
+    GroupForm,
+    MambaShape,
+    RouterSpec,
+)
 from moe_serve.kernels.group_quantised import SCALE_DTYPES, Activations, GroupQuantised, quantise_groups
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows, WantedLogprobs
 from moe_serve.kernels.sequence_states import SequenceStates
+from moe_serve.kernels.state_space import StateSpaceWeights
 
 ROWS, HIDDEN, WIDTH = 13, 150, 70
 
@@ -210,6 +220,20 @@ def _convolved(weights: ConvWeights, states: Tensor, rows: Tensor, do: Recorder)
     return do.causal_conv(rows, weights, states)
 
 
+def _state_space() -> list[Tensor]:
+    """Returns results and states of two sequences."""
+    shape = MambaShape(2, 4, 9, 40, 3)
+    weights = StateSpaceWeights(shape, _numbers(4) - 1.1, _numbers(4, seed=2), _numbers(4, seed=3))
+    mixed, steps = _numbers(ROWS, shape.conv.channels, seed=6), _numbers(ROWS, 4, seed=7)
+    states, sequences = _numbers(4, *shape.state_shapes[1], seed=5), _sequences()
+    recorded = partial(_state_rows, weights, states, mixed, steps)
+    return [recorded_once(ROWS, recorded, sequences=sequences.address), states]
+
+
+def _state_rows(weights: StateSpaceWeights, states: Tensor, mixed: Tensor, steps: Tensor, do: Recorder) -> Tensor:
+    return do.state_space(mixed, steps, weights, states)
+
+
 def _sequences() -> SequenceStates:
     """Returns two sequences: one goes on with another state, and one keeps a copy of its own."""
     slots = torch.tensor([[2, 0, 0, 0], [-1, 1, 3, 3]])
@@ -286,6 +310,7 @@ PROBES: tuple[Callable[[], list[Tensor]], ...] = (
     _indexed,
     _delta_rule,
     _causal_conv,
+    _state_space,
     _operations,
     _sums,
     _gate,

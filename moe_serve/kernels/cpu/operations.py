@@ -44,6 +44,7 @@ from moe_serve.kernels.forms import AttendShape, MlaWidths, RouterSpec, Scoring
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, PartClock
 from moe_serve.kernels.rows import LayerNorm
+from moe_serve.kernels.state_space import StateSpaceWeights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -225,6 +226,16 @@ class Operations:
     def gate_(tape: Tape, x: Tensor, logits: Tensor) -> None:
         tape.call("multiply_by_sigmoid", x, ROWS, x.shape[1], x.stride(0), logits, logits.stride(0))
 
+    @operation(
+        rows.gated_rms_norm_,
+        lambda draw: [
+            (draw(EXAMPLE_ROWS, 78), draw(EXAMPLE_ROWS, 90)[:, 5:83], draw(78), _EPS, groups) for groups in (1, 3)
+        ],
+    )
+    def gated_rms_norm_(tape: Tape, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> None:
+        sizes = ROWS, x.shape[1], x.stride(0)
+        tape.call("gated_rms_norm", x, *sizes, gate, gate.stride(0), groups, weight, float_bits(eps))
+
     @operation(_linear, lambda draw: [("y", PackedLinear(draw(70, _HIDDEN), draw(70)), draw(EXAMPLE_ROWS, _HIDDEN))])
     def linear(tape: Tape, name: str, weight: PackedLinear | PackedParts, x: Tensor) -> Tensor:
         out, column = tape.buffer(name, weight.out_features), 0
@@ -403,6 +414,19 @@ class Recorder(Operations, Tape):
         sizes = shape.channels, shape.taps, shape.first, *factors, int(shape.silu)
         facts = torch.tensor([*sizes, weights.weight.data_ptr(), weights.bias.data_ptr()])
         self.call("causal_conv", facts, SEQUENCES, x, x.stride(0), states, out, keep=weights)
+        return out
+
+    def state_space(self, mixed: Tensor, steps: Tensor, weights: StateSpaceWeights, states: Tensor) -> Tensor:
+        """Returns what state_space_reference does with the step's SequenceStates; it writes rows of sequences alone."""
+        shape = weights.shape
+        assert states.is_contiguous() and tuple(states.shape[1:]) == shape.state_shapes[1], f"{tuple(states.shape)}"  # noqa: PT018
+        out = self.buffer("state_space", shape.inner)
+        kept = weights.decay, weights.step_bias, weights.skip
+        assert all(dense(each, torch.float32) for each in kept)
+        sizes = shape.groups, shape.heads, shape.state_width, shape.head_width
+        facts = torch.tensor([*sizes, *(each.data_ptr() for each in kept)])
+        rows = mixed, mixed.stride(0), steps, steps.stride(0)
+        self.call("state_space", facts, SEQUENCES, *rows, states, out, keep=kept)
         return out
 
     def gate(self, logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:

@@ -85,6 +85,38 @@ i64 add_rms_norm(float *x, const float *delta, i64 rows, i64 n, i64 x_step, i64 
     return 0;
 }
 
+typedef struct {
+    float *x;
+    i64 rows, n, x_step;
+    const float *gate;
+    i64 gate_step, groups;
+    const float *weight;
+    float eps;
+} GatedNorm;
+
+static void gated_norm_piece(const void *about, i64 piece)
+{
+    const GatedNorm *job = about;
+    i64 n = job->n, width = n / job->groups, end = least((piece + 1) * rows_of_piece(n), job->rows);
+    for (i64 r = piece * rows_of_piece(n); r < end; r++) {
+        float *x = job->x + r * job->x_step;
+        const float *gate = job->gate + r * job->gate_step;
+        BY_REGISTER(n, vf z = get(gate + i, j, count);
+                    put(x + i, j, get(x + i, j, count) * (z / (1.0f + exp_vf(-z))), count);)
+        for (i64 at = 0; at < n; at += width) norm_row(x + at, job->weight + at, width, job->eps, x + at);
+    }
+}
+
+/* x [rows, n] = the norm of x * silu(gate) over each of `groups` equal parts of a row, times weight; eps: the bits of a
+   double */
+i64 gated_rms_norm(float *x, i64 rows, i64 n, i64 x_step, const float *gate, i64 gate_step, i64 groups,
+                   const float *weight, i64 eps)
+{
+    GatedNorm job = {x, rows, n, x_step, gate, gate_step, groups, weight, as_float(eps)};
+    pool_run(gated_norm_piece, &job, pieces_of(rows, n));
+    return 0;
+}
+
 /* Returns a * b + c. Which of two products is fused is said, since compilers choose differently. */
 INLINE float fused(float a, float b, float c)
 {

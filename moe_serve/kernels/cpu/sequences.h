@@ -1,5 +1,6 @@
 /* The sequences of a step, whose states lie in slots (kernels/sequence_states.py). */
 #pragma once
+#include <math.h>
 #include "vec.h"
 
 typedef struct { /* as SequenceStates fills it */
@@ -23,3 +24,5 @@ INLINE i64 rows_at_once(const Sequence *s, i64 first, i64 most)
 {
     return least(most, (s->copied > first && s->copied < s->end ? s->copied : s->end) - first);
 }
+
+INLINE float softplus(float x) { return x > 20 ? x : (float)log(1.0 + (double)exp_vf(splat(x))[0]); }

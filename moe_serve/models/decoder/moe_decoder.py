@@ -17,13 +17,14 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout, StateShapes, id_dtype
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
-from moe_serve.kernels.forms import DeltaShape
+from moe_serve.kernels.forms import DeltaShape, MambaShape
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rows import LayerNorm
 from moe_serve.models.decoder.conv import ConvLayer, conv_layer
 from moe_serve.models.decoder.delta import DeltaLayer, delta_layer
 from moe_serve.models.decoder.gqa import GqaAttention, GqaLayer, RopeTable
 from moe_serve.models.decoder.graphs import GraphRunner
+from moe_serve.models.decoder.mamba import MambaLayer, mamba_layer
 from moe_serve.models.decoder.mla import MlaAttention, MlaLayer
 from moe_serve.models.decoder.runners import RecordedRunner, TorchRunner
 from moe_serve.models.decoder.stack import (
@@ -41,7 +42,7 @@ from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp, PackedMlp, W
 from moe_serve.models.spec import AnyStateful, GqaSpec, ModelSpec
 from moe_serve.models.weights import LoadedWeights
 
-AnyAttention = GqaLayer | MlaLayer | DeltaLayer | ConvLayer
+AnyAttention = GqaLayer | MlaLayer | DeltaLayer | ConvLayer | MambaLayer
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,9 +237,11 @@ def make_attention(
 
 def _stateful_layer(
     shape: AnyStateful, eps: float, index: int, weights: dict[str, Any], forms: WeightForms
-) -> DeltaLayer | ConvLayer:
+) -> DeltaLayer | ConvLayer | MambaLayer:
     if isinstance(shape, DeltaShape):
         return delta_layer(shape, eps, index, weights, forms)
+    if isinstance(shape, MambaShape):
+        return mamba_layer(shape, eps, index, weights, forms)
     return conv_layer(shape, index, weights, forms)
 
 

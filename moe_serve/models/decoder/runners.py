@@ -24,6 +24,7 @@ from moe_serve.kernels.linear import Linear
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.kernels.part_clock import MLP, PartClock
 from moe_serve.kernels.sequence_states import SequenceStates
+from moe_serve.kernels.state_space import StateSpaceWeights, state_space_reference
 from moe_serve.models.decoder.gqa import RopeTable
 from moe_serve.models.decoder.stack import AnyStack, StepInputs
 from moe_serve.models.decoder.step import IndexRows, SharedExpert, Step
@@ -145,6 +146,10 @@ class TorchStep(Step):
 
     def convolve(self, rows: Tensor, weights: ConvWeights, layer: int) -> Tensor:
         return causal_conv_reference(rows, weights, self.cache.states_of(layer)[0], self._sequences)
+
+    def state_space_of(self, mixed: Tensor, steps: Tensor, weights: StateSpaceWeights, layer: int) -> Tensor:
+        states = self.cache.states_of(layer)[1]
+        return state_space_reference(mixed, steps, weights, states, self._sequences)
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
@@ -297,6 +302,9 @@ class RecordedStep(Step, Recorder):
 
     def convolve(self, rows: Tensor, weights: ConvWeights, layer: int) -> Tensor:
         return self.causal_conv(rows, weights, self.cache.states_of(layer)[0])
+
+    def state_space_of(self, mixed: Tensor, steps: Tensor, weights: StateSpaceWeights, layer: int) -> Tensor:
+        return self.state_space(mixed, steps, weights, self.cache.states_of(layer)[1])
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         yield from ()  # turns are taken when it runs

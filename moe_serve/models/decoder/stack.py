@@ -21,6 +21,7 @@ from moe_serve.kernels.rows import LayerNorm
 from moe_serve.models.decoder.conv import ConvLayer
 from moe_serve.models.decoder.delta import DeltaLayer
 from moe_serve.models.decoder.gqa import GqaLayer
+from moe_serve.models.decoder.mamba import MambaLayer
 from moe_serve.models.decoder.mla import MlaLayer
 from moe_serve.models.decoder.step import SharedExpert, Step
 
@@ -36,7 +37,7 @@ class DecoderLayer:
     """
 
     input_norm: AnyNorm
-    attention: GqaLayer | MlaLayer | DeltaLayer | ConvLayer
+    attention: GqaLayer | MlaLayer | DeltaLayer | ConvLayer | MambaLayer
     post_norm: AnyNorm
     moe: MoeLayer | None
     mlp: AnyMlp | None

@@ -19,6 +19,7 @@ from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, Operations
 from moe_serve.kernels.delta_rule import DeltaWeights
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.rows import multiply_by_sigmoid_
+from moe_serve.kernels.state_space import StateSpaceWeights
 from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp
 
 
@@ -122,6 +123,10 @@ class Step(Operations, ABC):
     @abstractmethod
     def convolve(self, rows: Tensor, weights: ConvWeights, layer: int) -> Tensor:
         """Returns what a causal convolution makes of rows, [T, width] -> [T, channels]; states go on likewise."""
+
+    @abstractmethod
+    def state_space_of(self, mixed: Tensor, steps: Tensor, weights: StateSpaceWeights, layer: int) -> Tensor:
+        """Returns what state-space heads make of convolved rows and their steps; states go on likewise."""
 
     @abstractmethod
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:

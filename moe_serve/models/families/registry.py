@@ -133,9 +133,10 @@ REFUSED = {
     "bailing_hybrid": LINEAR_ATTENTION,
     "minimax": LINEAR_ATTENTION,
 }
-REFUSED |= dict.fromkeys(
-    ("jamba", "granitemoehybrid", "nemotron_h"), "a state-space layer, whose state is per request,"
-)
+REFUSED |= {
+    "jamba": "a state-space layer of Mamba's first version",
+    "nemotron_h": "a layer that is attention, experts or a state space alone",
+}
 REFUSED |= dict.fromkeys(("mellum", "mimo_v2_flash", "laguna"), "rotation by another theta in windowed layers")
 REFUSED |= dict.fromkeys(("nllb-moe", "switch_transformers"), "an encoder in front of the decoder")
 REFUSED |= {
