@@ -49,7 +49,8 @@ class GqaSpec:
     chunked_layer_ids: tuple[int, ...] = ()
     unrotated_layer_ids: tuple[int, ...] = ()
     temperature: QueryTemperature | None = None
-    has_gate: bool = False  # what heads attend is multiplied by sigmoid of a gate, which lies behind each head's query
+    has_gate: bool = False  # what heads attend is multiplied by sigmoid of a gate
+    gate_name: str | None = None  # of a projection to gates, in the checkpoint; None: they lie behind each head's query
 
     @property
     def softmax_scale(self) -> float:
@@ -196,13 +197,18 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class NormNames:
-    """The names of the norms of whole rows in a checkpoint.
+    """The names of the norms of whole rows in a checkpoint; None: there is none at that place.
 
-    input, post: of a layer, in front of attention and of the MLP or experts;  last: behind all layers, below the model
+    input, post: of a layer, in front of attention and of the MLP or experts
+    behind_attention, behind_moe, behind_dense: over what these add to the residual, a shared expert included
+    last: behind all layers, below the model
     """
 
-    input: str = "input_layernorm"
-    post: str = "post_attention_layernorm"
+    input: str | None = "input_layernorm"
+    behind_attention: str | None = None
+    post: str | None = "post_attention_layernorm"
+    behind_moe: str | None = None
+    behind_dense: str | None = None
     last: str = "norm"
 
 
@@ -268,7 +274,6 @@ class ModelSpec:
     stateful: AnyStateful | None = None  # of the layers that keep a state of each request
     stateful_layer_ids: tuple[int, ...] = ()  # ascending; the others attend over the KV cache
     norms_from_zero: bool = False  # norms of rows and of query and key heads multiply by 1 + weight
-    moe_out_norm: str | None = None  # name of a norm over the rows of a MoE layer, the shared expert's included
     may_lack_router_bias: bool = False  # checkpoints may leave it out: it is 0 in all layers then
 
     @property

@@ -124,21 +124,22 @@ def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
     names, moe_layers, stateful_layers = spec.norm_names, set(spec.moe_layer_ids), set(spec.stateful_layer_ids)
     for layer in range(spec.num_layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        yield from _layer_norm(spec, ours + "input_norm", theirs + names.input)
+        yield from _named_norm(spec, ours + "input_norm", theirs, names.input)
         if layer in stateful_layers and spec.stateful is not None:
             yield from _stateful(spec.stateful, spec.hidden, ours, theirs)
         elif isinstance(spec.attention, GqaSpec):
             yield from _gqa(spec.attention, spec, ours, theirs + "self_attn.")
         else:
             yield from _mla(spec.attention, spec.hidden, ours, theirs + "self_attn.")
-        yield from _layer_norm(spec, ours + "post_norm", theirs + names.post)
+        yield from _named_norm(spec, ours + "attention_out_norm", theirs, names.behind_attention)
+        yield from _named_norm(spec, ours + "post_norm", theirs, names.post)
         if layer in moe_layers:
             yield from _moe(spec, ours, theirs)
-            if spec.moe_out_norm is not None:
-                yield _norm(ours + "moe_out_norm", f"{theirs}{spec.moe_out_norm}.weight", spec.hidden)
         else:
             dense = f"{theirs}{spec.expert_names.dense}."
             yield from _mlp(ours, dense, spec.hidden, spec.dense_intermediate, spec.expert_names)
+        behind = names.behind_moe if layer in moe_layers else names.behind_dense
+        yield from _named_norm(spec, ours + "mlp_out_norm", theirs, behind)
         if layer == spec.predictor_id:
             yield from _predictor(spec, ours, theirs)
     yield from _layer_norm(spec, "norm", _BODY + names.last)
@@ -230,7 +231,8 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
     if spec.fp8_block is not None and name.endswith(_SCALES_OF_ACTIVATIONS):
         return True
     prefix = _BODY + "layers."
-    if spec.moe_out_norm is not None and name.endswith(f".{spec.moe_out_norm}.weight"):
+    names = spec.norm_names
+    if names.behind_dense is None and names.behind_moe is not None and name.endswith(f".{names.behind_moe}.weight"):
         return True
     if name == f"{prefix}{spec.predictor_id}.embed_tokens.weight":
         return True
@@ -246,6 +248,12 @@ def _layer_norm(spec: ModelSpec, name: str, source: str) -> Iterator[DenseTensor
     yield _norm(name, source + ".weight", spec.hidden, spec.norms_from_zero)
     if spec.layer_norm:
         yield DenseTensor(name + "_bias", (Part(source + ".bias", (spec.hidden,)),), "bias")
+
+
+def _named_norm(spec: ModelSpec, name: str, layer: str, source: str | None) -> Iterator[DenseTensor]:
+    """Yields a norm of a layer; None: there is none."""
+    if source is not None:
+        yield from _layer_norm(spec, name, layer + source)
 
 
 def _mlp(ours: str, theirs: str, hidden: int, width: int, names: ExpertNames) -> Iterator[DenseTensor]:
@@ -301,7 +309,9 @@ def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
 
 def _gqa(spec: GqaSpec, model: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
     hidden, q, kv = model.hidden, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    widths = (("q_proj", 2 * q if spec.has_gate else q), ("k_proj", kv), ("v_proj", kv))
+    widths = [("q_proj", 2 * q if spec.has_gate and spec.gate_name is None else q), ("k_proj", kv), ("v_proj", kv)]
+    if spec.gate_name is not None:
+        widths.append((spec.gate_name, q))
     yield DenseTensor(ours + "qkv", tuple(Part(f"{theirs}{n}.weight", (width, hidden)) for n, width in widths))
     yield DenseTensor(ours + "o", (Part(f"{theirs}{spec.out_name}.weight", (hidden, q)),))
     if spec.qkv_bias:

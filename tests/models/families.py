@@ -95,6 +95,7 @@ GPT_OSS: dict[str, Any] = COMMON | {
 
 _SIGMOID_QWEN: dict[str, Any] = QWEN | {"num_experts_per_tok": 3, "num_hidden_layers": 5, "sliding_window": 20}
 EXAONE = _SIGMOID_QWEN | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+AFMOE: dict[str, Any] = _SIGMOID_QWEN | {"num_dense_layers": 1, "num_shared_experts": 1, "route_scale": 1.7}
 FLINT = _SIGMOID_QWEN | {"shared_expert_intermediate_size": 48}
 SOLAR = SIGMOID | {"first_k_dense_replace": 0}
 HY_V3: dict[str, Any] = QWEN | {"num_experts_per_tok": 3, "router_scaling_factor": 2.1, "rms_norm_eps": 1e-5}
@@ -255,6 +256,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         EXAONE
         | {"layer_types": ["full_attention", *["sliding_attention"] * 4], "num_shared_experts": 2, "n_group": 1}
         | {"mlp_layer_types": ["sparse", "dense", *["sparse"] * 3], "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "afmoe": ("afmoe", AFMOE),
+    "afmoe-scaled-list": (
+        "afmoe",
+        AFMOE
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 4], "mup_enabled": True, "num_dense_layers": 0}
+        | {"num_shared_experts": 2, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "flex_olmo-plain": ("flex_olmo", OLMOE),
+    "flex_olmo-mha-bias": (
+        "flex_olmo",
+        OLMOE | {"num_key_value_heads": 4, "attention_bias": True, "norm_topk_prob": True, "tie_word_embeddings": True},
     ),
     "flint": ("flint", FLINT),
     "flint-bias-lists": (

@@ -104,7 +104,7 @@ class GqaAttention:
         elif any(spec.norm_widths):
             norms = ((weights.pop("q_norm"), spec.num_heads), (weights.pop("k_norm"), spec.num_kv_heads))
             norm = torch.cat([each.view(-1, spec.head_dim).expand(heads, -1) for each, heads in norms])
-        if not rope.interleaved or spec.has_gate:
+        if not rope.interleaved or (spec.has_gate and spec.gate_name is None):
             order = torch.arange(rope.dim) if rope.interleaved else pair_order(rope.dim, qkv.device)
             order = torch.cat((order, torch.arange(rope.dim, spec.head_dim, device=order.device)))
             rows = self._rows_in(order)
@@ -128,7 +128,7 @@ class GqaAttention:
         num_rotated = spec.num_heads + spec.num_kv_heads
         num_rows = (num_rotated + spec.num_kv_heads + spec.num_heads * spec.has_gate) * spec.head_dim
         heads = torch.arange(num_rows, device=order.device).view(-1, spec.head_dim)
-        if spec.has_gate:
+        if spec.has_gate and spec.gate_name is None:
             of_queries = heads[: 2 * spec.num_heads]
             heads = torch.cat((of_queries[0::2], heads[2 * spec.num_heads :], of_queries[1::2]))
         return torch.cat((heads[:num_rotated, order], heads[num_rotated:])).flatten()

@@ -139,9 +139,9 @@ def build_decoder(
             mlp = _mlp(mine, "", forms)
         if layer_id == spec.predictor_id:
             joined = {name: mine.pop(name) for name in ("embed_norm", "hidden_norm", "join", "head_norm", "head")}
-        norms = _norm(mine, "input_norm"), _norm(mine, "post_norm")
-        out_norm = mine.pop("moe_out_norm", None)
-        layers.append(DecoderLayer(norms[0], attention_layer, norms[1], moe, mlp, shared, out_norm))
+        norms = [_norm(mine, name) if name in mine else None for name in ("input_norm", "post_norm")]
+        out_norms = [mine.pop(name, None) for name in ("attention_out_norm", "mlp_out_norm")]
+        layers.append(DecoderLayer(norms[0], attention_layer, out_norms[0], norms[1], moe, mlp, shared, out_norms[1]))
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
     head_weight = None if spec.tie_embeddings else dense.pop("lm_head")
     embedding, head = forms.embedding(embed, head_weight, dense.pop("lm_head_bias", None))

@@ -33,16 +33,18 @@ class DecoderLayer:
     """One layer's weights; it has either `moe` or `mlp`.
 
     shared: the shared expert, where the MoE layer leaves it to the operations
-    moe_out_norm: weight of an RMS norm over the rows of `moe` and the shared expert; None: there is none
+    attention_out_norm, mlp_out_norm: over what attention, and MLP or experts with a shared one, add to the residual
+    Norms that are None are not there.
     """
 
-    input_norm: AnyNorm
+    input_norm: AnyNorm | None
     attention: GqaLayer | MlaLayer | DeltaLayer | ConvLayer | MambaLayer
-    post_norm: AnyNorm
+    attention_out_norm: Tensor | None
+    post_norm: AnyNorm | None
     moe: MoeLayer | None
     mlp: AnyMlp | None
     shared: SharedExpert | None
-    moe_out_norm: Tensor | None
+    mlp_out_norm: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,16 @@ class DecoderStack:
             if do.has_rows:
                 do.begin(ATTENTION)
                 delta = layer.attention(self._normed(x, delta, layer.input_norm, do), do)
+                if layer.attention_out_norm is not None:
+                    do.rms_norm_(delta, layer.attention_out_norm, self.eps)
             do.begin(MLP if layer.moe is None else GATE)
             normed = self._normed(x, delta, layer.post_norm, do)
             if layer.moe is None:
                 delta = do.mlp(layer.mlp, normed)
             else:
                 delta = yield from do.moe(layer.moe, layer.shared, normed)
-                if layer.moe_out_norm is not None:
-                    do.rms_norm_(delta, layer.moe_out_norm, self.eps)
+            if layer.mlp_out_norm is not None:
+                do.rms_norm_(delta, layer.mlp_out_norm, self.eps)
         do.begin(VOCABULARY)
         last = self._normed(x, delta, self.norm, do)
         if self.factors.logits != 1:
@@ -98,7 +102,13 @@ class DecoderStack:
         """The first of its MoE layers."""
         return next((layer.moe for layer in self.layers if layer.moe is not None), None)
 
-    def _normed(self, x: Tensor, delta: Tensor | None, weight: AnyNorm, do: Step) -> Tensor:
+    def _normed(self, x: Tensor, delta: Tensor | None, weight: AnyNorm | None, do: Step) -> Tensor:
+        """Adds `delta` to x in place, and returns x as it goes into a sublayer; without a norm that is x itself."""
+        if weight is None:
+            assert self.factors.residual == 1, "a factor goes with a norm"
+            if delta is not None:
+                do.add_gated_(x, delta, None)
+            return x
         if isinstance(weight, LayerNorm):
             return do.layer_norm(x, delta, weight, self.eps)
         if delta is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from moe_serve.models.families.common import dense_width, moe_layers_of_list
 from moe_serve.models.families.deepseek import V3_DEFAULTS, read_v3, with_indexer
 from moe_serve.models.hf_config import HfConfig
-from moe_serve.models.spec import ModelSpec
+from moe_serve.models.spec import ModelSpec, NormNames
 
 
 def read_lite(config: HfConfig) -> ModelSpec:
@@ -29,7 +29,8 @@ def read_dsa(config: HfConfig) -> ModelSpec:
 
 def read_axk1(config: HfConfig) -> ModelSpec:
     spec = _listed(config, config.size("first_k_dense_replace", default=1, minimum=0))
-    return replace(spec, moe_out_norm="post_mlp_layernorm", may_lack_router_bias=True)
+    names = NormNames(behind_moe="post_mlp_layernorm")
+    return replace(spec, norm_names=names, may_lack_router_bias=True)
 
 
 def _listed(config: HfConfig, num_dense: int) -> ModelSpec:

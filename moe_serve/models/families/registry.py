@@ -140,13 +140,11 @@ REFUSED |= {
 REFUSED |= dict.fromkeys(("mellum", "mimo_v2_flash", "laguna"), "rotation by another theta in windowed layers")
 REFUSED |= dict.fromkeys(("nllb-moe", "switch_transformers"), "an encoder in front of the decoder")
 REFUSED |= {
-    "afmoe": "attention whose output is gated by the rows that went in",
     "axk2": "norms and attention that are gated by the rows that went in",
     "cohere2_moe": "attention and experts side by side in a layer",
     "dbrx": "layer norms without biases, and attention as one matrix,",
-    "flex_olmo": "a layer whose norms lie behind attention and experts alone",
     "jetmoe": "attention whose heads are chosen as experts are",
-    "kolibri1": "norms on both sides of attention and experts",
+    "kolibri1": "a router that adds its bias to logits before it takes their sigmoid",
     "longcat_flash": "two attentions in a layer, and experts that do nothing,",
     "mistral_large4": "a layer that reads the cache of another one",
     "openai_privacy_filter": "a model that labels tokens and generates none",
