@@ -59,7 +59,7 @@ def _token(row: Tensor, steps: Tensor, weights: StateSpaceWeights, state: Tensor
     """Returns what one row gives, [heads, head_width]; the state goes on by a token."""
     shape = weights.shape
     shared = shape.groups * shape.state_width
-    v, k, q = torch.split(row, (shape.inner, shared, shared))
+    v, k, q = torch.split(row, [shape.inner, shared, shared])
     v = v.view(shape.heads, shape.head_width)
     k, q = (each.view(shape.groups, -1).repeat_interleave(shape.heads // shape.groups, 0) for each in (k, q))
     step = functional.softplus(steps + weights.step_bias)

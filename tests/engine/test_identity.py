@@ -77,14 +77,16 @@ SINGLE: dict[str, tuple[int, list[str], int | None]] = {
     ),
 }  # fmt: skip
 DEMO = ("demo", "small")
-MODELS = [(model, size) for size in SIZES for model in ("demo", *TINY, *OTHER_FAMILIES)]
+# Families that are another's form: slow tests alone serve them over ranks.
+IN_ANOTHERS_FORM = ("glm4_moe_lite-list", "solar_open-plain", "hy_v3-plain", "mistral4-heated", "flex_olmo-plain")
+MODELS = [(model, size) for size in SIZES for model in ("demo", *TINY, *OTHER_FAMILIES, *IN_ANOTHERS_FORM)]
 
 
 def marked(reference: tuple[str, str], *case: object) -> object:
     name = "-".join(map(str, (*reference, *case)))
     model, size = reference
     every_day = BY_SHARED_KERNELS if model in OTHER_FAMILIES else BY_KERNELS
-    is_slow = size == "large" or (case in ALL_WAYS and case not in every_day)
+    is_slow = size == "large" or model in IN_ANOTHERS_FORM or (case in ALL_WAYS and case not in every_day)
     return pytest.param(reference, *case, id=name, marks=pytest.mark.slow if is_slow else ())
 
 
