@@ -11,6 +11,7 @@ _WHITE_SPACE = ("whitespace_pattern", "whitespace_flexible")  # of them
 _BRANCHES = ("properties", "anyOf", "oneOf")  # words of a schema whose values say what may come at one place
 _DATA = ("const", "enum", "default", "examples")  # words of a schema whose values are no schemas
 _DEFINITIONS = ("$defs", "definitions")
+_DESCRIPTIONS = ("title", "description", "markdownDescription", "default", "examples", "deprecated", "$comment")
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)  # and those that have some
 
 
@@ -59,7 +60,7 @@ def lenient(schema: Schema | bool) -> Schema:
     """Returns a schema whose words that llguidance cannot hold are left out, instead of refused.
 
     So are references to other documents, which nobody fetches. They become $dynamicRef, a word that llguidance leaves
-    out and names.
+    out and names. Descriptions beside a reference are dropped: llguidance refuses any of one to a schema around it.
     """
     own: set[str] = set()
 
@@ -71,6 +72,8 @@ def lenient(schema: Schema | bool) -> Schema:
         reference = part.get("$ref")
         if isinstance(reference, str) and not reference.startswith("#") and reference.partition("#")[0] not in own:
             part["$dynamicRef"] = part.pop("$ref")
+        if isinstance(reference, str):
+            part = {word: value for word, value in part.items() if word not in _DESCRIPTIONS}
         return part
 
     rewritten(schema, note)

@@ -204,6 +204,19 @@ def test_a_lenient_schema_leaves_out_references_to_other_documents_and_names_the
     assert matcher.may_end
 
 
+def test_a_lenient_schema_may_describe_a_reference_to_a_schema_around_it() -> None:
+    """As check-jsonschema's schema of CircleCI does."""
+    around = {"$ref": "#/$defs/logic", "markdownDescription": "the opposite of a statement", "description": "not"}
+    logic = {"anyOf": [{"type": "boolean"}, {"type": "object", "properties": {"not": around}, "required": ["not"]}]}
+    schema = {"$ref": "#/$defs/logic", "$defs": {"logic": logic}}
+    with pytest.raises(RequestError, match="sibling keys"):
+        matcher_of("json_schema", json.dumps(schema))
+    matcher = matcher_of("json_schema", json.dumps(lenient(schema)))
+    assert matcher.not_held == ""
+    matcher.advance(TEXT.encode('{"not": {"not": true}}'))
+    assert matcher.may_end
+
+
 def test_options_that_are_no_object_are_refused() -> None:
     with pytest.raises(RequestError, match="json_schema cannot be served"):
         matcher_of("json_schema", '{"x-guidance": 3}')
