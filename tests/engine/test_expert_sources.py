@@ -1,10 +1,11 @@
 """Experts come from the source that is the fastest now, and from any that has them."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import pytest
 
+from moe_serve.engine.model import expert_sources
 from moe_serve.engine.model.expert_sources import _read_part, _Source
 from moe_serve.errors import ModelError
 from moe_serve.models.weights import ExpertToRead
@@ -13,9 +14,30 @@ EXPERTS = [ExpertToRead(0, expert, expert) for expert in range(4)]
 UNREADABLE = ModelError("model.safetensors: cannot be read again")
 
 
+class Clock:
+    """Time that passes only where a source takes it, whatever else the machine does."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+clock = Clock()
+
+
+@pytest.fixture(autouse=True)
+def _own_clock() -> Iterator[None]:
+    with mock.patch.object(expert_sources, "time", clock):
+        yield
+
+
 def source(name: str, has: Sequence[int], seconds: float = 0.0, error: ModelError | None = None) -> _Source:
     def put(experts: Sequence[ExpertToRead]) -> list[ExpertToRead]:
-        time.sleep(seconds)
+        clock.sleep(seconds)
         if error is not None:
             raise error
         return [each for each in experts if each.expert not in has]
@@ -35,7 +57,7 @@ def test_a_source_whose_first_part_was_slow_is_tried_again_and_has_the_rest() ->
     delays_s = iter([0.04])
 
     def put(experts: Sequence[ExpertToRead]) -> list[ExpertToRead]:
-        time.sleep(next(delays_s, 0.0))
+        clock.sleep(next(delays_s, 0.0))
         return []
 
     steady, opening = source("peers", range(4), 0.02), _Source("checkpoint", put)

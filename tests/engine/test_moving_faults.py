@@ -26,7 +26,7 @@ MOMENTS = [
     ("write", 0), ("activate", 0), ("activate", 2), ("window", 0), ("sample", 1),
 ]  # fmt: skip
 KILLED_BY_DEFAULT = [(0, "hear receive", 1), (0, "activate", 0), (1, "carry send", 3)]
-STOPPED_BY_DEFAULT: list[tuple[int, str, int]] = []  # their deadlines are of wall time, which a busy machine lacks
+STOPPED_BY_DEFAULT: list[tuple[int, str, int]] = []  # their silence is of wall time, which a busy machine lacks
 
 
 def cases(by_default: list[tuple[int, str, int]]) -> list[object]:
@@ -69,7 +69,7 @@ def test_the_others_go_on_without_a_killed_rank_and_move_again(
 @pytest.mark.parametrize(("victim", "phase", "calls"), cases(STOPPED_BY_DEFAULT))
 def test_a_stopped_rank_rejoins_and_experts_move_to_it_again(model: Path, victim: int, phase: str, calls: int) -> None:
     fault = Fault(victim, phase, 4, calls, sign=signal.SIGSTOP)
-    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 1.5), fault, "carried")
+    outcomes, tokens, trace = serve_and_lose(NUM_RANKS, requests(), settings_of(model, 2), fault, "carried")
     right = tokens_without_fault(model)
     assert tokens == right | {"extra": right["0"]}, "it serves again once it has rejoined"
     all_ranks = list(range(NUM_RANKS))

@@ -36,11 +36,12 @@ def requests() -> list[Submit]:
     ]
 
 
-def settings_of(model: Path, deadline_s: float) -> list[str]:
+def settings_of(model: Path, suspect_after_s: float) -> list[str]:
+    """suspect_after_s: of a process that gives no sign of life; one that lives may be late: cores are busy"""
     return [
         f"model.path={model}", "model.load_format=dummy", f"eplb.num_redundant_experts={REDUNDANT}",
         "eplb.record_window_steps=5", "engine.max_running_requests=3", "engine.max_batch_tokens=16",
-        "dispatch.max_tokens_per_rank=6", f"engine.step_deadline_s={deadline_s}",
+        "dispatch.max_tokens_per_rank=6", "engine.step_deadline_s=30", f"engine.suspect_after_s={suspect_after_s}",
     ]  # fmt: skip
 
 
@@ -100,11 +101,13 @@ def test_the_others_go_on_and_every_token_is_right(
         (void,) = outcome.voids
         in_layer = phase.partition(" ")[0] in ("counts", "dispatch", "combine", "activate")
         assert (void.layer >= 0) == in_layer, "one that ends before a forward is missed in its first layer"
-        assert victim in void.missing or not void.missing, "none where it heard of the loss from the other one"
-        assert set(void.received) <= set(survivors) - set(void.missing)
+        if victim in void.missing:
+            assert set(void.received) <= set(survivors) - set(void.missing)
+        else:  # it waited for the other one, or for nobody, and heard of the loss from that one
+            assert "voided" in void.reason
         assert outcome.counters["num_voided_steps"] == 1
         assert outcome.step == outcomes[survivors[0]].step
-    assert any(outcome.voids[0].missing for outcome in outcomes.values())
+    assert any(victim in outcome.voids[0].missing for outcome in outcomes.values())
     check_trace(trace, outcomes, victim)
 
 
@@ -135,7 +138,7 @@ def test_a_rank_may_be_lost_between_rounds_that_overlap(model: Path, phase: str,
 def test_a_rank_that_stops_is_masked_and_rejoins(model: Path, victim: int, phase: str, step: int, moves: bool) -> None:
     fault = Fault(victim, phase, step, sign=signal.SIGSTOP)
     outcomes, tokens, trace = serve_and_lose(
-        NUM_RANKS, requests(), settings_of(model, 1.5), fault, "written" if moves else "none"
+        NUM_RANKS, requests(), settings_of(model, 2), fault, "written" if moves else "none"
     )
     right = tokens_without_fault(model)
     assert tokens == right | {"extra": right["0"]}, "it serves again once it has rejoined"

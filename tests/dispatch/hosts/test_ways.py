@@ -1,5 +1,6 @@
 """How often a layer waits for the network between two hosts: once for its rows and once for its results."""
 
+import math
 import time
 
 import pytest
@@ -14,7 +15,8 @@ from tests.ep.test_rounds import a_layer, stack
 from tests.launcher.hosts import Host, can_make_hosts, make_hosts
 from tests.ranks import run_ranks
 
-NUM_LAYERS, DELAY_S = 5, 0.05
+NUM_LAYERS, DELAY_S, NUM_TRIES = 5, 0.05, 20
+MOST_WAYS = 2 * NUM_LAYERS + 2.5
 
 
 def ways_of(rank: int, group: EpGroup, hosts: tuple[Host, Host]) -> list[float]:
@@ -26,13 +28,15 @@ def ways_of(rank: int, group: EpGroup, hosts: tuple[Host, Host]) -> list[float]:
     layer, rows = a_layer(transport, num_ranks=2, rank=rank), one.inputs(rank)[0]
     found = []
     for num_halves in (1, 2):
-        tries = []
-        for _ in range(2):
-            transport.exchange_counts(torch.zeros(1, dtype=torch.int64)).wait()  # both begin together
+        least = math.inf
+        for _ in range(NUM_TRIES):  # other tests may hold the cores
+            is_slow = torch.tensor([least >= MOST_WAYS])
+            if not transport.exchange_counts(is_slow.long()).wait().any():  # both begin together
+                break
             started_s = time.monotonic()
             take_turns([stack(layer, half, NUM_LAYERS) for half in rows.tensor_split(num_halves)])
-            tries.append((time.monotonic() - started_s) / DELAY_S)
-        found.append(min(tries))
+            least = min(least, (time.monotonic() - started_s) / DELAY_S)
+        found.append(least)
     return found
 
 
@@ -40,4 +44,4 @@ def ways_of(rank: int, group: EpGroup, hosts: tuple[Host, Host]) -> list[float]:
 def test_a_layer_waits_for_two_ways_between_hosts_also_in_halves() -> None:
     with make_hosts(2, DELAY_S) as hosts:
         for found in run_ranks(2, ways_of, hosts):
-            assert all(2 * NUM_LAYERS - 1 < ways < 2 * NUM_LAYERS + 2.5 for ways in found), found
+            assert all(2 * NUM_LAYERS - 1 < ways < MOST_WAYS for ways in found), found
