@@ -49,7 +49,7 @@ WAYS: dict[str, tuple[int, list[str], int | None]] = {
         1,
     ),
 }  # fmt: skip
-# One thing at a time, on one model: says which one broke.
+# One thing at a time, on one model. Those that no way above has are served by default; the others say which one broke.
 SINGLE: dict[str, tuple[int, list[str], int | None]] = {
     "two ranks over shared memory": (2, ["dispatch.backend=low_latency"], None),
     "two ranks over gloo": (2, ["dispatch.backend=collective"], None),
@@ -76,17 +76,27 @@ SINGLE: dict[str, tuple[int, list[str], int | None]] = {
         None,
     ),
 }  # fmt: skip
+ALONE = {
+    "rows in slabs, moved without the helper", "prefills wait for other ranks", "exchange over gloo",
+    "overlapped rounds", "overlapped rounds over gloo, exact split",
+}  # fmt: skip
 DEMO = ("demo", "small")
 # Families that are another's form: slow tests alone serve them over ranks.
 IN_ANOTHERS_FORM = ("glm4_moe_lite-list", "solar_open-plain", "hy_v3-plain", "mistral4-heated", "flex_olmo-plain")
 MODELS = [(model, size) for size in SIZES for model in ("demo", *TINY, *OTHER_FAMILIES, *IN_ANOTHERS_FORM)]
+# Of families that are served here alone: attention, states, gates or experts of a kind of their own. That rows of the
+# others have the same bits in any batch, tests/models/test_invariance.py holds by default for each of them.
+OF_A_KIND = (
+    "qwen2_moe", "qwen3_next", "deepseek_v2", "deepseek_v32", "llama4_text", "phimoe", "lfm2_moe", "granitemoehybrid",
+)  # fmt: skip
 
 
 def marked(reference: tuple[str, str], *case: object) -> object:
     name = "-".join(map(str, (*reference, *case)))
     model, size = reference
     every_day = BY_SHARED_KERNELS if model in OTHER_FAMILIES else BY_KERNELS
-    is_slow = size == "large" or model in IN_ANOTHERS_FORM or (case in ALL_WAYS and case not in every_day)
+    is_known = model in (*OTHER_FAMILIES, *IN_ANOTHERS_FORM) and model not in OF_A_KIND
+    is_slow = size == "large" or is_known or (case in ALL_WAYS and case not in every_day)
     return pytest.param(reference, *case, id=name, marks=pytest.mark.slow if is_slow else ())
 
 
@@ -164,7 +174,7 @@ def test_tokens_do_not_depend_on_how_they_are_served(reference: Reference, way: 
 
 
 @pytest.mark.parametrize("reference", [DEMO], indirect=True)
-@pytest.mark.parametrize("way", SINGLE)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in ALONE else pytest.mark.slow) for way in SINGLE])
 def test_tokens_do_not_depend_on_one_thing(reference: Reference, way: str) -> None:
     num_ranks, overrides, stagger = SINGLE[way]
     requests = [msgspec.structs.replace(submit, params=GREEDY) for submit in reference.requests]
@@ -176,7 +186,7 @@ def test_tokens_do_not_depend_on_one_thing(reference: Reference, way: str) -> No
     assert way != "cached prefixes" or served.stats["num_cached_prompt_tokens"] > 0
 
 
-@pytest.mark.parametrize("model", ["demo", "deepseek_v3", "qwen2_moe"])
+@pytest.mark.parametrize("model", [pytest.param("demo", marks=pytest.mark.slow), "deepseek_v3", "qwen2_moe"])
 def test_batch_invariant_by_torch_holds_the_same(model: str, tmp_path: Path) -> None:
     requests = requests_for(model, "small")[:10]
     overrides = [*PLAIN, *BY_TORCH, *model_overrides(model, tmp_path)]
@@ -185,7 +195,7 @@ def test_batch_invariant_by_torch_holds_the_same(model: str, tmp_path: Path) -> 
         same(serve(num_ranks, requests, [*overrides, *more], stagger), expected)
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3", "qwen2_moe"])
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
 def test_weights_stored_in_bfloat16_hold_the_same(model: str, tmp_path: Path) -> None:
     requests = requests_for(model, "small")[:16]
     overrides = [*PLAIN, *model_overrides(model, tmp_path)]
