@@ -61,7 +61,7 @@ class Running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        self._reader.join(2)
+        self._reader.join(30)
         self.process.stdout.close()
 
     @property
@@ -101,7 +101,7 @@ class Running:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still runs after {timeout_s} s, having said:\n{self.output}") from None
-        self._reader.join(2)
+        self._reader.join(30)
         return code
 
 
@@ -116,7 +116,7 @@ def quiet_port() -> int:
 
 def gone(pids: Sequence[int]) -> bool:
     """Whether none of these processes runs any more, or soon: one that is killed takes a moment to die."""
-    return eventually(lambda: not any(_runs(pid) for pid in pids), timeout_s=15.0)
+    return eventually(lambda: not any(_runs(pid) for pid in pids), timeout_s=60.0)
 
 
 def _runs(pid: int) -> bool:

@@ -316,7 +316,7 @@ class Processes:
         self.was_seen = False
 
     def finish(self, rank: int) -> None:
-        self.was_seen = self.seen.wait(1.0)
+        self.was_seen = self.seen.wait(60.0)
 
     def replace(self, rank: int) -> None:
         self.started.append((rank, threading.get_ident()))

@@ -64,7 +64,7 @@ class Launcher(threading.Thread):
         except (MoeServeError, StoppedError) as error:
             self.said = error
 
-    def end(self, timeout_s: float = 15.0) -> str:
+    def end(self, timeout_s: float = 60.0) -> str:
         """Returns all that it has said."""
         self.join(timeout_s)
         assert not self.is_alive(), self.display.notes

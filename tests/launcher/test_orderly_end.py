@@ -62,7 +62,7 @@ def test_a_call_that_takes_longer_is_given_up() -> None:
     end = OrderlyEnd(given_up.set, 0.01)
     with end.call():
         terminate()
-        assert given_up.wait(10)
+        assert given_up.wait(60)
     end.close()
 
 

@@ -238,7 +238,7 @@ def test_a_stopped_front_end_with_the_lock_holds_nobody_up_and_a_killed_one_free
     ledger, held = tables[0].ledger, fork.Event()
     other = fork.Process(target=hold_the_lock, args=(ledger._lock_fd, held))
     other.start()
-    assert held.wait(5)
+    assert held.wait(60)
     with pytest.raises(QueueFullError, match="another front end holds the counts"):
         tables[0].permit(client(rpm_limit=6), 0.0)
     other.kill()

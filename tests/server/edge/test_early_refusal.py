@@ -138,7 +138,7 @@ async def test_a_client_whose_limits_another_front_end_has_locked_is_refused_ear
     holder = fork.Process(target=hold_the_lock, args=(fd, held))
     holder.start()
     try:
-        assert held.wait(5)
+        assert held.wait(60)
         table = ClientTable(Ledger.shared(fd, 3, 0))
         async with serving(1, "server.rpm_limit=1", clients=table) as served:
             early, late = await ask(served, whole()), await ask(served, whole()[:60], whole()[60:])

@@ -43,7 +43,7 @@ class System:
         await until(lambda: all(bridge.workers.loss for bridge in self.bridges))
         for worker in self.workers:
             worker.was_shut_down = True
-        await asyncio.wait(self.tasks, timeout=5)
+        await asyncio.wait(self.tasks, timeout=60)
         self.start_ranks(6)
         await until(lambda: not any(bridge.problem() for bridge in self.bridges))
 
@@ -91,7 +91,7 @@ async def two_front_ends() -> AsyncIterator[System]:
             yield system
         finally:
             await asyncio.gather(*(bridge.close() for bridge in system.bridges))
-            await asyncio.wait(tasks, timeout=5)
+            await asyncio.wait(tasks, timeout=60)
             ended = [task.done() for task in tasks]
             for task in tasks:
                 task.cancel()
