@@ -1,4 +1,4 @@
-"""vLLM's own planner and ours through vLLM's EPLB interface: run with the Python of an environment that has vLLM.
+"""Planners behind vLLM's EPLB interface: ours, and vLLM's own where this Python has vLLM.
 
     PYTHONPATH=. python -m benchmarks.eplb_adapters
 
@@ -7,14 +7,13 @@ plan is made from one window and scored on it (now) and on the next one, which i
 Writes benchmarks/results/eplb_adapters_CPU.md and .json.
 """
 
+import contextlib
 import time
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-import vllm
-from vllm.distributed.eplb.policy import DefaultEplbPolicy
 
 from benchmarks.balancer_instances import Q3_EP16, V3_EP32, V3_EP72, V3_EP144, Shape
 from benchmarks.conditions import conditions, save
@@ -23,17 +22,25 @@ from moe_serve.adapters.vllm import make_policy_class
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement, count_moves
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
+from moe_serve.topology import Topology
 
+ONE_A_RANK = Shape("V3 EP320", 58, 256, 320, Topology(40, 8)), Shape("V3 EP256", 58, 256, 256, Topology(32, 8))
+CASES = (
+    (V3_EP32, 8), (V3_EP32, 1), (V3_EP72, 1), (V3_EP144, 1), (Q3_EP16, 1), *((shape, 1) for shape in ONE_A_RANK),
+)  # fmt: skip
 WINDOWS = 8
 SEEDS = (0, 1)
 
 
 def main() -> None:
-    facts = conditions()
-    facts["versions"]["vllm"] = vllm.__version__
+    facts, theirs = conditions("vllm"), {}
+    with contextlib.suppress(ImportError):
+        from vllm.distributed.eplb.policy import DefaultEplbPolicy
+
+        theirs = {"vLLM's default": DefaultEplbPolicy}
     found = []
-    for shape, num_groups in ((V3_EP32, 8), (V3_EP32, 1), (V3_EP72, 1), (V3_EP144, 1), (Q3_EP16, 1)):
-        policies = {"vLLM's default": DefaultEplbPolicy}
+    for shape, num_groups in CASES:
+        policies: dict[str, Any] = dict(theirs)
         for name in ("incremental", "refined"):
             policies[f"moe_serve {name}"] = make_policy_class(AdapterSettings(name))
         for name, policy in policies.items():

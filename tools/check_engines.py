@@ -17,7 +17,7 @@ from inspect import signature
 from pathlib import Path
 
 from moe_serve.adapters.plugin import AdapterSettings
-from moe_serve.adapters.sglang import make_rebalance_experts
+from moe_serve.adapters.sglang import LayerOrder, make_rebalance_experts
 from moe_serve.adapters.vllm import make_policy_class
 from moe_serve.adapters.vllm_ascend import MoeServePolicy
 
@@ -40,7 +40,7 @@ class Engine:
 
 def engines() -> tuple[Engine, ...]:
     """Returns the engines that have a plugin."""
-    vllm, sglang = make_policy_class(SETTINGS).rebalance_experts, make_rebalance_experts(SETTINGS)
+    vllm, sglang = make_policy_class(SETTINGS).rebalance_experts, make_rebalance_experts(SETTINGS, LayerOrder())
     return (
         Engine(
             "vllm",
@@ -54,11 +54,16 @@ def engines() -> tuple[Engine, ...]:
             "sglang",
             ("sglang/srt/eplb/eplb_algorithms/__init__.py", "rebalance_experts", _parameters(sglang)),
             {
-                "sglang/srt/plugins/hook_registry.py": ("class HookRegistry", "REPLACE", "def register"),
+                "sglang/srt/plugins/hook_registry.py": ("class HookRegistry", "REPLACE", "AFTER", "def register"),
                 "sglang/srt/plugins/__init__.py": ("sglang.srt.plugins", "SGLANG_PLUGINS"),
                 "sglang/srt/eplb/expert_location.py": (
                     "def get_global_expert_location_metadata",
                     "physical_to_logical_map_cpu",
+                ),
+                "sglang/srt/eplb/eplb_manager.py": (
+                    "class EPLBManager",
+                    "self._compute_update_layer_ids_chunks()",
+                    "update_layer_ids=update_layer_ids",
                 ),
                 "sglang/srt/elastic_ep/elastic_ep.py": ("class ElasticEPStateManager", "active_ranks", "def instance"),
             },

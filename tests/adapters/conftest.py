@@ -4,6 +4,7 @@ Each test of an adapter runs against both: `stub` always, `installed` only where
 """
 
 import logging
+import pkgutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -183,9 +184,23 @@ def sglang_stub(monkeypatch: pytest.MonkeyPatch) -> SglangPoint:
         @classmethod
         def apply_hooks(cls) -> None:
             for target, hook, hook_type in cls.hooks:
-                module, name = target.rsplit(".", 1)
-                assert hook_type == "replace"
-                setattr(sys.modules[module], name, hook)
+                owner, name = target.rsplit(".", 1)
+                found = pkgutil.resolve_name(owner)
+                setattr(found, name, hook if hook_type == "replace" else after(getattr(found, name), hook))
+
+    def after(own: Any, hook: Any) -> Any:
+        def both(*arguments: Any) -> Any:
+            return hook(own(*arguments), *arguments)
+
+        return both
+
+    class EPLBManager:
+        def __init__(self, layers: list[int], per_chunk: int | None):
+            self._layers, self._per_chunk = layers, per_chunk
+
+        def _compute_update_layer_ids_chunks(self) -> list[list[int]]:
+            size = self._per_chunk or 1_000_000
+            return [self._layers[first : first + size] for first in range(0, len(self._layers), size)]
 
     class ElasticEPStateManager:
         _instance = None
@@ -195,6 +210,7 @@ def sglang_stub(monkeypatch: pytest.MonkeyPatch) -> SglangPoint:
             return cls._instance
 
     in_use: dict[str, Any] = {"metadata": None}
+    add_module(monkeypatch, "sglang.srt.eplb.eplb_manager", EPLBManager=EPLBManager)
     return SglangPoint(
         add_module(
             monkeypatch,
@@ -206,7 +222,7 @@ def sglang_stub(monkeypatch: pytest.MonkeyPatch) -> SglangPoint:
             monkeypatch,
             "sglang.srt.plugins.hook_registry",
             HookRegistry=HookRegistry,
-            HookType=SimpleNamespace(REPLACE="replace"),
+            HookType=SimpleNamespace(REPLACE="replace", AFTER="after"),
         ),
         add_module(monkeypatch, "sglang.srt.elastic_ep.elastic_ep", ElasticEPStateManager=ElasticEPStateManager),
         add_module(

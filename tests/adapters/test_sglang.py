@@ -70,6 +70,36 @@ def test_the_first_placement_and_the_next_one_edit_what_sglang_has(
     assert torch.equal(moved[0], ours(**arguments(sglang_point, load, 40, 5))[0])  # every rank plans the same
 
 
+def test_layers_move_by_gain_and_only_where_something_moves(
+    sglang_point: SglangPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = replaced(sglang_point, monkeypatch)
+    manager = pytest.importorskip("sglang.srt.eplb.eplb_manager").EPLBManager
+    managed = manager.__new__(manager)
+    layers = dict.fromkeys(range(1, 5))  # layer 0 is dense
+    managed._layers, managed._per_chunk = list(layers), 2  # of the stub
+    managed._model_runner = SimpleNamespace(model=SimpleNamespace(routed_experts_weights_of_layer=layers))
+    managed._rebalance_layers_per_chunk = 2
+    old, load = engine_start(5, 16, 20), np.full((5, 16), 1000)
+    assert managed._compute_update_layer_ids_chunks() == [[1, 2], [3, 4]], "no plan yet: as SGLang has them"
+    load[0] = 0
+    load[1, 9] += 3000
+    load[3, 9] += 9000
+    load[4, 9] += 5000
+    sglang_point.use(old)
+    rows, *_ = ours(**arguments(sglang_point, load, 20, 5))
+    changed = np.flatnonzero((rows.numpy() != old).any(axis=1)).tolist()
+    assert {1, 3, 4} <= set(changed)
+    chunks = managed._compute_update_layer_ids_chunks()
+    assert [layer for chunk in chunks for layer in chunk][:3] == [3, 4, 1]
+    assert sorted(layer for chunk in chunks for layer in chunk) == changed
+    assert all(len(chunk) == 2 for chunk in chunks[:-1])
+    for _ in range(4):
+        sglang_point.use(rows.numpy())
+        rows, *_ = ours(**arguments(sglang_point, load, 20, 5))
+    assert managed._compute_update_layer_ids_chunks() == [], "nothing moves, so no layer takes a turn"
+
+
 @pytest.mark.parametrize("policy", ["incremental", "refined"])
 def test_without_redundant_slots_nothing_moves(
     sglang_point: SglangPoint, monkeypatch: pytest.MonkeyPatch, policy: str
