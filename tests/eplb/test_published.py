@@ -9,8 +9,9 @@ from tests.eplb import published
 SERVING = published.figures("serving", "held out")
 FITTED = published.figures("serving", "fitted")
 GOAL = 0.15
-# The conditions of gb200-decode three months before it: no engine with one factor meets both.
-OUTSIDE = {"gb200-decode-june": 0.20}
+# First: the conditions of gb200-decode three months before; no engine with one factor meets both. The others: this
+# engine computes shared experts and drafts in ways that are not modelled.
+OUTSIDE = {"gb200-decode-june": 0.20} | {f"cloudmatrix-decode-{batch}": 0.25 for batch in (128, 112, 96, 8)}
 
 
 @pytest.mark.parametrize("figure", SERVING, ids=lambda figure: figure["id"])
@@ -49,8 +50,9 @@ def test_the_assumed_load_is_as_uneven_as_one_that_was_published() -> None:
 
 
 def test_every_fitted_number_has_one_figure_of_its_own() -> None:
-    assert len({figure["fits"] for figure in FITTED}) == len(FITTED) == 6
-    assert len(SERVING) == 20
+    assert len({figure["fits"] for figure in FITTED}) == len(FITTED) == 7
+    assert len(SERVING) == 27
+    assert len(OUTSIDE) < len(SERVING) / 5, "four fifths are within the goal"
 
 
 def test_every_figure_names_a_known_source_and_a_left_out_one_says_why() -> None:
