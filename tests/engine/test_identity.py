@@ -100,7 +100,7 @@ def marked(reference: tuple[str, str], *case: object) -> object:
     return pytest.param(reference, *case, id=name, marks=pytest.mark.slow if is_slow else ())
 
 
-PLACED_DEMO = [(4, 8, "even"), (2, 8, "exact"), (2, 8, "nearest")]  # ranks, redundant experts, split
+PLACED_DEMO = [(4, 8, "even"), (2, 8, "exact"), (2, 8, "nearest"), (2, 8, "time")]  # ranks, redundant experts, split
 ALL_WAYS = [(way, threads) for way in WAYS for threads in (1, 2)]
 # By default each model meets each way, with one thread or two; families that share their kernels with others meet the
 # way that has most in it.
