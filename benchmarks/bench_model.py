@@ -52,6 +52,28 @@ def write_bench_model(folder: Path, dtype: str = "float32", **sizes: int) -> Pat
     return folder
 
 
+def write_packed_bench_model(folder: Path, method: str) -> Path:
+    """Returns a folder with a model of the same sizes, whose projections are random whole numbers of four bits.
+
+    method: "gptq", "awq" or "compressed-tensors", in groups of 128; the head and the routers are not packed
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from moe_serve.models.families.registry import read_spec
+    from tests.models.packed_checkpoint import Packing, packed_tensors
+
+    packing = Packing(method, group=128, symmetric=method != "awq", packs_head=False)
+    config = CONFIG | {"torch_dtype": "bfloat16"}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    packed, _ = packed_tensors(packing, read_spec(folder))
+    packed = {name: each.bfloat16() if each.dtype == torch.float32 else each for name, each in packed.items()}
+    save_file(packed, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": packing.quantization_config}))
+    return folder
+
+
 _NOISE = 2.6  # of what layers add to the residual; with it the layer that predicts is right about 7 times of 10
 
 

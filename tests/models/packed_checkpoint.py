@@ -1,6 +1,6 @@
 """Small checkpoints of whole numbers, packed as GPTQ, AWQ and compressed-tensors define it, beside their values.
 
-The packers are written from the formats' definitions: bit by bit, with Python's own whole numbers.
+The packers are written from the formats' definitions, with whole numbers of 64 bits.
 """
 
 import json
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_serve.models.families.registry import read_spec
+from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import dense_tensors, expert_tensors
 
 # Widths that are multiples of a group of 32 and of 64, of which one is not one of 128.
@@ -36,6 +37,7 @@ class Packing:
     symmetric: bool = False
     act_order: bool = False
     version_2: bool = False  # of GPTQ: zeros as they are
+    packs_head: bool = True
 
     def __str__(self) -> str:
         flags = ("symmetric", "act_order", "version_2")
@@ -49,7 +51,7 @@ class Packing:
                 form = "gptq_v2" if self.version_2 else "gptq"
                 return {
                     "quant_method": "gptq", "bits": self.bits, "group_size": self.group, "desc_act": self.act_order,
-                    "sym": self.symmetric, "checkpoint_format": form, "lm_head": True,
+                    "sym": self.symmetric, "checkpoint_format": form, "lm_head": self.packs_head,
                 }  # fmt: skip
             case "awq":
                 return {
@@ -63,8 +65,9 @@ class Packing:
                     "actorder": "group" if self.act_order else None, "observer": "minmax",
                 }  # fmt: skip
                 group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+                ignored = ["re:.*mlp.gate$"] + ([] if self.packs_head else ["lm_head"])
                 return {
-                    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:.*mlp.gate$"],
+                    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignored,
                     "config_groups": {"group_0": group},
                 }  # fmt: skip
 
@@ -75,7 +78,14 @@ def write_packed_checkpoint(folder: Path, packing: Packing, **changes: Any) -> P
     for each, config in ((folder, {"quantization_config": packing.quantization_config}), (values_folder, {})):
         each.mkdir()
         (each / "config.json").write_text(json.dumps(CONFIG | config | changes))
-    spec = read_spec(values_folder)
+    packed, values = packed_tensors(packing, read_spec(values_folder))
+    save_file(packed, folder / "model.safetensors")
+    save_file(values, values_folder / "model.safetensors")
+    return folder
+
+
+def packed_tensors(packing: Packing, spec: ModelSpec) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the tensors of a random model, and those of its values in float32, by name."""
     generator = torch.Generator().manual_seed(5)
     packed: dict[str, Tensor] = {}
     values: dict[str, Tensor] = {}
@@ -83,7 +93,7 @@ def write_packed_checkpoint(folder: Path, packing: Packing, **changes: Any) -> P
     for plan in expert_tensors(spec):
         parts += [part for expert in range(spec.num_logical) for part in plan.parts_of(expert)]
     for part in parts:
-        if "_proj" in part.source or part.source == "lm_head.weight":
+        if "_proj" in part.source or (packing.packs_head and part.source == "lm_head.weight"):
             pieces, value = packed_matrix(packing, *part.shape, generator)
             packed |= {part.source.removesuffix("weight") + end: piece for end, piece in pieces.items()}
             values[part.source] = value
@@ -91,9 +101,7 @@ def write_packed_checkpoint(folder: Path, packing: Packing, **changes: Any) -> P
             size = 0.1 if len(part.shape) == 1 else part.shape[-1] ** -0.5
             tensor = torch.randn(part.shape, generator=generator) * size + (1 if "norm" in part.source else 0)
             packed[part.source] = values[part.source] = tensor
-    save_file(packed, folder / "model.safetensors")
-    save_file(values, values_folder / "model.safetensors")
-    return folder
+    return packed, values
 
 
 def packed_matrix(packing: Packing, n: int, k: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
@@ -145,16 +153,10 @@ def words(codes: Tensor, bits: int, dim: int, places: list[int] | None = None) -
     if dim == 0:
         return words(codes.T, bits, 1, places).T.contiguous()
     count = 32 // bits
-    rows = []
-    for row in codes.tolist():
-        padded = row + [0] * (-len(row) % count)
-        numbers = []
-        for start in range(0, len(padded), count):
-            of_word = [padded[start + place] for place in places or range(count)]
-            number = sum(code << bits * place for place, code in enumerate(of_word))
-            numbers.append(number - (1 << 32) if number >> 31 else number)
-        rows.append(numbers)
-    return torch.tensor(rows, dtype=torch.int32)
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % count))
+    of_word = padded.unflatten(1, (-1, count))[..., places or range(count)]
+    numbers = (of_word << bits * torch.arange(count)).sum(2)
+    return (numbers - ((numbers >> 31) << 32)).int()  # those of 32 bits without a sign as those with one
 
 
 def change_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> None:
