@@ -1,6 +1,8 @@
 """What this process holds of its machine, which one it is, and who else runs. Linux; elsewhere nothing is known: 0 or
 ""."""
 
+import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Iterable
@@ -37,6 +39,12 @@ def resident_bytes() -> int:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return 0
+
+
+def give_freed_memory_back() -> None:
+    """Gives the system what this process has freed; glibc keeps pieces that lie between others in its heap."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def num_open_files() -> int:

@@ -49,7 +49,7 @@ from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.profiler import Profiler
 from moe_serve.engine.protocol.mailbox import Mailbox
 from moe_serve.engine.protocol.messages import ModelLimits
-from moe_serve.engine.rank_memory import memory_beside_weights, own_in_words, weight_memory
+from moe_serve.engine.rank_memory import lasting_memory, own_in_words, weight_memory
 from moe_serve.engine.recovery.full_placement import (
     decode_now,
     meaning_of_a_loss,
@@ -83,6 +83,7 @@ from moe_serve.models.decoder.moe_decoder import (
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import ExpertReloader, ExpertRoom, LoadedWeights, dummy_weights, load_weights
+from moe_serve.process_facts import give_freed_memory_back
 from moe_serve.topology import Topology
 
 Progress = Callable[[str, float], None]  # (phase, fraction done)
@@ -107,6 +108,7 @@ def build_engine(
     weight_files: as in open_shared_weights
     """
     served = build_served_model(config, group, progress, weight_files)
+    give_freed_memory_back()  # most of it is of loading, and would stay with this rank for good
     tiers = _page_tiers(config, served, pages_fd)
     sender, receiver = _page_channel(config, served, page_files, launch_id)
     blocks = RequestBlocks(
@@ -356,7 +358,7 @@ def build_served_model(
         log.info("%s", shared.described(config.model.weight_cache))
     if plan.device.type == "cpu" and group.rank == 0 and not group.is_replacement:
         weights_now = weight_memory(config, plan, 1 if shared is None else shared.num_sharing)
-        log.info("%s", own_in_words([*weights_now, *memory_beside_weights(config, plan)]))
+        log.info("%s", own_in_words([*weights_now, *lasting_memory(config, plan)]))
     if trace is not None:
         served.trace = TraceWriter(trace, group.rank, served.membership)
         served.windows.listeners.append(served.trace.add)

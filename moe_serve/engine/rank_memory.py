@@ -36,13 +36,18 @@ class Memory:
     shared: bool = False
 
 
-def memory_beside_weights(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | None = None) -> Iterator[Memory]:
-    """Yields what a rank has beside its weights. taken: buffers of dispatch that are allocated at the start"""
+def lasting_memory(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | None = None) -> Iterator[Memory]:
+    """Yields what a rank has beside its weights between steps. taken: buffers of dispatch allocated at the start"""
     yield from _cache(config, plan)
     yield from _index_of_texts(config)
     yield from _dispatch_buffers(config, plan, taken)
-    yield from _working_memory(config, plan)
     yield _rotations(plan)
+
+
+def step_memory(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
+    """Yields what the largest step takes. With compiled kernels it is recorded for that, by parts of torch that a rank
+    would keep 100 MiB of: this is for `check`."""
+    yield from _working_memory(config, plan)
     yield _prompt_logits(config, plan)
 
 
@@ -172,7 +177,7 @@ def own_in_words(parts: Iterable[Memory]) -> str:
     own = sorted((part for part in parts if not part.shared), key=lambda part: -part.num_bytes)
     largest = ", ".join(f"{part.name} {bytes_in_words(part.num_bytes)}" for part in own[:_MOST_NAMED])
     together = bytes_in_words(sum(part.num_bytes for part in own))
-    return f"each rank takes {together} of its own beside its program: {largest} and less"
+    return f"each rank takes {together} of its own beside its program and its steps: {largest} and less"
 
 
 def bytes_in_words(number: int) -> str:
