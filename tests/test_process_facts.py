@@ -1,9 +1,12 @@
 import os
+import platform
 import resource
 import signal
 import subprocess
 
-from moe_serve.process_facts import runs
+import pytest
+
+from moe_serve.process_facts import give_freed_memory_back, resident_bytes, runs
 
 
 def test_a_process_runs_until_it_has_ended_also_while_it_is_stopped_and_while_nobody_can_look():
@@ -24,3 +27,13 @@ def test_a_process_runs_until_it_has_ended_also_while_it_is_stopped_and_while_no
     assert not runs(process.pid), "a zombie"
     process.wait()
     assert not runs(process.pid)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_what_was_freed_below_a_piece_that_is_kept_goes_back_to_the_system() -> None:
+    pieces = [b"1" * (1 << 16) for _ in range(1024)]
+    kept, before = b"1" * (1 << 16), resident_bytes()
+    del pieces
+    give_freed_memory_back()
+    assert before - resident_bytes() > 48 << 20
+    assert kept

@@ -19,6 +19,7 @@ from benchmarks.real_shapes import write_model
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.dispatch.peer_calls import barrier
+from moe_serve.engine import rank_memory
 from moe_serve.engine.build import build_served_model, pack_weights
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.model_plan import ModelPlan
@@ -342,10 +343,14 @@ def in_four_bits(folder: Path, changes: dict[str, Any]) -> Path:
 
 
 def test_a_start_says_what_is_shared_and_what_a_rank_takes_of_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def record(*args: object) -> tuple[int, str]:
+        raise AssertionError("recording a step makes torch import 100 MiB, which a rank would keep")
+
     overrides = [*settings(tmp_path, "qwen3_moe", tmp_path / "cache"), "parallel.device=cpu"]
-    with caplog.at_level("INFO", logger="moe_serve"):
+    with caplog.at_level("INFO", logger="moe_serve"), monkeypatch.context() as patched:
+        patched.setattr(rank_memory, "working_memory", record)
         build_served_model(load_config(overrides=overrides), alone())
     memory = examine(load_config(overrides=overrides)).memory
     steps = ("a step at its largest", "logits of prompts")
