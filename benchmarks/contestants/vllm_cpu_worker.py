@@ -28,7 +28,7 @@ def main() -> None:
     )  # fmt: skip
     from vllm.platforms import current_platform
 
-    by = f" with zentorch {version('zentorch')}" if current_platform.is_zen_cpu() else ""
+    by = f", zentorch {version('zentorch')}" if current_platform.is_zen_cpu() else ""
     print(json.dumps({"version": vllm.__version__ + by}), flush=True)
     for line in sys.stdin:
         task = json.loads(line)
