@@ -1,20 +1,25 @@
 """From the end of a prefill to the first step on a decode rank, and for which prompts that pays.
 
-    python -m benchmarks.handover [--rounds 10] [--models bench,demo]
+    python -m benchmarks.handover [--rounds 10] [--models bench,demo] [--far]
 
 Serves a model by `moe-serve serve` with one prefill and one decode rank of one thread each, on an idle system: one
 request at a time, each with a new prompt, greedy, streamed. The first token comes from the prefill rank, the second one
 from the decode rank. So the *hand-over* is the time between them, without what one step of the decode rank takes (the
 median between the tokens behind). The same requests go to a system whose decode rank computes every prompt itself:
 `its prefill` is how long such a prompt holds up other requests there. A hand-over pays where it holds them up for less.
+--far: each rank is on a host of its own, two network namespaces of this machine; needs root and `ip netns`.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import random
+import secrets
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,7 @@ import torch
 
 from benchmarks.bench_model import write_bench_model
 from benchmarks.conditions import add_isa, conditions, save
+from tests.launcher.hosts import make_hosts
 from tests.launcher.running import Running
 
 LAST_CHUNK = 1024  # tokens of engine.max_batch_tokens
@@ -48,13 +54,28 @@ def times_of(client: httpx.Client, prompt: list[int]) -> list[float]:
     return times
 
 
-def measure(name: str, path: list[str], from_tokens: int, rounds: int) -> dict[int, list[list[float]]]:
+@contextlib.contextmanager
+def serve(words: list[str], far: bool) -> Iterator[httpx.Client]:
+    """Yields a client of a system. far: each role is on a host of its own"""
+    if not far:
+        with Running("moe_serve", ["serve", *words, "--port", "0"]) as running, running.client(timeout_s=120) as client:
+            yield client
+        return
+    os.environ["MOE_SERVE_TOKEN"] = secrets.token_hex(32)
+    with make_hosts(2) as (a, b):
+        words = ["serve", *words, "--nnodes", "2", "--dist-init-addr", f"{a.address}:20000", "--node-rank"]
+        first, second = a.start("moe_serve", *words, "0"), b.start("moe_serve", *words, "1")
+        with first, second, a.network(), first.client(timeout_s=120) as client:
+            yield client
+
+
+def measure(name: str, path: list[str], from_tokens: int, rounds: int, far: bool) -> dict[int, list[list[float]]]:
     """Returns the times of each round by length of prompts. from_tokens: of prompts that the prefill rank computes"""
     draw = random.Random(0)
     settings = [f"--set=parallel.prefill_from_tokens={from_tokens}", "--set=parallel.threads_per_rank=1"]
-    ranks = ["--prefill-ranks", "1", "--decode-ranks", "1", "--device", "cpu", "--port", "0"]
+    ranks = ["--prefill-ranks", "1", "--decode-ranks", "1", "--device", "cpu"]
     found: dict[int, list[list[float]]] = {length: [] for length in LENGTHS[name]}
-    with Running("moe_serve", ["serve", *path, *ranks, *settings]) as running, running.client(timeout_s=120) as client:
+    with serve([*path, *ranks, *settings], far) as client:
         for number in range(rounds + 1):
             for length in LENGTHS[name]:
                 times = times_of(client, draw.choices(range(3, VOCABULARY[name]), k=length))
@@ -80,6 +101,7 @@ def main() -> None:
     add_isa(parser)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--models", default="bench,demo")
+    parser.add_argument("--far", action="store_true")
     args = parser.parse_args()
     facts = conditions()
     rows: list[dict[str, Any]] = []
@@ -89,8 +111,8 @@ def main() -> None:
             if name == "bench":
                 model = write_bench_model(Path(scratch), max_position_embeddings=4096)
                 path = ["--model", str(model), "--skip-tokenizer-init"]
-            handed = measure(name, path, 1, args.rounds)
-            local = measure(name, path, 1 << 30, args.rounds)
+            handed = measure(name, path, 1, args.rounds, args.far)
+            local = measure(name, path, 1 << 30, args.rounds, args.far)
         for length in LENGTHS[name]:
             step_ms = statistics.median(b - a for times in handed[length] for a, b in pairwise(times[1:]))
             handover_ms = statistics.median(times[1] - times[0] for times in handed[length]) - step_ms
@@ -113,7 +135,12 @@ def main() -> None:
         f"Medians of {args.rounds} rounds after one that is not counted. Prompts are prefilled in chunks of "
         f"{LAST_CHUNK} tokens. The demo model takes 1,024 tokens, so its longest prompt has 960."
     )
-    print(save("handover", "Prompts that prefill ranks hand over", rows, facts, notes, per_cpu=True))
+    if args.far:
+        title = "Prompts that prefill ranks of another host hand over"
+        notes += " Both hosts are network namespaces of one machine, with a virtual cable."
+        print(save("handover_far", title, rows, facts, notes, per_cpu=True))
+    else:
+        print(save("handover", "Prompts that prefill ranks hand over", rows, facts, notes, per_cpu=True))
 
 
 if __name__ == "__main__":
