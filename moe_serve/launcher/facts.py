@@ -28,6 +28,7 @@ _OF_RANKS_IN_SERVER = frozenset(
 _TOKEN = "the token ($MOE_SERVE_TOKEN, or server.token_file)"
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 _GGUF_HEADER = "the header of the GGUF file"  # which holds the configuration and the vocabulary
+_PAGES = "the names of pages, which say of which files they are, by size and time of change"
 _HASHED_BYTES = 32 << 20  # of weights; of a larger checkpoint, samples of its bytes
 _SAMPLE_BYTES = 16 << 10
 _LARGEST_FILE = 1 << 30
@@ -65,10 +66,23 @@ def launcher_facts(config: ServeConfig) -> list[Fact]:
     return [Fact("the version of moe_serve", moe_serve.__version__), *_settings(config)]
 
 
-def what_is_computed(facts: Sequence[Fact]) -> str:
-    """Returns a hash of what decides about values: equal ones give equal tokens, however many ranks there are."""
+def facts_of_values(facts: Sequence[Fact], arithmetic: str, page_key: bytes) -> list[Fact]:
+    """Returns what decides about the values that ranks compute and hand over, however many ranks there are.
+
+    facts: of a rank;  arithmetic: in words;  page_key: from which pages of its KV cache have their names
+    """
     kept = [fact for fact in facts if not fact.key.startswith(_NO_VALUES) and fact.key != _TOKEN]
-    return _short(repr([(fact.key, fact.value) for fact in kept]).encode())
+    return [*kept, Fact("the arithmetic", arithmetic), Fact(_PAGES, _short(page_key))]
+
+
+def difference_of_roles(decode: Sequence[Fact], prefill: Sequence[Fact]) -> str | None:
+    """Returns a line that names the first difference between the ranks of both roles, and the fix; None: none.
+
+    decode, prefill: from `facts_of_values`; empty: not known yet
+    """
+    if not decode or not prefill:
+        return None
+    return first_difference([decode, prefill], "role", ["decode", "prefill"])
 
 
 def front_end_facts(config: ServeConfig) -> dict[str, str]:
@@ -102,12 +116,12 @@ def front_end_difference(own: Mapping[str, str], rank: int, theirs: object) -> s
 
 
 def first_difference(
-    facts: Sequence[Sequence[Fact]], noun: str = "rank", numbers: Sequence[int] | None = None
+    facts: Sequence[Sequence[Fact]], noun: str = "rank", numbers: Sequence[int | str] | None = None
 ) -> str | None:
     """Returns a line that names the first difference between ranks, on which ranks, and the fix; None: all agree.
 
     facts:   by rank, as `facts_of` returns them
-    numbers: of those compared, as they are named; None: from 0;  noun: what they are
+    numbers: of those compared, or their names; None: from 0;  noun: what they are
     """
     tables = [{fact.key: fact for fact in own} for own in facts]
     keys = list(dict.fromkeys(fact.key for own in facts for fact in own))
@@ -123,7 +137,7 @@ def first_difference(
     return f"{noun}s differ in {key}: {held}{also}. {_what_to_do(key, noun)}"
 
 
-def by_value(values: Sequence[str], noun: str = "rank", numbers: Sequence[int] | None = None) -> str:
+def by_value(values: Sequence[str], noun: str = "rank", numbers: Sequence[int | str] | None = None) -> str:
     """Returns such as "a on ranks 0, 2; b on rank 1"."""
     holders: dict[str, list[str]] = {}
     for number, value in zip(numbers or range(len(values)), values, strict=True):
@@ -138,6 +152,8 @@ def _what_to_do(key: str, noun: str) -> str:
         return "Install the same version on all machines"
     if key.startswith("the file"):
         return f"Give all {noun}s the same files"
+    if key == _PAGES:
+        return f"Give all {noun}s the same files, with their times of change (cp -p, rsync -t)"
     if key == _TOKEN:
         return "Give all ranks and the front end the same token"
     return f"Start all {noun}s with the same configuration file and options"

@@ -21,6 +21,7 @@ from moe_serve.engine.protocol.messages import (
     Ready,
     ToFrontEnd,
 )
+from moe_serve.launcher.facts import Fact
 from moe_serve.launcher.local import Death, Replacements, Restarts, left_out
 
 _EXIT_SEEN_S = 0.3  # peers may miss a process this long before its parent knows how it ended
@@ -95,6 +96,7 @@ class LaunchWatch:
 
     restarts: counts replacements of one rank, and restarts of all
     tell:     sends a message to every front end, one that is being started too
+    computes: what decides about the values of its ranks, from `facts_of_values`; []: not known
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class LaunchWatch:
         self._replacements = Replacements(config, restarts)
         self._not_replaced: Death | None = None  # of a rank that the others cannot serve without
         self._ready: set[int] = set()
+        self.computes: list[Fact] = []
         self._joins = False
         self._fatal: str | None = None  # why the launch is over, as the front end reports it
         self._blamed: int = SUPERVISOR  # the rank that ended it; SUPERVISOR: not known
@@ -148,6 +151,7 @@ class LaunchWatch:
             case Ready():
                 self._display.phase(message.rank, "ready", 1.0)
                 self._may_go_on &= message.info.get("on_lost_rank") == "mask"
+                self.computes = [Fact(*each) for each in message.computes]
                 self._ready.add(message.rank)
             case Members() if self._replacements.regrouped(message):
                 self._regroup(message)

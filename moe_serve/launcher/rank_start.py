@@ -24,7 +24,7 @@ from moe_serve.engine.protocol.mailbox import ZmqMailbox
 from moe_serve.engine.protocol.messages import Hello, Progress, Pulse, Ready, Refused
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError, PeerError
-from moe_serve.launcher.facts import Fact, facts_of, first_difference, front_end_facts, what_is_computed
+from moe_serve.launcher.facts import Fact, facts_of, facts_of_values, first_difference, front_end_facts
 from moe_serve.launcher.rank_env import RankEnv, host_name
 from moe_serve.links.link import find_link
 from moe_serve.links.listeners import refuse_new_connections
@@ -61,6 +61,7 @@ class RankStart:
         self._watchdog = _start_watchdog(config, env)
         self._wakes: list[str] = []  # the addresses of all ranks for wakes
         self._link_ports: frozenset[int] = frozenset()  # of connections between hosts, which are made anew when cut
+        self._computes: list[tuple[str, str, str]] = []  # of Ready
 
     def report(self, phase: str, fraction: float) -> None:
         """Shows what this rank does. Raises RefusedError where the front end has refused it by now."""
@@ -87,7 +88,7 @@ class RankStart:
         engine.watchdog.start()
         rank, launch_id = self.env.rank, self.env.launch_id
         self._mailbox.start_pulse(lambda: Pulse(rank, launch_id, engine.step, engine.watchdog.phase))
-        self._mailbox.send(Ready(rank, launch_id, engine.served.limits, engine.served.info))
+        self._mailbox.send(Ready(rank, launch_id, engine.served.limits, engine.served.info, self._computes))
         return engine
 
     def _look_for_refusal(self) -> None:
@@ -111,7 +112,7 @@ class RankStart:
         )
         group = replace(groups.ep, streams=self._streams(groups.ep.link) if groups.ep.device.type == "cpu" else None)
         engine = _build_engine(self._config, group, exchange, self._mailbox, self.env, self.report)
-        engine.served.info["computes"] = what_is_computed(facts)
+        self._note_values(engine, facts)
         self._leave_handover(group, facts)
         self.report("waiting for the other ranks", 1.0)
         barrier(groups.patient)
@@ -147,9 +148,17 @@ class RankStart:
             env.rank, env.num_ranks, device, num_nodes=num_nodes, files=files, link=between, streams=streams
         )
         engine = _build_engine(config, group, exchange, self._mailbox, env, self.report)
-        engine.served.info["computes"] = what_is_computed(facts)
+        self._note_values(engine, facts)
         self._leave_handover(group, facts)
         return engine
+
+    def _note_values(self, engine: "Engine", facts: Sequence[Fact]) -> None:
+        """Notes what decides about values, where ranks of another role are to compute the same."""
+        if self._config.parallel.role == "both":
+            return
+        served, names = engine.served, ("numerics", "kernels", "dtype", "kv_cache_dtype", "expert_weights")
+        arithmetic = ", ".join(f"{name} {served.info[name]}" for name in names)
+        self._computes = [tuple(fact) for fact in facts_of_values(facts, arithmetic, served.kv_key)]
 
     def _streams(self, link: "HostLink | None") -> "PeerStreams | None":
         """Returns this rank's streams with others; None where no rank is started anew alone."""

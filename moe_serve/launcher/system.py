@@ -31,6 +31,7 @@ from moe_serve.engine.protocol.messages import SUPERVISOR, Exited, Fatal, Member
 from moe_serve.errors import LaunchError, MoeServeError
 from moe_serve.launcher.children import Forked, OnLine, end_children
 from moe_serve.launcher.display import StartDisplay
+from moe_serve.launcher.facts import Fact, difference_of_roles
 from moe_serve.launcher.front_ends import FrontEnds
 from moe_serve.launcher.hosts import (
     Died,
@@ -587,7 +588,12 @@ class _PrefillDisplay:
 
 
 class _Prefill:
-    """The prefill ranks of a system: a launch of their own, without which the others serve on. config: of their role"""
+    """The prefill ranks of a system: a launch of their own, without which the others serve on.
+
+    config:   of their role
+    begun_s:  when they were started last
+    is_wrong: another start would end as the last one did
+    """
 
     def __init__(self, config: ServeConfig, display: _PrefillDisplay, ranks: LocalRanks | RanksElsewhere):
         self._config, self._display = config, display
@@ -595,6 +601,7 @@ class _Prefill:
         self._restarts = Restarts(config.launcher, "the prefill ranks were")
         self._launch: LaunchWatch | None = None  # None: they are not running
         self._starts_at_s: float | None = None
+        self.begun_s, self.is_wrong = 0.0, False
         self._tell: Callable[[Message], None] = lambda message: None
 
     def start(self, tell: Callable[[Message], None]) -> None:
@@ -603,9 +610,20 @@ class _Prefill:
         self._begin()
 
     def _begin(self) -> None:
-        self._starts_at_s = None
+        self._starts_at_s, self.begun_s = None, time.monotonic()
         self.ranks.start()
         self._launch = LaunchWatch(self._config, self._display, self.ranks, self._restarts, self._tell)
+
+    @property
+    def computes(self) -> list[Fact]:
+        """What decides about their values, as in LaunchWatch."""
+        return [] if self._launch is None else self._launch.computes
+
+    def refuse(self, why: str, is_wrong: bool) -> None:
+        """Ends ranks that compute other values than the decode ranks. is_wrong: they would again"""
+        assert self._launch is not None, "they have said what they compute"
+        self._launch.lose(why)
+        self.is_wrong = is_wrong
 
     def take(self, message: ToFrontEnd) -> None:
         """Shows what a rank has reported."""
@@ -636,12 +654,13 @@ class _Prefill:
         for line in (str(loss), *(f"  {line}" for line in loss.last_lines)):
             self._display.note(line, style="red")
         self.ranks.end(0.0 if loss.others_run else _LOSS_GRACE_S)
-        if not loss.is_setting and self._restarts.note_loss(str(loss), loss.had_served):
+        self.is_wrong |= loss.is_setting
+        if not self.is_wrong and self._restarts.note_loss(str(loss), loss.had_served):
             self._starts_at_s = time.monotonic() + self._restarts.pause_s
             again = f"they are started again{in_a_while(self._restarts.pause_s)} ({self._restarts.describe()})"
             self._display.note(f"{again}; the decode ranks serve on meanwhile", style="yellow")
             return
-        why = ["a setting must be corrected first"] if loss.is_setting else self._restarts.report()
+        why = ["a setting or a file must be corrected first"] if self.is_wrong else self._restarts.report()
         for line in (*why, "they are not started again; the decode ranks serve on"):
             self._display.note(line, style="red")
 
@@ -735,7 +754,7 @@ class _System:
                 if self._prefill is not None:
                     self._prefill.take(message)
             if self._prefill is not None and not self.signals.num:
-                self._prefill.turn()
+                self._watch_prefill(self._prefill)
             waits = self._prefill is not None and not self._was_ready and not self._prefill.is_ready
             is_ready = self._launch.is_ready and not self._is_announced and not waits
             if is_ready and self._front_ends.serve(self.ranks.launch_id):
@@ -765,6 +784,22 @@ class _System:
                     prefill.lose(f"the launcher of {message.host} was started again")
         for name in hosts.gone(_HOST_GONE_S):
             prefill.lose(f"{name} is gone")
+
+    def _watch_prefill(self, prefill: _Prefill) -> None:
+        """Keeps the prefill ranks running, and lets none serve that compute other values than the decode ranks.
+
+        Raises _Ended where they cannot, as it turns out at the start.
+        """
+        difference = difference_of_roles(self._launch.computes, prefill.computes)
+        if difference is not None and self._was_ready:
+            prefill.refuse(difference, is_wrong=prefill.begun_s > self._launched_s)
+        elif difference is not None:
+            self.display.stop()
+            self._note(difference, style="red")
+            raise _Ended(2, "the start failed, as said above")
+        prefill.turn()
+        if prefill.is_wrong and not self._was_ready:
+            raise _Ended(2, "the start failed, as said above")
 
     def _hear(self, hosts: Leader) -> None:
         """Takes what other hosts report."""

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     local._FIRST_PAUSE_S = 0.1
     config = load_config(overrides=overrides)
     try:
-        with StartDisplay(config.parallel.num_ranks) as display:
+        with StartDisplay(config.parallel.num_ranks + config.parallel.num_prefill_ranks) as display:
             worker = "tests.launcher.fake_rank"
             if config.launcher.nnodes == 1:
                 sys.exit(system.serve_on_this_machine(config, display, worker))

@@ -3,6 +3,7 @@
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,9 @@ from moe_serve.config import ModelConfig, load_config, model_dir
 from moe_serve.launcher import facts
 from moe_serve.launcher.facts import (
     Fact,
+    difference_of_roles,
     facts_of,
+    facts_of_values,
     first_difference,
     front_end_difference,
     front_end_facts,
@@ -123,6 +126,44 @@ def test_another_version_comes_before_the_settings_it_brings() -> None:
     message = str(first_difference([old, new]))
     assert message.startswith("ranks differ in the version of moe_serve: 0.1 on rank 0; 0.2 on rank 1")
     assert "they also differ in engine.old, engine.new" in message
+
+
+def of_role(*overrides: str, arithmetic: str = "float32", page_key: bytes = b"a") -> list[Fact]:
+    return facts_of_values(facts_with(*overrides), arithmetic, page_key)
+
+
+def test_roles_may_differ_in_numbers_of_ranks_placements_and_balancing() -> None:
+    assert difference_of_roles(of_role(), of_role("parallel.num_ranks=3", "eplb.num_redundant_experts=1")) is None
+    assert difference_of_roles([], of_role()) is None, "the others are not known yet"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "named"),
+    [
+        ({"overrides": ["cache.dtype=int8"]}, "cache.dtype: auto on role decode; int8 on role prefill"),
+        ({"overrides": ["engine.numerics=batch_invariant"]}, "engine.numerics: "),
+        ({"overrides": ["model.seed=3"]}, "model.seed: 0 on role decode; 3 on role prefill"),
+        ({"arithmetic": "bfloat16"}, "the arithmetic: float32 on role decode; bfloat16 on role prefill"),
+        ({"page_key": b"other times of files"}, "the names of pages"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_roles_that_compute_other_values_are_named_with_the_fix(prefill: dict[str, Any], named: str) -> None:
+    changed = dict(prefill)
+    message = str(difference_of_roles(of_role(), of_role(*changed.pop("overrides", []), **changed)))
+    assert message.startswith(f"roles differ in {named}")
+    assert ". Give all roles the same files" in message or ". Start all roles with the same configuration" in message
+
+
+def test_roles_with_another_value_of_one_weight_are_named(folder: Path) -> None:
+    before = of_role(f"model.path={folder}")
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    message = str(difference_of_roles(before, of_role(f"model.path={folder}")))
+    assert message.startswith("roles differ in the files of weights: their values: ")
+    assert message.endswith("Give all roles the same files")
 
 
 def test_samples_of_a_large_file_reach_from_its_first_byte_to_its_last() -> None:

@@ -135,6 +135,46 @@ def test_no_process_outlives_a_parent_that_is_killed_and_the_next_one_removes_it
         assert list(tmp_path.iterdir()) == [own]
 
 
+ROLES = ["parallel.num_ranks=1", "parallel.num_prefill_ranks=1", "parallel.handover_gb=0.001"]
+DIFFERENCE = "roles differ in the files of weights: ours on role decode; theirs on role prefill. Give all roles the"
+
+
+def test_roles_that_compute_other_values_are_refused_at_the_start_in_one_line_with_the_fix():
+    with serving(*ROLES, mishap="prefill:other weights") as system:
+        assert system.wait() == 2
+        assert system.output.count("roles differ") == system.output.count(DIFFERENCE) == 1
+        assert "ready after" not in system.output
+
+
+def test_a_wrong_setting_of_prefill_ranks_ends_the_start():
+    with serving(*ROLES, mishap="prefill:settings") as system:
+        assert system.wait() == 2
+        assert "the setting x is wrong; set y" in system.output
+        assert "ready after" not in system.output
+
+
+def of_prefill(client: httpx.Client) -> dict:
+    return client.get("/server_info").json()["prefill"]
+
+
+def test_prefill_ranks_that_come_back_with_other_weights_end_and_decode_ranks_serve_on():
+    with serving(*ROLES, mishap="prefill:other weights when started again") as system, system.client() as client:
+        os.kill(of_prefill(client)["ranks"][0]["pid"], signal.SIGKILL)
+        system.wait_for(DIFFERENCE)
+        system.wait_for("they are not started again; the decode ranks serve on")
+        assert client.post("/generate", json=FIVE).json()["output_ids"] == [12, 13, 14, 15, 16]
+        assert "roles differ" in of_prefill(client)["state"]
+
+
+def test_prefill_ranks_are_started_again_when_decode_ranks_come_back_with_other_weights():
+    with serving(*ROLES, mishap="all:other weights when started again") as system, system.client() as client:
+        before = of_prefill(client)["launch_id"]
+        os.kill(pid_of_rank(client, 0), signal.SIGKILL)
+        system.wait_for("theirs on role decode; ours on role prefill")
+        assert eventually(lambda: of_prefill(client)["state"] == "ready", 60)
+        assert of_prefill(client)["launch_id"] != before
+
+
 def counted(seed: int, count: int) -> list[int]:
     """What a fake rank answers."""
     return [2 + (seed + i) % 2000 for i in range(count)]

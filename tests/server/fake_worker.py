@@ -74,6 +74,7 @@ class FakeWorker:
     limits: ModelLimits = LIMITS
     restarts_left: int = 0
     info: dict[str, object] = field(default_factory=lambda: {"backend": "fake"})
+    computes: list[tuple[str, str, str]] = field(default_factory=list)
     reply: Callable[[Submit], list[int]] = counting
     failure: tuple[str, str | None] | None = None
     tokens_at_once: int = 1
@@ -122,7 +123,7 @@ class FakeWorker:
         self._socket.send(encode(message))
 
     def get_ready(self) -> None:
-        self.say(Ready(self.rank, self.launch_id, self.limits, self.info))
+        self.say(Ready(self.rank, self.launch_id, self.limits, self.info, self.computes))
 
     def load(self, num_running: int) -> None:
         self.say(Status(self.rank, self.launch_id, 7, num_running, 0, 5, 10, 0, {"num_steps": 7.0}))

@@ -204,12 +204,17 @@ class Progress(Message, tag="progress", frozen=True):
 
 
 class Ready(Message, tag="ready", frozen=True):
-    """A rank accepts requests from now on. info: facts for /server_info (backends, memory, placement, timings)"""
+    """A rank accepts requests from now on.
+
+    info:     facts for /server_info (backends, memory, placement, timings)
+    computes: what decides about the values that it computes, of ranks of one role: (name, value, note) of each fact
+    """
 
     rank: int
     launch_id: int
     limits: ModelLimits
     info: dict[str, Any]
+    computes: list[tuple[str, str, str]] = []
 
 
 class LogprobBlock(msgspec.Struct, frozen=True, array_like=True):

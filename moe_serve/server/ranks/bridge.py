@@ -680,17 +680,13 @@ class Bridge(RankGroup):
 
     def _compare_roles(self) -> None:
         """Lets prefill ranks have requests once they are known to compute the same as those that decode."""
-        own, theirs = self.workers.info, {} if self.prefill is None else self.prefill.workers.info
+        if self.prefill is None:
+            return
+        own, theirs = self.workers.computes, self.prefill.workers.computes
         if not own or not theirs:
             return
-        assert self.prefill is not None
-        is_same = own.get("computes") == theirs.get("computes")
-        if not is_same:
-            log.error(
-                "the prefill ranks compute other values than the decode ranks (another model, version or setting), so "
-                "they get no requests; start both groups with the same configuration"
-            )
-        num_pages = int(theirs.get("handover_pages", 0)) // self.config.num_front_ends
+        is_same = own == theirs  # else their launcher ends them, and says in what they differ
+        num_pages = int(self.prefill.workers.info.get("handover_pages", 0)) // self.config.num_front_ends
         launch = PrefillLaunch(self.prefill.workers.launch_id, num_pages) if is_same else None
         self.prefill.is_alike = is_same
         self.book.trust_prefill(launch)

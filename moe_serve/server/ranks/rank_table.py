@@ -41,6 +41,7 @@ class RankView:
     suspicion:    (since when, why) it is presumed lost; its peers will report whether they go on
     times_masked: how often it was masked
     masked_before: how often it had been when a new process in its place first said hello; None: none has
+    computes:     as in `Ready`
     pulse_s:      when its process last showed that it lives; None: not yet
     last_phase:   what it was doing then
     """
@@ -54,6 +55,7 @@ class RankView:
     fraction: float = 0.0
     limits: ModelLimits | None = None  # known once it is ready
     info: dict[str, Any] = field(default_factory=dict)
+    computes: list[tuple[str, str, str]] = field(default_factory=list)
     status: Status | None = None
     ended: bool = False
     mask_reason: str | None = None
@@ -88,6 +90,7 @@ class RankView:
     def replaced_by(self, identity: bytes, hello: Hello, now_s: float) -> Self:
         """Returns the replacement of this rank, masked until the others say that it takes part."""
         view = type(self)(hello.rank, identity, hello.pid, hello.host, now_s, limits=self.limits, info=self.info)
+        view.computes = self.computes
         view.num_reconnects, view.num_before = hello.num_reconnects, hello.num_before
         view.restarts_left, view.mask_reason = hello.restarts_left, self.mask_reason
         return view
@@ -182,6 +185,12 @@ class RankTable:
         """Facts about the model, which are the same on every rank; {} until one is ready."""
         return next((view.info for view in self if view.is_ready), {})
 
+    @property
+    def computes(self) -> list[tuple[str, str]]:
+        """What decides about values, by name, which is the same on every rank; [] until one is ready."""
+        found = next((view.computes for view in self if view.is_ready), [])
+        return [(name, value) for name, value, _ in found]
+
     def attach(self, identity: bytes, hello: Hello, now_s: float) -> Arrival:
         """Adds a rank, unless it is here already. If this launch is over, a rank of another one begins that one."""
         if hello.num_ranks != self.num_ranks:
@@ -275,13 +284,13 @@ class RankTable:
 
     def ready(self, view: RankView, message: Ready) -> None:
         view.phase, view.fraction = "ready", 1.0
-        view.limits, view.info = message.limits, message.info
+        view.limits, view.info, view.computes = message.limits, message.info, message.computes
 
     def story(self, view: RankView) -> list[Progress | Ready]:
         """Returns the reports of a rank so far, for a listener that attaches later."""
         reported: list[Progress | Ready] = [Progress(view.rank, self.launch_id, view.phase, view.fraction)]
         if view.limits is not None:
-            reported.append(Ready(view.rank, self.launch_id, view.limits, view.info))
+            reported.append(Ready(view.rank, self.launch_id, view.limits, view.info, view.computes))
         return reported
 
     def has_process(self, exited: Exited) -> bool:

@@ -75,6 +75,10 @@ class Roles:
         return await self.output(self.submit(prompt, **params))
 
 
+def facts_of(weights: str) -> list[tuple[str, str, str]]:
+    return [("the weights", weights, "")]
+
+
 @contextlib.asynccontextmanager
 async def roles(
     num_prefill: int = 1, num_decode: int = 1, computes: str = "x", **fields: object
@@ -85,10 +89,11 @@ async def roles(
         link = Link(folder=folder)
         bridge = Bridge(config, None, link=link)
         await bridge.start()
-        decode = [RoleWorker(r, num_decode, 0, 1, of=link, info={"computes": "x"}) for r in range(num_decode)]
-        facts = {"computes": computes, "on_lost_rank": "mask", "handover_pages": 100}
+        decode = [RoleWorker(r, num_decode, 0, 1, of=link, computes=facts_of("x")) for r in range(num_decode)]
+        info = {"on_lost_rank": "mask", "handover_pages": 100}
+        fields |= {"computes": facts_of(computes)}
         prefill = [
-            RoleWorker(r, num_prefill, 0, 2, of=link.of_prefill(), info=facts, **fields)  # type: ignore[arg-type]
+            RoleWorker(r, num_prefill, 0, 2, of=link.of_prefill(), info=info, **fields)  # type: ignore[arg-type]
             for r in range(num_prefill)
         ]
         tasks = [asyncio.create_task(worker.run()) for worker in [*decode, *prefill]]
