@@ -52,6 +52,21 @@ def test_the_same_simulation_gives_the_same_rows() -> None:
     assert one == two
 
 
+def test_what_prefill_ranks_hand_over_is_said_by_node_and_of_its_network() -> None:
+    prefill = replace(swept(nodes=(2,), redundant=(0,)), serving=Serving(phase="prefill"), tokens_per_rank=8192)
+    (case,) = simulate(prefill)
+    row = next(case.rows())
+    token = 32 * 2 * 8 * 128 * 2  # layers, keys and values, heads, values, bytes
+    assert row["handed_over_bytes_per_s"] == pytest.approx(row["tokens_per_s"] / 2 * token)
+    assert row["handed_over_of_network"] == pytest.approx(row["handed_over_bytes_per_s"] / 400e9)
+    assert any("of its network, sent while layers compute" in sentence for sentence in sweep_verdict([case]))
+    slow = prefill.hardware.scaled(nic_bytes_per_s=0.01, node_nic_bytes_per_s=0.01)
+    (case,) = simulate(replace(prefill, sweep=Sweep((1,), (), (0,), (10,)), hardware=slow))
+    assert any("of its network, for which it would wait" in sentence for sentence in sweep_verdict([case]))
+    (decodes,) = simulate(swept(nodes=(2,), redundant=(0,)))
+    assert next(decodes.rows())["handed_over_bytes_per_s"] == 0
+
+
 def test_memory_that_does_not_fit_is_marked() -> None:
     # Mixtral in bf16: 32 layers x 352 MB an expert; 8 slots on one rank are 90 GB.
     cases = simulate(swept(nodes=(1, 2), redundant=(0,), ranks_per_node=1))

@@ -40,6 +40,7 @@ from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 
+_MOST_HANDED_OVER = 0.5  # of the network of a node
 _SWEPT = (("ranks", "ranks"), ("num_slots", "slots"), ("window_steps", "window"))
 
 
@@ -108,6 +109,8 @@ class Case:
     """One combination: its cluster, slots and window, the load, and what its replay found.
 
     memory_bytes: expert weights of one rank.   fits: they fit into its memory with a tenth to spare
+    handed_over_bytes: of the KV cache of a token that a prefill rank computes, and hands over; 0 where ranks decode
+    network_bytes_per_s: of a node, in one direction
     """
 
     topology: Topology
@@ -117,10 +120,15 @@ class Case:
     trace: LoadTrace
     memory_bytes: int
     fits: bool
+    handed_over_bytes: int
+    network_bytes_per_s: float
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields a row per policy: the summary of the replay and the swept values."""
         for result in self.report.results:
+            summary = self.report.summary(result)
+            rate = summary["tokens_per_s"]
+            sent = None if rate is None else rate / self.topology.num_nodes * self.handed_over_bytes
             yield {
                 "ranks": self.topology.num_ranks,
                 "nodes": self.topology.num_nodes,
@@ -128,7 +136,9 @@ class Case:
                 "window_steps": self.window_steps,
                 "memory_bytes": self.memory_bytes,
                 "fits": self.fits,
-                **self.report.summary(result),
+                "handed_over_bytes_per_s": sent,  # of a node
+                "handed_over_of_network": None if sent is None else sent / self.network_bytes_per_s,
+                **summary,
             }
 
 
@@ -200,7 +210,11 @@ def _run(simulation: Simulation, topology: Topology, num_slots: int, window_step
     report = replay(trace, simulation.policies, settings, jobs=jobs)
     report = replace(report, conditions={**report.conditions, "prices": costs.words()})
     memory = num_slots // topology.num_ranks * model.num_moe_layers * costs.expert_bytes
-    return Case(topology, num_slots, window_steps, report, trace, memory, memory <= 0.9 * simulation.hardware.hbm_bytes)
+    hardware = simulation.hardware
+    fits = memory <= 0.9 * hardware.hbm_bytes
+    handed_over = model.kv_token_bytes if simulation.serving.phase == "prefill" else 0
+    network = min(hardware.node_nic_bytes_per_s, topology.ranks_per_node * hardware.nic_bytes_per_s)
+    return Case(topology, num_slots, window_steps, report, trace, memory, fits, handed_over, network)
 
 
 def _trace(simulation: Simulation, topology: Topology, window_steps: int) -> LoadTrace:
@@ -332,7 +346,22 @@ def sweep_verdict(cases: Sequence[Case]) -> list[str]:
             f"{len(tight)} of {len(cases)} combinations do not fit (!): {worst.num_slots} slots on "
             f"{worst.topology.num_ranks} ranks need {as_bytes(worst.memory_bytes)} for experts alone on each rank."
         )
-    return [*out, *verdict(best.report)]
+    return [*out, *_handed_over(best), *verdict(best.report)]
+
+
+def _handed_over(case: Case) -> Iterator[str]:
+    """Yields what prefill ranks hand over to nodes that decode, by the best policy, where times are known."""
+    row = next(row for row in case.rows() if row["policy"] == case.report.best.name)
+    sent, share = row["handed_over_bytes_per_s"], row["handed_over_of_network"]
+    if not sent:
+        return
+    end = "sent while layers compute, and no part of the step time"
+    if share > _MOST_HANDED_OVER:
+        end = "for which it would wait, which is no part of the step time"
+    yield (
+        f"Where other nodes decode, each hands over {as_bytes(round(sent))}/s of KV cache at most, "
+        f"{as_percent(share)} of its network, {end}."
+    )
 
 
 def sweep_to_json(cases: Sequence[Case]) -> dict[str, Any]:
