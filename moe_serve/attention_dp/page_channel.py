@@ -23,12 +23,14 @@ import numpy.typing as npt
 import torch
 
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.attention_dp.page_record import HEAD, head_of, library, magic_of
+from moe_serve.attention_dp.page_record import HEAD, INDEX_AT, KEY_AT, head_of, library, magic_of
 from moe_serve.attention_dp.page_ring import RECORD_BYTES, PageRing
 from moe_serve.attention_dp.page_stream import PageStream
+from moe_serve.attention_dp.prefix_cache import KEY_BYTES
 from moe_serve.attention_dp.request import Handover, Request
 
 _SENT_AT_ONCE = 16  # pages whose records are written together, so that a reader can copy those while others follow
+_NEAR = 1024  # slots behind the last one taken, where the next hand-over's pages are as a rule
 Heads = npt.NDArray[np.uint8]
 
 
@@ -150,6 +152,7 @@ class PageReceiver:
         self._wait_s = wait_s
         cache.touch()  # whose blocks are new to the system, too, where pages of the first prompts come
         self._cache, self.page_bytes = cache, cache.page_bytes
+        self._next = [0] * len(self._rings)  # behind the last slot that was found, by prefill rank
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def take(self, request: Request, handover: Handover, first: int, blocks: Sequence[int]) -> int:
@@ -199,10 +202,20 @@ class PageReceiver:
 
     def find(self, request_id: str, handover: Handover, first: int, count: int) -> list[int]:
         """Returns the slots that claim to hold pages first.. of a hand-over, as far as there is one after the other."""
-        ring = self._rings[handover.rank]
         number = number_of(handover.launch_id, request_id, handover.attempt)
-        found = np.flatnonzero(ring.fields["number"] == number)
-        slot_of = dict(zip(ring.fields["index"][found].tolist(), found.tolist(), strict=True))
+        start = self._next[handover.rank]
+        slots = self._find(handover.rank, number, first, count, start, start + _NEAR)
+        if len(slots) < count:  # the whole ring takes 0.3 ms where it has 24,000 slots
+            slots = self._find(handover.rank, number, first, count, 0, None)
+        if slots:
+            self._next[handover.rank] = slots[-1] + 1
+        return slots
+
+    def _find(self, rank: int, number: int, first: int, count: int, start: int, end: int | None) -> list[int]:
+        """Returns what `find` does, as far as it is in slots start..end. end: None: of the ring"""
+        fields = self._rings[rank].fields[start:end]
+        found = np.flatnonzero(fields["number"] == number)
+        slot_of = dict(zip(fields["index"][found].tolist(), (start + found).tolist(), strict=True))
         slots = []
         for index in range(first, first + count):
             if index not in slot_of:
@@ -232,30 +245,32 @@ class PageReceiver:
             sums[run] = self._copier.copy(heads[run], pages, blocks[begin:end], into_pool=True)
             begin = end
         given = np.ascontiguousarray(records[:, HEAD.size : HEAD.size + 4]).view("<u4").reshape(-1)
-        for number in range(len(slots)):
-            if not is_right(given[number], sums[number]):
-                return number, "checksum"
-            if not is_what_was_asked(heads[number], asked[number]):
-                return number, "version"
-        return len(slots), None
+        right, same = are_right(given, sums), are_what_was_asked(heads, asked)
+        taken = right & same
+        if taken.all():
+            return len(slots), None
+        number = int(taken.argmin())  # the first that is not
+        return number, "version" if right[number] else "checksum"
 
 
-def is_right(given: int, computed: int) -> bool:
-    """Returns whether a record has the checksum of what was stored."""
+def are_right(given: npt.NDArray[np.uint32], computed: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Returns which records have the checksum of what was stored: [n]."""
     return given == computed
 
 
-def is_what_was_asked(head: Heads, asked: Heads) -> bool:
-    """Returns whether a record says of its page all that its reader knows of it."""
-    return bool(np.array_equal(head, asked))
+def are_what_was_asked(heads: Heads, asked: Heads) -> npt.NDArray[np.bool_]:
+    """Returns which records say of their pages all that their reader knows of them: [n]."""
+    return (heads == asked).all(axis=1)
 
 
 def heads_of(
     magic: bytes, cache: KvCache, launch_id: int, request_id: str, attempt: int, first: int, keys: Sequence[bytes]
 ) -> Heads:
     """Returns the records of the pages with these keys, but for their checksums: [len(keys), HEAD.size] uint8."""
-    number, form = number_of(launch_id, request_id, attempt), cache.page_form
-    heads = b"".join(
-        head_of(magic, form, key, number, launch_id, attempt, index) for index, key in enumerate(keys, first)
-    )
-    return np.frombuffer(heads, dtype=np.uint8).reshape(len(keys), HEAD.size)
+    number = number_of(launch_id, request_id, attempt)
+    one = head_of(magic, cache.page_form, bytes(KEY_BYTES), number, launch_id, attempt)
+    heads = np.frombuffer(one * len(keys), dtype=np.uint8).reshape(-1, HEAD.size).copy()
+    indices = np.arange(first, first + len(keys), dtype="<u4")
+    heads[:, INDEX_AT : INDEX_AT + 4] = indices.view(np.uint8).reshape(-1, 4)
+    heads[:, KEY_AT:] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
+    return heads

@@ -64,11 +64,12 @@ def test_the_checksum_is_crc32c():
     assert copier.copy(np.frombuffer(b"123456789", np.uint8).reshape(1, 9), none, [0], into_pool=False) == [0xE3069283]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("compiled", "near"), [(True, 1024), (False, 1024), (True, 2)])
 @pytest.mark.parametrize("layouts", [LAYOUTS, [KvLayout.gqa(1, 1)], [KvLayout.mla(7, 1)] * 3], ids=len)
 def test_pages_come_whole_around_the_end_of_the_memory(
-    layouts: list[KvLayout], compiled: bool, monkeypatch: pytest.MonkeyPatch
+    layouts: list[KvLayout], compiled: bool, near: int, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(page_channel, "_NEAR", near)
     if not compiled:
         monkeypatch.setattr(page_channel, "library", lambda: None)
     ours, theirs = cache_of(5, layouts, fill=1), cache_of(9, layouts)
@@ -356,12 +357,12 @@ def test_no_fault_changes_a_token_or_keeps_a_block(ranks: tuple[int, int], num_f
 
 
 def test_without_the_check_of_what_was_asked_for_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(page_channel, "is_what_was_asked", lambda head, asked: True)
+    monkeypatch.setattr(page_channel, "are_what_was_asked", lambda heads, asked: np.ones(len(heads), dtype=bool))
     assert play(60, 1, 1, seed=1).num_wrong > 0
 
 
 def test_without_the_checksum_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(page_channel, "is_right", lambda given, computed: True)
+    monkeypatch.setattr(page_channel, "are_right", lambda given, computed: np.ones(len(given), dtype=bool))
     assert play(60, 1, 1, seed=1).num_wrong > 0
 
 
