@@ -20,6 +20,7 @@ from moe_serve.kernels.huge_pages import zeros_in_huge_pages
 from moe_serve.kernels.quantised import CACHED_DTYPES, widen_cached
 
 SLOT_ALIGNMENT = 16  # bytes of a slot in 8 bits
+_BESIDE = ("ids", "changed")  # kinds of layouts that hold no values
 StateShapes = tuple[tuple[int, ...], ...]  # of the tensors that one layer keeps of one request
 
 
@@ -29,10 +30,11 @@ class KvLayout:
 
     gqa: a key and a value for each of `num_heads` heads of `width`; a row is [2 * num_heads, width], keys first
     mla: one normed latent of `value_width` and one rotated key, together `width` wide; a row is [1, width]
-    ids: no values but the experts of the token in all MoE layers, in `width` bytes; behind all other layers
+    ids: no values but the experts of the token in all MoE layers, in `width` bytes; behind all layers with values
+    changed: how many of these the capacity of experts has changed, in two bytes; behind all others
     """
 
-    kind: Literal["gqa", "mla", "ids"]
+    kind: Literal["gqa", "mla", "ids", "changed"]
     num_heads: int
     width: int
     value_width: int
@@ -50,6 +52,11 @@ class KvLayout:
         """Returns the layout of expert ids [num_layers, topk], in one byte each where that holds them, else in two."""
         return cls("ids", 1, num_layers * topk * id_dtype(num_logical).itemsize, 0)
 
+    @classmethod
+    def changed(cls) -> "KvLayout":
+        """Returns the layout of a number below 2^15."""
+        return cls("changed", 1, torch.int16.itemsize, 0)
+
     @property
     def row_shape(self) -> tuple[int, int]:
         return (2 * self.num_heads if self.kind == "gqa" else 1, self.width)
@@ -66,7 +73,7 @@ class KvLayout:
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
         """Returns the size of one slot."""
-        if self.kind == "ids":
+        if self.kind in _BESIDE:
             return -(-self.width // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         if dtype not in CACHED_DTYPES:
             return self.elements_per_token * dtype.itemsize
@@ -168,13 +175,30 @@ class KvCache:
     @property
     def keeps_experts(self) -> bool:
         """Whether the experts of each token are kept beside its keys and values."""
-        return self.layouts[-1].kind == "ids"
+        return self._beside("ids") is not None
+
+    @property
+    def keeps_changed(self) -> bool:
+        """Whether the number of a token's choices that the capacity of experts has changed is kept, too."""
+        return self._beside("changed") is not None
+
+    @property
+    def changed_choices(self) -> Tensor:
+        """Returns that number of each slot, [num_slots + 1] int16, where it is kept."""
+        memory = self._beside("changed")
+        assert memory is not None
+        return memory.view(torch.int16)[:, 0]
+
+    def _beside(self, kind: str) -> Tensor | None:
+        """Returns the memory of what is kept beside keys and values, [num_slots + 1, bytes] uint8."""
+        found = [memory for layout, memory in zip(self.layouts, self._memory, strict=True) if layout.kind == kind]
+        return found[0] if found else None
 
     def expert_ids(self, num_layers: int, topk: int, num_logical: int) -> Tensor:
         """Returns the expert ids of each slot, [num_slots + 1, num_layers, topk] of id_dtype, where they are kept."""
-        assert self.keeps_experts
-        ids = self._memory[-1][:, : self.layouts[-1].width].view(id_dtype(num_logical))
-        return ids.view(-1, num_layers, topk)
+        memory, dtype = self._beside("ids"), id_dtype(num_logical)
+        assert memory is not None
+        return memory[:, : num_layers * topk * dtype.itemsize].view(dtype).view(-1, num_layers, topk)
 
     def touch(self) -> None:
         """Has the system give the memory of an unused pool now: the first write to a huge page takes milliseconds."""
@@ -221,7 +245,7 @@ class KvCache:
 
 def _parts(memory: Tensor, layout: KvLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Returns values [slots, *row_shape] and scales [slots, heads, num_scales] in slots of bytes."""
-    if layout.kind == "ids":
+    if layout.kind in _BESIDE:
         return memory[:, None], None
     if dtype not in CACHED_DTYPES:
         return memory.view(dtype).view(-1, *layout.row_shape), None

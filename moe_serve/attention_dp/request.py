@@ -88,6 +88,8 @@ class Request:
     # grows as they are sent, so that a preempted request does not compute them again.
     logprobs_from: int | None = None
     num_experts_sent: int = 0  # leading tokens whose experts the front end has, where it asks for them
+    num_changes_counted: int = 0  # leading tokens whose changed choices are in `num_changed`
+    num_changed: int = 0
     matcher: Any = None  # with a constraint: the structured.grammar.Matcher of an empty output, before it is scheduled
     why_none_left: str | None = None  # the sampler says so where no token may come next
     handover: Handover | None = None  # on a decode rank: of the pages that it may take; None: there are none (left)

@@ -392,6 +392,11 @@ class EngineConfig(Section):
     max_logprobs: NonNegativeInt = 20  # likeliest tokens that a request may ask for beside each token
     # Requests may ask for the experts of their tokens, which are kept beside keys and values (docs/api.md)
     return_routed_experts: bool = False
+    # Of the rows that a rank computes in a step, an expert takes at most so many times the mean, from 1 on: **answers
+    # change**, and depend on what else runs (docs/numerics.md). None: all that chose it
+    expert_capacity: float | None = Field(default=None, ge=1, allow_inf_nan=False)
+    # Where the others of its rows go. next: to the best expert for the token that has room; drop: to none
+    over_capacity: Literal["next", "drop"] = "next"
     max_batch_tokens: PositiveInt = 1024  # token budget of one step of one rank; longer prompts are prefilled in chunks
     # Of GPUs, and of CPUs where plain torch computes; the compiled CPU kernels are batch_invariant (docs/numerics.md)
     numerics: Literal["fast", "batch_invariant"] = "fast"
@@ -419,6 +424,15 @@ class EngineConfig(Section):
     def _by_names_of_vllm(cls, value: object) -> object:
         name = value.lower() if isinstance(value, str) else value
         return "triton" if name == "triton_attn" else name
+
+    @model_validator(mode="after")
+    def _capacity_depends_on_the_batch(self) -> Self:
+        if self.expert_capacity is not None and self.numerics == "batch_invariant":
+            raise ValueError(
+                f"expert_capacity is {self.expert_capacity:g}, by which a token's experts depend on the rows beside "
+                "it, and numerics is batch_invariant, which excludes that; leave one of the two out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _decode_rows_fit_the_budget(self) -> Self:
@@ -541,6 +555,15 @@ class ServeConfig(Section):
                 f"engine.heartbeat_s is {self.engine.heartbeat_s:g} but a rank that is silent for "
                 f"server.worker_deadline_s = {self.server.worker_deadline_s:g} and engine.step_deadline_s = "
                 f"{self.engine.step_deadline_s:g} seconds is lost; lower heartbeat_s"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_change_no_token(self) -> Self:
+        if self.engine.expert_capacity is not None and self.speculation.mode != "off":
+            raise ValueError(
+                f"engine.expert_capacity is {self.engine.expert_capacity:g}, by which drafts would change the experts "
+                f"of other tokens, but speculation.mode is {self.speculation.mode}; leave one of the two out"
             )
         return self
 

@@ -32,7 +32,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.agreement import RankFacts, check_agreement
 from moe_serve.engine.model.expert_sources import ExpertSources
 from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
-from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, checkpoint_folder
+from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, cache_layouts, checkpoint_folder
 from moe_serve.engine.model.prediction import TokenPredictor
 from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.model.shared_weights import (
@@ -42,6 +42,7 @@ from moe_serve.engine.model.shared_weights import (
     open_shared_weights,
     weights_made_from,
 )
+from moe_serve.engine.output.changed_choices import ChangedCounts
 from moe_serve.engine.output.grammars import make_grammars
 from moe_serve.engine.output.routed_experts import KeptExperts
 from moe_serve.engine.output.row_logprobs import LogprobScorer
@@ -63,6 +64,7 @@ from moe_serve.engine.status import EngineCounters, StepTimes
 from moe_serve.engine.step.exchange import Exchange
 from moe_serve.engine.step.plan import StepSettings
 from moe_serve.engine.watchdog import Watchdog, WatchLimits
+from moe_serve.ep.gate import CapacityLimit
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.pass_recorder import PassRecorder
@@ -72,12 +74,12 @@ from moe_serve.eplb.files.trace_jsonl import RollingTrace, TraceMeta, begin_trac
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import CapacityError, ConfigError
+from moe_serve.kernels.capacity import ExpertCapacity
 from moe_serve.log import get_logger
 from moe_serve.models.decoder.moe_decoder import (
     build_decoder,
     captures_decodes,
     expert_id_bytes,
-    kv_layouts,
     state_shapes,
 )
 from moe_serve.models.families.registry import read_spec
@@ -141,7 +143,8 @@ def build_engine(
     if served.cache.keeps_experts:
         spec = served.spec
         kept = KeptExperts(served.cache, spec.num_moe_layers, spec.topk, spec.num_logical)
-    requests = OpenRequests(scheduler, served.limits, counters, make_grammars(config, served.limits), kept)
+    changed = ChangedCounts(served.cache) if served.cache.keeps_changed else None
+    requests = OpenRequests(scheduler, served.limits, counters, make_grammars(config, served.limits), kept, changed)
     own = Rank(group.rank, launch_id, exchange, mailbox, requests.drop_all)
     recovery = make_recovery(config, own, served, restarts=group.files is not None)
     balancing = make_balancing(config, own, group, served, recovery)
@@ -322,7 +325,7 @@ def build_served_model(
         spec=plan.spec,
         decoder=decoder,
         cache=KvCache(
-            kv_layouts(plan.spec, config.engine.return_routed_experts),
+            cache_layouts(config, plan.spec),
             plan.num_blocks,
             block_size,
             plan.cache_dtype,
@@ -338,6 +341,7 @@ def build_served_model(
         replica_map=parallel.replica_map,
         recorder=parallel.recorder,
         passes=parallel.passes,
+        limit=parallel.limit,
         windows=LoadWindows(parallel.recorder, plan.placement, limits.model_name),
         sources=sources,
         info=_model_facts(plan, parallel.all_to_all)
@@ -369,6 +373,8 @@ def build_served_model(
 def _kv_key(config: ServeConfig, plan: ModelPlan) -> bytes:
     """Returns all that makes cached values differ. Of weights only the name, where no page leaves this process."""
     key = f"{served_name(config.model)} {plan.cache_dtype}{' experts' * config.engine.return_routed_experts}"
+    if config.engine.expert_capacity is not None:
+        key += f" capacity {config.engine.expert_capacity} {config.engine.over_capacity}"
     leaves = config.cache.disk_gb is not None or config.cache.host_gb is not None or config.parallel.num_prefill_ranks
     if leaves:
         arithmetic = f"{plan.choice.name} {plan.choice.kernels} {plan.dtype} {plan.activations}"
@@ -549,7 +555,10 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
     check_bits(all_to_all, config)
     # A transport that can mask a rank can also reduce without it; torch.distributed cannot.
     gather = None if all_to_all.membership is None else all_to_all.exchange_counts
-    recorder = passes = None
+    recorder = passes = limit = None
+    engine = config.engine
+    if engine.expert_capacity is not None:
+        limit = CapacityLimit(ExpertCapacity(engine.expert_capacity, moves=engine.over_capacity == "next"))
     if config.eplb.mode != "off":
         recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather)
         if config.eplb.recorder_mode != "stat":
@@ -564,4 +573,5 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
         max_tokens_per_rank=plan.max_tokens_per_rank,
         numerics=plan.numerics,
         passes=passes,
+        limit=limit,
     )

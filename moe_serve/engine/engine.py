@@ -352,7 +352,7 @@ class Engine:
             return
         self._spoke_s = now_s
         served = self.served
-        totals = totals_of(self.counters, self.recovery, self.scheduler, served.split_outcomes)
+        totals = totals_of(self.counters, self.recovery, self.scheduler, served.split_outcomes, served.changed_choices)
         own = self.rank, self.launch_id, self.step
         self.mailbox.send(make_status(*own, self.scheduler, totals, served.waited_s, self.times))
         if self._drain_until_s is not None:

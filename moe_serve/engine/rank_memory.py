@@ -15,13 +15,13 @@ from moe_serve.attention_dp.kv_cache import bytes_per_block, state_bytes
 from moe_serve.attention_dp.scheduler import most_yielding_rows
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.buffer_sizes import BufferSizes
-from moe_serve.engine.model.model_plan import ModelPlan
+from moe_serve.engine.model.model_plan import ModelPlan, cache_layouts
 from moe_serve.engine.model.shared_weights import Sharing
 from moe_serve.engine.model.working_memory import StepSizes, working_memory
 from moe_serve.engine.output.row_logprobs import rows_at_once
 from moe_serve.models.decoder.gqa import rope_table_bytes
 from moe_serve.models.decoder.graphs import graph_logits
-from moe_serve.models.decoder.moe_decoder import captures_decodes, kv_layouts, state_shapes
+from moe_serve.models.decoder.moe_decoder import captures_decodes, state_shapes
 
 _MOST_NAMED = 3  # parts, in the log
 
@@ -82,11 +82,12 @@ def weight_memory(config: ServeConfig, plan: ModelPlan, num_sharing: int) -> Ite
 
 def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
     block_size = config.cache.block_size
-    layouts = kv_layouts(plan.spec, config.engine.return_routed_experts)
+    layouts = cache_layouts(config, plan.spec)
     num_bytes = plan.num_blocks * bytes_per_block(layouts, block_size, plan.cache_dtype)
     blocks = f"{plan.num_blocks} blocks of {block_size} tokens: {plan.num_blocks * block_size} tokens"
     kept = "" if plan.cache_dtype == plan.dtype else f", in {config.cache.dtype} with a scale for each head and token"
     kept += ", and the experts of each token" if config.engine.return_routed_experts else ""
+    kept += ", and how many experts of each token changed" if config.engine.expert_capacity else ""
     yield Memory("KV cache", num_bytes, blocks + kept)
     if shapes := state_shapes(plan.spec):
         running, size = config.engine.max_running_requests, state_bytes(shapes)

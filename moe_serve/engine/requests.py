@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
+from moe_serve.engine.output.changed_choices import ChangedCounts
 from moe_serve.engine.output.grammars import Grammars
 from moe_serve.engine.output.routed_experts import KeptExperts
 from moe_serve.engine.output.row_logprobs import LogprobScorer, ProjectRows, joined
@@ -49,8 +50,10 @@ class OpenRequests:
         counters: EngineCounters,
         grammars: Grammars,
         kept: KeptExperts | None = None,
+        changed: ChangedCounts | None = None,
     ):
-        """kept: the experts of tokens; None: they are not kept"""
+        """kept: the experts of tokens;  changed: of them, how many the capacity changed; None: they are not kept"""
+        self._changed = changed
         self._kept = kept
         self._scheduler = scheduler
         self.grammars = grammars
@@ -157,6 +160,7 @@ class OpenRequests:
         experts = None
         if request.params.return_routed_experts and self._kept is not None:
             experts = self._kept.next_of(request, is_last=finish is not None)
+        changed = None if self._changed is None else self._changed.of(request)
         if finish is not None:
             self._scheduler.finish(request.request_id)
             del self._open[request.request_id]
@@ -164,7 +168,7 @@ class OpenRequests:
         # By position: there is one for each running request in each step, and names take twice the time.
         index, cached = len(request.output_ids) - 1, request.num_cached_prompt
         queued_us, request.queued_us = request.queued_us, 0
-        numbers = logprobs, prompt_logprobs, queued_us, experts
+        numbers = logprobs, prompt_logprobs, queued_us, experts, changed
         return TokenEvent(
             request.request_id, request.attempt, index, [token_id], finish, matched_id, cached, None, None, *numbers
         )

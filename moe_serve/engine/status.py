@@ -109,12 +109,17 @@ class StepTimes:
 
 
 def totals_of(
-    counters: EngineCounters, recovery: Recovery, scheduler: Scheduler, split_outcomes: Sequence[int]
+    counters: EngineCounters,
+    recovery: Recovery,
+    scheduler: Scheduler,
+    split_outcomes: Sequence[int],
+    changed_choices: Sequence[int] = (),
 ) -> dict[str, float]:
     """Returns all counters of a rank, by name.
 
     split_outcomes: batches that the exact split has proven at once, proven after repair, not proven; () = it does not
                     serve. A batch that was not proven may be split exactly, and is never called so
+    changed_choices: that moved over the capacity of an expert, and that were dropped; () = there is no such limit
     """
     totals = {name: float(value) for name, value in vars(counters).items()}
     totals |= {name: float(getattr(recovery, name)) for name in ("num_voided_steps", "num_times_left_out")}
@@ -126,7 +131,9 @@ def totals_of(
     if scheduler.speculator is not None:
         totals |= scheduler.speculator.counters.totals()
     names = ("num_splits_proven", "num_splits_repaired", "num_splits_unproven")
-    return totals | {name: float(number) for name, number in zip(names, split_outcomes, strict=False)}
+    totals |= {name: float(number) for name, number in zip(names, split_outcomes, strict=False)}
+    names_of_choices = ("num_choices_moved", "num_choices_dropped")
+    return totals | {name: float(number) for name, number in zip(names_of_choices, changed_choices, strict=False)}
 
 
 def make_status(

@@ -4,10 +4,13 @@ All in float32, with the formulas of the reference implementations (transformers
 gpt-oss). Everything after the logits, the count of the load included, is one operation (kernels/topk_gate.py).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moe_serve.kernels.capacity import ChangedChoices, ExpertCapacity, limit_experts
 from moe_serve.kernels.cpu.linear import PackedLinear
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.forms import RouterSpec
@@ -15,6 +18,25 @@ from moe_serve.kernels.grouped_gemm import grouped_gemm
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.kernels.packed_memory import PackedMemory
 from moe_serve.kernels.topk_gate import topk_gate
+
+
+class Chosen(NamedTuple):
+    """What a gate chose for rows. ids: [T, topk] int64;  weights: [T, topk] float32;  logits: [T, E] float32"""
+
+    ids: Tensor
+    weights: Tensor
+    logits: Tensor
+
+
+class CapacityLimit:
+    """The capacity of experts that all gates of a rank keep, and how many choices it has changed.
+
+    totals: [2] int64, choices that moved and that were dropped, since the start
+    """
+
+    def __init__(self, capacity: ExpertCapacity):
+        self.capacity = capacity
+        self.totals = torch.zeros(2, dtype=torch.int64)
 
 
 class Gate:
@@ -49,12 +71,21 @@ class Gate:
         slots: Tensor | None = None,
         cached_at: Tensor | None = None,
         step_load: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns ids [T, topk] int64 and weights [T, topk] float32, and adds every choice to load, [E] int64.
+    ) -> Chosen:
+        """Returns the experts of rows, and adds every choice to load, [E] int64.
 
         x: [T, H] compute dtype; T may be 0;  slots, cached_at, step_load: as topk_gate takes them
         """
-        return topk_gate(self._logits(x).contiguous(), self._bias, self._spec, load, slots, cached_at, step_load)
+        logits = self._logits(x).contiguous()
+        return Chosen(*topk_gate(logits, self._bias, self._spec, load, slots, cached_at, step_load), logits)
+
+    def limit(self, chosen: Chosen, limit: CapacityLimit, kept: ChangedChoices | None) -> None:
+        """Changes logical ids and weights where they exceed the capacity. kept: where the changes are counted"""
+        ids, weights, logits = chosen
+        changed = limit_experts(logits, self._bias, self._spec, ids, weights, limit.capacity)
+        limit.totals += changed.sum(0)
+        if kept is not None:
+            kept.keep(changed.sum(1))
 
     def _logits(self, x: Tensor) -> Tensor:
         """Returns the logits of rows x, [T, E] float32."""
@@ -83,9 +114,18 @@ class CompiledGate:
         self._logits = PackedLinear(weight, logit_bias, memory=memory)
         self._bias = None if bias is None else bias.float()
 
-    def record(self, recorder: Recorder, x: Tensor, load: Tensor) -> tuple[Tensor, Tensor]:
-        """Records the router: ids and weights [T, topk] of rows x [T, H]. load: [E] int64, choices are added to it"""
-        return recorder.gate(recorder.linear("router_logits", self._logits, x), self._bias, self._spec, load)
+    def record(self, recorder: Recorder, x: Tensor, load: Tensor) -> Chosen:
+        """Records the router of rows x [T, H]. load: [E] int64, choices are added to it"""
+        logits = recorder.linear("router_logits", self._logits, x)
+        return Chosen(*recorder.gate(logits, self._bias, self._spec, load), logits)
+
+    def record_limit(
+        self, recorder: Recorder, chosen: Chosen, limit: CapacityLimit, kept: ChangedChoices | None
+    ) -> None:
+        """Records what `Gate.limit` does."""
+        ids, weights, logits = chosen
+        capacity = limit.capacity, limit.totals, kept
+        recorder.limit_experts(logits, self._bias, self._spec, ids, weights, *capacity)
 
 
 def _check_biases(spec: RouterSpec, bias: Tensor | None, logit_bias: Tensor | None) -> None:

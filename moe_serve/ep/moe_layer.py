@@ -31,11 +31,12 @@ from torch import Tensor
 from moe_serve.dispatch.base import AnyAllToAll, Dispatched, Pending
 from moe_serve.ep.expert_store import ExpertStore, expert_ffn
 from moe_serve.ep.fused import FusedMoe, make_fused
-from moe_serve.ep.gate import CompiledGate, Gate
+from moe_serve.ep.gate import CapacityLimit, CompiledGate, Gate
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.errors import PeerError
+from moe_serve.kernels.capacity import ChangedChoices
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun
 from moe_serve.kernels.forms import RouterSpec
@@ -57,6 +58,7 @@ class ExpertParallel:
     recorder:            None: no load is recorded
     max_tokens_per_rank: rows of one round of dispatch and combine
     passes:              None: clients cannot record passes
+    limit:               of the rows that an expert takes; None: an expert takes all
     clock:               is told which part of the step runs
     """
 
@@ -68,6 +70,7 @@ class ExpertParallel:
     max_tokens_per_rank: int
     numerics: Numerics
     passes: PassRecorder | None = None
+    limit: CapacityLimit | None = None
     clock: PartClock = field(default_factory=PartClock)
 
     def ones(self, num_rows: int) -> Tensor:
@@ -142,14 +145,17 @@ class Gated(NamedTuple):
         return [Gated(x, ids, weights, None) for x, ids, weights in parts]
 
 
-class KeptIds(NamedTuple):
-    """Where the experts of rows are kept for those who ask for them.
+class Kept(NamedTuple):
+    """What is kept of rows beside their keys and values, by slot of the KV cache.
 
-    ids:   [slots, layers, K] uint8 or int16, by slot of the KV cache;  slots: [T] int64, of the rows; below 0: padding
+    slots:   [T] int64, of the rows; below 0: padding
+    ids:     [slots, layers, K] uint8 or int16, the experts that the gates chose; None: not kept
+    changed: [slots] int16, how many of these choices the capacity of experts has changed; None: not kept
     """
 
-    ids: Tensor
     slots: Tensor
+    ids: Tensor | None
+    changed: Tensor | None
 
 
 class MoeLayer:
@@ -193,7 +199,7 @@ class MoeLayer:
         num_chunks: int,
         cached_at: Tensor | None = None,
         step_load: Tensor | None = None,
-        kept: KeptIds | None = None,
+        kept: Kept | None = None,
     ) -> Turns[Tensor]:
         """Returns the layer's output for the real rows; rows beyond them hold zeros plus the shared expert.
 
@@ -202,7 +208,7 @@ class MoeLayer:
         num_chunks: rounds, over which the rows are spread evenly, equal on all ranks
         cached_at: [num_tokens] int64, below 0 in padding rows among these, which get no experts; None: there are none
         step_load: what `new_load` of any layer made for these rows, used where `needs_counts`; None: made here
-        kept: where the logical experts of the real rows are written; None: nowhere
+        kept: what is kept of the real rows; None: nothing
         """
         parallel, gate = self._parallel, self._gate
         assert isinstance(gate, Gate), "a layer of compiled kernels is recorded, not called"
@@ -210,14 +216,19 @@ class MoeLayer:
         rows, replicas, load = x[:num_tokens], self._replicas, None
         if replicas.needs_counts:
             load = (self.new_load() if step_load is None else step_load)[self._layer_row]
-            ids, weights = gate(rows, self._load_row, cached_at=cached_at, step_load=load)
-            self._keep(ids, kept)
-        elif kept is not None:
-            ids, weights = gate(rows, self._load_row, cached_at=cached_at)
-            self._keep(ids, kept)
-            ids = replicas.first_slot[ids]  # that of -1 is the last, -1
+            chosen = gate(rows, self._load_row, cached_at=cached_at, step_load=load)
+            self._keep(chosen.ids, kept)
+        elif kept is not None or parallel.limit is not None:
+            chosen = gate(rows, self._load_row, cached_at=cached_at)
+            self._keep(chosen.ids, kept)
         else:
-            ids, weights = gate(rows, self._load_row, replicas.first_slot, cached_at)
+            chosen = gate(rows, self._load_row, replicas.first_slot, cached_at)
+        ids, weights, _ = chosen
+        if parallel.limit is not None:
+            gate.limit(chosen, parallel.limit, self._changed(kept))
+            load = None  # has counted what the gate chose
+        if not replicas.needs_counts and (kept is not None or parallel.limit is not None):
+            ids = replicas.first_slot[ids]  # that of -1 is the last, -1
         if parallel.router.scales_input:
             rows, weights = multiply_rows(rows, weights), parallel.ones(num_tokens)
         parts, shared = yield from self._rounds(Gated(rows, ids, weights, load), num_chunks, x)
@@ -229,11 +240,17 @@ class MoeLayer:
         parallel.clock.turn(MLP)
         return shared(routed)
 
-    def _keep(self, ids: Tensor, kept: KeptIds | None) -> None:
-        if kept is not None:
+    def _keep(self, ids: Tensor, kept: Kept | None) -> None:
+        if kept is not None and kept.ids is not None:
             kept.ids[kept.slots[: len(ids)], self._layer_row] = ids.to(kept.ids.dtype)
 
-    def record(self, recorder: Recorder, x: Tensor, kept: KeptIds | None = None) -> Tensor:
+    def _changed(self, kept: Kept | None) -> ChangedChoices | None:
+        """Returns where this layer's changed choices are counted."""
+        if kept is None or kept.changed is None:
+            return None
+        return ChangedChoices(kept.changed, kept.slots, is_first=self._layer_row == 0)
+
+    def record(self, recorder: Recorder, x: Tensor, kept: Kept | None = None) -> Tensor:
         """Records the layer for rows x, [T, H] -> [T, H], without the shared expert. kept: as for a call
 
         Gate, counts, and slots where no expert has replicas, are kernels; in form "local" all of the layer is. In other
@@ -241,9 +258,12 @@ class MoeLayer:
         """
         parallel, gate, replicas = self._parallel, self._gate, self._replicas
         assert isinstance(gate, CompiledGate), "without compiled kernels a layer is called, not recorded"
-        ids, weights = gate.record(recorder, x, self._load_row)
-        if kept is not None:
+        chosen = gate.record(recorder, x, self._load_row)
+        ids, weights, _ = chosen
+        if kept is not None and kept.ids is not None:
             recorder.keep_ids(ids, kept.slots, kept.ids[:, self._layer_row])
+        if parallel.limit is not None:
+            gate.record_limit(recorder, chosen, parallel.limit, self._changed(kept))
         if parallel.router.scales_input:
             x = recorder.multiply_rows(x, weights)
             weights = torch.ones(recorder.capacity, 1)

@@ -31,17 +31,7 @@ def topk_gate_reference(
     step_load: [E] int64, to which every choice is added, too; None: to no other
     A token whose logits are NaN still has topk different experts, and weights that are NaN.
     """
-    scores = torch.softmax(logits, -1) if spec.scoring == "softmax" else _sigmoid_by_row(logits)
-    choice = logits if spec.scoring in ("sigmoid_of_chosen", "sparsemixer") else scores
-    choice = choice if bias is None else choice + bias
-    choice = torch.where(choice.isnan(), LOWEST_CHOICE, choice)
-    num_logical = logits.shape[1]
-    if spec.num_groups > 1:
-        grouped = choice.view(len(choice), spec.num_groups, num_logical // spec.num_groups)
-        group_scores = grouped.amax(-1) if spec.group_score == "best" else grouped.topk(2, -1).values.sum(-1)
-        order = group_scores.sort(dim=-1, descending=True, stable=True).indices
-        kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, order[:, : spec.topk_groups], True)
-        choice = torch.where(kept[:, :, None], grouped, -torch.inf).view(len(choice), num_logical)
+    scores, choice = scores_and_choice(logits, bias, spec)
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.topk]
     weights = _sparsemixer_weights(logits, ids, spec.jitter) if spec.scoring == "sparsemixer" else scores.gather(1, ids)
     if spec.norm_topk:
@@ -54,6 +44,25 @@ def topk_gate_reference(
     for counts in (load,) if step_load is None else (load, step_load):
         counts.index_add_(0, ids.flatten(), is_real.flatten())
     return named, weights * spec.scaling
+
+
+def scores_and_choice(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    """Returns the scores that weights are made of, and those by which experts are chosen, [T, E] float32 each.
+
+    Arguments as for the gate. Choices are new memory, and -inf in groups that a token does not choose from.
+    """
+    scores = torch.softmax(logits, -1) if spec.scoring == "softmax" else _sigmoid_by_row(logits)
+    choice = logits if spec.scoring in ("sigmoid_of_chosen", "sparsemixer") else scores
+    choice = choice if bias is None else choice + bias
+    choice = torch.where(choice.isnan(), LOWEST_CHOICE, choice)
+    num_logical = logits.shape[1]
+    if spec.num_groups > 1:
+        grouped = choice.view(len(choice), spec.num_groups, num_logical // spec.num_groups)
+        group_scores = grouped.amax(-1) if spec.group_score == "best" else grouped.topk(2, -1).values.sum(-1)
+        order = group_scores.sort(dim=-1, descending=True, stable=True).indices
+        kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, order[:, : spec.topk_groups], True)
+        choice = torch.where(kept[:, :, None], grouped, -torch.inf).view(len(choice), num_logical)
+    return scores, choice
 
 
 def _sparsemixer_weights(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:

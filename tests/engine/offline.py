@@ -111,6 +111,7 @@ class Served:
     logprobs: dict[str, list[LogprobBlock]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[LogprobBlock]] = field(default_factory=dict)
     experts: dict[str, RoutedExperts] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)  # choices of gates, by the capacity of experts
     finish: dict[str, str] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -252,7 +253,7 @@ def _serve_on_rank(
         tokens=produced_before,
         digests=digests,
         gaps=gaps,
-        counters=dict(vars(engine.counters)),
+        counters=dict(vars(engine.counters)) | {"num_choices_changed": sum(engine.served.changed_choices)},
         stats={name: getattr(engine.scheduler.stats, name) for name in engine.scheduler.stats.__slots__},
         load=[record.tokens.tolist() for record in records],
         records=records,
@@ -276,6 +277,8 @@ def _serve_on_rank(
                         kept.setdefault(event.request_id, []).append(block)
                 if event.experts is not None:
                     served.experts.setdefault(event.request_id, RoutedExperts()).add(event.experts)
+                if event.num_changed is not None:
+                    served.changed[event.request_id] = event.num_changed
                 if event.finish:
                     served.finish[event.request_id] = event.finish
                     served.messages[event.request_id] = event.message or ""
@@ -333,6 +336,7 @@ def _merge(parts: Sequence[Served]) -> Served:
         whole.answers += part.answers
         whole.tokens |= part.tokens
         whole.experts |= part.experts
+        whole.changed |= part.changed
         whole.digests |= part.digests
         whole.gaps |= part.gaps
         whole.logprobs |= part.logprobs

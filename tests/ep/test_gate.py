@@ -34,7 +34,8 @@ SPECS = {
 def route(gate: Gate, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns ids, weights and the load of rows x."""
     load = torch.zeros(gate.num_logical, dtype=torch.int64, device=x.device)
-    return *gate(x, load), load
+    ids, weights, _ = gate(x, load)
+    return ids, weights, load
 
 
 def route_one(logits: list[float], spec: RouterSpec, bias: list[float] | None) -> dict[int, float]:

@@ -136,7 +136,7 @@ def serve(case: Case) -> tuple[Tensor, np.ndarray, np.ndarray]:
 def moe_reference(x: Tensor, layer_row: int, shared: bool) -> Tensor:
     gate, gate_up, down = (w.double() for w in weights(layer_row))
     load = torch.zeros(SPEC.num_logical, dtype=torch.int64)
-    topk_ids, topk_weights = Gate(SPEC, gate.float())(x.float(), load)
+    topk_ids, topk_weights, _ = Gate(SPEC, gate.float())(x.float(), load)
     out = torch.zeros_like(x)
     for token, (ids, scale) in enumerate(zip(topk_ids, topk_weights, strict=True)):
         for expert, weight in zip(ids.tolist(), scale.double(), strict=True):

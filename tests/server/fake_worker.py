@@ -77,6 +77,7 @@ class FakeWorker:
     computes: list[tuple[str, str, str]] = field(default_factory=list)
     reply: Callable[[Submit], list[int]] = counting
     failure: tuple[str, str | None] | None = None
+    num_changed: int | None = None  # choices that the capacity of experts has changed, in every event
     tokens_at_once: int = 1
     round_s: float = 0.001  # between two rounds of tokens
     go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -188,7 +189,7 @@ class FakeWorker:
         return TokenEvent(
             submit.request_id, submit.attempt, start, token_ids, finish, matched, num_cached_prompt=3,
             logprobs=output_block(submit, start, token_ids), prompt_logprobs=prompt_block(submit, start),
-            experts=experts_block(submit, start, len(token_ids)),
+            experts=experts_block(submit, start, len(token_ids)), num_changed=self.num_changed,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 
 from moe_serve.attention_dp.host_pages import slot_bytes
-from moe_serve.attention_dp.kv_cache import bytes_per_block, state_bytes
+from moe_serve.attention_dp.kv_cache import KvLayout, bytes_per_block, state_bytes
 from moe_serve.attention_dp.page_record import HEADER_BYTES, check_size
 from moe_serve.c_library import processor_features
 from moe_serve.config import ServeConfig, model_dir
@@ -39,17 +39,19 @@ class NumericsChoice:
 
     numerics: for the forward;  library: the compiled CPU kernels, None where torch or Triton computes
     kernels:  the kernels, in words;  why: the reason for this choice
+    is_limited: experts have a capacity, so that the experts of a token depend on the rows beside it
     """
 
     numerics: Numerics
     library: CpuLibrary | None
     kernels: str
     why: str
+    is_limited: bool = False
 
     @property
     def name(self) -> str:
         """The class as engine.numerics names it: batch_invariant or fast."""
-        return "batch_invariant" if self.numerics.invariant else "fast"
+        return "batch_invariant" if self.numerics.invariant and not self.is_limited else "fast"
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class ModelPlan:
     @classmethod
     def of(cls, config: ServeConfig, spec: ModelSpec, device: torch.device) -> Self:
         """Returns the plan for a device. Raises PlacementError, ConfigError or CapacityError that names the setting."""
+        check_capacity(config, spec, device)
         dtype = compute_dtype(config, device)
         choice = choose_numerics(config, device, dtype)
         folder = checkpoint_folder(config)
@@ -203,6 +206,28 @@ def choose_cache_dtype(
     return torch.int8 if wanted == "int8" else torch.float8_e4m3fn
 
 
+def check_capacity(config: ServeConfig, spec: ModelSpec, device: torch.device) -> None:
+    """Raises ConfigError where the capacity of experts is limited and the device or the router knows no such limit."""
+    factor = config.engine.expert_capacity
+    if factor is None:
+        return
+    if device.type == "cuda":
+        raise ConfigError(
+            f"engine.expert_capacity is {factor:g}, which is built for CPUs, but the ranks have GPUs; leave it out, or "
+            "set parallel.device: cpu"
+        )
+    if spec.router.scoring == "sparsemixer" and config.engine.over_capacity == "next":
+        raise ConfigError(
+            f"engine.over_capacity is next, but the router of {spec.model_type} weighs two experts by one another, and "
+            "another one would have no weight; set engine.over_capacity: drop, or leave out engine.expert_capacity"
+        )
+
+
+def cache_layouts(config: ServeConfig, spec: ModelSpec) -> tuple[KvLayout, ...]:
+    """Returns the layouts of what a rank caches of a token."""
+    return kv_layouts(spec, config.engine.return_routed_experts, config.engine.expert_capacity is not None)
+
+
 def check_attention_backend(config: ServeConfig, spec: ModelSpec, device: torch.device, cache: torch.dtype) -> None:
     """Raises ConfigError where a package of attention kernels is asked for that cannot attend for this model."""
     name, attention = config.engine.attention_backend, spec.attention
@@ -298,7 +323,7 @@ def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, m
     Raises CapacityError where one request could not fit, ConfigError where a tier below has no room for a block.
     """
     block_size = config.cache.block_size
-    size_bytes = bytes_per_block(kv_layouts(spec, config.engine.return_routed_experts), block_size, dtype)
+    size_bytes = bytes_per_block(cache_layouts(config, spec), block_size, dtype)
     if config.cache.host_gb is not None:
         check_size("cache.host_gb", int(config.cache.host_gb * 1e9), slot_bytes(size_bytes))
     if config.cache.disk_gb is not None:
@@ -337,7 +362,7 @@ def choose_numerics(config: ServeConfig, device: torch.device, dtype: torch.dtyp
     if library is not None:
         kernels = f"compiled for this CPU ({library.form})"
         why = f"float32 on a machine with a C compiler: {library.compiler}{_why_no_amx(config, library)}"
-        return NumericsChoice(COMPILED, library, kernels, why)
+        return NumericsChoice(COMPILED, library, kernels, why, config.engine.expert_capacity is not None)
     threads = config.parallel.threads_per_rank
     if config.engine.numerics == "batch_invariant" and threads not in (None, 1):
         raise ConfigError(

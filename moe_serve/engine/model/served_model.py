@@ -17,6 +17,7 @@ from moe_serve.dispatch.membership import Membership
 from moe_serve.engine.model.expert_sources import ExpertSources
 from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
 from moe_serve.engine.protocol.messages import ModelLimits
+from moe_serve.ep.gate import CapacityLimit
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.peer_experts import SlotChanges
@@ -60,6 +61,7 @@ class ServedModel:
     kv_key: bytes
     trace: TraceWriter | None = None
     passes: PassRecorder | None = None
+    limit: CapacityLimit | None = None
     changing: SlotChanges = field(default_factory=SlotChanges)
 
     @property
@@ -77,6 +79,11 @@ class ServedModel:
         """Batches that the exact split has proven at once, proven after repair, not proven; empty where none serves."""
         outcomes = self.replica_map.split_outcomes
         return [] if outcomes is None else [int(number) for number in outcomes.cpu()]
+
+    @property
+    def changed_choices(self) -> list[int]:
+        """Choices of gates that moved over the capacity of an expert, and that were dropped; empty without a limit."""
+        return [] if self.limit is None else [int(number) for number in self.limit.totals]
 
     def begin_step(self, max_tokens: int, split_evenly: bool = False) -> None:
         """Prepares for the forward of a step. Arguments as in the plan, equal on all ranks."""

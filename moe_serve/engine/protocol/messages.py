@@ -256,6 +256,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     logprobs, prompt_logprobs: of these tokens, and of prompt tokens, which may come without tokens
     queued_us: with the first token of an attempt, how long it has waited on the rank
     experts: of all tokens before the last of token_ids of which none were sent in this attempt, if asked for
+    num_changed: choices of gates that the capacity of experts has changed, of all tokens before the last
     """
 
     request_id: str
@@ -271,6 +272,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: LogprobBlock | None = None
     queued_us: int = 0
     experts: ExpertsBlock | None = None
+    num_changed: int | None = None
 
 
 class Tokens(Message, tag="tokens", frozen=True):

@@ -15,6 +15,7 @@
 #include "state_space.c"
 #include "indexed.c"
 #include "gate.c"
+#include "capacity.c"
 #include "sampling.c"
 #include "logprobs.c"
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.kernels import indexed_attention, rope, rows
+from moe_serve.kernels.capacity import ChangedChoices, ExpertCapacity
 from moe_serve.kernels.causal_conv import ConvWeights
 from moe_serve.kernels.cpu.attention import attend_options
 from moe_serve.kernels.cpu.checks import dense
@@ -439,6 +440,29 @@ class Recorder(Operations, Tape):
         facts = _gate_facts(spec)
         self.call("gate", facts, 0 if bias is None else bias, logits, ROWS, logits.stride(0), ids, weights, load)
         return ids, weights
+
+    def limit_experts(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        spec: RouterSpec,
+        ids: Tensor,
+        weights: Tensor,
+        capacity: ExpertCapacity,
+        totals: Tensor,
+        kept: ChangedChoices | None = None,
+    ) -> None:
+        """Changes what exceeds the capacity of an expert, in place: kernels/capacity.py, whose arguments come first.
+
+        totals: [2] int64, to which the choices that moved, and that were dropped, are added
+        kept:   where the number of changed choices of each row is kept; None: nowhere
+        """
+        at = (0, 0, 0) if kept is None else (int(kept.is_first), kept.counts.data_ptr(), 2 * kept.counts.stride(0))
+        factor = torch.tensor([capacity.factor], dtype=torch.float64).view(torch.int64)
+        facts = torch.cat((factor, torch.tensor([int(capacity.moves), *at, totals.data_ptr()])))
+        of_gate = _gate_facts(spec), 0 if bias is None else bias, logits, ROWS, logits.stride(0), ids, weights
+        rivals = self.buffer("rivals", spec.topk, dtype=torch.int64)
+        self.call("limit_experts", *of_gate, facts, 0 if kept is None else kept.slots, rivals, keep=(kept, totals))
 
     def look_up(self, table: Tensor, ids: Tensor) -> Tensor:
         """Returns table[ids], -1 for -1. table: [n] int64, ids: [rows, topk] int64"""

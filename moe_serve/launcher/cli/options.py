@@ -206,6 +206,11 @@ class ServeOptions(NamedModelOptions):
         "engine.return_routed_experts", "--enable-return-routed-experts", sets=True,
         help="requests may ask for the experts of their tokens",
     )  # fmt: skip
+    expert_capacity: float | None = setting(
+        "engine.expert_capacity",
+        help="of the rows of a rank, an expert takes at most this many times the mean; answers change",
+    )
+    over_capacity: str | None = setting("engine.over_capacity", help="where the others go: next or drop")
     page_size: int | None = setting("cache.block_size", "--page-size", "--block-size", help=", tokens")
     attention_backend: str | None = setting(
         "engine.attention_backend", help="of GPUs: auto, triton, flashinfer or flashmla"

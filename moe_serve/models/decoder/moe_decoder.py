@@ -193,12 +193,14 @@ def captures_decodes(spec: ModelSpec, numerics: Numerics, device: torch.device |
     return can and spec.predictor_id is None
 
 
-def kv_layouts(spec: ModelSpec, keeps_experts: bool = False) -> tuple[KvLayout, ...]:
+def kv_layouts(spec: ModelSpec, keeps_experts: bool = False, keeps_changed: bool = False) -> tuple[KvLayout, ...]:
     """Returns the layout of every layer of the cache, to size the cache before there is a decoder.
 
     keeps_experts: the experts of each token are kept beside its keys and values
+    keeps_changed: so is how many of them the capacity of experts has changed
     """
     ids = (KvLayout.ids(spec.num_moe_layers, spec.topk, spec.num_logical),) if keeps_experts else ()
+    ids += (KvLayout.changed(),) if keeps_changed else ()
     attention = spec.attention
     if isinstance(attention, GqaSpec):
         layout = KvLayout.gqa(attention.num_kv_heads, attention.head_dim)

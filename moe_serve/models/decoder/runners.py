@@ -11,7 +11,7 @@ from torch.nn import functional
 from moe_serve.attention_dp.attention import Attention, AttentionShape, HeadProjections, IndexedRows, StepPlan
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.ep.moe_layer import KeptIds, MoeLayer, Turns, take_turns
+from moe_serve.ep.moe_layer import Kept, MoeLayer, Turns, take_turns
 from moe_serve.kernels.causal_conv import ConvWeights, causal_conv_reference
 from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.library import cpu_library
@@ -155,14 +155,15 @@ class TorchStep(Step):
         assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
         step = self._step
         cached_at = self.slots if step.has_padding else None
-        return layer(x, step.batch.num_tokens, step.num_chunks, cached_at, self._load, _kept_ids(self, layer))
+        return layer(x, step.batch.num_tokens, step.num_chunks, cached_at, self._load, _kept(self, layer))
 
 
-def _kept_ids(step: Step, layer: MoeLayer) -> KeptIds | None:
-    """Returns where the experts of a step's rows are kept; None: nowhere."""
-    if not step.cache.keeps_experts:
-        return None
-    return KeptIds(step.cache.expert_ids(*layer.ids_shape), step.slots)
+def _kept(step: Step, layer: MoeLayer) -> Kept | None:
+    """Returns what is kept of a step's rows beside keys and values; None: nothing."""
+    cache = step.cache
+    ids = cache.expert_ids(*layer.ids_shape) if cache.keeps_experts else None
+    changed = cache.changed_choices if cache.keeps_changed else None
+    return None if ids is None and changed is None else Kept(step.slots, ids, changed)
 
 
 def _together(rows: Sequence[Tensor], batches: Sequence[ForwardBatch]) -> Tensor:
@@ -308,7 +309,7 @@ class RecordedStep(Step, Recorder):
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         yield from ()  # turns are taken when it runs
-        out = layer.record(self, x, _kept_ids(self, layer))
+        out = layer.record(self, x, _kept(self, layer))
         if shared is not None:
             self.begin(MLP)
             rows = self.mlp(shared.mlp, x)

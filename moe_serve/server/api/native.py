@@ -419,6 +419,8 @@ def result(request: OpenRequest, rid: str) -> dict[str, Any]:
         meta["route"] = request.route
     if request.routed_experts is not None and request.is_done:
         meta["routed_experts"] = request.routed_experts.as_json(request.num_routed)
+    if request.num_changed is not None:
+        meta["experts_over_capacity"] = request.num_changed
     if request.finished_s is not None:
         meta["e2e_latency"] = request.finished_s - request.submitted_s
     return {"text": request.matcher.text, "output_ids": request.matcher.output_ids, "meta_info": meta}

@@ -307,6 +307,7 @@ class BalanceMetrics(Collector):
         yield from self._work()
         yield from self._totals()
         yield self._splits()
+        yield self._changed_choices()
 
     def _load(self) -> Iterator[Metric]:
         window = self._book.window
@@ -377,6 +378,16 @@ class BalanceMetrics(Collector):
             "Batches of the exact split, or of the split by time: proven optimal, proven after repair, or not proven."
         )
         return counters("moe_serve_eplb_splits", text, ("rank", "outcome"), found)
+
+    def _changed_choices(self) -> Metric:
+        found = [
+            ((str(view.rank), outcome), view.status.counters[f"num_choices_{outcome}"])
+            for view in self._workers
+            for outcome in ("moved", "dropped")
+            if view.status is not None and f"num_choices_{outcome}" in view.status.counters
+        ]
+        text = "Choices of gates beyond the capacity of an expert: moved to another expert of the token, or dropped."
+        return counters("moe_serve_eplb_choices_over_capacity", text, ("rank", "outcome"), found)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

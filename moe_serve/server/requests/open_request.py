@@ -157,6 +157,7 @@ class OpenRequest:
     output_logprobs, prompt_logprobs: log probabilities so far (engine/output/logprobs.py says what each entry is);
     None: it asks for none. Those of the output are as many as `matcher.output_ids`.
     routed_experts: of its first `num_routed` tokens; None: it does not ask for them
+    num_changed:    choices of gates that the capacity of experts has changed, so far; None: there is no such limit
     """
 
     def __init__(
@@ -184,6 +185,7 @@ class OpenRequest:
         params = spec.params
         self.output_logprobs = _empty(params.logprobs, params.logprob_token_ids)
         self.prompt_logprobs = _empty(params.prompt_logprobs, params.logprob_token_ids)
+        self.num_changed: int | None = None
         self.routed_experts = RoutedExperts() if params.return_routed_experts else None
         self.call_id = call_id.get()
         self.submitted_s = time.monotonic()
@@ -290,6 +292,8 @@ class OpenRequest:
             self.prompt_logprobs.add(event.prompt_logprobs)
         if event.experts is not None and self.routed_experts is not None:
             self.routed_experts.add(event.experts)
+        if event.num_changed is not None:
+            self.num_changed = event.num_changed
         if not event.token_ids:  # a part of the prompt is computed
             return
         if self.spec.params.max_new_tokens == 0:

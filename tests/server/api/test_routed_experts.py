@@ -56,3 +56,13 @@ async def test_what_is_no_flag_is_refused_by_name():
             response = await post(served, path, **prompt, return_routed_experts="yes")
             assert response.status_code == 400
             assert "return_routed_experts" in response.json()["error"]["message"]
+
+
+@in_event_loop
+async def test_generate_says_how_many_choices_the_capacity_of_experts_has_changed():
+    async with serving(1) as served:
+        plain = (await served.generate(input_ids=[5], sampling_params={"max_new_tokens": 2})).json()
+        served.workers[0].num_changed = 7
+        limited = (await served.generate(input_ids=[5], sampling_params={"max_new_tokens": 2})).json()
+    assert "experts_over_capacity" not in plain["meta_info"]
+    assert limited["meta_info"]["experts_over_capacity"] == 7

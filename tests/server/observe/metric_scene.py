@@ -21,6 +21,7 @@ async def all_families(names: str = "") -> dict[str, Metric]:
             served.workers[0].say(report)
         times = PhaseTimes(1.0, [1] * (len(STEP_BOUNDS_S) + 1), {"attention": 1.0})
         counters = {f"num_splits_{outcome}": 1.0 for outcome in ("proven", "repaired", "unproven")}
+        counters |= {f"num_choices_{outcome}": 1.0 for outcome in ("moved", "dropped")}
         counters |= {f"num_pages_{fate}": 1.0 for fate in COUNTERS}
         counters |= SpeculationCounters(1, {OWN: 4, SHARED: 2, FORM: 6}, {OWN: 3, SHARED: 0, FORM: 5}).totals()
         for worker in served.workers:
