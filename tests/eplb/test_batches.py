@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_serve.eplb.cost.batches import fit_spread, shares_of_batch, tokens_of_batch
+from moe_serve.eplb.cost.batches import fit_spread, shares_of_batch, tokens_of_batch, within_capacity
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.load import LoadRecord
@@ -110,3 +110,50 @@ def test_few_prompts_in_a_step_leave_less_for_a_plan_to_gain() -> None:
         return float(rows["do nothing"]["step_s"] / rows["greedy"]["step_s"])
 
     assert 1 < gain(8.0) < gain(0.0)
+
+
+def test_experts_within_their_capacity_serve_what_is_left_or_all() -> None:
+    tokens = np.array([[9.0, 3, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0]])
+    dropped = within_capacity(tokens, 1.0, 1, moves=False)
+    assert dropped.tolist() == [[3, 3, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0]]
+    moved = within_capacity(tokens, 1.5, 1, moves=True)
+    assert np.allclose(moved, [[5, 11 / 3, 5 / 3, 5 / 3], [2, 2, 2, 2], [0, 0, 0, 0]]), "4 for room of 2, 5 and 5"
+    assert within_capacity(tokens, 1.0, 4, moves=False)[0].tolist() == [4, 3, 0, 0], "each rank rounds up"
+    assert np.array_equal(within_capacity(tokens, 9.0, 1, moves=True), tokens)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_batch_is_limited_as_the_kernels_limit_it(moves: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from moe_serve.kernels.capacity import ExpertCapacity, limit_experts
+    from moe_serve.kernels.forms import RouterSpec
+    from moe_serve.kernels.topk_gate import topk_gate_reference
+
+    spec, load = RouterSpec(32, 4), torch.zeros(32, dtype=torch.int64)
+    logits = torch.randn(512, 32) + torch.randn(32)
+    ids, weights = topk_gate_reference(logits, None, spec, load)
+    limit_experts(logits, None, spec, ids, weights, ExpertCapacity(1.25, moves))
+    served = torch.bincount(ids[ids >= 0], minlength=32).double().numpy()[None]
+    found = within_capacity(load.double().numpy()[None], 1.25, 1, moves)
+    assert found.max() <= served.max() + 1e-9
+    if moves:
+        assert found.sum() == pytest.approx(served.sum(), rel=0.01), "few find no expert with room"
+    else:
+        assert np.array_equal(found, served)
+
+
+def test_a_capacity_makes_steps_of_an_uneven_load_shorter_and_reports_what_is_beyond_it() -> None:
+    def case(capacity: float | None, over: str = "next"):
+        serving = Serving("prefill", 4096.0, "none", expert_capacity=capacity, over_capacity=over)
+        load = SyntheticLoad(num_windows=3, skew=1.0)
+        return simulate(
+            Simulation(DEMO, load_hardware("H800"), Sweep(nodes=(1,), redundant=(0,)), load=load, serving=serving,
+                       tokens_per_rank=4096, policies=(), plan_latency_s=0)
+        )[0]  # fmt: skip
+
+    free, moved, dropped = case(None), case(1.25), case(1.25, "drop")
+    steps = [next(each.rows())["step_s"] for each in (free, moved, dropped)]
+    assert steps[0] > steps[1] > steps[2]
+    assert "capacity" not in free.report.conditions
+    assert moved.report.conditions["capacity"] == dropped.report.conditions["capacity"]
+    assert float(moved.report.conditions["capacity"].split("%")[0]) > 1

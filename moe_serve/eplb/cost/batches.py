@@ -58,6 +58,23 @@ def tokens_of_batch(record: LoadRecord, spread: float, num_requests: float, num_
     return drawn.astype(np.float64), False
 
 
+def within_capacity(tokens: Floats, factor: float, num_ranks: int, moves: bool) -> Floats:
+    """Returns what experts serve of tokens [L, E] of one batch where each takes at most `factor` times the mean.
+
+    The limit is that of kernels/capacity.py: of the rows of one rank, where each has an equal part of every expert's.
+    moves: the rest goes to the experts that have room, in proportion to it, where the server takes the next-best ones
+           of each token; False: it is dropped
+    """
+    mean = tokens.mean(axis=1, keepdims=True)
+    most = num_ranks * np.maximum(np.ceil(factor * mean / num_ranks), 1)
+    served = np.minimum(tokens, most)
+    if moves:
+        room = most - served
+        over = (tokens - served).sum(axis=1, keepdims=True)
+        served = served + room * over / np.maximum(room.sum(axis=1, keepdims=True), 1)
+    return served
+
+
 def fit_spread(per_step: NDArray[np.int64], topk: int, tokens_per_request: float) -> float:
     """Returns the spread of requests, by moments, from the tokens of single steps [S, L, E]; at least 0.
 

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_serve.eplb.cost.batches import tokens_of_batch, within_capacity
 from moe_serve.eplb.cost.kernels import Batch, Phase, gemm_flops
 from moe_serve.eplb.cost.model import CostModel, PredictedCost
 from moe_serve.eplb.load import LoadTrace, slot_load
@@ -18,6 +19,7 @@ from moe_serve.topology import Topology
 
 Floats = NDArray[np.float64]
 Overlap = Literal["auto", "none", "two-batch"]
+OverCapacity = Literal["next", "drop"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,8 @@ class Serving:
     utilisation: share of the time in which steps run; in the rest ranks wait for requests
     cache_hit:   share of the prompts that the cache holds: prefill computes the others, and serves all
     request_spread: how much requests differ in the experts they choose, see `cost/batches.py`; 0 = not at all
+    expert_capacity: an expert takes at most this many times the mean of a batch, see `within_capacity`; None: all
+    over_capacity:   where the rest goes: next, to other experts; drop, to none
     Raises ConfigError for impossible values.
     """
 
@@ -56,6 +60,8 @@ class Serving:
     utilisation: float = 1.0
     cache_hit: float = 0.0
     request_spread: float = 0.0
+    expert_capacity: float | None = None
+    over_capacity: OverCapacity = "next"
 
     def __post_init__(self) -> None:
         if self.phase not in get_args(Phase):
@@ -66,6 +72,10 @@ class Serving:
             raise ConfigError(f"utilisation is {self.utilisation:g}; give the share of the time in steps, above 0 to 1")
         if not 0 <= self.request_spread < math.inf:
             raise ConfigError(f"request spread is {self.request_spread:g}; give a number of at least 0")
+        if self.expert_capacity is not None and not 1 <= self.expert_capacity < math.inf:
+            raise ConfigError(f"expert capacity is {self.expert_capacity:g}; give at least 1 times the mean")
+        if self.over_capacity not in get_args(OverCapacity):
+            raise ConfigError(f"over capacity is {self.over_capacity!r}; give next or drop")
         if not 0 <= self.cache_hit < 1:
             raise ConfigError(f"cache hit is {self.cache_hit:g}; give the share of prompts in the cache, 0 to below 1")
 
@@ -79,6 +89,8 @@ class Serving:
         used = "full batches at all times" if self.utilisation == 1 else f"steps {self.utilisation:.0%} of the time"
         hit = f", {self.cache_hit:.1%} of prompts cached" if self.cache_hit else ""
         hit += f", request spread {self.request_spread:g}" if self.request_spread else ""
+        if self.expert_capacity is not None:
+            hit += f", an expert takes at most {self.expert_capacity:g} x the mean (over it: {self.over_capacity})"
         return (
             f"{self.phase} unless the trace says it, context {self.context:,.0f}, {overlap[self.overlap]}, {used}{hit}"
         )
@@ -134,6 +146,7 @@ class ProfileCosts:
         placement:       None = every slot has the same load
         tokens_per_step: of all ranks
         """
+        tokens = self.within_capacity(tokens)
         if placement is None:
             rows = np.repeat(tokens.sum(axis=1, keepdims=True) / num_slots, num_slots, axis=1)
         else:
@@ -143,6 +156,26 @@ class ProfileCosts:
         batch = Batch(kind, tokens_per_step / self.model.topology.num_ranks, serving.context, cache_hit=hit)
         tried = {"none": (False,), "two-batch": (True,), "auto": (False, True)}[serving.overlap]
         return min(self.model.step(replace(batch, two_batch=two), rows, is_mean).total_s for two in tried)
+
+    def within_capacity(self, tokens: Floats) -> Floats:
+        """Returns what experts serve of tokens [L, E] of one step."""
+        serving, ranks = self.serving, self.model.topology.num_ranks
+        if serving.expert_capacity is None:
+            return tokens
+        return within_capacity(tokens, serving.expert_capacity, ranks, serving.over_capacity == "next")
+
+    def over_capacity(self, trace: LoadTrace) -> float:
+        """Returns the share of a trace's choices that are beyond the capacity of an expert."""
+        dropping = replace(self, serving=replace(self.serving, over_capacity="drop"))
+        chosen = served = 0.0
+        assert trace.topk
+        for record in trace:
+            per_step = float(record.tokens.sum(axis=1).max(initial=0)) / trace.topk / max(record.busy_steps, 1)
+            requests = self.requests(per_step, record.phase)
+            tokens, _ = tokens_of_batch(record, self.serving.request_spread, requests, per_step)
+            chosen += tokens.sum()
+            served += dropping.within_capacity(tokens).sum()
+        return float(1 - served / chosen) if chosen else 0.0
 
     def requests(self, tokens_per_step: float, phase: str) -> float:
         """Returns how many requests have tokens in a step of all ranks."""

@@ -208,7 +208,10 @@ def _run(simulation: Simulation, topology: Topology, num_slots: int, window_step
         latency_steps=math.ceil(simulation.plan_latency_s / step_s),
     )
     report = replay(trace, simulation.policies, settings, jobs=jobs)
-    report = replace(report, conditions={**report.conditions, "prices": costs.words()})
+    conditions = {**report.conditions, "prices": costs.words()}
+    if simulation.serving.expert_capacity is not None:
+        conditions["capacity"] = f"{costs.over_capacity(trace):.2%} of the choices are beyond that of their expert"
+    report = replace(report, conditions=conditions)
     memory = num_slots // topology.num_ranks * model.num_moe_layers * costs.expert_bytes
     hardware = simulation.hardware
     fits = memory <= 0.9 * hardware.hbm_bytes

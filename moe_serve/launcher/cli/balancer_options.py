@@ -169,8 +169,9 @@ class ServingOptions:
 
     engine: str = option(
         default="SGLang",
-        help="Engine profile: SGLang, DeepSeek, vLLM, ATOM, ideal (the modelled kernels alone), moe_serve (our "
-        "recorded launches; none was timed on a GPU), a YAML file, or a file of `moe-serve roofline --save`.",
+        help="Engine profile: SGLang, DeepSeek, vLLM, ATOM, CloudMatrix-Infer, ideal (the modelled kernels alone), "
+        "moe_serve (our recorded launches; none was timed on a GPU), a YAML file, or a file of `moe-serve roofline "
+        "--save`.",
     )
     context: float = option(
         default=4096, min=1, max=1e9, help="Tokens in the cache per request (decode), or length of a prompt (prefill)."
@@ -196,6 +197,10 @@ class ServingOptions:
         help="How much requests differ in the experts they choose: batches are drawn around the load of a window. "
         "0 = not drawn; a trace with single steps needs none.",
     )
+    expert_capacity: float | None = option(
+        min=1, max=1e6, help="An expert takes at most so many times the mean of a batch: engine.expert_capacity."
+    )
+    over_capacity: str = option(default="next", help="Where the rest goes: next (other experts) or drop.")
 
     def serving(self) -> "Serving":
         """Returns how the ranks serve. Raises ConfigError for values that cannot be."""
@@ -211,6 +216,8 @@ class ServingOptions:
             self.utilisation,
             self.cache_hit,
             self.request_spread,
+            self.expert_capacity,
+            self.over_capacity,  # type: ignore[arg-type]
         )
 
     def engine_profile(self) -> "EngineProfile":
