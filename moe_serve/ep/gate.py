@@ -31,7 +31,7 @@ class Chosen(NamedTuple):
 class CapacityLimit:
     """The capacity of experts that all gates of a rank keep, and how many choices it has changed.
 
-    totals: [2] int64, choices that moved and that were dropped, since the start
+    totals: [2] int64, choices that moved and that were dropped, since the start, those of voided steps too
     """
 
     def __init__(self, capacity: ExpertCapacity):
