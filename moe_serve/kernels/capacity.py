@@ -69,7 +69,7 @@ def limit_experts(
     """
     changed = torch.zeros(len(ids), 2, dtype=torch.int64, device=ids.device)
     num_logical = logits.shape[1]
-    most = capacity.rows(*ids.shape, num_logical)
+    most = capacity.rows(len(ids), ids.shape[1], num_logical)
     entries = torch.arange(ids.numel(), device=ids.device)[ids.flatten() >= 0]
     chosen, weight = ids.flatten()[entries], weights.flatten()[entries].nan_to_num(nan=-torch.inf)
     order = weight.sort(descending=True, stable=True).indices

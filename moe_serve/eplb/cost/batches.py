@@ -67,7 +67,7 @@ def within_capacity(tokens: Floats, factor: float, num_ranks: int, moves: bool) 
     """
     mean = tokens.mean(axis=1, keepdims=True)
     most = num_ranks * np.maximum(np.ceil(factor * mean / num_ranks), 1)
-    served = np.minimum(tokens, most)
+    served: Floats = np.minimum(tokens, most)
     if moves:
         room = most - served
         over = (tokens - served).sum(axis=1, keepdims=True)

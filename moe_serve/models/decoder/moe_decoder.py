@@ -199,16 +199,19 @@ def kv_layouts(spec: ModelSpec, keeps_experts: bool = False, keeps_changed: bool
     keeps_experts: the experts of each token are kept beside its keys and values
     keeps_changed: so is how many of them the capacity of experts has changed
     """
-    ids = (KvLayout.ids(spec.num_moe_layers, spec.topk, spec.num_logical),) if keeps_experts else ()
-    ids += (KvLayout.changed(),) if keeps_changed else ()
+    beside: tuple[KvLayout, ...] = ()
+    if keeps_experts:
+        beside += (KvLayout.ids(spec.num_moe_layers, spec.topk, spec.num_logical),)
+    if keeps_changed:
+        beside += (KvLayout.changed(),)
     attention = spec.attention
     if isinstance(attention, GqaSpec):
         layout = KvLayout.gqa(attention.num_kv_heads, attention.head_dim)
     else:
         layout = KvLayout.mla(attention.kv_lora_rank, attention.rope_dim)
         if attention.indexer is not None:  # its keys lie behind the latents of all layers
-            return (layout,) * spec.num_layers + (KvLayout.mla(attention.indexer.width, 0),) * spec.num_layers + ids
-    return (layout,) * len(spec.attention_layer_ids) + ids
+            return (layout,) * spec.num_layers + (KvLayout.mla(attention.indexer.width, 0),) * spec.num_layers + beside
+    return (layout,) * len(spec.attention_layer_ids) + beside
 
 
 def expert_id_bytes(spec: ModelSpec) -> int:
