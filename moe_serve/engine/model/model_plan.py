@@ -358,11 +358,12 @@ def choose_numerics(config: ServeConfig, device: torch.device, dtype: torch.dtyp
     """
     if device.type != "cpu":
         return NumericsChoice(_of_setting(config), None, "Triton", f"for {device.type}")
+    is_limited = config.engine.expert_capacity is not None
     library, why_not = _find_library(config, dtype)
     if library is not None:
         kernels = f"compiled for this CPU ({library.form})"
         why = f"float32 on a machine with a C compiler: {library.compiler}{_why_no_amx(config, library)}"
-        return NumericsChoice(COMPILED, library, kernels, why, config.engine.expert_capacity is not None)
+        return NumericsChoice(COMPILED, library, kernels, why, is_limited)
     threads = config.parallel.threads_per_rank
     if config.engine.numerics == "batch_invariant" and threads not in (None, 1):
         raise ConfigError(
@@ -370,7 +371,7 @@ def choose_numerics(config: ServeConfig, device: torch.device, dtype: torch.dtyp
             f"thread per rank only, and torch computes here: {why_not}; set parallel.threads_per_rank: 1 and use more "
             "ranks, or serve with the compiled CPU kernels"
         )
-    return NumericsChoice(_of_setting(config), None, "plain torch", why_not)
+    return NumericsChoice(_of_setting(config), None, "plain torch", why_not, is_limited)
 
 
 def _find_library(config: ServeConfig, dtype: torch.dtype) -> tuple[CpuLibrary | None, str]:

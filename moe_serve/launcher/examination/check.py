@@ -239,9 +239,12 @@ def _describe_choices(report: Report, config: ServeConfig, device: str) -> None:
     ]
     with report.noting_problems():
         choice = choose_numerics(config, torch.device(device), compute_dtype(config, torch.device(device)))
+        meaning = _MEANING[choice.name]
+        if choice.is_limited:
+            meaning = "answers depend on what else runs, by engine.expert_capacity"
         report.choices += [
             Line("kernels", choice.kernels, choice.why),
-            Line("numerics", choice.name, _MEANING[choice.name]),
+            Line("numerics", choice.name, meaning),
         ]
 
 

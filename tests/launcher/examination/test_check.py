@@ -148,6 +148,13 @@ def test_the_compiled_kernels_keep_weights_as_they_are_stored() -> None:
     assert choices["kernels"].value.startswith("compiled for this CPU")
 
 
+def test_a_capacity_of_experts_is_no_batch_invariant_server_and_takes_16_bytes_a_token() -> None:
+    plain, limited = checked("cache.num_blocks=64"), checked("cache.num_blocks=64", "engine.expert_capacity=2")
+    (said,) = [line for line in limited.choices if line.name == "numerics"]
+    assert (said.value, "engine.expert_capacity" in said.why) == ("fast", True)
+    assert sizes(limited)["KV cache"] - sizes(plain)["KV cache"] == 64 * 16 * 16
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "llama4_text"])
 def test_tables_of_rotations_and_logits_of_prompts_are_counted(family: str, tmp_path: Path) -> None:
     path = tiny_model(tmp_path, family)
