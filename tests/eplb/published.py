@@ -34,7 +34,7 @@ def figures(kind: str, use: str) -> list[dict[str, Any]]:
 def arguments(figure: dict[str, Any]) -> list[str]:
     """Returns the options of `moe-serve simulate` for the conditions of a serving figure."""
     given = ["model", "hardware", "engine", "nodes", "ranks_per_node", "slots", "phase", "tokens_per_rank", "context",
-             "overlap", "utilisation", "cache_hit"]  # fmt: skip
+             "overlap", "utilisation", "cache_hit", "drafts", "acceptance"]  # fmt: skip
     out = ["simulate", "--json", "--jobs", "1", "--policy", "greedy", "--windows", "3", "--window", "1"]
     for name in given:
         if name in figure:
@@ -58,7 +58,7 @@ def rate(figure: dict[str, Any]) -> float:
     row = _rows(arguments(figure))[served]
     steps_s = row["step_s"] * row["windows"] / figure.get("utilisation", 1)
     per_rank = row["tokens_per_s"] * (steps_s + row["stall_s"]) / steps_s / row["ranks"]
-    return float(per_rank * figure.get("served", 1) * (1 if figure.get("per") == "GPU" else 8))
+    return float(per_rank * (1 if figure.get("per") == "GPU" else 8))
 
 
 def overlap_gain(tokens_per_rank: int) -> float:

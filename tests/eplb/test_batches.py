@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_serve.eplb.cost.batches import fit_spread, shares_of_batch, tokens_of_batch, within_capacity
+from moe_serve.eplb.cost.batches import expected_experts, fit_spread, shares_of_batch, tokens_of_batch, within_capacity
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.load import LoadRecord
@@ -157,3 +157,14 @@ def test_a_capacity_makes_steps_of_an_uneven_load_shorter_and_reports_what_is_be
     assert "capacity" not in free.report.conditions
     assert moved.report.conditions["capacity"] == dropped.report.conditions["capacity"]
     assert float(moved.report.conditions["capacity"].split("%")[0]) > 1
+
+
+@pytest.mark.parametrize(("num_logical", "topk", "rows"), [(32, 4, 2), (256, 8, 4), (8, 2, 9), (8, 8, 3)])
+def test_rows_that_choose_evenly_read_as_many_experts_as_is_said(num_logical: int, topk: int, rows: int) -> None:
+    rng = np.random.default_rng(0)
+    found = [
+        len({expert for _ in range(rows) for expert in rng.permutation(num_logical)[:topk].tolist()})
+        for _ in range(800)
+    ]
+    assert expected_experts(num_logical, topk, rows) == pytest.approx(np.mean(found), rel=0.02)
+    assert expected_experts(num_logical, topk, 1) == pytest.approx(topk)

@@ -176,3 +176,28 @@ def test_serving_that_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             Serving(**wrong)  # type: ignore[arg-type]
+
+
+def decoding(**more: Any) -> dict[str, Any]:
+    """Returns the row of a perfect balance of decode steps of 256 rows a rank."""
+    serving = Serving(phase="decode", context=4096, overlap="none", **more)
+    cases = simulate(swept(nodes=(1,), redundant=(0,), serving=serving, tokens_per_rank=256))
+    return next(row for row in cases[0].rows() if row["policy"] == "perfect")
+
+
+def test_drafts_serve_the_tokens_that_are_right_and_read_the_cache_of_a_request_once() -> None:
+    plain = decoding()
+    for drafts, acceptance, tokens in ((1, 0.6, 1.6), (3, 0.5, 1.875), (2, 0.0, 1.0), (2, 1.0, 3.0)):
+        drafted = decoding(drafts=drafts, acceptance=acceptance)
+        assert drafted["step_s"] < plain["step_s"], "as many rows, of fewer requests"
+        per_row = tokens / (1 + drafts)
+        assert drafted["tokens_per_s"] * drafted["step_s"] == pytest.approx(
+            per_row * plain["tokens_per_s"] * plain["step_s"]
+        )
+
+
+def test_drafts_that_cannot_be_are_refused_and_reports_name_them() -> None:
+    for wrong in ({"drafts": -1}, {"drafts": 1, "acceptance": 1.5}, {"acceptance": -0.1}):
+        with pytest.raises(ConfigError, match="chance from 0 to 1"):
+            Serving(**wrong)  # type: ignore[arg-type]
+    assert "2 drafts a request, 50% right: 1.75 tokens a step" in Serving(drafts=2, acceptance=0.5).words()

@@ -92,3 +92,11 @@ def fit_spread(per_step: NDArray[np.int64], topk: int, tokens_per_request: float
     by_chance = freedom * (sums * shares * np.maximum(1 - topk * shares, 0)).sum()
     each = freedom * ((sums * shares) ** 2 * ((tokens_per_request - 1) * topk / np.maximum(sums, 1))).sum()
     return float(max(found - by_chance, 0.0) / each)
+
+
+def expected_experts(num_logical: int, topk: int, rows: float) -> float:
+    """Returns how many experts of a layer some rows choose on average, where each chooses topk evenly, by itself.
+
+    Rows of one request choose alike, so theirs are fewer (MoESD, arXiv 2505.19645, has the formula).
+    """
+    return num_logical * (1 - (1 - topk / num_logical) ** rows)

@@ -30,6 +30,7 @@ class Batch:
     context:         decode: tokens in the cache per request; prefill: length of a prompt
     two_batch:       overlap two half-batches
     cache_hit:       prefill: share of each prompt that the cache holds
+    tokens_per_request: decode: a request's next one, and drafts behind it; its cached tokens are read once for them
     """
 
     phase: Phase
@@ -37,6 +38,7 @@ class Batch:
     context: float
     two_batch: bool = False
     cache_hit: float = 0.0
+    tokens_per_request: float = 1.0
 
     @property
     def mode(self) -> Mode:
@@ -255,7 +257,7 @@ class Kernels(StepKernels):
         seen = context if batch.phase == "decode" else context * (batch.cache_hit + new / 2)
         seen = min(seen, m.attended or seen)
         flops = 2.0 * m.num_heads * widths * tokens * seen
-        read = kv_bytes * (tokens * seen if batch.phase == "decode" else kept_rows)
+        read = kv_bytes * (tokens / batch.tokens_per_request * seen if batch.phase == "decode" else kept_rows)
         return projections + max(flops / self._attention_flops, read / self.hardware.attention_bytes_per_s)
 
 
@@ -354,7 +356,7 @@ class RecordedKernels(StepKernels):
         """Returns the amounts of a batch with an even load."""
         slots = self.steps.slots_per_rank(self.num_ranks)
         if batch.phase == "decode":
-            length, new = batch.context + 1, 1.0
+            length, new = batch.context + batch.tokens_per_request, batch.tokens_per_request
         else:
             length, new = max(batch.context, 1.0), max(batch.context * (1 - batch.cache_hit), 1.0)
         sequences = batch.tokens_per_rank / new

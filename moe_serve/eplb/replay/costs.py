@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.cost.batches import tokens_of_batch, within_capacity
+from moe_serve.eplb.cost.batches import expected_experts, tokens_of_batch, within_capacity
 from moe_serve.eplb.cost.kernels import Batch, Phase, gemm_flops
 from moe_serve.eplb.cost.model import CostModel, PredictedCost
 from moe_serve.eplb.load import LoadTrace, slot_load
@@ -51,6 +51,8 @@ class Serving:
     request_spread: how much requests differ in the experts they choose, see `cost/batches.py`; 0 = not at all
     expert_capacity: an expert takes at most this many times the mean of a batch, see `within_capacity`; None: all
     over_capacity:   where the rest goes: next, to other experts; drop, to none
+    drafts:      tokens that a decode step verifies of each request behind its next one (speculative decoding)
+    acceptance:  chance of a draft to be right, where those before it are
     Raises ConfigError for impossible values.
     """
 
@@ -62,6 +64,8 @@ class Serving:
     request_spread: float = 0.0
     expert_capacity: float | None = None
     over_capacity: OverCapacity = "next"
+    drafts: int = 0
+    acceptance: float = 0.0
 
     def __post_init__(self) -> None:
         if self.phase not in get_args(Phase):
@@ -76,8 +80,18 @@ class Serving:
             raise ConfigError(f"expert capacity is {self.expert_capacity:g}; give at least 1 times the mean")
         if self.over_capacity not in get_args(OverCapacity):
             raise ConfigError(f"over capacity is {self.over_capacity!r}; give next or drop")
+        if self.drafts < 0 or not 0 <= self.acceptance <= 1:
+            raise ConfigError(
+                f"drafts is {self.drafts} and acceptance {self.acceptance:g}; give a number of at least 0, and a "
+                "chance from 0 to 1"
+            )
         if not 0 <= self.cache_hit < 1:
             raise ConfigError(f"cache hit is {self.cache_hit:g}; give the share of prompts in the cache, 0 to below 1")
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a request gets from a decode step."""
+        return float(sum(self.acceptance**right for right in range(self.drafts + 1)))
 
     def words(self) -> str:
         """Returns a few words for reports."""
@@ -91,6 +105,9 @@ class Serving:
         hit += f", request spread {self.request_spread:g}" if self.request_spread else ""
         if self.expert_capacity is not None:
             hit += f", an expert takes at most {self.expert_capacity:g} x the mean (over it: {self.over_capacity})"
+        if self.drafts:
+            hit += f", {self.drafts} drafts a request, {self.acceptance:.0%} right: "
+            hit += f"{self.tokens_per_step:.2f} tokens a step"
         return (
             f"{self.phase} unless the trace says it, context {self.context:,.0f}, {overlap[self.overlap]}, {used}{hit}"
         )
@@ -153,7 +170,9 @@ class ProfileCosts:
             rows = slot_load(tokens, placement)
         serving, kind = self.serving, self.phase_of(phase)
         hit = serving.cache_hit if kind == "prefill" else 0.0
-        batch = Batch(kind, tokens_per_step / self.model.topology.num_ranks, serving.context, cache_hit=hit)
+        of_request = 1 + serving.drafts if kind == "decode" else 1
+        per_rank = tokens_per_step / self.model.topology.num_ranks
+        batch = Batch(kind, per_rank, serving.context, cache_hit=hit, tokens_per_request=of_request)
         tried = {"none": (False,), "two-batch": (True,), "auto": (False, True)}[serving.overlap]
         return min(self.model.step(replace(batch, two_batch=two), rows, is_mean).total_s for two in tried)
 
@@ -180,12 +199,15 @@ class ProfileCosts:
     def requests(self, tokens_per_step: float, phase: str) -> float:
         """Returns how many requests have tokens in a step of all ranks."""
         if self.phase_of(phase) == "decode":
-            return tokens_per_step
+            return tokens_per_step / (1 + self.serving.drafts)
         return tokens_per_step / max(self.serving.context * (1 - self.serving.cache_hit), 1.0)
 
     def served_tokens(self, tokens: float, phase: str) -> float:
-        """Returns the tokens that requests get when this many are computed; those in the cache come on top."""
-        return tokens / (1 - self.serving.cache_hit) if self.phase_of(phase) == "prefill" else tokens
+        """Returns the tokens that requests get when this many are computed: cached ones too, and no wrong drafts."""
+        serving = self.serving
+        if self.phase_of(phase) == "prefill":
+            return tokens / (1 - serving.cache_hit)
+        return tokens * serving.tokens_per_step / (1 + serving.drafts)
 
     def stall_seconds(self, arrivals: Arrivals) -> float:
         """Returns how long serving stops when these experts move at once: the time of the rank that receives most."""
@@ -198,8 +220,12 @@ class ProfileCosts:
 
     def words(self) -> str:
         """Returns one line for reports."""
-        model = self.model
-        return f"{model.model.name} on {model.hardware.name} by {model.engine.name}: {self.serving.words()}"
+        model, profile, drafts = self.model, self.model.model, self.serving.drafts
+        read = ""
+        if drafts:
+            one, all_ = (expected_experts(profile.num_logical, profile.topk, rows) for rows in (1, 1 + drafts))
+            read = f" that read up to {all_:.1f} experts a layer instead of {one:.0f}"
+        return f"{profile.name} on {model.hardware.name} by {model.engine.name}: {self.serving.words()}{read}"
 
     def phase_of(self, phase: str) -> Phase:
         """Returns the phase that prices a window: its own, or the one that is assumed where it does not say it."""

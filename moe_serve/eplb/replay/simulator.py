@@ -229,7 +229,9 @@ def _trace(simulation: Simulation, topology: Topology, window_steps: int) -> Loa
         replace(
             simulation.load,
             request_spread=serving.request_spread,
-            requests_per_step=tokens if serving.phase == "decode" else max(tokens / serving.context, 1.0),
+            requests_per_step=tokens / (1 + serving.drafts)
+            if serving.phase == "decode"
+            else max(tokens / serving.context, 1.0),
             num_layers=model.num_moe_layers,
             num_logical=model.num_logical,
             topk=model.topk,

@@ -201,6 +201,16 @@ class ServingOptions:
         min=1, max=1e6, help="An expert takes at most so many times the mean of a batch: engine.expert_capacity."
     )
     over_capacity: str = option(default="next", help="Where the rest goes: next (other experts) or drop.")
+    drafts: int = option(
+        default=0, min=0, max=64, help="Drafts of tokens that a decode step verifies of each request; rows count them."
+    )
+    acceptance: float = option(
+        default=0.0,
+        min=0,
+        max=1,
+        help="Chance of a draft to be right, where those before it are. Published: 0.85 to 0.9 for the first one by "
+        "DeepSeek-V3's own layer.",
+    )
 
     def serving(self) -> "Serving":
         """Returns how the ranks serve. Raises ConfigError for values that cannot be."""
@@ -208,6 +218,8 @@ class ServingOptions:
 
         if self.cache_hit and self.phase != "prefill":
             raise ConfigError("--cache-hit is a share of prompts; give --phase prefill, or leave it out")
+        if self.drafts and self.phase != "decode":
+            raise ConfigError("--drafts are verified by decode steps; give --phase decode, or leave it out")
         # The names are checked by Serving, whose message says which there are.
         return Serving(
             self.phase,  # type: ignore[arg-type]
@@ -218,6 +230,8 @@ class ServingOptions:
             self.request_spread,
             self.expert_capacity,
             self.over_capacity,  # type: ignore[arg-type]
+            self.drafts,
+            self.acceptance,
         )
 
     def engine_profile(self) -> "EngineProfile":
