@@ -63,8 +63,8 @@ STEPS = {
 }
 
 
-def peak_bytes(runner: Runner, step: list[tuple[int, int]]) -> int:
-    """Returns the allocator's peak of one forward, counted from its beginning."""
+def peak_bytes(runner: Runner, step: list[tuple[int, int]], predicts: bool = False) -> int:
+    """Returns the allocator's peak of one forward, counted from its beginning. predicts: with a prediction behind it"""
     scheduled = []
     for index, (rows, keys) in enumerate(step):
         request = runner.request(str(index), [1] * keys)
@@ -73,7 +73,10 @@ def peak_bytes(runner: Runner, step: list[tuple[int, int]]) -> int:
         scheduled.append(ScheduledChunk(request, keys - rows, rows, True))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         batch = ForwardBatch.build(scheduled, runner.tables, "cpu", runner.numerics)
-        runner.decoder.forward(batch, runner.cache, 1)
+        logits = runner.decoder.forward(batch, runner.cache, 1)
+        if predicts:
+            runner.decoder.predict(batch, runner.cache, 1)
+        del logits
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -112,6 +115,23 @@ def test_the_largest_step_takes_what_is_said_and_not_much_less(family: str, nume
     measured = max(peaks.values())
     most = 1.03 if numerics.compiled else 1.7  # a recording says the sizes of its buffers
     assert measured <= said < most * measured, f"{said} for {largest}; {peaks}"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_layer_that_predicts_is_in_what_is_said(family: str, tmp_path: Path) -> None:
+    """Its runs keep rows of the step, which counts with many tokens and a short context."""
+    folder = tiny_model(tmp_path, family)
+    config = json.loads((folder / "config.json").read_text())
+    sizes = SIZES[family] | {"num_nextn_predict_layers": 1, "hidden_size": 1024, "vocab_size": 4096}
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    spec = read_spec(folder).with_predictor()
+    weights = dummy_weights(WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu"))
+    runner = Runner(decoder_with(MoeLayer, spec, weights, FAST), FAST, num_blocks=SEQUENCES * ROWS // BLOCK_SIZE)
+    said, largest = working_memory(spec, FAST, StepSizes(ROWS, ROWS // SEQUENCES, SEQUENCES, itemsize=4))
+    step = [(ROWS // SEQUENCES, ROWS // SEQUENCES)] * SEQUENCES
+    peak_bytes(runner, step, predicts=True)
+    measured = peak_bytes(runner, step, predicts=True)
+    assert measured <= said < 1.7 * measured, f"{said} for {largest}, {measured}"
 
 
 class LiveBytes(TorchDispatchMode):

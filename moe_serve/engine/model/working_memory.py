@@ -104,6 +104,12 @@ def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, 
     }
     if spec.num_moe_layers < spec.num_layers:
         phases[f"dense MLP of {rows} tokens"] = 3 * rows * spec.dense_intermediate * spec_bytes
+    if spec.predictor_id is not None:
+        between += 2 * rows * spec.hidden * spec_bytes  # what the head projects, of the step and of that layer, stays
+        joined = 2 * rows * spec.hidden * spec_bytes  # hidden rows and embeddings
+        logits = sizes.sequences * spec.vocab_size * 4  # of the step
+        most = max(_attention(spec, numerics, sizes), _experts(spec, numerics, sizes))
+        phases[f"predictions of {rows} tokens"] = most + joined + logits
     return {name: between + num_bytes for name, num_bytes in phases.items()}
 
 
