@@ -1,7 +1,7 @@
 """Tiny models with a layer for multi-token prediction, and a plain implementation of it.
 
-transformers leaves such layers out. Here the layer is that of another model of one layer, whose norm and head are those
-of the prediction, and whose inputs are joined as DeepSeek-V3's paper says (arXiv:2412.19437, equations 21 to 23).
+Here the layer is that of another model of one layer, whose norm and head are those of the prediction, and whose inputs
+are joined as DeepSeek-V3's paper says (arXiv:2412.19437, equations 21 to 23). A test holds it to that of transformers.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.models.families import FAMILIES, make_oracle, make_random, save
 
-PREDICTING = ("deepseek_v3", "deepseek_v32", "glm4_moe")
+PREDICTING = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite-list", "glm_moe_dsa")
 
 
 @dataclass
@@ -55,10 +55,10 @@ class PredictionOracle:
 def make_predicting(name: str, folder: Path) -> tuple[PredictionOracle, Path]:
     """Returns the oracle of a family's tiny model, and the checkpoint of both, as it would be published."""
     model_type, keys = FAMILIES[name]
-    model, layer = (
-        make_oracle(name),
-        make_random(model_type, keys | {"num_hidden_layers": 1, "first_k_dense_replace": 0}, 7),
-    )
+    one = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    if "mlp_layer_types" in keys:
+        one["mlp_layer_types"] = ["sparse"]
+    model, layer = make_oracle(name), make_random(model_type, keys | one, 7)
     tensors = load_file(save(model, folder / name) / "model.safetensors")
     of_layer = load_file(save(layer, folder / f"{name}-layer") / "model.safetensors")
     number, hidden = model.config.num_hidden_layers, model.config.hidden_size

@@ -101,3 +101,28 @@ def test_config_json_names_the_layers(tmp_path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": -1}))
     with pytest.raises(ModelError, match="num_nextn_predict_layers"):
         read_spec(folder)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_the_plain_layer_is_that_of_transformers(name: str, tmp_path) -> None:
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    oracle, _ = make_predicting(name, tmp_path)
+    config = oracle.model.config
+    config.num_mtp_layers = 1
+    theirs = MtpModel(oracle.model, 1)
+    layer = theirs.layers[0]
+    layer.mtp_block.load_state_dict(oracle.layer.model.layers[0].state_dict())
+    layer.post_norm.load_state_dict(oracle.layer.model.norm.state_dict())
+    with torch.no_grad():
+        for part, weight in oracle.extra.items():
+            getattr(layer, part).weight.copy_(weight)
+        theirs.shared_head = oracle.layer.lm_head
+        ids = torch.arange(5, 45)[None] * 7 % 256
+        hidden = oracle.model.model(ids).last_hidden_state[:, :-1]
+        positions = torch.arange(1, 40)[None]
+        cache = MtpCache(config=config.get_mtp_config())
+        rows = theirs.forward_layer(0, hidden, positions, cache, input_ids=ids[:, 1:])
+        logits = theirs.shared_head(rows)[0]
+    assert relative_error(oracle.logits(ids[0].tolist()), logits) < LOGITS

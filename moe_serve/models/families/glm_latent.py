@@ -30,7 +30,8 @@ def read_dsa(config: HfConfig) -> ModelSpec:
 def read_axk1(config: HfConfig) -> ModelSpec:
     spec = _listed(config, config.size("first_k_dense_replace", default=1, minimum=0))
     names = NormNames(behind_moe="post_mlp_layernorm")
-    return replace(spec, norm_names=names, may_lack_router_bias=True)
+    # Nobody says whether a layer for multi-token prediction would have the norm of MoE layers.
+    return replace(spec, norm_names=names, may_lack_router_bias=True, num_predictors=0)
 
 
 def _listed(config: HfConfig, num_dense: int) -> ModelSpec:
