@@ -117,6 +117,22 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Drafts", "Of tokens, verified by steps: right ones were drawn.", "short", {
             "{{source}}, {{outcome}}": rate("moe_serve_rank_drafts_total", "source, outcome"),
         }),
+        Panel("Decode steps with drafts", "Share of the decode steps.", "percentunit", {
+            "{{drafts}} drafts": f"{rate('moe_serve_rank_decode_steps_total', 'drafts')} / ignoring(drafts) group_left "
+                                 f"{rate('moe_serve_rank_decode_steps_total')}",
+        }, stacked=True),
+        Panel("Tokens of a request in a step", "Of decode steps, with drafts of tokens and without.", "short", {
+            "{{drafts}} drafts": f"{rate('moe_serve_rank_decode_tokens_total', 'drafts')} / "
+                                 f"{rate('moe_serve_rank_decode_requests_total', 'drafts')}",
+        }),
+        Panel("Experts read for a token", "Of all layers, in decode steps with drafts and without.", "short", {
+            "{{drafts}} drafts": f"{rate('moe_serve_rank_decode_experts_total', 'drafts')} / "
+                                 f"{rate('moe_serve_rank_decode_tokens_total', 'drafts')}",
+        }),
+        Panel("Time saved by drafts", "Seconds in a second; below 0: they cost more than they saved.", "short", {
+            "rank {{rank}}": "max by (rank) (deriv(moe_serve_rank_speculation_saved_seconds"
+                             f"{{{WHICH}}}[$__rate_interval]))",
+        }),
         Panel("Tokens to be prefilled", "Of each rank.", "short",
               {"rank {{rank}}": f"max by (rank) (moe_serve_rank_pending_tokens{{{WHICH}}})"}),
     ],

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _LARGEST_EVENT = 16 << 20
 _LARGEST_ERROR = 1 << 16
+_METRICS_S = 5.0  # for an answer
 
 
 @dataclass
@@ -66,7 +67,8 @@ class Client:
     """Asks one endpoint of one server. An asynchronous context manager."""
 
     def __init__(self, base_url: str, endpoint: str, options: "Options", api_key: str | None, timeout_s: float):
-        self._url = base_url.rstrip("/").removesuffix("/v1") + PATHS[endpoint]
+        at = base_url.rstrip("/").removesuffix("/v1")
+        self._url, self._metrics_url = at + PATHS[endpoint], at + "/metrics"
         self._endpoint = endpoint
         self._options = options
         self._api_key = api_key
@@ -89,6 +91,21 @@ class Client:
     ) -> None:
         assert self._session is not None
         await self._session.close()
+
+    async def metrics(self) -> str:
+        """Returns what the server says at /metrics; "" where it says nothing."""
+        import aiohttp
+
+        assert self._session is not None
+        try:
+            async with self._session.get(
+                self._metrics_url, timeout=aiohttp.ClientTimeout(total=_METRICS_S)
+            ) as response:
+                if response.status != 200:
+                    return ""
+                return (await response.content.read(_LARGEST_EVENT)).decode("utf-8", "replace")
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return ""
 
     async def ask(self, ask: Ask, due_s: float, begin_s: float) -> Outcome:
         """Returns how a request went; never raises for what a server or a network does. begin_s: of the clock"""

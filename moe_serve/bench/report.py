@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from moe_serve.bench.client import Outcome
+from moe_serve.bench.drafts import Drafts
 from moe_serve.bench.load import Slo
 from moe_serve.bench.run import Ran
 
@@ -48,6 +49,7 @@ class Report:
     late: Spread
     cpu_share: float
     longest_retry_after_s: float | None
+    drafts: Drafts | None  # None where the server does not say that it makes some
     warnings: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -74,6 +76,8 @@ class Report:
             route: {"completed": len(latencies["e2el"].values)} | _numbers(latencies.items())
             for route, latencies in self.routes.items()
         }
+        if self.drafts is not None:
+            found["drafts"] = self.drafts.as_json()
         found["requests"] = [_row(outcome) for outcome in self.outcomes]
         return found
 
@@ -82,7 +86,7 @@ class Report:
         return count / self.seconds if self.seconds else 0.0
 
 
-def report_of(ran: Ran, slo: Slo, is_paced: bool) -> Report:
+def report_of(ran: Ran, slo: Slo, is_paced: bool, drafts: Drafts | None = None) -> Report:
     """Returns the numbers of a run. is_paced: requests were due at times of a finite rate"""
     complete = [outcome for outcome in ran.outcomes if outcome.error is None]
     failed = [outcome for outcome in ran.outcomes if outcome.error is not None]
@@ -106,6 +110,7 @@ def report_of(ran: Ran, slo: Slo, is_paced: bool) -> Report:
         late=late,
         cpu_share=cpu_share,
         longest_retry_after_s=max(retries, default=None),
+        drafts=drafts,
         warnings=tuple(_warnings(ran, complete, late, cpu_share, is_paced)),
     )
 
@@ -201,6 +206,7 @@ def table_of(report: Report) -> str:
         rows.insert(3, ("of them from the prefix cache", f"{report.num_cached} ({share:.0%})"))
     if report.num_good is not None:
         rows.append(("requests per second within the SLO", f"{report.rate(report.num_good):.2f} ({report.num_good})"))
+    rows += [] if report.drafts is None else report.drafts.rows()
     late_ms = report.late.percentile(99)
     rows.append(("sent late, p99", "–" if late_ms is None else f"{late_ms:.1f} ms"))
     rows.append(("CPU of this tool", f"{report.cpu_share:.0%} of a core"))

@@ -71,6 +71,7 @@ from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.peer_experts import ExpertServer
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.files.trace_jsonl import RollingTrace, TraceMeta, begin_trace
+from moe_serve.eplb.load import NUM_DECODE_COUNTS, LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import CapacityError, ConfigError
@@ -130,7 +131,7 @@ def build_engine(
         max_running=config.engine.max_running_requests,
         max_batch_tokens=config.engine.max_batch_tokens,
         max_model_len=served.limits.max_model_len,
-        speculator=_make_speculator(config, sampler),
+        speculator=_make_speculator(config, sampler, has_layer=served.spec.predictor_id is not None),
     )
     settings = StepSettings(
         max_tokens_per_rank=config.dispatch.max_tokens_per_rank or config.engine.max_batch_tokens,
@@ -138,7 +139,9 @@ def build_engine(
         record_window_steps=config.eplb.record_window_steps,
         overlap_from_tokens=config.dispatch.overlap_from_tokens,
     )
+    _trace_drafts(served, scheduler)
     counters = EngineCounters()
+    served.windows.decodes = lambda: counters.decodes.numbers
     kept = None
     if served.cache.keeps_experts:
         spec = served.spec
@@ -197,15 +200,29 @@ def _state_slots(config: ServeConfig, served: ServedModel) -> StateSlots | None:
     return StateSlots(max_running, served.cache.num_states - max_running, -(-SNAPSHOT_TOKENS // size) * size)
 
 
-def _make_speculator(config: ServeConfig, sampler: Sampler) -> Speculator | None:
-    """Returns what guesses tokens; None where nothing does."""
+def _make_speculator(config: ServeConfig, sampler: Sampler, has_layer: bool) -> Speculator | None:
+    """Returns what guesses tokens; None where nothing does. has_layer: a layer of the model does, too"""
     speculation = config.speculation
     if speculation.mode == "off":
         return None
     index_bytes, shares_text = int(speculation.index_mib * 2**20), config.cache.prefix_cache
     always, reads_text = speculation.mode in ("lookup", "mtp"), speculation.mode != "mtp"
-    predicted = min(speculation.predicted_drafts, speculation.max_drafts) if speculation.mode == "mtp" else 0
+    predicted = min(speculation.predicted_drafts, speculation.max_drafts) if has_layer else 0
     return Speculator(speculation.max_drafts, index_bytes, shares_text, always, sampler.forced, predicted, reads_text)
+
+
+def _trace_drafts(served: ServedModel, scheduler: Scheduler) -> None:
+    """Writes the newest choice of drafts into the trace, behind each record, with all that it follows from."""
+    speculator, trace = scheduler.speculator, served.trace
+    if speculator is None or trace is None:
+        return
+
+    def write(record: LoadRecord) -> None:
+        decision, speculator.gate.decision = speculator.gate.decision, None
+        if decision is not None:
+            trace.event("drafts", record.first_step + record.num_steps, rank=served.rank, **decision._asdict())
+
+    served.windows.listeners.append(write)
 
 
 def _make_predictor(served: ServedModel, scheduler: Scheduler, settings: StepSettings) -> TokenPredictor | None:
@@ -560,7 +577,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
     if engine.expert_capacity is not None:
         limit = CapacityLimit(ExpertCapacity(engine.expert_capacity, moves=engine.over_capacity == "next"))
     if config.eplb.mode != "off":
-        recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather)
+        recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather, NUM_DECODE_COUNTS)
         if config.eplb.recorder_mode != "stat":
             per_token = config.eplb.recorder_mode == "per_token"
             passes = PassRecorder(len(spec.moe_layer_ids), placement.num_slots, per_token, plan.device)

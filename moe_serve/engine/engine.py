@@ -184,10 +184,10 @@ class Engine:
         self.watchdog.enter("the forward", self.step)
         self.recovery.begin_step(plan)
         self.balancing.begin_step(plan)
-        started_s = time.perf_counter()
+        started_s, num_tokens, layer_s = time.perf_counter(), 0, 0.0
         if plan.runs_forward:
             self.requests.begin(() if plan.hold_prefill else proposal.prefills)
-            self._forward(self.scheduler.commit(proposal, plan.hold_prefill), plan)
+            num_tokens, layer_s = self._forward(self.scheduler.commit(proposal, plan.hold_prefill), plan)
         step_s = time.perf_counter() - started_s
         self.watchdog.enter("the end", self.step)
         self.step += 1
@@ -197,9 +197,8 @@ class Engine:
         self._note_speed(proposal, plan, step_s)
         ended_ns = self.times.end(plan.phase)
         speculator = self.scheduler.speculator
-        if speculator is not None and speculator.measures and plan.phase == "decode" and proposal.decodes:
-            num_drafts = sum([chunk.length for chunk in proposal.decodes]) - len(proposal.decodes)
-            speculator.costs.add(len(proposal.decodes), num_drafts, (time.perf_counter_ns() - proposed_ns) / 1e9)
+        if speculator is not None and plan.phase == "decode" and proposal.decodes:
+            speculator.ended(len(proposal.decodes), num_tokens, (time.perf_counter_ns() - proposed_ns) / 1e9, layer_s)
         if self.profiler.is_on:
             self.profiler.add(plan, (began_ns, agreed_ns, ended_ns), proposal, sum(self.served.waited_s))
         self.watchdog.leave()
@@ -253,16 +252,24 @@ class Engine:
         self._wants_stop |= plan.stop  # kept in case the rank that asked is lost before the end
         return plan
 
-    def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> None:
+    def _forward(self, chunks: Sequence[ScheduledChunk], plan: StepPlan) -> tuple[int, float]:
+        """Runs the model and sends what comes out; returns how many tokens, and seconds of the layer that predicts."""
         served = self.served
         served.begin_step(plan.max_tokens, plan.split_evenly)
         batch = self.batches.build(chunks)
         logits = served.forward(batch, plan.num_chunks, plan.overlap)
         events = self.events.of(chunks, batch, logits, self.sampler)
-        self.counters.count_forward(chunks, sum(len(event.token_ids) for event in events), plan.overlap)
+        num_tokens = sum([len(event.token_ids) for event in events])
+        self.counters.count_forward(chunks, num_tokens, plan.overlap)
+        if chunks and plan.phase == "decode":
+            num_drafts = sum([chunk.length for chunk in chunks]) - len(chunks)
+            self.counters.count_decodes(len(chunks), num_drafts, num_tokens, served.num_experts)
         self._send(events)
-        if self.predictor is not None:  # tokens are on their way; a peer that is lost now voids drafts alone
-            self.predictor.run(chunks, batch, plan)
+        if self.predictor is None or not plan.num_predictions:
+            return num_tokens, 0.0
+        began_s = time.perf_counter()
+        self.predictor.run(chunks, batch, plan)  # tokens are on their way; a peer that is lost now voids drafts alone
+        return num_tokens, time.perf_counter() - began_s
 
     def _note_speed(self, proposal: Proposal, plan: StepPlan, step_s: float) -> None:
         """Tells the tiers below the KV cache what it takes to compute a page, from a step with much of a prompt."""

@@ -10,6 +10,7 @@ from moe_serve.attention_dp.scheduler import ScheduledChunk, Scheduler
 from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, PhaseTimes, Status
 from moe_serve.engine.recovery.recovery import Recovery
 from moe_serve.engine.step.plan import PHASES
+from moe_serve.eplb.load import NO_DECODES, DecodeCounts, StepCounts
 from moe_serve.kernels.part_clock import BETWEEN, EXCHANGE, PARTS, PartClock
 from moe_serve.log import num_logged
 from moe_serve.process_facts import num_open_files, resident_bytes
@@ -31,6 +32,7 @@ class EngineCounters:
     num_finished: int = 0
     num_aborted: int = 0
     num_failed: int = 0  # ended because their logits were not finite
+    decodes: DecodeCounts = NO_DECODES
 
     def count_forward(self, chunks: Sequence[ScheduledChunk], num_output_tokens: int, overlap: bool) -> None:
         """Counts a step that is done."""
@@ -42,6 +44,20 @@ class EngineCounters:
                 self.num_decode_tokens += chunk.length
             else:
                 self.num_prefill_tokens += chunk.length
+
+    def count_decodes(self, num_requests: int, num_drafts: int, num_tokens: int, num_experts: int) -> None:
+        """Counts a step of decodes alone. num_tokens: that came out;  num_experts: that its rows asked for"""
+        kind = "with_drafts" if num_drafts else "without"
+        steps, requests, tokens, experts = getattr(self.decodes, kind)
+        counts = StepCounts(steps + 1, requests + num_requests, tokens + num_tokens, experts + num_experts)
+        self.decodes = self.decodes._replace(**{kind: counts})
+
+    def totals(self) -> dict[str, float]:
+        """Returns all counters by name; those of decodes as `num_decodes_without_steps` and so on."""
+        found = {name: float(value) for name, value in vars(self).items() if name != "decodes"}
+        for kind, counts in self.decodes._asdict().items():
+            found |= {f"num_decodes_{kind}_{name}": float(value) for name, value in counts._asdict().items()}
+        return found
 
 
 class StepTimes:
@@ -121,7 +137,7 @@ def totals_of(
                     serve. A batch that was not proven may be split exactly, and is never called so
     changed_choices: that moved over the capacity of an expert, and that were dropped; () = there is no such limit
     """
-    totals = {name: float(value) for name, value in vars(counters).items()}
+    totals = counters.totals()
     totals |= {name: float(getattr(recovery, name)) for name in ("num_voided_steps", "num_times_left_out")}
     totals |= {name: float(getattr(scheduler.stats, name)) for name in scheduler.stats.__slots__}
     pages: Counter[str] = Counter()
@@ -129,7 +145,7 @@ def totals_of(
         pages.update({} if each is None else each.counters)
     totals |= {f"num_pages_{name}": float(number) for name, number in pages.items()}
     if scheduler.speculator is not None:
-        totals |= scheduler.speculator.counters.totals()
+        totals |= scheduler.speculator.totals()
     names = ("num_splits_proven", "num_splits_repaired", "num_splits_unproven")
     totals |= {name: float(number) for name, number in zip(names, split_outcomes, strict=False)}
     names_of_choices = ("num_choices_moved", "num_choices_dropped")

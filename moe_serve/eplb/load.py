@@ -20,6 +20,7 @@ Shape words: L = MoE layers, E = logical experts, R = ranks, P = slots.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,6 +31,57 @@ from moe_serve.errors import TraceError
 Floats = NDArray[np.float64]
 PHASES = ("prefill", "decode", "mixed")
 MAX_EXACT = 2**53  # counts up to here are exact in float64 as well
+
+
+class StepCounts(NamedTuple):
+    """Counts of decode steps, of each rank its own.
+
+    steps:    with rows
+    requests: that these steps had rows of
+    tokens:   that came out; more than requests where drafts were right
+    experts:  that the rows were routed to, each once for a step and layer; 0: not counted
+    """
+
+    steps: int = 0
+    requests: int = 0
+    tokens: int = 0
+    experts: int = 0
+
+
+class DecodeCounts(NamedTuple):
+    """Decode steps with drafts of tokens, and those without."""
+
+    with_drafts: StepCounts = StepCounts()
+    without: StepCounts = StepCounts()
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> Self:
+        """Returns the counts of NUM_DECODE_COUNTS numbers, as `numbers` has them. Raises TraceError for others."""
+        numbers = list(numbers)
+        if len(numbers) != NUM_DECODE_COUNTS or not all(type(n) is int and 0 <= n <= MAX_EXACT for n in numbers):
+            raise TraceError(f"expected {NUM_DECODE_COUNTS} whole numbers of at least 0, found {numbers!r:.80}")
+        half = len(StepCounts._fields)
+        return cls(StepCounts(*numbers[:half]), StepCounts(*numbers[half:]))
+
+    @classmethod
+    def from_json(cls, content: Any) -> Self:
+        """Returns what `to_json` has made. Raises TraceError for anything else."""
+        try:
+            return cls.of(content[kind][name] for kind in cls._fields for name in StepCounts._fields)
+        except (KeyError, TypeError):
+            raise TraceError(f"expected counts of steps with_drafts and without, found {content!r:.80}") from None
+
+    @property
+    def numbers(self) -> list[int]:
+        """Returns all counts, those of steps with drafts first."""
+        return [*self.with_drafts, *self.without]
+
+    def to_json(self) -> dict[str, dict[str, int]]:
+        return {"with_drafts": self.with_drafts._asdict(), "without": self.without._asdict()}
+
+
+NO_DECODES = DecodeCounts()
+NUM_DECODE_COUNTS = len(NO_DECODES.numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +99,7 @@ class LoadRecord:
     model_id:      which model, "" = unknown
     placement_version: version of the placement in use, None = unknown
     placement:     the placement in use, None = unknown
+    decodes:       decode steps of all ranks, with drafts and without; None = not recorded
     Raises TraceError naming the field and the fix.
     """
 
@@ -62,6 +115,7 @@ class LoadRecord:
     model_id: str = ""
     placement_version: int | None = None
     placement: Placement | None = None
+    decodes: DecodeCounts | None = None
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:

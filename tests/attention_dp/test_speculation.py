@@ -1,70 +1,14 @@
 """Where drafts come from, and how many of them are worth their rows."""
 
-import itertools
-import random
-
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.request import Request, SamplingParams
-from moe_serve.attention_dp.speculation import FORM, MTP, OWN, SHARED, Speculator, StepCosts, TextIndex, best_lengths
+from moe_serve.attention_dp.speculation import FORM, MTP, OWN, SHARED, Speculator
 
 MIB = 2**20
 
 
 def request(name: str, prompt: list[int], output: list[int] | None = None, salt: str = "") -> Request:
     return Request(name, 0, prompt, output or [], SamplingParams(100), seed=0, salt=salt)
-
-
-def last_place(text: list[int]) -> int | None:
-    """What TextIndex.find returns within one text, by looking at all places."""
-    run = text[-3:]
-    ends = [end for end in range(3, len(text)) if text[end - 3 : end] == run]
-    return ends[-1] if ends and len(run) == 3 else None
-
-
-@given(st.lists(st.integers(0, 2), max_size=40), st.data())
-def test_a_run_is_found_where_it_came_last(tokens, data):
-    index = TextIndex(MIB)
-    text = index.begin()
-    at = 0
-    while at < len(tokens):
-        end = at + data.draw(st.integers(1, len(tokens) - at))
-        index.extend(text, "", tokens[at:end], enters=data.draw(st.booleans()))
-        at = end
-        wanted = last_place(tokens[:at])
-        assert index.find(text, "") == (None if wanted is None else (text, wanted))
-
-
-def test_texts_of_other_salts_are_not_found():
-    index = TextIndex(MIB)
-    first, second, third = (index.begin() for _ in range(3))
-    index.extend(first, "mine", [1, 2, 3, 4, 5])
-    index.extend(second, "yours", [1, 2, 3])
-    index.extend(third, "mine", [1, 2, 3])
-    assert index.find(second, "yours") is None
-    assert index.find(third, "mine") == (first, 3)
-
-
-def test_memory_is_bounded_and_the_oldest_texts_are_forgotten():
-    draw = random.Random(0)
-    index = TextIndex(120 * 2 * 1000)  # 1,000 runs in a generation
-    texts = []
-    for _ in range(40):
-        number = index.begin()
-        texts.append((number, [draw.randrange(2**20) for _ in range(200)]))
-        index.extend(number, "", texts[-1][1])
-        num_entries = sum(len(each) for generation in (index._young, index._old) for each in generation.values())
-        assert num_entries <= 2000 + 200
-    assert len(index._texts) <= 20
-    assert index.text(texts[0][0]) is None
-    probe = index.begin()
-    index.extend(probe, "", texts[0][1][:3])
-    assert index.find(probe, "") is None
-    index.extend(probe, "", texts[-1][1][:3])
-    assert index.find(probe, "") == (texts[-1][0], 3)
 
 
 def test_a_request_drafts_what_followed_in_its_own_text_and_in_others():
@@ -83,7 +27,7 @@ def test_a_request_drafts_what_followed_in_its_own_text_and_in_others():
     assert speculator.draft([stranger], 99) == [()]
     assert speculator.counters.num_drafts == {OWN: 4, SHARED: 4, FORM: 0, MTP: 0}
     assert speculator.counters.num_accepted == {OWN: 4, SHARED: 1, FORM: 0, MTP: 0}
-    assert speculator.counters.totals()["num_speculative_steps"] == 2
+    assert speculator.counters.totals()["num_draft_proposals"] == 2
 
 
 def test_what_a_form_forces_is_drafted_before_what_text_suggests():
@@ -126,60 +70,6 @@ def test_drafts_of_all_requests_have_no_more_rows_than_there_are():
     assert speculator.draft(both, 0) == [(), ()]
 
 
-def test_costs_are_multiples_of_steps_nearby_without_drafts_and_lines_between_them():
-    costs = StepCosts()
-    assert costs.of(4, 2) == [1.0, 1.0625, 1.125], "nothing was seen: a draft is cheap, so that it is tried"
-    costs.add(4, 3, 9.0)
-    assert costs.of(4, 2) == [1.0, 1.0625, 1.125], "nothing to compare with was seen"
-    for seconds in (1.0, 100.0):  # on a machine that is slower later, for example
-        for _ in range(60):
-            costs.add(4, 0, seconds)
-            costs.add(4, 2, 1.5 * seconds)
-            costs.add(4, 6, 3.5 * seconds)
-        assert costs.of(4, 8) == pytest.approx(
-            [1, 1.25, 1.5, 2, 2.5, 3, 3.5, 1 + 2.5 * 7 / 6, 1 + 2.5 * 8 / 6], rel=0.05
-        )
-    costs.add(4, 2, 10_000.0)
-    assert costs.of(4, 2)[2] == pytest.approx(1.65, rel=0.05), "a step that waited for something else counts little"
-    assert costs.of(9, 2) == pytest.approx([1, 1 + 0.25 / 9, 1 + 0.5 / 9]), "many more decodes have other costs"
-
-
-def test_the_time_of_a_step_without_drafts_is_measured_anew_now_and_then():
-    costs = StepCosts()
-    assert not costs.is_fresh(1)
-    costs.add(1, 0, 1.0)
-    for _ in range(15):
-        assert costs.is_fresh(1)
-        costs.add(1, 2, 1.0)
-    costs.add(1, 2, 1.0)
-    assert not costs.is_fresh(1)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    chances=st.lists(st.sampled_from([0.1, 0.5, 0.9]), min_size=1, max_size=3),
-    most=st.lists(st.integers(0, 3), min_size=3, max_size=3),
-    extra=st.integers(0, 2),
-    row_s=st.sampled_from([0.0, 0.1, 0.4, 2.0]),
-    num_rows=st.integers(0, 9),
-)
-def test_the_chosen_lengths_give_the_most_tokens_per_second(chances, most, extra, row_s, num_rows):
-    num_decodes, most = len(chances) + extra, most[: len(chances)]
-    multiples = [1 + row_s * drafts for drafts in range(num_rows + 1)]
-
-    def rate(lengths) -> float:
-        gained = sum(chance**i for chance, each in zip(chances, lengths, strict=True) for i in range(1, each + 1))
-        return (num_decodes + gained) / multiples[sum(lengths)]
-
-    chosen = best_lengths(num_decodes, chances, most, multiples)
-    assert all(0 <= length <= limit for length, limit in zip(chosen, most, strict=True))
-    assert sum(chosen) <= num_rows
-    every = itertools.product(*(range(limit + 1) for limit in most))
-    best = max(rate(lengths) for lengths in every if sum(lengths) <= num_rows)
-    assert rate(chosen) >= best / 1.1, "but for what is taken to be noise"
-    assert any(chosen) or best < 1.1001 * num_decodes
-
-
 def steps(speculator: Speculator, mine: Request, row_s: float, num_tokens: int, is_right: bool) -> list[int]:
     """Returns how many drafts each step of one request verified, until it has so many tokens.
 
@@ -190,10 +80,11 @@ def steps(speculator: Speculator, mine: Request, row_s: float, num_tokens: int, 
         drafts: tuple[int, ...] = ()
         if speculator.is_due(mine):
             (drafts,) = speculator.draft([mine], 99)
-        speculator.costs.add(1, len(drafts), 1 + row_s * len(drafts))
         verified.append(len(drafts))
+        right = len(drafts) if is_right else 0
         if drafts:
-            speculator.verified(mine, len(drafts), len(drafts) if is_right else 0)
+            speculator.verified(mine, len(drafts), right)
+        speculator.ended(1, 1 + right, 1 + row_s * len(drafts))
         if is_right:
             mine.output_ids += [mine.output_ids[-1] + 1 + i for i in range(1 + len(drafts))]
         else:
@@ -249,3 +140,32 @@ def test_a_request_that_has_left_is_forgotten():
     speculator.end(mine)
     speculator.end(mine)
     assert not speculator._followers
+
+
+def test_a_request_takes_the_drafts_of_which_more_are_right():
+    speculator = Speculator(4, MIB, shares_text=False, always=True, predicted_drafts=1)
+    mine, taken = request("a", [], [7]), []
+    for number in range(60):  # text is wrong, later right; the layer is right two times of three
+        mine.output_ids += [1, 2, 3]
+        coming = 60 + number if number < 30 else 4
+        speculator.predict(mine, [coming if number % 3 else 99])
+        (drafts,) = speculator.draft([mine], 99)
+        taken.append(len(drafts))
+        if drafts:
+            speculator.verified(mine, len(drafts), int(drafts[0] == coming))
+        mine.output_ids.append(coming)
+    counters = speculator.counters
+    assert counters.num_drafts[MTP] > 0 < counters.num_drafts[OWN]
+    assert set(taken[10:30]) == {1}, "of the layer"
+    assert max(taken[-10:]) > 1, "text, which is right again, has more"
+
+
+def test_counters_have_the_place_of_drafts_that_were_right():
+    speculator = Speculator(3, MIB, shares_text=False, always=True)
+    mine = request("a", [1, 2, 3, 4, 5, 6, 1, 2], [3])
+    assert speculator.draft([mine], 99) == [(4, 5, 6)]
+    speculator.verified(mine, 3, 2)
+    totals = speculator.totals()
+    assert [totals[f"num_accepted_at_{place}"] for place in range(3)] == [1, 1, 0]
+    assert (totals["num_drafts_own_right"], totals["num_drafts_own_wrong"]) == (2, 1)
+    assert totals["speculation_saved_seconds"] == 0

@@ -114,7 +114,7 @@ class Served:
     changed: dict[str, int] = field(default_factory=dict)  # choices of gates, by the capacity of experts
     finish: dict[str, str] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
     stats: dict[str, int] = field(default_factory=dict)
     load: list[list[list[int]]] = field(default_factory=list)  # per record, [layers][logical]
     records: list[LoadRecord] = field(default_factory=list)  # those of rank 0
@@ -253,7 +253,7 @@ def _serve_on_rank(
         tokens=produced_before,
         digests=digests,
         gaps=gaps,
-        counters=dict(vars(engine.counters)) | {"num_choices_changed": sum(engine.served.changed_choices)},
+        counters=engine.counters.totals() | {"num_choices_changed": sum(engine.served.changed_choices)},
         stats={name: getattr(engine.scheduler.stats, name) for name in engine.scheduler.stats.__slots__},
         load=[record.tokens.tolist() for record in records],
         records=records,

@@ -163,7 +163,7 @@ def _gather_counts(rank: int, group: EpGroup) -> list[list[list[list[int]]]]:
     taken = []
     for window in (1, 2):
         recorder.row(1).add_((rank + window) * (torch.arange(3) == rank))
-        taken.append(recorder.take().tolist())
+        taken.append(recorder.take().by_source.tolist())
     return taken
 
 
@@ -171,3 +171,29 @@ def test_the_process_group_brings_the_rows_of_each_rank() -> None:
     for taken in run_ranks(2, _gather_counts):
         for window, counts in enumerate(taken, 1):
             assert counts == [[[0, 0, 0], [0, 0, 0]], [[window, 0, 0], [0, 1 + window, 0]]]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_records_count_the_experts_that_decode_steps_ask_for_with_drafts_and_without(num_ranks: int) -> None:
+    prompts = [[5, 6, 7, 8, 9] * 3, [9, 8, 7] * 5, list(range(30, 50))]
+    requests = submits_of(prompts, replace(PARAMS, max_new_tokens=24))
+    plain, drafted = (
+        serve(num_ranks, requests, ["eplb.record_window_steps=1", f"speculation.mode={mode}"])
+        for mode in ("off", "lookup")
+    )
+    assert plain.tokens == drafted.tokens
+    for served in (plain, drafted):
+        counts = [record.decodes for record in served.records]
+        for record, each in zip(served.records, counts, strict=True):
+            assert each is not None
+            assert record.by_source is not None
+            asked = np.count_nonzero(record.by_source) if record.phase == "decode" else 0
+            assert each.with_drafts.experts + each.without.experts == asked
+            assert each.with_drafts.steps + each.without.steps == (
+                record.by_source.any(axis=(0, 2)).sum() if record.phase == "decode" else 0
+            )
+        decoded = sum(each.with_drafts.tokens + each.without.tokens for each in counts if each is not None)
+        assert decoded == sum(map(len, served.tokens.values())) - len(prompts), "the first one is of a prefill"
+    assert sum(each.with_drafts.steps for each in (record.decodes for record in plain.records) if each) == 0
+    speculative = [each.with_drafts for each in (record.decodes for record in drafted.records) if each]
+    assert sum(each.tokens for each in speculative) > sum(each.requests for each in speculative) > 0

@@ -1,6 +1,7 @@
 """Drafts of a layer for multi-token prediction change no bit, and are those of a plain implementation of it."""
 
 import json
+import random
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -44,7 +45,12 @@ def settings_of(folder: Path) -> list[str]:
     return [*PLAIN, f"model.path={folder}"]
 
 
-@pytest.mark.parametrize("name", PREDICTING)
+USUAL = ("deepseek_v3", "deepseek_v32", "glm4_moe")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in PREDICTING]
+)
 def test_predicted_drafts_change_no_bit(name: str, predicting: Predicting) -> None:
     overrides = settings_of(predicting(name)[1])
     submits = greedy_and_sampled(name, 24)
@@ -55,6 +61,47 @@ def test_predicted_drafts_change_no_bit(name: str, predicting: Predicting) -> No
         same(drafted, expected)
         assert (drafted.tokens, drafted.finish) == (expected.tokens, expected.finish)
         assert not cache or drafted.stats["num_preempted"] > 0, "the cache was not small enough to preempt anybody"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_layer_that_runs_now_and_then_beside_drafts_from_text_changes_no_bit(
+    num_ranks: int, predicting: Predicting
+) -> None:
+    overrides = settings_of(predicting("deepseek_v3")[1])
+    submits = greedy_and_sampled("auto", 24)
+    expected = serve(1, submits, overrides)
+    auto = [*overrides, *SMALL_CACHE, "speculation.mode=auto", "speculation.predicted_drafts=2"]
+    drafted = serve(num_ranks, submits, auto, stagger=1, prepare=_now_and_then)
+    same(drafted, expected)
+    assert (drafted.tokens, drafted.finish) == (expected.tokens, expected.finish)
+
+
+def _now_and_then(engine: Engine) -> None:
+    """Lets each rank want the layer in steps of its own, and verifies all drafts."""
+    run, draw, speculator = engine.run, random.Random(engine.rank), engine.scheduler.speculator
+    assert isinstance(speculator, Speculator)
+    gate = speculator.gate
+    assert gate.layer_runs, "it begins with the layer"
+
+    def wants(has_prompt: bool) -> bool:
+        gate.layer_runs = draw.random() < 0.4
+        return gate.layer_runs
+
+    def checked() -> None:
+        run()
+        assert speculator.counters.num_drafts[MTP] > 0
+
+    gate.wants_layer = wants  # type: ignore[method-assign]
+    gate.lengths = lambda num, chances, most, num_rows: list(most)  # type: ignore[method-assign]
+    engine.run = checked  # type: ignore[method-assign]
+
+
+def test_auto_goes_without_a_layer_that_it_cannot_have(predicting: Predicting) -> None:
+    folder = predicting("glm4_moe")[1]
+    for device, overrides, has_layer in (("cpu", [], True), ("cpu", ["cache.host_gb=0.1"], False), ("cuda", [], False)):
+        config = load_config(overrides=[f"model.path={folder}", "speculation.mode=auto", *overrides])
+        plan = ModelPlan.of(config, read_spec(folder), torch.device(device))
+        assert (plan.spec.predictor_id is not None) == has_layer
 
 
 def test_drafts_end_with_the_context(predicting: Predicting) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_serve.attention_dp.draft_gate import Decision, best_lengths
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.model.load_windows import TraceWriter
 from moe_serve.eplb import read_trace
@@ -163,3 +164,18 @@ def test_a_server_that_has_ended_leaves_its_trace_to_the_next(tmp_path: Path) ->
         begin_trace(path, META)
     writer.close()
     begin_trace(path, META).close()
+
+
+def test_choices_of_drafts_are_in_the_trace_and_can_be_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "load.jsonl"
+    params = SamplingParams(max_new_tokens=60, temperature=0, ignore_eos=True)
+    requests = submits_of([[5, 6, 7, 8, 9, 10, 11] * 4] * 3, params)
+    overrides = [f"eplb.record_path={path}", "eplb.record_window_steps=8", "speculation.mode=auto"]
+    served = serve(1, requests, overrides)
+    chosen = [event for event in read_events(path) if event["event"] == "drafts"]
+    assert chosen
+    for event in chosen:
+        *inputs, lengths = (event[name] for name in Decision._fields)
+        assert best_lengths(*inputs) == lengths
+        assert event["rank"] == 0
+    assert [record.decodes for record in read_trace(path)] == [record.decodes for record in served.records]

@@ -33,12 +33,12 @@ def test_every_step_that_is_done_counts_once(seed: int) -> None:
         recorder.step_done()
         total += step
         if draw.random() < 0.1:
-            taken = recorder.take()[:, 0]
+            taken = recorder.take().by_source[:, 0]
             assert np.array_equal(taken, total - in_records)
             if draw.random() < 0.5:
                 recorder.confirm()
                 in_records = total.copy()
             else:
                 recorder.void_step()  # the record is dropped: its counts are in the next one
-    assert np.array_equal(recorder.take()[:, 0], total - in_records)
+    assert np.array_equal(recorder.take().by_source[:, 0], total - in_records)
     assert total.sum() > 1000

@@ -118,7 +118,7 @@ def run_layers(rank: int, group: EpGroup, case: Case) -> tuple[Tensor, np.ndarra
 
     with count_received() as received:
         parts = take_turns([through_all(half) for half in mine.tensor_split(1 + case.halves)])
-    return torch.cat(parts), recorder.take().sum(1), received.slot_rows
+    return torch.cat(parts), recorder.take().by_source.sum(1), received.slot_rows
 
 
 def serve(case: Case) -> tuple[Tensor, np.ndarray, np.ndarray]:
@@ -235,8 +235,8 @@ def test_a_second_window_starts_from_zero() -> None:
     group = EpGroup(0, 1, torch.device("cpu"))
     recorder = LoadRecorder(1, 4, group)
     recorder.row(0).add_(torch.tensor([1, 1, 0, 1]))
-    assert recorder.take().tolist() == [[[1, 1, 0, 1]]]
-    assert recorder.take().tolist() == [[[0, 0, 0, 0]]]
+    assert recorder.take().by_source.tolist() == [[[1, 1, 0, 1]]]
+    assert recorder.take().by_source.tolist() == [[[0, 0, 0, 0]]]
 
 
 @pytest.mark.parametrize("wire, limit", [("bf16", 2e-2), ("fp8", 1e-1)])

@@ -21,6 +21,7 @@ from moe_serve.eplb.files.balance_log import is_balance_log, read_balance_log
 from moe_serve.eplb.files.placements import read_placement
 from moe_serve.eplb.files.trace_jsonl import read_events
 from moe_serve.eplb.files.traces import read_trace
+from moe_serve.eplb.load import DecodeCounts
 from moe_serve.errors import MoeServeError, PlacementError, TraceError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -325,7 +326,7 @@ def test_pipes_and_loops_are_never_opened(tmp_path: Path) -> None:
 ROUTED = {"step": 0, "layer": 0, "rank": 0, "num_tokens": 2, "topk": 2, "top_indices": [[0, 1], [2, 3]]}
 RECORD = {"first_step": 0, "num_steps": 2, "phase": "decode", "tokens": [[1, 2, 3, 4]], "step_time_s": 0.1,
           "num_forwards": 2, "num_ranks": 2, "physical_to_logical_map": [[0, 1, 2, 3]], "activations": [[1, 1, 1, 2]],
-          "by_source": [[[1, 1, 1, 2], [0, 1, 2, 2]]]}  # fmt: skip
+          "by_source": [[[1, 1, 1, 2], [0, 1, 2, 2]]], "decodes": DecodeCounts().to_json()}  # fmt: skip
 TEXTS: dict[str, Any] = {
     "record.jsonl": RECORD,
     "window.jsonl": {"window": 0, "layer": 0, "counts": [1, 2, 3, 4]},

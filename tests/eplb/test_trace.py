@@ -12,7 +12,7 @@ import pytest
 from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, read_events
 from moe_serve.eplb.files.traces import read_trace, write_trace
 from moe_serve.eplb.files.windows import folded
-from moe_serve.eplb.load import LoadRecord, LoadTrace
+from moe_serve.eplb.load import DecodeCounts, LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError
 from tests.eplb.loads import same_slots
@@ -38,6 +38,7 @@ def example(num_records: int = 5, full: bool = True) -> LoadTrace:
                 num_forwards=index % 4 if full else None,
                 placement_version=7 if full else None,
                 placement=placement if full else None,
+                decodes=DecodeCounts.of(range(index, index + 8)) if full else None,
             )
         )
     return LoadTrace.of(records, (3, 4, 6), 2, "a model")
@@ -53,7 +54,7 @@ def assert_same(left: LoadTrace, right: LoadTrace) -> None:
     records = list(zip(left, right, strict=True))
     assert records
     for a, b in records:
-        for name in ("first_step", "num_steps", "num_forwards", "phase", "step_time_s", "placement_version"):
+        for name in ("first_step", "num_steps", "num_forwards", "phase", "step_time_s", "placement_version", "decodes"):
             assert getattr(a, name) == getattr(b, name), name
         for name in ("tokens", "per_step", "by_source", "activations"):
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
@@ -270,8 +271,14 @@ def test_idle_records_fold_into_any_window_and_keep_its_time() -> None:
     assert 2.0 < windows[0].step_time_s < 4.0
     assert windows[1].step_time_s == 9.0
     assert windows[0].num_forwards is None
+    assert windows[0].decodes is None
     forwards = [replace(record, num_forwards=int(record.tokens.any())) for record in records]
-    windows = list(folded(LoadTrace.of(forwards), 100))
+    counts = DecodeCounts.of(range(8))
+    windows = list(folded(LoadTrace.of([replace(record, decodes=counts) for record in forwards]), 100))
+    assert [w.decodes for w in windows] == [
+        DecodeCounts.of([4 * n for n in range(8)]),
+        DecodeCounts.of([2 * n for n in range(8)]),
+    ]
     assert [(w.num_steps, w.num_forwards, w.step_time_s) for w in windows] == [(8, 2, 3.0), (2, 1, 9.0)]
 
 

@@ -5,7 +5,7 @@ ranks have completed the call. If a rank is lost before that, all remaining rank
 the next one. So every token is in exactly one record, whichever rank writes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from moe_serve.dispatch.membership import Membership
 from moe_serve.engine.step.plan import StepPlan
 from moe_serve.ep.load_recorder import LoadRecorder
 from moe_serve.eplb.files.trace_jsonl import RollingTrace
-from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.load import DecodeCounts, LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError
 from moe_serve.log import get_logger
@@ -60,6 +60,8 @@ class LoadWindows:
     placement: where experts are now
     listeners: each is called with each record once it is final, in this order, on every rank at the same step
     at_end:    called after the last record, when the engine ends
+    decodes:   returns the counts of decode steps of this rank since its start, as DecodeCounts.numbers; none: nobody
+               counts them
     """
 
     def __init__(self, recorder: LoadRecorder | None, placement: Placement, model_id: str):
@@ -67,6 +69,7 @@ class LoadWindows:
         self._placement = placement
         self.listeners: list[Listener] = []
         self.at_end: list[Callable[[], None]] = []
+        self.decodes: Callable[[], Sequence[int]] = tuple
         self._recorder = recorder
         self._model_id = model_id
         self._closed: list[tuple[_Window, LoadRecord]] = []
@@ -113,7 +116,7 @@ class LoadWindows:
             return
         window = self._window
         num_steps = step - window.first_step
-        by_source = self._recorder.take(begins_anew=num_steps > 0)
+        by_source, decodes = self._recorder.take(begins_anew=num_steps > 0, beside=self.decodes())
         if num_steps == 0:
             return  # this rank has just begun its record, and others close theirs
         record = LoadRecord(
@@ -127,6 +130,7 @@ class LoadWindows:
             model_id=self._model_id,
             placement_version=window.placement.version,
             placement=window.placement,
+            decodes=DecodeCounts.of(decodes.sum(0).tolist()) if decodes.size else None,
         )
         self._closed.append((window, record))
         self._window = _Window(step, self.placement)

@@ -95,7 +95,7 @@ class ModelPlan:
         choice = choose_numerics(config, device, dtype)
         folder = checkpoint_folder(config)
         spec = spec if folder is None else as_stored(spec, folder)
-        spec = _with_predictor(config, spec, folder)
+        spec = _with_predictor(config, spec, folder, device)
         stored = StoredWeights.of(spec, folder) if choice.numerics.compiled else None
         max_model_len = _max_model_len(config, spec)
         form = expert_form(config, spec, device, stored)
@@ -141,34 +141,46 @@ class ModelPlan:
         )  # fmt: skip
 
 
-def _with_predictor(config: ServeConfig, spec: ModelSpec, folder: Path | None) -> ModelSpec:
-    """Returns the spec with its layer for multi-token prediction, where speculation.mode asks for it.
+def _with_predictor(config: ServeConfig, spec: ModelSpec, folder: Path | None, device: torch.device) -> ModelSpec:
+    """Returns the spec with its layer for multi-token prediction, where speculation.mode takes drafts of it.
 
     Raises ConfigError where it asks for a layer that there is not, or beside something that goes without it.
     """
-    if config.speculation.mode != "mtp":
+    if config.speculation.mode not in ("mtp", "auto"):
         return spec
-    instead = "set speculation.mode: auto, which takes drafts from text"
+    why_not = why_no_predictor(config, spec, folder, device)
+    if why_not is None:
+        return spec.with_predictor()
+    if config.speculation.mode == "mtp":
+        raise ConfigError(
+            f"speculation.mode is mtp, but {why_not}, or set speculation.mode: auto, which goes without it"
+        )
+    return spec
+
+
+def why_no_predictor(config: ServeConfig, spec: ModelSpec, folder: Path | None, device: torch.device) -> str | None:
+    """Returns why a model has no drafts of a layer for multi-token prediction, and what to do; None: it has."""
     for applies, why in (
         (spec.num_predictors == 0,
          f"config.json of this {spec.model_type} names no layers for multi-token prediction "
-         f"(num_nextn_predict_layers); {instead}"),
+         "(num_nextn_predict_layers); take a checkpoint that has some"),
         (folder is not None and has_weights(folder) and not has_predictor(spec, all_tensors(folder)),
          f"{folder} has no layer {spec.num_layers}, which would predict tokens, though config.json names it; get the "
-         f"checkpoint as it was published, or {instead}"),
+         "checkpoint as it was published"),
         (config.parallel.num_prefill_ranks > 0,
-         f"pages that prefill ranks hand over do not hold what that layer caches; {instead}"),
+         "pages that prefill ranks hand over do not hold what that layer caches; set parallel.num_prefill_ranks: 0"),
         (config.cache.host_gb is not None or config.cache.disk_gb is not None,
-         f"pages below the pool do not hold what that layer caches; leave out cache.host_gb and cache.disk_gb, "
-         f"or {instead}"),
+         "pages below the pool do not hold what that layer caches; leave out cache.host_gb and cache.disk_gb"),
         (config.engine.return_routed_experts,
-         f"the experts of that layer are not those of a token; leave out engine.return_routed_experts, or {instead}"),
+         "the experts of that layer are not those of a token; leave out engine.return_routed_experts"),
         (config.eplb.mode != "off" and config.eplb.recorder_mode != "stat",
-         f"recordings of single passes have no place for that layer's; set eplb.recorder_mode: stat, or {instead}"),
+         "recordings of single passes have no place for that layer's; set eplb.recorder_mode: stat"),
+        (device.type != "cpu" and config.speculation.mode == "auto",
+         "on a GPU decode steps are not captured in graphs beside that layer; set speculation.mode: mtp"),
     ):  # fmt: skip
         if applies:
-            raise ConfigError(f"speculation.mode is mtp, but {why}")
-    return spec.with_predictor()
+            return why
+    return None
 
 
 def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:

@@ -5,6 +5,9 @@ layer's keys and values are in the cache for the same tokens as those of all lay
 request that goes on is the draft for its next step. For further drafts the layer runs on its own rows. All ranks take
 part in each run, with rows or without.
 
+Where drafts must pay (speculation.mode auto), the layer rests while they do not. What it has then not cached, its later
+predictions read as whatever lies there: they are poorer, and counted as that.
+
 A draft may be wrong without harm: verification decides. So rows of requests that have just ended, and of drafts that
 were rejected, run with any token.
 """
@@ -40,12 +43,14 @@ class TokenPredictor:
         """Returns how often the layer should run for this rank, if the proposal runs."""
         if proposal.is_empty:
             return 0
+        num_wanted = self.speculator.num_predictions(has_prompt=bool(proposal.prefills))
         samples = bool(proposal.decodes) or any(chunk.samples for chunk in proposal.prefills)
-        return self.speculator.predicted_drafts if samples else 1
+        return num_wanted if samples else min(1, num_wanted)
 
     def run(self, chunks: Sequence[ScheduledChunk], batch: ForwardBatch, plan: StepPlan) -> None:
-        """Runs the layer as often as the plan says. chunks, batch: of the step, whose tokens are drawn and recorded
+        """Runs the layer as often as the plan says, at least once.
 
+        chunks, batch: of the step, whose tokens are drawn and recorded
         Raises PeerError as a forward does.
         """
         served, starts = self.served, first_rows(chunks)

@@ -39,6 +39,7 @@ class ServedModel:
     passes:   records single passes for clients; None: they cannot ask for that
     sources:  of experts that are read while others serve
     clock:    measures the parts of a step
+    num_experts: that the rows of the last forward asked for, as LoadRecorder.step_done tells; 0: nobody counts them
     changing: entered where slots change, until `placement` names the experts that they hold; other ranks read them
     info:     facts for /server_info
     kv_key:   of all that makes cached values differ, as in prefix_cache.root_key
@@ -62,6 +63,7 @@ class ServedModel:
     trace: TraceWriter | None = None
     passes: PassRecorder | None = None
     limit: CapacityLimit | None = None
+    num_experts: int = 0
     changing: SlotChanges = field(default_factory=SlotChanges)
 
     @property
@@ -101,7 +103,7 @@ class ServedModel:
         logits = self.decoder.forward(batch, self.cache, num_chunks, overlap)
         self.all_to_all.end_step()
         if self.recorder is not None:
-            self.recorder.step_done()
+            self.num_experts = self.recorder.step_done()
         return logits
 
     def predict(self, batch: ForwardBatch, num_chunks: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from moe_serve.eplb.files.untrusted import (
     naming,
     whole_counts,
 )
-from moe_serve.eplb.load import LoadRecord, LoadTrace
+from moe_serve.eplb.load import DecodeCounts, LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError, TraceError
 
@@ -190,6 +190,7 @@ class _Reader:
                 model_id=self.meta.model_id,
                 placement_version=content.get("placement_version"),
                 placement=placement,
+                decodes=None if (found := content.get("decodes")) is None else DecodeCounts.from_json(found),
                 **optional,
             )
 
@@ -384,6 +385,8 @@ class JsonlWriter:
         for name in ("step_time_s", "num_forwards", "placement_version"):
             if getattr(record, name) is not None:
                 line[name] = getattr(record, name)
+        if record.decodes is not None:
+            line["decodes"] = record.decodes.to_json()
         if record.placement is not None and record.placement is not self._placement:
             line["num_ranks"] = record.placement.num_ranks
             line["physical_to_logical_map"] = record.placement.physical_to_logical.tolist()

@@ -2,8 +2,8 @@
 
 Members: counts; first_step, num_steps [T] int64; phase [T] text; step_time_s [T] float64 (NaN = none);
 num_forwards, placement_version [T] int64 (-1 = none); activations [T, L, E]; by_source [T, L, R, E];
-per_step [T, S, L, E]; phy2log [T, L, P] with num_ranks in meta. Only `counts` is required, so a plain
-np.savez(counts=...) is a trace.
+per_step [T, S, L, E]; decodes [T, 8], as DecodeCounts.numbers; phy2log [T, L, P] with num_ranks in meta. Only `counts`
+is required, so a plain np.savez(counts=...) is a trace.
 Read row by row from the zip, and written through temporary files beside the target, so neither holds the whole trace.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from moe_serve.eplb.files.trace_jsonl import OPTIONAL_FIELDS, TraceMeta
 from moe_serve.eplb.files.untrusted import ZIP_ERRORS, ByteProgress, check_table_size, counted, naming, zip_names
-from moe_serve.eplb.load import LoadRecord, LoadTrace
+from moe_serve.eplb.load import DecodeCounts, LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError
 
@@ -30,6 +30,7 @@ _COPY = 1 << 18
 _MAX_ROW_BYTES = 1 << 30  # 1 GiB: the largest part of one record, per_step of 8,000 steps x 58 layers x 256 experts
 _FIELDS = (
     "counts", "first_step", "num_steps", "phase", "step_time_s", "num_forwards", "placement_version", "phy2log",
+    "decodes",
 )  # fmt: skip
 
 
@@ -99,6 +100,7 @@ class _Reader:
                         placement=placement,
                         step_time_s=None if math.isnan(time_s) else time_s,
                         num_forwards=None if forwards < 0 else forwards,
+                        decodes=DecodeCounts.of(row["decodes"].tolist()) if "decodes" in row else None,
                         **{name: row[name] for name in OPTIONAL_FIELDS if name in row},
                     )
                 yield record
@@ -195,6 +197,8 @@ class _Writer:
             "placement_version": np.int64(-1 if record.placement_version is None else record.placement_version),
         }
         row |= {name: getattr(record, name) for name in OPTIONAL_FIELDS if getattr(record, name) is not None}
+        if record.decodes is not None:
+            row["decodes"] = np.array(record.decodes.numbers, dtype=np.int64)
         if record.placement is not None:
             row["phy2log"] = record.placement.physical_to_logical
             self._num_ranks = record.placement.num_ranks

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.load import PHASES, LoadRecord, LoadTrace
+from moe_serve.eplb.load import PHASES, DecodeCounts, LoadRecord, LoadTrace
 from moe_serve.errors import ConfigError, TraceError
 
 
@@ -75,6 +75,7 @@ def _merged(records: list[LoadRecord]) -> LoadRecord:
     known = [part for part in sources if part is not None]
     times = [(record.step_time_s, record.busy_steps) for record in busy]
     timed_steps = sum(record.busy_steps for record in busy)
+    decodes = [record.decodes for record in records if record.decodes is not None]
     counts_forwards = any(record.num_forwards is not None for record in records)
     return replace(
         first,
@@ -85,10 +86,15 @@ def _merged(records: list[LoadRecord]) -> LoadRecord:
         activations=np.sum(active, axis=0) if len(active) == len(records) else None,
         by_source=np.sum(known, axis=0) if len(known) == len(sources) else None,
         num_forwards=sum(record.busy_steps for record in records) if counts_forwards else None,
+        decodes=_sum_of(decodes) if len(decodes) == len(records) else None,
         step_time_s=None
         if any(t is None for t, _ in times) or not timed_steps
         else sum((t or 0) * n for t, n in times) / timed_steps,
     )
+
+
+def _sum_of(decodes: list[DecodeCounts]) -> DecodeCounts:
+    return DecodeCounts.of(map(sum, zip(*(each.numbers for each in decodes), strict=True)))
 
 
 def without_details(trace: LoadTrace) -> LoadTrace:

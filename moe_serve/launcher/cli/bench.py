@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from moe_serve.bench.client import Outcome
+    from moe_serve.bench.drafts import Drafts
     from moe_serve.bench.load import Load
     from moe_serve.bench.run import Ran
     from moe_serve.models.tokenizer import Tokenizer
@@ -86,8 +87,8 @@ def bench(options: BenchOptions) -> None:
     load, slo = _load_of(options), Slo.parse([*(options.goodput or ()), *(options.goodput_more or ())])
     if options.goodput_more and not options.goodput:
         raise typer.BadParameter(f"unexpected {options.goodput_more[0]!r}")
-    ran = asyncio.run(_run(options, load, _tokenizer(options.tokenizer), api_key_of_environment()))
-    report = report_of(ran, slo, is_paced=load.request_rate != float("inf"))
+    ran, drafts = asyncio.run(_run(options, load, _tokenizer(options.tokenizer), api_key_of_environment()))
+    report = report_of(ran, slo, load.request_rate != float("inf"), drafts)
     typer.echo(table_of(report))
     if options.json_file is not None:
         asked = {name: value for name, value in asdict(options).items() if name not in ("json_file", "picture")}
@@ -101,8 +102,14 @@ def bench(options: BenchOptions) -> None:
     raise typer.Exit(1 if report.errors or not report.num_complete else 0)
 
 
-async def _run(options: BenchOptions, load: "Load", tokenizer: "Tokenizer | None", api_key: str | None) -> "Ran":
+async def _run(
+    options: BenchOptions, load: "Load", tokenizer: "Tokenizer | None", api_key: str | None
+) -> "tuple[Ran, Drafts | None]":
+    """Returns how the run went, and what drafts of tokens did for it."""
+    import asyncio
+
     from moe_serve.bench.client import Client, Options, model_of
+    from moe_serve.bench.drafts import REPORTED_S, drafts_between
     from moe_serve.bench.load import Prompts
     from moe_serve.bench.run import run_load
 
@@ -112,8 +119,13 @@ async def _run(options: BenchOptions, load: "Load", tokenizer: "Tokenizer | None
     of_requests = Options(model, options.temperature, options.ignore_eos, extra)
     client = Client(options.base_url, options.endpoint, of_requests, api_key, options.timeout)
     async with client:
+        before = await client.metrics()
         with _progress(load.num_prompts) as progress:
-            return await run_load(load, Prompts(load, tokenizer), client, progress)
+            ran = await run_load(load, Prompts(load, tokenizer), client, progress)
+        if drafts_between("", before) is None:
+            return ran, None
+        await asyncio.sleep(REPORTED_S)
+        return ran, drafts_between(before, await client.metrics())
 
 
 def _load_of(options: BenchOptions) -> "Load":

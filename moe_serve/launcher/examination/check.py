@@ -18,7 +18,13 @@ from rich.table import Table
 
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.dispatch.base import BufferLimits
-from moe_serve.engine.model.model_plan import ModelPlan, choose_numerics, compute_dtype
+from moe_serve.engine.model.model_plan import (
+    ModelPlan,
+    checkpoint_folder,
+    choose_numerics,
+    compute_dtype,
+    why_no_predictor,
+)
 from moe_serve.engine.rank_memory import Memory, bytes_in_words, lasting_memory, step_memory, weight_memory
 from moe_serve.errors import LaunchError, MoeServeError, PortError
 from moe_serve.launcher.cpu_bind import node_of
@@ -165,6 +171,9 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
     if plan.spec.predictor_id is not None:
         what = "one more with experts and a KV cache; it predicts tokens, which steps verify"
         report.model.append(Line("multi-token prediction", f"layer {plan.spec.predictor_id}", what))
+    elif spec.num_predictors and config.speculation.mode == "auto":
+        why_not = why_no_predictor(config, plan.spec, checkpoint_folder(config), plan.device)
+        report.model.append(Line("multi-token prediction", "none", f"{why_not}; drafts come from text"))
     report.num_sharing = num_sharing_ranks(config)
     weights = list(weight_memory(config, plan, report.num_sharing))
     report.transport = transport = describe_transport(

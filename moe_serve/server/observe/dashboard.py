@@ -5,7 +5,7 @@ The page loads nothing from other servers, and its Content-Security-Policy allow
 
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 from fastapi import FastAPI, Request, Response
 
 from moe_serve.config import ServeConfig, served_name
+from moe_serve.engine.protocol.messages import Status
 from moe_serve.errors import RequestError
 from moe_serve.server.edge.errors import json_response
 from moe_serve.server.edge.pages import PAGE_HEADERS, add_pages
@@ -44,6 +45,7 @@ def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
             "state": bridge.problem() or "ready",
             "requests": {"open": len(bridge.book), **bridge.book.counters},
             "handover": None if bridge.prefill is None else handover_json(bridge.book.stats, bridge.book.routes),
+            "drafts": drafts_json([view.status for view in bridge.workers if view.status is not None]),
         }
         prefill = None if bridge.prefill is None else bridge.prefill.workers
         answer = page_data(bridge.workers, bridge.balance, system, start, seen, time.time(), prefill)
@@ -55,6 +57,38 @@ def handover_json(stats: RequestStats, routes: Mapping[str, int]) -> dict[str, A
     num = sum(stats.handover_s["waiting"].counts)
     parts = {part: round(1e3 * each.total / max(1, num), 3) for part, each in stats.handover_s.items()}
     return {"num": num, "parts_ms": parts, "routes": routes}
+
+
+def drafts_json(told: Sequence[Status]) -> dict[str, Any] | None:
+    """Returns what drafts of tokens have done on all ranks since the start; None: no rank looks for any.
+
+    sources:          [right, verified] by source
+    tokens_per_step:  of a request, in decode steps
+    experts_per_token: that rows of steps with drafts asked for, and of steps without; None: not known
+    saved_s:          time of ranks
+    """
+    totals: Counter[str] = Counter()
+    for status in told:
+        totals.update(status.counters)
+    if "num_draft_proposals" not in totals:
+        return None
+    of_drafts = [key.split("_") for key in totals if key.startswith("num_drafts_")]
+    right = {source: totals[f"num_drafts_{source}_right"] for *_, source, outcome in of_drafts if outcome == "right"}
+    verified = {source: number + totals[f"num_drafts_{source}_wrong"] for source, number in right.items()}
+    of_decodes = {
+        kind: {name: totals[f"num_decodes_{kind}_{name}"] for name in ("requests", "tokens", "experts")}
+        for kind in ("with_drafts", "without")
+    }
+    tokens, requests = (sum(each[name] for each in of_decodes.values()) for name in ("tokens", "requests"))
+    return {
+        "sources": {source: [right[source], number] for source, number in verified.items() if number},
+        "tokens_per_step": round(tokens / requests, 3) if requests else None,
+        "experts_per_token": {
+            kind: round(each["experts"] / each["tokens"], 2) if each["experts"] and each["tokens"] else None
+            for kind, each in of_decodes.items()
+        },
+        "saved_s": round(totals["speculation_saved_seconds"], 3),
+    }
 
 
 _Item = TypeVar("_Item")

@@ -171,7 +171,16 @@ _RANK_COUNTERS = (
     ("moe_serve_rank_recomputed_tokens", "Tokens computed again after that.", "num_recomputed_tokens"),
     ("moe_serve_rank_failed_requests", "Requests whose logits were not finite.", "num_failed"),
 )
+_ACCEPTED_AT = "num_accepted_at_"  # of drafts; goes on with the place
 _PAGES, _DRAFTS = "num_pages_", "num_drafts_"  # begin the names of counters; a draft's go on with source and outcome
+# Of decode steps with drafts and without, as engine/status.py counts them -> what they are.
+_DECODES = {
+    "steps": "Decode steps of the rank, with drafts of tokens and without; none that compute prompts, too.",
+    "requests": "Requests in these steps, each once a step: what they would have yielded without drafts.",
+    "tokens": "Tokens that these steps have yielded.",
+    "experts": "Experts that the rows of these steps asked for, each once for a layer and step: what was read for "
+    "them. On a GPU, and where eplb.mode is off, they are not counted.",
+}
 _TOKENS = (("decode", "num_decode_tokens"), ("prefill", "num_prefill_tokens"), ("output", "num_output_tokens"))
 
 
@@ -243,6 +252,27 @@ class RankMetrics(Collector):
                 if key.startswith(_DRAFTS)
             ],
         )
+        yield gauges(
+            "moe_serve_rank_speculation_saved_seconds",
+            "Time that drafts have saved the rank, by the times of steps without; negative: they have cost it.",
+            ("rank",),
+            [
+                ((rank,), status.counters["speculation_saved_seconds"])
+                for rank, status in told
+                if "speculation_saved_seconds" in status.counters
+            ],
+        )
+        for name, text in _DECODES.items():
+            yield counters(
+                f"moe_serve_rank_decode_{name}",
+                text,
+                ("rank", "drafts"),
+                [
+                    ((rank, drafts), status.counters.get(f"num_decodes_{kind}_{name}", 0.0))
+                    for rank, status in told
+                    for kind, drafts in (("with_drafts", "with"), ("without", "without"))
+                ],
+            )
         phases = [(rank, *item) for rank, status in told for item in sorted(status.phases.items())]
         yield histograms(
             "moe_serve_rank_step_seconds",
@@ -495,6 +525,22 @@ class PeerMetrics(Collector):
 
     def _sglang(self) -> Iterator[Metric]:
         stats = self._bridge.book.stats
+        labels, told = ("model_name", "dp_rank"), self._told()
+        drafting = [
+            (of, status, *_drafts_of(status)) for of, status in told if status.counters.get("num_draft_proposals")
+        ]
+        yield gauges(
+            "sglang:spec_accept_length",
+            "Tokens that a step with drafts yields of a request, mean since the start.",
+            labels,
+            [(of, 1 + right / status.counters["num_draft_proposals"]) for of, status, _, right in drafting],
+        )
+        yield gauges(
+            "sglang:spec_accept_rate",
+            "Share of the drafts that were drawn, since the start.",
+            labels,
+            [(of, right / verified) for of, _, verified, right in drafting],
+        )
         yield self._count("sglang:cached_tokens", "Prompt tokens from a prefix cache.", stats.num_cached_tokens)
         yield self._count("sglang:num_requests", "Requests that have ended.", sum(stats.num_ended.values()))
         yield self._count("sglang:num_aborted_requests", "Requests cut short.", stats.num_ended["abort"])
@@ -514,24 +560,31 @@ class PeerMetrics(Collector):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", "num_prompt_tokens"),
             ("vllm:prefix_cache_hits", "Prompt tokens found.", "num_cached_prompt_tokens"),
             ("vllm:num_preemptions", "Requests preempted.", "num_preempted"),
-            ("vllm:spec_decode_num_drafts", "Steps with drafts.", "num_speculative_steps"),
+            (
+                "vllm:spec_decode_num_drafts",
+                "Requests whose drafts a step has verified, each once a step.",
+                "num_draft_proposals",
+            ),
         ):
             found = [(of, status.counters.get(key, 0.0)) for of, status in told]
             yield counters(name, text, ("model_name", "engine"), found)
-        for name, text, end in (
-            ("vllm:spec_decode_num_draft_tokens", "Drafts verified.", ""),
-            ("vllm:spec_decode_num_accepted_tokens", "Drafts drawn.", "_right"),
+        for name, text, index in (
+            ("vllm:spec_decode_num_draft_tokens", "Drafts verified.", 0),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafts drawn.", 1),
         ):
-            drafts = [
-                (
-                    of,
-                    sum(
-                        count for key, count in status.counters.items() if key.startswith(_DRAFTS) and key.endswith(end)
-                    ),
-                )
-                for of, status in told
-            ]
+            drafts = [(of, _drafts_of(status)[index]) for of, status in told]
             yield counters(name, text, ("model_name", "engine"), drafts)
+        yield counters(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts drawn, by their place among those that a step has verified of a request.",
+            ("model_name", "engine", "position"),
+            [
+                ((*of, key.removeprefix(_ACCEPTED_AT)), count)
+                for of, status in told
+                for key, count in sorted(status.counters.items())
+                if key.startswith(_ACCEPTED_AT)
+            ],
+        )
         names, values = self._split(self._own)
         ended = [((*values, reason), count) for reason, count in stats.num_ended.items()]
         yield counters("vllm:request_success", "Requests that have ended.", (*names, "finished_reason"), ended)
@@ -545,6 +598,12 @@ class PeerMetrics(Collector):
     @staticmethod
     def _split(labels: Labels) -> tuple[Sequence[str], Sequence[str]]:
         return [name for name, _ in labels], [value for _, value in labels]
+
+
+def _drafts_of(status: Status) -> tuple[float, float]:
+    """Returns how many drafts a rank has verified, and how many of them were drawn."""
+    of_drafts = [(key, count) for key, count in status.counters.items() if key.startswith(_DRAFTS)]
+    return sum(count for _, count in of_drafts), sum(count for key, count in of_drafts if key.endswith("_right"))
 
 
 def _share_in_use(status: Status) -> float:

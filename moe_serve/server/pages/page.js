@@ -135,6 +135,19 @@ function showHandover(handover) {
   put("handover-more", `mean; until a decode rank had room ${seconds(parts.waiting / 1000)}. ${routes.join(", ")}`);
 }
 
+const SOURCES = { own: "own text", shared: "other texts", form: "forms", mtp: "layer" };
+
+function showDrafts(drafts) {
+  element("drafts-card").hidden = !drafts;
+  if (!drafts) return;
+  const right = Object.entries(drafts.sources).map(([source, [number, all]]) => `${SOURCES[source] || source} ${hits(number, all)} of ${whole(all)}`);
+  const { with_drafts: with_, without } = drafts.experts_per_token;
+  const experts = with_ && without ? `; experts read for a token ${with_.toFixed(1)}, without ${without.toFixed(1)}` : "";
+  const saved = drafts.saved_s ? `; ${drafts.saved_s < 0 ? "cost" : "saved"} ${seconds(Math.abs(drafts.saved_s))}` : "";
+  put("drafts", drafts.tokens_per_step === null ? "–" : drafts.tokens_per_step.toFixed(2));
+  put("drafts-more", `tokens of a request in a step${right.length ? `; right: ${right.join(", ")}` : ", none verified yet"}${experts}${saved}`);
+}
+
 function showCards() {
   const { balancer, ranks } = known.answer, window = balancer.window, totals = balancer.totals;
   put("balance", window ? share(window.balancedness.mean) : "–");
@@ -150,6 +163,7 @@ function showCards() {
   put("requests", whole(sum("running")));
   put("requests-more", `running, ${whole(sum("waiting"))} waiting`);
   showHandover(known.answer.system.handover);
+  showDrafts(known.answer.system.drafts);
   const rates = ranks.map((rank) => rate(rank.rank)).filter((value) => value !== null);
   put("output", rates.length ? whole(rates.reduce((a, b) => a + b, 0)) : "–");
   put("output-more", `tokens/s, prefix hits ${hits(sum("cached_tokens"), sum("prompt_tokens"))}`);

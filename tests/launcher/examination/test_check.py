@@ -60,6 +60,9 @@ def test_a_layer_that_predicts_counts_like_others(tmp_path):
     assert more["KV cache"] == 100 * 16 * 2 * 2 * 16 * 4
     matrices = 256 * 64 + 2 * 64 * 64 + (4 + 2 + 2 + 4) * 16 * 64 + 8 * 64 + 3 * 32 * 64  # and norms and biases
     assert 0 <= more["attention, embeddings, shared experts"] - 4 * matrices < 4 * 10 * 64
+    without = checked(*paths, "speculation.mode=auto", "cache.host_gb=0.1")
+    (line,) = [line for line in without.model if line.name == "multi-token prediction"]
+    assert (line.value, "leave out cache.host_gb" in line.why) == ("none", True)
 
 
 def test_more_ranks_hold_fewer_experts_each_and_replicas_cost_slots():

@@ -6,6 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from moe_serve.attention_dp.pages import COUNTERS
 from moe_serve.attention_dp.speculation import FORM, OWN, SHARED, SpeculationCounters
 from moe_serve.engine.protocol.messages import STEP_BOUNDS_S, PhaseTimes, Status
+from moe_serve.engine.status import EngineCounters
+from moe_serve.eplb.load import DecodeCounts, StepCounts
 from moe_serve.server.observe import metrics
 from tests.server.observe.reports import Story
 from tests.server.served import serving, until
@@ -23,7 +25,9 @@ async def all_families(names: str = "") -> dict[str, Metric]:
         counters = {f"num_splits_{outcome}": 1.0 for outcome in ("proven", "repaired", "unproven")}
         counters |= {f"num_choices_{outcome}": 1.0 for outcome in ("moved", "dropped")}
         counters |= {f"num_pages_{fate}": 1.0 for fate in COUNTERS}
-        counters |= SpeculationCounters(1, {OWN: 4, SHARED: 2, FORM: 6}, {OWN: 3, SHARED: 0, FORM: 5}).totals()
+        counters |= SpeculationCounters(1, [5, 3], {OWN: 4, SHARED: 2, FORM: 6}, {OWN: 3, SHARED: 0, FORM: 5}).totals()
+        counters |= EngineCounters(decodes=DecodeCounts(StepCounts(2, 3, 9, 70), StepCounts(4, 5, 5, 60))).totals()
+        counters["speculation_saved_seconds"] = 0.25
         for worker in served.workers:
             waited_s, logged = [0.5, 0.5], {"warning": 1, "error": 0}
             worker.say(Status(worker.rank, 0, 7, 1, 0, 5, 10, 0, counters, waited_s, 1, 1, logged, {"decode": times}))

@@ -4,6 +4,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_serve.attention_dp.speculation import OWN, SpeculationCounters
 from moe_serve.engine.protocol.messages import Status
 from tests.server.observe.reports import Story
 from tests.server.served import Served, in_event_loop, serving, until
@@ -118,3 +119,26 @@ async def test_a_scraper_may_ask_for_the_names_of_sglang_or_vllm_beside_ours():
     assert not any("eplb" in name for name in vllm if name.startswith("vllm")), "vLLM exports none"
     assert unknown.status_code == 400
     assert "sglang or vllm" in unknown.json()["error"]["message"]
+
+
+@in_event_loop
+async def test_drafts_by_the_names_of_sglang_and_vllm():
+    """vLLM counts a draft for each request and step; both tools' readers take 1 + accepted / drafts as the length."""
+    counted = SpeculationCounters()
+    for num_drafts, num_right in ((4, 4), (2, 0), (3, 1)):
+        counted.count(OWN, num_drafts, num_right)
+    async with serving(2) as served:
+        before = await families(served, "sglang")
+        assert "sglang:spec_accept_length" not in before or not before["sglang:spec_accept_length"].samples
+        for worker in served.workers:
+            worker.say(Status(worker.rank, 0, 7, 1, 0, 5, 10, 0, counted.totals(), []))
+        await until(lambda: all(view.status for view in served.bridge.workers))
+        vllm, sglang = await families(served, "vllm"), await families(served, "sglang")
+    ranks = [("0", "demo"), ("1", "demo")]
+    assert values(vllm["vllm:spec_decode_num_drafts"]) == dict.fromkeys(ranks, 3)
+    assert values(vllm["vllm:spec_decode_num_draft_tokens"]) == dict.fromkeys(ranks, 9)
+    assert values(vllm["vllm:spec_decode_num_accepted_tokens"]) == dict.fromkeys(ranks, 5)
+    at = values(vllm["vllm:spec_decode_num_accepted_tokens_per_pos"])
+    assert [at["0", "demo", str(position)] for position in range(4)] == [2, 1, 1, 1]
+    assert values(sglang["sglang:spec_accept_length"]) == dict.fromkeys(ranks, pytest.approx(1 + 5 / 3))
+    assert values(sglang["sglang:spec_accept_rate"]) == dict.fromkeys(ranks, pytest.approx(5 / 9))

@@ -2,8 +2,12 @@
 
 import pytest
 
+from moe_serve.attention_dp.speculation import FORM, MTP, OWN, SHARED, SpeculationCounters
+from moe_serve.engine.protocol.messages import Status
+from moe_serve.engine.status import EngineCounters
+from moe_serve.eplb.load import DecodeCounts, StepCounts
 from moe_serve.errors import RequestError
-from moe_serve.server.observe.dashboard import Seen, page_data
+from moe_serve.server.observe.dashboard import Seen, drafts_json, page_data
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.rank_table import RankTable
 from tests.server.observe.reports import Story
@@ -39,3 +43,23 @@ def test_the_query_of_a_page_is_checked():
     for text in ("", "-1", "1e3", "٣", "9" * 5000, "0x1"):
         with pytest.raises(RequestError, match="expected a whole number"):
             Seen.from_query({"windows": text})
+
+
+def test_drafts_are_summed_over_ranks_and_left_out_where_no_rank_makes_any():
+    def status(with_drafts: StepCounts, right: int) -> Status:
+        counted = SpeculationCounters(3, [2], {OWN: 10, SHARED: 0, FORM: 4, MTP: 0}, {OWN: right, SHARED: 0, FORM: 4})
+        counted.num_accepted[MTP] = 0
+        decodes = DecodeCounts(with_drafts, StepCounts(10, 20, 20, 400))
+        counters = counted.totals() | EngineCounters(decodes=decodes).totals() | {"speculation_saved_seconds": 0.5}
+        return Status(0, 0, 7, 1, 0, 5, 10, 0, counters, [])
+
+    both = drafts_json([status(StepCounts(4, 8, 16, 200), 5), status(StepCounts(1, 2, 4, 40), 6)])
+    assert both == {
+        "sources": {"own": [11, 20], "form": [8, 8]},
+        "tokens_per_step": 1.2,
+        "experts_per_token": {"with_drafts": 12.0, "without": 20.0},
+        "saved_s": 1.0,
+    }
+    plain = Status(0, 0, 7, 1, 0, 5, 10, 0, EngineCounters().totals(), [])
+    assert drafts_json([plain]) is None
+    assert drafts_json([]) is None
