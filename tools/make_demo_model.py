@@ -1,4 +1,5 @@
-"""Retrains the demo model from text on this machine: prep (text), train, stats (expert load), sample, or all by `make`.
+"""Retrains the demo model from text on this machine: prep (text), train, stats (expert load), sample, or all by `make`;
+`predict` gives a model a layer for multi-token prediction.
 
 The model is a 6-million-parameter DeepSeek-V3 (MLA, 32 experts top-4). An hour on two CPU cores gives the model in
 moe_serve/demo_model; `--size tiny --steps 30` runs everything in seconds. Torch is imported where it is
@@ -22,6 +23,7 @@ from moe_serve.errors import ConfigError, MoeServeError
 
 if TYPE_CHECKING:
     from demo_training.model import DemoModel
+    from demo_training.prediction import PredictionReport
     from demo_training.text import Domain
     from demo_training.training import StepReport
 
@@ -166,6 +168,50 @@ def train(
         model = run_training(shape, corpus, settings, work / "state.pt", resume, on_step)
     export(model, work / "tokenizer.json", out)
     Console(markup=False, emoji=False).print(f"{_describe(model)}: {out}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+@one_line_errors
+def predict(
+    work: Work = Path("demo-work"),
+    out: Out = Path("demo-model"),
+    docs: Docs = None,
+    stdlib: Stdlib = True,
+    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 350,
+    batch: Batch = 8,
+    seq: Seq = 512,
+    threads: Threads = 2,
+    seed: Seed = 1,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a layer for multi-token prediction behind the model in --out, and put it beside the model."""
+    import torch
+    from demo_training.export import export_prediction, load_exported, prediction_file
+    from demo_training.prediction import train_prediction
+    from demo_training.text import prepare
+    from demo_training.training import TrainSettings
+
+    if prediction_file(out).exists() and not overwrite:
+        raise ConfigError(f"{prediction_file(out)} is there already; pass --overwrite to replace it")
+    torch.set_num_threads(threads)
+    model = load_exported(out)
+    with _progress("{task.fields[numbers]}") as progress:
+        task = progress.add_task("reading text", total=steps, numbers="")
+        domains = _read_domains(docs or [], stdlib)
+        vocabulary = out / "tokenizer.json"
+        corpus = prepare(domains, model.shape.vocab_size, seed, work, lambda name: None, vocabulary)
+
+        def on_step(report: "PredictionReport") -> None:
+            progress.update(
+                task, description="training", completed=report.step, numbers=f"{report.loss:.3f} nats above the model"
+            )
+            if report.agreement is not None:
+                same = ", ".join(f"{name} {share:.0%}" for name, share in report.agreement.items())
+                line = f"step {report.step}: guesses the model's best token, held out: {same}"
+                progress.console.print(line, highlight=False)
+
+        layer = train_prediction(model, corpus, TrainSettings(steps, batch, seq, seed), on_step)
+    export_prediction(layer, model, out)
 
 
 @app.command()

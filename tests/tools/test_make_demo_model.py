@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,46 @@ def test_training_is_deterministic_also_when_interrupted_and_resumed(run, made, 
         train(shape, corpus, settings, made / "work" / "state.pt", False, stop_at_step_6)
     assert train_again(run, made, tmp_path / "b", "--resume") == whole
     assert train_again(run, made, tmp_path / "c", "--seed", "2") != whole
+
+
+def test_a_layer_that_predicts_is_trained_beside_the_model_and_served(run, made, docs, tmp_path):
+    import torch
+    from demo_training.export import load_exported
+    from demo_training.prediction import train_prediction
+    from demo_training.text import load_corpus
+    from demo_training.training import TrainSettings
+
+    from moe_serve.ep.moe_layer import MoeLayer
+    from moe_serve.kernels.numerics import FAST
+    from moe_serve.models.families.registry import read_spec
+    from moe_serve.models.weight_share import WeightShare
+    from moe_serve.models.weights import load_weights
+    from tests.models.runner import decoder_with, one_rank
+    from tests.models.test_prediction import PredictingRunner
+
+    folder, before = tmp_path / "model", (made / "model" / "model.safetensors").read_bytes()
+    shutil.copytree(made / "model", folder)
+    sizes = ["--steps", 6, "--batch", 2, "--seq", 32, "--threads", 1]
+    output = run("predict", "--work", tmp_path / "work", "--out", folder, "--no-stdlib", *docs, *sizes)
+    assert "guesses the model's best token" in output
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert "--overwrite" in run("predict", "--work", tmp_path / "work", "--out", folder, expect=2)
+    spec = read_spec(folder).with_predictor()
+    assert spec.moe_layer_ids == (1, 2)
+    decoder = decoder_with(
+        MoeLayer, spec, load_weights(folder, WeightShare(spec, one_rank(spec), 0, torch.float32, "cpu")), FAST
+    )
+    runner = PredictingRunner(decoder, FAST)
+    ids = [number % 300 for number in range(7, 300, 11)]
+    found = runner.run([(runner.request("a", ids), len(ids) - 1)])["a"]
+    model = load_exported(folder)
+    layer = train_prediction(model, load_corpus(tmp_path / "work"), TrainSettings(6, 2, 32), lambda report: None)
+    with torch.no_grad():
+        for weight in layer.parameters():  # as they are stored
+            weight.copy_(weight.to(torch.bfloat16))
+        row = torch.tensor([ids])
+        expected = layer(model, model.hidden(row)[:, :-1], row[:, 1:])[0]
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
 def test_sample_continues_the_prompt(run, made):

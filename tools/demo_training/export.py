@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from demo_training.model import EPS, ROPE_THETA, DemoModel, ModelShape, SparseMoe
+from demo_training.model import EPS, ROPE_THETA, DecoderLayer, DemoModel, ModelShape, PredictionLayer, SparseMoe
 from demo_training.text import BOS_ID, EOS_ID, SPECIAL_TOKENS, Corpus
 from demo_training.training import held_out_windows
 from moe_serve.errors import ModelError
@@ -20,7 +20,7 @@ LOAD_WINDOWS = 64  # held-out windows per domain for counting the expert load
 def export(model: DemoModel, tokenizer_json: Path, out: Path) -> None:
     """Writes config.json, model.safetensors (bf16; the gate's bias float32), the tokenizer and its settings."""
     out.mkdir(parents=True, exist_ok=True)
-    save_file(_checkpoint(model), out / "model.safetensors", metadata={"format": "pt"})
+    save_file(_stored(_tensors(model)), out / "model.safetensors", metadata={"format": "pt"})
     _write_json(out / "config.json", _config(model.shape))
     _write_json(out / "generation_config.json", {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID})
     tokenizer_config = {
@@ -32,6 +32,22 @@ def export(model: DemoModel, tokenizer_json: Path, out: Path) -> None:
     }
     _write_json(out / "tokenizer_config.json", tokenizer_config)
     shutil.copyfile(tokenizer_json, out / "tokenizer.json")
+
+
+def prediction_file(out: Path) -> Path:
+    """Returns where the layer for multi-token prediction of a model lies."""
+    return out / "model-prediction.safetensors"
+
+
+def export_prediction(layer: PredictionLayer, model: DemoModel, out: Path) -> None:
+    """Writes the layer beside the model of a folder, as a file of its own, and into its config.json."""
+    prefix = f"model.layers.{model.shape.num_hidden_layers}."
+    tensors = _layer_tensors(layer.layer, prefix)
+    for name in ("enorm", "hnorm", "eh_proj"):
+        tensors[f"{prefix}{name}.weight"] = getattr(layer, name).weight
+    tensors[f"{prefix}shared_head.norm.weight"] = layer.norm.weight
+    save_file(_stored(tensors), prediction_file(out), metadata={"format": "pt"})
+    _write_json(out / "config.json", _config(model.shape) | {"num_nextn_predict_layers": 1})
 
 
 def load_exported(folder: Path) -> DemoModel:
@@ -69,26 +85,32 @@ def expert_load(model: DemoModel, corpus: Corpus, seq: int) -> dict[str, list[li
 def _tensors(model: DemoModel) -> dict[str, Tensor]:
     """Returns all weights under their Hugging Face names, as views into the model."""
     tensors = {"model.embed_tokens.weight": model.embed_tokens.weight, "model.norm.weight": model.norm.weight}
-    width = model.shape.moe_intermediate_size
     for index, layer in enumerate(model.layers):
-        prefix = f"model.layers.{index}."
-        for name, weight in layer.named_parameters():
-            if name not in ("mlp.gate_up", "mlp.down"):
-                tensors[prefix + name] = weight
-        if isinstance(layer.mlp, SparseMoe):
-            tensors[prefix + "mlp.gate.e_score_correction_bias"] = layer.mlp.bias
-            for expert in range(model.shape.n_routed_experts):
-                gate_up, down = layer.mlp.gate_up[expert], layer.mlp.down[expert]
-                tensors[f"{prefix}mlp.experts.{expert}.gate_proj.weight"] = gate_up[:, :width].t()
-                tensors[f"{prefix}mlp.experts.{expert}.up_proj.weight"] = gate_up[:, width:].t()
-                tensors[f"{prefix}mlp.experts.{expert}.down_proj.weight"] = down.t()
+        tensors |= _layer_tensors(layer, f"model.layers.{index}.")
     return tensors
 
 
-def _checkpoint(model: DemoModel) -> dict[str, Tensor]:
+def _layer_tensors(layer: DecoderLayer, prefix: str) -> dict[str, Tensor]:
+    tensors = {}
+    for name, weight in layer.named_parameters():
+        if name not in ("mlp.gate_up", "mlp.down"):
+            tensors[prefix + name] = weight
+    if isinstance(layer.mlp, SparseMoe):
+        width = layer.mlp.shape.moe_intermediate_size
+        tensors[prefix + "mlp.gate.e_score_correction_bias"] = layer.mlp.bias
+        for expert in range(layer.mlp.shape.n_routed_experts):
+            gate_up, down = layer.mlp.gate_up[expert], layer.mlp.down[expert]
+            tensors[f"{prefix}mlp.experts.{expert}.gate_proj.weight"] = gate_up[:, :width].t()
+            tensors[f"{prefix}mlp.experts.{expert}.up_proj.weight"] = gate_up[:, width:].t()
+            tensors[f"{prefix}mlp.experts.{expert}.down_proj.weight"] = down.t()
+    return tensors
+
+
+def _stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors as they are written."""
     return {
         name: tensor.detach().to(torch.float32 if name.endswith("bias") else torch.bfloat16).contiguous().clone()
-        for name, tensor in _tensors(model).items()
+        for name, tensor in tensors.items()
     }
 
 

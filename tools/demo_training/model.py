@@ -213,10 +213,44 @@ class DemoModel(nn.Module):
     def moe_layers(self) -> list[SparseMoe]:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMoe)]
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids: [batch, seq] int64 -> logits [batch, seq, vocab]"""
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Returns the rows that the head projects. ids: [batch, seq] int64 -> [batch, seq, hidden]"""
         x = self.embed_tokens(ids)
         seq = ids.shape[1]
         for layer in self.layers:
             x = layer(x, self.cos[:seq], self.sin[:seq])
-        return F.linear(self.norm(x), self.embed_tokens.weight)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: [batch, seq] int64 -> logits [batch, seq, vocab]"""
+        return F.linear(self.hidden(ids), self.embed_tokens.weight)
+
+
+class PredictionLayer(nn.Module):
+    """A layer for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2). Embedding and head are shared.
+
+    It begins as the model's last layer, on the mean of the rows that it joins.
+    """
+
+    def __init__(self, model: DemoModel):
+        super().__init__()
+        shape = model.shape
+        self.enorm, self.hnorm = RMSNorm(shape.hidden_size), RMSNorm(shape.hidden_size)
+        self.eh_proj = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        nn.init.normal_(self.eh_proj.weight, std=0.02)
+        with torch.no_grad():
+            self.eh_proj.weight += 0.5 * torch.eye(shape.hidden_size).repeat(1, 2)
+        self.layer = DecoderLayer(shape, shape.num_hidden_layers)
+        self.layer.load_state_dict(model.layers[-1].state_dict())
+        self.norm = RMSNorm(shape.hidden_size)
+
+    def forward(self, model: DemoModel, hidden: Tensor, following: Tensor) -> Tensor:
+        """Returns logits [batch, seq, vocab] of the tokens behind those that follow.
+
+        hidden: [batch, seq, hidden], of `model.hidden`;  following: [batch, seq] int64, the token behind each row
+        """
+        seq = following.shape[1]
+        x = self.eh_proj(torch.cat((self.enorm(model.embed_tokens(following)), self.hnorm(hidden)), -1))
+        x = self.layer(x, model.cos[:seq], model.sin[:seq])
+        return F.linear(self.norm(x), model.embed_tokens.weight)

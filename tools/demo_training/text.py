@@ -14,10 +14,14 @@ import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moe_serve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 BOS_ID, EOS_ID = 0, 1
 SPECIAL_TOKENS = ["<|bos|>", "<|eos|>"]
@@ -73,11 +77,17 @@ def folder_domain(name: str, folder: Path) -> Domain:
 
 
 def prepare(
-    domains: list[Domain], vocab_size: int, seed: int, work: Path, on_document: Callable[[str], None]
+    domains: list[Domain],
+    vocab_size: int,
+    seed: int,
+    work: Path,
+    on_document: Callable[[str], None],
+    tokenizer_json: Path | None = None,
 ) -> Corpus:
     """Trains the vocabulary, encodes all documents, writes both into `work`, and returns the corpus.
 
     on_document: called with the domain's name after each encoded document
+    tokenizer_json: a vocabulary to take instead, of at most vocab_size sub-words
     Raises ConfigError for no domains, two of one name, or a vocabulary that cannot work.
     """
     names = [domain.name for domain in domains]
@@ -86,21 +96,13 @@ def prepare(
     low = 256 + len(SPECIAL_TOKENS)
     if not low <= vocab_size <= 65536:
         raise ConfigError(f"--vocab is {vocab_size}, expected {low} (all bytes and two marks) to 65536")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer
 
     shuffled = {domain.name: random.Random(seed).sample(domain.documents, len(domain.documents)) for domain in domains}
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        min_frequency=2,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((text[:VOCABULARY_CHARS] for texts in shuffled.values() for text in texts), trainer)
-
+    if tokenizer_json is not None:
+        tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    else:
+        tokenizer = _trained(shuffled, vocab_size)
     work.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(work / "tokenizer.json"))
     train, validation = {}, {}
@@ -121,6 +123,23 @@ def prepare(
     }
     (work / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
     return Corpus(vocab_size, train, validation)
+
+
+def _trained(texts_of: dict[str, list[str]], vocab_size: int) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        min_frequency=2,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text[:VOCABULARY_CHARS] for texts in texts_of.values() for text in texts), trainer)
+    return tokenizer
 
 
 def load_corpus(work: Path) -> Corpus:

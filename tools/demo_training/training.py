@@ -107,11 +107,9 @@ def _train_step(
     model: DemoModel, optimizer: torch.optim.Optimizer, corpus: Corpus, settings: TrainSettings, step: int
 ) -> float:
     progress = step / settings.steps
-    decay = 1.0 if progress < PLATEAU_END else max(0.02, (1 - progress) / (1 - PLATEAU_END))
-    warmup = min(WARMUP_STEPS, max(1, settings.steps // 10))
     for group in optimizer.param_groups:
-        group["lr"] = settings.learning_rate * min(1.0, (step + 1) / warmup) * decay
-    ids = _batch(corpus, settings, step)
+        group["lr"] = learning_rate(settings, step)
+    ids = random_batch(corpus, settings, step)
     loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -126,7 +124,15 @@ def _train_step(
     return loss.item()
 
 
-def _batch(corpus: Corpus, settings: TrainSettings, step: int) -> Tensor:
+def learning_rate(settings: TrainSettings, step: int) -> float:
+    """Returns the rate of a step: warm-up, plateau, linear decay."""
+    progress = step / settings.steps
+    decay = 1.0 if progress < PLATEAU_END else max(0.02, (1 - progress) / (1 - PLATEAU_END))
+    warmup = min(WARMUP_STEPS, max(1, settings.steps // 10))
+    return settings.learning_rate * min(1.0, (step + 1) / warmup) * decay
+
+
+def random_batch(corpus: Corpus, settings: TrainSettings, step: int) -> Tensor:
     """Returns [batch, seq + 1] int64: windows from anywhere, each domain as likely as the others."""
     generator = np.random.default_rng([settings.seed, step])
     domains = list(corpus.train.values())
