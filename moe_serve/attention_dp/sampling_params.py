@@ -59,6 +59,7 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
     logprob_token_ids: tuple[int, ...] = ()  # whose log probabilities come, too, at each place asked for
     return_routed_experts: bool = False  # the experts of every token of prompt and output, in all MoE layers
+    return_embedding: bool = False  # the row of the prompt's last token that is projected to logits
     constraint: Constraint | None = None  # the form of the whole output; None = any
     # The front end makes a request of each output (server/requests/prompts.py); a rank sees 1 and None.
     n: int = 1  # outputs of the prompt
@@ -117,7 +118,7 @@ class SamplingParams:
         _check_texts("stop", self.stop, MAX_STOPS)
         _check_texts("stop_regex", self.stop_regex, MAX_STOP_REGEXES)
         _check_ids("stop_token_ids", self.stop_token_ids, MAX_STOPS)
-        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "return_routed_experts"):
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "return_routed_experts", "return_embedding"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected true or false", field=name)
         self._check_samples()

@@ -171,6 +171,7 @@ def build_engine(
             requests,
             LogprobScorer(served.numerics.compiled),
             served.logits_of,
+            served.rows,
             served.clock,
             served.all_to_all.check_step,
         ),
@@ -336,6 +337,7 @@ def build_served_model(
         block_size=block_size,
         max_logprobs=config.engine.max_logprobs,
         expert_id_bytes=expert_id_bytes(plan.spec) if config.engine.return_routed_experts else None,
+        gives_embeddings=plan.device.type == "cpu",  # a step that a GPU replays from a graph leaves no rows
     )
     served = ServedModel(
         rank=group.rank,

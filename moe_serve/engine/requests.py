@@ -154,6 +154,7 @@ class OpenRequests:
         token_id: int,
         logprobs: LogprobBlock | None = None,
         prompt_logprobs: LogprobBlock | None = None,
+        embedding: bytes | None = None,
     ) -> TokenEvent:
         """Returns the event for a request's newest token, and closes the request if it is the last one."""
         finish, matched_id = self._finish(request, token_id)
@@ -168,7 +169,7 @@ class OpenRequests:
         # By position: there is one for each running request in each step, and names take twice the time.
         index, cached = len(request.output_ids) - 1, request.num_cached_prompt
         queued_us, request.queued_us = request.queued_us, 0
-        numbers = logprobs, prompt_logprobs, queued_us, experts, changed
+        numbers = logprobs, prompt_logprobs, queued_us, experts, changed, embedding
         return TokenEvent(
             request.request_id, request.attempt, index, [token_id], finish, matched_id, cached, None, None, *numbers
         )
@@ -232,6 +233,7 @@ class StepEvents:
     """Completes the chunks of a step.
 
     project: returns logits of more rows of the last step;  clock: of its parts
+    rows:    returns the rows of the last step that are projected to logits, [num_tokens or more, H]
     check:   raises PeerError where the step is void, as AllToAll.check_step
     """
 
@@ -239,6 +241,7 @@ class StepEvents:
     requests: OpenRequests
     scorer: LogprobScorer
     project: ProjectRows
+    rows: Callable[[], Tensor]
     clock: PartClock
     check: Callable[[], None]
 
@@ -258,6 +261,7 @@ class StepEvents:
         raw = self.scorer.keep(rows, asking)
         token_ids = sampler(rows, asking)
         self.check()  # on a GPU, whose sampling is queued behind the step: one wait tells tokens and lost peers
+        embeddings = self._embeddings(batch, asking)
         of_tokens = self.scorer.of_tokens(raw, asking, token_ids)
         self.clock.turn(OTHER)
         events: list[TokenEvent] = []
@@ -267,7 +271,8 @@ class StepEvents:
                 events.append(self.requests.fail(chunk.request, none_left=token_id == NONE_LEFT))
                 continue
             self.scheduler.complete(chunk, token_id)
-            events.append(self.requests.extended(chunk.request, token_id, of_tokens.get(row), of_prompts.get(index)))
+            own = of_tokens.get(row), of_prompts.get(index), embeddings.get(row)
+            events.append(self.requests.extended(chunk.request, token_id, *own))
         if len(logits) > len(chunks):
             events += self._verify([chunks[index] for index in sampling], logits[len(chunks) :], events, sampler)
         if others:
@@ -280,6 +285,15 @@ class StepEvents:
                 if index in of_prompts:
                     events.append(self.requests.scored(chunk.request, of_prompts[index]))
         return events
+
+    def _embeddings(self, batch: ForwardBatch, asking: Sequence[Request]) -> dict[int, bytes]:
+        """Returns the row behind the first token of each request that asks for it, by its index."""
+        wanted = [row for row, request in enumerate(asking) if request.params.return_embedding]
+        wanted = [row for row in wanted if not asking[row].output_ids]
+        if not wanted:
+            return {}
+        rows = self.rows()[batch.logit_rows[wanted]].float().numpy().astype("<f4")
+        return {row: each.tobytes() for row, each in zip(wanted, rows, strict=True)}
 
     def _verify(
         self, chunks: Sequence[ScheduledChunk], logits: Tensor, events: list[TokenEvent], sampler: Sampler

@@ -30,6 +30,7 @@ from moe_serve.launcher.background import BackgroundRanks, OrderlyEnd
 from moe_serve.launcher.local import WORKER
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files, refusal
 from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.api.embeddings import unit_vector
 from moe_serve.server.api.params import model_defaults
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
@@ -71,6 +72,7 @@ class Output:
     # [tokens, MoE layers, experts of a token], logical ids of prompt and output but for its last token, which was only
     # drawn; None: `SamplingParams.return_routed_experts` is false
     routed_experts: np.ndarray | None = None
+    embedding: np.ndarray | None = None  # [H] float32 of length 1; None: `SamplingParams.return_embedding` is false
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
@@ -403,4 +405,5 @@ def output_of(request: OpenRequest) -> Output:
         prompt_entries=request.prompt_logprobs,
         prompt_logprobs_start=request.spec.params.prompt_logprobs_start,
         routed_experts=None if request.routed_experts is None else request.routed_experts.array(request.num_routed),
+        embedding=None if request.embedding is None else unit_vector(request.embedding),
     )

@@ -112,6 +112,7 @@ class Served:
     prompt_logprobs: dict[str, list[LogprobBlock]] = field(default_factory=dict)
     experts: dict[str, RoutedExperts] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)  # choices of gates, by the capacity of experts
+    embeddings: dict[str, bytes] = field(default_factory=dict)
     finish: dict[str, str] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
@@ -279,6 +280,8 @@ def _serve_on_rank(
                     served.experts.setdefault(event.request_id, RoutedExperts()).add(event.experts)
                 if event.num_changed is not None:
                     served.changed[event.request_id] = event.num_changed
+                if event.embedding is not None:
+                    served.embeddings[event.request_id] = event.embedding
                 if event.finish:
                     served.finish[event.request_id] = event.finish
                     served.messages[event.request_id] = event.message or ""
@@ -337,6 +340,7 @@ def _merge(parts: Sequence[Served]) -> Served:
         whole.tokens |= part.tokens
         whole.experts |= part.experts
         whole.changed |= part.changed
+        whole.embeddings |= part.embeddings
         whole.digests |= part.digests
         whole.gaps |= part.gaps
         whole.logprobs |= part.logprobs

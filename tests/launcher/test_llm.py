@@ -97,6 +97,13 @@ def test_the_experts_of_its_tokens_come_as_an_array(llm):
     assert plain.routed_experts is None
 
 
+def test_an_embedding_comes_as_an_array_of_length_1(llm):
+    (output,) = llm.generate([[5, 6, 7]], greedy(1, return_embedding=True))
+    assert output.embedding.tolist() == pytest.approx([3 / 153**0.5, 12 / 153**0.5])
+    (plain,) = llm.generate([[5, 6, 7]], greedy(1))
+    assert plain.embedding is None
+
+
 @in_event_loop
 async def test_several_outputs_of_a_prompt_are_those_that_http_gives(llm):
     several, best = {"n": 3}, {"n": 2, "best_of": 4}

@@ -85,8 +85,8 @@ def test_lines_are_answered_as_the_server_would_and_a_run_that_was_cut_off_goes_
         ({"custom_id": "b", "url": "/v1/completions"}, "line 2: .*`body`"),
         (line("a", prompt="x"), "line 2: custom_id 'a' is that of line 1"),
         (
-            line("b", "/v1/embeddings", input="x"),
-            "line 2: POST /v1/embeddings is not served in a batch; .*/v1/messages",
+            line("b", "/v1/moderations", input="x"),
+            "line 2: POST /v1/moderations is not served in a batch; .*/v1/messages",
         ),
         (line("b") | {"method": "GET"}, "line 2: GET /v1/completions"),
         (line("b") | {"body": []}, "line 2: body is no object"),

@@ -6,6 +6,7 @@ event loop, and follows the ending rules of a real rank. It remembers what it wa
 
 import asyncio
 import os
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ from tests.server.fake_logprobs import output_block, prompt_block
 
 LIMITS = ModelLimits(
     model_name="demo", vocab_size=2048, max_model_len=256, max_prompt_len=200, eos_token_ids=[1], block_size=4,
-    expert_id_bytes=4,
+    expert_id_bytes=4, gives_embeddings=True,
 )  # fmt: skip
 
 
@@ -190,7 +191,13 @@ class FakeWorker:
             submit.request_id, submit.attempt, start, token_ids, finish, matched, num_cached_prompt=3,
             logprobs=output_block(submit, start, token_ids), prompt_logprobs=prompt_block(submit, start),
             experts=experts_block(submit, start, len(token_ids)), num_changed=self.num_changed,
+            embedding=embedding_of(submit),
         )  # fmt: skip
+
+
+def embedding_of(submit: Submit) -> bytes | None:
+    """The row of a prompt of n tokens is 3, 4 n."""
+    return array("f", [3.0, 4.0 * len(submit.prompt_ids)]).tobytes() if submit.params.return_embedding else None
 
 
 def experts_block(submit: Submit, start: int, num_tokens: int) -> ExpertsBlock | None:

@@ -120,6 +120,10 @@ class ServedModel:
         """Returns the logits of other rows of the last forward, whose batch had prompt rows: [len(rows), vocab]."""
         return self.decoder.logits_of(rows)
 
+    def rows(self) -> Tensor:
+        """Returns the rows of the last forward that are projected to logits, [num_tokens or more, H]; not on GPUs."""
+        return self.decoder.run.rows
+
     @property
     def membership(self) -> Membership | None:
         """The ranks that take part; None where the transport cannot mask one."""

@@ -61,7 +61,7 @@ def in_messages(events: Sequence[TokenEvent]) -> Iterator[list[TokenEvent]]:
             yield part
             part, num_bytes = [], 0
         part.append(event)
-        num_bytes += 0 if event.experts is None else len(event.experts.rows)
+        num_bytes += len(event.embedding or b"") + (0 if event.experts is None else len(event.experts.rows))
     yield part
 
 

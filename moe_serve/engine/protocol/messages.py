@@ -170,6 +170,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     block_size: int
     max_logprobs: int = 20  # likeliest tokens at each place
     expert_id_bytes: int | None = None  # of the experts of one token, which are kept for those who ask; None: not
+    gives_embeddings: bool = False  # whether the rows that are projected to logits can be read
 
 
 SUPERVISOR = -1  # the rank in the Hello of a launcher that watches the ranks
@@ -257,6 +258,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     queued_us: with the first token of an attempt, how long it has waited on the rank
     experts: of all tokens before the last of token_ids of which none were sent in this attempt, if asked for
     num_changed: choices of gates that the capacity of experts has changed, of all tokens before the last
+    embedding: with the first token, if asked for: the row that it was drawn from, float32, little-endian
     """
 
     request_id: str
@@ -273,6 +275,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     queued_us: int = 0
     experts: ExpertsBlock | None = None
     num_changed: int | None = None
+    embedding: bytes | None = None
 
 
 class Tokens(Message, tag="tokens", frozen=True):

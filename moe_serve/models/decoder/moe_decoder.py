@@ -158,8 +158,7 @@ def build_decoder(
         ]
     else:
         attend = make_attention(attention.shape, numerics, embed.dtype, torch.device(device), attention_backend)
-        keeps_rows = prediction is not None
-        eager = [TorchRunner(each, table, attend, numerics, parallel.clock, keeps_rows) for each in stacks]
+        eager = [TorchRunner(each, table, attend, numerics, parallel.clock) for each in stacks]
         captures = captures_decodes(spec, numerics, device, attention_backend)
         runs = [GraphRunner(eager[0], parallel)] if captures else list(eager)
     return MoeDecoder(spec, stack, runs[0], prediction, runs[1] if prediction is not None else None)

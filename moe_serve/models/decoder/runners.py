@@ -34,18 +34,14 @@ SMALLEST = 64  # rows that a recording is for; doubled as larger steps come
 
 @dataclass
 class TorchRunner:
-    """StackRunner by torch: on GPUs, and on CPUs without the compiled kernels.
-
-    keeps_rows: the rows of every step are wanted
-    """
+    """StackRunner by torch: on GPUs, and on CPUs without the compiled kernels."""
 
     stack: AnyStack
     rope: RopeTable
     attention: Attention
     numerics: Numerics
     clock: PartClock
-    keeps_rows: bool = False
-    _rows: Tensor | None = None  # of the last step, where more logits of it are wanted
+    _rows: Tensor | None = None  # of the last step
 
     @torch.inference_mode()
     def __call__(self, step: StepInputs, logits: Tensor | None = None) -> Tensor:
@@ -66,7 +62,7 @@ class TorchRunner:
             for batch in batches
         ]
         rows = _together(take_turns([self.stack(each) for each in steps]), batches)
-        self._rows = rows if step.batch.prompt_rows or self.keeps_rows else None
+        self._rows = rows if logits is None else None  # those of a graph lie in memory that others share
         return _project(self.stack.head, rows.index_select(0, step.batch.logit_rows), self.numerics, logits)
 
     @torch.inference_mode()
@@ -75,7 +71,7 @@ class TorchRunner:
 
     @property
     def rows(self) -> Tensor:
-        assert self._rows is not None, "the last batch had no prompt rows"
+        assert self._rows is not None, "no step has run"
         return self._rows
 
 

@@ -199,6 +199,6 @@ class StackRunner(Protocol):
     def rows(self) -> Tensor:
         """The rows of the step that ran last, as the head takes them, [num_tokens or more, H]; until the next one.
 
-        Only of models with a layer that predicts, or after a step whose batch has prompt rows.
+        Not of a step that a GPU has replayed from a graph.
         """
         ...

@@ -143,6 +143,8 @@ LINKS = {
     "/v1/responses": "responses, OpenAI's API",
     "/v1/messages": "messages, Anthropic's API; its base URL ends before /v1",
     "/generate": "SGLang's native API",
+    "/v1/embeddings": "embeddings, OpenAI's API; /v1/rerank: documents by them",
+    "/v1/score": "probabilities of label tokens, as SGLang's",
     "/docs": "all routes, their fields and errors",
     "/openapi.json": "the same for programs",
     "/dashboard": "load of experts and ranks, live",

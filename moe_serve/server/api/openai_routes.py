@@ -14,6 +14,14 @@ from fastapi import FastAPI, Request, Response
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.anthropic import MessagesAnswers, parse_count, parse_messages
+from moe_serve.server.api.embeddings import (
+    EmbeddingAnswers,
+    EmbeddingRequest,
+    RerankAnswers,
+    RerankRequest,
+    parse_embeddings,
+    parse_rerank,
+)
 from moe_serve.server.api.generate import Call, CallResponse, RequestPipeline, texts_of
 from moe_serve.server.api.openai_answers import ChatAnswers, CompletionAnswers
 from moe_serve.server.api.openai_requests import (
@@ -28,6 +36,7 @@ from moe_serve.server.api.openai_requests import (
 from moe_serve.server.api.params import OPENAI_NAMES, ParamNames, TakenParams
 from moe_serve.server.api.parsed_output import OutputParser, OutputParsers
 from moe_serve.server.api.responses import ResponseAnswers, ResponseRequest, parse_response
+from moe_serve.server.api.score import ScoreAnswers, ScoreRequest, parse_score
 from moe_serve.server.edge.errors import UnknownModelError, json_bytes, json_response
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.prompts import NO_TOKENIZER, GenerateRequest
@@ -56,9 +65,15 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
+SCORE = "/v1/score"
+EMBEDDINGS = "/v1/embeddings"
+RERANK = "/v1/rerank"
 RESPONSE_NAMES = ParamNames({**OPENAI_NAMES.other, "max_new_tokens": ("max_output_tokens",)})
 MESSAGE_NAMES = ParamNames({**OPENAI_NAMES.other, "stop": ("stop_sequences",)})
 CHAT_NAMES = ParamNames({**OPENAI_NAMES.other, "logprobs": ("top_logprobs",)})
+SCORE_NAMES = ParamNames({"logprob_token_ids": ("label_token_ids",)})
+EMBEDDING_NAMES = ParamNames({"return_embedding": ("input",)})
+RERANK_NAMES = ParamNames({"return_embedding": ("documents",)})
 
 
 def add_openai(
@@ -138,6 +153,45 @@ def add_openai(
         words = partial(_in_openai_words, prompt="messages", names=MESSAGE_NAMES)
         given, call = await pipeline.open(request, parse_messages, partial(call_of_chat, request), words)
         return CallResponse(call, bridge, MessagesAnswers(given, name, parser_of(given, call)()), given.options.stream)
+
+    @app.post(EMBEDDINGS)
+    async def embeddings(request: Request) -> Response:
+        """OpenAI's embeddings: of each text the last hidden row, of length 1."""
+
+        async def call_of(given: EmbeddingRequest) -> GenerateRequest:
+            check_model(given.model, names)
+            return given.call
+
+        parse = partial(parse_embeddings, max_prompts=bridge.book.capacity)
+        words = partial(_in_openai_words, prompt="input", names=EMBEDDING_NAMES)
+        given, call = await pipeline.open(request, parse, call_of, words)
+        return CallResponse(call, bridge, EmbeddingAnswers(given, name), stream=False)
+
+    @app.post(RERANK)
+    async def rerank(request: Request) -> Response:
+        """Documents by the likeness of their embeddings to that of a query, as Jina and Cohere answer."""
+
+        async def call_of(given: RerankRequest) -> GenerateRequest:
+            check_model(given.model, names)
+            return given.call
+
+        parse = partial(parse_rerank, max_prompts=bridge.book.capacity)
+        words = partial(_in_openai_words, prompt="documents", names=RERANK_NAMES)
+        given, call = await pipeline.open(request, parse, call_of, words)
+        return CallResponse(call, bridge, RerankAnswers(given, name), stream=False)
+
+    @app.post(SCORE)
+    async def score(request: Request) -> Response:
+        """SGLang's scores: the probabilities of some tokens behind a query and each of several items."""
+
+        async def call_of(given: ScoreRequest) -> GenerateRequest:
+            check_model(given.model, names)
+            return given.call
+
+        parse = partial(parse_score, max_prompts=bridge.book.capacity)
+        words = partial(_in_openai_words, prompt="items", names=SCORE_NAMES)
+        given, call = await pipeline.open(request, parse, call_of, words)
+        return CallResponse(call, bridge, ScoreAnswers(given, name), stream=False)
 
     @app.post(f"{MESSAGES}/count_tokens")
     async def count_tokens(request: Request) -> Response:

@@ -9,10 +9,12 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from moe_serve.server.api.anthropic import CountTokensBody, MessagesBody
+from moe_serve.server.api.embeddings import EmbeddingBody, RerankBody
 from moe_serve.server.api.generation_control import AbortBody, PauseBody
 from moe_serve.server.api.native import GenerateBody
 from moe_serve.server.api.openai_requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from moe_serve.server.api.responses import ResponseBody
+from moe_serve.server.api.score import ScoreBody
 from moe_serve.server.edge.body import Body, Only
 from moe_serve.server.edge.guard import ADMIN, OPEN
 
@@ -55,6 +57,9 @@ BODIES: dict[str, type[Body]] = {
     "/v1/responses": ResponseBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/v1/rerank": RerankBody,
+    "/v1/score": ScoreBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/pause_generation": PauseBody,
@@ -62,7 +67,15 @@ BODIES: dict[str, type[Body]] = {
     "/abort_request": AbortBody,
 }
 _STREAMS = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-_NAMES_MODEL = (*_STREAMS[1:], "/v1/messages/count_tokens", "/tokenize", "/detokenize")
+_NAMES_MODEL = (
+    *_STREAMS[1:],
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
 # Ends of routes whose answer is plain text.
 _TEXT = ("/metrics", "_expert_distribution_record", "/flush_cache", "/reset_prefix_cache")
 

@@ -157,7 +157,8 @@ class OpenRequest:
     output_logprobs, prompt_logprobs: log probabilities so far (engine/output/logprobs.py says what each entry is);
     None: it asks for none. Those of the output are as many as `matcher.output_ids`.
     routed_experts: of its first `num_routed` tokens; None: it does not ask for them
-    num_changed:    choices of gates that the capacity of experts has changed, so far; None: there is no such limit
+    num_changed: choices of gates that the capacity of experts has changed, so far; None: there is no such limit
+    embedding: as TokenEvent has it, from its first token on; None: it does not ask for it
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class OpenRequest:
         self.prompt_logprobs = _empty(params.prompt_logprobs, params.logprob_token_ids)
         self.num_changed: int | None = None
         self.routed_experts = RoutedExperts() if params.return_routed_experts else None
+        self.embedding: bytes | None = None
         self.call_id = call_id.get()
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
@@ -294,6 +296,7 @@ class OpenRequest:
             self.routed_experts.add(event.experts)
         if event.num_changed is not None:
             self.num_changed = event.num_changed
+        self.embedding = event.embedding or self.embedding
         if not event.token_ids:  # a part of the prompt is computed
             return
         if self.spec.params.max_new_tokens == 0:

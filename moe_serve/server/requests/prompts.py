@@ -167,6 +167,10 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
     params = fit_logprobs(params, len(prompt_ids), limits)
     if params.return_routed_experts:
         check_experts(len(prompt_ids) + params.max_new_tokens, limits.expert_id_bytes)
+    if params.return_embedding and not limits.gives_embeddings:
+        raise RequestError(
+            "embeddings are served by ranks on CPUs, and these compute on GPUs", field="return_embedding"
+        )
     if params.top_k >= limits.vocab_size:
         params = replace(params, top_k=-1)
     return params

@@ -9,10 +9,12 @@ import pytest
 
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
+from moe_serve.server.api.embeddings import parse_embeddings, parse_rerank
 from moe_serve.server.api.native import parse_generate
 from moe_serve.server.api.openai_requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from moe_serve.server.api.openapi import body_schemas
 from moe_serve.server.api.responses import parse_response
+from moe_serve.server.api.score import parse_score
 from moe_serve.server.edge.guard import ADMIN, OPEN, tagged_routes
 from tests.server.served import in_event_loop, serving
 
@@ -24,6 +26,9 @@ PARSERS = {
     "ResponseRequest": parse_response,
     "TokenizeRequest": parse_tokenize,
     "DetokenizeRequest": parse_detokenize,
+    "EmbeddingRequest": partial(parse_embeddings, max_prompts=4),
+    "RerankRequest": partial(parse_rerank, max_prompts=4),
+    "ScoreRequest": partial(parse_score, max_prompts=4),
 }
 
 
@@ -95,6 +100,9 @@ async def test_the_document_names_a_model_that_is_not_served_and_answers_that_ar
         "/v1/completions": {"prompt": "a"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
         "/v1/responses": {"input": "a"},
+        "/v1/embeddings": {"input": "a"},
+        "/v1/rerank": {"query": "a", "documents": ["b"]},
+        "/v1/score": {"query": "a", "items": ["b"], "label_token_ids": [5]},
         "/tokenize": {"prompt": "a"},
         "/detokenize": {"tokens": [5]},
     }

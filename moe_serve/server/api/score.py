@@ -1,0 +1,134 @@
+"""`/v1/score` of SGLang: how probable each of some tokens is behind each of several texts. Nothing is generated.
+
+A text is the query and an item, joined before they are tokenized; with token ids both are. A score is the probability
+of a label token among all tokens, or, with apply_softmax, among the labels. So a model that answers yes or no ranks
+documents: the template of the question is the caller's.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta
+
+from moe_serve.attention_dp.sampling_params import MAX_LOGPROB_IDS, SamplingParams
+from moe_serve.errors import RequestError
+from moe_serve.server.api.generate import Call
+from moe_serve.server.api.native import Priority, Timeout, first, prompts_of, salt_of
+from moe_serve.server.api.openai_requests import Model, Noted
+from moe_serve.server.edge.body import Body, Count, Name, TokenId, read_body
+from moe_serve.server.edge.errors import json_bytes
+from moe_serve.server.requests.prompts import GenerateRequest, Prompt
+
+_Label = Annotated[TokenId, Meta(ge=0)]
+
+
+class ScoreBody(Body, kw_only=True):
+    """A query, and items that each follow it, all as texts or all as token ids."""
+
+    example: ClassVar[Mapping[str, Any]] = {
+        "query": "Is this about files? ", "items": ["open(path)", "sum(values)"], "label_token_ids": [5, 6],
+    }  # fmt: skip
+
+    model: Model | None = None
+    query: Annotated[str | list[TokenId], Meta(extra={"missing": "send a text or a list of token ids"})]
+    items: Annotated[
+        str | list[TokenId | str | list[TokenId]], Meta(extra={"missing": "send texts or lists of token ids"})
+    ]
+    label_token_ids: Annotated[
+        list[_Label],
+        Meta(min_length=1, max_length=MAX_LOGPROB_IDS, extra={"missing": "send the ids of the tokens to score"}),
+    ]
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    user: Noted = None
+    rid: Name | None = None
+    cache_salt: Name | None = None
+    extra_key: Name | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    routed_dp_rank: Count | None = None
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """One checked call of /v1/score. softmax: scores of an item add up to 1"""
+
+    model: str | None
+    softmax: bool
+    call: GenerateRequest
+
+
+def parse_score(body: bytes, max_prompts: int) -> ScoreRequest:
+    """Returns the checked request in a JSON body. max_prompts: the server can never hold a longer batch.
+
+    Raises RequestError with the field, its value and what was expected.
+    """
+    given = read_body(body, ScoreBody)
+    items = prompts_of("items", given.items, max_prompts)
+    is_text = isinstance(given.query, str)
+    if is_text != (items[0][0] is not None):
+        kind = "a text" if is_text else "token ids"
+        raise RequestError(f"query is {kind} and items are not; send all as texts, or all as token ids", field="items")
+    params = SamplingParams(
+        max_new_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0, logprob_token_ids=tuple(given.label_token_ids)
+    )
+    prompts = []
+    for index, item in enumerate(items):
+        text, ids = (_joined(given.query, each, bool(given.item_first)) for each in item)
+        rid = given.rid if given.rid is None or len(items) == 1 else f"{given.rid}-{index}"
+        prompts.append(Prompt(text, ids, params, explicit_length=True, rid=rid, session_id=None))
+    call = GenerateRequest(
+        prompts=tuple(prompts),
+        stream=False,
+        is_batch=True,
+        salt=salt_of(given.cache_salt, given.extra_key),
+        rank=first(given.routed_dp_rank),
+        priority=given.priority or 0,
+        timeout_s=given.timeout,
+        incremental=None,
+    )
+    return ScoreRequest(given.model, bool(given.apply_softmax), call)
+
+
+def _joined(query: Any, item: Any, item_first: bool) -> Any:
+    """Returns both in their order; None where the item is not in this form."""
+    if item is None:
+        return None
+    return item + query if item_first else query + item
+
+
+class ScoreAnswers:
+    """The scores of all items; see `generate.Answers`. There are no streams."""
+
+    ends_at_failure = True
+
+    def __init__(self, given: ScoreRequest, name: str):
+        """name: of the served model"""
+        self._given = given
+        self._name = name
+
+    def whole(self, call: Call) -> bytes:
+        scores = []
+        for request in call.requests:
+            entries = request.output_logprobs
+            assert entries is not None, "every item asks for them"
+            scores.append(scores_of([each.logprob for each in entries.of_ids(0)], self._given.softmax))
+        num_tokens = sum(len(request.spec.prompt_ids) for request in call.requests)
+        usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
+        return json_bytes({"object": "scoring", "model": self._name, "scores": scores, "usage": usage})
+
+    def event(self, call: Call, index: int) -> bytes:
+        raise AssertionError("scores are not streamed")
+
+    def end(self, call: Call) -> bytes:
+        raise AssertionError("scores are not streamed")
+
+
+def scores_of(logprobs: Sequence[float], softmax: bool) -> list[float]:
+    """Returns the probabilities of log probabilities; with softmax divided by their sum."""
+    largest = max(logprobs) if softmax else 0.0
+    found = [math.exp(each - largest) for each in logprobs]
+    total = sum(found) if softmax else 1.0
+    return [each / total for each in found]

@@ -1,0 +1,82 @@
+"""`/v1/embeddings` as OpenAI's own client reads it."""
+
+import openai
+import pytest
+from msgspec import structs
+
+from tests.server.api.calls import TEXT, post
+from tests.server.fake_worker import LIMITS
+from tests.server.served import in_event_loop, serving
+
+
+@in_event_loop
+async def test_each_text_has_a_vector_of_length_1():
+    async with serving(1) as served:
+        client = openai.AsyncOpenAI(base_url=f"{served.client.base_url}/v1", api_key="none", max_retries=0)
+        texts = await client.embeddings.create(model="demo", input=["def read(", "class"])  # it asks for base64
+        ids = await client.embeddings.create(model="demo", input=[5, 6, 7], encoding_format="float")
+        prompts = [submit.prompt_ids for submit in served.workers[0].submitted]
+    assert prompts == [TEXT.encode("def read("), TEXT.encode("class"), [5, 6, 7]]
+    # A fake rank gives a row of 3 and 4 times the length of the prompt.
+    for answer, lengths in ((texts, map(len, prompts[:2])), (ids, [3])):
+        for index, (each, length) in enumerate(zip(answer.data, lengths, strict=True)):
+            norm = (9 + 16 * length**2) ** 0.5
+            assert each.embedding == pytest.approx([3 / norm, 4 * length / norm])
+            assert (each.index, each.object) == (index, "embedding")
+    assert texts.usage.prompt_tokens == texts.usage.total_tokens == len(prompts[0]) + len(prompts[1])
+    assert (texts.object, texts.model) == ("list", "demo")
+
+
+@in_event_loop
+async def test_documents_are_sorted_by_the_product_of_their_vector_with_that_of_the_query():
+    fields = {"model": "demo", "query": "def", "documents": ["def read(self, size)", "class", "def"]}
+    async with serving(1) as served:
+        whole = (await post(served, "/v1/rerank", **fields)).json()
+        two = (await post(served, "/v1/rerank", **fields, top_n=2, return_documents=False)).json()
+    lengths = [len(TEXT.encode(text)) for text in (fields["query"], *fields["documents"])]
+    query, *rows = [(3 / (9 + 16 * n * n) ** 0.5, 4 * n / (9 + 16 * n * n) ** 0.5) for n in lengths]
+    scores = [query[0] * row[0] + query[1] * row[1] for row in rows]
+    order = sorted(range(3), key=lambda index: (-scores[index], index))
+    assert [result["index"] for result in whole["results"]] == order
+    assert order[0] != 0, "the longest document is the least like the query"
+    assert [result["relevance_score"] for result in whole["results"]] == pytest.approx([scores[i] for i in order])
+    assert [result["document"]["text"] for result in whole["results"]] == [fields["documents"][i] for i in order]
+    assert whole["usage"]["total_tokens"] == sum(lengths)
+    assert [set(result) for result in two["results"]] == [{"index", "relevance_score"}] * 2
+
+
+WRONG = [
+    ({}, "input"),
+    ({"input": []}, "input"),
+    ({"input": ["a", [5]]}, "input[1]"),
+    ({"input": [5, 2048]}, "input"),
+    ({"input": "a", "dimensions": 64}, "dimensions"),
+    ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    ({"input": "a" * 1_000_000}, "input"),
+    ({"input": "a", "stream": True}, "stream"),
+]
+WRONG_RERANK = [
+    ({"query": "a"}, "documents"),
+    ({"query": "a", "documents": []}, "documents"),
+    ({"query": ["a"], "documents": ["b"]}, "query"),
+    ({"query": "a", "documents": ["b", 5]}, "documents[1]"),
+    ({"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+]
+
+
+@in_event_loop
+async def test_a_wrong_field_is_named():
+    async with serving() as served:
+        calls = [("/v1/embeddings", *each) for each in WRONG] + [("/v1/rerank", *each) for each in WRONG_RERANK]
+        for path, fields, param in calls:
+            response = await post(served, path, **fields)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+        assert (await post(served, "/v1/embeddings", model="x", input="a")).status_code == 404
+
+
+@in_event_loop
+async def test_ranks_that_keep_no_rows_refuse():
+    async with serving(1, limits=structs.replace(LIMITS, gives_embeddings=False)) as served:
+        response = await post(served, "/v1/embeddings", input="a")
+    assert response.status_code == 400
+    assert "CPU" in response.json()["error"]["message"]

@@ -1,0 +1,59 @@
+"""`/v1/score` answers as SGLang's does."""
+
+import math
+
+import pytest
+
+from moe_serve.server.api.score import scores_of
+from tests.server.api.calls import TEXT, post
+from tests.server.served import in_event_loop, serving
+
+LABELS = {"label_token_ids": [8, 4]}  # whose log probabilities are -1 and -0.5, as fake_logprobs.py has them
+
+
+@in_event_loop
+async def test_each_item_has_the_probabilities_of_the_label_tokens_behind_it():
+    async with serving(1) as served:
+        fields = {"model": "demo", "query": "def ", "items": ["read", "write(x)"], **LABELS}
+        texts = (await post(served, "/v1/score", **fields)).json()
+        among = (await post(served, "/v1/score", **fields, apply_softmax=True, item_first=True)).json()
+        ids = (await post(served, "/v1/score", query=[5, 6], items=[[7], [8, 9]], **LABELS)).json()
+        one = (await post(served, "/v1/score", query=[5, 6], items=[7], **LABELS)).json()
+        prompts = [submit.prompt_ids for submit in served.workers[0].submitted]
+    joined = ["def read", "def write(x)", "readdef ", "write(x)def "]
+    assert prompts == [*map(TEXT.encode, joined), [5, 6, 7], [5, 6, 8, 9], [5, 6, 7]]
+    assert (texts["object"], texts["model"]) == ("scoring", "demo")
+    assert texts["scores"] == [[pytest.approx(math.exp(-1)), pytest.approx(math.exp(-0.5))]] * 2
+    assert texts["usage"]["prompt_tokens"] == texts["usage"]["total_tokens"] == sum(map(len, prompts[:2]))
+    first = 1 / (1 + math.exp(0.5))
+    assert among["scores"] == [[pytest.approx(first), pytest.approx(1 - first)]] * 2
+    assert (len(ids["scores"]), len(one["scores"])) == (2, 1)
+
+
+def test_a_softmax_of_tokens_that_are_all_improbable_adds_up_to_1():
+    assert scores_of([-1000.0, -1000.0], softmax=True) == [0.5, 0.5]
+    assert scores_of([-1000.0], softmax=False) == [0.0]
+
+
+WRONG = [
+    ({"items": ["a"], **LABELS}, "query"),
+    ({"query": "a", **LABELS}, "items"),
+    ({"query": "a", "items": []}, "label_token_ids"),
+    ({"query": "a", "items": [], **LABELS}, "items"),
+    ({"query": "a", "items": [[5]], **LABELS}, "items"),
+    ({"query": "a", "items": ["b", [5]], **LABELS}, "items[1]"),
+    ({"query": "a", "items": ["b"], "label_token_ids": []}, "label_token_ids"),
+    ({"query": "a", "items": ["b"], "label_token_ids": [5, 2048]}, "label_token_ids"),
+    ({"query": [5, 2048], "items": [[5]], **LABELS}, "items"),
+    ({"query": "a" * 1_000_000, "items": ["b"], **LABELS}, "items"),
+    ({"query": "a", "items": ["b"], **LABELS, "stream": True}, "stream"),
+]
+
+
+@in_event_loop
+async def test_a_wrong_field_is_named():
+    async with serving() as served:
+        for fields, param in WRONG:
+            response = await post(served, "/v1/score", **fields)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+        assert (await post(served, "/v1/score", model="x", query="a", items=["b"], **LABELS)).status_code == 404
