@@ -4,6 +4,7 @@ Stays light: tests of policies, schedulers and the server must not pay for impor
 """
 
 import ctypes
+import importlib.util
 import logging
 import os
 import sys
@@ -22,6 +23,15 @@ if "torch" in sys.modules:
 # Front ends and ranks that tests start have one, and make no file for it in the home folder.
 os.environ["MOE_SERVE_TOKEN"] = "the token of all tests"
 
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    # Where other processes have the cores, an example may take seconds that say nothing of it.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
+
+# Files that share a whole system: one worker runs all of a folder, one after the other.
+TOGETHER = ("tests/launcher/demo",)
 PR_SET_CHILD_SUBREAPER = 36
 LEAVE_S = 30.0  # a hang guard: processes that are on their way out may take this long
 
@@ -48,6 +58,20 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         option.numprocesses = min(2, len(os.sched_getaffinity(0))) if folders and not looked_at else 0
     if option.numprocesses:
         option.dist = "loadfile"  # a module's fixtures are made once
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder = nodeid.partition("::")[0].rpartition("/")[0]
+            return folder if folder in TOGETHER else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
