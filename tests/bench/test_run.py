@@ -62,7 +62,7 @@ def test_requests_are_sent_as_the_endpoint_wants_them():
 def test_every_failure_is_counted_by_its_kind_and_the_rest_is_measured():
     kinds = {"refuses": {0}, "cuts": {1}, "breaks": {2}, "silent": {3}}
     with running(Fake(first_s=0.01, **{name: frozenset(numbers) for name, numbers in kinds.items()})) as fake:
-        report = report_of(ran(fake, num_prompts=7, max_concurrency=7, timeout_s=1.0), Slo(), is_paced=False)
+        report = report_of(ran(fake, num_prompts=7, max_concurrency=7, timeout_s=4.0), Slo(), is_paced=False)
     assert report.errors == {"HTTP 429": 1, "cut stream": 1, "error in the stream": 1, "timeout": 1}
     assert report.examples["HTTP 429"] == "the queue is full"
     assert report.examples["error in the stream"] == "rank 1 was lost"

@@ -76,7 +76,7 @@ def two_front_ends() -> Iterator[tuple[ZmqMailbox, list[FrontEnd], Link]]:
                 front_end.close()
 
 
-def arrived(mailbox: ZmqMailbox, for_s: float = 5.0) -> list[Inbound]:
+def arrived(mailbox: ZmqMailbox, for_s: float = 60.0) -> list[Inbound]:
     """What comes first, or nothing within some time."""
     deadline_s = time.monotonic() + for_s
     while time.monotonic() < deadline_s:

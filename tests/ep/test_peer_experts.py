@@ -164,5 +164,5 @@ def test_a_server_that_is_closed_leaves_no_thread_behind(scene: Scene) -> None:
     with PeerStreams(lambda rank: scene.streams.name, None).dial(SERVER, 20.0):
         scene.server.close()
         for thread in threads():
-            thread.join(5)
+            thread.join(60)
         assert not threads()

@@ -78,7 +78,7 @@ def test_no_descriptor_is_left_over_and_a_pipe_ends():
     try:
         before, afterwards = said.recv()
         assert afterwards == before
-        assert said.poll(10), "a copy keeps the pipe open"
+        assert said.poll(60), "a copy keeps the pipe open"
         assert said.recv() == b""
     finally:
         process.kill()
