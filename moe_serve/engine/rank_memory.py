@@ -1,7 +1,7 @@
 """What one rank has in memory: weights, caches, the largest step. Sizes and forms are those of its plan.
 
-`moe-serve check` shows all of it, and a rank says its sums as it starts. Programs, libraries and what Python keeps are
-not counted.
+`moe-serve check` shows all of it; the log of a start has what lasts between steps. Programs, libraries and what Python
+keeps are not counted.
 """
 
 from collections.abc import Iterable, Iterator
