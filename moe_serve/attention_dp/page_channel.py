@@ -159,7 +159,7 @@ class PageReceiver:
         """Copies the pages of a request from index `first` on into blocks that only it holds; returns how many are
         right. Where that is not all, the reason is counted."""
         slots = self.find(request.request_id, handover, first, len(blocks))
-        num_right, reason = 0, handover.why_short or self._why_missing(handover.rank)
+        num_right, reason = 0, handover.why_short or self._why_missing(request, handover, first)
         if slots:
             num_right, damage = self._copy(request, handover, first, blocks, slots)
             reason = damage or reason
@@ -174,16 +174,24 @@ class PageReceiver:
             return count
         if time.monotonic() - request.arrived_s > self._wait_s:
             return count
-        return len(self.find(request.request_id, handover, first, count))
+        num_there = len(self.find(request.request_id, handover, first, count))
+        return count if not num_there and self._has_passed(request, handover, first) else num_there
+
+    def _has_passed(self, request: Request, handover: Handover, index: int) -> bool:
+        """Returns whether a later page of a hand-over is there. They come in order, so this one comes no more: decode
+        ranks had it when the prompt was sent, maybe."""
+        fields = self._rings[handover.rank].fields
+        own = fields["number"] == number_of(handover.launch_id, request.request_id, handover.attempt)
+        return bool((fields["index"][own] > index).any())
 
     def _is_connected(self, rank: int) -> bool:
         return bool(self._rings[rank].connected[0])
 
-    def _why_missing(self, rank: int) -> str:
-        """Returns why pages that a prefill rank has sent are not here."""
-        if self._wait_s is None:
+    def _why_missing(self, request: Request, handover: Handover, index: int) -> str:
+        """Returns why a page of a prompt that was computed to its end is not here."""
+        if self._wait_s is None or self._has_passed(request, handover, index):
             return "evicted"
-        return "late" if self._is_connected(rank) else "peer_lost"
+        return "late" if self._is_connected(handover.rank) else "peer_lost"
 
     def num_sent(self, rank: int) -> int:
         """Returns a number that changes when a prefill rank has sent more pages."""

@@ -139,3 +139,19 @@ def test_without_the_other_host_decode_ranks_serve_on_until_it_is_back(hosts: tu
             other = started.enter_context(serve(b, 1, a))
         assert eventually(lambda: front.prefill_is("ready") and front.hands_over(), 120), first.output + other.output
         assert (first.end(signal.SIGINT), other.wait()) == (0, 0)
+
+
+@pytest.mark.slow
+def test_the_host_of_the_decode_ranks_that_is_started_again_finds_the_other_one_waiting(
+    hosts: tuple[Host, Host],
+) -> None:
+    a, b = hosts
+    with serve(a, 0, a) as first, serve(b, 1, a) as other:
+        first.wait_for("ready after", 120)
+        a.kill_all()
+        other.wait_for("node rank 0 is not reached", 60)
+        with serve(a, 0, a) as again:
+            again.wait_for("ready after", 120)
+            front = Front(a)
+            assert eventually(lambda: front.prefill_is("ready") and front.hands_over(), 90), again.output + other.output
+            assert (again.end(signal.SIGINT), other.wait()) == (0, 0)
