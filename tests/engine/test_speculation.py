@@ -22,7 +22,7 @@ from tests.engine.test_identity import PLAIN, model_overrides, requests_for, sam
 from tests.engine.test_structured import STARTS, compile_at_once, submits_with_forms
 from tests.models.families import WITH_STATES
 
-EVERY_DAY = ("demo", "mixtral", "deepseek_v3", "gpt_oss", "deepseek_v32", "llama4_text")
+EVERY_DAY = ("demo", "deepseek_v3", "gpt_oss", "deepseek_v32", "llama4_text")
 STATELESS = [name for name in OTHER_FAMILIES if name not in WITH_STATES]  # guesses would spoil a state
 FAMILIES = [
     pytest.param(model, marks=() if model in EVERY_DAY else pytest.mark.slow) for model in ("demo", *TINY, *STATELESS)
