@@ -20,7 +20,7 @@ from tests.conftest import _command
 from tests.launcher.running import Running, eventually, gone, pid_of_rank
 
 SETTINGS = (
-    "engine.numerics=batch_invariant", "eplb.num_redundant_experts=32", "engine.suspect_after_s=1",
+    "engine.numerics=batch_invariant", "eplb.num_redundant_experts=32",
     "eplb.mode=dynamic", "eplb.trigger=0", "eplb.record_window_steps=8",
     "engine.heartbeat_s=0.2", "server.worker_port=0", "parallel.threads_per_rank=1",
 )  # fmt: skip
