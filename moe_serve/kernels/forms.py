@@ -211,6 +211,7 @@ class RouterSpec:
     DeepSeek-V2: softmax, norm_topk=False, num_groups / topk_groups with group_score="best", scaling
     ERNIE-4.5:   softmax, has_bias=True, norm_topk=True, norm_min
     Llama-4:     sigmoid_of_chosen, one expert, scales_input
+    Kolibri:     sigmoid_of_chosen, has_bias=True
     Phi-MoE:     sparsemixer, two experts, jitter
 
     num_logical: experts of one layer.  topk: experts of one token

@@ -187,7 +187,8 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     form: Literal["apart", "transposed", "interleaved"] = "apart"
-    router_bias: str = "gate.e_score_correction_bias"  # below the block
+    router_bias: str = "gate.e_score_correction_bias"  # below the block, or below:
+    bias_block: str | None = None
     router_bias_is_row: bool = False  # stored as [1, E]
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"  # below the layer

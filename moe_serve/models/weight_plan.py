@@ -295,7 +295,7 @@ def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
     yield DenseTensor(ours + "router", (Part(theirs + block + router + ".weight", shape, (other_name,)),))
     if spec.router.has_bias:
         bias_shape = (1, spec.num_logical) if spec.expert_names.router_bias_is_row else (spec.num_logical,)
-        bias = Part(f"{theirs}{block}.{spec.expert_names.router_bias}", bias_shape)
+        bias = Part(f"{theirs}{spec.expert_names.bias_block or block}.{spec.expert_names.router_bias}", bias_shape)
         yield DenseTensor(ours + "router_bias", (bias,), "bias32")
     if spec.router.has_logit_bias:
         bias = Part(theirs + block + router + ".bias", (spec.num_logical,))

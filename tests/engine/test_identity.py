@@ -83,7 +83,14 @@ ALONE = {
 }  # fmt: skip
 DEMO = ("demo", "small")
 # Families that are another's form: slow tests alone serve them over ranks.
-IN_ANOTHERS_FORM = ("glm4_moe_lite-list", "solar_open-plain", "hy_v3-plain", "mistral4-heated", "flex_olmo-plain")
+IN_ANOTHERS_FORM = (
+    "glm4_moe_lite-list",
+    "solar_open-plain",
+    "hy_v3-plain",
+    "mistral4-heated",
+    "flex_olmo-plain",
+    "kolibri1-plain",
+)
 MODELS = [(model, size) for size in SIZES for model in ("demo", *TINY, *OTHER_FAMILIES, *IN_ANOTHERS_FORM)]
 # Of families that are served here alone: attention, states, gates or experts of a kind of their own. That rows of the
 # others have the same bits in any batch, tests/models/test_invariance.py holds by default for each of them.

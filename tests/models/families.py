@@ -96,6 +96,7 @@ GPT_OSS: dict[str, Any] = COMMON | {
 _SIGMOID_QWEN: dict[str, Any] = QWEN | {"num_experts_per_tok": 3, "num_hidden_layers": 5, "sliding_window": 20}
 EXAONE = _SIGMOID_QWEN | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 AFMOE: dict[str, Any] = _SIGMOID_QWEN | {"num_dense_layers": 1, "num_shared_experts": 1, "route_scale": 1.7}
+KOLIBRI = _SIGMOID_QWEN | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False}
 FLINT = _SIGMOID_QWEN | {"shared_expert_intermediate_size": 48}
 SOLAR = SIGMOID | {"first_k_dense_replace": 0}
 HY_V3: dict[str, Any] = QWEN | {"num_experts_per_tok": 3, "router_scaling_factor": 2.1, "rms_norm_eps": 1e-5}
@@ -263,6 +264,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         AFMOE
         | {"layer_types": ["full_attention", *["sliding_attention"] * 4], "mup_enabled": True, "num_dense_layers": 0}
         | {"num_shared_experts": 2, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "kolibri1-plain": ("kolibri1", KOLIBRI),
+    "kolibri1-normed-list": (
+        "kolibri1",
+        KOLIBRI
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 4], "norm_topk_prob": True}
+        | {"num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
     "flex_olmo-plain": ("flex_olmo", OLMOE),
     "flex_olmo-mha-bias": (

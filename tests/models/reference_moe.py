@@ -72,10 +72,8 @@ class ReferenceMoe:
         scores = logits.softmax(-1) if router.scoring == "softmax" else in_whole_vectors(torch.sigmoid, logits)
         if router.scoring == "sparsemixer":
             return self._sparsemix(logits)
-        if router.scoring == "sigmoid_of_chosen":
-            chosen = logits.topk(router.topk)
-            return chosen.indices, in_whole_vectors(torch.sigmoid, chosen.values)
-        choice = scores if self.bias is None else scores + self.bias
+        by = logits if router.scoring == "sigmoid_of_chosen" else scores
+        choice = by if self.bias is None else by + self.bias
         if router.num_groups > 1:
             groups = choice.unflatten(1, (router.num_groups, -1))
             of_group = groups.amax(-1) if router.group_score == "best" else groups.topk(2, -1).values.sum(-1)

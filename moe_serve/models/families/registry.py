@@ -144,7 +144,6 @@ REFUSED |= {
     "cohere2_moe": "attention and experts side by side in a layer",
     "dbrx": "layer norms without biases, and attention as one matrix,",
     "jetmoe": "attention whose heads are chosen as experts are",
-    "kolibri1": "a router that adds its bias to logits before it takes their sigmoid",
     "longcat_flash": "two attentions in a layer, and experts that do nothing,",
     "mistral_large4": "a layer that reads the cache of another one",
     "openai_privacy_filter": "a model that labels tokens and generates none",
