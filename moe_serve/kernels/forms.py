@@ -22,7 +22,7 @@ E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-4  # of FP8 values that share a scale
 MXFP4_BLOCK = 32  # neighbours in a row of MXFP4 that share a scale
 DELTA_TILE = 32  # columns of a linear-attention state that lie together, as in delta.c
-GROUP_CHUNK = 128  # neighbours in a row of activations that share a scale beside GroupForm
+GROUP_CHUNK = 128  # neighbours in a row of activations that share a scale, but beside codes of eight bits
 GROUP_SUPER = 256  # neighbours in a row that share the upper level of two
 
 
@@ -346,6 +346,11 @@ class GroupForm:
     @property
     def is_two_level(self) -> bool:
         return self.scale == "two_levels"
+
+    @property
+    def row_group(self) -> int:
+        """How many neighbours of a row in int8 share a scale where it is multiplied with this form."""
+        return self.group if self.bits == 8 else GROUP_CHUNK
 
     def num_groups(self, k: int) -> int:
         """Returns the groups of a row of k values."""

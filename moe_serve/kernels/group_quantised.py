@@ -1,8 +1,8 @@
 """Weights of four, six or eight bits in groups (forms.GroupForm): read, written, and their products in plain torch.
 
 A product with float activations is one of the weights' values. With int8 activations a row is quantised first, one
-scale for every 128 values; integer products are added exactly within a group of weights, and what the groups give is
-added in order of k, in float32.
+scale for every 128 values, or for every group beside codes of eight bits; integer products are added exactly within a
+group of weights, and what the groups give is added in order of k, in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -228,13 +228,14 @@ def quantise_groups(weight: Tensor, form: GroupForm) -> GroupQuantised:
 # ---- products
 
 
-def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns rows x [rows, k] in int8, [rows, k], and their scales, [rows, ceil(k / 128)] float32.
+def quantise_activations(x: Tensor, shared: int = GROUP_CHUNK) -> tuple[Tensor, Tensor]:
+    """Returns rows x [rows, k] in int8, [rows, k], and their scales, [rows, ceil(k / shared)] float32.
 
-    scale = largest |x| / 127 of the 128 values; q = x * (127 / largest), rounded to the nearest, halfway to even.
+    shared: how many neighbours have one scale
+    scale = largest |x| / 127 of them; q = x * (127 / largest), rounded to the nearest, halfway to even.
     """
     rows, k = x.shape
-    chunks = functional.pad(x.float(), (0, -k % GROUP_CHUNK)).view(rows, -(-k // GROUP_CHUNK), GROUP_CHUNK)
+    chunks = functional.pad(x.float(), (0, -k % shared)).view(rows, -(-k // shared), shared)
     amax = chunks.abs().amax(2, keepdim=True)
     amax = torch.where(amax < SMALLEST_AMAX, 0, amax)
     largest = torch.full_like(amax, LARGEST_ACTIVATION)  # a number over a tensor is not rounded once in torch
@@ -247,16 +248,23 @@ def group_product_reference(x: Tensor, weight: GroupQuantised, activations: Acti
     """x: [rows, k] float32, weight: [n, k] -> x W^T [rows, n] float32"""
     if activations == "float":
         return x.float() @ weight.values().T
-    (q, x_scale), (n, k), form = quantise_activations(x), weight.codes.shape, weight.form
+    (n, k), form = weight.codes.shape, weight.form
+    q, x_scale = quantise_activations(x, form.row_group)
     groups, per_chunk = form.num_groups(k), GROUP_CHUNK // form.group
     centred, scale, minimum = weight.centred(), weight.wide_scale(), weight.wide_minimum()
     out, of_chunk = torch.zeros(len(x), n), torch.zeros(len(x), n)
     for group in range(groups):
         columns = slice(group * form.group, (group + 1) * form.group)
         part, total = q[:, columns].double(), centred[:, columns].double()
-        of_chunk = torch.addcmul(of_chunk.double(), part @ total.T, scale[:, group].double()).float()
+        sums, by = part.sum(1, keepdim=True), scale[:, group]
+        if form.bits == 8:  # scales of row and weight meet first
+            by, sums = by * x_scale[:, group, None], (sums.float() * x_scale[:, group, None]).double()
+            out = torch.addcmul(out.double(), part @ total.T, by.double()).float()
+            if minimum is not None:
+                out = torch.addcmul(out.double(), sums, -minimum[:, group].double()).float()
+            continue
+        of_chunk = torch.addcmul(of_chunk.double(), part @ total.T, by.double()).float()
         if minimum is not None:
-            sums = part.sum(1, keepdim=True)
             of_chunk = torch.addcmul(of_chunk.double(), sums, -minimum[:, group].double()).float()
         if (group + 1) % per_chunk == 0 or group + 1 == groups:
             chunk = group // per_chunk

@@ -108,11 +108,12 @@ def test_quantised_weights_keep_zeros_and_what_is_exact_and_are_near_the_others(
 
 def test_activations_are_within_half_a_step_and_a_row_of_zeros_stays():
     x = torch.randn(6, 300) * torch.tensor([1e-20, 1e20, 1.0, 3.0, 0.0, 1e-33])[:, None]
-    q, scale = quantise_activations(x)
-    wide = q.float() * scale.repeat_interleave(128, 1)[:, :300]
-    assert ((wide - x).abs() <= 0.501 * scale.repeat_interleave(128, 1)[:, :300]).logical_or(x.abs() < 1e-30).all()
-    assert not q[4:].any()
-    assert int(q.abs().max()) == 127
+    for shared in (128, 32):
+        q, scale = quantise_activations(x, shared)
+        scales = scale.repeat_interleave(shared, 1)[:, :300]
+        assert ((q.float() * scales - x).abs() <= 0.501 * scales).logical_or(x.abs() < 1e-30).all()
+        assert not q[4:].any()
+        assert int(q.abs().max()) == 127
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -120,7 +121,7 @@ def test_products_with_int8_activations_are_near_those_with_float_ones(form):
     weight, x = random_groups(form, 33, 300), torch.randn(5, 300)
     wanted = group_product_reference(x, weight)
     assert relative_error(wanted, x @ weight.values().T) < 1e-6
-    assert relative_error(group_product_reference(x, weight, "int8"), wanted) < 0.015
+    assert relative_error(group_product_reference(x, weight, "int8"), wanted) < (0.009 if form.bits == 8 else 0.015)
     assert group_product_reference(x[:0], weight, "int8").shape == (0, 33)
 
 

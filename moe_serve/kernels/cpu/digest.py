@@ -137,15 +137,19 @@ def _drawn_groups(form: GroupForm) -> GroupQuantised:
         return (_numbers(WIDTH, columns, seed=seed) * count / 2 + count / 2).to(dtype)
 
     groups, two, byte = form.num_groups(HIDDEN), form.is_two_level, torch.uint8
-    scale = drawn(groups, 2, 63, torch.int8) if two else drawn(groups, 2, 1, torch.float32).to(SCALE_DTYPES[form.scale])
+
+    def scales(seed: int, of_two: torch.dtype) -> Tensor:
+        one = drawn(groups, seed, 1, torch.float32).to(SCALE_DTYPES[form.scale])
+        return drawn(groups, seed, 63, of_two) if two else one
+
     return GroupQuantised(
         form,
         drawn(HIDDEN, 1, 1 << form.bits, byte),
-        scale,
+        scales(2, torch.int8),
         drawn(groups, 3, 1 << form.bits, byte) if form.zero is None else None,
-        drawn(groups, 4, 63, byte) if form.has_minimum else None,
+        scales(4, byte) if form.has_minimum else None,
         drawn(1, 5, 1, torch.float16) if two else None,
-        drawn(1, 6, 1, torch.float16) if two else None,
+        drawn(1, 6, 1, torch.float16) if two and form.has_minimum else None,
     )
 
 

@@ -205,7 +205,7 @@ static void quantise_block(const ChunkJob *c, i64 panel, SlotRows s)
     i64 hidden = j->e->hidden, first = row_in_chunk(c->chunk, s);
     (void)panel; /* the only one */
     for (i64 r = 0; r < s.rows; r++)
-        quantise_row(j->x + (s.at + r) * j->x_row, hidden, j->e->gate_up_groups->group,
+        quantise_row(j->x + (s.at + r) * j->x_row, hidden, j->e->gate_up_groups,
                      j->x_int8 + (first + r) * row_chunks(hidden));
 }
 
@@ -215,7 +215,7 @@ static void quantise_middle(const ChunkJob *c, i64 panel, SlotRows s)
     i64 width = j->e->width, first = row_in_chunk(c->chunk, s);
     (void)panel;
     for (i64 r = 0; r < s.rows; r++)
-        quantise_row(j->middle + (s.packed_at + r) * padded_to_32(width), width, j->e->down_groups->group,
+        quantise_row(j->middle + (s.packed_at + r) * padded_to_32(width), width, j->e->down_groups,
                      j->middle_int8 + (first + r) * row_chunks(width));
 }
 

@@ -84,7 +84,7 @@ static void quantise_linear_piece(const void *job, i64 piece)
 {
     const LinearJob *j = job;
     const Linear *l = j->linear;
-    quantise_row(j->x + piece * j->x_row, l->k, l->groups->group, j->in_int8 + piece * row_chunks(l->k));
+    quantise_row(j->x + piece * j->x_row, l->k, l->groups, j->in_int8 + piece * row_chunks(l->k));
 }
 
 /* y[r, h] = W[h] x[r, h] + bias[h]; strides in floats, of rows and of heads */

@@ -1,22 +1,25 @@
 /* x W^T of rows in int8 and weights in groups (groups.h), by products of integers.
 
-   A row is quantised in chunks of 128 of k, each with a scale. The products of a group of weights are added as whole
-   numbers, which is exact whatever the order, so each way below gives the same. What the groups of a chunk give is then
-   added in order of k by fused multiply-adds of their scales, and the chunks by those of the row: one chain for each
-   output, on every machine. */
+   A row is quantised in chunks of 128 of k, each with a scale; beside codes of eight bits, whose own error is no larger,
+   each group has one. The products of a group of weights are added as whole numbers, which is exact whatever the order,
+   so each way below gives the same. What the groups of a chunk give is then added in order of k by fused multiply-adds of
+   their scales, and the chunks by those of the row: one chain for each output, on every machine. */
 #pragma once
 #include <stdio.h>
 #include <stdlib.h>
 #include "groups.h"
 
-/* 128 of a row of k, in int8. sums: of each group of the weight */
+/* 128 of a row of k, in int8. scale: the first one is of all, or each of a group; sums: of each group of the weight */
 typedef struct {
     int8_t q[GROUP_CHUNK];
-    float scale;
+    float scale[CHUNK_GROUPS];
     int32_t sums[CHUNK_GROUPS];
 } RowChunk;
 
 INLINE i64 row_chunks(i64 k) { return (k + GROUP_CHUNK - 1) / GROUP_CHUNK; }
+
+/* How many of a row share a scale. */
+INLINE i64 row_group(const Groups *g) { return g->bits == 8 ? g->group : GROUP_CHUNK; }
 INLINE i64 by_integers(i64 kind, const Groups *g) { return kind == GROUPS && g->int8; }
 
 /* Returns room for rows in int8. */
@@ -53,10 +56,34 @@ INLINE vf rounded_product(vf a, vf b)
     return product;
 }
 
-/* Quantises a row, with zeros behind it, for weights in such groups: scale = largest / 127, q = x (127 / largest) to the nearest, halfway to even. What
-   is not finite makes its chunk's scale so. */
-static __attribute__((noinline)) void quantise_row(const float *x, i64 k, i64 group, RowChunk *to)
+/* Quantises floats that share a scale, a multiple of 16, and returns it: largest / 127; q = x (127 / largest) to the
+   nearest, halfway to even. What is not finite makes the scale so. */
+INLINE float quantise_floats(const float *from, i64 count, int8_t *to)
 {
+    vi most = {}; /* sizes as whole numbers are in the same order; NaN is the largest */
+    for (i64 i = 0; i < count; i += VL) {
+        vi size = *(const vi *)(from + i) & 0x7fffffff;
+        most = (most & (most > size)) | (size & ~(most > size));
+    }
+    int32_t part[VL], largest_bits = 0;
+    float largest;
+    memcpy(part, &most, sizeof part);
+    for (int i = 0; i < VL; i++) largest_bits = largest_bits > part[i] ? largest_bits : part[i];
+    memcpy(&largest, &largest_bits, 4);
+    if (largest < 0x1p-100f) largest = 0;
+    vf by = splat(largest > 0 ? 127.0f / largest : 0), magic = splat(12582912.0f);
+    for (i64 i = 0; i < count; i += 16)
+        UNROLL for (int j = 0; j < SPAN; j++) {
+            vi q = ((vi)(rounded_product(*(const vf *)(from + i + j * VL), by) + magic) << 24) >> 24; /* its lowest byte */
+            *(vb *)(to + i + j * VL) = __builtin_convertvector(q, vb);
+        }
+    return largest / 127.0f;
+}
+
+/* Quantises a row, with zeros behind it, for weights in such groups. */
+static __attribute__((noinline)) void quantise_row(const float *x, i64 k, const Groups *g, RowChunk *to)
+{
+    i64 shared = row_group(g);
     for (i64 start = 0; start < k; start += GROUP_CHUNK, to++) {
         _Alignas(64) float padded[GROUP_CHUNK];
         const float *from = x + start;
@@ -64,28 +91,12 @@ static __attribute__((noinline)) void quantise_row(const float *x, i64 k, i64 gr
             memset(padded, 0, sizeof padded), memcpy(padded, from, (k - start) * 4);
             from = padded;
         }
-        vi most = {}; /* sizes as whole numbers are in the same order; NaN is the largest */
-        for (i64 i = 0; i < GROUP_CHUNK; i += VL) {
-            vi size = *(const vi *)(from + i) & 0x7fffffff;
-            most = (most & (most > size)) | (size & ~(most > size));
-        }
-        int32_t part[VL], largest_bits = 0;
-        float largest;
-        memcpy(part, &most, sizeof part);
-        for (int i = 0; i < VL; i++) largest_bits = largest_bits > part[i] ? largest_bits : part[i];
-        memcpy(&largest, &largest_bits, 4);
-        if (largest < 0x1p-100f) largest = 0;
-        vf by = splat(largest > 0 ? 127.0f / largest : 0), magic = splat(12582912.0f);
-        to->scale = largest / 127.0f;
-        for (i64 i = 0; i < GROUP_CHUNK; i += 16)
-            UNROLL for (int j = 0; j < SPAN; j++) {
-                vi q = ((vi)(rounded_product(*(const vf *)(from + i + j * VL), by) + magic) << 24) >> 24; /* its lowest byte */
-                *(vb *)(to->q + i + j * VL) = __builtin_convertvector(q, vb);
-            }
-        for (i64 i = 0; i < GROUP_CHUNK; i += group) {
+        for (i64 i = 0; i < GROUP_CHUNK; i += shared)
+            to->scale[i / shared] = quantise_floats(from + i, shared, to->q + i);
+        for (i64 i = 0; i < GROUP_CHUNK; i += g->group) {
             int32_t sum = 0;
-            for (i64 j = 0; j < group; j++) sum += to->q[i + j];
-            to->sums[i / group] = sum;
+            for (i64 j = 0; j < g->group; j++) sum += to->q[i + j];
+            to->sums[i / g->group] = sum;
         }
     }
 }
@@ -245,6 +256,7 @@ INLINE void integer_tile(const int R, const int V, const int codes_are, const in
                          const IntegerTile *t, i64 first)
 {
     const int small = codes_are != CODES_8, six = codes_are == CODES_6 || codes_are == CODES_6_APART;
+    const int of_groups = codes_are == CODES_8; /* the scales of a row are */
     const int per_part = !small || six ? 8 : step; /* as many products of four codes below 16, or of two below 64, as int16 holds */
     const Groups *g = t->groups;
     const GroupChunk *chunk = t->chunk;
@@ -256,7 +268,10 @@ INLINE void integer_tile(const int R, const int V, const int codes_are, const in
     vf inner[MOST_INTEGER_ROWS][8];
     UNROLL for (int r = 0; r < R; r++) {
         q[r] = t->x[r]->q;
-        UNROLL for (int v = 0; v < V; v++) inner[r][v] = (vf){};
+        UNROLL for (int v = 0; v < V; v++) {
+            inner[r][v] = (vf){};
+            if (of_groups && t->more) inner[r][v] = *(const vf *)(t->y[r] + first + v * VL);
+        }
     }
     for (i64 k = 0, group = 0; k < end; group++) {
         vi total[MOST_INTEGER_ROWS][8], part[MOST_INTEGER_ROWS][8], high[MOST_INTEGER_ROWS][8];
@@ -286,20 +301,26 @@ INLINE void integer_tile(const int R, const int V, const int codes_are, const in
             }
         UNROLL for (int v = 0; v < V; v++) {
             vf scale = *(const vf *)(chunk->scale + at + v * VL);
-            UNROLL for (int r = 0; r < R; r++)
-                inner[r][v] = exact_multiply_add(__builtin_convertvector(total[r][v], vf), scale, inner[r][v]);
+            UNROLL for (int r = 0; r < R; r++) {
+                vf by = scale;
+                if (of_groups) by *= splat(t->x[r]->scale[group]);
+                inner[r][v] = exact_multiply_add(__builtin_convertvector(total[r][v], vf), by, inner[r][v]);
+            }
         }
         if (g->has_minimum)
             UNROLL for (int v = 0; v < V; v++) {
                 vf minimum = *(const vf *)(chunk->minimum + at + v * VL);
-                UNROLL for (int r = 0; r < R; r++)
-                    inner[r][v] = exact_multiply_add(splat(-(float)t->x[r]->sums[group]), minimum, inner[r][v]);
+                UNROLL for (int r = 0; r < R; r++) {
+                    float sum = (float)t->x[r]->sums[group] * (of_groups ? t->x[r]->scale[group] : 1);
+                    inner[r][v] = exact_multiply_add(splat(-sum), minimum, inner[r][v]);
+                }
             }
     }
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) {
             vf *y = (vf *)(t->y[r] + first + v * VL);
-            *y = exact_multiply_add(inner[r][v], splat(t->x[r]->scale), t->more ? *y : (vf){});
+            if (of_groups) *y = inner[r][v];
+            else *y = exact_multiply_add(inner[r][v], splat(t->x[r]->scale[0]), t->more ? *y : (vf){});
         }
 }
 
@@ -409,7 +430,7 @@ INLINE void apart_tile(const int R, const IntegerTile *t, i64 first)
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < APART_V; v++) {
             vf *y = (vf *)(t->y[r] + first + v * VL);
-            *y = multiply_add(inner[r][v], splat(t->x[r]->scale), t->more ? *y : (vf){});
+            *y = multiply_add(inner[r][v], splat(t->x[r]->scale[0]), t->more ? *y : (vf){});
         }
 }
 

@@ -5,12 +5,14 @@ have the same bits, plain C without fused multiply-add among them.
 """
 
 import itertools
+from hashlib import blake2b
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_serve.c_library import INSTRUCTION_SETS, processor_features
+from moe_serve.kernels.cpu import digest
 from moe_serve.kernels.cpu.experts import GroupedExperts, PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.library import build_cpu_library
 from moe_serve.kernels.cpu.linear import PackedLinear
@@ -34,6 +36,7 @@ from moe_serve.kernels.group_quantised import (
 from tests.kernels.test_group_quantised import FORMS, random_groups
 from tests.tolerance import relative_error
 
+KEPT_DIGEST = "46246e42a192bd97"
 CLAMPED = Activation("clamped_swiglu", alpha=1.702, limit=1.2)  # low enough to be met
 SIZES = ((1, 1), (33, 300), (96, 128), (70, 392))  # n, k
 
@@ -80,6 +83,14 @@ def test_products_of_integers_have_the_same_bits_with_every_instruction_set(form
             use(build)
             results.append(linear(weight, "int8")(x))
         assert all(torch.equal(result, results[0]) for result in results[1:]), (n, k)
+
+
+def test_products_of_integers_have_the_digest_of_every_processor_so_far(library):
+    """Those with AVX2, with AVX-512, with VNNI beside it, and plain C."""
+    found, x = blake2b(digest_size=8), digest._numbers(19, digest.HIDDEN, seed=7)
+    for form in FORMS:
+        found.update(linear(digest._drawn_groups(form), "int8")(x).numpy().tobytes())
+    assert found.hexdigest() == KEPT_DIGEST
 
 
 def test_products_of_integers_have_the_bits_of_avx512_with_avx2(library, avx2, use):
