@@ -327,7 +327,7 @@ INLINE void integer_tile(const int R, const int V, const int codes_are, const in
 #if defined(__AVX512F__)
 #define INTEGER_V(R, CODES) 4 /* registers of columns in a tile */
 #else
-#define INTEGER_V(R, CODES) (((R) == 1 ? 8 : (R) == 2 ? 4 : 2) / ((CODES) == CODES_4 ? 1 : 2))
+#define INTEGER_V(R, CODES) ((R) == 1 ? 4 : ((R) == 2 ? 4 : 2) / ((CODES) == CODES_4 ? 1 : 2))
 #endif
 #define INTEGER_TILE(R)                                                                                               \
     case R:                                                                                                           \
