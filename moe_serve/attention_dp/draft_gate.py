@@ -201,7 +201,6 @@ class DraftGate:
         self._promised = 1.0  # by the newest look: tokens per second over those without drafts
         self._multiple = 1.0  # of the time of a step without, that it expects
         self.measures = True  # whether the time of this step matters
-        self._looked = False  # in this step
         self._steps_to_look = 0  # as long as that many are left
         self._look_steps = self._first_steps = _LOOK_STEPS
         self._look_share = 0.0  # of a look, of a step without
@@ -232,8 +231,7 @@ class DraftGate:
         self._layer_rest -= 1
         each = self.layer_runs or self._always
         self.measures = self._steps_to_look <= _LOOK_STEPS or each
-        self._looked = self._steps_to_look < 0 or each
-        return self._looked
+        return self._steps_to_look < 0 or each
 
     def lengths(self, num_decodes: int, chances: Sequence[float], most: Sequence[int], num_rows: int) -> list[int]:
         """Returns how many of the drafts that were found to verify. Arguments as of `best_lengths`; num_rows: of drafts
@@ -280,7 +278,7 @@ class DraftGate:
         if plain_s is None:
             return
         # A step that took much longer than expected has waited for something else.
-        if self._looked and (self._always or seconds < 2 * plain_s * self._multiple):
+        if (step.look_s or step.num_drafts) and (self._always or seconds < 2 * plain_s * self._multiple):
             self.saved_s += step.num_tokens / num * plain_s - step.seconds
             if self.pays:
                 trust = self._trust.setdefault(num.bit_length(), _Trust())

@@ -87,6 +87,6 @@ def _totals(text: str) -> dict[tuple[str, str, str], float]:
     """Returns sums over ranks, by name and labels: source and outcome, or with or without drafts."""
     found: dict[tuple[str, str, str], float] = defaultdict(float)
     for name, labels, value in _SERIES.findall(text):
-        given = dict(_LABEL.findall(labels))
-        found[name, given.get("source", given.get("drafts", "")), given.get("outcome", "")] += float(value)
+        given: dict[str, str] = dict(_LABEL.findall(labels))
+        found[name, given.get("source") or given.get("drafts", ""), given.get("outcome", "")] += float(value)
     return dict(found)

@@ -135,6 +135,14 @@ def test_drafts_that_pay_are_verified_in_nearly_every_step():
     assert world.gate.saved_s == pytest.approx(world.tokens - world.seconds, rel=0.02)
 
 
+def test_steps_that_have_no_room_for_drafts_save_nothing():
+    gate = DraftGate()
+    for number in range(50):
+        assert gate.is_due(number == 0), "nobody has looked yet"
+        gate.ended(DecodeStep(16, 0, 16, 1.0 + 0.3 * (number % 3)))
+    assert gate.saved_s == 0
+
+
 def test_requests_behind_others_without_luck_are_looked_at_later():
     """So that many short ones do not each pay for the reading of their prompt."""
     gate = DraftGate()
