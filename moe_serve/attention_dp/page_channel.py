@@ -263,12 +263,12 @@ class PageReceiver:
 
 def are_right(given: npt.NDArray[np.uint32], computed: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Returns which records have the checksum of what was stored: [n]."""
-    return given == computed
+    return np.equal(given, computed)
 
 
 def are_what_was_asked(heads: Heads, asked: Heads) -> npt.NDArray[np.bool_]:
     """Returns which records say of their pages all that their reader knows of them: [n]."""
-    return (heads == asked).all(axis=1)
+    return np.equal(heads, asked).all(axis=1)
 
 
 def heads_of(

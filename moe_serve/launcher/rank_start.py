@@ -158,7 +158,8 @@ class RankStart:
             return
         served, names = engine.served, ("numerics", "kernels", "dtype", "kv_cache_dtype", "expert_weights")
         arithmetic = ", ".join(f"{name} {served.info[name]}" for name in names)
-        self._computes = [tuple(fact) for fact in facts_of_values(facts, arithmetic, served.kv_key)]
+        values = facts_of_values(facts, arithmetic, served.kv_key)
+        self._computes = [(fact.key, fact.value, fact.note) for fact in values]
 
     def _streams(self, link: "HostLink | None") -> "PeerStreams | None":
         """Returns this rank's streams with others; None where no rank is started anew alone."""
