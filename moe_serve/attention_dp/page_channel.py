@@ -268,7 +268,8 @@ def are_right(given: npt.NDArray[np.uint32], computed: npt.NDArray[np.int64]) ->
 
 def are_what_was_asked(heads: Heads, asked: Heads) -> npt.NDArray[np.bool_]:
     """Returns which records say of their pages all that their reader knows of them: [n]."""
-    return np.equal(heads, asked).all(axis=1)
+    same: npt.NDArray[np.bool_] = (heads == asked).all(axis=1)
+    return same
 
 
 def heads_of(

@@ -470,9 +470,9 @@ def by_vllms_keys(values: object) -> object:
 class SpeculationConfig(Section):
     """Guesses of tokens, which a step verifies together. They change no token, only how many a step yields."""
 
-    # auto: guesses come from text that came before, as many as pay by the measured times of steps; lookup: as many as
-    # there are, whether they pay or not; mtp: from the checkpoint's layer for multi-token prediction, in every step;
-    # off: none
+    # auto: guesses come from text that came before, and from the checkpoint's layer for multi-token prediction if it
+    # has one, as many as pay by the measured times of steps; lookup: from text, as many as there are, whether they pay
+    # or not; mtp: from that layer, in every step; off: none
     mode: Literal["off", "auto", "lookup", "mtp"] = "off"
     max_drafts: PositiveInt = Field(default=8, le=64)  # of one request in one step
     # Of these, how many the layer for multi-token prediction guesses. It has learnt to guess one, and runs once for

@@ -122,6 +122,6 @@ class LoadRecorder:
             if begins_anew:
                 self._reported = totals
         num_layers, num_logical = self._counts.shape
-        load, others = torch.split(new.cpu(), (num_layers * num_logical, self._num_beside), dim=1)
-        by_rank: NDArray[np.int64] = load.reshape(len(new), num_layers, -1).numpy()
-        return Taken(by_rank.transpose(1, 0, 2), others.numpy())
+        taken: NDArray[np.int64] = new.cpu().numpy()
+        by_rank = taken[:, : num_layers * num_logical].reshape(len(taken), num_layers, num_logical)
+        return Taken(by_rank.transpose(1, 0, 2), taken[:, num_layers * num_logical :])

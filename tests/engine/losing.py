@@ -160,7 +160,9 @@ def note_reported(engine: Engine, outcome: Outcome, victims: Sequence[int]) -> N
     recorder = engine.served.recorder
     assert recorder is not None
     reported = torch.stack([recorder._reported[victim] for victim in victims]).sum(0)
-    outcome.reported_by_victim = reported.view(len(engine.served.spec.moe_layer_ids), -1).sum(1).tolist()
+    num_layers, num_logical = len(engine.served.spec.moe_layer_ids), engine.served.spec.num_logical
+    load = reported[: num_layers * num_logical]  # counts of decode steps lie behind it
+    outcome.reported_by_victim = load.view(num_layers, num_logical).sum(1).tolist()
 
 
 def note_what_replacements_take_over(engine: Engine, outcome: Outcome) -> None:

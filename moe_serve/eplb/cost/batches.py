@@ -99,4 +99,4 @@ def expected_experts(num_logical: int, topk: int, rows: float) -> float:
 
     Rows of one request choose alike, so theirs are fewer (MoESD, arXiv 2505.19645, has the formula).
     """
-    return num_logical * (1 - float((1 - topk / num_logical) ** rows))
+    return float(num_logical * (1 - (1 - topk / num_logical) ** rows))

@@ -220,8 +220,8 @@ class ServeOptions(NamedModelOptions):
     )
     speculation: str | None = setting(
         "speculation.mode", "--speculation", "--speculative-algorithm",
-        help="guesses of tokens, which change none: off; from text: auto (as many as pay; SGLang's ngram) or lookup; "
-        "mtp: from the checkpoint's layer for multi-token prediction (SGLang's nextn)",
+        help="guesses of tokens, which change none: off; from text: lookup; mtp: from the checkpoint's layer for "
+        "multi-token prediction (SGLang's nextn); auto: from both, as many as pay (SGLang's ngram)",
     )  # fmt: skip
     speculative_config: str | None = setting(
         "speculation", "--speculative-config",
