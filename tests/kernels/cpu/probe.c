@@ -209,6 +209,41 @@ static void probe_mla_rope(i64 rows, i64 heads, i64 nope, i64 latent, i64 rotate
     say("mla_rope_write: cache", rows, heads, latent, rotated, cache, rows * width * 4);
 }
 
+/* Two sequences: one goes on with the state of another slot, and one keeps a copy of its own. */
+static void probe_states(i64 rows, i64 groups, i64 heads, i64 state_width, i64 width, i64 taps)
+{
+    begin_case();
+    i64 inner = heads * width, keys = groups * state_width, channels = inner + 2 * keys, step = inner + channels + heads;
+    i64 size = heads * ((width + 31) / 32) * state_width * 32, slots[] = {2, 0, 0, 0, -1, 1, 2, 3};
+    i32 starts[] = {0, rows / 3, rows};
+    Sequences seqs = {2, starts, slots};
+    float *row = floats(rows * step, 2), *before = floats(4 * (taps - 1) * channels, 2);
+    float *mixed = get_room(rows * channels * 4), *out = get_room(rows * inner * 4);
+    float *decay = floats(heads, 1), *bias = floats(heads, 1), *states = floats(4 * size, 1);
+    for (i64 h = 0; h < heads; h++) decay[h] -= 1.5f;
+    ConvFacts conv = {channels, taps, inner, -1, 0, 1, floats(taps * channels, 1), floats(channels, 1)};
+    causal_conv(&conv, &seqs, row, step, before, mixed);
+    say("causal_conv", rows, channels, taps, 0, mixed, rows * channels * 4);
+    say("causal_conv: states", rows, channels, taps, 0, before, 4 * (taps - 1) * channels * 4);
+    StateSpaceFacts facts = {groups, heads, state_width, width, decay, bias, floats(heads, 1)};
+    state_space(&facts, &seqs, mixed, channels, row + step - heads, step, states, out);
+    say("state_space", rows, heads, state_width, width, out, rows * inner * 4);
+    say("state_space: states", rows, heads, state_width, width, states, 4 * size * 4);
+    gated_rms_norm(out, rows, inner, inner, row, step, groups, floats(inner, 1), eps_bits());
+    say("gated_rms_norm", rows, inner, groups, 0, out, rows * inner * 4);
+    i64 columns[heads * DELTA_PARTS], wide = 2 * (keys + inner) + 2 * heads;
+    for (i64 h = 0; h < heads; h++) {
+        i64 key = h / (heads / groups) * state_width, value = 2 * keys + h * width, strength = 2 * (keys + inner) + h;
+        i64 of_head[] = {key, keys + key, value, value + inner, strength + heads, strength};
+        memcpy(columns + h * DELTA_PARTS, of_head, sizeof of_head);
+    }
+    DeltaFacts delta = {groups, heads, state_width, width, taps, columns, conv.weight, decay, bias, floats(width, 1),
+                        eps_bits()};
+    delta_rule(&delta, &seqs, floats(rows * wide, 2), wide, before, states, out);
+    say("delta_rule", rows, heads, state_width, width, out, rows * inner * 4);
+    say("delta_rule: states", rows, heads, state_width, width, states, 4 * size * 4);
+}
+
 static void probe_moves(i64 tokens, i64 topk, i64 width, i64 slots)
 {
     begin_case();
@@ -291,6 +326,7 @@ int main(void)
     probe_mla_rope(5, 3, 20, 50, 6), probe_mla_rope(2, 16, 128, 512, 64);
     for (i64 sigmoid = 0; sigmoid < 2; sigmoid++)
         probe_gate(13, 24, 3, sigmoid, 1), probe_gate(40, 256, 8, sigmoid, 8), probe_gate(1, 2, 1, sigmoid, 1);
+    probe_states(13, 1, 3, 7, 33, 4), probe_states(40, 2, 4, 16, 64, 3), probe_states(5, 1, 1, 128, 8, 2);
     probe_sampling(20, 7), probe_sampling(20, 300), probe_sampling(10, 5001);
     return 0;
 }
