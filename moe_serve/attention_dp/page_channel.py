@@ -263,13 +263,14 @@ class PageReceiver:
 
 def are_right(given: npt.NDArray[np.uint32], computed: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Returns which records have the checksum of what was stored: [n]."""
-    return np.equal(given, computed)
+    found: npt.NDArray[np.bool_] = given == computed
+    return found
 
 
 def are_what_was_asked(heads: Heads, asked: Heads) -> npt.NDArray[np.bool_]:
     """Returns which records say of their pages all that their reader knows of them: [n]."""
-    same: npt.NDArray[np.bool_] = (heads == asked).all(axis=1)
-    return same
+    found: npt.NDArray[np.bool_] = (heads == asked).all(axis=1)
+    return found
 
 
 def heads_of(
