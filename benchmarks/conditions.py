@@ -76,10 +76,7 @@ def save(
     With --isa every name ends with that.
     """
     folder.mkdir(exist_ok=True)
-    if per_cpu:
-        name += "_" + re.sub(r"[^a-z0-9.]+", "_", facts["cpu"].replace("(R)", "").lower()).strip("_")
-    if ISA in os.environ:
-        name += f"_{facts['isa']}"
+    name = saved_as(name, facts, per_cpu)
     versions = ", ".join(f"{key} {value}" for key, value in facts["versions"].items())
     where = (
         f"{facts['date']} UTC, {facts['cores']} cores of {facts['cpu']} ({facts['isa']}), load average "
@@ -90,6 +87,13 @@ def save(
     record = {"title": title, "conditions": facts, "rows": rows}
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     return text
+
+
+def saved_as(name: str, facts: dict[str, Any], per_cpu: bool) -> str:
+    """Returns the name under which `save` keeps a table."""
+    if per_cpu:
+        name += "_" + re.sub(r"[^a-z0-9.]+", "_", facts["cpu"].replace("(R)", "").lower()).strip("_")
+    return f"{name}_{facts['isa']}" if ISA in os.environ else name
 
 
 def _cell(value: Any) -> str:

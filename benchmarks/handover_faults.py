@@ -1,17 +1,21 @@
 """Hand-overs between processes while their memory is damaged and their ranks are killed and stopped.
 
-    python -m benchmarks.handover_faults [--faults 2000] [--ranks 1+1,1+2,2+2] [--every 100]
+    python -m benchmarks.handover_faults [--faults 2000] [--ranks 1+1,1+2,2+2] [--every 100] [--add]
 
 Serves a tiny model by `moe-serve serve` with prefill and decode ranks of one thread each, and keeps four requests open,
 greedy and sampled. One fault for each request, into the shared memory: a flipped bit, a torn page, a record twice, one
 under a foreign key, all records away. Every --every requests a prefill rank is killed (it is started again), stopped
 for longer than engine.suspect_after_s, or a decode rank is killed. Every output is compared with that of a system of
-one rank. At the end all blocks must be free, and no request open. tests/attention_dp/test_page_channel.py has the same
-in one process, where writers of other weights and late ones can be played exactly, and mutants that skip a check.
+one rank. At the end all blocks must be free, and no request open. --add: goes on behind the requests of the table that
+is there, and writes the sums of both, so that a long run may come in portions.
+
+tests/attention_dp/test_page_channel.py has the same in one process, where writers of other weights and late ones can be
+played exactly, and mutants that skip a check.
 """
 
 import argparse
 import contextlib
+import json
 import mmap
 import os
 import random
@@ -29,7 +33,7 @@ import httpx
 import numpy as np
 
 from benchmarks.bench_model import write_bench_model
-from benchmarks.conditions import conditions, save
+from benchmarks.conditions import RESULTS, conditions, save, saved_as
 from moe_serve.attention_dp.page_channel import RECORD_BYTES
 from moe_serve.attention_dp.page_record import HEAD
 from tests.launcher.running import Running, eventually
@@ -158,8 +162,8 @@ class Fates:
                 self._seen[name] = int(float(value))
 
 
-def play(ranks: str, num_faults: int, every: int, model: Path, right: Callable[[int], list[int]]) -> dict[str, Any]:
-    """Serves with these ranks under faults, and returns a row of the table."""
+def play(ranks: str, numbers: range, every: int, model: Path, right: Callable[[int], list[int]]) -> dict[str, Any]:
+    """Serves requests with these ranks under faults, and returns a row of the table."""
     num_prefill, num_decode = ranks.split("+")
     flags = [
         "serve", "--model", str(model), "--skip-tokenizer-init", "--prefill-ranks", num_prefill,
@@ -167,7 +171,12 @@ def play(ranks: str, num_faults: int, every: int, model: Path, right: Callable[[
         "--set=parallel.prefill_from_tokens=1", f"--set=parallel.handover_gb={HANDOVER_GB}",
         "--set=launcher.max_restarts=1000",
     ]  # fmt: skip
-    draw, faults, lock = random.Random(ranks), Counter[str](), threading.Lock()
+    draw, faults, lock = random.Random(f"{ranks} {numbers[0]}"), Counter[str](), threading.Lock()
+
+    def note(kind: str) -> None:
+        with lock:
+            faults[kind] += 1
+
     with Running("moe_serve", flags) as running, running.client(timeout_s=300) as client:
 
         def info() -> dict[str, Any]:
@@ -176,34 +185,60 @@ def play(ranks: str, num_faults: int, every: int, model: Path, right: Callable[[
 
         memory = Memory(running.process.pid)
 
-        def one(number: int) -> bool | None:
+        def one(number: int) -> str:
             if number % every == every - 1:
                 kind = PROCESS[number // every % len(PROCESS)]
                 strike(kind, info(), draw)
-                faults[kind] += 1
-            damaging = threading.Timer(0.02, lambda: faults.update([memory.damage(draw)]))
+                note(kind)
+            damaging = threading.Timer(0.02, lambda: note(memory.damage(draw)))
             damaging.start()
-            got = ask(client, number)
-            damaging.join()
-            with lock:
-                return None if got is None else got == right(number)
+            try:
+                got = ask(client, number)
+            except httpx.TimeoutException:
+                return "no end"
+            finally:
+                damaging.join()
+            return "5xx" if got is None else "right" if got == right(number) else "wrong"
 
         with Fates(client) as watched:
             with ThreadPoolExecutor(4) as pool:
-                ended = list(pool.map(one, range(num_faults)))
+                ended = list(pool.map(one, numbers))
             are_free = eventually(lambda: is_idle(info()), 60)
         fates = watched.totals()
     return {
         "prefill + decode ranks": ranks,
+        "requests": len(numbers),
         "faults": sum(faults.values()),
-        "wrong outputs": sum(each is False for each in ended),
-        "answered 5xx": sum(each is None for each in ended),
-        "streams without an end": num_faults - len(ended),
+        "wrong outputs": ended.count("wrong"),
+        "answered 5xx": ended.count("5xx"),
+        "streams without an end": ended.count("no end"),
         "all blocks free": are_free,
         "pages handed over": fates["from_prefill"],
-        "recomputed, by reason": ", ".join(f"{k} {v}" for k, v in sorted(fates.items()) if v and k != "from_prefill"),
-        "kinds": ", ".join(f"{kind} {number}" for kind, number in sorted(faults.items())),
+        "recomputed, by reason": _in_words(Counter({name: n for name, n in fates.items() if name != "from_prefill"})),
+        "kinds": _in_words(faults),
     }
+
+
+def _in_words(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in sorted(counts.items()) if number)
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Returns the sum of two cells: of numbers, of counts in words; True only if both are."""
+    if isinstance(one, bool):
+        return one and other
+    if not isinstance(one, str):
+        return one + other
+    counts = Counter[str]()
+    for part in filter(None, [*one.split(", "), *other.split(", ")]):
+        name, _, number = part.rpartition(" ")
+        counts[name] += int(number)
+    return _in_words(counts)
+
+
+def added(before: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with the sums of two of the same ranks."""
+    return {name: row[name] if name.startswith("prefill +") else _sum(before[name], row[name]) for name in row}
 
 
 def main() -> None:
@@ -211,20 +246,28 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=2000)
     parser.add_argument("--ranks", default="1+1,1+2,2+2")
     parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--add", action="store_true")
     args = parser.parse_args()
     facts, ways = conditions(), args.ranks.split(",")
+    name = "handover_faults"
+    kept = RESULTS / f"{saved_as(name, facts, per_cpu=True)}.json"
+    known = {row["prefill + decode ranks"]: row for row in json.loads(kept.read_text())["rows"]} if args.add else {}
+    firsts = {ranks: known[ranks]["requests"] if ranks in known else 0 for ranks in ways}
+    numbers = {ranks: range(first, first + args.faults // len(ways)) for ranks, first in firsts.items()}
     with tempfile.TemporaryDirectory() as scratch:
         model = write_bench_model(Path(scratch), max_position_embeddings=1024, **SIZES)
         alone = ["serve", "--model", str(model), "--skip-tokenizer-init", "--ep", "1", "--port", "0", "--device", "cpu"]
         with Running("moe_serve", alone) as running, running.client(timeout_s=300) as client:
-            each = args.faults // len(ways)
-            outputs = [ask(client, number) for number in range(each)]
-        rows = [play(ranks, each, args.every, model, lambda number: outputs[number] or []) for ranks in ways]
+            outputs = {number: ask(client, number) or [] for number in sorted(set().union(*numbers.values()))}
+        for ranks in ways:
+            row = play(ranks, numbers[ranks], args.every, model, outputs.__getitem__)
+            known[ranks] = added(known[ranks], row) if ranks in known else row
     notes = (
-        "Requests that were open when the only decode rank was killed wait until it is started again. Pages and "
-        "reasons are of all starts of the ranks, but for the last second of a rank that was killed."
+        "Requests that were open when the only decode rank was killed wait until it is started again; those that come "
+        "meanwhile get 503. Without an end: within 300 s. Pages and reasons are of all starts of the ranks, but "
+        "for the last second of a rank that was killed."
     )
-    print(save("handover_faults", "Hand-overs under faults", rows, facts, notes, per_cpu=True))
+    print(save(name, "Hand-overs under faults", list(known.values()), facts, notes, per_cpu=True))
 
 
 if __name__ == "__main__":
