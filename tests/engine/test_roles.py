@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_serve.attention_dp.page_channel import COUNTERS
+from moe_serve.attention_dp.page_ring import PageFiles
 from moe_serve.attention_dp.request import Handover, SamplingParams
 from moe_serve.config import load_config
 from moe_serve.dispatch.base import EpGroup
@@ -127,7 +128,7 @@ def run_role(
     files = [os.open(folder / f"pages {number}", os.O_RDWR) for number in range(ways.num_prefill)]
     mailbox = RoleMailbox(role, own, ways, submits, folder)
     exchange = make_exchange(config.engine.exchange, joined.process_group, True, 60.0)
-    engine = build_engine(config, joined, exchange, mailbox, LAUNCH, page_files=files)
+    engine = build_engine(config, joined, exchange, mailbox, LAUNCH, page_files=PageFiles(files))
     if prepare is not None:
         prepare(engine)
     engine.run()
