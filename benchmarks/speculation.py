@@ -102,7 +102,8 @@ def main() -> None:
         f"rank with {os.cpu_count()} threads. `speed` is tokens per second over those without drafts in the same "
         f"round, in brackets the slowest and fastest round. Load average at the end: {os.getloadavg()[0]:.2f}."
     )
-    print(save("speculation", "Drafts from text against none", rows, facts, notes, per_cpu=True))
+    name = "speculation_predicting" if args.models == "predicting" else "speculation"
+    print(save(name, "Drafts of tokens against none", rows, facts, notes, per_cpu=True))
 
 
 def compare(model: str, path: str, args: argparse.Namespace) -> list[dict[str, Any]]:
