@@ -96,7 +96,7 @@ def test_a_transport_hears_of_steps_and_a_late_peer_voids_one() -> None:
     logits = served.forward(batch, 1)
     assert transport.heard[6:] == [12, "end"], "the host has not waited for the device"
     scorer = LogprobScorer(compiled=True)
-    events = StepEvents(Any, Any, scorer, served.logits_of, served.clock, transport.check_step)  # type: ignore[arg-type]
+    events = StepEvents(Any, Any, scorer, served.logits_of, served.rows, served.clock, transport.check_step)  # type: ignore[arg-type]
     with pytest.raises(PeerError, match="rank 1"):
         events.of([], batch, logits, Sampler([]))
 

@@ -44,7 +44,7 @@ def read(config: HfConfig) -> ModelSpec:
     return replace(
         model_of(config, attention, router, config.size("moe_intermediate_size"), moe_layer_ids),
         expert_names=block,
-        norm_names=NormNames("operator_norm", "ffn_norm", "embedding_norm"),
+        norm_names=NormNames(input="operator_norm", post="ffn_norm", last="embedding_norm"),
         stateful=shape if convolved else None,
         stateful_layer_ids=convolved,
     )

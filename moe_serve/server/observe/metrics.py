@@ -175,11 +175,13 @@ _ACCEPTED_AT = "num_accepted_at_"  # of drafts; goes on with the place
 _PAGES, _DRAFTS = "num_pages_", "num_drafts_"  # begin the names of counters; a draft's go on with source and outcome
 # Of decode steps with drafts and without, as engine/status.py counts them -> what they are.
 _DECODES = {
-    "steps": "Decode steps of the rank, with drafts of tokens and without; none that compute prompts, too.",
-    "requests": "Requests in these steps, each once a step: what they would have yielded without drafts.",
-    "tokens": "Tokens that these steps have yielded.",
-    "experts": "Experts that the rows of these steps asked for, each once for a layer and step: what was read for "
-    "them. On a GPU, and where eplb.mode is off, they are not counted.",
+    "moe_serve_rank_decode_steps": "Decode steps of the rank, with drafts of tokens and without; none that compute "
+    "prompts, too.",
+    "moe_serve_rank_decode_requests": "Requests in these steps, each once a step: what they would have yielded "
+    "without drafts.",
+    "moe_serve_rank_decode_tokens": "Tokens that these steps have yielded.",
+    "moe_serve_rank_decode_experts": "Experts that the rows of these steps asked for, each once for a layer and step: "
+    "what was read for them. On a GPU, and where eplb.mode is off, they are not counted.",
 }
 _TOKENS = (("decode", "num_decode_tokens"), ("prefill", "num_prefill_tokens"), ("output", "num_output_tokens"))
 
@@ -263,12 +265,13 @@ class RankMetrics(Collector):
             ],
         )
         for name, text in _DECODES.items():
+            what = name.removeprefix("moe_serve_rank_decode_")
             yield counters(
-                f"moe_serve_rank_decode_{name}",
+                name,
                 text,
                 ("rank", "drafts"),
                 [
-                    ((rank, drafts), status.counters.get(f"num_decodes_{kind}_{name}", 0.0))
+                    ((rank, drafts), status.counters.get(f"num_decodes_{kind}_{what}", 0.0))
                     for rank, status in told
                     for kind, drafts in (("with_drafts", "with"), ("without", "without"))
                 ],
