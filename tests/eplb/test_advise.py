@@ -30,6 +30,7 @@ from moe_serve.eplb.replay.advise import (
     commands,
     joined,
     low_latency_bytes,
+    memory_of,
     weigh,
 )
 from moe_serve.eplb.replay.costs import ProfileCosts, Serving
@@ -44,8 +45,9 @@ LOAD = SyntheticLoad("lognormal", 12, DEMO.num_moe_layers, DEMO.num_logical, DEM
                      tokens_per_step=4096, steps_per_window=10)  # fmt: skip
 
 
-def settings_of(intervals=(1, 3), context=64.0, **more):
-    costs = ProfileCosts(CostModel(H800, DEMO, TOPOLOGY), Serving(context=context))
+def settings_of(intervals=(1, 3), context=64.0, drafts=0, acceptance=0.0, **more):
+    serving = Serving(context=context, drafts=drafts, acceptance=acceptance)
+    costs = ProfileCosts(CostModel(H800, DEMO, TOPOLOGY), serving)
     replayed = ReplaySettings(TOPOLOGY, TOPOLOGY.num_ranks, intervals=intervals, costs=costs)
     return AdviseSettings(replayed, H800, **{"policies": ("incremental",), "redundant": (0, 8), **more})
 
@@ -101,6 +103,20 @@ def test_money_is_ranks_times_hours(advice):
     row = advice_to_json(advice, "load.npz", "demo")["advised"]
     assert row["price_per_million_tokens"] == pytest.approx(2 * row["gpu_hours_per_million_tokens"])
     assert row["gpu_hours_per_million_tokens"] == pytest.approx(1e6 / row["tokens_per_s_per_rank"] / 3600)
+
+
+def test_a_request_with_drafts_gets_more_tokens_and_takes_the_cache_once_for_all_its_rows():
+    trace, few = synthetic_trace(replace(LOAD, num_windows=4)), {"intervals": (1,), "redundant": (0,)}
+    rows = LOAD.tokens_per_step / TOPOLOGY.num_ranks  # of a rank in each step: a request has 1 or 4 of them
+    memory = memory_of(settings_of(), DEMO, 32, 32, rows)
+    few["context"] = 0.99 * memory.kv_tokens / (rows / 4)
+    plain, drafted = (advise(trace, settings_of(**few, drafts=drafts, acceptance=0.5)) for drafts in (0, 3))
+    assert (plain.advised.fits, drafted.advised.fits) == (False, True)
+    assert drafted.advised.memory == memory, "buffers have room for all rows"
+    row = advice_to_json(drafted, "load.npz", "demo")["advised"]
+    tokens = 1 + 0.5 + 0.25 + 0.125
+    assert row["tokens_per_s_per_request"] == pytest.approx(tokens / row["step_s"])
+    assert row["tokens_per_s_per_rank"] == pytest.approx(row["tokens_per_s_per_request"] * rows / 4, rel=0.01)
 
 
 def test_the_report_is_json_and_a_table_of_the_same_choices(advice):

@@ -99,7 +99,7 @@ class Advice:
     advised:   the smallest of those within TOLERANCE of the fastest that fits
     confidence: share of resamples in which it stays within TOLERANCE of the best one; None: too few windows to tell
     gain:      throughput over that of the baseline, and the interval that holds it in 90 % of the resamples (or None)
-    requests_per_rank: that decode at a time, in the window with most
+    tokens_per_request: that a request gets from a decode step
     phase:     of all windows, or mixed
     """
 
@@ -110,7 +110,7 @@ class Advice:
     num_blocks: int
     confidence: float | None
     gain: tuple[float, float | None, float | None]
-    requests_per_rank: float
+    tokens_per_request: float
     num_ranks: int
     phase: str
     window_steps: int
@@ -218,15 +218,15 @@ def advise(
     topology = settings.replay.topology
     base = replayed(slots[0], (), lambda stretch: starting_placement(stretch, topology, slots[0]))
     assert trace.topk
-    requests, phases = _requests_per_rank(stretches, trace.topk, costs)
+    tokens, phases = _tokens_per_rank(stretches, trace.topk, costs)
     if not base.tokens.any():
         raise TraceError(f"{trace.source or 'the trace'} has no windows with steps, so times cannot be predicted")
 
     def choice(report: ReplayReport, index: int, num_slots: int, policy: str, interval: int | None) -> Choice:
         result = report.results[index]
         seconds = result.step_s * report.num_steps / report.utilisation + result.stall_s
-        memory = memory_of(settings, model, num_slots, slots[0], requests)
-        needed = max(requests * costs.serving.context, 1)
+        memory = memory_of(settings, model, num_slots, slots[0], tokens)
+        needed = max(costs.requests(tokens, "decode") * costs.serving.context, 1)
         return Choice(
             num_slots,
             num_slots - trace.num_logical,
@@ -264,7 +264,7 @@ def advise(
         num_blocks=len(blocks),
         confidence=confidence,
         gain=gain,
-        requests_per_rank=requests,
+        tokens_per_request=costs.serving.tokens_per_step,
         num_ranks=topology.num_ranks,
         phase=phases[0] if len(phases) == 1 else "mixed",
         window_steps=round(float(np.median([r.num_steps for stretch in stretches for r in stretch]))),
@@ -323,7 +323,7 @@ def joined(reports: Sequence[ReplayReport]) -> ReplayReport:
 def memory_of(
     settings: AdviseSettings, model: ModelProfile, num_slots: int, least_slots: int, tokens_per_rank: float
 ) -> Memory:
-    """Returns the memory of a rank. tokens_per_rank: of a decode step; 0: none decodes"""
+    """Returns the memory of a rank. tokens_per_rank: of a decode step, with drafts; 0: none decodes"""
     ranks = settings.replay.topology.num_ranks
     of_slot = model.num_moe_layers * model.expert_bytes
     max_tokens = max(1, math.ceil(tokens_per_rank / _BUFFER_TOKENS)) * _BUFFER_TOKENS
@@ -370,10 +370,10 @@ def weigh(
     return usable[best], float(stays.mean()), (gain, float(low), float(high))
 
 
-def _requests_per_rank(
+def _tokens_per_rank(
     stretches: Sequence[Sequence[LoadRecord]], topk: int, costs: ProfileCosts
 ) -> tuple[float, list[Phase]]:
-    """Returns the tokens that a rank computes in a decode step of the fullest window, and the phases of the trace."""
+    """Returns a rank's tokens, with drafts, in a decode step of the fullest window, and the phases of the trace."""
     busy = [record for stretch in stretches for record in stretch if record.busy_steps]
     each = [
         float(record.tokens.sum(axis=1).max(initial=0)) / topk / record.busy_steps / costs.model.topology.num_ranks
@@ -404,7 +404,7 @@ def choice_row(advice: Advice, choice: Choice) -> dict[str, Any]:
         "fits": choice.fits,
         "step_s": step_s,
         "tokens_per_s_per_rank": rate / advice.num_ranks,
-        "tokens_per_s_per_request": 1 / step_s if advice.phase == "decode" else None,
+        "tokens_per_s_per_request": advice.tokens_per_request / step_s if advice.phase == "decode" else None,
         "gpu_hours_per_million_tokens": hours,
         "price_per_million_tokens": None if advice.gpu_hour_price is None else hours * advice.gpu_hour_price,
     }
