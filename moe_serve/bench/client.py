@@ -103,7 +103,7 @@ class Client:
             ) as response:
                 if response.status != 200:
                     return ""
-                return (await response.content.read(_LARGEST_EVENT)).decode("utf-8", "replace")
+                return (await _body(response, _LARGEST_EVENT)).decode("utf-8", "replace")
         except (aiohttp.ClientError, OSError, TimeoutError):
             return ""
 
@@ -121,7 +121,7 @@ class Client:
                 else:
                     outcome.error = f"HTTP {response.status}"
                     outcome.retry_after_s = _seconds(response.headers.get("retry-after"))
-                    outcome.detail = error_text(await response.content.read(_LARGEST_ERROR))
+                    outcome.detail = error_text(await _body(response, _LARGEST_ERROR))
         except TimeoutError:
             outcome.error, outcome.detail = "timeout", f"no end within {self._timeout_s:g} s"
         except aiohttp.ClientConnectorError as error:
@@ -167,6 +167,16 @@ class Client:
             outcome.num_output = len(outcome.chunk_s)
 
 
+async def _body(response: "aiohttp.ClientResponse", most: int) -> bytes:
+    """Returns the body, or its first bytes. most: of them"""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) >= most:
+            break
+    return bytes(body[:most])
+
+
 async def _events(response: "aiohttp.ClientResponse") -> AsyncIterator[bytes]:
     """Yields the data of each server-sent event, however the network cuts them; events of one line, as servers send."""
     rest = b""
@@ -202,7 +212,7 @@ async def model_of(base_url: str, api_key: str | None) -> str:
             session.get(f"{root}/v1/models") as response,
         ):
             if response.status != 200:
-                text = error_text(await response.content.read(_LARGEST_ERROR))
+                text = error_text(await _body(response, _LARGEST_ERROR))
                 raise LaunchError(f"{root}/v1/models answers {response.status} ({text}); set --model or the API key")
             return str((await response.json(content_type=None))["data"][0]["id"])
     except (aiohttp.ClientError, OSError, TimeoutError) as error:

@@ -15,12 +15,14 @@ class Fake:
 
     refuses, cuts, breaks, silent: numbers of such requests; the last are never answered
     in_pieces: whether its events are sent in pieces of a few bytes
+    metrics:  sent in two pieces, some time apart
     """
 
     first_s: float = 0.05
     gap_s: float = 0.01
     has_usage: bool = True
     in_pieces: bool = False
+    metrics: bytes = b""
     refuses: frozenset[int] = frozenset()
     cuts: frozenset[int] = frozenset()
     breaks: frozenset[int] = frozenset()
@@ -41,6 +43,9 @@ class Fake:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
+        if head[0].startswith("GET /metrics"):
+            await self._metrics(writer)
+            return
         if head[0].startswith("GET"):
             _plain(writer, 200, {"object": "list", "data": [{"id": "fake"}]})
             return
@@ -72,6 +77,15 @@ class Fake:
                 await self._event(writer, event)
         await self._event(writer, "[DONE]")
         writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    async def _metrics(self, writer: asyncio.StreamWriter) -> None:
+        half = len(self.metrics) // 2
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(self.metrics)}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + self.metrics[:half])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.write(self.metrics[half:])
         await writer.drain()
 
     async def _event(self, writer: asyncio.StreamWriter, value: object) -> None:

@@ -59,6 +59,18 @@ def test_requests_are_sent_as_the_endpoint_wants_them():
     assert fake.keys == ["Bearer secret"] * 3
 
 
+def test_metrics_are_read_to_their_end():
+    lines = "".join(f'moe_serve_rank_steps_total{{rank="{rank}"}} {rank}\n' for rank in range(12_000))
+
+    async def read(fake: Fake) -> str:
+        async with Client(fake.url, "completions", Options("fake"), None, 20.0) as client:
+            return await client.metrics()
+
+    with running(Fake(metrics=lines.encode())) as fake:
+        assert len(lines) > 1 << 18, "as much as a connection holds at a time"
+        assert asyncio.run(read(fake)) == lines
+
+
 def test_every_failure_is_counted_by_its_kind_and_the_rest_is_measured():
     kinds = {"refuses": {0}, "cuts": {1}, "breaks": {2}, "silent": {3}}
     with running(Fake(first_s=0.01, **{name: frozenset(numbers) for name, numbers in kinds.items()})) as fake:
