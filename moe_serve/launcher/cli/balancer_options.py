@@ -220,6 +220,10 @@ class ServingOptions:
             raise ConfigError("--cache-hit is a share of prompts; give --phase prefill, or leave it out")
         if self.drafts and self.phase != "decode":
             raise ConfigError("--drafts are verified by decode steps; give --phase decode, or leave it out")
+        if self.acceptance and not self.drafts:
+            raise ConfigError("--acceptance is the chance of drafts; give their number with --drafts, or leave it out")
+        if self.over_capacity == "drop" and self.expert_capacity is None:
+            raise ConfigError("--over-capacity is of a capacity; give it with --expert-capacity, or leave it out")
         # The names are checked by Serving, whose message says which there are.
         return Serving(
             self.phase,  # type: ignore[arg-type]

@@ -125,6 +125,8 @@ def test_advise_ends_with_what_to_type() -> None:
         (("simulate", "--overlap", "other"), "overlap is 'other'; give one of auto, none, two-batch"),
         (("simulate", "--utilisation", "0"), "utilisation is 0; give the share of the time in steps"),
         (("simulate", "--cache-hit", "0.5"), "--cache-hit is a share of prompts; give --phase prefill"),
+        (("simulate", "--acceptance", "0.9"), "--acceptance is the chance of drafts; give their number with --drafts"),
+        (("simulate", "--over-capacity", "drop"), "--over-capacity is of a capacity; give it with --expert-capacity"),
         (("plan", "example:demo", "--ranks", "8", "-o", "x.json", "--for", "other"), "target 'other' is not known"),
         (("plan", "example:demo", "--ranks", "8", "--max-moves", "4"), "policy refined plans anew"),
         (("plan", "example:demo", "-p", "milp", "--min-gain", "1"), "drop --min-gain"),
