@@ -337,7 +337,8 @@ def build_served_model(
         block_size=block_size,
         max_logprobs=config.engine.max_logprobs,
         expert_id_bytes=expert_id_bytes(plan.spec) if config.engine.return_routed_experts else None,
-        gives_embeddings=plan.device.type == "cpu",  # a step that a GPU replays from a graph leaves no rows
+        # A step that a GPU replays from a graph leaves no rows.
+        embedding_size=plan.spec.hidden if plan.device.type == "cpu" else 0,
     )
     served = ServedModel(
         rank=group.rank,

@@ -51,7 +51,7 @@ from tests.server.fake_logprobs import output_block, prompt_block
 
 LIMITS = ModelLimits(
     model_name="demo", vocab_size=2048, max_model_len=256, max_prompt_len=200, eos_token_ids=[1], block_size=4,
-    expert_id_bytes=4, gives_embeddings=True,
+    expert_id_bytes=4, embedding_size=2,
 )  # fmt: skip
 
 

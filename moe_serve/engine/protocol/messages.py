@@ -170,7 +170,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     block_size: int
     max_logprobs: int = 20  # likeliest tokens at each place
     expert_id_bytes: int | None = None  # of the experts of one token, which are kept for those who ask; None: not
-    gives_embeddings: bool = False  # whether the rows that are projected to logits can be read
+    embedding_size: int = 0  # numbers in a row that is projected to logits; 0: rows cannot be read
 
 
 SUPERVISOR = -1  # the rank in the Hello of a launcher that watches the ranks

@@ -161,8 +161,11 @@ class RerankAnswers(EmbeddingAnswers):
 
 
 def _vectors_of(call: Call) -> list[np.ndarray]:
-    rows = [request.embedding for request in call.requests]
-    return [unit_vector(row) for row in rows if row is not None]  # each has come with the first token
+    vectors = []
+    for request in call.requests:
+        assert request.embedding is not None, "each has come with the first token"
+        vectors.append(unit_vector(request.embedding))
+    return vectors
 
 
 def _usage_of(call: Call) -> dict[str, int]:

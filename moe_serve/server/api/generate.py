@@ -32,6 +32,7 @@ from moe_serve.server.requests.prompts import (
     Prompt,
     best_of_each,
     check_call,
+    check_embeddings,
     check_num_expressions,
     draw_seed,
     encode_prompt,
@@ -45,6 +46,7 @@ from moe_serve.server.workers.fair_queue import FairQueue
 
 _SMALL_BODY = 1 << 14  # bytes, parsed within a few ms, whatever is in them; a larger body is parsed in a thread
 _MANY_LOGPROBS = 4096  # numbers in an answer
+_LARGE_EMBEDDINGS = 16_384  # bytes in an answer, as float32
 _LONG_ANSWER = 16_384  # characters of its texts, which parsers of calls read at up to 15 us each
 _SHORT_CALL = 4096  # characters of all prompts; a longer call is tokenized in a thread
 _LONG_CALL = 1 << 16  # such a call takes 0.15 s of a core, and longer ones wait for their turn
@@ -155,6 +157,7 @@ async def start_call(
                 )
             )
     check_call(specs, given.stream, bool(given.incremental))
+    check_embeddings(specs, limits)
     if given.stream and any(prompt.params.chooses for prompt in given.prompts):
         raise RequestError(
             "best_of is larger than n, so the outputs of the answer are known at the end only; send stream: false",
@@ -281,6 +284,7 @@ class CallResponse(Response):
         # Much to write takes a thread, so that other clients are served meanwhile.
         num_chars = sum(len(request.matcher.text) for request in best.requests)
         is_long = num_chars > _LONG_ANSWER or sum(map(num_logprobs, best.requests)) > _MANY_LOGPROBS
+        is_long |= sum(len(request.embedding or b"") for request in best.requests) > _LARGE_EMBEDDINGS
         body = await asyncio.to_thread(self._answers.whole, best) if is_long else self._answers.whole(best)
         headers = {name.decode(): value.decode() for name, value in call.headers}
         await Response(body, headers=headers, media_type="application/json")({"type": "http"}, _no_receive, send)

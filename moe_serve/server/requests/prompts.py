@@ -167,7 +167,7 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
     params = fit_logprobs(params, len(prompt_ids), limits)
     if params.return_routed_experts:
         check_experts(len(prompt_ids) + params.max_new_tokens, limits.expert_id_bytes)
-    if params.return_embedding and not limits.gives_embeddings:
+    if params.return_embedding and not limits.embedding_size:
         raise RequestError(
             "embeddings are served by ranks on CPUs, and these compute on GPUs", field="return_embedding"
         )
@@ -259,6 +259,20 @@ def check_call(specs: Sequence[RequestSpec], streams: bool, incremental: bool) -
     if again > MAX_STREAMED:
         fix = "send stream_options: {incremental: true}, so that each event has only what is new, or ask for fewer"
         _refuse(again, "a stream whose events each have all again", MAX_STREAMED, fix)
+
+
+MAX_EMBEDDED = 2**21  # numbers in the embeddings of a call: 8 MB here, and about 40 MB of JSON
+
+
+def check_embeddings(specs: Sequence[RequestSpec], limits: ModelLimits) -> None:
+    """Raises RequestError for a call whose embeddings could have more numbers than MAX_EMBEDDED together."""
+    num = sum(spec.params.return_embedding for spec in specs)
+    if num * limits.embedding_size > MAX_EMBEDDED:
+        raise RequestError(
+            f"return_embedding: {num} embeddings of {limits.embedding_size} numbers are asked for, and at most "
+            f"{MAX_EMBEDDED // limits.embedding_size} are given in one call; send fewer at once",
+            field="return_embedding",
+        )
 
 
 def _refuse(count: int, what: str, most: int, fix: str) -> None:

@@ -1,9 +1,13 @@
 """`/v1/embeddings` as OpenAI's own client reads it."""
 
+import threading
+from types import SimpleNamespace
+
 import openai
 import pytest
 from msgspec import structs
 
+from moe_serve.server.api.embeddings import EmbeddingAnswers, EmbeddingRequest
 from tests.server.api.calls import TEXT, post
 from tests.server.fake_worker import LIMITS
 from tests.server.served import in_event_loop, serving
@@ -75,8 +79,39 @@ async def test_a_wrong_field_is_named():
 
 
 @in_event_loop
+async def test_a_call_is_bounded_by_the_numbers_of_its_vectors():
+    async with serving(1, limits=structs.replace(LIMITS, embedding_size=2**20)) as served:
+        for path, field, fields in (("embeddings", "input", {}), ("rerank", "documents", {"query": "a"})):
+            taken, refused = [["a"] * count for count in ((2, 3) if path == "embeddings" else (1, 2))]
+            assert (await post(served, f"/v1/{path}", **{field: taken}, **fields)).status_code == 200
+            response = await post(served, f"/v1/{path}", **{field: refused}, **fields)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, field)
+            assert "at most 2 are given" in error["message"]
+        assert len(served.workers[0].submitted) == 4
+
+
+@in_event_loop
+async def test_many_vectors_are_written_beside_the_event_loop(monkeypatch):
+    threads = []
+    monkeypatch.setattr(EmbeddingAnswers, "whole", lambda *_: threads.append(threading.current_thread()) or b"{}")
+    monkeypatch.setattr("tests.server.fake_worker.embedding_of", lambda submit: bytes(4 * len(submit.prompt_ids) * 64))
+    async with serving(1) as served:
+        for length in (4, 100):
+            assert (await post(served, "/v1/embeddings", input=[5] * length)).status_code == 200
+    assert threads[0] is threading.current_thread() is not threads[1]
+
+
+def test_a_vector_that_has_not_come_is_not_left_out():
+    one = SimpleNamespace(embedding=bytes(8), spec=SimpleNamespace(prompt_ids=[5]))
+    call = SimpleNamespace(requests=[SimpleNamespace(embedding=None, spec=one.spec), one])
+    with pytest.raises(AssertionError, match="first token"):
+        EmbeddingAnswers(EmbeddingRequest(None, False, None), "demo").whole(call)
+
+
+@in_event_loop
 async def test_ranks_that_keep_no_rows_refuse():
-    async with serving(1, limits=structs.replace(LIMITS, gives_embeddings=False)) as served:
+    async with serving(1, limits=structs.replace(LIMITS, embedding_size=0)) as served:
         response = await post(served, "/v1/embeddings", input="a")
     assert response.status_code == 400
     assert "CPU" in response.json()["error"]["message"]
