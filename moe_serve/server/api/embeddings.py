@@ -94,16 +94,21 @@ def parse_rerank(body: bytes, max_prompts: int) -> RerankRequest:
     given = read_body(body, RerankBody)
     documents = prompts_of("documents", given.documents, max_prompts - 1)
     shown = None if given.return_documents is False else given.documents
-    return RerankRequest(given.model, given.top_n or None, shown, _call_of(given, [(given.query, None), *documents]))
+    call = _call_of(given, [(given.query, None), *documents], first="query")
+    return RerankRequest(given.model, given.top_n or None, shown, call)
 
 
-def _call_of(given: _TextsBody, texts: Sequence[tuple[str | None, list[int] | None]]) -> GenerateRequest:
+def _call_of(
+    given: _TextsBody, texts: Sequence[tuple[str | None, list[int] | None]], first: str | None = None
+) -> GenerateRequest:
+    """Returns the call for the vectors of texts. first: the field of the first text, where it has another"""
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True, return_embedding=True)
     special = given.add_special_tokens is not False
     prompts = []
     for index, (text, ids) in enumerate(texts):
         rid = given.rid if given.rid is None or len(texts) == 1 else f"{given.rid}-{index}"
-        prompts.append(Prompt(text, ids, params, True, rid, session_id=None, add_special_tokens=special))
+        name = first if index == 0 else None
+        prompts.append(Prompt(text, ids, params, True, rid, session_id=None, add_special_tokens=special, name=name))
     return GenerateRequest(
         prompts=tuple(prompts),
         stream=False,

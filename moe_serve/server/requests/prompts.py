@@ -36,6 +36,11 @@ class Prompt:
     rid: str | None
     session_id: str | None
     add_special_tokens: bool = True  # those that the tokenizer puts around a text
+    name: str | None = None  # of its field, for errors; None: text or input_ids
+
+    @property
+    def field(self) -> str:
+        return self.name or ("text" if self.token_ids is None else "input_ids")
 
 
 @dataclass(frozen=True)
@@ -70,14 +75,34 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, limits: ModelLimi
     if prompt.token_ids is not None:
         return prompt.token_ids
     if tokenizer is None:
-        raise RequestError(f"text needs a tokenizer, but {NO_TOKENIZER}; send input_ids", field="text")
+        raise RequestError(f"{prompt.field} needs a tokenizer, but {NO_TOKENIZER}; send input_ids", field=prompt.field)
     text = prompt.text or ""
+    check_num_chars(prompt.field, text, tokenizer, limits)
+    return tokenizer.encode(text, prompt.add_special_tokens)
+
+
+def check_num_chars(field: str, text: str, tokenizer: Tokenizer, limits: ModelLimits) -> None:
+    """Raises RequestError for a text that has more tokens than a prompt may have, whatever they are."""
     if len(text) > limits.max_prompt_len * tokenizer.longest_token:
         raise RequestError(
-            f"text has {len(text)} characters, more than any prompt of {limits.max_prompt_len} tokens; shorten it",
-            field="text",
+            f"{field} has {len(text)} characters, more than any prompt of {limits.max_prompt_len} tokens; shorten it",
+            field=field,
         )
-    return tokenizer.encode(text, prompt.add_special_tokens)
+
+
+def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
+    """Raises RequestError for more ids than a prompt may have, and for one outside the vocabulary."""
+    longest = min(limits.max_prompt_len, limits.max_model_len - 1)  # before what is in it: a million ids take a while
+    if len(token_ids) > longest:
+        raise RequestError(
+            f"{field} has {len(token_ids)} tokens, at most {longest} are served; shorten it", field=field
+        )
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
+        wrong = next(i for i, token in enumerate(token_ids) if not 0 <= token < limits.vocab_size)
+        raise RequestError(
+            f"{field}[{wrong}] is {token_ids[wrong]}, outside the vocabulary; expected 0 to {limits.vocab_size - 1}",
+            field=field,
+        )
 
 
 def check_num_expressions(prompts: Sequence[Prompt]) -> None:
@@ -128,20 +153,9 @@ def fit_to_model(prompt: Prompt, prompt_ids: Sequence[int], limits: ModelLimits)
 
     Raises RequestError for ids outside the vocabulary and lengths that cannot be served.
     """
-    field = "text" if prompt.token_ids is None else "input_ids"
     if not prompt_ids:
-        raise RequestError(f"{field} has no tokens; send at least one", field=field)
-    longest = min(limits.max_prompt_len, limits.max_model_len - 1)  # before what is in it: a million ids take a while
-    if len(prompt_ids) > longest:
-        raise RequestError(
-            f"{field} has {len(prompt_ids)} tokens, at most {longest} are served; shorten it", field=field
-        )
-    if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
-        wrong = next(i for i, token in enumerate(prompt_ids) if not 0 <= token < limits.vocab_size)
-        raise RequestError(
-            f"{field}[{wrong}] is {prompt_ids[wrong]}, outside the vocabulary; expected 0 to {limits.vocab_size - 1}",
-            field=field,
-        )
+        raise RequestError(f"{prompt.field} has no tokens; send at least one", field=prompt.field)
+    check_ids(prompt.field, prompt_ids, limits)
     # The cache of a rank may hold fewer: max_prompt_len + 1 tokens; the last output token is not cached.
     max_tokens = min(limits.max_model_len, limits.max_prompt_len + 2)
     params, num_free = prompt.params, max_tokens - len(prompt_ids)

@@ -65,6 +65,10 @@ WRONG_RERANK = [
     ({"query": ["a"], "documents": ["b"]}, "query"),
     ({"query": "a", "documents": ["b", 5]}, "documents[1]"),
     ({"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+    ({"query": "", "documents": ["b"]}, "query"),
+    ({"query": "a", "documents": [""]}, "documents"),
+    ({"query": "a" * 1_000_000, "documents": ["b"]}, "query"),
+    ({"query": "a" * 1_000, "documents": ["b"]}, "query"),
 ]
 
 
