@@ -188,7 +188,9 @@ def add_openai(
             check_model(given.model, names)
             return given.call
 
-        parse = partial(parse_score, max_prompts=bridge.book.capacity)
+        def parse(body: bytes) -> ScoreRequest:
+            return parse_score(body, bridge.book.capacity, bridge.limits, pipeline.tokenizer)
+
         words = partial(_in_openai_words, prompt="items", names=SCORE_NAMES)
         given, call = await pipeline.open(request, parse, call_of, words)
         return CallResponse(call, bridge, ScoreAnswers(given, name), stream=False)

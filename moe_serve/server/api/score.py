@@ -13,14 +13,17 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from moe_serve.attention_dp.sampling_params import MAX_LOGPROB_IDS, SamplingParams
+from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
+from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.generate import Call
-from moe_serve.server.api.native import Priority, Timeout, first, prompts_of, salt_of
+from moe_serve.server.api.native import Priority, Timeout, first, is_batch, prompts_of, salt_of
 from moe_serve.server.api.openai_requests import Model, Noted
 from moe_serve.server.edge.body import Body, Count, Name, TokenId, read_body
 from moe_serve.server.edge.errors import json_bytes
-from moe_serve.server.requests.prompts import GenerateRequest, Prompt
+from moe_serve.server.requests.prompts import GenerateRequest, Prompt, check_ids, check_num_chars
 
+MAX_REPEATED = 2**21  # characters or tokens of the query in all prompts of a call: 16 MB of ids
 _Label = Annotated[TokenId, Meta(ge=0)]
 
 
@@ -60,7 +63,7 @@ class ScoreRequest:
     call: GenerateRequest
 
 
-def parse_score(body: bytes, max_prompts: int) -> ScoreRequest:
+def parse_score(body: bytes, max_prompts: int, limits: ModelLimits, tokenizer: Tokenizer | None) -> ScoreRequest:
     """Returns the checked request in a JSON body. max_prompts: the server can never hold a longer batch.
 
     Raises RequestError with the field, its value and what was expected.
@@ -71,6 +74,20 @@ def parse_score(body: bytes, max_prompts: int) -> ScoreRequest:
     if is_text != (items[0][0] is not None):
         kind = "a text" if is_text else "token ids"
         raise RequestError(f"query is {kind} and items are not; send all as texts, or all as token ids", field="items")
+    if not isinstance(given.query, str):
+        check_ids("query", given.query, limits)
+        for index, (_, item_ids) in enumerate(items):
+            check_ids(f"items[{index}]" if is_batch(given.items) else "items", item_ids or [], limits)
+    elif tokenizer is not None:
+        check_num_chars("query", given.query, tokenizer, limits)
+    repeated = (len(items) - 1) * len(given.query)
+    if repeated > MAX_REPEATED:
+        kind = "characters" if is_text else "tokens"
+        raise RequestError(
+            f"query has {len(given.query)} {kind}, which each of {len(items)} items repeats, at most {MAX_REPEATED} "
+            "in one call; send fewer items at once",
+            field="items",
+        )
     params = SamplingParams(
         max_new_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0, logprob_token_ids=tuple(given.label_token_ids)
     )

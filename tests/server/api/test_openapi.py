@@ -16,6 +16,7 @@ from moe_serve.server.api.openapi import body_schemas
 from moe_serve.server.api.responses import parse_response
 from moe_serve.server.api.score import parse_score
 from moe_serve.server.edge.guard import ADMIN, OPEN, tagged_routes
+from tests.server.fake_worker import LIMITS
 from tests.server.served import in_event_loop, serving
 
 SCHEMAS = body_schemas()
@@ -28,7 +29,7 @@ PARSERS = {
     "DetokenizeRequest": parse_detokenize,
     "EmbeddingRequest": partial(parse_embeddings, max_prompts=4),
     "RerankRequest": partial(parse_rerank, max_prompts=4),
-    "ScoreRequest": partial(parse_score, max_prompts=4),
+    "ScoreRequest": partial(parse_score, max_prompts=4, limits=LIMITS, tokenizer=None),
 }
 
 
