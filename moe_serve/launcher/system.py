@@ -635,10 +635,18 @@ class _Prefill:
         if self._launch is not None:
             self._launch.lose(reason)
 
+    def host_is_new(self, name: str) -> None:
+        """Notes that their host's launcher is a new process. Ranks that were given up are started again with it."""
+        self.lose(f"the launcher of {name} was started again")
+        if self._launch is None and self._starts_at_s is None:
+            self.is_wrong, self._starts_at_s = False, time.monotonic()
+
     @property
     def is_ready(self) -> bool:
-        """Whether they serve, or nobody waits for them any more."""
-        return self._launch.is_ready if self._launch is not None else self._starts_at_s is None
+        """Whether they serve, or nobody waits for them: they are given up, or their host is not there."""
+        if self._launch is not None:
+            return self._launch.is_ready
+        return self._starts_at_s is None or not self.ranks.are_reached
 
     def turn(self) -> None:
         """Replaces lost ranks, and restarts all of them where that fails."""
@@ -781,7 +789,7 @@ class _System:
                 case Signalled():
                     self.signals.count(message.number)
                 case HostIsNew():
-                    prefill.lose(f"the launcher of {message.host} was started again")
+                    prefill.host_is_new(message.host)
         for name in hosts.gone(_HOST_GONE_S):
             prefill.lose(f"{name} is gone")
 

@@ -6,9 +6,10 @@ import time
 import pytest
 
 from moe_serve.config import load_config
+from moe_serve.launcher.hosts import HostIsNew
 from moe_serve.launcher.launch_watch import Loss
 from moe_serve.launcher.local import Death
-from moe_serve.launcher.system import Signals, _Ended, _System
+from moe_serve.launcher.system import RanksElsewhere, Signals, _Ended, _Prefill, _System
 
 
 class Ranks:
@@ -152,3 +153,101 @@ def test_a_rank_that_cannot_start_ends_the_system_with_its_reason(code: int, sai
         assert end.value.code == (2 if code == 2 else 1)
     assert system.display.notes[:2] == [f"rank 1 (process 101) {said}", "  this is rank 1"]
     assert ranks.num_starts == 0
+
+
+class Hosts:
+    """In the place of a Leader: the other host comes and goes as the test says."""
+
+    front_ends: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.missing: list[int] = []
+        self.news: list[tuple[int, object]] = []  # returned by the next turn
+        self.are_gone: list[str] = []
+
+    def turn(self) -> list[tuple[int, object]]:
+        news, self.news = self.news, []
+        return news
+
+    def gone(self, after_s: float) -> list[str]:
+        return self.are_gone
+
+    def tell(self, message: object) -> None:
+        pass
+
+
+class Pages:
+    """In the place of a PageListener."""
+
+    address = "10.0.0.1:1"
+
+    def begin(self, launch_id: int) -> None:
+        pass
+
+
+class OnTwoHosts:
+    """The launcher of the decode ranks, and its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str):
+        self.now_s = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+        self.hosts, self.display = Hosts(), Display()
+        overrides = ("parallel.num_ranks=1", "parallel.num_prefill_ranks=1", *overrides)
+        config = load_config(overrides=list(overrides))
+        self.ranks = RanksElsewhere(self.hosts, Pages())
+        self.prefill = _Prefill(config.of_role("prefill"), self.display, self.ranks)
+        arguments = config.of_role("decode"), self.display, Ranks(), Signals(), self.hosts, self.prefill
+        self._system = _System(*arguments)
+        self.prefill.start(lambda message: None)
+
+    def turn(self, *news: object, after_s: float = 0.0) -> None:
+        self.now_s += after_s
+        self.hosts.news = [(1, each) for each in news]
+        self._system._hear_of_prefill(self.hosts, self.prefill)
+        self.prefill.turn()
+
+    def lose(self, why: str = "it was killed") -> None:
+        """Loses the prefill ranks; what is said of it takes a second."""
+        self.prefill.lose(why)
+        self.turn()
+        self.turn(after_s=2)
+
+
+def test_a_start_does_not_wait_for_prefill_ranks_whose_host_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = OnTwoHosts(monkeypatch)
+    system.hosts.missing, system.hosts.are_gone = [1], ["b"]
+    system.turn()
+    assert not system.prefill.is_ready
+    system.turn(after_s=2)
+    assert any("they are started again in 5 s" in line for line in system.display.notes)
+    assert system.prefill.is_ready, "the decode ranks serve without them"
+    first = system.ranks.launch_id
+    system.hosts.missing, system.hosts.are_gone = [], []
+    system.turn(HostIsNew("b", None), after_s=60)
+    assert system.ranks.launch_id != first
+    assert not system.prefill.is_ready
+
+
+def test_a_start_waits_for_prefill_ranks_that_are_about_to_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = OnTwoHosts(monkeypatch)
+    system.lose()
+    assert any("they are started again in 5 s" in line for line in system.display.notes)
+    assert not system.prefill.is_ready
+
+
+@pytest.mark.parametrize("why", ["setting", "losses"])
+def test_prefill_ranks_that_were_given_up_come_back_with_the_next_launcher_of_their_host(
+    monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    system = OnTwoHosts(monkeypatch, "launcher.max_restarts=0")
+    system.lose()
+    system.prefill.is_wrong = why == "setting"
+    assert "they are not started again; the decode ranks serve on" in system.display.notes
+    assert system.prefill.is_ready
+    given_up = system.ranks.launch_id
+    system.turn(after_s=100)
+    assert system.ranks.launch_id == given_up
+    system.turn(HostIsNew("b", None))
+    assert system.ranks.launch_id != given_up
+    assert not system.prefill.is_wrong
+    assert not system.prefill.is_ready
