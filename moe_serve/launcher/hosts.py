@@ -172,10 +172,17 @@ class HostIsNew(HostMessage, frozen=True):
     running: Running | None
 
 
+class HostIsBack(HostMessage, frozen=True):
+    """The launcher of a host has a new connection: what was on its way may be lost. Never sent: the leader notes it."""
+
+    host: str
+
+
 _Any = (
     HostHello | Start | EndRanks | Join | Replace | EndRank | End | Note | TellFrontEnds | Drain
     | Died | Signalled | FrontEndsEnded
 )  # fmt: skip
+_News = HostIsNew | HostIsBack
 _decoder = msgspec.json.Decoder(_Any)
 
 
@@ -232,7 +239,7 @@ class Leader:
         self._has_met = False
         self._front_ends: tuple[str, ...] = ()
         self._running: Running | None = None  # a launch that has lost its leader
-        self._news: list[tuple[int, HostIsNew]] = []  # not returned yet
+        self._news: list[tuple[int, _News]] = []  # not returned yet
 
     @property
     def missing(self) -> list[int]:
@@ -282,13 +289,13 @@ class Leader:
             self._news = [(rank, HostIsNew(each.name, each.hello.running)) for rank, each in self._others.items()]
         return self._running
 
-    def turn(self) -> list[tuple[int, _Any | HostIsNew]]:
+    def turn(self) -> list[tuple[int, _Any | _News]]:
         """Takes new connections; returns what has arrived, with the node rank of its sender.
 
         Raises ConfigError where a launcher does not fit, before all have met; later it is refused.
         """
         self._accept()
-        found: list[tuple[int, _Any | HostIsNew]] = [*self._news]
+        found: list[tuple[int, _Any | _News]] = [*self._news]
         self._news = []
         for _ in range(len(self._arriving)):
             channel, address, since_s = self._arriving.popleft()
@@ -326,7 +333,7 @@ class Leader:
             self._refused.append(text)
             self._note(f"refused a connection from {text}")
 
-    def _greet(self, message: _Any, channel: Channel, address: str) -> list[tuple[int, HostIsNew]]:
+    def _greet(self, message: _Any, channel: Channel, address: str) -> list[tuple[int, _News]]:
         """Takes a launcher in; where it is another process than before, the one before is lost."""
         if not isinstance(message, HostHello):
             raise OSError("it did not say who it is")
@@ -349,7 +356,9 @@ class Leader:
             self._note(f"{new.name} is here: {num_there} of {self._config.launcher.nnodes} hosts")
         if self._running is None and not self._has_met and message.running is not None and message.running.is_serving:
             self._running = message.running
-        is_new = not is_known and (before is not None or self._has_met)
+        if is_known:
+            return [(message.node_rank, HostIsBack(new.name))]
+        is_new = before is not None or self._has_met
         return [(message.node_rank, HostIsNew(new.name, message.running))] if is_new else []
 
     def _misfit(self, new: _Other) -> str | None:

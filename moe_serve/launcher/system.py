@@ -41,6 +41,7 @@ from moe_serve.launcher.hosts import (
     EndRanks,
     Follower,
     FrontEndsEnded,
+    HostIsBack,
     HostIsNew,
     Join,
     Leader,
@@ -790,6 +791,8 @@ class _System:
                     self.signals.count(message.number)
                 case HostIsNew():
                     prefill.host_is_new(message.host)
+                case HostIsBack() if not prefill.is_ready:
+                    prefill.lose(f"the connection with {message.host} was cut while they were started")
         for name in hosts.gone(_HOST_GONE_S):
             prefill.lose(f"{name} is gone")
 

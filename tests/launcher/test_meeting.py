@@ -13,7 +13,16 @@ import moe_serve
 from moe_serve.config import ServeConfig, load_config
 from moe_serve.errors import ConfigError, LaunchError, ModelError, MoeServeError
 from moe_serve.launcher import hosts
-from moe_serve.launcher.hosts import Follower, HostIsNew, Leader, Running, Start, StoppedError, token_of_hosts
+from moe_serve.launcher.hosts import (
+    Follower,
+    HostIsBack,
+    HostIsNew,
+    Leader,
+    Running,
+    Start,
+    StoppedError,
+    token_of_hosts,
+)
 from moe_serve.launcher.local import Launch
 from moe_serve.launcher.rank_start import Handover, HostMemory
 from moe_serve.launcher.system import Here, Signals, follow, lead
@@ -270,13 +279,17 @@ def test_a_connection_that_is_cut_is_made_again_and_the_host_is_the_same(port: i
         assert follower._channel is not None
         follower._channel.socket.shutdown(socket.SHUT_RDWR)
         found: list[object] = []
+        news: list[object] = []
         until_s = time.monotonic() + 10
         while (leader.missing or not follower.is_connected or not found) and time.monotonic() < until_s:
-            assert leader.turn() == []
+            news += leader.turn()
             found += [each for each in follower.turn() if isinstance(each, Start)]
             if not leader.missing and follower.is_connected:
                 leader.tell(Start(Launch(7, "h", 1)))
         assert found[0] == Start(Launch(7, "h", 1))
+        ((node_rank, message),) = news
+        assert isinstance(message, HostIsBack)
+        assert node_rank == 1
 
 
 def configs_of(nnodes: int, port: int) -> list[ServeConfig]:

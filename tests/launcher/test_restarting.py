@@ -6,10 +6,13 @@ import time
 import pytest
 
 from moe_serve.config import load_config
-from moe_serve.launcher.hosts import HostIsNew
+from moe_serve.engine.protocol.messages import ModelLimits, Ready
+from moe_serve.launcher.hosts import HostIsBack, HostIsNew
 from moe_serve.launcher.launch_watch import Loss
 from moe_serve.launcher.local import Death
 from moe_serve.launcher.system import RanksElsewhere, Signals, _Ended, _Prefill, _System
+
+LIMITS = ModelLimits("m", 100, 20, 10, [1], 4)
 
 
 class Ranks:
@@ -44,6 +47,9 @@ class Display:
 
     def note(self, text: str, style: str = "") -> None:
         self.notes.append(text)
+
+    def phase(self, rank: int, phase: str, fraction: float) -> None:
+        pass
 
     def stop(self) -> None:
         pass
@@ -251,3 +257,26 @@ def test_prefill_ranks_that_were_given_up_come_back_with_the_next_launcher_of_th
     assert system.ranks.launch_id != given_up
     assert not system.prefill.is_wrong
     assert not system.prefill.is_ready
+
+
+def test_prefill_ranks_are_started_again_where_their_start_may_be_lost_with_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system = OnTwoHosts(monkeypatch)
+    first = system.ranks.launch_id
+    system.turn(HostIsBack("b"))
+    for _ in range(3):
+        system.turn(after_s=5)
+    assert any("the connection with b was cut while they were started" in line for line in system.display.notes)
+    assert system.ranks.launch_id != first
+
+
+def test_prefill_ranks_that_serve_outlast_a_connection_of_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = OnTwoHosts(monkeypatch)
+    first = system.ranks.launch_id
+    system.prefill.take(Ready(0, first, LIMITS, {}))
+    system.turn(HostIsBack("b"))
+    for _ in range(3):
+        system.turn(after_s=5)
+    assert system.prefill.is_ready
+    assert system.ranks.launch_id == first
