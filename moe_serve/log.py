@@ -12,6 +12,7 @@ import os
 import re
 import select
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -137,24 +138,29 @@ class _Told:
 
 
 class RareWarnings:
-    """Warns at most once a minute about each source, and says how often it did not: a flood cannot fill the log."""
+    """Warns at most once a minute about each source, and says how often it did not: a flood cannot fill the log.
+
+    Threads may share it.
+    """
 
     def __init__(self, logger: logging.Logger, period_s: float = 60.0):
         self._logger = logger
         self._period_s = period_s
         self._told: dict[str, _Told] = {}
+        self._lock = threading.Lock()
 
     def warn(self, source: str, message: str, *args: object) -> None:
         """Logs a warning unless this source had one a short while ago. source: whom or what it is about"""
         now_s = time.monotonic()
-        if source not in self._told and len(self._told) >= _MAX_SOURCES:
-            source = "others"
-        told = self._told.get(source)
-        if told is not None and now_s - told.at_s < self._period_s:
-            told.num_left_out += 1
-            return
+        with self._lock:
+            if source not in self._told and len(self._told) >= _MAX_SOURCES:
+                source = "others"
+            told = self._told.get(source)
+            if told is not None and now_s - told.at_s < self._period_s:
+                told.num_left_out += 1
+                return
+            self._told[source] = _Told(now_s)
         also = f" ({told.num_left_out} more since the last such line)" if told and told.num_left_out else ""
-        self._told[source] = _Told(now_s)
         self._logger.warning(message + "%s", *args, also)
 
 

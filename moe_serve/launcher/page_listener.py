@@ -9,17 +9,17 @@ import contextlib
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from moe_serve.attention_dp.page_stream import PageMirror
 from moe_serve.dispatch.hosts.handshake import PAGES, PAGES_TAKER, Party, key_of_launch, listen
 from moe_serve.errors import ReplacedError
 from moe_serve.links.link import host_and_port
+from moe_serve.log import RareWarnings, get_logger
 
-_MOST_AT_ONCE = 64  # connections; further ones are closed at once
-_MOST_SAID = 8  # of what was printed, not to be printed again
+_MOST_UNPROVED = 64  # connections whose other ends have proved nothing yet: the oldest makes room for the next
 _PAUSE_S = 0.05
+log = get_logger(__name__)
 
 
 class PageListener:
@@ -28,21 +28,19 @@ class PageListener:
     address: HOST:PORT
     """
 
-    def __init__(self, host: str, descriptors: Sequence[int], token: str, note: Callable[[str], None]):
-        """host: an address of this host;  descriptors: of the copies, by prefill rank;  token: of the system
-        note: prints a line, from any thread
-        """
+    def __init__(self, host: str, descriptors: Sequence[int], token: str):
+        """host: an address of this host;  descriptors: of the copies, by prefill rank;  token: of the system"""
         self._listener = listen(host)
         self._own = self._listener.getsockname()[:2]
         self.address = host_and_port(*self._own)
-        self._token, self._note = token, note
-        self._said: deque[str] = deque(maxlen=_MOST_SAID)
+        self._token = token
+        self._warnings = RareWarnings(log)
         self._mirrors = [PageMirror(each) for each in descriptors]
         self._lock = threading.Lock()
         self._party: Party | None = None
         self._numbers: dict[int, int] = {}  # by rank, the newest process that has come
         self._connected: dict[int, socket.socket] = {}  # by rank, from which pages come
-        self._threads: set[threading.Thread] = set()
+        self._unproved: dict[socket.socket, None] = {}  # the oldest first
         self._ends = False
         self._thread = threading.Thread(target=self._accept, name="pages of another host", daemon=True)
         self._thread.start()
@@ -62,7 +60,7 @@ class PageListener:
         self._thread.join()
         self._listener.close()
         with self._lock:
-            for connected in self._connected.values():
+            for connected in (*self._unproved, *self._connected.values()):
                 _end(connected)
 
     def _accept(self) -> None:
@@ -72,13 +70,19 @@ class PageListener:
             except OSError:  # it is closed, or there are no descriptors left for now
                 time.sleep(_PAUSE_S)
                 continue
-            self._threads = {thread for thread in self._threads if thread.is_alive()}
-            if len(self._threads) >= _MOST_AT_ONCE:
+            with self._lock:
+                if len(self._unproved) >= _MOST_UNPROVED:
+                    oldest = next(iter(self._unproved))
+                    del self._unproved[oldest]
+                    _end(oldest)
+                self._unproved[connected] = None
+            try:
+                threading.Thread(target=self._serve, args=(connected, address), name="pages", daemon=True).start()
+            except RuntimeError:  # there are no threads left for now
+                with self._lock:
+                    self._unproved.pop(connected, None)
                 connected.close()
-                continue
-            thread = threading.Thread(target=self._serve, args=(connected, address), name="pages", daemon=True)
-            self._threads.add(thread)
-            thread.start()
+                time.sleep(_PAUSE_S)
 
     def _serve(self, connected: socket.socket, address: str) -> None:
         with connected:
@@ -88,18 +92,14 @@ class PageListener:
                 self._mirrors[rank].take(connected)
             except (OSError, ReplacedError) as error:
                 who = f"prefill rank {rank} ({address})" if rank >= 0 else address
-                self._say(f"no more pages come from {who}: {getattr(error, 'strerror', None) or error}")
+                if not self._ends:
+                    why = getattr(error, "strerror", None) or error
+                    self._warnings.warn(who, "no more pages come from %s: %s", who, why)
             finally:
                 with self._lock:
+                    self._unproved.pop(connected, None)
                     if self._connected.get(rank) is connected:
                         del self._connected[rank]
-
-    def _say(self, text: str) -> None:
-        with self._lock:
-            is_new = text not in self._said and not self._ends
-            self._said.append(text)
-        if is_new:
-            self._note(text)
 
     def _welcome(self, connected: socket.socket) -> int:
         """Returns the prefill rank that has connected, in the place of an earlier connection. Raises OSError."""
@@ -117,6 +117,7 @@ class PageListener:
             if (earlier := self._connected.get(visit.rank)) is not None:
                 _end(earlier)
             self._connected[visit.rank] = connected
+            self._unproved.pop(connected, None)
         return visit.rank
 
     def _newest(self, rank: int) -> int | None:

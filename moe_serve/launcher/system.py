@@ -248,7 +248,7 @@ def _lead_prefill(
 
     display, own, theirs = here.display, config.of_role("decode"), config.of_role("prefill")
     link = Link(folder=here.folder, token=here.link.token, for_prefill=leader.front_ends)
-    pages = PageListener(here.link.host, copies, here.link.token, display.note)
+    pages = PageListener(here.link.host, copies, here.link.token)
     with contextlib.closing(pages):
         line, folder = display.line, here.folder
         ranks = LocalRanks(own, line, folder, here.worker, link, page_files=copies, pages_at=pages.address)
