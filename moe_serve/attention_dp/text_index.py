@@ -13,32 +13,34 @@ _NGRAM = 3  # tokens that are looked up
 _ID_BITS = 21  # of each in a key
 _POSITION_BITS = 32
 _INDEX_BYTES = 120  # of one token in the index, measured: two ints and their place in a dict
+_TOKEN_BYTES = 5  # of one token in its text: an array keeps some room
+_TEXT_BYTES = 600  # of a text without tokens, measured: its array, its number and their places, and those of a salt
 
 
 class TextIndex:
     """Where each run of three tokens came last in the texts of a rank, those of each salt apart.
 
-    Memory is bounded by generations: when the young one holds half of what is allowed, the old one is forgotten.
+    Memory is bounded by generations: when the young one, texts included, holds half of what is allowed, the old one is
+    forgotten.
     """
 
     def __init__(self, max_bytes: int):
-        self._max_entries = max(1, max_bytes // _INDEX_BYTES // 2)  # of a generation
+        self._max_young_bytes = max_bytes // 2
         self._young: dict[str, dict[int, int]] = {}
         self._old: dict[str, dict[int, int]] = {}
-        self._num_young = 0
+        self._young_bytes = 0
         self._texts: dict[int, array[int]] = {}
         self._num_entered: dict[int, int] = {}  # runs of each text, the first ones
         self._num_texts = 0
         self._of_old: set[int] = set()  # texts that no entry of the young generation names
 
     def begin(self) -> int:
-        """Returns the number of a new text."""
+        """Returns the number of a new text, which takes no memory before it has tokens."""
         self._num_texts += 1
-        self._texts[self._num_texts] = array("i")
         return self._num_texts
 
     def text(self, number: int) -> "array[int] | None":
-        """Returns the tokens of a text, None if they are forgotten."""
+        """Returns the tokens of a text, None if it has none or they are forgotten."""
         return self._texts.get(number)
 
     def extend(self, number: int, salt: str, token_ids: Sequence[int], enters: bool = True) -> None:
@@ -47,19 +49,25 @@ class TextIndex:
         enters: whether to enter all runs that are not; the others are found in their own text alone
         """
         text = self._texts.setdefault(number, array("i"))
+        if not text or number in self._of_old:  # the young generation has all of it from now on
+            self._of_old.discard(number)
+            self._young_bytes += _TEXT_BYTES + _TOKEN_BYTES * len(text)
         text.extend(token_ids)
-        self._of_old.discard(number)
-        if not enters or self.num_left(number) <= 0:
-            return
+        self._young_bytes += _TOKEN_BYTES * len(token_ids)
+        if enters and self.num_left(number) > 0:
+            self._enter(number, salt, text)
+        if self._young_bytes > self._max_young_bytes:
+            self._forget_old()
+
+    def _enter(self, number: int, salt: str, text: "array[int]") -> None:
+        """Enters the runs of a text that are not, but for the one that ends with its last token."""
         first, entries = self._num_entered.get(number, 0), self._young.setdefault(salt, {})
         before, ids = len(entries), np.frombuffer(text, np.int32)[first:].astype(np.int64)
         keys = ids[:-3] << 2 * _ID_BITS | ids[1:-2] << _ID_BITS | ids[2:-1]
         places = (number << _POSITION_BITS) + first + _NGRAM + np.arange(len(keys))
         entries.update(zip(keys.tolist(), places.tolist(), strict=True))
         self._num_entered[number] = first + len(keys)
-        self._num_young += len(entries) - before
-        if self._num_young > self._max_entries:
-            self._forget_old()
+        self._young_bytes += _INDEX_BYTES * (len(entries) - before)
 
     def num_left(self, number: int) -> int:
         """Returns how many runs of a text are not entered."""
@@ -96,4 +104,4 @@ class TextIndex:
             self._texts.pop(number, None)
             self._num_entered.pop(number, None)
         self._of_old = set(self._texts)
-        self._old, self._young, self._num_young = self._young, {}, 0
+        self._old, self._young, self._young_bytes = self._young, {}, 0

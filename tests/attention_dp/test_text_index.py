@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +39,33 @@ def test_texts_of_other_salts_are_not_found():
     index.extend(third, "mine", [1, 2, 3])
     assert index.find(second, "yours") is None
     assert index.find(third, "mine") == (first, 3)
+
+
+def num_bytes(index: TextIndex) -> int:
+    """What texts and entries take, as measured where there are many of them."""
+    entries = sum(len(each) for generation in (index._young, index._old) for each in generation.values())
+    return 120 * entries + sum(each.__sizeof__() for each in index._texts.values())
+
+
+@pytest.mark.parametrize("num_shared", [1000, 950, 0], ids=["equal", "a shared prefix", "nothing shared"])
+@pytest.mark.parametrize("enters", [True, False])
+def test_texts_count_as_memory_whether_or_not_they_bring_new_runs(num_shared, enters):
+    draw = random.Random(0)
+    prefix = list(range(num_shared))
+    index = TextIndex(MIB)
+    for _ in range(1000):
+        index.extend(index.begin(), "", prefix + [draw.randrange(2**20) for _ in range(1000 - num_shared)], enters)
+        assert num_bytes(index) <= MIB + 120 * 1000
+    assert index.text(index._num_texts) is not None
+
+
+def test_texts_that_grow_all_the_time_are_forgotten_too():
+    index = TextIndex(MIB)
+    numbers = [index.begin() for _ in range(100)]
+    for _ in range(1000):
+        for number in numbers:
+            index.extend(number, "", [1, 2, 3, 4, 5, 6, 7, 8], enters=False)
+        assert num_bytes(index) <= MIB + 1000
 
 
 def test_memory_is_bounded_and_the_oldest_texts_are_forgotten():
