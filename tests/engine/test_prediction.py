@@ -18,7 +18,8 @@ from moe_serve.config import load_config
 from moe_serve.engine.build import pack_weights
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.model_plan import ModelPlan
-from moe_serve.errors import ConfigError
+from moe_serve.eplb.files.placements import write_placement
+from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.models.families.registry import read_spec
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import PLAIN, same
@@ -228,3 +229,26 @@ def test_what_goes_without_the_layer_is_refused_with_a_way_out(predicting: Predi
     message = refused(tmp_path)
     assert f"no layer {values['num_hidden_layers'] + 1}" in message
     assert "speculation.mode: auto" in message
+
+
+def test_auto_goes_without_the_layer_where_files_are_of_the_own_layers(predicting: Predicting, tmp_path: Path) -> None:
+    """So that placements and traces of servers without it are still good; a placement with that layer brings it."""
+    folder, path = predicting("glm4_moe")[1], tmp_path / "placement.json"
+
+    def plan_of(mode: str, *overrides: str) -> ModelPlan:
+        config = load_config(overrides=[f"model.path={folder}", f"speculation.mode={mode}", *overrides])
+        return ModelPlan.of(config, read_spec(folder), torch.device("cpu"))
+
+    own, predicts = plan_of("off"), plan_of("auto")
+    assert (own.spec.predictor_id, predicts.spec.predictor_id) == (None, own.spec.num_layers)
+    for plan in (own, predicts):
+        write_placement(plan.placement, path)
+        found = plan_of("auto", f"eplb.init_expert_location={path}")
+        assert found.spec.predictor_id == plan.spec.predictor_id
+        assert found.placement.moe_layer_ids == plan.placement.moe_layer_ids
+    record = f"eplb.record_path={tmp_path / 'load.jsonl'}"
+    assert plan_of("auto", "eplb.mode=static", record).spec == own.spec
+    assert plan_of("mtp", "eplb.mode=static", record).spec == predicts.spec
+    path.write_text("{}")
+    with pytest.raises(PlacementError, match="not a placement"):
+        plan_of("auto", f"eplb.init_expert_location={path}")

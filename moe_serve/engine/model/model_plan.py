@@ -15,7 +15,7 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_activations, choose_expert_form, has_e4m3
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.make import ServedSplit
-from moe_serve.errors import CapacityError, ConfigError
+from moe_serve.errors import CapacityError, ConfigError, PlacementError
 from moe_serve.kernels.cpu.library import AMX, CpuLibrary, find_cpu_library
 from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
@@ -177,10 +177,25 @@ def why_no_predictor(config: ServeConfig, spec: ModelSpec, folder: Path | None, 
          "recordings of single passes have no place for that layer's; set eplb.recorder_mode: stat"),
         (device.type != "cpu" and config.speculation.mode == "auto",
          "on a GPU decode steps are not captured in graphs beside that layer; set speculation.mode: mtp"),
+        (config.eplb.record_path is not None and config.speculation.mode == "auto",
+         "a trace of the model's own layers could not go on with that layer's load; set speculation.mode: mtp and name "
+         "a new eplb.record_path"),
+        (config.speculation.mode == "auto" and spec.num_predictors > 0 and not _is_placed(config, spec.with_predictor()),
+         f"{config.eplb.init_expert_location} does not place its experts; set eplb.init_expert_location: trivial, or "
+         "take a placement with one more layer"),
     ):  # fmt: skip
         if applies:
             return why
     return None
+
+
+def _is_placed(config: ServeConfig, spec: ModelSpec) -> bool:
+    """Returns whether the placement at start has the layers of this spec."""
+    try:
+        make_placement(config, spec)
+    except PlacementError:
+        return False
+    return True
 
 
 def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
