@@ -153,19 +153,21 @@ class PageReceiver:
         cache.touch()  # whose blocks are new to the system, too, where pages of the first prompts come
         self._cache, self.page_bytes = cache, cache.page_bytes
         self._next = [0] * len(self._rings)  # behind the last slot that was found, by prefill rank
+        # By prefill rank: what was looked for and is not there, while no more pages than these have been sent.
+        self._awaited: list[set[tuple[str, Handover, int]]] = [set() for _ in self._rings]
+        self._awaited_at = [-1] * len(self._rings)
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def take(self, request: Request, handover: Handover, first: int, blocks: Sequence[int]) -> int:
         """Copies the pages of a request from index `first` on into blocks that only it holds; returns how many are
         right. Where that is not all, the reason is counted."""
         slots = self.find(request.request_id, handover, first, len(blocks))
-        num_right, reason = 0, handover.why_short or self._why_missing(request, handover, first)
+        num_right, damage = 0, None
         if slots:
             num_right, damage = self._copy(request, handover, first, blocks, slots)
-            reason = damage or reason
         self.counters["from_prefill"] += num_right
         if num_right < len(blocks):
-            self.counters[reason] += 1
+            self.counters[damage or handover.why_short or self._why_missing(request, handover, first)] += 1
         return num_right
 
     def num_there(self, request: Request, handover: Handover, first: int, count: int) -> int:
@@ -174,8 +176,19 @@ class PageReceiver:
             return count
         if time.monotonic() - request.arrived_s > self._wait_s:
             return count
-        num_there = len(self.find(request.request_id, handover, first, count))
-        return count if not num_there and self._has_passed(request, handover, first) else num_there
+        rank, asked = handover.rank, (request.request_id, handover, first)
+        num_sent = self.num_sent(rank)
+        if num_sent != self._awaited_at[rank]:
+            self._awaited_at[rank] = num_sent
+            self._awaited[rank].clear()
+        elif asked in self._awaited[rank]:
+            return 0
+        if num_there := len(self.find(request.request_id, handover, first, count)):
+            return num_there
+        if self._has_passed(request, handover, first):
+            return count
+        self._awaited[rank].add(asked)
+        return 0
 
     def _has_passed(self, request: Request, handover: Handover, index: int) -> bool:
         """Returns whether a later page of a hand-over is there. They come in order, so this one comes no more: decode

@@ -314,6 +314,29 @@ def test_a_sender_that_is_silent_is_given_up(way: Way, monkeypatch: pytest.Monke
 # ---- a decode rank on another host
 
 
+def test_a_step_looks_for_awaited_pages_only_when_more_have_come(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking takes a pass over all slots."""
+    sender, receiver = way.sender(), PageReceiver([way.copy], cache_of(20), wait_s=60.0)
+    looks: list[str] = []
+    for name in ("find", "_has_passed"):
+        look = getattr(receiver, name)
+        monkeypatch.setattr(receiver, name, lambda *args, name=name, look=look: (looks.append(name), look(*args))[1])
+    assert eventually(lambda: receiver._is_connected(0), 30)
+    handover, requests = Handover(0, LAUNCH, 0), [request_of(name, 5) for name in "ab"]
+    for request in requests:
+        request.arrived_s = time.monotonic()
+    for _ in range(3):
+        assert [receiver.num_there(request, handover, 0, 5) for request in requests] == [0, 0]
+    assert looks == ["find", "_has_passed"] * 2
+    sender.send(request_of("b", 5), 0, 5)
+    assert eventually(lambda: receiver.num_sent(0) == 5, 30)
+    for _ in range(3):
+        assert [receiver.num_there(request, handover, 0, 5) for request in requests] == [0, 5]
+    looks.clear()
+    assert receiver.take(requests[1], handover, 0, list(range(5))) == 5
+    assert looks == ["find"], "nothing is missing, so there is no reason to find"
+
+
 @pytest.mark.parametrize("end", ["they come", "they are late", "the connection ends", "the first ones are not sent"])
 def test_a_request_waits_a_while_for_pages_that_are_sent_still(end: str) -> None:
     prefill = Rank()
