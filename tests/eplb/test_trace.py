@@ -87,6 +87,21 @@ def test_csv_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_trace_that_counts_decodes_from_some_record_on_goes_into_an_npz(tmp_path: Path) -> None:
+    """A server that counts them has continued the trace of one that did not."""
+    records = [replace(record, decodes=record.decodes if index > 1 else None) for index, record in enumerate(example())]
+    trace = LoadTrace.of(records, (3, 4, 6), 2, "a model")
+    write_trace(trace, tmp_path / "t.npz")
+    assert_same(trace, read_trace(tmp_path / "t.npz"))
+
+
+@pytest.mark.parametrize("decodes", [np.arange(2), np.ones((2, 7), int), np.full((2, 8), -2), np.ones((2, 2, 8), int)])
+def test_counts_of_decodes_of_another_form_are_refused_by_name(decodes: np.ndarray, tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", counts=np.ones((2, 1, 4), int), decodes=decodes)
+    with pytest.raises(TraceError, match=r"t\.npz, key decodes\[0\]: expected 8 whole numbers"):
+        list(read_trace(tmp_path / "t.npz"))
+
+
 def test_npz_refuses_records_that_differ_in_their_fields(tmp_path: Path) -> None:
     first, second = list(example(2))
     trace = LoadTrace.of([first, replace(second, by_source=None)], (3, 4, 6))

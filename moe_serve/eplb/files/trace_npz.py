@@ -1,8 +1,8 @@
 """Our .npz trace: `counts` [T, L, E] int64 and, where recorded, more arrays with one row per record; `meta` is JSON.
 
 Members: counts; first_step, num_steps [T] int64; phase [T] text; step_time_s [T] float64 (NaN = none);
-num_forwards, placement_version [T] int64 (-1 = none); activations [T, L, E]; by_source [T, L, R, E];
-per_step [T, S, L, E]; decodes [T, 8], as DecodeCounts.numbers; phy2log [T, L, P] with num_ranks in meta. Only `counts`
+num_forwards, placement_version [T] int64 (-1 = none); decodes [T, 8] int64, as DecodeCounts.numbers (all -1 = none);
+activations [T, L, E]; by_source [T, L, R, E]; per_step [T, S, L, E]; phy2log [T, L, P] with num_ranks in meta. Only `counts`
 is required, so a plain np.savez(counts=...) is a trace.
 Read row by row from the zip, and written through temporary files beside the target, so neither holds the whole trace.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 from moe_serve.eplb.files.trace_jsonl import OPTIONAL_FIELDS, TraceMeta
 from moe_serve.eplb.files.untrusted import ZIP_ERRORS, ByteProgress, check_table_size, counted, naming, zip_names
-from moe_serve.eplb.load import DecodeCounts, LoadRecord, LoadTrace
+from moe_serve.eplb.load import NUM_DECODE_COUNTS, DecodeCounts, LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError
 
@@ -32,6 +32,7 @@ _FIELDS = (
     "counts", "first_step", "num_steps", "phase", "step_time_s", "num_forwards", "placement_version", "phy2log",
     "decodes",
 )  # fmt: skip
+_NO_DECODES = np.full(NUM_DECODE_COUNTS, -1, dtype=np.int64)
 
 
 def is_trace_npz(path: Path) -> bool:
@@ -86,6 +87,7 @@ class _Reader:
                 row = {name: member.next(index) for name, member in rows.items()}
                 if "phy2log" in row and self.num_ranks:
                     placement = self._placement(row["phy2log"], placement, index)
+                decodes = self._decodes(row["decodes"], index) if "decodes" in row else None
                 with naming(f"{self.path}, record {index}"):
                     num_steps = int(row.get("num_steps", 1))
                     version = int(row.get("placement_version", -1))
@@ -100,11 +102,16 @@ class _Reader:
                         placement=placement,
                         step_time_s=None if math.isnan(time_s) else time_s,
                         num_forwards=None if forwards < 0 else forwards,
-                        decodes=DecodeCounts.of(row["decodes"].tolist()) if "decodes" in row else None,
+                        decodes=decodes,
                         **{name: row[name] for name in OPTIONAL_FIELDS if name in row},
                     )
                 yield record
                 step += num_steps
+
+    def _decodes(self, numbers: np.ndarray, index: int) -> DecodeCounts | None:
+        with naming(f"{self.path}, key decodes[{index}]"):
+            numbers = np.atleast_1d(numbers)
+            return None if np.array_equal(numbers, _NO_DECODES) else DecodeCounts.of(numbers.tolist())
 
     def _placement(self, table: np.ndarray, last: Placement | None, index: int) -> Placement:
         if last is not None and np.array_equal(table, last.physical_to_logical):
@@ -195,10 +202,9 @@ class _Writer:
             "step_time_s": np.float64(math.nan if record.step_time_s is None else record.step_time_s),
             "num_forwards": np.int64(-1 if record.num_forwards is None else record.num_forwards),
             "placement_version": np.int64(-1 if record.placement_version is None else record.placement_version),
+            "decodes": _NO_DECODES if record.decodes is None else np.array(record.decodes.numbers, dtype=np.int64),
         }
         row |= {name: getattr(record, name) for name in OPTIONAL_FIELDS if getattr(record, name) is not None}
-        if record.decodes is not None:
-            row["decodes"] = np.array(record.decodes.numbers, dtype=np.int64)
         if record.placement is not None:
             row["phy2log"] = record.placement.physical_to_logical
             self._num_ranks = record.placement.num_ranks
