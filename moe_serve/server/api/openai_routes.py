@@ -191,8 +191,7 @@ def add_openai(
         def parse(body: bytes) -> ScoreRequest:
             return parse_score(body, bridge.book.capacity, bridge.limits, pipeline.tokenizer)
 
-        words = partial(_in_openai_words, prompt="items", names=SCORE_NAMES)
-        given, call = await pipeline.open(request, parse, call_of, words)
+        given, call = await pipeline.open(request, parse, call_of, _in_words_of_scores)
         return CallResponse(call, bridge, ScoreAnswers(given, name), stream=False)
 
     @app.post(f"{MESSAGES}/count_tokens")
@@ -225,6 +224,13 @@ def _in_openai_words(error: RequestError, prompt: str, names: ParamNames = OPENA
         return RequestError(re.sub(rf"^{field}\b", prompt, message), prompt)
     shorter = RequestError(message.replace("sampling_params.", ""), field.removeprefix("sampling_params."))
     return names.translated(shorter)
+
+
+def _in_words_of_scores(error: RequestError) -> RequestError:
+    """Returns an error about a prompt, which is a query and an item, as one about both of them."""
+    if error.field in ("text", "input_ids"):
+        return RequestError(re.sub(rf"^{error.field}\b", "query with an item", str(error)), "items")
+    return _in_openai_words(error, "items", SCORE_NAMES)
 
 
 def add_tokenize(app: FastAPI, pipeline: RequestPipeline, templates: ChatTemplates, names: Sequence[str]) -> None:

@@ -81,4 +81,9 @@ async def test_a_wrong_field_is_named():
         for fields, param in WRONG:
             response = await post(served, "/v1/score", **fields)
             assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+        for query, item in (("a b" * 200, "c"), ([5] * 150, [5] * 100)):
+            response = await post(served, "/v1/score", query=query, items=[item], **LABELS)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "items")
+            assert error["message"].startswith("query with an item has "), error["message"]
         assert (await post(served, "/v1/score", model="x", query="a", items=["b"], **LABELS)).status_code == 404
