@@ -180,7 +180,7 @@ def why_no_predictor(config: ServeConfig, spec: ModelSpec, folder: Path | None, 
         (config.eplb.record_path is not None and config.speculation.mode == "auto",
          "a trace of the model's own layers could not go on with that layer's load; set speculation.mode: mtp and name "
          "a new eplb.record_path"),
-        (config.speculation.mode == "auto" and spec.num_predictors > 0 and not _is_placed(config, spec.with_predictor()),
+        (config.speculation.mode == "auto" and not _places_predictor(config, spec),
          f"{config.eplb.init_expert_location} does not place its experts; set eplb.init_expert_location: trivial, or "
          "take a placement with one more layer"),
     ):  # fmt: skip
@@ -189,10 +189,10 @@ def why_no_predictor(config: ServeConfig, spec: ModelSpec, folder: Path | None, 
     return None
 
 
-def _is_placed(config: ServeConfig, spec: ModelSpec) -> bool:
-    """Returns whether the placement at start has the layers of this spec."""
+def _places_predictor(config: ServeConfig, spec: ModelSpec) -> bool:
+    """Returns whether the placement at start places the experts of a model with its predicting layer, if it has one."""
     try:
-        make_placement(config, spec)
+        make_placement(config, spec.with_predictor() if spec.num_predictors else spec)
     except PlacementError:
         return False
     return True
