@@ -30,7 +30,8 @@ _LAYER_STEPS, _REST_STEPS, _MOST_REST_STEPS = 16, 512, 8192
 class DecodeStep(NamedTuple):
     """What a step of decodes alone took, in seconds, and yielded.
 
-    num_layer_drafts, num_layer_right: of the drafts, those of the model's layer, and those of them that were right
+    num_layer_drafts: of the drafts, those of the model's layer
+    num_layer_requests, num_layer_right: requests that began while the layer ran, and its drafts that were right of them
     look_s:  of the time, looking for drafts;  layer_s: running the layer
     """
 
@@ -41,6 +42,7 @@ class DecodeStep(NamedTuple):
     look_s: float = 0.0
     layer_s: float = 0.0
     num_layer_drafts: int = 0
+    num_layer_requests: int = 0
     num_layer_right: int = 0
 
 
@@ -295,21 +297,25 @@ class DraftGate:
     def wants_layer(self, has_prompt: bool) -> bool:
         """Returns whether the layer should run in this step. It begins again with a prompt, whose rows it needs.
 
-        has_prompt: the step begins one
+        has_prompt: the step begins one; going on with one is not enough
         """
         if not self.layer_runs and has_prompt and self._has_layer and self._layer_rest <= 0:
             self.layer_runs, self._layer_gain, self._layer_steps = True, 0.0, 0
         return self.layer_runs
 
     def _judge_layer(self, step: DecodeStep, plain_s: float) -> None:
-        """Counts what the layer has given and taken in a step, and ends its runs where they do not pay."""
+        """Counts what the layer has given and taken in a step, and ends its runs where they do not pay.
+
+        Requests that began before it ran have none of its keys. What it gives is counted as if all were like those that
+        have them; where none has, it gives nothing.
+        """
         if not self.layer_runs:
             return
         cost = step.layer_s / plain_s
         if step.num_drafts:
             of_rows = max(0.0, (step.seconds - step.layer_s) / plain_s - 1)
             cost += of_rows * step.num_layer_drafts / step.num_drafts
-        self._layer_gain += step.num_layer_right / step.num_requests - min(cost, 2.0)
+        self._layer_gain += step.num_layer_right / max(1, step.num_layer_requests) - min(cost, 2.0)
         self._layer_steps += 1
         if self._layer_steps < _LAYER_STEPS:
             return

@@ -118,6 +118,11 @@ class PageSender:
                 self._stream.wrote(count)
             first += count
 
+    def close(self) -> None:
+        """Ends the connection with the host of the decode ranks, if that is another one."""
+        if self._stream is not None:
+            self._stream.close()
+
     def _send(self, request: Request, first: int, end: int, slot: int) -> None:
         heads = heads_of(
             self._copier.magic, self._cache, self._launch_id, request.request_id, request.attempt, first,

@@ -73,6 +73,8 @@ class PageStream:
                     connected.settimeout(QUIET_S)
                     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     with self._changed:
+                        if self._ends:
+                            return
                         self._connected = connected
                     self._send_all(connected)
             except OSError as error:

@@ -9,7 +9,7 @@ are right on average. `DraftGate` says when to look, and how many are worth thei
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -116,9 +116,10 @@ class Speculator:
         self._right = dict.fromkeys(SOURCES, 1.0)  # of all requests
         self._tried = dict.fromkeys(SOURCES, 2.0)
         self._newest: Request | None = None  # of those that decode
+        self._without_layer: set[Request] = set()  # that began before the model's layer did, of which it has no keys
         # Of this step:
         self._look_s = 0.0
-        self._num_drafts = self._num_layer_drafts = self._num_layer_right = 0
+        self._num_drafts = self._num_layer_drafts = self._num_layer_requests = self._num_layer_right = 0
 
     def is_due(self, newest: Request) -> bool:
         """Returns whether to look for drafts in this step. Called once for each step that decodes.
@@ -127,17 +128,22 @@ class Speculator:
         """
         has_new, self._newest = newest is not self._newest, newest
         self._look_s = 0.0
-        self._num_drafts = self._num_layer_drafts = self._num_layer_right = 0
+        self._num_drafts = self._num_layer_drafts = self._num_layer_requests = self._num_layer_right = 0
         return self.gate.is_due(has_new)
 
-    def num_predictions(self, has_prompt: bool) -> int:
+    def num_predictions(self, has_prompt: bool, going_on: Iterable[Request]) -> int:
         """Returns how many tokens the model's layer should predict of each request behind this step; 0: it may rest.
 
-        has_prompt: the step begins a prompt
+        has_prompt: the step begins a prompt;  going_on: the requests that it does not begin
         """
         if not self._predicted_drafts:
             return 0
-        return self._predicted_drafts if self._always or self.gate.wants_layer(has_prompt) else 0
+        has_rested = not self.gate.layer_runs
+        if not self._always and not self.gate.wants_layer(has_prompt):
+            return 0
+        if has_rested:
+            self._without_layer = set(going_on)
+        return self._predicted_drafts
 
     def predict(self, request: Request, token_ids: Sequence[int]) -> None:
         """Takes what the model predicts behind the known tokens of a request, as drafts for its next step."""
@@ -148,6 +154,7 @@ class Speculator:
         """Returns tokens that may come next in each request, together at most `num_rows`."""
         began_s = time.perf_counter()
         self._drafted.clear()  # of a step that was void
+        self._num_layer_requests = len(requests) - sum([request in self._without_layer for request in requests])
         room, found, chances = _INDEXED_AT_ONCE, [], []
         for request in requests:
             follower = self._follower(request)
@@ -179,12 +186,12 @@ class Speculator:
         self._num_drafts += num_drafts
         if kind == MTP:
             self._num_layer_drafts += num_drafts
-            self._num_layer_right += num_accepted
+            self._num_layer_right += 0 if request in self._without_layer else num_accepted
 
     def ended(self, num_requests: int, num_tokens: int, seconds: float, layer_s: float = 0.0) -> None:
         """Learns what a step of decodes alone took and yielded, drafts and the runs of the model's layer included."""
         if self.gate.measures:
-            of_layer = layer_s, self._num_layer_drafts, self._num_layer_right
+            of_layer = layer_s, self._num_layer_drafts, self._num_layer_requests, self._num_layer_right
             self.gate.ended(DecodeStep(num_requests, self._num_drafts, num_tokens, seconds, self._look_s, *of_layer))
 
     def totals(self) -> dict[str, float]:
@@ -195,6 +202,7 @@ class Speculator:
         """Forgets what it knows about a request, which has left; its text stays in the index."""
         if request is self._newest:
             self._newest = None
+        self._without_layer.discard(request)
         follower = self._followers.pop(request, None)
         has_use = self._always or self.gate.pays
         if follower is not None and follower.num_read and (has_use or follower.text % _SAMPLED == 0):

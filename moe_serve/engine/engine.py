@@ -210,6 +210,8 @@ class Engine:
             self.expert_server.close()
         if self.scheduler.blocks.tiers is not None:
             self.scheduler.blocks.tiers.close()
+        if self.scheduler.blocks.sender is not None:
+            self.scheduler.blocks.sender.close()
         self.balancing.close()
         self.records.close()
         self.served.all_to_all.close()

@@ -1,7 +1,7 @@
 """What one rank has in memory: weights, caches, the largest step. Sizes and forms are those of its plan.
 
-`moe-serve check` shows all of it; the log of a start has what lasts between steps. Programs, libraries and what Python
-keeps are not counted.
+`moe-serve check` shows all of it; the log of a start has what a rank alone has between steps. Programs,
+libraries and what Python keeps are not counted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,11 +37,20 @@ class Memory:
 
 
 def lasting_memory(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | None = None) -> Iterator[Memory]:
-    """Yields what a rank has beside its weights between steps. taken: buffers of dispatch allocated at the start"""
+    """Yields what a rank alone has beside its weights between steps. taken: dispatch buffers allocated at the start"""
     yield from _cache(config, plan)
     yield from _index_of_texts(config)
     yield from _dispatch_buffers(config, plan, taken)
     yield _rotations(plan)
+
+
+def page_memory(config: ServeConfig) -> Iterator[Memory]:
+    """Yields a rank's part of what the ranks of a host fill together. This is for `check`: a rank of one role does not
+    know how many of the other are beside it."""
+    if config.cache.host_gb is not None:
+        num_ranks = config.parallel.num_ranks // config.launcher.nnodes + _num_prefill_beside(config)
+        pages = f"its part of cache.host_gb {config.cache.host_gb:g}, which the ranks of a host fill together"
+        yield Memory("pages in memory", int(config.cache.host_gb * 1e9) // num_ranks, pages)
 
 
 def step_memory(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
@@ -97,10 +106,6 @@ def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
         if not plan.num_snapshots:
             why = f"cache.snapshot_gib {config.cache.snapshot_gib:g} holds none, so no prefix is reused"
         yield Memory("snapshots of states", plan.num_snapshots * size, why)
-    if config.cache.host_gb is not None:
-        num_ranks = config.parallel.num_ranks // config.launcher.nnodes + _num_prefill_beside(config)
-        pages = f"its part of cache.host_gb {config.cache.host_gb:g}, which the ranks of a host fill together"
-        yield Memory("pages in memory", int(config.cache.host_gb * 1e9) // num_ranks, pages)
 
 
 def _index_of_texts(config: ServeConfig) -> Iterator[Memory]:
@@ -190,5 +195,5 @@ def bytes_in_words(number: int) -> str:
 
 
 def _num_prefill_beside(config: ServeConfig) -> int:
-    """Returns how many prefill ranks are on the host of those that decode."""
+    """Returns how many prefill ranks are on the host of those that decode, by the configuration of both."""
     return config.parallel.num_prefill_ranks if config.parallel.role == "both" else 0

@@ -179,7 +179,7 @@ def layer_steps(gate: DraftGate, num_steps: int, layer_s: float, is_right: bool)
         right = int(is_right) * lengths[0]
         seconds = 1.0 + 0.1 * lengths[0] + layer_s * runs
         if gate.measures:
-            gate.ended(DecodeStep(1, lengths[0], 1 + right, seconds, 0.0, layer_s * runs, lengths[0], right))
+            gate.ended(DecodeStep(1, lengths[0], 1 + right, seconds, 0.0, layer_s * runs, lengths[0], 1, right))
         ran.append(runs)
     return ran
 

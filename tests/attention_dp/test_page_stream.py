@@ -96,8 +96,7 @@ class Way:
 
     def close(self) -> None:
         for sender in self.senders:
-            assert sender._stream is not None
-            sender._stream.close()
+            sender.close()
         cut(*self._sockets)
         for thread in self._threads:
             thread.join(60)
@@ -244,8 +243,7 @@ def test_what_is_written_over_before_it_is_sent_is_left_out(way: Way) -> None:
 def test_a_sender_that_is_started_anew_begins_with_empty_memory(way: Way) -> None:
     way.sender().send(request_of("a", 5), 0, 5)
     assert eventually(lambda: way.num_here() == 5, 30)
-    assert way.senders[0]._stream is not None
-    way.senders[0]._stream.close()
+    way.senders[0].close()
     way.sender().send(request_of("b", 2), 0, 2)
     assert eventually(lambda: take(way, "b", 2) == (2, ""), 30)
     assert take(way)[0] == 0

@@ -1,5 +1,7 @@
 """Where drafts come from, and how many of them are worth their rows."""
 
+from collections.abc import Callable
+
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.speculation import FORM, MTP, OWN, SHARED, Speculator
@@ -158,6 +160,43 @@ def test_a_request_takes_the_drafts_of_which_more_are_right():
     assert counters.num_drafts[MTP] > 0 < counters.num_drafts[OWN]
     assert set(taken[10:30]) == {1}, "of the layer"
     assert max(taken[-10:]) > 1, "text, which is right again, has more"
+
+
+def test_the_layer_is_judged_by_requests_that_began_while_it_ran():
+    """Others have none of its keys: of eight requests that decode one began since, and its drafts are right."""
+    speculator = Speculator(1, MIB, shares_text=False, predicted_drafts=1, reads_text=False)
+    requests, layer_s, ran = [request(str(number), [1], [2]) for number in range(8)], 0.2, []
+
+    def run(num_steps: int, begun: Request | None, right_of: Callable[[Request], bool]) -> None:
+        for number in range(num_steps):
+            has_prompt = number == 0 and begun is not None
+            going_on = [each for each in requests if each is not begun or number]
+            runs = speculator.num_predictions(has_prompt, going_on) > 0
+            drafts = speculator.draft(requests, 99) if speculator.is_due(requests[-1]) else [()] * len(requests)
+            num_right = 0
+            for each, found in zip(requests, drafts, strict=True):
+                if found:
+                    speculator.verified(each, 1, int(right_of(each)))
+                    num_right += right_of(each)
+                each.output_ids += [5] * (1 + (bool(found) and right_of(each)))
+                if runs:
+                    speculator.predict(each, [5])
+            seconds = 1 + 0.01 * sum(map(len, drafts)) + layer_s * runs
+            speculator.ended(len(requests), len(requests) + num_right, seconds, layer_s * runs)
+            ran.append(runs)
+
+    run(700, None, lambda each: False)
+    assert not any(ran[20:]), "it has lost, and no request begins"
+    requests[-1] = begun = request("new", [1], [2])
+    ran.clear()
+    run(300, begun, lambda each: each is begun)
+    assert all(ran)
+    requests[-1] = requests[0]
+    speculator.end(begun)
+    requests.pop()
+    ran.clear()
+    run(100, None, lambda each: True)
+    assert not any(ran[40:]), "nobody is left whom it could help"
 
 
 def test_counters_have_the_place_of_drafts_that_were_right():

@@ -2,22 +2,24 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk
 from moe_serve.attention_dp.speculation import MTP, Speculator
 from moe_serve.config import load_config
 from moe_serve.engine.build import pack_weights
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.model_plan import ModelPlan
+from moe_serve.engine.model.prediction import TokenPredictor
 from moe_serve.eplb.files.placements import write_placement
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.models.families.registry import read_spec
@@ -95,6 +97,27 @@ def _now_and_then(engine: Engine) -> None:
     gate.wants_layer = wants  # type: ignore[method-assign]
     gate.lengths = lambda num, chances, most, num_rows: list(most)  # type: ignore[method-assign]
     engine.run = checked  # type: ignore[method-assign]
+
+
+def test_the_layer_is_tried_again_with_a_step_that_begins_a_prompt() -> None:
+    """With its first rows, behind what was cached of it: the layer has no keys of a prompt that only goes on."""
+    asked: list[tuple[bool, list[str]]] = []
+
+    class Asked:
+        def num_predictions(self, has_prompt: bool, going_on: Iterable[Request]) -> int:
+            asked.append((has_prompt, [request.request_id for request in going_on]))
+            return 3
+
+    none: Any = None
+    predictor = TokenPredictor(none, none, cast("Any", Asked()), none, 8)
+    decoding, prompt, cached = (Request(name, 0, list(range(40)), [], SamplingParams(9), 0) for name in "dpc")
+    cached.num_cached_prompt = 16
+    decode = ScheduledChunk(decoding, 40, 1, True)
+    for prefill in (ScheduledChunk(prompt, 0, 8, False), ScheduledChunk(prompt, 8, 8, False),
+                    ScheduledChunk(cached, 16, 8, False), ScheduledChunk(cached, 24, 16, True)):  # fmt: skip
+        assert predictor.num_runs(Proposal((decode,), (prefill,))) == 3
+        assert predictor.num_runs(Proposal((), (prefill,))) == (3 if prefill.samples else 1)
+    assert asked[::2] == [(True, ["d"]), (False, ["d", "p"]), (True, ["d"]), (False, ["d", "c"])]
 
 
 def test_auto_goes_without_a_layer_that_it_cannot_have(predicting: Predicting) -> None:

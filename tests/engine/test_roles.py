@@ -6,6 +6,7 @@ at decode rank i // P % D, so that pages go from each to each.
 
 import os
 import random
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_serve.attention_dp.page_channel import COUNTERS
+from moe_serve.attention_dp.page_channel import COUNTERS, PageSender
 from moe_serve.attention_dp.page_ring import PageFiles
 from moe_serve.attention_dp.request import Handover, SamplingParams
 from moe_serve.config import load_config
@@ -209,3 +210,30 @@ def test_tokens_do_not_notice_experts_that_move_in_both_groups(tmp_path: Path) -
     activations = check_apart(Ways(2, 2), model, tmp_path, 12, [*ways, *DYNAMIC], prepare=move_always)
     assert min(activations) > 5
     assert len(set(activations[:2])) == len(set(activations[2:])) == 1, "ranks of a group move together"
+
+
+def _streams_pages(engine: Engine) -> None:
+    """Gives a rank a stream to a host that is not there, and fails where it goes on behind the engine's end."""
+    pages, close = os.memfd_create("pages"), engine.close
+    os.ftruncate(pages, 1 << 20)
+    blocks = engine.scheduler.blocks
+    blocks.sender = PageSender(pages, engine.served.cache, LAUNCH, _dial)
+    stream = blocks.sender._stream
+    assert stream is not None
+    assert stream._thread.is_alive()
+
+    def closed() -> None:
+        close()
+        assert not stream._thread.is_alive()
+        os.close(pages)
+
+    engine.close = closed  # type: ignore[method-assign]
+
+
+def _dial() -> socket.socket:
+    raise OSError("no route to host")
+
+
+def test_an_engine_that_ends_sends_no_more_pages(tmp_path: Path) -> None:
+    overrides = [*SMALL, f"model.path={tiny_model(tmp_path, 'qwen3_moe')}"]
+    assert len(serve(1, requests(1), overrides, prepare=_streams_pages).tokens["0"]) == 6

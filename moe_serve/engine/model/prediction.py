@@ -43,7 +43,9 @@ class TokenPredictor:
         """Returns how often the layer should run for this rank, if the proposal runs."""
         if proposal.is_empty:
             return 0
-        num_wanted = self.speculator.num_predictions(has_prompt=bool(proposal.prefills))
+        has_prompt = any(map(_begins, proposal.prefills))
+        going_on = (chunk.request for chunk in (*proposal.decodes, *proposal.prefills) if not _begins(chunk))
+        num_wanted = self.speculator.num_predictions(has_prompt, going_on)
         samples = bool(proposal.decodes) or any(chunk.samples for chunk in proposal.prefills)
         return num_wanted if samples else min(1, num_wanted)
 
@@ -85,3 +87,8 @@ class TokenPredictor:
         """Returns whether a request's draft of this number has a row: drafts end with blocks, and with the context."""
         position, blocks = request.num_computed - 1 + number, self.scheduler.blocks
         return position < min(len(request.block_ids) * blocks.block_size, self.scheduler.max_model_len)
+
+
+def _begins(chunk: ScheduledChunk) -> bool:
+    """Returns whether a chunk is the first of its request, but for what was cached."""
+    return chunk.start <= chunk.request.num_cached_prompt

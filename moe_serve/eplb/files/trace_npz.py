@@ -2,8 +2,8 @@
 
 Members: counts; first_step, num_steps [T] int64; phase [T] text; step_time_s [T] float64 (NaN = none);
 num_forwards, placement_version [T] int64 (-1 = none); decodes [T, 8] int64, as DecodeCounts.numbers (all -1 = none);
-activations [T, L, E]; by_source [T, L, R, E]; per_step [T, S, L, E]; phy2log [T, L, P] with num_ranks in meta. Only `counts`
-is required, so a plain np.savez(counts=...) is a trace.
+activations [T, L, E]; by_source [T, L, R, E]; per_step [T, S, L, E]; phy2log [T, L, P] with num_ranks in meta. Only
+`counts` is required, so a plain np.savez(counts=...) is a trace.
 Read row by row from the zip, and written through temporary files beside the target, so neither holds the whole trace.
 """
 

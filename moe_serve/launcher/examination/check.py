@@ -25,7 +25,7 @@ from moe_serve.engine.model.model_plan import (
     compute_dtype,
     why_no_predictor,
 )
-from moe_serve.engine.rank_memory import Memory, bytes_in_words, lasting_memory, step_memory, weight_memory
+from moe_serve.engine.rank_memory import Memory, bytes_in_words, lasting_memory, page_memory, step_memory, weight_memory
 from moe_serve.errors import LaunchError, MoeServeError, PortError
 from moe_serve.launcher.cpu_bind import node_of
 from moe_serve.launcher.examination.transport import TransportReport, describe_loss, describe_transport, look_here
@@ -185,7 +185,8 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
     )
     report.problems += transport.problems
     report.model += [Line(*fact) for fact in describe_loss(config, plan, report.num_sharing, transport.shares_memory)]
-    report.memory += [*weights, *lasting_memory(config, plan, transport.taken), *step_memory(config, plan)]
+    report.memory += [*weights, *lasting_memory(config, plan, transport.taken), *page_memory(config)]
+    report.memory += step_memory(config, plan)
     cache_tokens = plan.num_blocks * config.cache.block_size
     if cache_tokens < plan.max_model_len:
         why = "what the KV cache of one rank holds; raise cache.memory_gib to reach the model's limit"

@@ -6,9 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_serve.config import load_config, model_dir
 from moe_serve.engine.model import model_plan
+from moe_serve.engine.rank_memory import lasting_memory, page_memory
 from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.launcher.examination import check
 from moe_serve.launcher.examination.check import Report, examine, print_check
@@ -39,6 +41,19 @@ def test_the_demo_model_can_run_and_its_memory_is_explained():
     assert bytes_of["expert slots"] == 16 * 4 * (3 * 192 * 64) * 4
     assert bytes_of["KV cache"] == 100 * 16 * 5 * (48 + 16) * 4
     assert report.memory_bytes == sum(bytes_of.values())
+
+
+def test_pages_of_a_host_are_of_its_ranks_of_both_roles_and_no_rank_counts_them_alone():
+    """A rank, which is told its own role, logs the parts that `check` shows, but for these pages."""
+    config = load_config(overrides=["parallel.num_ranks=2", "parallel.num_prefill_ranks=3", "cache.host_gb=0.1"])
+    assert [(each.name, each.num_bytes) for each in page_memory(config)] == [("pages in memory", 20_000_000)]
+    plan = model_plan.ModelPlan.of(config, read_spec(model_dir(config.model)), torch.device("cpu"))
+    shown = [each.name for each in lasting_memory(config, plan)]
+    assert "pages in memory" not in shown
+    for role in ("prefill", "decode"):
+        assert [each.name for each in lasting_memory(config.of_role(role), plan)] == shown
+    alone = checked("cache.host_gb=0.1")
+    assert sizes(alone)["pages in memory"] == 100_000_000
 
 
 def test_drafts_take_an_index_and_rows_of_logits():
