@@ -273,12 +273,12 @@ def test_where_the_new_process_is_killed_too_all_are_started_again() -> None:
         Running("moe_serve", ["serve", "--port=0", "--num-ranks=2"]) as running,
         running.client(timeout_s=120) as client,
     ):
-        before = client.post("/generate", json=body(0, 200)).json()["output_ids"]
+        before = client.post("/generate", json=body(0, 900)).json()["output_ids"]
         answers: list[httpx.Response] = []
 
         def call() -> None:
             with httpx.Client(base_url=client.base_url, timeout=120, trust_env=False) as own:
-                answers.append(own.post("/generate", json=body(0, 200)))
+                answers.append(own.post("/generate", json=body(0, 900)))
 
         thread = threading.Thread(target=call)
         thread.start()

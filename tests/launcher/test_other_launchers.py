@@ -69,13 +69,14 @@ def test_two_torchruns_joined_on_one_host(settings):
 def serves_through_a_kill(client: httpx.Client, running: Sequence[Running]) -> None:
     """A request whose rank is killed, so that all ranks are started again, has the tokens of an undisturbed one."""
     assert becomes_ready(client), "".join(each.output for each in running)
-    call = {"text": "def ", "sampling_params": {"temperature": 0.8, "sampling_seed": 3, "max_new_tokens": 200}}
+    params = {"temperature": 0.8, "sampling_seed": 3, "max_new_tokens": 1000, "ignore_eos": True}  # a second
+    call = {"text": "def ", "sampling_params": params}
+    launch_id, victim = client.get("/server_info").json()["launch_id"], pid_of_rank(client, 1)
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(client.post("/generate", json=call, timeout=120)))
     thread.start()
     assert eventually(lambda: client.get("/server_info").json()["requests"]["open"] == 1)
-    launch_id = client.get("/server_info").json()["launch_id"]
-    os.kill(pid_of_rank(client, 1), signal.SIGKILL)
+    os.kill(victim, signal.SIGKILL)
     thread.join(120)
     assert [answer.status_code for answer in answers] == [200], answers[0].text if answers else "no answer"
     undisturbed = client.post("/generate", json=call, timeout=120).json()
