@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from moe_serve.attention_dp.sampling_params import SamplingParams
-from moe_serve.server.api.generate import Call
+from moe_serve.server.api.generate import Call, WholeAnswers
 from moe_serve.server.api.native import Priority, Timeout, prompts_of, salt_of
 from moe_serve.server.api.openai_requests import Model, Noted
 from moe_serve.server.edge.body import Body, Count, Name, TokenId, read_body
@@ -121,10 +121,8 @@ def _call_of(
     )
 
 
-class EmbeddingAnswers:
-    """The vectors of all texts; see `generate.Answers`. There are no streams."""
-
-    ends_at_failure = True
+class EmbeddingAnswers(WholeAnswers):
+    """The vectors of all texts; see `generate.Answers`."""
 
     def __init__(self, given: EmbeddingRequest, name: str):
         """name: of the served model"""
@@ -138,14 +136,8 @@ class EmbeddingAnswers:
             data.append({"object": "embedding", "index": index, "embedding": value})
         return json_bytes({"object": "list", "data": data, "model": self._name, "usage": _usage_of(call)})
 
-    def event(self, call: Call, index: int) -> bytes:
-        raise AssertionError("vectors are not streamed")
 
-    def end(self, call: Call) -> bytes:
-        raise AssertionError("vectors are not streamed")
-
-
-class RerankAnswers(EmbeddingAnswers):
+class RerankAnswers(WholeAnswers):
     """The documents of a call, the likeliest one first."""
 
     def __init__(self, given: RerankRequest, name: str):

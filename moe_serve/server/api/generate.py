@@ -243,6 +243,18 @@ class Answers(Protocol):
         """Returns the last events of a stream."""
 
 
+class WholeAnswers:
+    """Answers to calls that have no streams."""
+
+    ends_at_failure = True
+
+    def event(self, call: Call, index: int) -> bytes:
+        raise AssertionError("these answers are not streamed")
+
+    def end(self, call: Call) -> bytes:
+        raise AssertionError("these answers are not streamed")
+
+
 class CallResponse(Response):
     """The answer to one call, as JSON or server-sent events. When it ends, for any reason, it aborts what is open."""
 

@@ -154,44 +154,34 @@ def add_openai(
         given, call = await pipeline.open(request, parse_messages, partial(call_of_chat, request), words)
         return CallResponse(call, bridge, MessagesAnswers(given, name, parser_of(given, call)()), given.options.stream)
 
+    async def call_of_model(given: EmbeddingRequest | RerankRequest | ScoreRequest) -> GenerateRequest:
+        check_model(given.model, names)
+        return given.call
+
     @app.post(EMBEDDINGS)
     async def embeddings(request: Request) -> Response:
         """OpenAI's embeddings: of each text the last hidden row, of length 1."""
-
-        async def call_of(given: EmbeddingRequest) -> GenerateRequest:
-            check_model(given.model, names)
-            return given.call
-
         parse = partial(parse_embeddings, max_prompts=bridge.book.capacity)
         words = partial(_in_openai_words, prompt="input", names=EMBEDDING_NAMES)
-        given, call = await pipeline.open(request, parse, call_of, words)
+        given, call = await pipeline.open(request, parse, call_of_model, words)
         return CallResponse(call, bridge, EmbeddingAnswers(given, name), stream=False)
 
     @app.post(RERANK)
     async def rerank(request: Request) -> Response:
         """Documents by the likeness of their embeddings to that of a query, as Jina and Cohere answer."""
-
-        async def call_of(given: RerankRequest) -> GenerateRequest:
-            check_model(given.model, names)
-            return given.call
-
         parse = partial(parse_rerank, max_prompts=bridge.book.capacity)
         words = partial(_in_openai_words, prompt="documents", names=RERANK_NAMES)
-        given, call = await pipeline.open(request, parse, call_of, words)
+        given, call = await pipeline.open(request, parse, call_of_model, words)
         return CallResponse(call, bridge, RerankAnswers(given, name), stream=False)
 
     @app.post(SCORE)
     async def score(request: Request) -> Response:
         """SGLang's scores: the probabilities of some tokens behind a query and each of several items."""
 
-        async def call_of(given: ScoreRequest) -> GenerateRequest:
-            check_model(given.model, names)
-            return given.call
-
         def parse(body: bytes) -> ScoreRequest:
             return parse_score(body, bridge.book.capacity, bridge.limits, pipeline.tokenizer)
 
-        given, call = await pipeline.open(request, parse, call_of, _in_words_of_scores)
+        given, call = await pipeline.open(request, parse, call_of_model, _in_words_of_scores)
         return CallResponse(call, bridge, ScoreAnswers(given, name), stream=False)
 
     @app.post(f"{MESSAGES}/count_tokens")

@@ -16,7 +16,7 @@ from moe_serve.attention_dp.sampling_params import MAX_LOGPROB_IDS, SamplingPara
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
-from moe_serve.server.api.generate import Call
+from moe_serve.server.api.generate import Call, WholeAnswers
 from moe_serve.server.api.native import Priority, Timeout, first, is_batch, prompts_of, salt_of
 from moe_serve.server.api.openai_requests import Model, Noted
 from moe_serve.server.edge.body import Body, Count, Name, TokenId, read_body
@@ -116,10 +116,8 @@ def _joined(query: Any, item: Any, item_first: bool) -> Any:
     return item + query if item_first else query + item
 
 
-class ScoreAnswers:
-    """The scores of all items; see `generate.Answers`. There are no streams."""
-
-    ends_at_failure = True
+class ScoreAnswers(WholeAnswers):
+    """The scores of all items; see `generate.Answers`."""
 
     def __init__(self, given: ScoreRequest, name: str):
         """name: of the served model"""
@@ -135,12 +133,6 @@ class ScoreAnswers:
         num_tokens = sum(len(request.spec.prompt_ids) for request in call.requests)
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
         return json_bytes({"object": "scoring", "model": self._name, "scores": scores, "usage": usage})
-
-    def event(self, call: Call, index: int) -> bytes:
-        raise AssertionError("scores are not streamed")
-
-    def end(self, call: Call) -> bytes:
-        raise AssertionError("scores are not streamed")
 
 
 def scores_of(logprobs: Sequence[float], softmax: bool) -> list[float]:
