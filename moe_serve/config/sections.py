@@ -426,7 +426,9 @@ class EngineConfig(Section):
         return "triton" if name == "triton_attn" else name
 
     @model_validator(mode="after")
-    def _capacity_depends_on_the_batch(self) -> Self:
+    def _capacity_is_possible(self) -> Self:
+        if self.expert_capacity is None and self.over_capacity == "drop":
+            raise ValueError("over_capacity is drop, but there is no expert_capacity; set it, or leave the former out")
         if self.expert_capacity is not None and self.numerics == "batch_invariant":
             raise ValueError(
                 f"expert_capacity is {self.expert_capacity:g}, by which a token's experts depend on the rows beside "

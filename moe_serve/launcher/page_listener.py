@@ -67,7 +67,9 @@ class PageListener:
         while not self._ends:
             try:
                 connected, (address, *_) = self._listener.accept()
-            except OSError:  # it is closed, or there are no descriptors left for now
+            except OSError as error:  # it is closed, or there are no descriptors left for now
+                if not self._ends:
+                    self._warnings.warn("", "no prefill rank can connect to send pages: %s", error.strerror or error)
                 time.sleep(_PAUSE_S)
                 continue
             with self._lock:
@@ -78,7 +80,8 @@ class PageListener:
                 self._unproved[connected] = None
             try:
                 threading.Thread(target=self._serve, args=(connected, address), name="pages", daemon=True).start()
-            except RuntimeError:  # there are no threads left for now
+            except RuntimeError as error:  # there are no threads left for now
+                self._warnings.warn("", "no prefill rank can connect to send pages: %s", error)
                 with self._lock:
                     self._unproved.pop(connected, None)
                 connected.close()

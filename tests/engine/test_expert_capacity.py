@@ -92,6 +92,11 @@ def test_what_it_would_break_is_refused_by_name(overrides: list[str], message: s
         load_config(overrides=[*LIMIT, *overrides])
 
 
+def test_where_the_rest_goes_without_a_capacity_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"over_capacity is drop, but there is no expert_capacity; set it"):
+        load_config(overrides=["engine.over_capacity=drop"])
+
+
 def test_gpus_and_routers_without_a_next_best_expert_are_refused(tmp_path: Path) -> None:
     config = load_config(overrides=[f"model.path={tiny_model(tmp_path, 'phimoe')}", "model.load_format=dummy", *LIMIT])
     spec = read_spec(Path(config.model.path))

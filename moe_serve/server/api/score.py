@@ -17,7 +17,7 @@ from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.generate import Call, WholeAnswers
-from moe_serve.server.api.native import Priority, Timeout, first, is_batch, prompts_of, salt_of
+from moe_serve.server.api.native import Priority, Timeout, is_batch, prompts_of, salt_of
 from moe_serve.server.api.openai_requests import Model, Noted
 from moe_serve.server.edge.body import Body, Count, Name, TokenId, read_body
 from moe_serve.server.edge.errors import json_bytes
@@ -101,7 +101,7 @@ def parse_score(body: bytes, max_prompts: int, limits: ModelLimits, tokenizer: T
         stream=False,
         is_batch=True,
         salt=salt_of(given.cache_salt, given.extra_key),
-        rank=first(given.routed_dp_rank),
+        rank=given.routed_dp_rank,
         priority=given.priority or 0,
         timeout_s=given.timeout,
         incremental=None,
