@@ -230,7 +230,7 @@ class ParallelConfig(Section):
     num_prefill_ranks: NonNegativeInt = 0
     handover_gb: PositiveFloat = 0.5  # memory of each prefill rank for pages on their way to decode ranks
     # A prompt with fewer tokens than this that no decode rank has cached stays with the decode ranks. Prompts of 32
-    # tokens, the shortest measured, hold up decodes for 5 to 21 times what a hand-over takes (benchmarks/handover.py)
+    # tokens, the shortest measured, hold up decodes for 12 to 22 times what a hand-over takes (benchmarks/handover.py)
     prefill_from_tokens: PositiveInt = 32
     role: Literal["both", "prefill", "decode"] = "both"  # of these ranks; `moe-serve serve` sets it for each group
 
