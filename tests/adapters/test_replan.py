@@ -6,10 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_serve.adapters.plugin import POLICIES, AdapterSettings
 from moe_serve.adapters.recording import LoadRecording
 from moe_serve.adapters.replan import Cluster, default_rank_moves, layers_that_pay, replan
 from moe_serve.eplb.files.traces import read_trace
+from moe_serve.eplb.load import rank_load
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 
 
 @pytest.mark.parametrize(
@@ -99,3 +102,24 @@ def test_a_second_run_goes_on_in_the_file(tmp_path: Path) -> None:
         recording.add(np.ones((2, 4)), 10)
         recording.close()
     assert [record.first_step for record in read_trace(tmp_path / "load.jsonl")] == [0, 10]
+
+
+@pytest.mark.parametrize("num_slots", [256, 320])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_slot_on_each_rank_takes_few_moves_for_a_load_that_drifts(policy: str, num_slots: int) -> None:
+    drift = SyntheticLoad("lognormal", 6, 2, 256, rho=0.98, tokens_per_step=100_000)
+    cluster, default = Cluster(num_slots, num_nodes=num_slots // 8, num_slots=num_slots), AdapterSettings(policy)
+    old, moved = np.tile(np.arange(num_slots) % 256, (2, 1)), []
+    for record in synthetic_trace(drift):
+        new = replan(record.tokens, cluster, old, policy, min_gain=default.min_gain)
+        gained = rank_load_top(record.tokens, old) - rank_load_top(record.tokens, new)
+        assert ((gained > 0) == (new != old).any(axis=1)).all(), "none without gain"
+        moved.append(float((new != old).mean()))
+        old = new
+    assert np.mean(moved[1:]) <= 0.03
+    assert (max(moved) > 0) == (num_slots > 256), "without redundant experts no other placement is better"
+
+
+def rank_load_top(tokens: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Returns the load of the busiest rank of each layer where each rank has one slot."""
+    return rank_load(tokens, Placement(table.astype(np.int32), tokens.shape[1], table.shape[1])).max(axis=1)

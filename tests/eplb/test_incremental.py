@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.edits import EditState, all_overwrites, apply_edits, best_overwrites, best_swaps
-from moe_serve.eplb.policies.incremental import nearest_counts
 from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.one_slot import nearest_counts
 from moe_serve.eplb.policies.policy import PlanRequest, RankCost
 from moe_serve.eplb.policies.problem import holds
 from moe_serve.eplb.policies.single_edits import EditLog, edits_within, replay_edits

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.load import balancedness, rank_load
-from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.placement import Placement, count_moves
 from moe_serve.eplb.policies.edits import Bools
 from moe_serve.eplb.policies.hierarchy import is_over_budget, num_homeless, plan_by_node, read_homes
 from moe_serve.eplb.policies.objectives import (
@@ -23,6 +23,7 @@ from moe_serve.eplb.policies.objectives import (
     split_balance,
     spread_over_nodes,
 )
+from moe_serve.eplb.policies.one_slot import edit_one_slot
 from moe_serve.eplb.policies.packing import (
     duplicate_slots,
     list_replicas,
@@ -30,6 +31,7 @@ from moe_serve.eplb.policies.packing import (
     pack_in_rounds,
     repair_duplicates,
     replica_load,
+    replicas_in,
 )
 from moe_serve.eplb.policies.policy import Plan, PlanRequest
 from moe_serve.eplb.policies.problem import (
@@ -72,11 +74,16 @@ def greedy_table(problem: Problem) -> Ids:
 
 
 def first_packing(problem: Problem) -> tuple[Ids, Floats]:
-    """Returns minimax replicas packed in rounds, without duplicates: table and loads [L, R, K].
+    """Returns minimax replicas packed in rounds, without duplicates: table and loads [L, R, K]. With one slot per rank,
+    those nearest to the placement in use.
 
     Where each replica has a cost of its own, it tries all redundant slots, half of them and none: a replica that saves
     less than it costs is better left out.
     """
+    if problem.slots_per_rank == 1 and problem.current is not None:
+        table = edit_one_slot(problem)  # as light, with the fewest moves
+        counts = np.maximum(replicas_in(table, problem.weight.shape[1]), 1)
+        return table, replica_load(problem.weight, counts, table, problem.fixed)
     least = problem.weight.shape[1] * problem.min_replicas
     totals = [problem.num_slots]
     if problem.fixed is not None:
@@ -112,7 +119,9 @@ def finish_anew(
     """
     if problem.current is not None:
         if homes is None:
-            table = _dealt_out(table, _parts(problem, table))
+            dealt = _dealt_out(table, _parts(problem, table))
+            fewer = count_moves(problem.current, dealt) < count_moves(problem.current, table)
+            table = np.where(fewer[:, None, None], dealt, table)
         else:
             table, homes = relabelled(problem, table, homes)
         legal = _is_legal(problem, problem.current)
