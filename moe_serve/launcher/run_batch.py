@@ -50,12 +50,16 @@ class Line(msgspec.Struct, frozen=True):
     method: str = "POST"
 
 
+class _Status(msgspec.Struct, frozen=True):
+    status_code: int = 200
+
+
 class _AnswerOf(msgspec.Struct, frozen=True):
     """What is read of an answer that is there already, and which no request has."""
 
     custom_id: str
     id: str
-    response: msgspec.Raw
+    response: _Status
 
 
 @dataclass(frozen=True)
@@ -95,26 +99,60 @@ def read_lines(path: Path) -> Iterator[Line]:
         yield line
 
 
-def read_answered(path: Path) -> tuple[set[str], int]:
-    """Returns the custom_ids that a file has answers to, and the bytes of its whole lines.
+@dataclass(frozen=True)
+class Answered:
+    """What a file of answers holds.
+
+    ids:       of requests with an answer
+    refused:   of those that no rank could serve, which are asked again
+    num_bytes: of its whole lines
+    """
+
+    ids: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
+    num_bytes: int = 0
+
+
+def read_answered(path: Path) -> Answered:
+    """Returns what a file holds; nothing if there is none.
 
     Raises ConfigError for a file of something else, which is not written to.
     """
-    answered: set[str] = set()
+    ids: dict[bool, set[str]] = {False: set(), True: set()}  # by whether it was refused
     num_bytes = 0
-    if not path.exists():
-        return answered, num_bytes
-    for number, text in _lines_of(path):
+    for number, text in _lines_of(path) if path.exists() else ():
         if not text.endswith(b"\n"):  # its writer was killed
             break
         num_bytes += len(text)
         if not text.strip():
             continue
         try:
-            answered.add(msgspec.json.decode(text, type=_AnswerOf).custom_id)
+            answer = msgspec.json.decode(text, type=_AnswerOf)
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise ConfigError(f"{path}, line {number}: this is no answer of a batch; give another file to -o") from None
-    return answered, num_bytes
+        ids[answer.response.status_code == 503].add(answer.custom_id)
+    return Answered(frozenset(ids[False]), frozenset(ids[True]), num_bytes)
+
+
+def _opened(path: Path, found: Answered) -> RawIOBase:
+    """Returns a file open behind the answers that stay. Raises ConfigError where it cannot be written."""
+    num_bytes = found.num_bytes
+    try:
+        if found.refused:
+            kept = path.with_name(f"{path.name}.kept")
+            with kept.open("wb") as file:
+                for _, text in _lines_of(path):
+                    is_answer = text.endswith(b"\n") and text.strip()
+                    if is_answer and msgspec.json.decode(text, type=_AnswerOf).custom_id in found.ids:
+                        file.write(text)
+            num_bytes = kept.stat().st_size
+            kept.replace(path)
+        opened = path.open("r+b" if path.exists() else "wb", buffering=0)
+        opened.truncate(num_bytes)
+        opened.seek(num_bytes)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror})") from None
+    return opened
 
 
 def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -140,9 +178,10 @@ def run_batch(
     Raises ConfigError for files that are none, and LaunchError where the system ends early: what is answered is kept.
     """
     ids = [line.custom_id for line in read_lines(source)]
-    answered, num_bytes = read_answered(target)
-    if answered - set(ids):
-        other = sorted(answered - set(ids))[0]
+    found = read_answered(target)
+    answered, strange = found.ids, (found.ids | found.refused).difference(ids)
+    if strange:
+        other = min(strange)
         raise ConfigError(
             f"{target} has an answer to {other[:60]!r}, which is not in {source}; give another file to -o"
         )
@@ -152,13 +191,7 @@ def run_batch(
     look_for_files(config)
     config = config.model_copy(update={"server": config.server.model_copy(update=_NO_CLIENTS)})
     tokenizer = load_tokenizer(config)
-    try:
-        file = target.open("r+b" if target.exists() else "wb", buffering=0)
-        file.truncate(num_bytes)
-        file.seek(num_bytes)
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written ({error.strerror})") from None
-    with file:
+    with _opened(target, found) as file:
         ranks = BackgroundRanks(config, tokenizer, True, worker)
         end = OrderlyEnd(
             lambda: ranks.give_up("the process was asked to end (SIGTERM)"), config.server.drain_deadline_s

@@ -117,7 +117,9 @@ def test_a_file_that_is_no_output_of_this_batch_is_not_written_to(tmp_path: Path
         run(source, tmp_path / "no folder" / "out.jsonl")
 
 
-def test_a_line_that_no_rank_can_serve_gets_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_no_rank_can_serve_gets_its_answer_and_is_asked_again_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = written(tmp_path / "in.jsonl", *(line(f"id {i}", prompt=[5, 6], max_tokens=2) for i in range(6)))
     monkeypatch.setattr(batches, "_BUSY_PAUSE_S", 0.001)
     asked: list[str] = []
@@ -131,7 +133,20 @@ def test_a_line_that_no_rank_can_serve_gets_its_answer(tmp_path: Path, monkeypat
         num_errors, _ = run(source, tmp_path / "never.jsonl")
     assert num_errors == 6
     assert len(asked) == 6 * 3
-    assert all(each["response"]["status_code"] == 503 for each in answers_of(tmp_path / "never.jsonl").values())
+    target = tmp_path / "never.jsonl"
+    assert all(each["response"]["status_code"] == 503 for each in answers_of(target).values())
+    kept = {"id": "x", "custom_id": "id 2", "response": {"status_code": 200, "body": {}}, "error": None}
+    lines = [
+        json.dumps(kept) if json.loads(text)["custom_id"] == "id 2" else text
+        for text in target.read_text().splitlines()
+    ]
+    written(target, *lines)
+    num_errors, seen = run(source, target)
+    assert (num_errors, seen[0], seen[-1]) == (0, (2, 6), (6, 6)), "they are asked again, and their answers replaced"
+    answers = answers_of(target)
+    assert answers["id 2"] == kept
+    assert all(each["response"]["status_code"] == 200 for each in answers.values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "never.jsonl"]
 
 
 class FullDisk(io.RawIOBase):
