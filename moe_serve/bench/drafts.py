@@ -66,11 +66,15 @@ _SOURCES = {"own": "own text", "shared": "other texts", "form": "forms", "mtp": 
 
 
 def drafts_between(before: str, after: str) -> Drafts | None:
-    """Returns what was done between two texts of /metrics; None where the ranks of the second look for no drafts."""
+    """Returns what was done between two texts of /metrics.
+
+    None where the ranks of the second look for no drafts, or have begun to count anew.
+    """
     begin, end = _totals(before), _totals(after)
-    if not any(name == "drafts" for name, *_ in end):
-        return None
     grown = {key: value - begin.get(key, 0.0) for key, value in end.items()}
+    of_drafts = [value for (name, *_), value in grown.items() if name == "drafts"]
+    if not of_drafts or min(of_drafts) < 0:
+        return None
     sources: dict[str, tuple[float, float]] = {}
     decodes: dict[str, dict[str, float]] = {drafts: defaultdict(float) for drafts in ("with", "without")}
     for (name, first, second), value in grown.items():

@@ -70,6 +70,13 @@ def test_a_server_without_drafts_says_nothing_of_them() -> None:
     assert drafts_between("", "# HELP x y\nvllm:num_requests_running 3\n") is None
 
 
+def test_a_server_that_has_ended_or_was_started_again_says_nothing_of_the_run() -> None:
+    many, few = (shown(of(drafts, 1, StepCounts(1, 1, 2), StepCounts(1, 1, 1), 0.0)) for drafts in (5, 2))
+    assert drafts_between(many, "") is None
+    assert drafts_between(many, few) is None
+    assert drafts_between(few, many) is not None
+
+
 def test_experts_that_nobody_counts_are_left_out() -> None:
     drafts = drafts_between("", shown(of(2, 1, StepCounts(1, 1, 2), StepCounts(1, 1, 1), 0.0)))
     assert drafts is not None

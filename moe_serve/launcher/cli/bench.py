@@ -125,7 +125,12 @@ async def _run(
         if drafts_between("", before) is None:
             return ran, None
         await asyncio.sleep(REPORTED_S)
-        return ran, drafts_between(before, await client.metrics())
+        drafts = drafts_between(before, await client.metrics())
+        if drafts is None:
+            typer.echo(
+                "what drafts did is not known: /metrics of the server ended, or began anew, during the run", err=True
+            )
+        return ran, drafts
 
 
 def _load_of(options: BenchOptions) -> "Load":

@@ -1,5 +1,6 @@
 """`moe-serve bench` as a command: its table, its files, its exit codes."""
 
+import asyncio
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -44,6 +45,25 @@ def test_a_request_that_fails_is_exit_code_1():
         done = bench("--base-url", fake.url, "--num-prompts", "2", "--num-warmups", "0", "--output-len", "2")
     assert done.exit_code == 1
     assert "1 × HTTP 429" in done.stdout
+
+
+class Ending(Fake):
+    """Its metrics are there once."""
+
+    async def _metrics(self, writer: asyncio.StreamWriter) -> None:
+        await super()._metrics(writer)
+        self.metrics = b""
+
+
+def test_metrics_that_end_during_a_run_are_named(monkeypatch):
+    """It was silent."""
+    monkeypatch.setattr("moe_serve.bench.drafts.REPORTED_S", 0.0)
+    metrics = b'moe_serve_rank_drafts_total{rank="0",source="own",outcome="right"} 3.0\n'
+    with running(Ending(first_s=0, metrics=metrics)) as fake:
+        done = bench("--base-url", fake.url, "--num-prompts", "2", "--max-concurrency", "1", "--output-len", "2")
+    assert done.exit_code == 0
+    assert "what drafts did is not known" in done.stderr
+    assert "drafts" not in done.stdout
 
 
 @pytest.mark.parametrize(
