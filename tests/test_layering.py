@@ -1,6 +1,7 @@
 """The house keeps its shape: imports run downwards, and rooms that promise not to load torch do not."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -112,6 +113,18 @@ def test_imports_run_downwards() -> None:
                 where = f"{path.relative_to(PACKAGE)}:{line}"
                 faults.append(f"{where} imports moe_serve.{name}; {room}/ may use {sorted(allowed)}")
     assert not faults, "\n".join(faults)
+
+
+def test_the_docs_show_this_table() -> None:
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    block = text.partition("## Layers")[2].split("```")[1]
+    shown = {}
+    for line in re.sub(r"\([^)]*\)", "", re.sub(r",\n +", ", ", block)).splitlines():
+        rooms, arrow, names = line.partition("<-")
+        if arrow:
+            allowed = set(re.split(r",\s*", names.strip())) - {"nothing"}
+            shown |= {room.strip().removesuffix("/"): allowed for room in rooms.split(",")}
+    assert shown == {room: allowed for room, allowed in ALLOWED.items() if not room.startswith("__")}
 
 
 # The eplb library decides; its workbench (files/, replay/) studies decisions. Arrows run from the workbench to the

@@ -98,6 +98,8 @@ async def test_a_request_that_cannot_be_served_to_its_end_is_its_clients_and_no_
 async def test_ranks_show_what_they_reported():
     totals = {"num_prompt_tokens": 80.0, "num_cached_prompt_tokens": 32.0, "num_preempted": 2.0, "num_steps": 9.0,
               "num_decode_tokens": 50.0, "num_prefill_tokens": 48.0, "num_output_tokens": 51.0}  # fmt: skip
+    totals |= {"num_decodes_with_drafts_tokens": 9.0, "num_decodes_with_drafts_experts": 70.0,
+               "num_decodes_without_tokens": 5.0, "num_decodes_without_experts": 60.0}  # fmt: skip
     async with serving(2) as served:
         phases = {"decode": PhaseTimes(2.5, [0, 3, *[0] * 12, 1], {"attention": 1.5, "experts": 1.0})}
         status = Status(1, 0, 7, 3, 2, 4, 10, 99, totals, [], 12345, 17, {"warning": 4, "error": 1}, phases)
@@ -112,6 +114,9 @@ async def test_ranks_show_what_they_reported():
     assert found["moe_serve_rank_prefix_cache_hits_total", "1"] == 32
     assert found["moe_serve_rank_preemptions_total", "1"] == 2
     assert found["moe_serve_rank_computed_tokens_total", "decode", "1"] == 50
+    for drafts, tokens, experts in (("with", 9, 70), ("without", 5, 60)):
+        assert found["moe_serve_rank_decode_tokens_total", drafts, "1"] == tokens
+        assert found["moe_serve_rank_decode_experts_total", drafts, "1"] == experts
     assert found["moe_serve_rank_log_lines_total", "warning", "1"] == 4
     assert found["moe_serve_rank_resident_memory_bytes", "1"] == 12345
     assert found["moe_serve_rank_step_seconds_bucket", "0.001", "decode", "1"] == 3
