@@ -80,10 +80,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[_SHM_BEFORE] = _shared_memory()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    # Not later: tests of other files look at the processes below this one.
+    if nextitem is None or nextitem.path != item.path:
+        _close_browser()
+
+
+def _close_browser() -> None:
+    if "tests.browser" in sys.modules:
+        sys.modules["tests.browser"].BROWSER.close()
+
+
 @pytest.hookimpl(trylast=True)  # workers have ended by then, and their orphans are this process's
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if "tests.ranks" in sys.modules:
         sys.modules["tests.ranks"].close_pools()
+    _close_browser()
     answer = getattr(session.config, "workeroutput", None)  # of a worker, to the process that started it
     before = session.config.stash[_SHM_BEFORE] if answer is None else None
     deadline = time.monotonic() + LEAVE_S

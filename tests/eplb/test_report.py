@@ -1,6 +1,5 @@
 """Reports say what binds; pages hold their own numbers, and leave out parts with nothing to say."""
 
-import asyncio
 import base64
 import json
 from dataclasses import replace
@@ -29,7 +28,7 @@ from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.topology import Topology
-from tests.server.observe.dashboard.browser import browser_page
+from tests.browser import BROWSER, browser_page
 
 TOPOLOGY = Topology(2, 4)
 LOAD = SyntheticLoad(family="zipf", num_windows=4, num_layers=32, num_logical=8, topk=2, tokens_per_step=4096,
@@ -243,4 +242,4 @@ def test_a_browser_draws_each_part_that_has_something_to_say(
                     await page.shows("#heat-title", title)
             assert page.problems == []
 
-    asyncio.run(look())
+    BROWSER.run(look())

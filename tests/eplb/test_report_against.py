@@ -1,6 +1,5 @@
 """Two replays compared: changes by policy and window, what is not like with like, and files that are no report."""
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from moe_serve.eplb.replay.result import ReplayReport
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
-from tests.server.observe.dashboard.browser import browser_page
+from tests.browser import BROWSER, browser_page
 
 
 def report(policies: tuple[str, ...] = ("greedy",), num_slots: int = 8, num_windows: int = 4) -> ReplayReport:
@@ -177,4 +176,4 @@ def test_a_browser_draws_both_replays(tmp_path: Path) -> None:
             assert await page.page.locator("#against path").count() == 4  # doing nothing and greedy, twice
             assert page.problems == []
 
-    asyncio.run(look())
+    BROWSER.run(look())

@@ -287,11 +287,12 @@ function choose(expert) {
 
 /** Asks the balancer to plan now, and shows what it answers. */
 async function rebalance() {
-  const button = element("rebalance");
+  const button = element("rebalance"), key = element("key").value, headers = key ? { authorization: `Bearer ${key}` } : {};
   button.disabled = true;
   let words;
   try {
-    const response = await fetch("eplb/rebalance", { method: "POST", signal: AbortSignal.timeout(60_000) }), answer = await response.json();
+    const response = await fetch("eplb/rebalance", { method: "POST", headers, signal: AbortSignal.timeout(60_000) }), answer = await response.json();
+    if (response.status === 401) element("key-row").hidden = false;
     words = response.ok ? answer.message : answer.error.message;
   } catch (error) {
     words = `no answer: ${error.message}`;
@@ -395,6 +396,7 @@ element("experts").addEventListener("click", (event) => known.load && choose(und
 element("experts").addEventListener("keydown", (event) => event.key === "Enter" && view.cursor.experts && choose(view.cursor.experts));
 element("expert-close").addEventListener("click", () => choose(null));
 element("rebalance").addEventListener("click", rebalance);
+element("key").addEventListener("change", rebalance);
 element("range").addEventListener("change", (event) => {
   view.range = Number(event.target.value) || Infinity;
   select("curve", null, null);

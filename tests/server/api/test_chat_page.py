@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from moe_serve.server.edge.keys import API_KEY_VARIABLE
+from tests.browser import browser_page, in_browser_loop
 from tests.server.api.calls import TEXT, says, with_template
-from tests.server.observe.dashboard.browser import browser_page
 from tests.server.observe.reports import Story
-from tests.server.served import in_event_loop, serving, until
+from tests.server.served import serving, until
 
 _THINKS = "server.reasoning_parser=qwen3"
 
 
-@in_event_loop
+@in_browser_loop
 async def test_a_conversation_goes_on_and_an_answer_can_be_stopped(tmp_path: Path):
     reply = says("<think>\nHm.\n</think>\n\nIt is <b>one</b>.")
     async with (
@@ -47,7 +47,7 @@ def test_each_token_of_an_answer_shows_the_experts_and_ranks_that_computed_it(ki
     story = Story(num_windows=3)
     options = (with_template(tmp_path), "eplb.mode=dynamic", "engine.return_routed_experts=true")
 
-    @in_event_loop
+    @in_browser_loop
     async def check():
         async with serving(story.num_ranks, *options, info=story.info, reply=says("one two")) as served:
             for at_s, report in story.reports():
@@ -85,7 +85,7 @@ def test_each_token_of_an_answer_shows_the_experts_and_ranks_that_computed_it(ki
     check()
 
 
-@in_event_loop
+@in_browser_loop
 async def test_text_is_continued_and_problems_are_told():
     async with serving(1, reply=says(" world")) as served, browser_page(f"{served.client.base_url}/chat") as page:
         await page.shows("#model", "demo")
@@ -104,7 +104,7 @@ async def test_text_is_continued_and_problems_are_told():
 def test_a_key_is_asked_for_where_the_server_needs_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(API_KEY_VARIABLE, "secret")
 
-    @in_event_loop
+    @in_browser_loop
     async def check():
         async with serving(1) as served, browser_page(f"{served.client.base_url}/chat") as page:
             await page.shows("#problem", "API key")

@@ -7,7 +7,7 @@ import pytest
 
 from moe_serve.server.api.docs import LINKS, docs_page
 from moe_serve.server.edge.keys import API_KEY_VARIABLE
-from tests.server.observe.dashboard.browser import browser_page
+from tests.browser import browser_page, in_browser_loop
 from tests.server.served import in_event_loop, serving
 
 
@@ -101,7 +101,7 @@ def test_what_a_document_says_is_text_on_the_page():
     assert not Links(page).tags & {"b", "i", "t", "p>"}
 
 
-@in_event_loop
+@in_browser_loop
 async def test_a_browser_unfolds_the_route_that_a_link_of_the_front_page_names():
     async with serving() as served, browser_page(f"{served.client.base_url}/") as page:
         await page.page.get_by_role("link", name="/generate").click()
@@ -109,7 +109,7 @@ async def test_a_browser_unfolds_the_route_that_a_link_of_the_front_page_names()
         assert page.problems == []
 
 
-@in_event_loop
+@in_browser_loop
 async def test_a_browser_shows_the_page_without_a_complaint():
     async with serving() as served, browser_page(f"{served.client.base_url}/docs", width=420) as page:
         await page.shows("#GenerateRequest", "sampling_params")

@@ -8,7 +8,7 @@ import asyncio
 import sys
 import time
 
-from tests.server.observe.dashboard.browser import browser_page
+from tests.browser import BROWSER, browser_page
 from tests.server.observe.reports import Story
 from tests.server.served import serving
 
@@ -43,4 +43,5 @@ async def of_a_server(path: str, url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(of_a_server(*sys.argv[1:]) if len(sys.argv) == 3 else of_a_story(sys.argv[1]))
+    BROWSER.run(of_a_server(*sys.argv[1:]) if len(sys.argv) == 3 else of_a_story(sys.argv[1]))
+    BROWSER.close()

@@ -4,9 +4,11 @@ import time
 from importlib import resources
 
 import msgspec
+import pytest
 
 from moe_serve.engine.protocol.messages import Answer, DecisionReport, Rebalance
-from tests.server.observe.dashboard.browser import Page, browser_page
+from moe_serve.server.edge.keys import ADMIN_KEY_VARIABLE
+from tests.browser import Page, browser_page, in_browser_loop
 from tests.server.observe.reports import Story
 from tests.server.served import Served, in_event_loop, serving
 
@@ -79,7 +81,7 @@ def test_the_package_holds_the_files_of_the_page():
     assert {path.name for path in folder.iterdir()} >= {"page.html", "page.css", "page.js", "charts.js"}
 
 
-@in_event_loop
+@in_browser_loop
 async def test_a_desktop_shows_load_moves_and_a_decision_that_comes_later():
     story = short_story()
     async with serving(4, DYNAMIC, info=story.info) as served:
@@ -112,7 +114,7 @@ async def test_a_desktop_shows_load_moves_and_a_decision_that_comes_later():
             await check(page, served)
 
 
-@in_event_loop
+@in_browser_loop
 async def test_the_tile_of_the_last_move_shows_what_it_brought_once_it_is_measured():
     """Here clients leave with the window in which experts moved: no other one follows."""
     story = short_story(16)
@@ -156,7 +158,7 @@ async def shows_values_under_pointer_and_keys(page: Page, served: Served) -> Non
     assert (await page.text("#ranks-text")).startswith("Busiest: ")
 
 
-@in_event_loop
+@in_browser_loop
 async def test_a_phone_shows_58_layers_of_256_experts_and_a_hidden_page_asks_nothing():
     story = short_story(3, "greedy", num_layers=58, num_experts=256, num_ranks=32, num_slots=288)
     async with serving(32, DYNAMIC, info=story.info, round_s=0.2) as served:
@@ -177,7 +179,7 @@ async def test_a_phone_shows_58_layers_of_256_experts_and_a_hidden_page_asks_not
             await check(page, served)
 
 
-@in_event_loop
+@in_browser_loop
 async def test_a_click_shows_an_expert_over_time_and_a_button_asks_for_a_plan():
     story = short_story()
 
@@ -218,7 +220,7 @@ async def test_a_click_shows_an_expert_over_time_and_a_button_asks_for_a_plan():
             await check(page, served)
 
 
-@in_event_loop
+@in_browser_loop
 async def test_without_a_window_the_page_waits_for_it():
     async with serving(2, DYNAMIC) as served, browser_page(f"{served.client.base_url}/dashboard") as page:
         await page.shows("#serving", "serving")
@@ -230,3 +232,24 @@ async def test_without_a_window_the_page_waits_for_it():
         await drawn(page, story.totals["num_rounds"])
         assert await page.page.locator("#experts").is_visible()
         await check(page, served)
+
+
+def test_an_admin_gives_the_key_where_the_server_has_one(monkeypatch: pytest.MonkeyPatch):
+    """The button could not be used there."""
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, "secret")
+    story = short_story(num_ranks=2)
+
+    @in_browser_loop
+    async def check_key():
+        async with serving(2, DYNAMIC, info=story.info, answer=lambda call: Answer(0, 0, call, True, "done")) as served:
+            tell(served, story)
+            async with browser_page(f"{served.client.base_url}/dashboard") as page:
+                await drawn(page, story.totals["num_rounds"])
+                await page.page.click("#rebalance")
+                await page.shows("#answered", "this needs the admin key")
+                await page.page.fill("#key", "secret")
+                await page.page.press("#key", "Enter")
+                await page.shows("#answered", "done")
+                assert all("401" in problem for problem in page.problems)
+
+    check_key()
