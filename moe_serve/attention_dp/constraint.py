@@ -66,11 +66,11 @@ class Constraint:
         if self.kind not in KINDS:
             raise RequestError(f"constraint.kind is {self.kind!r}, expected one of {', '.join(KINDS)}", "constraint")
         if not isinstance(self.text, str) or not self.text:
-            raise RequestError(f"{self.kind} is {self.text!r:.60}, expected a text that is not empty", self.kind)
+            raise RequestError(f"{self.name} is {self.text!r:.60}, expected a text that is not empty", self.name)
         if self.start is not None:
             self.start.validate()
         if len(self.text) > MAX_CHARS and not self.is_compiled:
             raise RequestError(
-                f"{self.kind} has {len(self.text)} characters, at most {MAX_CHARS} are taken; send a smaller one",
-                self.kind,
+                f"{self.name} has {len(self.text)} characters, at most {MAX_CHARS} are taken; send a smaller one",
+                self.name,
             )

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from moe_serve.errors import RequestError
-from moe_serve.server.api.tool_fields import MAX_TOOLS
+from moe_serve.server.api.tool_fields import INPUT, MAX_TOOLS, as_functions
 from moe_serve.server.edge.body import Body, Name, OnlyEmpty, OnlyOne, check_free_form, read_body, show
 
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -75,7 +75,7 @@ class ChatPrompt:
     """The input of a chat template.
 
     messages:               as templates read them: `content` is a text, arguments of tool calls are objects
-    tools:                  as the client sent them; None = no tools
+    tools:                  functions; None = no tools
     chat_template:          the client's own; None = the model's
     add_generation_prompt:  the text ends with the beginning of an answer
     continue_final_message: the text ends with the last message, unfinished
@@ -117,7 +117,7 @@ def chat_prompt(given: Any) -> ChatPrompt:
         kwargs = {"reasoning_effort": given.reasoning_effort, **kwargs}
     return ChatPrompt(
         messages=_messages(given.messages),
-        tools=given.tools or None,
+        tools=as_functions(given.tools),
         documents=given.documents or None,
         chat_template=given.chat_template,
         add_generation_prompt=not continues if asks is None else asks,
@@ -182,6 +182,9 @@ def _tool_calls(name: str, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Checks the calls of an assistant's message; their arguments, JSON in a string, become objects."""
     checked = []
     for i, call in enumerate(calls):
+        if call.get("type") == "custom":
+            checked.append(_custom_call(f"{name}[{i}].custom", call))
+            continue
         path = f"{name}[{i}].function"
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -194,3 +197,13 @@ def _tool_calls(name: str, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
             raise RequestError(f"{path} is {show(arguments)}, expected a JSON object in a string", field=path)
         checked.append({**call, "function": {**function, "arguments": arguments or {}}})
     return checked
+
+
+def _custom_call(path: str, call: dict[str, Any]) -> dict[str, Any]:
+    """Returns the call of a custom tool as that of the function that models know."""
+    custom = call.get("custom")
+    name, text = (custom.get(key) if isinstance(custom, dict) else None for key in ("name", "input"))
+    if not isinstance(name, str) or not isinstance(text, str):
+        raise RequestError(f"{path} is {show(custom)}, expected an object with name and input", field=path)
+    function = {"name": name, "arguments": {INPUT: text}}
+    return {**{key: call[key] for key in call if key != "custom"}, "type": "function", "function": function}

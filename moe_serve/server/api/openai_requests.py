@@ -29,7 +29,7 @@ from moe_serve.server.api.params import (
     openai_constraint,
     sampling_params,
 )
-from moe_serve.server.api.tool_fields import EXAMPLE_CHOICE, ReasoningUse, ToolUse, allowed, tool_use
+from moe_serve.server.api.tool_fields import EXAMPLE_CHOICE, ReasoningUse, ToolUse, allowed, as_functions, tool_use
 from moe_serve.server.edge.body import (
     Body,
     Count,
@@ -205,7 +205,7 @@ class ChatBody(ChatFields, kw_only=True):
         Annotated[
             str | dict[str, Any],
             Meta(
-                description="none, auto, required, or a function",
+                description="none, auto, required, or a tool",
                 extra={"expected": f"none, auto, required, or an object such as {EXAMPLE_CHOICE}"},
             ),
         ]
@@ -354,8 +354,8 @@ def check_chat(given: ChatBody, id_prefix: str) -> ChatRequest:
     """Returns the checked request of a body. id_prefix: of ids that the server draws"""
     prompt = chat_prompt(given)
     options = call_options(given, REST_OF_CONTEXT, id_prefix)
-    usable, choice = allowed(prompt.tools, given.tool_choice)
-    prompt = replace(prompt, tools=usable)
+    usable, choice = allowed(given.tools, given.tool_choice)
+    prompt = replace(prompt, tools=as_functions(usable))
     tools = tool_use(usable, choice, given.parallel_tool_calls)
     reasoning = ReasoningUse(
         separate=given.separate_reasoning is not False,

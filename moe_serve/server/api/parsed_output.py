@@ -23,7 +23,7 @@ from moe_serve.server.api.tools.harmony import (
     HarmonyParser,
     analysis_tokens,
 )
-from moe_serve.server.api.tools.json_calls import NamedCallParser, RequiredCallsParser
+from moe_serve.server.api.tools.json_calls import InputParser, InputText, NamedCallParser, RequiredCallsParser
 from moe_serve.server.api.tools.parser import (
     CallArguments,
     CallParser,
@@ -83,7 +83,7 @@ def merged(deltas: list[Delta]) -> Delta:
     """Returns one delta for several: texts are joined, calls by their index."""
     texts: dict[str, list[str]] = {}
     calls: dict[int, dict[str, Any]] = {}
-    arguments: dict[int, list[str]] = {}
+    of_calls: dict[int, list[str]] = {}
     for delta in deltas:
         for key, value in delta.items():
             if key != "tool_calls":
@@ -91,14 +91,22 @@ def merged(deltas: list[Delta]) -> Delta:
                 continue
             for call in value:
                 calls.setdefault(call["index"], call)
-                arguments.setdefault(call["index"], []).append(call["function"]["arguments"])
+                kind, field = field_of(call)
+                of_calls.setdefault(call["index"], []).append(call[kind][field])
     message: Delta = {key: "".join(parts) for key, parts in texts.items()}
     if calls:
-        message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": "".join(arguments[index])}}
-            for index, call in calls.items()
-        ]
+        message["tool_calls"] = [_with_text(call, "".join(of_calls[index])) for index, call in calls.items()]
     return message
+
+
+def field_of(call: Delta) -> tuple[str, str]:
+    """Returns under which names a call, or what is new of it, has its text: arguments of a function, or an input."""
+    return ("custom", "input") if "custom" in call else ("function", "arguments")
+
+
+def _with_text(call: Delta, text: str) -> Delta:
+    kind, field = field_of(call)
+    return {**call, kind: {**call[kind], field: text}}
 
 
 def whole_message(deltas: list[Delta]) -> Delta:
@@ -197,6 +205,8 @@ class OutputParsers:
 
     def _calls_of(self, tools: ToolUse) -> tuple[type[CallParser] | None, dict[str, dict[str, Any]]]:
         """Returns the parser of calls, None if there can be none, and the functions it knows."""
+        if tools.only_input is not None:
+            return InputParser, tools.schemas if tools.choice == "required" else {tools.name: tools.schemas[tools.name]}
         if tools.choice == "named":
             return NamedCallParser, {tools.name: tools.schemas[tools.name]}
         if tools.choice == "required":
@@ -241,6 +251,7 @@ class ParsedOutput:
         self._count_reasoning = count_reasoning
         self._held: list[str] = []  # reasoning that is not streamed
         self._num_calls = 0
+        self._input: tuple[int, InputText] | None = None  # index and input of the last call, of a custom tool
         self._token_ids: list[int] = []
         self._has_reasoning = False
 
@@ -283,19 +294,31 @@ class ParsedOutput:
                 return [*self._release(), {"content": text}]
             case CallStart(index, name, call_id):
                 self._num_calls = max(self._num_calls, index + 1)
+                before = self._release()
                 if index and not self._tools.parallel:
-                    return self._release()
-                call_id = call_id or f"call_{uuid.uuid4().hex[:24]}"
-                function = {"name": name, "arguments": ""}
-                call = {"index": index, "id": call_id, "type": "function", "function": function}
-                return [*self._release(), {"tool_calls": [call]}]
+                    return before
+                call = {"index": index, "id": call_id or f"call_{uuid.uuid4().hex[:24]}"}
+                if name in self._tools.inputs:
+                    self._input = index, InputText(is_whole=self._tools.only_input is not None)
+                    call |= {"type": "custom", "custom": {"name": name, "input": ""}}
+                else:
+                    call |= {"type": "function", "function": {"name": name, "arguments": ""}}
+                return [*before, {"tool_calls": [call]}]
             case CallArguments(index, text):
                 if index and not self._tools.parallel:
                     return []
+                if self._input is not None:
+                    return _of_input(index, self._input[1].push(text))
                 return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}]
 
     def _release(self) -> list[Delta]:
-        """Returns the reasoning that was held back."""
+        """Returns what was held back: the rest of a custom tool's input, and reasoning."""
+        ended, self._input = self._input, None
+        rest = [] if ended is None else _of_input(ended[0], ended[1].finish())
         text = "".join(self._held)
         self._held.clear()
-        return [{"reasoning_content": text, "reasoning": text}] if text else []
+        return [*rest, {"reasoning_content": text, "reasoning": text}] if text else rest
+
+
+def _of_input(index: int, text: str) -> list[Delta]:
+    return [{"tool_calls": [{"index": index, "custom": {"input": text}}]}] if text else []

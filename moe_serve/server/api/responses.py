@@ -19,8 +19,8 @@ from moe_serve.server.api.messages import MAX_MESSAGES, Content, Message, Part, 
 from moe_serve.server.api.openai_answers import finish_reason, usage
 from moe_serve.server.api.openai_requests import ChatBody, ChatFields, ChatRequest, check_chat_of
 from moe_serve.server.api.params import ResponseFormat
-from moe_serve.server.api.parsed_output import Delta, NewOutput, OutputParser
-from moe_serve.server.api.tool_fields import EXAMPLE, EXAMPLE_CHOICE
+from moe_serve.server.api.parsed_output import Delta, NewOutput, OutputParser, field_of
+from moe_serve.server.api.tool_fields import EXAMPLE, EXAMPLE_CHOICE, KINDS
 from moe_serve.server.edge.body import Count, Name, OnlyFalse, OnlyZero, read_body
 from moe_serve.server.edge.errors import error_of, json_bytes
 from moe_serve.server.requests.open_request import OpenRequest
@@ -30,6 +30,7 @@ _WORDS = (  # as of `in_words`
     (EXAMPLE, 'send {"type": "function", "name": "f", "parameters": {…}}'),
     (EXAMPLE_CHOICE, '{"type": "function", "name": "f"}'),
     ("].function.", "]."),
+    ("].custom.", "]."),
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("max_completion_tokens", "max_output_tokens"),
@@ -38,13 +39,21 @@ _WORDS = (  # as of `in_words`
 
 
 class InputItem(msgspec.Struct):
-    """A message, a call of a function, its output, or the reasoning before them."""
+    """A message, a call of a tool, its output, or the reasoning before them."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ] = "message"
     role: Name | None = None
     content: Content | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     call_id: str | None = None
     output: Content | None = None
     summary: Content | None = None
@@ -164,7 +173,12 @@ def _messages(instructions: str | None, given: str | list[InputItem]) -> list[Me
                 function = {"name": name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case "custom_tool_call":
+                name = _needed(f"{path}.name", item.name, "send the tool's")
+                text = _needed(f"{path}.input", item.input, "send the text that the model has written")
+                call = {"id": item.call_id, "type": "custom", "custom": {"name": name, "input": text}}
+                _assistant(messages).setdefault("tool_calls", []).append(call)
+            case "function_call_output" | "custom_tool_call_output":
                 output = text_of(f"{path}.output", item.output)
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
             case "reasoning":
@@ -203,19 +217,19 @@ def _reasoning(path: str, parts: str | list[str | Part] | None) -> str:
 
 
 def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Returns tools as chats have them: the fields of a function in an object of their own."""
-    keys = ("name", "description", "parameters", "strict")
+    """Returns tools as chats have them: the fields of each in an object of their own."""
+    keys = ("name", "description", "parameters", "strict", "format")
     return [
-        {"type": "function", "function": {key: tool[key] for key in keys if tool.get(key) is not None}}
-        if tool.get("type") == "function" and "function" not in tool
+        {"type": kind, kind: {key: tool[key] for key in keys if tool.get(key) is not None}}
+        if (kind := tool.get("type")) in KINDS and kind not in tool
         else tool
         for tool in given or ()
     ]
 
 
 def _tool_choice(given: Any) -> Any:
-    if isinstance(given, dict) and given.get("type") == "function" and "name" in given:
-        return {"type": "function", "function": {"name": given["name"]}}
+    if isinstance(given, dict) and (kind := given.get("type")) in KINDS and "name" in given:
+        return {"type": kind, kind: {"name": given["name"]}}
     return given
 
 
@@ -227,7 +241,8 @@ def _format(given: Any) -> Any:
 
 
 Event = dict[str, Any]
-_PREFIX = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_"}
+_PREFIX = {"reasoning": "rs_", "message": "msg_", "function_call": "fc_", "custom_tool_call": "ctc_"}
+_TEXTS = {"function_call": "arguments", "custom_tool_call": "input"}  # of calls
 
 
 class ResponseAnswers:
@@ -354,14 +369,15 @@ class _Items:
         text = "".join(self._texts)
         item["status"] = status
         events = []
-        if item["type"] == "function_call":
-            item["arguments"] = text
-            events.append(self._event("function_call_arguments.done", name=item["name"], arguments=text))
+        if (kind := item["type"]) in _TEXTS:
+            item[_TEXTS[kind]] = text
+            more = {"name": item["name"]} if kind == "function_call" else {}
+            events.append(self._event(f"{kind}_{_TEXTS[kind]}.done", **more, **{_TEXTS[kind]: text}))
         else:
             name = "output_text" if item["type"] == "message" else "reasoning_text"
             part = _part(name, text)
             item["content"] = [part]
-            more: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
+            more = {"logprobs": []} if name == "output_text" else {}
             events.append(self._event(f"{name}.done", content_index=0, text=text, **more))
             events.append(self._event("content_part.done", content_index=0, part=part))
         events.append({"type": "response.output_item.done", "output_index": len(self.done), "item": item})
@@ -372,15 +388,16 @@ class _Items:
 
     def _of_call(self, call: dict[str, Any]) -> list[Event]:
         events: list[Event] = []
+        inner, field = field_of(call)
+        kind = "custom_tool_call" if inner == "custom" else "function_call"
         if "id" in call:
             events += self.close()
-            fields = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
-            events += self._start("function_call", **fields)
+            events += self._start(kind, **{"call_id": call["id"], "name": call[inner]["name"], field: ""})
             self._call = call["index"]
-        arguments = call["function"]["arguments"]
-        if arguments and self._call == call["index"]:
-            self._texts.append(arguments)
-            events.append(self._event("function_call_arguments.delta", delta=arguments))
+        text = call[inner][field]
+        if text and self._call == call["index"]:
+            self._texts.append(text)
+            events.append(self._event(f"{kind}_{field}.delta", delta=text))
         return events
 
     def _start(self, kind: str, **fields: Any) -> list[Event]:
@@ -392,7 +409,7 @@ class _Items:
         self._open = item
         shown = dict(item)  # as it is now: the item changes
         events: list[Event] = [{"type": "response.output_item.added", "output_index": len(self.done), "item": shown}]
-        if kind != "function_call":
+        if kind not in _TEXTS:
             part = _part("output_text" if kind == "message" else "reasoning_text", "")
             events.append(self._event("content_part.added", content_index=0, part=part))
         return events
