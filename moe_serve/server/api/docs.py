@@ -143,7 +143,7 @@ LINKS = {
     "/v1/responses": "responses, OpenAI's API",
     "/v1/messages": "messages, Anthropic's API; its base URL ends before /v1",
     "/generate": "SGLang's native API",
-    "/v1/embeddings": "embeddings, OpenAI's API; /v1/rerank: documents by them",
+    "/v1/embeddings": "embeddings, OpenAI's API; /v1/rerank: documents by them; /score: pairs of texts",
     "/v1/score": "probabilities of label tokens, as SGLang's",
     "/docs": "all routes, their fields and errors",
     "/openapi.json": "the same for programs",

@@ -17,9 +17,13 @@ from moe_serve.server.api.anthropic import MessagesAnswers, parse_count, parse_m
 from moe_serve.server.api.embeddings import (
     EmbeddingAnswers,
     EmbeddingRequest,
+    PairsAnswers,
+    PairsRequest,
     RerankAnswers,
     RerankRequest,
+    names_pairs,
     parse_embeddings,
+    parse_pairs,
     parse_rerank,
 )
 from moe_serve.server.api.generate import Call, CallResponse, RequestPipeline, texts_of
@@ -65,13 +69,11 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
-SCORE = "/v1/score"
 EMBEDDINGS = "/v1/embeddings"
-RERANK = "/v1/rerank"
 RESPONSE_NAMES = ParamNames({**OPENAI_NAMES.other, "max_new_tokens": ("max_output_tokens",)})
 MESSAGE_NAMES = ParamNames({**OPENAI_NAMES.other, "stop": ("stop_sequences",)})
 CHAT_NAMES = ParamNames({**OPENAI_NAMES.other, "logprobs": ("top_logprobs",)})
-SCORE_NAMES = ParamNames({"logprob_token_ids": ("label_token_ids",)})
+SCORE_NAMES = ParamNames({"logprob_token_ids": ("label_token_ids",), "return_embedding": ("text_2",)})
 EMBEDDING_NAMES = ParamNames({"return_embedding": ("input",)})
 RERANK_NAMES = ParamNames({"return_embedding": ("documents",)})
 
@@ -154,7 +156,7 @@ def add_openai(
         given, call = await pipeline.open(request, parse_messages, partial(call_of_chat, request), words)
         return CallResponse(call, bridge, MessagesAnswers(given, name, parser_of(given, call)()), given.options.stream)
 
-    async def call_of_model(given: EmbeddingRequest | RerankRequest | ScoreRequest) -> GenerateRequest:
+    async def call_of_model(given: EmbeddingRequest | RerankRequest | PairsRequest | ScoreRequest) -> GenerateRequest:
         check_model(given.model, names)
         return given.call
 
@@ -166,23 +168,35 @@ def add_openai(
         given, call = await pipeline.open(request, parse, call_of_model, words)
         return CallResponse(call, bridge, EmbeddingAnswers(given, name), stream=False)
 
-    @app.post(RERANK)
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
+    @app.post("/rerank")
     async def rerank(request: Request) -> Response:
-        """Documents by the likeness of their embeddings to that of a query, as Jina and Cohere answer."""
+        """Documents by the likeness of their embeddings to that of a query, as Jina, Cohere and vLLM answer."""
         parse = partial(parse_rerank, max_prompts=bridge.book.capacity)
         words = partial(_in_openai_words, prompt="documents", names=RERANK_NAMES)
         given, call = await pipeline.open(request, parse, call_of_model, words)
         return CallResponse(call, bridge, RerankAnswers(given, name), stream=False)
 
-    @app.post(SCORE)
-    async def score(request: Request) -> Response:
-        """SGLang's scores: the probabilities of some tokens behind a query and each of several items."""
+    @app.post("/score")
+    async def pairs(request: Request) -> Response:
+        """vLLM's scores: how alike the texts of each pair are by their embeddings."""
+        parse = partial(parse_pairs, max_prompts=bridge.book.capacity)
+        given, call = await pipeline.open(request, parse, call_of_model, _in_words_of_scores)
+        return CallResponse(call, bridge, PairsAnswers(given, name), stream=False)
 
-        def parse(body: bytes) -> ScoreRequest:
+    @app.post("/v1/score")
+    async def score(request: Request) -> Response:
+        """SGLang's scores: the probabilities of some tokens behind a query and each item; and what /score has."""
+
+        def parse(body: bytes) -> ScoreRequest | PairsRequest:
+            if names_pairs(body):
+                return parse_pairs(body, bridge.book.capacity)
             return parse_score(body, bridge.book.capacity, bridge.limits, pipeline.tokenizer)
 
         given, call = await pipeline.open(request, parse, call_of_model, _in_words_of_scores)
-        return CallResponse(call, bridge, ScoreAnswers(given, name), stream=False)
+        answers = PairsAnswers(given, name) if isinstance(given, PairsRequest) else ScoreAnswers(given, name)
+        return CallResponse(call, bridge, answers, stream=False)
 
     @app.post(f"{MESSAGES}/count_tokens")
     async def count_tokens(request: Request) -> Response:

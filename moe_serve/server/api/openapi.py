@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from moe_serve.server.api.anthropic import CountTokensBody, MessagesBody
-from moe_serve.server.api.embeddings import EmbeddingBody, RerankBody
+from moe_serve.server.api.embeddings import EmbeddingBody, PairsBody, RerankBody
 from moe_serve.server.api.generation_control import AbortBody, PauseBody
 from moe_serve.server.api.native import GenerateBody
 from moe_serve.server.api.openai_requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -59,7 +59,10 @@ BODIES: dict[str, type[Body]] = {
     "/v1/messages/count_tokens": CountTokensBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/rerank": RerankBody,
+    "/v2/rerank": RerankBody,
+    "/rerank": RerankBody,
     "/v1/score": ScoreBody,
+    "/score": PairsBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/pause_generation": PauseBody,
@@ -71,7 +74,10 @@ _NAMES_MODEL = (
     *_STREAMS[1:],
     "/v1/embeddings",
     "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
     "/v1/score",
+    "/score",
     "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",

@@ -1,4 +1,4 @@
-"""`/v1/score` of SGLang: how probable each of some tokens is behind each of several texts. Nothing is generated.
+"""`/v1/score` in SGLang's form: how probable each of some tokens is behind each of several texts. Nothing is generated.
 
 A text is the query and an item, joined before they are tokenized; with token ids both are. A score is the probability
 of a label token among all tokens, or, with apply_softmax, among the labels. So a model that answers yes or no ranks
@@ -16,25 +16,24 @@ from moe_serve.attention_dp.sampling_params import MAX_LOGPROB_IDS, SamplingPara
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import RequestError
 from moe_serve.models.tokenizer import Tokenizer
+from moe_serve.server.api.embeddings import TextsBody
 from moe_serve.server.api.generate import Call, WholeAnswers
-from moe_serve.server.api.native import Priority, Timeout, is_batch, prompts_of, salt_of
-from moe_serve.server.api.openai_requests import Model, Noted
-from moe_serve.server.edge.body import Body, Count, Name, TokenId, read_body
+from moe_serve.server.api.native import is_batch, prompts_of
+from moe_serve.server.edge.body import TokenId, read_body
 from moe_serve.server.edge.errors import json_bytes
-from moe_serve.server.requests.prompts import GenerateRequest, Prompt, check_ids, check_num_chars
+from moe_serve.server.requests.prompts import GenerateRequest, check_ids, check_num_chars
 
 MAX_REPEATED = 2**21  # characters or tokens of the query in all prompts of a call: 16 MB of ids
 _Label = Annotated[TokenId, Meta(ge=0)]
 
 
-class ScoreBody(Body, kw_only=True):
+class ScoreBody(TextsBody, kw_only=True):
     """A query, and items that each follow it, all as texts or all as token ids."""
 
     example: ClassVar[Mapping[str, Any]] = {
         "query": "Is this about files? ", "items": ["open(path)", "sum(values)"], "label_token_ids": [5, 6],
     }  # fmt: skip
 
-    model: Model | None = None
     query: Annotated[str | list[TokenId], Meta(extra={"missing": "send a text or a list of token ids"})]
     items: Annotated[
         str | list[TokenId | str | list[TokenId]], Meta(extra={"missing": "send texts or lists of token ids"})
@@ -45,13 +44,6 @@ class ScoreBody(Body, kw_only=True):
     ]
     apply_softmax: bool | None = None
     item_first: bool | None = None
-    user: Noted = None
-    rid: Name | None = None
-    cache_salt: Name | None = None
-    extra_key: Name | None = None
-    priority: Priority | None = None
-    timeout: Timeout | None = None
-    routed_dp_rank: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -91,22 +83,9 @@ def parse_score(body: bytes, max_prompts: int, limits: ModelLimits, tokenizer: T
     params = SamplingParams(
         max_new_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0, logprob_token_ids=tuple(given.label_token_ids)
     )
-    prompts = []
-    for index, item in enumerate(items):
-        text, ids = (_joined(given.query, each, bool(given.item_first)) for each in item)
-        rid = given.rid if given.rid is None or len(items) == 1 else f"{given.rid}-{index}"
-        prompts.append(Prompt(text, ids, params, explicit_length=True, rid=rid, session_id=None))
-    call = GenerateRequest(
-        prompts=tuple(prompts),
-        stream=False,
-        is_batch=True,
-        salt=salt_of(given.cache_salt, given.extra_key),
-        rank=given.routed_dp_rank,
-        priority=given.priority or 0,
-        timeout_s=given.timeout,
-        incremental=None,
-    )
-    return ScoreRequest(given.model, bool(given.apply_softmax), call)
+    item_first = bool(given.item_first)
+    texts = [(_joined(given.query, text, item_first), _joined(given.query, ids, item_first)) for text, ids in items]
+    return ScoreRequest(given.model, bool(given.apply_softmax), given.call(texts, params))
 
 
 def _joined(query: Any, item: Any, item_first: bool) -> Any:

@@ -72,7 +72,7 @@ class RequestIds:
 # Paths of routes that generate.
 GENERATING = frozenset(
     {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
-    | {"/v1/embeddings", "/v1/rerank", "/v1/score"}  # of each text they compute the prompt
+    | {"/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score"}  # they compute prompts alone
 )
 # Paths that also count as requests of a client: they need no rank, but a core.
 _TOKENIZING = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})

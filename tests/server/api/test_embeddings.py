@@ -1,4 +1,4 @@
-"""`/v1/embeddings` as OpenAI's own client reads it."""
+"""`/v1/embeddings` as OpenAI's own client reads it, and what is made of its vectors: rerank and score."""
 
 import threading
 from types import SimpleNamespace
@@ -49,6 +49,45 @@ async def test_documents_are_sorted_by_the_product_of_their_vector_with_that_of_
     assert [set(result) for result in two["results"]] == [{"index", "relevance_score"}] * 2
 
 
+@in_event_loop
+async def test_documents_may_be_objects_and_the_routes_of_cohere_and_vllm_are_served():
+    fields = {"query": "def", "documents": [{"text": "def read(self"}, "class"]}
+    async with serving(1) as served:
+        answers = [(await post(served, path, **fields)).json() for path in ("/rerank", "/v1/rerank", "/v2/rerank")]
+    for answer in answers:
+        assert answer["results"] == answers[0]["results"]
+        assert {result["document"]["text"] for result in answer["results"]} == {"def read(self", "class"}
+
+
+def likeness(one: str, other: str) -> float:
+    rows = [(3.0, 4.0 * len(TEXT.encode(text))) for text in (one, other)]
+    lengths = [sum(x * x for x in row) ** 0.5 for row in rows]
+    return sum(x * y for x, y in zip(*rows, strict=True)) / (lengths[0] * lengths[1])
+
+
+@in_event_loop
+async def test_a_text_is_scored_against_each_of_others_and_two_lists_pair_by_pair():
+    """As vLLM does, with its names."""
+    one, others = "def", ["def read(self, size)", "class"]
+    async with serving(1) as served:
+        first = (await post(served, "/score", model="demo", text_1=one, text_2=others)).json()
+        same = [
+            (await post(served, path, **fields)).json()["data"]
+            for path in ("/score", "/v1/score")
+            for fields in ({"queries": one, "documents": others}, {"queries": [one], "items": others},
+                           {"data_1": one, "data_2": others})
+        ]  # fmt: skip
+        pairs = (await post(served, "/score", text_1=others, text_2=others[::-1])).json()
+        single = (await post(served, "/v1/score", text_1=[5, 6], text_2=[[7]])).json()
+    assert [each["score"] for each in first["data"]] == pytest.approx([likeness(one, other) for other in others])
+    assert [(each["index"], each["object"]) for each in first["data"]] == [(0, "score"), (1, "score")]
+    assert (first["object"], first["model"]) == ("list", "demo")
+    assert first["usage"]["prompt_tokens"] == sum(len(TEXT.encode(text)) for text in (one, *others))
+    assert all(data == first["data"] for data in same)
+    assert [each["score"] for each in pairs["data"]] == pytest.approx([likeness(*others)] * 2)
+    assert len(single["data"]) == 1
+
+
 WRONG = [
     ({}, "input"),
     ({"input": []}, "input"),
@@ -69,13 +108,25 @@ WRONG_RERANK = [
     ({"query": "a", "documents": [""]}, "documents"),
     ({"query": "a" * 1_000_000, "documents": ["b"]}, "query"),
     ({"query": "a" * 1_000, "documents": ["b"]}, "query"),
+    ({"query": "a", "documents": [{"image": "b"}]}, "documents[0].text"),
+]
+WRONG_PAIRS = [
+    ({"text_1": "a"}, "text_2"),
+    ({"text_2": "a"}, "text_1"),
+    ({"text_1": "a", "queries": "a", "text_2": "b"}, "queries"),
+    ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),
+    ({"text_1": "a", "text_2": ["b", [5]]}, "text_2[1]"),
+    ({"text_1": "a", "text_2": ["b" * 1_000_000]}, "text_2"),
+    ({"queries": "a" * 1_000, "documents": "b"}, "queries"),
+    ({"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
 ]
 
 
 @in_event_loop
 async def test_a_wrong_field_is_named():
     async with serving() as served:
-        calls = [("/v1/embeddings", *each) for each in WRONG] + [("/v1/rerank", *each) for each in WRONG_RERANK]
+        tables = {"/v1/embeddings": WRONG, "/v1/rerank": WRONG_RERANK, "/score": WRONG_PAIRS}
+        calls = [(path, *each) for path, table in tables.items() for each in table]
         for path, fields, param in calls:
             response = await post(served, path, **fields)
             assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text

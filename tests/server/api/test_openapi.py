@@ -9,7 +9,7 @@ import pytest
 
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.errors import RequestError
-from moe_serve.server.api.embeddings import parse_embeddings, parse_rerank
+from moe_serve.server.api.embeddings import parse_embeddings, parse_pairs, parse_rerank
 from moe_serve.server.api.native import parse_generate
 from moe_serve.server.api.openai_requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from moe_serve.server.api.openapi import body_schemas
@@ -29,6 +29,7 @@ PARSERS = {
     "DetokenizeRequest": parse_detokenize,
     "EmbeddingRequest": partial(parse_embeddings, max_prompts=4),
     "RerankRequest": partial(parse_rerank, max_prompts=4),
+    "PairsRequest": partial(parse_pairs, max_prompts=4),
     "ScoreRequest": partial(parse_score, max_prompts=4, limits=LIMITS, tokenizer=None),
 }
 
@@ -103,6 +104,7 @@ async def test_the_document_names_a_model_that_is_not_served_and_answers_that_ar
         "/v1/responses": {"input": "a"},
         "/v1/embeddings": {"input": "a"},
         "/v1/rerank": {"query": "a", "documents": ["b"]},
+        "/score": {"text_1": "a", "text_2": ["b"]},
         "/v1/score": {"query": "a", "items": ["b"], "label_token_ids": [5]},
         "/tokenize": {"prompt": "a"},
         "/detokenize": {"tokens": [5]},
