@@ -160,10 +160,10 @@ def _working_memory(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
 
 
 def _rotations(plan: ModelPlan) -> Memory:
-    rope, max_position, attention = plan.spec.rope, plan.spec.max_position, plan.spec.attention
-    has_temperature = attention.temperature is not None
-    num_bytes = rope_table_bytes(rope, max_position, has_temperature)
-    return Memory("rotations of positions", num_bytes, f"{max_position} positions x {rope.dim} dimensions, float32")
+    ropes, max_position = plan.spec.ropes, plan.spec.max_position
+    num_bytes = rope_table_bytes(ropes, max_position, plan.spec.attention.temperature is not None)
+    dims = sum(rope.dim for rope in ropes)
+    return Memory("rotations of positions", num_bytes, f"{max_position} positions x {dims} dimensions, float32")
 
 
 def _prompt_logits(config: ServeConfig, plan: ModelPlan) -> Memory:

@@ -274,6 +274,7 @@ class ModelSpec:
     predictor_id: int | None = None  # the last of num_layers is such a layer; None: all are layers of the model
     stateful: AnyStateful | None = None  # of the layers that keep a state of each request
     stateful_layer_ids: tuple[int, ...] = ()  # ascending; the others attend over the KV cache
+    windowed_rope: RopeSpec | None = None  # of windowed layers, where they do not share `rope`
     norms_from_zero: bool = False  # norms of rows and of query and key heads multiply by 1 + weight
     may_lack_router_bias: bool = False  # checkpoints may leave it out: it is 0 in all layers then
 
@@ -297,6 +298,11 @@ class ModelSpec:
         layer = self.num_layers
         moe_layer_ids = (*self.moe_layer_ids, layer)
         return replace(self, num_layers=layer + 1, moe_layer_ids=moe_layer_ids, predictor_id=layer)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Returns the rotations of the model, those of windowed layers last where they have their own."""
+        return (self.rope,) if self.windowed_rope is None else (self.rope, self.windowed_rope)
 
     @property
     def attention_layer_ids(self) -> tuple[int, ...]:

@@ -98,6 +98,16 @@ EXAONE = _SIGMOID_QWEN | {"first_k_dense_replace": 1, "n_group": 4, "topk_group"
 AFMOE: dict[str, Any] = _SIGMOID_QWEN | {"num_dense_layers": 1, "num_shared_experts": 1, "route_scale": 1.7}
 KOLIBRI = _SIGMOID_QWEN | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False}
 FLINT = _SIGMOID_QWEN | {"shared_expert_intermediate_size": 48}
+MELLUM: dict[str, Any] = QWEN | {
+    "num_hidden_layers": 4, "sliding_window": 20, "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2],
+    "mlp_layer_types": ["sparse", "sparse", "dense", "sparse"], "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
+}  # fmt: skip
 SOLAR = SIGMOID | {"first_k_dense_replace": 0}
 HY_V3: dict[str, Any] = QWEN | {"num_experts_per_tok": 3, "router_scaling_factor": 2.1, "rms_norm_eps": 1e-5}
 SWA: dict[str, Any] = GRANITE | {"num_hidden_layers": 3, "sliding_window": 20, "shared_intermediate_size": 40}
@@ -289,6 +299,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "hy_v3",
         HY_V3 | {"attention_bias": True, "mlp_layer_types": ["sparse", "dense"], "num_shared_experts": 2},
     ),
+    "mellum": ("mellum", MELLUM),
     "granitemoe_swa": ("granitemoe_swa", SWA),
     "granitemoe_swa-unrotated": (
         "granitemoe_swa",

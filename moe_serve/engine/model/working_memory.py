@@ -94,7 +94,7 @@ def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, 
     spec_bytes, rows = sizes.itemsize, sizes.rows
     between = 4 * rows * spec.hidden * spec_bytes  # residual, what is added to it, the normed sum, the phase's result
     if sizes.on_gpu:
-        between += rows * spec.rope.dim // 2 * torch.complex64.itemsize
+        between += rows * sum(rope.dim // 2 for rope in spec.ropes) * torch.complex64.itemsize
     else:
         between += _plan(spec, numerics, sizes)
     phases = {

@@ -4,6 +4,7 @@ Shape words: T = rows of the batch (padded), H = hidden.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,29 +25,36 @@ class RopeTable:
 
     def __init__(
         self,
-        rope: RopeSpec,
+        ropes: Sequence[RopeSpec],
         max_position: int,
         device: torch.device | str,
         temperature: QueryTemperature | None = None,
     ):
-        """temperature: of the queries; then query_scales [max_position, 1] float32 holds what they are multiplied by"""
+        """ropes: the rotations of a model; `tables` has one of each, [max_position, dim / 2] complex64
+
+        temperature: of the queries; then query_scales [max_position, 1] float32 holds what they are multiplied by
+        """
         positions = torch.arange(max_position, dtype=torch.float32)
-        angles = positions[:, None] * rope_frequencies(rope)
-        self.table = torch.complex(angles.cos() * rope.table_factor, angles.sin() * rope.table_factor).to(device)
+        self.tables = tuple(_turns(rope, positions).to(device) for rope in ropes)
         self.query_scales = None
         if temperature is not None:
             growth = torch.log1p(torch.floor((positions + temperature.shift) / temperature.floor_scale))
             self.query_scales = (growth * temperature.scale + 1.0)[:, None].to(device)
 
-    def __call__(self, positions: Tensor) -> Tensor:
-        """positions: [T] int64 -> [T, dim / 2] complex64"""
-        return self.table.index_select(0, positions)
+    def __call__(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """positions: [T] int64 -> [T, dim / 2] complex64 of each table"""
+        return tuple(table.index_select(0, positions) for table in self.tables)
 
 
-def rope_table_bytes(rope: RopeSpec, max_position: int, has_temperature: bool) -> int:
+def _turns(rope: RopeSpec, positions: Tensor) -> Tensor:
+    angles = positions[:, None] * rope_frequencies(rope)
+    return torch.complex(angles.cos() * rope.table_factor, angles.sin() * rope.table_factor)
+
+
+def rope_table_bytes(ropes: Sequence[RopeSpec], max_position: int, has_temperature: bool) -> int:
     """Returns the size of a RopeTable. has_temperature: of the queries"""
     scale_bytes = torch.float32.itemsize if has_temperature else 0
-    return max_position * (rope.dim // 2 * torch.complex64.itemsize + scale_bytes)
+    return max_position * (sum(rope.dim // 2 for rope in ropes) * torch.complex64.itemsize + scale_bytes)
 
 
 def rope_frequencies(rope: RopeSpec) -> Tensor:
@@ -89,16 +97,17 @@ class GqaAttention:
         self.shape = AttentionShape(layout, group, spec.softmax_scale, has_sinks=spec.has_sinks)
 
     def layer(
-        self, index: int, weights: dict[str, Any], rope: RopeSpec, forms: WeightForms, cached_as: int | None = None
+        self, index: int, weights: dict[str, Any], ropes: Sequence[RopeSpec], forms: WeightForms, cached_as: int
     ) -> "GqaLayer":
         """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`.
 
-        cached_as: the cache's layer, where not all layers of the model have one
+        ropes: of the model;  cached_as: the cache's layer, since not all layers of a model may have one
         """
         spec = self.spec
         qkv, bias, scale = weights.pop("qkv"), weights.pop("qkv_bias", None), weights.pop("qkv_scale", None)
         norm = None
-        rotates = index not in spec.unrotated_layer_ids
+        turned_by = len(ropes) - 1 if index in spec.windowed_layer_ids else 0
+        rope, rotates = ropes[turned_by], index not in spec.unrotated_layer_ids
         if spec.qk_norm == "unit" and rotates:  # transformers norms behind the rotation, which changes no length
             norm = forms.ones(spec.num_heads + spec.num_kv_heads, spec.head_dim, like=qkv)
         elif any(spec.norm_widths):
@@ -116,8 +125,8 @@ class GqaAttention:
         out = forms.linear(weights.pop("o"), weights.pop("o_bias", None), weights.pop("o_scale", None))
         sinks = weights.pop("sinks") if spec.has_sinks else None
         visible = spec.window_of(index), spec.chunk_of(index)
-        cached_as = index if cached_as is None else cached_as
-        return GqaLayer(self, cached_as, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, rotates)
+        turned_by = turned_by if rotates else None
+        return GqaLayer(self, cached_as, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, turned_by)
 
     def _rows_in(self, order: Tensor) -> Tensor:
         """Returns the order of the fused projection's rows with those of every query and key head reordered.
@@ -142,6 +151,7 @@ class GqaLayer:
     qkv:  x -> queries, keys and values of all heads, and their gates
     norm: [query and key heads, head_dim], over each head or over all, as the spec says; or None
     window, chunk, sinks: as `attend` of step.py takes them
+    turned_by: which of the model's rotations; None: none
     """
 
     form: GqaAttention
@@ -152,7 +162,7 @@ class GqaLayer:
     window: int | None
     chunk: int | None
     sinks: Tensor | None
-    rotates: bool
+    turned_by: int | None
 
     def __call__(self, x: Tensor, do: Step) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' keys and values into the cache."""
@@ -166,11 +176,11 @@ class GqaLayer:
             norm = None
         if spec.clip is not None:
             do.clip_(qkv, spec.clip)
-        if spec.temperature is not None and not self.rotates:
+        if spec.temperature is not None and self.turned_by is None:
             assert do.query_scales is not None
             do.multiply_rows_(qkv[:, : spec.num_heads * spec.head_dim], do.query_scales)
         heads, norm_last = (spec.num_heads, spec.num_kv_heads), spec.qk_norm == "rotated_head"
-        turns = do.turns if self.rotates else do.turns[:, :0]
+        turns = do.turns[0][:, :0] if self.turned_by is None else do.turns[self.turned_by]
         cache, scales = do.cache.layer(self.index), do.cache.scales(self.index)
         rotated, gates = qkv, None
         if spec.has_gate:

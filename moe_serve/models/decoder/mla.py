@@ -166,9 +166,9 @@ class MlaLayer:
             do.multiply_rows_(q, do.query_scales)
         q = q.view(x.shape[0], spec.num_heads, -1)
         cache, scales = do.cache.layer(self.index), do.cache.scales(self.index)
-        do.mla_rope_write(q, row, self.kv_a_norm, LATENT_EPS, do.turns, do.slots, cache, form.widths, scales)
+        do.mla_rope_write(q, row, self.kv_a_norm, LATENT_EPS, do.turns[0], do.slots, cache, form.widths, scales)
         if index is not None:
-            do.index_write(index.q, index.k, do.turns, do.slots, do.cache.layer(index.layer))
+            do.index_write(index.q, index.k, do.turns[0], do.slots, do.cache.layer(index.layer))
             latent_q = do.absorb(self.absorb, q, spec.nope_dim)
             attended = do.attend_indexed(latent_q[:, None], self.index, index)
             return do.linear("attention_out", self.out, do.expand(self.expand, attended[:, 0]).flatten(1))

@@ -122,7 +122,7 @@ def build_decoder(
             attention_layer: AnyAttention = _stateful_layer(spec.stateful, spec.norm_eps, index, mine, forms)
         elif isinstance(attention, GqaAttention):
             cached_as = spec.attention_layer_ids.index(layer_id)
-            attention_layer = attention.layer(layer_id, mine, spec.rope, forms, cached_as)
+            attention_layer = attention.layer(layer_id, mine, spec.ropes, forms, cached_as)
         else:
             attention_layer = attention.layer(layer_id, mine, spec.rope, forms)
         moe, mlp, shared = None, None, None
@@ -145,7 +145,7 @@ def build_decoder(
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
     head_weight = None if spec.tie_embeddings else dense.pop("lm_head")
     embedding, head = forms.embedding(embed, head_weight, dense.pop("lm_head_bias", None))
-    table = RopeTable(spec.rope, spec.max_position, device, spec.attention.temperature)
+    table = RopeTable(spec.ropes, spec.max_position, device, spec.attention.temperature)
     factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor)
     prediction = None
     if spec.predictor_id is not None:

@@ -263,17 +263,20 @@ class RecordedStep(Step, Recorder):
         shape: AttendShape,
         clock: PartClock,
     ):
-        Recorder.__init__(self, cpu_library(), capacity, clock, rope.table.device)
+        Recorder.__init__(self, cpu_library(), capacity, clock, rope.tables[0].device)
         self.cache = cache
         self._shape = shape
-        table = RowTable.of(torch.view_as_real(rope.table).flatten(1))
-        turns: Tensor = self.gather("turns", table, self.positions)
-        self.turns = torch.view_as_complex(turns.view(capacity, -1, 2))
+        self.turns = tuple(self._turns(f"turns{number}", table) for number, table in enumerate(rope.tables))
         scales = rope.query_scales
         self.query_scales = None if scales is None else self.gather("scales", RowTable.of(scales), self.positions)
         [self.last] = take_turns([stack(self)])
         assert isinstance(stack.head, PackedLinear), "kernels take packed weights"
         self.project_rows(stack.head, self.last)
+
+    def _turns(self, name: str, table: Tensor) -> Tensor:
+        """Records the rows' turns. name: of their buffer;  table: of all positions"""
+        turns: Tensor = self.gather(name, RowTable.of(torch.view_as_real(table).flatten(1)), self.positions)
+        return torch.view_as_complex(turns.view(self.capacity, -1, 2))
 
     def begin(self, part: int) -> None:
         self.part = part

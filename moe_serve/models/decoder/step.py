@@ -65,14 +65,14 @@ class Step(Operations, ABC):
     """The rows of a step and what can be done with them: at once by torch, or recorded (runners.py).
 
     ids, slots: [T] int64, of tokens, and where their keys and values go in the cache
-    turns:      [T, rotated width / 2] complex64, of each row's position
+    turns:      [T, rotated width / 2] complex64, of each row's position, by each of the model's rotations
     query_scales: [T, 1] float32, likewise; None: no layer asks for them
     has_rows:   whether attention has anything to do. MoE layers run in any case: all ranks take part
     """
 
     ids: Tensor
     slots: Tensor
-    turns: Tensor
+    turns: tuple[Tensor, ...]
     query_scales: Tensor | None
     cache: KvCache
     has_rows: bool

@@ -214,6 +214,26 @@ def read_rope(
     return _read_yarn(given, values, dim, theta, interleaved, where)
 
 
+def ropes_by_kind(
+    config: HfConfig, attention: GqaSpec, thetas: Mapping[str, float], partial: float = 1.0
+) -> tuple[RopeSpec, RopeSpec | None]:
+    """Returns the rotations of full layers and of windowed ones, where there are any; rope_parameters has both by kind.
+
+    thetas:  by kind, where rope_parameters is missing;  partial: share of a head that is rotated where it does not say
+    Raises ModelError as read_rope does.
+    """
+    given = config.get("rope_parameters", {kind: {"rope_theta": theta} for kind, theta in thetas.items()})
+    kinds = ("full_attention", "sliding_attention") if attention.windowed_layer_ids else ("full_attention",)
+    found = []
+    for kind in kinds:
+        of_kind = given.get(kind) if isinstance(given, Mapping) else None
+        if not isinstance(of_kind, Mapping) or "rope_theta" not in of_kind:
+            raise config.wrong("rope_parameters", given, f"an object with the rope_theta of {' and of '.join(kinds)}")
+        values = {**config.values, "rope_scaling": None, "partial_rotary_factor": None, "rope_parameters": of_kind}
+        found.append(read_rope(HfConfig(values, config.where), attention.head_dim, partial_default=partial))
+    return found[0], found[1] if len(kinds) > 1 else None
+
+
 def _rotated(
     given: Mapping[str, Any], values: Mapping[str, Any], dim: int, where: str, partial_default: float | None
 ) -> int:

@@ -137,7 +137,7 @@ REFUSED |= {
     "jamba": "a state-space layer of Mamba's first version",
     "nemotron_h": "a layer that is attention, experts or a state space alone",
 }
-REFUSED |= dict.fromkeys(("mellum", "mimo_v2_flash", "laguna"), "rotation by another theta in windowed layers")
+REFUSED |= dict.fromkeys(("mimo_v2_flash", "laguna"), "heads of other numbers in windowed layers")
 REFUSED |= dict.fromkeys(("nllb-moe", "switch_transformers"), "an encoder in front of the decoder")
 REFUSED |= {
     "axk2": "norms and attention that are gated by the rows that went in",

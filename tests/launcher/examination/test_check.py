@@ -179,10 +179,10 @@ def test_tables_of_rotations_and_logits_of_prompts_are_counted(family: str, tmp_
     found = sizes(checked(f"model.path={path}", "model.load_format=dummy", "model.max_model_len=100"))
     spec = read_spec(path).in_context(100)
     temperature = getattr(spec.attention, "temperature", None)
-    table = RopeTable(spec.rope, 100, "cpu", temperature)
+    table = RopeTable(spec.ropes, 100, "cpu", temperature)
     scales = 0 if table.query_scales is None else table.query_scales.nbytes
     assert (family == "llama4_text") == (scales > 0)
-    assert found["rotations of positions"] == table.table.nbytes + scales
+    assert found["rotations of positions"] == table.tables[0].nbytes + scales
     rows = load_config().engine.max_batch_tokens
     assert found["logits of prompts"] == rows * spec.vocab_size * 4, "the words are few, so all rows of a step fit"
 
