@@ -110,9 +110,14 @@ ROWS: dict[str, list[Panel]] = {
         }),
         Panel("Pages outside the KV cache", "By what became of them, a second.", "short",
               {"{{fate}}": rate("moe_serve_rank_cache_pages_total", "fate")}, stacked=True),
-        Panel("Pages that came up", "Of each rank, from memory and files, a second.", "short", {
+        Panel("Pages that came up", "Of each rank, from memory, files and other hosts, a second.", "short", {
             "rank {{rank}} {{fate}}": "max by (rank, fate) (rate(moe_serve_rank_cache_pages_total"
                                       f"{{{WHICH}, fate=~\"from_.*\"}}[$__rate_interval]))",
+        }),
+        Panel("Where prompts begin", "What front ends knew of the pages of prompts that they sent, a second.", "reqps",
+              {"{{where}}": rate("moe_serve_requests_prefix_total", "where")}, stacked=True),
+        Panel("Pages of other hosts", "What fetching one takes over computing it.", "short", {
+            "rank {{rank}}": f"max by (rank) (moe_serve_rank_page_cost{{{WHICH}}})",
         }),
         Panel("Drafts", "Of tokens, verified by steps: right ones were drawn.", "short", {
             "{{source}}, {{outcome}}": rate("moe_serve_rank_drafts_total", "source, outcome"),

@@ -1,17 +1,19 @@
 """Tiers below a rank's KV cache: pages in memory beside the pool, and in files that outlive the process.
 
-The ranks of a host share both, so that one takes what another has computed.
+The ranks of a host share both, so that one takes what another has computed. What ranks of another host have in theirs
+comes over the network (page_peers).
 
 A *page* is what one block holds, of all layers. Its key is that of the prefix cache, a hash of all tokens up to its
 end, seeded with the model, its weights and the arithmetic: whoever finds a page by the key that it needs, and finds its
 checksum right, has the very values that it would compute. So a page that is late, lost or damaged is computed again.
 
-A thread reads and writes files, and the step loop waits for none:
+A thread reads and writes files, another one asks other hosts, and the step loop waits for neither:
 
     down    when a prompt is computed, and when no request holds a published block any more, the page is copied; by the
             step loop where the block is to be written before the thread has come to it
     up      a prefill that has begun asks for the pages that follow what the pool holds; it waits for them while they
             come, and takes a bounded number of bytes in each step
+    across  behind the last page that this host has, the prefill asks the rank of another host that its front end names
 
 Files: a header, then the page. Ranks of one host share a folder, and so its pages and its quota.
 """
@@ -33,6 +35,7 @@ from torch import Tensor
 
 from moe_serve.attention_dp.host_pages import HostPages
 from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.attention_dp.page_peers import MOST_ASKED, OtherHosts, PageServer, PeerPages
 from moe_serve.attention_dp.page_record import HEADER_BYTES, DamagedPage, PageForm, decode_page, encode_header
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
@@ -43,14 +46,15 @@ _FETCHED_BYTES = 256 << 20  # of pages that have been read and not taken yet, ov
 _QUEUED_PAGES = 16384  # blocks to be copied down; more are left out
 _COPIED_BYTES = 256 << 20  # of pages that were copied since their blocks are written, and wait for the thread
 _PATIENCE_S = 1.0  # for which a prefill waits for its next page
-_SLOW_PAGES = 100  # of files that take longer than computing; then one is read, as the disk may have got faster
+_SLOW_PAGES = 100  # that were left out since they take longer than computing; then the way is tried again
+_ASKED_BYTES = 8 << 20  # of pages that another host is asked for at once
 _WRITTEN_S = 60.0  # after which a file that is not finished never will be
 _CLOSE_S = 10.0  # for which a rank that ends waits for its last files
 log = get_logger(__name__)
 
 
 class PageFolder:
-    """Files of pages in a folder of a model, within a quota for all models of the path. Used by one thread.
+    """Files of pages in a folder of a model, within a quota for all models of the path. One thread writes; others read.
 
     Ranks and launches may share a path: a file's name and header say all that its values depend on, a file appears
     whole, and the bytes that are used are counted in one place, under a lock. The smallest quota holds for all.
@@ -168,10 +172,12 @@ def _private(path: str, flags: int) -> int:
 class Fetch:
     """Pages that a prefill waits for. Its thread appends to `pages`, the step loop takes from their begin.
 
-    keys: of the pages that it would take, in order;  done: no more will come
+    keys: of the pages that it would take, in order;  holder: the rank of another host that is asked, too; None: none is
+    done: no more will come
     """
 
     keys: Sequence[bytes]
+    holder: int | None = None
     pages: "deque[Tensor]" = field(default_factory=deque)
     num_read: int = 0
     num_taken: int = 0
@@ -182,28 +188,66 @@ class Fetch:
 
 # fmt: off
 COUNTERS = (
-    "from_host", "from_sibling", "from_disk", "down", "late", "slow", "checksum", "version", "evicted", "no_room"
+    "from_host", "from_sibling", "from_disk", "from_other_host", "to_other_host", "down", "late", "slow", "peer_lost",
+    "checksum", "version", "evicted", "no_room"
 )
 # fmt: on
 
 
+class Price:
+    """What pages take on one way, learned from those that came. Where computing takes less time they are left out, but
+    for some now and then, since that may have changed.
+
+    page_s: what a page takes; None: not known
+    """
+
+    def __init__(self, page_s: float | None = None, delay_s: float = 0.0):
+        """delay_s: what it takes to ask for pages"""
+        self.page_s, self._delay_s = page_s, delay_s
+        self._num_left_out = 0
+
+    def is_worth_it(self, num_pages: int, computing_s: float | None) -> bool:
+        """Returns whether so many pages come sooner than they are computed, or should be tried all the same.
+
+        computing_s: what a page takes to compute; None: not known
+        """
+        if self._num_left_out >= _SLOW_PAGES:
+            self.page_s, self._num_left_out = None, 0
+        if self.page_s is None or computing_s is None:
+            return True
+        return self._delay_s + num_pages * self.page_s <= num_pages * computing_s
+
+    def leave_out(self, num_pages: int) -> None:
+        """Notes that pages were left out."""
+        self._num_left_out += num_pages
+
+    def learn(self, num_pages: int, took_s: float) -> None:
+        """Notes that pages have come, and what they took together."""
+        page_s = max(0.0, took_s - self._delay_s) / num_pages
+        self.page_s = page_s if self.page_s is None else 0.8 * self.page_s + 0.2 * page_s
+
+
 class PageTiers:
-    """The pages of one rank outside its pool. All calls are of the step loop; a thread does what takes time.
+    """The pages of one rank outside its pool. All calls are of the step loop; threads do what takes time.
 
     counters: totals since the start: pages that came up from memory, where this process had put them (from_host) or
-              another rank of the host (from_sibling), and from files (from_disk), that went down, and why others were
-              computed again or did not go down, by reason
+              another rank of the host (from_sibling), from files (from_disk), and from ranks of other hosts, or went
+              there (from_other_host, to_other_host); that went down; and why others were computed again or did not go
+              down, by reason
     computing_s: what a rank takes to compute the tokens of a page, as measured last; None: not known yet
     """
 
-    def __init__(self, cache: KvCache, host: HostPages | None, folder: PageFolder | None):
-        """host, folder: pages in memory and in files; None: none are kept there"""
+    def __init__(
+        self, cache: KvCache, host: HostPages | None, folder: PageFolder | None, others: OtherHosts | None = None
+    ):
+        """host, folder: pages in memory and in files; None: none are kept there
+        others: whose ranks give pages to this one, and take them; None: there are none
+        """
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.page_bytes = cache.page_bytes
         self.computing_s: float | None = None
         self._cache, self._host, self._folder = cache, host, folder
-        self._reading_s: float | None = None  # what a file takes
-        self._num_slow = 0  # pages that were left out since the last one was read
+        self._of_files = Price()
         self._down: OrderedDict[bytes, int | Tensor] = OrderedDict()  # blocks to be copied, or pages that are, in order
         self._num_copied = 0  # of these pages
         self._key_of: dict[int, bytes] = {}  # of these blocks
@@ -211,9 +255,24 @@ class PageTiers:
         self._fetched_bytes = 0
         self._copied: bytes | None = None  # the key whose block the thread copies now
         self._clear = self._closed = False
-        self._lock = threading.Condition()
+        self._across: deque[Fetch] = deque()  # whose next pages this host does not have
+        self._of_network = Price() if others is None else Price(others.page_s, others.delay_s)
+        lock = threading.RLock()
+        self._lock, self._news_across = threading.Condition(lock), threading.Condition(lock)
         self._thread = threading.Thread(target=self._work, name="kv-pages", daemon=True)
+        self._peers = self._server = self._asking = None
+        if others is not None:
+            self._server = PageServer(others, cache.page_form, self._give)
+            self._peers = PeerPages(others, cache.page_form)
+            self._asking = threading.Thread(target=self._ask_others, args=(self._peers,), name="kv-peers", daemon=True)
+            self._asking.start()
         self._thread.start()
+
+    @property
+    def cost_across(self) -> float | None:
+        """What a page of another host takes, over computing it; None: not known, or there are no other hosts."""
+        page_s = None if self._peers is None else self._of_network.page_s
+        return None if page_s is None or self.computing_s is None else page_s / self.computing_s
 
     # ---- down
 
@@ -251,9 +310,12 @@ class PageTiers:
 
     # ---- up
 
-    def fetch(self, keys: Sequence[bytes]) -> Fetch:
-        """Begins to bring up the pages with these keys, up to the first that no tier has."""
-        fetch = Fetch(keys)
+    def fetch(self, keys: Sequence[bytes], holder: int | None = None) -> Fetch:
+        """Begins to bring up the pages with these keys, up to the first that neither a tier has, nor the holder.
+
+        holder: the rank of another host that is asked for those that this host does not have; None: none is
+        """
+        fetch = Fetch(keys, holder)
         with self._lock:
             self._fetches.append(fetch)
             self._lock.notify()
@@ -271,6 +333,7 @@ class PageTiers:
             with self._lock:
                 self._fetched_bytes -= num_taken * self.page_bytes
                 self._lock.notify()
+                self._news_across.notify()
         return num_taken
 
     def is_coming(self, fetch: Fetch) -> bool:
@@ -279,7 +342,7 @@ class PageTiers:
             return bool(fetch.pages)
         if time.monotonic() - fetch.heard_s < _PATIENCE_S:
             return True
-        self.counters["late"] += 1
+        self._count("late")
         self.drop(fetch)
         return False
 
@@ -290,6 +353,7 @@ class PageTiers:
             self._fetched_bytes -= len(fetch.pages) * self.page_bytes
             fetch.pages.clear()
             self._lock.notify()
+            self._news_across.notify()
 
     def flush(self) -> None:
         """Forgets all pages, and removes the files of this model."""
@@ -301,13 +365,18 @@ class PageTiers:
             self._lock.notify()
 
     def close(self) -> None:
-        """Waits for the pages that are to go down, and ends the thread."""
+        """Waits for the pages that are to go down, and ends the threads."""
         with self._lock:
             self._closed = True
             self._lock.notify()
+            self._news_across.notify()
+        if self._server is not None and self._peers is not None and self._asking is not None:
+            self._server.close()
+            self._peers.close()
+            self._asking.join(_CLOSE_S)
         self._thread.join(_CLOSE_S)
 
-    # ---- the thread
+    # ---- the thread of this host's tiers
 
     def _work(self) -> None:
         while True:
@@ -335,35 +404,46 @@ class PageTiers:
                 self._switch_off(error)
 
     def _read_next(self, fetch: Fetch) -> None:
-        """Reads one page of a fetch, or ends it."""
+        """Reads one page of a fetch, or ends it here: another host may have the next one."""
         page, where = self._find(fetch.keys[fetch.num_read]) if fetch.num_read < len(fetch.keys) else (None, "")
+        if page is not None:
+            self._add(fetch, page, where)
+            return
+        with self._lock:
+            self._fetches.popleft()
+            if fetch.holder is None or self._peers is None:
+                fetch.done = True
+            else:
+                self._across.append(fetch)
+                self._news_across.notify()
+
+    def _add(self, fetch: Fetch, page: Tensor, where: str) -> bool:
+        """Leaves a page for the step loop. Returns False where nobody takes it any more. where: its counter"""
         with self._lock:
             if fetch.given_up:
-                return
-            if page is None:
-                fetch.done = True
-                return
+                return False
             self.counters[where] += 1
             self._fetched_bytes += self.page_bytes
             fetch.num_read += 1
             fetch.pages.append(page)
             fetch.heard_s = time.monotonic()
+            return True
 
     def _find(self, key: bytes) -> tuple[Tensor | None, str]:
-        """Returns the page with this key, and the counter of its tier."""
+        """Returns the page with this key, and the counter of its tier. Safe from any thread. Raises OSError."""
         if self._host is not None:
             with self._counting_damage():
                 if (kept := self._host.read(key)) is not None:
                     return kept.data, "from_host" if kept.is_own else "from_sibling"
-        if self._folder is None or not self._is_worth_reading(key):
+        folder = self._folder
+        if folder is None or not self._is_worth_reading(folder, key):
             return None, ""
         began_s, found = time.perf_counter(), None
         with self._counting_damage():
-            found = self._folder.read(key, self._cache.page_form)
+            found = folder.read(key, self._cache.page_form)
         if found is None:
             return None, ""
-        took_s = time.perf_counter() - began_s
-        self._reading_s = took_s if self._reading_s is None else 0.8 * self._reading_s + 0.2 * took_s
+        self._of_files.learn(1, time.perf_counter() - began_s)
         page = torch.frombuffer(found, dtype=torch.uint8)
         if self._host is not None:
             self._host.write(key, page)
@@ -374,18 +454,19 @@ class PageTiers:
         try:
             yield
         except DamagedPage as error:
-            self.counters[error.reason] += 1
+            self._count(error.reason)
 
-    def _is_worth_reading(self, key: bytes) -> bool:
+    def _count(self, fate: str, number: int = 1) -> None:
+        with self._lock:
+            self.counters[fate] += number
+
+    def _is_worth_reading(self, folder: PageFolder, key: bytes) -> bool:
         """Returns whether a file brings a page sooner than computing it. Now and then one is read all the same."""
-        reading_s, computing_s = self._reading_s, self.computing_s
-        if reading_s is None or computing_s is None or reading_s <= computing_s or self._num_slow >= _SLOW_PAGES:
-            if self._num_slow >= _SLOW_PAGES:
-                self._reading_s, self._num_slow = None, 0
+        if self._of_files.is_worth_it(1, self.computing_s):
             return True
-        if self._folder is not None and self._folder.has(key):
-            self._num_slow += 1
-            self.counters["slow"] += 1
+        if folder.has(key):
+            self._of_files.leave_out(1)
+            self._count("slow")
         return False
 
     def _copy_next(self) -> None:
@@ -424,11 +505,65 @@ class PageTiers:
 
     def _switch_off(self, error: OSError) -> None:
         """Goes on without files, after a fault of the disk."""
-        folder = self._folder
+        with self._lock:
+            folder, self._folder = self._folder, None
         if folder is not None:
             log.warning(
                 "cache.path %s: %s; no more pages of the KV cache go to files or come from them, which are computed "
                 "again instead; make room or mend the disk, then start again", folder.path, error.strerror or error,
             )  # fmt: skip
+
+    # ---- the threads of other hosts' tiers
+
+    def _ask_others(self, peers: PeerPages) -> None:
+        while True:
+            with self._lock:
+                self._news_across.wait_for(lambda: self._across or self._closed)
+                if self._closed:
+                    return
+                fetch = self._across.popleft()
+            while not fetch.done and self._ask(peers, fetch):
+                pass
+            fetch.done = True
+
+    def _ask(self, peers: PeerPages, fetch: Fetch) -> bool:
+        """Asks for some pages of a fetch, and leaves them for the step loop; returns whether to ask for more."""
+        assert fetch.holder is not None
+        most = max(1, min(MOST_ASKED, _ASKED_BYTES // self.page_bytes))
+        keys = fetch.keys[fetch.num_read : fetch.num_read + most]
         with self._lock:
-            self._folder = None
+            self._news_across.wait_for(lambda: self._fetched_bytes < _FETCHED_BYTES or fetch.given_up or self._closed)
+        if not keys or fetch.given_up or self._closed:
+            return False
+        if not self._of_network.is_worth_it(len(keys), self.computing_s):
+            self._of_network.leave_out(len(keys))
+            self._count("slow", len(keys))
+            return False
+        num_read, why = 0, "evicted"
+        try:
+            pages, began_s = peers.read(fetch.holder, keys), time.perf_counter()
+            with contextlib.closing(pages):
+                for page in pages:
+                    if not self._add(fetch, page, "from_other_host"):
+                        return False
+                    num_read += 1
+            if num_read:
+                self._of_network.learn(num_read, time.perf_counter() - began_s)
+        except DamagedPage as error:
+            why = error.reason
+        except OSError:
+            why = "peer_lost"
+        if num_read < len(keys):
+            self._count(why)
+        return num_read == len(keys)
+
+    def _give(self, key: bytes) -> Tensor | None:
+        """Returns a page for a rank of another host; None: it is not here."""
+        try:
+            page, _ = self._find(key)
+        except OSError as error:
+            self._switch_off(error)
+            return None
+        if page is not None:
+            self._count("to_other_host")
+        return page

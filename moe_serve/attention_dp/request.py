@@ -94,6 +94,7 @@ class Request:
     why_none_left: str | None = None  # the sampler says so where no token may come next
     handover: Handover | None = None  # on a decode rank: of the pages that it may take; None: there are none (left)
     hand_over_from: int | None = None  # on a prefill rank: the next block to be handed over; None: none is
+    pages_at: int | None = None  # the rank of another host that may have more of its pages than this host; None: none
 
     arrival: int = -1  # order of add(); a preempted request keeps its place
     block_ids: list[int] = field(default_factory=list)  # cache block i holds tokens i*block_size .. (i+1)*block_size

@@ -285,7 +285,7 @@ class RequestBlocks:
         if request.handover is not None:
             return  # they are there: `bring` takes them
         if self.tiers is not None and start < end and request.num_computed % self.block_size == 0:
-            self._fetches[request.request_id] = self.tiers.fetch(request.block_keys[start:end])
+            self._fetches[request.request_id] = self.tiers.fetch(request.block_keys[start:end], request.pages_at)
 
     def bring(self, request: Request, beside_decodes: bool = False) -> bool:
         """Takes pages that have come up into the request's own blocks; returns whether it should wait for more.

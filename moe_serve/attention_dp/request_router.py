@@ -8,7 +8,8 @@ go to one rank, which computes it once, until it would be less work to compute i
 runs it.
 
 Ranks that take pages of each other's prompts from a tier below the KV cache are *siblings*. There is little reason to
-stay with a rank whose sibling has room: fetching a token counts as FETCH_COST of computing it, on every sibling.
+stay with a rank whose sibling has room: fetching a token counts as FETCH_COST of computing it, on every sibling. From
+ranks of other hosts it counts as what the ranks have measured, and the rank with most of the prompt is named.
 """
 
 from collections import OrderedDict
@@ -42,6 +43,31 @@ def why_local(
     return None
 
 
+@dataclass(frozen=True)
+class PageSharing:
+    """Which ranks take pages of each other's prompts.
+
+    siblings:      a name for each rank, equal for those of a host that share a tier; (): there are no tiers
+    between_hosts: whether ranks with different names, which are on different hosts, ask each other, too
+    """
+
+    siblings: Sequence[str] = ()
+    between_hosts: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the pages of a prompt's beginning are, as far as its rank should not compute them.
+
+    where:  "own": in its cache, "host": in a tier of its host, "other_host", "slow": the same, though it seems to take
+            less time to compute them, "none": nowhere
+    holder: the rank of another host that has more of them than this host; None: none has
+    """
+
+    where: str = "none"
+    holder: int | None = None
+
+
 @dataclass(slots=True)
 class _Sent:
     """A request of this front end that is not finished."""
@@ -49,22 +75,48 @@ class _Sent:
     rank: int
     prefill_tokens: int  # expected not to be cached; 0 once the first token has arrived
     new_tokens: int
+    source: Source
     group: str | None = None
     keys: Sequence[bytes] = ()  # of a prompt whose pages are to come from another rank
 
 
 @dataclass(slots=True)
 class _RankState:
-    """Loads of one rank in tokens."""
+    """Loads of one rank in tokens.
+
+    page_cost: what a page of another host takes over computing it, as it has measured; None: not yet
+    """
 
     own_prefill: int = 0
     own_new: int = 0
     others: int = 0  # of other front ends, as of the last report
     last_chosen: int = 0  # so that equal ranks take turns
+    page_cost: float | None = None
 
     @property
     def load(self) -> int:
         return self.own_prefill + self.own_new + self.others
+
+
+@dataclass(frozen=True)
+class _Found:
+    """How many tokens of a prompt's beginning a rank was sent, and it or one of its siblings was."""
+
+    own: int = 0
+    near: int = 0
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a prompt's pages.
+
+    found: by rank;  most: tokens that some rank has or can fetch from siblings
+    page_cost: of a token whose page comes from another host, over computing it: from FETCH_COST to 1, if not known 1
+    """
+
+    found: dict[int, _Found]
+    most: int
+    page_cost: float
 
 
 class RequestRouter:
@@ -77,12 +129,9 @@ class RequestRouter:
         block_size: int = 16,
         max_keys: int = MAX_KEYS,
         first_rank: int = 0,
-        siblings: Sequence[str] = (),
+        sharing: PageSharing | None = None,
     ):
-        """first_rank: their numbers begin there
-
-        siblings: a name for each rank, equal for those that take each other's pages; (): none do
-        """
+        """first_rank: their numbers begin there;  sharing: None: each rank has its own pages alone"""
         self.load_gap = load_gap
         self.block_size = block_size
         self.max_keys = max_keys
@@ -94,10 +143,12 @@ class RequestRouter:
         # Block key -> bit mask of the ranks that were sent a prompt with this block. Least recently used first.
         self._ranks_of: OrderedDict[bytes, int] = OrderedDict()
         self._num_routed = 0
+        sharing = sharing or PageSharing()
         # Bit masks of siblings. A lost rank keeps its bit: its pages outlive it.
-        names = list(enumerate(siblings, first_rank))
-        self._siblings = {sum(1 << rank for rank, name in names if name == one) for one in set(siblings)}
-        self._fetch_cost = FETCH_COST if siblings else 1.0
+        names = list(enumerate(sharing.siblings, first_rank))
+        self._siblings = {sum(1 << rank for rank, name in names if name == one) for one in set(sharing.siblings)}
+        self._with_siblings = {rank for rank, name in names if sharing.siblings.count(name) > 1}
+        self._between_hosts = sharing.between_hosts
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -116,9 +167,12 @@ class RequestRouter:
     def cached(self, prompt_ids: Sequence[int], salt: str) -> tuple[int, int]:
         """Returns how many tokens of a prompt's beginning a rank has or can fetch at most, and was sent at least."""
         keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
-        found = self._found_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
-        least = min(found.get(rank, (0, 0))[0] for rank in self._ranks)
-        return max((max(each) for each in found.values()), default=0), least
+        known = self._known(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
+        return known.most, min(each.own for each in known.found.values())
+
+    def source_of(self, request_id: str) -> Source:
+        """Returns where the rank of a request that is counted there finds pages of its prompt."""
+        return self._sent[request_id].source
 
     def route(
         self,
@@ -148,19 +202,21 @@ class RequestRouter:
             raise CapacityError("all ranks are lost, so nothing can be served; restart the workers")
         keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
         # A rank computes the last known token in any case, so a block that ends with it does not help.
-        found = self._found_tokens(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
+        known = self._known(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
         rank = self._rank_of_group(group, len(prompt_ids), among or self.ranks)
         if rank is None:
-            rank = self._choose(found, session_id, salt, among or self.ranks)
+            rank = self._choose(known, session_id, salt, among or self.ranks)
         self._num_routed += 1
         self._ranks[rank].last_chosen = self._num_routed
         if not is_ahead:
             self._remember(keys, rank)
         if request_id is not None:
             self.finished(request_id)  # a second attempt replaces the first
-            num_prefill = len(prompt_ids) - int(self._saved(found.get(rank, (0, 0)), is_near=True))
-            ahead = _Sent(rank, 0, max_new_tokens, group, keys)
-            self._count(request_id, ahead if is_ahead else _Sent(rank, num_prefill, max_new_tokens, group))
+            num_prefill = 0 if is_ahead else len(prompt_ids) - int(self._saved(known, rank, is_near=True))
+            its_keys = keys if is_ahead else ()
+            self._count(
+                request_id, _Sent(rank, num_prefill, max_new_tokens, self._source(known, rank), group, its_keys)
+            )
         return rank
 
     def arrived(self, request_id: str) -> None:
@@ -184,11 +240,16 @@ class RequestRouter:
         if sent is not None and sent.rank in self._ranks:
             self._ranks[sent.rank].own_new -= sent.new_tokens
 
-    def update(self, rank: int, prefill_tokens: int) -> None:
-        """Takes a rank's report: known tokens whose KV is not computed, over the requests of all front ends."""
+    def update(self, rank: int, prefill_tokens: int, page_cost: float | None = None) -> None:
+        """Takes a rank's report.
+
+        prefill_tokens: known tokens whose KV is not computed, over the requests of all front ends
+        page_cost:      what a page of another host takes over computing it; None: not known
+        """
         state = self._ranks.get(rank)
         if state is not None:
             state.others = max(0, prefill_tokens - state.own_prefill)
+            state.page_cost = state.page_cost if page_cost is None else page_cost
 
     def forget_prompts(self) -> None:
         """Forgets which prompts each rank was sent: the ranks' caches are empty now."""
@@ -215,36 +276,46 @@ class RequestRouter:
         ahead = self._ranks[first.rank].load - first.prefill_tokens - least
         return first.rank if ahead <= max(self.load_gap, num_prompt) else None
 
-    def _choose(
-        self, found: dict[int, tuple[int, int]], session_id: str | None, salt: str, among: Sequence[int]
-    ) -> int:
+    def _choose(self, known: _Known, session_id: str | None, salt: str, among: Sequence[int]) -> int:
         least = min(self._ranks[rank].load for rank in among)
         if session_id is not None:
             rank = max(among, key=lambda rank: _rendezvous_weight(session_id, salt, rank))
-            if self._ranks[rank].load - least <= self.load_gap * self._fetch_cost:
+            if self._ranks[rank].load - least <= self.load_gap * self._cost_of_leaving(known, rank):
                 return rank
 
         def work(rank: int) -> tuple[float, int]:
             """Returns (tokens to compute before the first new one, up to a constant; tie-break by turn)."""
             state = self._ranks[rank]
             is_near = state.load - least <= self.load_gap
-            return state.load - self._saved(found.get(rank, (0, 0)), is_near), state.last_chosen
+            return state.load - self._saved(known, rank, is_near), state.last_chosen
 
         return min(among, key=work)
 
-    def _saved(self, found: tuple[int, int], is_near: bool) -> float:
-        """Returns the tokens that a rank need not compute, less what it takes to fetch pages of siblings.
+    def _cost_of_leaving(self, known: _Known, rank: int) -> float:
+        """Returns what a page of this rank costs another one, over computing it."""
+        return FETCH_COST if rank in self._with_siblings else known.page_cost
 
-        found: tokens that it has itself, and that it has or can fetch;  is_near: what it has itself counts
+    def _saved(self, known: _Known, rank: int, is_near: bool) -> float:
+        """Returns the tokens that a rank need not compute, less what it takes to fetch pages.
+
+        is_near: what others would have to pay for, if they got the request, counts
         """
-        own, fetched = found
-        return (1 - self._fetch_cost) * fetched + (self._fetch_cost * own if is_near else 0)
+        found, cost = known.found[rank], self._cost_of_leaving(known, rank)
+        here = (1 - cost) * found.near + (cost * found.own if is_near else 0)
+        return here + (1 - known.page_cost) * (known.most - found.near)
 
-    def _found_tokens(self, keys: Sequence[bytes]) -> dict[int, tuple[int, int]]:
-        """Returns how many tokens of this prompt's beginning each rank was sent, and it or one of its siblings was.
+    def _source(self, known: _Known, rank: int) -> Source:
+        here = known.found[rank]
+        if self._between_hosts and known.most > here.near:
+            # Not one of its siblings, which would have no more.
+            holder = max(known.found, key=lambda each: (known.found[each].near, known.found[each].own))
+            return Source("other_host" if known.page_cost < 1 else "slow", holder)
+        if here.near > here.own:
+            return Source("host")
+        return Source("own" if here.own else "none")
 
-        Ranks with none are left out.
-        """
+    def _known(self, keys: Sequence[bytes]) -> _Known:
+        """Returns what is known of a prompt with these keys."""
         own = fetched = sum(1 << rank for rank in self._ranks)
         ends = dict.fromkeys(self._ranks, len(keys)), dict.fromkeys(self._ranks, len(keys))
         for num_blocks, key in enumerate(keys):
@@ -257,7 +328,11 @@ class RequestRouter:
             if not fetched:
                 break
         size = self.block_size
-        return {rank: (ends[0][rank] * size, end * size) for rank, end in ends[1].items() if end}
+        found = {rank: _Found(ends[0][rank] * size, end * size) for rank, end in ends[1].items()}
+        costs = [state.page_cost for state in self._ranks.values() if state.page_cost is not None]
+        mean = sum(costs) / len(costs) if costs and self._between_hosts else 1.0
+        most = max((each.near for each in found.values()), default=0)
+        return _Known(found, most, min(1.0, max(FETCH_COST, mean)))
 
     def _remember(self, keys: Sequence[bytes], rank: int) -> None:
         # Tail first, so that the beginning of a prompt is evicted last.

@@ -4,6 +4,7 @@
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -17,6 +18,7 @@ from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.host_pages import HostPages
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.page_channel import PageReceiver, PageSender
+from moe_serve.attention_dp.page_peers import OtherHosts
 from moe_serve.attention_dp.page_ring import PageFiles
 from moe_serve.attention_dp.pages import PageFolder, PageTiers
 from moe_serve.attention_dp.request_blocks import RequestBlocks
@@ -25,6 +27,7 @@ from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.attention_dp.state_slots import SNAPSHOT_TOKENS, StateSlots
 from moe_serve.config import ServeConfig, model_dir, served_name
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, TransportRequest
+from moe_serve.dispatch.hosts.handshake import PREFIXES
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.engine.balancing.balancing import make_balancing
 from moe_serve.engine.balancing.record_control import Responder, make_record_control
@@ -89,6 +92,7 @@ from moe_serve.models.weights import ExpertReloader, ExpertRoom, LoadedWeights, 
 from moe_serve.process_facts import give_freed_memory_back
 from moe_serve.topology import Topology
 
+_DIAL_S = 1.0  # for a connection with a rank whose pages a prompt waits for
 Progress = Callable[[str, float], None]  # (phase, fraction done)
 log = get_logger(__name__)
 
@@ -112,7 +116,7 @@ def build_engine(
     """
     served = build_served_model(config, group, progress, weight_files)
     give_freed_memory_back()  # most of it is of loading, and would stay with this rank for good
-    tiers = _page_tiers(config, served, pages_fd)
+    tiers = _page_tiers(config, served, pages_fd, group)
     sender, receiver = _page_channel(config, served, page_files, launch_id)
     blocks = RequestBlocks(
         served.cache.num_blocks,
@@ -402,7 +406,7 @@ def _kv_key(config: ServeConfig, plan: ModelPlan) -> bytes:
     return key.encode()
 
 
-def _page_tiers(config: ServeConfig, served: ServedModel, pages_fd: int | None) -> PageTiers | None:
+def _page_tiers(config: ServeConfig, served: ServedModel, pages_fd: int | None, group: EpGroup) -> PageTiers | None:
     """Returns the tiers below this rank's pool; None: there are none. Raises ConfigError for what does not fit."""
     settings, cache = config.cache, served.cache
     host = folder = None
@@ -412,7 +416,30 @@ def _page_tiers(config: ServeConfig, served: ServedModel, pages_fd: int | None) 
     if settings.disk_gb is not None and settings.path is not None:
         quota = int(settings.disk_gb * 1e9)
         folder = PageFolder(Path(settings.path).expanduser(), served.kv_key, quota)
-    return None if host is None and folder is None else PageTiers(cache, host, folder)
+    if host is None and folder is None:
+        return None
+    others = _other_hosts(group, served)
+    served.info["asks_other_hosts"] = others is not None
+    return PageTiers(cache, host, folder, others)
+
+
+def _other_hosts(group: EpGroup, served: ServedModel) -> OtherHosts | None:
+    """Returns how this rank reaches the pages of other hosts; None: there are none, or no connections of our own."""
+    link, page_bytes = group.link, served.cache.page_bytes
+    if link is None:
+        return None
+
+    def dial(rank: int) -> socket.socket:
+        if rank in link.local_ranks:
+            raise OSError("it is on this host")
+        if rank in (down := link.down()):
+            raise OSError(down[rank])
+        return link.dial(rank, PREFIXES, _DIAL_S)
+
+    listen, speed = partial(link.take_dialled, PREFIXES), link.speed
+    if speed is None:
+        return OtherHosts(dial, listen, served.kv_key)
+    return OtherHosts(dial, listen, served.kv_key, page_bytes / speed.bytes_per_s, 2 * speed.delay_s)
 
 
 def _page_channel(

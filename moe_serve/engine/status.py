@@ -177,4 +177,5 @@ def make_status(
         num_open_files=num_open_files(),
         log_lines=num_logged(),
         phases=times.report(),
+        page_cost=None if scheduler.blocks.tiers is None else scheduler.blocks.tiers.cost_across,
     )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_serve.attention_dp.request_router import RequestRouter
+from moe_serve.attention_dp.request_router import FETCH_COST, PageSharing, RequestRouter, Source
 from moe_serve.errors import CapacityError
 
 
@@ -228,7 +228,7 @@ def test_outputs_of_a_prompt_whose_rank_is_lost_or_whose_first_has_ended_go_anyw
 
 def test_a_prompt_that_a_sibling_can_fetch_goes_where_there_is_less_work():
     """With 1,024 tokens that one rank has, fetching them on its sibling costs as much as computing 102."""
-    routers = [RequestRouter(4, block_size=16, siblings=siblings) for siblings in ((), ("a", "a", "b", "b"))]
+    routers = [RequestRouter(4, sharing=sharing) for sharing in (None, PageSharing(("a", "a", "b", "b")))]
     alone, shared = routers
     for router in routers:
         rank = router.route(prompt(0, 1025), request_id="a")
@@ -243,14 +243,14 @@ def test_a_prompt_that_a_sibling_can_fetch_goes_where_there_is_less_work():
 
 
 def test_ranks_that_are_not_siblings_of_those_with_the_prompt_compute_it_all():
-    router = RequestRouter(2, block_size=16, siblings=("a", "b"))
+    router = RequestRouter(2, sharing=PageSharing(("a", "b")))
     first = router.route(prompt(0, 513), request_id="a", max_new_tokens=8)
     other = router.route(prompt(0, 513), request_id="b", among=[1 - first])
     assert router.load(other) == 513
 
 
 def test_a_session_leaves_its_rank_sooner_where_others_can_fetch_its_pages():
-    router = RequestRouter(2, load_gap=512, siblings=("a", "a"))
+    router = RequestRouter(2, sharing=PageSharing(("a", "a")))
     rank = router.route(prompt(0, 512), "s")
     router.update(rank, 51)
     assert router.route(prompt(0, 512), "s") == rank
@@ -258,3 +258,85 @@ def test_a_session_leaves_its_rank_sooner_where_others_can_fetch_its_pages():
     assert router.route(prompt(0, 512), "s") == 1 - rank
     router.mark_lost(rank)
     assert router.cached(prompt(0, 513), "")[0] == 512, "pages outlive the rank that computed them"
+
+
+@pytest.mark.parametrize("sharing", [None, PageSharing(("a", "b"))], ids=["no tiers", "tiers of two hosts"])
+def test_a_prompt_and_a_session_stay_up_to_the_load_gap_where_nobody_can_fetch_their_pages(
+    sharing: PageSharing | None,
+) -> None:
+    router = RequestRouter(2, load_gap=512, sharing=sharing)
+    rank = router.route(prompt(0, 2049), "s")
+    for session in ("s", None):
+        router.update(rank, 512)
+        assert router.route(prompt(0, 2049), session) == rank
+        router.update(rank, 513)
+        assert router.route(prompt(0, 2049), session) == 1 - rank
+        router.forget_prompts()
+        router.update(rank, 0)
+        router.route(prompt(0, 2049), among=[rank])
+
+
+HOSTS = PageSharing(("a", "a", "b", "b"), between_hosts=True)
+
+
+def of_two_hosts(*costs: float) -> RequestRouter:
+    """Returns a router whose ranks 0 and 1 share a host, of which 0 was sent 1,024 tokens. costs: of pages, by rank"""
+    router = RequestRouter(4, sharing=HOSTS)
+    router.route(prompt(0, 1025), among=[0])
+    for rank, cost in enumerate(costs):
+        router.update(rank, 0, cost)
+    return router
+
+
+@pytest.mark.parametrize("cost", [0.25, 0.5, 1.0, 3.0])
+def test_a_token_on_another_host_counts_as_what_ranks_have_measured(cost: float) -> None:
+    router = of_two_hosts(cost, cost, cost, cost)
+    missed = (min(1.0, cost) - FETCH_COST) * 1024  # on the other host, beyond what a sibling pays
+    for rank in (0, 1):
+        router.update(rank, int(missed - 1))
+    assert router.route(prompt(0, 1025)) in (0, 1)
+    for rank in (0, 1):
+        router.update(rank, int(missed + FETCH_COST * 1024 + 2))
+    assert router.route(prompt(0, 1025)) in (2, 3)
+
+
+def test_a_page_of_another_host_is_never_cheaper_than_one_of_the_same() -> None:
+    router = of_two_hosts(0.001, 0.001, 0.001, 0.001)
+    router.update(0, 52)
+    assert router.route(prompt(0, 1025)) == 0
+
+
+@pytest.mark.parametrize(
+    ("costs", "where"),
+    [((), "slow"), ((0.5,), "other_host"), ((0.5, 0.7, 2.0, 0.6), "other_host"), ((0.5, 2.0), "slow")],
+    ids=["not known", "one knows", "all know", "slow on average"],
+)
+def test_the_rank_of_another_host_with_most_of_a_prompt_is_named(costs: tuple[float, ...], where: str) -> None:
+    router = of_two_hosts(*costs)
+    router.route(prompt(0, 2049), among=[1])
+
+    def source(rank: int, length: int) -> Source:
+        router.finished("r")
+        assert router.route(prompt(0, length), request_id="r", among=[rank], is_ahead=True) == rank
+        return router.source_of("r")
+
+    assert source(2, 2049) == Source(where, 1)
+    assert source(0, 2049) == Source("host"), "a sibling is not asked: its pages are in memory here"
+    assert source(0, 1025) == Source("own")
+    assert router.route(prompt(7000), request_id="new", among=[3]) == 3
+    assert router.source_of("new") == Source("none")
+    router.mark_lost(1)
+    assert source(3, 2049).holder == 0, "which has the tiers of its host, too"
+    router.mark_lost(0)
+    assert source(3, 2049).holder is None, "no rank of that host is left that could be asked"
+
+
+def test_a_session_leaves_its_host_as_its_pages_are_cheap_to_fetch() -> None:
+    router = RequestRouter(2, load_gap=512, sharing=PageSharing(("a", "b"), between_hosts=True))
+    rank = router.route(prompt(0, 512), "s")
+    for each in (0, 1):
+        router.update(each, 0, 0.25)
+    router.update(rank, 128)
+    assert router.route(prompt(0, 512), "s") == rank
+    router.update(rank, 400)
+    assert router.route(prompt(0, 512), "s") == 1 - rank

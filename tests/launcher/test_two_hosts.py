@@ -103,6 +103,56 @@ def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections_while_
 
 
 @pytest.mark.slow
+def test_a_rank_takes_pages_that_a_rank_of_the_other_host_has_and_its_tokens_are_the_same(
+    hosts: tuple[Host, Host],
+) -> None:
+    """The rank that has the prompt runs its only request, so the next one with that prompt goes to the other host."""
+    a, b = hosts
+    tiers = ("--set", "cache.host_gb=0.05", "--set", "engine.max_running_requests=1")
+    tries: list[tuple[str, list[int]]] = []
+
+    def generate(text: str, num_tokens: int) -> list[int]:
+        params = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": num_tokens, "ignore_eos": True}
+        status, answer = a.ask(f"{URL}/generate", json.dumps({"text": text, "sampling_params": params}), 300)
+        assert status == 200, answer
+        return json.loads(answer)["output_ids"]
+
+    def num_pages(fate: str) -> float:
+        found = re.findall(rf'cache_pages_total{{fate="{fate}",rank="."}} (\S+)', a.ask(f"{URL}/metrics")[1])
+        return sum(map(float, found))
+
+    def takes_pages() -> bool:
+        text = f"{len(tries)}. " + "".join(f"x{i} = [{i}, " for i in range(60))
+        kept, before = num_pages("down"), num_pages("from_other_host")
+        tokens = generate(text, 8)
+        assert eventually(lambda: num_pages("down") >= kept + 20, 60)
+        long: list[int] = []
+        thread = threading.Thread(target=lambda: long.extend(generate(text, 550)))
+        thread.start()
+        eventually(lambda: json.loads(a.ask(f"{URL}/server_info")[1])["requests"]["open"] == 1, 5)
+        assert generate(text, 8) == tokens
+        thread.join(300)
+        assert long[:8] == tokens
+        tries.append((text, tokens))
+        return eventually(lambda: num_pages("from_other_host") >= before + 20, 3)
+
+    with serve(a, 0, a, *tiers) as first, serve(b, 1, a, *tiers) as second:
+        first.wait_for("ready after", 120)
+        assert eventually(takes_pages, 120), a.ask(f"{URL}/metrics")[1] + first.output
+        info = json.loads(a.ask(f"{URL}/server_info")[1])
+        assert all(rank["info"]["asks_other_hosts"] for rank in info["ranks"])
+        metrics = a.ask(f"{URL}/metrics")[1]
+        assert re.search(r"moe_serve_rank_page_cost{rank=\"\d\"} \d", metrics)
+        assert re.search(r'moe_serve_requests_prefix_total{where="other_host"} [1-9]', metrics)
+        assert num_pages("to_other_host") >= num_pages("from_other_host")
+        assert (first.end(signal.SIGINT), second.wait()) == (0, 0)
+    text, tokens = tries[-1]
+    with LLM("demo", num_ranks=1, numerics="batch_invariant") as llm:
+        (alone,) = llm.generate([text], SamplingParams(temperature=0.8, seed=5, max_new_tokens=8, ignore_eos=True))
+    assert tokens == alone.token_ids
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["rank 1", "a host", "rank 0"])
 def test_a_lost_rank_or_host_comes_back_into_the_running_launch_and_no_request_is_lost(
     hosts: tuple[Host, Host], loss: str

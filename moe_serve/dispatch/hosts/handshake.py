@@ -21,7 +21,7 @@ from typing import NamedTuple
 from moe_serve.errors import LARGE_PACKETS_LOST, ReplacedError
 
 Address = tuple[str, int]
-PURPOSES = ROWS, VOTES, SPEED, EXPERTS = 1, 2, 3, 4  # what a connection between ranks is for
+PURPOSES = ROWS, VOTES, SPEED, EXPERTS, PREFIXES = 1, 2, 3, 4, 6  # what a connection between ranks is for
 PAGES = 5  # and one of a prefill rank with the host of the decode ranks, whose launcher has this number as its "rank":
 PAGES_TAKER = 0
 HANDSHAKE_S = 5.0

@@ -142,7 +142,7 @@ class HostLink:
         self._connections.takers[purpose] = take
 
     def dial(self, rank: int, purpose: int, deadline_s: float) -> socket.socket:
-        """Returns a new connection with a rank of another host, for VOTES or EXPERTS. Raises OSError."""
+        """Returns a new connection with a rank of another host, for VOTES, EXPERTS or PREFIXES. Raises OSError."""
         return self._connections.dial(rank, purpose, deadline_s)
 
     def measure(self, deadline_s: float) -> Speed | None:

@@ -32,6 +32,7 @@ class Submit(Message, tag="submit", frozen=True):
     num_prompt_logprobs: entries of the prompt's log probabilities that earlier attempts have sent
     hand_over_from:      to a prefill rank, where a decode rank goes on: the first block whose page that may lack
     handover:            to a decode rank: where pages of the prompt are
+    pages_at:            the rank of another host that may have more pages of the prompt than this host; None: none has
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Submit(Message, tag="submit", frozen=True):
     num_prompt_logprobs: int = 0
     hand_over_from: int | None = None
     handover: Handover | None = None
+    pages_at: int | None = None
 
     def to_request(self) -> Request:
         request = Request(
@@ -56,6 +58,7 @@ class Submit(Message, tag="submit", frozen=True):
             salt=self.salt,
             handover=self.handover,
             hand_over_from=self.hand_over_from,
+            pages_at=self.pages_at,
         )
         if self.params.prompt_logprobs is not None:
             request.prompt_scored(self.params.prompt_logprobs_start + self.num_prompt_logprobs)
@@ -303,6 +306,7 @@ class Status(Message, tag="status", frozen=True):
     resident_bytes, num_open_files: of its process; 0 where that is not known
     log_lines:                      how many warnings and errors it has logged, by level
     phases:                         the times of its steps, by phase
+    page_cost:                      what a page of another host takes over computing it; None: not known
     """
 
     rank: int
@@ -319,6 +323,7 @@ class Status(Message, tag="status", frozen=True):
     num_open_files: int = 0
     log_lines: dict[str, int] = {}
     phases: dict[str, PhaseTimes] = {}
+    page_cost: float | None = None
 
 
 class Pulse(Message, tag="pulse", frozen=True):

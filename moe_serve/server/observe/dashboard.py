@@ -29,6 +29,7 @@ _FILES = {
     "/dashboard/charts.js": "charts.js",
     "/dashboard/page.js": "page.js",
 }
+_PAGES = "num_pages_"  # begins the names of counters
 
 
 def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
@@ -40,14 +41,16 @@ def add_dashboard(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
     async def data(request: Request) -> Response:
         """What is new since the windows, events and placement that the query names."""
         seen = Seen.from_query(request.query_params)
+        prefill = None if bridge.prefill is None else bridge.prefill.workers
+        groups = [bridge.workers, *([] if prefill is None else [prefill])]
         system = {
             "model": served_name(config.model),
             "state": bridge.problem() or "ready",
             "requests": {"open": len(bridge.book), **bridge.book.counters},
             "handover": None if bridge.prefill is None else handover_json(bridge.book.stats, bridge.book.routes),
+            "pages": pages_json([view.status for group in groups for view in group if view.status is not None]),
             "drafts": drafts_json([view.status for view in bridge.workers if view.status is not None]),
         }
-        prefill = None if bridge.prefill is None else bridge.prefill.workers
         answer = page_data(bridge.workers, bridge.balance, system, start, seen, time.time(), prefill)
         return json_response(answer, headers=PAGE_HEADERS)
 
@@ -57,6 +60,15 @@ def handover_json(stats: RequestStats, routes: Mapping[str, int]) -> dict[str, A
     num = sum(stats.handover_s["waiting"].counts)
     parts = {part: round(1e3 * each.total / max(1, num), 3) for part, each in stats.handover_s.items()}
     return {"num": num, "parts_ms": parts, "routes": routes}
+
+
+def pages_json(told: Sequence[Status]) -> dict[str, int] | None:
+    """Returns what has become of pages outside the KV caches of all ranks, by fate; None: no rank has any."""
+    totals: Counter[str] = Counter()
+    for status in told:
+        of_pages = {key: int(count) for key, count in status.counters.items() if key.startswith(_PAGES)}
+        totals.update({key.removeprefix(_PAGES): count for key, count in of_pages.items()})
+    return dict(totals) or None
 
 
 def drafts_json(told: Sequence[Status]) -> dict[str, Any] | None:

@@ -118,6 +118,14 @@ class RequestMetrics(Collector):
             ("route", *names),
             [((route, *values), count) for route, count in bridge.book.routes.items()],
         )
+        yield counters(
+            "moe_serve_requests_prefix",
+            "Where the beginnings of prompts were when these were sent, as far as the front end knew: in the cache of "
+            "their rank (own), in a tier of its host, on another host, there but slower to fetch than to compute "
+            "(slow), or nowhere.",
+            ("where", *names),
+            [((where, *values), count) for where, count in bridge.book.sources.items()],
+        )
         yield counter("moe_serve_prompt_tokens", "Prompt tokens of requests that had a first token.",
                       stats.num_prompt_tokens)  # fmt: skip
         yield counter("moe_serve_cached_prompt_tokens", "Of the prompt tokens, those from a prefix cache.",
@@ -232,7 +240,7 @@ class RankMetrics(Collector):
         yield counters(
             "moe_serve_rank_cache_pages",
             "Pages of the KV cache outside its pool: brought up from memory where this rank or a sibling had put them, "
-            "from files, from prefill ranks; copied down; or not, and why.",
+            "from files, from prefill ranks, from another host; given to one; copied down; or not, and why.",
             ("rank", "fate"),
             [
                 ((rank, key.removeprefix(_PAGES)), count)
@@ -240,6 +248,13 @@ class RankMetrics(Collector):
                 for key, count in sorted(status.counters.items())
                 if key.startswith(_PAGES)
             ],
+        )
+        yield gauges(
+            "moe_serve_rank_page_cost",
+            "What fetching a page of the KV cache from another host takes, over computing it, as the rank has "
+            "measured; none where it asks no other host, or does not know yet.",
+            ("rank",),
+            [((rank,), status.page_cost) for rank, status in told if status.page_cost is not None],
         )
         yield counters(
             "moe_serve_rank_drafts",

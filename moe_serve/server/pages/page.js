@@ -135,6 +135,16 @@ function showHandover(handover) {
   put("handover-more", `mean; until a decode rank had room ${seconds(parts.waiting / 1000)}. ${routes.join(", ")}`);
 }
 
+function showPages(pages) {
+  element("pages-card").hidden = !pages;
+  if (!pages) return;
+  const fates = Object.entries(pages).filter(([, count]) => count), came = ([fate]) => fate.startsWith("from_");
+  const text = (some) => some.map(([fate, count]) => `${fate.replace("from_", "").replaceAll("_", " ")} ${whole(count)}`).join(", ");
+  const up = fates.filter(came), others = fates.filter((each) => !came(each));
+  put("pages", whole(up.reduce((total, [, count]) => total + count, 0)));
+  put("pages-more", `came up${up.length ? `, from: ${text(up)}` : ""}${others.length ? `; others: ${text(others)}` : ""}`);
+}
+
 const SOURCES = { own: "own text", shared: "other texts", form: "forms", mtp: "layer" };
 
 function showDrafts(drafts) {
@@ -163,6 +173,7 @@ function showCards() {
   put("requests", whole(sum("running")));
   put("requests-more", `running, ${whole(sum("waiting"))} waiting`);
   showHandover(known.answer.system.handover);
+  showPages(known.answer.system.pages);
   showDrafts(known.answer.system.drafts);
   const rates = ranks.map((rank) => rate(rank.rank)).filter((value) => value !== null);
   put("output", rates.length ? whole(rates.reduce((a, b) => a + b, 0)) : "–");

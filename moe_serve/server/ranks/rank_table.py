@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from moe_serve.attention_dp.request_router import PageSharing
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import (
     ALIVE_PERIOD_S,
@@ -173,12 +174,14 @@ class RankTable:
         return min(known, key=lambda limits: (limits.max_prompt_len, limits.max_model_len))
 
     @property
-    def siblings(self) -> list[str]:
-        """A name for each rank, equal for those that take each other's pages of the KV cache; []: none do."""
-        pages = [view.info.get("pages") for view in self]
-        if not any(pages):
-            return []
-        return [f"{view.host} {each}" if each else str(view.rank) for view, each in zip(self, pages, strict=True)]
+    def sharing(self) -> PageSharing:
+        """Which ranks take pages of each other's prompts."""
+        infos = [view.info for view in self]
+        if not any(info.get("pages") for info in infos):
+            return PageSharing()
+        names = [f"{view.host} {each}" if (each := view.info.get("pages")) else str(view.rank) for view in self]
+        between_hosts = all(info.get("asks_other_hosts") and info.get("pages") for info in infos if info)
+        return PageSharing(names, between_hosts)
 
     @property
     def info(self) -> dict[str, Any]:

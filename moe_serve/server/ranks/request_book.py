@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from moe_serve.attention_dp.request import Handover
-from moe_serve.attention_dp.request_router import RequestRouter, why_local
+from moe_serve.attention_dp.request_router import PageSharing, RequestRouter, why_local
 from moe_serve.config import ServeConfig, ServerConfig
 from moe_serve.engine.output.incremental_decoder import Decoder
 from moe_serve.engine.protocol.messages import Abort, Expect, Message, Status, Tokens
@@ -45,10 +45,10 @@ class GroupRequests(Protocol):
     def wait_for_launch(self, lost_rank: int | None) -> None:
         """The ranks are lost, and are started again. lost_rank: that caused it; None: not known"""
 
-    def begin_launch(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> int:
+    def begin_launch(self, block_size: int, masked: Collection[int], sharing: PageSharing | None = None) -> int:
         """All ranks are new and serve; returns how many requests are submitted again. block_size: in tokens
 
-        siblings: as in RequestRouter
+        sharing: as in RequestRouter
         """
 
     def resubmit(self, rank: int) -> None:
@@ -121,17 +121,22 @@ class RequestBook:
         """How many requests began on a prefill rank ("prefill"), or on a decode rank, by reason."""
         return self._capacity.routes
 
+    @property
+    def sources(self) -> Mapping[str, int]:
+        """Where the pages of prompts were when they were sent first, and how many there were, as Source says."""
+        return self._capacity.sources
+
     def num_at_prefill(self) -> int:
         """Returns how many requests prefill ranks have."""
         return sum(self._capacity.is_prefill(request.rank) for request in self._open.values())
 
-    def begin_prefill(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> None:
+    def begin_prefill(self, block_size: int, masked: Collection[int], sharing: PageSharing | None = None) -> None:
         """Sends prompts to prefill ranks that are all new. block_size: of their caches;  masked: lost ranks
 
-        siblings: as in RequestRouter
+        sharing: as in RequestRouter
         """
         self.leave_prefill(None)
-        self._capacity.begin_prefill(block_size, masked, siblings)
+        self._capacity.begin_prefill(block_size, masked, sharing)
 
     def leave_prefill(self, lost_rank: int | None) -> None:
         """Sends nothing more to prefill ranks; decode ranks serve their requests. lost_rank: the cause, as above"""
@@ -165,13 +170,13 @@ class RequestBook:
         """Lets the open requests end, those of a pause too."""
         self.go_on()
 
-    def begin_launch(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> int:
+    def begin_launch(self, block_size: int, masked: Collection[int], sharing: PageSharing | None = None) -> int:
         """Starts with an empty router, since all ranks are new; returns how many requests are submitted again.
 
-        block_size: of the ranks' caches, in tokens;  siblings: as in RequestRouter
+        block_size: of the ranks' caches, in tokens;  sharing: as in RequestRouter
         """
         self.take_back()
-        self._capacity.begin_launch(block_size, masked, siblings)
+        self._capacity.begin_launch(block_size, masked, sharing)
         self.send_waiting()
         num_again = sum(request.attempt > 0 for request in self._open.values())
         self.counters["num_resubmitted"] += num_again
@@ -525,6 +530,7 @@ class RankCapacity:
 
     prefill_launch: the prefill ranks; None: they are not known to compute the same as decode ranks
     routes: where requests began, "prefill" or why not; {} without prefill ranks
+    sources: where the pages of prompts were when they were sent first, as Source says
     """
 
     def __init__(self, config: ServeConfig):
@@ -540,6 +546,7 @@ class RankCapacity:
         self._pages: dict[str, tuple[int, int]] = {}  # by request: its prefill rank, and pages on their way from there
         self._expects: dict[str, int] = {}  # by request that a prefill rank has: the decode rank that takes its pages
         self.routes: Counter[str] = Counter()
+        self.sources: Counter[str] = Counter()
         self.lose_prefill()
 
     @property
@@ -547,12 +554,12 @@ class RankCapacity:
         """The ranks that requests are sent to."""
         return self._router.ranks
 
-    def begin_launch(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> None:
+    def begin_launch(self, block_size: int, masked: Collection[int], sharing: PageSharing | None = None) -> None:
         """Begins with new ranks without requests. block_size: of their caches, in tokens;  masked: lost ranks
 
-        siblings: as in RequestRouter
+        sharing: as in RequestRouter
         """
-        self._router = self._new_router(block_size, siblings)
+        self._router = self._new_router(block_size, sharing)
         self._expects.clear()
         self._num_sent.clear()
         self.lose(masked)
@@ -564,9 +571,9 @@ class RankCapacity:
         for request_id in [each for each, rank in self._expects.items() if rank in ranks]:
             self.unexpect(request_id, None)
 
-    def begin_prefill(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> None:
+    def begin_prefill(self, block_size: int, masked: Collection[int], sharing: PageSharing | None = None) -> None:
         """Begins with new prefill ranks without requests; as begin_launch."""
-        self._prefill = self._new_router(block_size, siblings, prefill=True)
+        self._prefill = self._new_router(block_size, sharing, prefill=True)
         self.lose(masked)
 
     def lose_prefill(self) -> None:
@@ -593,6 +600,7 @@ class RankCapacity:
     def send(self, request: OpenRequest, may_choose: bool) -> int:
         """Returns the rank for a request, and counts it there. may_choose: the one its caller named, if that serves"""
         spec, output = request.spec, request.matcher.output_ids
+        request.pages_at = None
         # The load of a rank that the caller chose shows in that rank's own reports.
         if may_choose and spec.rank is not None and spec.rank in self._router.ranks:
             rank = spec.rank
@@ -612,12 +620,17 @@ class RankCapacity:
                 among=among,
                 group=spec.group,
             )
+            source = router.source_of(request.request_id)
+            if source.holder is not None:
+                request.pages_at = source.holder - (0 if why else self._first_prefill)
             if why is None and spec.params.max_new_tokens > 1:
                 num_pages = len(spec.prompt_ids) // router.block_size - request.hand_over_from
                 self._pages[request.request_id] = rank, num_pages
-            if not request.attempt and self._config.parallel.num_prefill_ranks:
-                request.route = why or "prefill"
-                self.routes[request.route] += 1
+            if not request.attempt:
+                self.sources[source.where] += 1
+                if self._config.parallel.num_prefill_ranks:
+                    request.route = why or "prefill"
+                    self.routes[request.route] += 1
         self._num_sent[rank] += 1
         return rank
 
@@ -709,17 +722,17 @@ class RankCapacity:
 
     def update(self, status: Status) -> None:
         """Takes a rank's report of its load."""
-        self._router_of(status.rank).update(status.rank, status.pending_tokens)
+        self._router_of(status.rank).update(status.rank, status.pending_tokens, status.page_cost)
 
     def forget_prompts(self) -> None:
         """Forgets which prompts each rank may have in its cache."""
         self._router.forget_prompts()
         self._prefill.forget_prompts()
 
-    def _new_router(self, block_size: int, siblings: Sequence[str] = (), prefill: bool = False) -> RequestRouter:
+    def _new_router(self, block_size: int, sharing: PageSharing | None = None, prefill: bool = False) -> RequestRouter:
         parallel, load_gap = self._config.parallel, self._config.server.routing_load_gap
         first, number = (parallel.num_ranks, parallel.num_prefill_ranks) if prefill else (0, parallel.num_ranks)
-        return RequestRouter(number, load_gap, block_size, first_rank=first, siblings=siblings)
+        return RequestRouter(number, load_gap, block_size, first_rank=first, sharing=sharing)
 
 
 class PrefillRequests:
@@ -744,8 +757,8 @@ class PrefillRequests:
     def wait_for_launch(self, lost_rank: int | None) -> None:
         self._book.leave_prefill(None if lost_rank is None else self._first + lost_rank)
 
-    def begin_launch(self, block_size: int, masked: Collection[int], siblings: Sequence[str] = ()) -> int:
-        self._book.begin_prefill(block_size, self._numbers(masked), siblings)
+    def begin_launch(self, block_size: int, masked: Collection[int], sharing: PageSharing | None = None) -> int:
+        self._book.begin_prefill(block_size, self._numbers(masked), sharing)
         return 0
 
     def resubmit(self, rank: int) -> None:
@@ -811,7 +824,7 @@ class RestartWait:
         if not self._workers.is_ready or limits is None or self._serving == self._workers.launch_id:
             return
         self._serving, self._ends_s = self._workers.launch_id, None
-        num_again = self._book.begin_launch(limits.block_size, self._workers.masked, self._workers.siblings)
+        num_again = self._book.begin_launch(limits.block_size, self._workers.masked, self._workers.sharing)
         if num_again:
             log.warning("the ranks were started again; requests that go on: %d", num_again)
 

@@ -149,6 +149,7 @@ class OpenRequest:
                 is not cached
     handover:   where a prefill rank has left pages of the prompt; None: none has computed any
     hand_over_from: the first block that it hands over
+    pages_at:   the rank of another host that may have more pages of the prompt than that of `rank`; None: none has
     handed_over_s, resumed_s: when a prefill rank had computed it, and when it was sent to a decode rank; None: not yet
     call_id:    the X-Request-Id of its call
     queued_s:   its wait so far: here for a rank, and on ranks until they began with it
@@ -181,6 +182,7 @@ class OpenRequest:
         self.num_cached = 0
         self.handover: Handover | None = None
         self.hand_over_from = 0
+        self.pages_at: int | None = None
         self.handed_over_s: float | None = None
         self.resumed_s: float | None = None
         params = spec.params
@@ -242,6 +244,7 @@ class OpenRequest:
             num_prompt_logprobs=0 if self.prompt_logprobs is None else len(self.prompt_logprobs),
             hand_over_from=self.hand_over_from if is_handed_over else None,
             handover=None if prefill else self.handover,
+            pages_at=self.pages_at,
         )
 
     def lacks_tokens_before(self, event: TokenEvent) -> bool:

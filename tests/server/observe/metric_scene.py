@@ -30,7 +30,8 @@ async def all_families(names: str = "") -> dict[str, Metric]:
         counters["speculation_saved_seconds"] = 0.25
         for worker in served.workers:
             waited_s, logged = [0.5, 0.5], {"warning": 1, "error": 0}
-            worker.say(Status(worker.rank, 0, 7, 1, 0, 5, 10, 0, counters, waited_s, 1, 1, logged, {"decode": times}))
+            told = counters, waited_s, 1, 1, logged, {"decode": times}, 0.5
+            worker.say(Status(worker.rank, 0, 7, 1, 0, 5, 10, 0, *told))
         await until(lambda: served.bridge.balance.num_windows == story.num_windows)
         await until(lambda: all(view.status for view in served.bridge.workers))
         for name in (*metrics._BALANCE_TOTALS, *metrics._BALANCE_GAUGES):

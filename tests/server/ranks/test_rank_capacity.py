@@ -4,8 +4,9 @@ from collections import Counter
 
 import pytest
 
+from moe_serve.attention_dp.request_router import PageSharing
 from moe_serve.attention_dp.sampling_params import SamplingParams
-from moe_serve.server.ranks.request_book import RankCapacity, ranks_to_choose_from
+from moe_serve.server.ranks.request_book import PrefillLaunch, RankCapacity, ranks_to_choose_from
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
 from tests.server.served import fake_config
 
@@ -90,3 +91,26 @@ def test_a_rank_that_is_lost_offers_no_slot():
     assert capacity.has_room(0) is capacity.has_room(None) is False, "who chose rank 0 may go to any"
     capacity.regain([0])
     assert send(capacity, 10) == 0
+
+
+@pytest.mark.parametrize("is_prefill", [False, True], ids=["decode", "prefill"])
+def test_a_request_names_the_rank_of_another_host_that_has_its_prefix(is_prefill: bool):
+    sharing = PageSharing(("a", "b"), between_hosts=True)
+    capacity = RankCapacity(
+        fake_config(2, "engine.max_running_requests=1", f"parallel.num_prefill_ranks={2 * is_prefill}")
+    )
+    capacity.begin_launch(16, (), sharing)
+    if is_prefill:
+        capacity.begin_prefill(16, (), sharing)
+        capacity.prefill_launch = PrefillLaunch(7, 1000)
+    requests = [request(0), request(1)]
+    ranks = [capacity.send(each, may_choose=True) for each in requests]
+    assert [capacity.is_prefill(rank) for rank in ranks] == [is_prefill] * 2
+    assert sorted(rank % 2 for rank in ranks) == [0, 1], "the first one's slot is taken"
+    holders = [each.submit_message(prefill=is_prefill).pages_at for each in requests]
+    assert holders == [None, ranks[0] % 2], "by its number among those that reach it"
+    assert capacity.sources == {"none": 1, "slow": 1}, "no rank has measured the way yet"
+    capacity.free(ranks[1], "1")
+    capacity.lose([ranks[0]])
+    assert capacity.send(requests[1], may_choose=True) == ranks[1]
+    assert requests[1].pages_at is None

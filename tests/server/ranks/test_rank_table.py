@@ -1,5 +1,6 @@
 """RankTable: the front end's state of its ranks."""
 
+from moe_serve.attention_dp.request_router import PageSharing
 from moe_serve.engine.protocol.messages import Apart, Hello, Members, ModelLimits, Progress, Ready
 from moe_serve.server.ranks.rank_table import GONE_S, Arrival, RankTable, Regrouped
 
@@ -194,3 +195,23 @@ def test_ranks_that_are_cut_off_serve_nothing_until_a_group_goes_on() -> None:
     table.regroup(Members(0, 0, 4, [0], "rank 1 was late"))
     assert table.apart is None
     assert not table.set_apart(Apart(1, 0, 3, "rank 1 does not reach the hosts of most ranks")), "it has not heard yet"
+
+
+def test_ranks_share_pages_as_they_have_said():
+    def sharing(*infos: dict[str, object]) -> PageSharing:
+        table = RankTable(len(infos))
+        for rank, info in enumerate(infos):
+            host = "ab"[rank // 2]
+            table.attach(b"socket%d" % rank, Hello(rank, len(infos), 0, 100 + rank, host), 0.0)
+            table.ready(table.by_identity(b"socket%d" % rank), Ready(rank, 0, limits(), info))
+        return table.sharing
+
+    memory, asks = {"pages": "cache.host_gb"}, {"pages": "cache.host_gb", "asks_other_hosts": True}
+    assert sharing({}, {}) == PageSharing()
+    assert sharing(memory, memory, memory) == PageSharing(["a cache.host_gb"] * 2 + ["b cache.host_gb"])
+    assert sharing(memory, {}) == PageSharing(["a cache.host_gb", "1"])
+    of_two_hosts = ["a cache.host_gb", "a cache.host_gb", "b cache.host_gb"]
+    assert sharing(asks, asks, asks) == PageSharing(of_two_hosts, between_hosts=True)
+    assert sharing(asks, asks, memory) == PageSharing(of_two_hosts), "one that answers nobody"
+    alone = {"asks_other_hosts": True}  # each with memory of its own, as torchrun starts them
+    assert sharing(alone, alone, alone) == PageSharing()

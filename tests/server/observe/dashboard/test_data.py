@@ -7,7 +7,7 @@ from moe_serve.engine.protocol.messages import Status
 from moe_serve.engine.status import EngineCounters
 from moe_serve.eplb.load import DecodeCounts, StepCounts
 from moe_serve.errors import RequestError
-from moe_serve.server.observe.dashboard import Seen, drafts_json, page_data
+from moe_serve.server.observe.dashboard import Seen, drafts_json, page_data, pages_json
 from moe_serve.server.ranks.balance import BalanceBook
 from moe_serve.server.ranks.rank_table import RankTable
 from tests.server.observe.reports import Story
@@ -63,3 +63,12 @@ def test_drafts_are_summed_over_ranks_and_left_out_where_no_rank_makes_any():
     plain = Status(0, 0, 7, 1, 0, 5, 10, 0, EngineCounters().totals(), [])
     assert drafts_json([plain]) is None
     assert drafts_json([]) is None
+
+
+def test_pages_are_summed_over_ranks_and_left_out_where_there_are_none():
+    def status(**counters: float) -> Status:
+        return Status(0, 0, 7, 1, 0, 5, 10, 0, {"num_steps": 7.0} | counters, [])
+
+    both = pages_json([status(num_pages_late=1.0, num_pages_from_disk=4.0), status(num_pages_from_disk=2.0)])
+    assert both == {"late": 1, "from_disk": 6}
+    assert pages_json([status()]) is None
