@@ -86,10 +86,13 @@ class Running:
             time.sleep(0.02)
         raise AssertionError(f"no {pattern!r} within {timeout_s} s in:\n{self.output}")
 
-    def client(self, timeout_s: float = 120.0) -> httpx.Client:
-        """Returns an HTTP client for the system, once it is ready."""
+    def client(self, timeout_s: float = 120.0, answer_s: float = 30.0) -> httpx.Client:
+        """Returns an HTTP client for the system, once it is ready.
+
+        timeout_s: for which it is waited;  answer_s: for which the client waits for each answer
+        """
         address = self.wait_for(r"ready after [\d.]+ s: (http://[\w.:\[\]-]+)", timeout_s)[1]
-        return httpx.Client(base_url=address, timeout=30, trust_env=False)
+        return httpx.Client(base_url=address, timeout=answer_s, trust_env=False)
 
     def end(self, number: signal.Signals, timeout_s: float = 60.0) -> int:
         """Sends a signal and returns the exit code."""

@@ -184,7 +184,7 @@ def test_after_a_killed_rank_all_are_started_again_without_room_in_the_folder_an
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with serving(mishap="all:slow") as system, system.client() as client:
+    with serving(mishap="all:slow") as system, system.client(answer_s=100) as client:
         (folder,) = tmp_path.iterdir()
         before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
         assert before.keys() == {"lock", "effective.yaml"} | {each for each in before if each.startswith("front_end")}
@@ -205,7 +205,7 @@ def test_after_a_killed_rank_all_are_started_again_without_room_in_the_folder_an
         system.wait_for(r"rank 1 \(process \d+\) was killed by SIGKILL")
         system.wait_for(r"the ranks are started again \(restart 1 of 3 within 600 s\)")
         for thread in threads:
-            thread.join(60)
+            thread.join(110)
         assert [call.status_code for call in calls] == [200, 200]
         plain, stream = sorted(calls, key=lambda call: call.text.startswith("data:"))
         outputs = [each["output_ids"] for each in plain.json()]

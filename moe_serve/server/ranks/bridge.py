@@ -440,6 +440,7 @@ class RankGroup:
     def _end_launch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
         """Ends the launch: no requests are taken. After wait_s the open ones end, or wait for the next launch."""
         is_news = self.workers.end_launch(reason, lost_rank)
+        self._restart.begin()  # at once: the next launch may begin before this loss is settled
         if wait_s > 0:
             if is_news:
                 asyncio.get_running_loop().call_later(wait_s, self._settle_loss, self.workers.launch_id)

@@ -811,12 +811,16 @@ class RestartWait:
         workers = self._workers
         return workers.loss is not None and workers.is_restarted and workers.launch_id != self._given_up
 
+    def begin(self) -> None:
+        """Begins to count the wait, where a launch is lost and the next one is expected."""
+        if self.is_open:
+            self._ends_s = self._ends_s or time.monotonic() + self._deadline_s
+
     def lose(self, lost_rank: int | None) -> None:
         """Lets the requests of a lost launch wait for its restart. lost_rank: the cause; None = not known"""
         if self._lost != self._workers.launch_id:
             self._lost = self._workers.launch_id
             self._book.wait_for_launch(lost_rank)
-            self._ends_s = self._ends_s or time.monotonic() + self._deadline_s
 
     def serve(self) -> None:
         """Submits the waiting requests as soon as ranks serve, once for each launch."""

@@ -158,6 +158,24 @@ async def test_requests_wait_no_longer_than_the_deadline_for_ranks_that_nobody_s
 
 
 @in_event_loop
+async def test_requests_wait_no_longer_where_the_next_launch_begins_before_it_is_known_who_was_lost(monkeypatch):
+    monkeypatch.setattr("moe_serve.server.ranks.bridge._UNNAMED_LOSS_S", 0.3)
+    async with front_end(0, "server.restart_deadline_s=0.6") as bridge:
+        changes = Changes()
+        old = launch(bridge, 7)
+        async with ranks(*old):
+            await bridge.wait_until_ready()
+            bridge.submit([spec(max_new_tokens=5000)], changes)
+            old[0].say(Fatal(0, 7, "connection closed by peer", -1))
+            await until(lambda: bridge.workers.loss is not None)
+            next_one = asyncio.create_task(launch(bridge, 8)[0].run(ready=False))
+            (request,) = await finished(changes, 1)
+            assert "not started again within server.restart_deadline_s = 0.6 s" in str(request.failure)
+            next_one.cancel()
+            await asyncio.gather(next_one, return_exceptions=True)
+
+
+@in_event_loop
 async def test_a_request_that_ends_one_launch_after_the_other_is_not_tried_for_ever():
     async with front_end() as bridge:
         changes = Changes()
