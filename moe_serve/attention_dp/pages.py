@@ -19,6 +19,7 @@ Files: a header, then the page. Ranks of one host share a folder, and so its pag
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -49,6 +50,7 @@ _PATIENCE_S = 1.0  # for which a prefill waits for its next page
 _SLOW_PAGES = 100  # that were left out since they take longer than computing; then the way is tried again
 _ASKED_BYTES = 8 << 20  # of pages that another host is asked for at once
 _WRITTEN_S = 60.0  # after which a file that is not finished never will be
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSE_S = 10.0  # for which a rank that ends waits for its last files
 log = get_logger(__name__)
 
@@ -63,7 +65,7 @@ class PageFolder:
     def __init__(self, path: Path, identity: bytes, quota_bytes: int):
         """identity: of model, weights and arithmetic: it names the folder, since other pages can never be found
 
-        Raises ConfigError where the path cannot be written, or others can write to it.
+        Raises ConfigError where the path cannot be written, or others can write to it, and OSError for a full disk.
         """
         self.path, self.quota_bytes = path, quota_bytes
         self.folder = path / blake2b(identity, digest_size=8).hexdigest()
@@ -73,10 +75,14 @@ class PageFolder:
                 raise ConfigError(not_private("cache.path", path))
             self.folder.mkdir(mode=0o700, exist_ok=True)
             probe = self.folder / f"probe-{os.getpid()}"
-            probe.write_bytes(b"1")
-            probe.unlink()
+            try:
+                probe.write_bytes(b"1")
+            finally:
+                probe.unlink(missing_ok=True)
             self._count = os.open(path / "used", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
+            if error.errno in _FULL:
+                raise
             raise ConfigError(
                 f"cache.path {path} cannot be written ({error.strerror}); name a folder that can, or leave out "
                 "cache.disk_gb"
@@ -162,6 +168,25 @@ class PageFolder:
                 if used <= 0.9 * self.quota_bytes:
                     break
         return used
+
+
+def open_folder(path: Path, identity: bytes, quota_bytes: int) -> PageFolder | None:
+    """Returns the files of pages, as PageFolder; None: the disk is full, which a line says.
+
+    A rank that is started again must serve then as those do whose tier was switched off. Raises ConfigError as it does.
+    """
+    try:
+        return PageFolder(path, identity, quota_bytes)
+    except OSError as error:
+        _say_off(path, error)
+        return None
+
+
+def _say_off(path: Path, error: OSError) -> None:
+    log.warning(
+        "cache.path %s: %s; no more pages of the KV cache go to files or come from them, which are computed again "
+        "instead; make room or mend the disk, then start again", path, error.strerror or error,
+    )  # fmt: skip
 
 
 def _private(path: str, flags: int) -> int:
@@ -508,10 +533,7 @@ class PageTiers:
         with self._lock:
             folder, self._folder = self._folder, None
         if folder is not None:
-            log.warning(
-                "cache.path %s: %s; no more pages of the KV cache go to files or come from them, which are computed "
-                "again instead; make room or mend the disk, then start again", folder.path, error.strerror or error,
-            )  # fmt: skip
+            _say_off(folder.path, error)
 
     # ---- the threads of other hosts' tiers
 

@@ -20,7 +20,7 @@ from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.page_channel import PageReceiver, PageSender
 from moe_serve.attention_dp.page_peers import OtherHosts
 from moe_serve.attention_dp.page_ring import PageFiles
-from moe_serve.attention_dp.pages import PageFolder, PageTiers
+from moe_serve.attention_dp.pages import PageTiers, open_folder
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
 from moe_serve.attention_dp.speculation import Speculator
@@ -415,7 +415,7 @@ def _page_tiers(config: ServeConfig, served: ServedModel, pages_fd: int | None, 
         host = HostPages(pages_fd, num_bytes, cache.page_form)
     if settings.disk_gb is not None and settings.path is not None:
         quota = int(settings.disk_gb * 1e9)
-        folder = PageFolder(Path(settings.path).expanduser(), served.kv_key, quota)
+        folder = open_folder(Path(settings.path).expanduser(), served.kv_key, quota)
     if host is None and folder is None:
         return None
     others = _other_hosts(group, served)

@@ -203,7 +203,7 @@ _REFUSED: Sequence[tuple[tuple[str, ...], str]] = (
         "is not an option: the cache of a rank has a size of its own; set cache.memory_gib",
     ),
     (
-        ("--disaggregation-*", "--kv-transfer-config"),
+        ("--disaggregation-[!m]*", "--kv-transfer-config"),
         "is for two servers with a router before them; here one command starts ranks of both kinds and routes: leave "
         "it out, and give moe-serve serve --prefill-ranks P --decode-ranks D with as many ranks as these servers had",
     ),

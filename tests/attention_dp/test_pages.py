@@ -25,7 +25,7 @@ from moe_serve.attention_dp.page_record import (
     encode_header,
     library,
 )
-from moe_serve.attention_dp.pages import PageFolder, PageTiers
+from moe_serve.attention_dp.pages import PageFolder, PageTiers, open_folder
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
@@ -241,6 +241,20 @@ def test_a_full_disk_switches_the_tier_off_with_one_line(
     until(lambda: fetch.done)
     tiers.close()
     assert len([line for line in caplog.messages if "No space left" in line]) == 1
+
+
+@pytest.mark.parametrize("call", ["mkdir", "write_bytes"])
+def test_a_rank_that_starts_beside_a_full_disk_goes_without_files_and_says_so_in_one_line(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*given: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, call, full)
+        assert open_folder(tmp_path, b"model", 1 << 20) is None
+    assert [line.partition(";")[0] for line in caplog.messages] == [f"cache.path {tmp_path}: No space left on device"]
+    assert open_folder(tmp_path, b"model", 1 << 20) is not None
 
 
 def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

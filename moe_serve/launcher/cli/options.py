@@ -5,7 +5,7 @@ Each is declared once: its type, its setting, its names, its help. A flag wins o
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,6 +125,9 @@ class NamedModelOptions(ModelOptions):
     )  # fmt: skip
 
 
+_NODE_RANKS = {"decode": 0, "prefill": 1}  # of two hosts, each with the ranks of one role
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(NamedModelOptions):
     """The options of `moe-serve serve`."""
@@ -140,7 +143,28 @@ class ServeOptions(NamedModelOptions):
         "parallel.num_prefill_ranks", help="ranks that compute prompts with their first token alone; 0: every rank does"
     )
 
+    def flags(self) -> Iterator[str]:
+        yield from super().flags()
+        if (role := self.disaggregation_mode) is None:
+            return
+        if role not in _NODE_RANKS:
+            raise ConfigError(f"--disaggregation-mode is {role!r:.40}, expected prefill or decode")
+        if self.node_rank not in (None, _NODE_RANKS[role]):
+            raise ConfigError(
+                f"--disaggregation-mode is {role} but --node-rank is {self.node_rank}: node rank 0 has the ranks that "
+                "decode, and node rank 1 the prefill ranks; give one of the two"
+            )
+        yield f"launcher.node_rank={_NODE_RANKS[role]}"
+
     def effective_config(self) -> "ServeConfig":
+        known = replace(self, disaggregation_mode=None).effective_config() if self.disaggregation_mode else None
+        if known is not None and (known.launcher.nnodes != 2 or not known.parallel.num_prefill_ranks):
+            raise ConfigError(
+                f"--disaggregation-mode {self.disaggregation_mode} says which ranks this one of two hosts has, beside "
+                "--prefill-ranks P --decode-ranks D --nnodes 2 --dist-init-addr HOST:PORT on both; on one host one "
+                "command starts ranks of both kinds and routes: leave it out, and give --prefill-ranks and "
+                "--decode-ranks"
+            )
         if self.decode_ranks == 0:
             raise ConfigError(
                 "--decode-ranks is 0, but prefill ranks compute a prompt with its first token alone; give at least 1"
@@ -158,6 +182,10 @@ class ServeOptions(NamedModelOptions):
     )
     nnodes: int | None = setting("launcher.nnodes", help="hosts; the same command on each, with its own --node-rank")
     node_rank: int | None = setting("launcher.node_rank", help="which host this is, from 0")
+    disaggregation_mode: str | None = option(
+        "--disaggregation-mode", metavar="prefill|decode", rich_help_panel=_PANELS["launcher"],
+        help="which ranks this one of two hosts has, in the place of --node-rank",
+    )  # fmt: skip
     dist_init_addr: str | None = setting(
         "launcher.dist_init_addr", metavar="HOST:PORT", help="where the hosts meet: an address of node rank 0"
     )

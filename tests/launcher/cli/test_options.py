@@ -1,6 +1,7 @@
 """A message of `serve` names the flag of each setting that has one."""
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from moe_serve.config import ServeConfig
@@ -58,11 +59,24 @@ def test_settings_that_differ_from_their_defaults_are_told() -> None:
     assert config.changed() == ['model.path="/m"', "engine.max_running_requests=7"]
 
 
+TWO_HOSTS = ["--prefill-ranks", "2", "--decode-ranks", "1", "--nnodes", "2", "--dist-init-addr", "10.0.0.1:20000"]
+
+
+@pytest.mark.parametrize(("role", "node_rank"), [("decode", 0), ("prefill", 1)])
+def test_the_role_of_a_host_by_sglangs_name_is_its_node_rank(role: str, node_rank: int) -> None:
+    said = CliRunner().invoke(app, ["serve", "--print-config", *TWO_HOSTS, "--disaggregation-mode", role])
+    assert said.exit_code == 0
+    assert ServeConfig.model_validate(yaml.safe_load(said.stdout)).launcher.node_rank == node_rank
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--decode-ranks", "2"], "there are no prefill ranks; give --prefill-ranks as well"),
         (["--decode-ranks", "0", "--prefill-ranks", "1"], "with its first token alone; give at least 1"),
+        (["--disaggregation-mode", "prefill"], "leave it out, and give --prefill-ranks and --decode-ranks"),
+        ([*TWO_HOSTS, "--disaggregation-mode", "both"], "is 'both', expected prefill or decode"),
+        ([*TWO_HOSTS, "--disaggregation-mode", "prefill", "--node-rank", "0"], "give one of the two"),
         (["--set=cache.host_gb=0"], "leave it out for no such tier, or give it some GB"),
         (["--set=cache.disk_gb=0", "--set=cache.path=pages"], "leave it out for no such tier, or give it some GB"),
     ],
