@@ -43,9 +43,16 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 # What these attributes are, what these calls return, and calls that do nothing, where neither is used.
 ATTRIBUTES: dict[str, Any] = {
     "tiers": None, "sender": None, "receiver": None, "handover": None, "hand_over_from": None, "handed_over_s": None,
+    "hand_over_to": None,
     "prefill_launch": None, "expected": (), "awaits_pages": False, "num_handed_over": 0, "num_prefill_ranks": 0,
 }  # fmt: skip
-RETURNED: dict[str, Any] = {"bring": False, "end_expected": 0, "is_prefill": False, "_coming.get": None}
+RETURNED: dict[str, Any] = {
+    "bring": False,
+    "end_expected": 0,
+    "is_prefill": False,
+    "_coming.get": None,
+    "went_elsewhere": False,
+}
 NOTHING = {
     "take_early", "make_room", "end_expected", "fetch", "hand_over", "keep", "_end_fetch", "_note_speed", "_unexpect",
     "count_handover", "forget_pages",

@@ -1,7 +1,7 @@
 """Pages of prompts on their way from prefill ranks to decode ranks, through shared memory.
 
 Each prefill rank has a file in memory (page_ring), which it writes and decode ranks read: records, then the pages of
-these. Decode ranks of another host read a copy of it (page_stream). It writes the pages of a request whenever they are
+these. Decode ranks of other hosts read copies of it (page_stream). It writes the pages of a request whenever they are
 computed, over those that it wrote longest ago. It holds no address of another's pool, and waits for nobody. A record
 (`page_record`) says all that its reader knows beforehand.
 
@@ -87,9 +87,9 @@ class PageSender:
     """The writing end, on a prefill rank. num_sent: pages"""
 
     def __init__(
-        self, descriptor: int, cache: KvCache, launch_id: int, dial: Callable[[], socket.socket] | None = None
+        self, descriptor: int, cache: KvCache, launch_id: int, dials: Sequence[Callable[[], socket.socket]] = ()
     ):
-        """dial: connects with the host of the decode ranks, as for PageStream; None: they are on this one
+        """dials: by decode host, connect with it, as for PageStream; (): the decode ranks are on this one
 
         Raises ConfigError where the file is too small for a page.
         """
@@ -97,7 +97,7 @@ class PageSender:
         self._ring = PageRing(descriptor, cache.page_bytes, writes=True)
         self._ring.records[:] = 0  # of a process before this one
         self._cache, self._launch_id = cache, launch_id
-        self._stream = None if dial is None else PageStream(self._ring, dial)
+        self._streams = [PageStream(self._ring, dial) for dial in dials]
         self._next = 0
         self.num_sent = 0
 
@@ -114,14 +114,14 @@ class PageSender:
             self._next = (slot + count) % self._ring.num_slots
             self.num_sent += count
             self._ring.num_sent += count
-            if self._stream is not None:
-                self._stream.wrote(count)
+            for host, stream in enumerate(self._streams):
+                stream.wrote(count, is_for_it=request.hand_over_to in (None, host))
             first += count
 
     def close(self) -> None:
-        """Ends the connection with the host of the decode ranks, if that is another one."""
-        if self._stream is not None:
-            self._stream.close()
+        """Ends the connections with other hosts."""
+        for stream in self._streams:
+            stream.close()
 
     def _send(self, request: Request, first: int, end: int, slot: int) -> None:
         heads = heads_of(
@@ -137,7 +137,7 @@ class PageSender:
         self._ring.records[slots] = records
 
 
-COUNTERS = ("from_prefill", "late", "checksum", "peer_lost", "version", "evicted")
+COUNTERS = ("from_prefill", "late", "checksum", "peer_lost", "elsewhere", "version", "evicted")
 
 
 class PageReceiver:

@@ -1,6 +1,6 @@
 """The memory of one prefill rank for pages on their way to decode ranks, as all who have mapped it see it.
 
-It holds records (page_record), then their pages. On the host of the decode ranks it is the memory that the prefill rank
+It holds records (page_record), then their pages. On a host of decode ranks it is the memory that the prefill rank
 writes, or where that is on another host a copy of it, slot for slot (page_stream).
 """
 
@@ -25,13 +25,13 @@ _FIELDS = np.dtype(
 class PageFiles:
     """The files of such memory, as a rank is given them.
 
-    descriptors: by prefill rank
-    dial:        of a prefill rank: connects with the host of the decode ranks, as for PageStream; None: this is it
-    are_copies:  of a decode rank: whether the prefill ranks are on another host
+    descriptors: by prefill rank; a prefill rank has its own alone
+    dials:       of a prefill rank, by decode host: connect with it, as for PageStream; (): they are on this host
+    are_copies:  of a decode rank: whether the prefill ranks are on other hosts
     """
 
     descriptors: Sequence[int]
-    dial: Callable[[], socket.socket] | None = None
+    dials: Sequence[Callable[[], socket.socket]] = ()
     are_copies: bool = False
 
 

@@ -1,12 +1,12 @@
-"""The stream by which pages of a prefill rank reach the host of the decode ranks, where that is another one.
+"""The streams by which pages of a prefill rank reach the hosts of decode ranks, where these are others.
 
-The prefill rank writes into its memory (page_ring) and waits for nobody. A thread sends what it has written, slot for
-slot, into the copy of that memory on the other host, where decode ranks look for records as on one host: what they
-believe does not depend on the way here. A connection that ends is made again, and goes on behind the last page that has
-come. What was written over meanwhile is left out.
+The prefill rank writes into its memory (page_ring) and waits for nobody. For each decode host, a thread sends what that
+host is to have of it, slot for slot, into the copy of that memory there, where decode ranks look for records as on one
+host: what they believe does not depend on the way here. A connection that ends is made again, and goes on behind the
+last page that has come. What was written over meanwhile, or is for other hosts, is left out.
 
     begin:  magic, slots, bytes of a page, a random number of the sender    and back: magic, pages that have come
-    then:   pages that were written before, number, so many records, so many pages; no pages as a sign of life
+    then:   pages that were written before, number, so many records, so many pages; none as a sign of life
 """
 
 import contextlib
@@ -16,6 +16,8 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+
+import numpy as np
 
 from moe_serve.attention_dp.page_ring import RECORD_BYTES, PageRing
 from moe_serve.errors import ConfigError, ReplacedError
@@ -42,6 +44,7 @@ class PageStream:
         self._ring, self._dial = ring, dial
         self._number = secrets.randbits(64)
         self._num_written = 0
+        self._is_for_it = np.zeros(ring.num_slots, dtype=np.bool_)  # by slot
         self._changed = threading.Condition()
         self._ends = False
         self._connected: socket.socket | None = None
@@ -49,9 +52,14 @@ class PageStream:
         self._thread = threading.Thread(target=self._run, name="pages for another host", daemon=True)
         self._thread.start()
 
-    def wrote(self, count: int) -> None:
-        """Notes that so many pages more lie in the memory, whole."""
+    def wrote(self, count: int, is_for_it: bool) -> None:
+        """Notes that so many pages more lie in the memory, whole, in slots that follow each other.
+
+        is_for_it: whether the other host is to have them
+        """
         with self._changed:
+            slot = self._num_written % self._ring.num_slots
+            self._is_for_it[slot : slot + count] = is_for_it
             self._num_written += count
             self._changed.notify_all()
 
@@ -104,6 +112,12 @@ class PageStream:
             oldest = max(num_sent, num_written - ring.num_slots)
             slot = oldest % ring.num_slots
             count = min(num_written - oldest, _MOST_PAGES, ring.num_slots - slot)
+            is_for_it = self._is_for_it[slot : slot + count].copy()
+            if count and not is_for_it[0]:  # says how far it is, since the other end counts on that
+                oldest += int(is_for_it.argmax()) if is_for_it.any() else count
+                count = 0
+            elif not is_for_it.all():
+                count = int(is_for_it.argmin())
             records, pages = ring.records[slot : slot + count], ring.pages[slot : slot + count]
             _send(connected, _HEAD.pack(oldest, count) + records.tobytes())
             _send(connected, pages.reshape(-1).data)

@@ -60,7 +60,8 @@ class Handover:
     """Where the pages of a prompt are that a prefill rank has computed for a request, or has begun to.
 
     rank, launch_id:  of the prefill rank, by its number among them;  attempt: of the request there
-    why_short: why it did not come to the end, "peer_lost" or "late"; "": it did
+    why_short: why it did not come to the end, "peer_lost" or "late"; "elsewhere": the pages went to another host;
+               "": neither
     """
 
     rank: int
@@ -95,6 +96,7 @@ class Request:
     handover: Handover | None = None  # on a decode rank: of the pages that it may take; None: there are none (left)
     hand_over_from: int | None = None  # on a prefill rank: the next block to be handed over; None: none is
     pages_at: int | None = None  # the rank of another host that may have more of its pages than this host; None: none
+    hand_over_to: int | None = None  # and the decode host that takes the pages; None: all do
 
     arrival: int = -1  # order of add(); a preempted request keeps its place
     block_ids: list[int] = field(default_factory=list)  # cache block i holds tokens i*block_size .. (i+1)*block_size

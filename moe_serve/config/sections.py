@@ -225,8 +225,8 @@ class ParallelConfig(Section):
     attn_tp: PositiveInt = 1
     pp: PositiveInt = 1
     # Ranks that compute prompts with their first token, an expert-parallel group of its own beside the num_ranks, which
-    # then decode. Only under `moe-serve serve`, on CPUs; on the same host, or with launcher.nnodes 2 on that of node
-    # rank 1, where node rank 0 has the others. 0: every rank does both
+    # then decode. Only under `moe-serve serve`, on CPUs; on the same host, or on hosts of their own
+    # (launcher.prefill_nnodes). 0: every rank does both
     num_prefill_ranks: NonNegativeInt = 0
     handover_gb: PositiveFloat = 0.5  # memory of each prefill rank for pages on their way to decode ranks
     # A prompt with fewer tokens than this that no decode rank has cached stays with the decode ranks. Prompts of 32
@@ -503,6 +503,9 @@ class LauncherConfig(Section):
     # parallel.num_ranks / nnodes ranks. Node rank 0 listens at dist_init_addr, HOST:PORT.
     nnodes: PositiveInt = Field(default=1, le=64)
     node_rank: NonNegativeInt = 0
+    # With parallel.num_prefill_ranks and several hosts: so many of these, the last ones, have the prefill ranks, and
+    # the first ones those that decode. Every host of a role has as many of its ranks.
+    prefill_nnodes: PositiveInt = 1
     dist_init_addr: str | None = None
     # Which hosts take HTTP, each with server.api_workers front ends. With one on every host, the hosts that go on after
     # the loss of others always have one.
@@ -572,17 +575,48 @@ class ServeConfig(Section):
     @model_validator(mode="after")
     def _hosts_have_equal_shares(self) -> Self:
         nnodes, num_ranks = self.launcher.nnodes, self.parallel.num_ranks
-        if num_ranks % nnodes and not self.parallel.num_prefill_ranks:  # of which each role has a host
+        if num_ranks % nnodes and not self.parallel.num_prefill_ranks:  # of which each role has hosts of its own
             raise ValueError(
                 f"parallel.num_ranks is {num_ranks} but launcher.nnodes is {nnodes}, and every host has as many ranks; "
                 f"set parallel.num_ranks to a multiple of {nnodes}"
             )
-        if nnodes > 1 and not 0 < self.server.worker_port <= 65536 - self.server.api_workers:
+        last = 65536 - self.server.api_workers
+        if self.parallel.num_prefill_ranks:
+            last = 65535 - 2 * self.server.api_workers
+        if nnodes > 1 and not 0 < self.server.worker_port <= last:
             raise ValueError(
                 f"server.worker_port is {self.server.worker_port} but ranks of other hosts attach there, and at the "
-                f"next ports where there are several front ends; name one from 1 to {65536 - self.server.api_workers}"
+                "next ports where there are several front ends or prefill ranks; name one from 1 to "
+                f"{last}"
             )
         return self
+
+    def nodes_of(self, role: Literal["prefill", "decode"]) -> range:
+        """Returns the node ranks of the hosts with a role: the first ones decode."""
+        nnodes = self.launcher.nnodes
+        if nnodes == 1:
+            return range(1)
+        num_decode = nnodes - self.launcher.prefill_nnodes
+        return range(num_decode) if role == "decode" else range(num_decode, nnodes)
+
+    @property
+    def nodes(self) -> range:
+        """The node ranks of the hosts of `parallel.num_ranks`, of which each has as many."""
+        role = self.parallel.role
+        if role == "both":
+            return self.nodes_of("decode") if self.parallel.num_prefill_ranks else range(self.launcher.nnodes)
+        return self.nodes_of(role)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """How many of `parallel.num_ranks` a host of theirs has."""
+        return self.parallel.num_ranks // len(self.nodes)
+
+    @property
+    def page_port(self) -> int:
+        """Where each decode host takes pages of prefill ranks of other hosts: behind the ports where ranks attach, of
+        those that decode and then of prefill ranks. The first prefill host has the store of its launch there."""
+        return self.server.worker_port + 2 * self.server.api_workers
 
     @property
     def num_front_ends(self) -> int:
@@ -603,15 +637,15 @@ class ServeConfig(Section):
                 f"parallel.role is {parallel.role} but parallel.num_prefill_ranks is 0; leave parallel.role out, and "
                 "start both groups by moe-serve serve --prefill-ranks P --decode-ranks D"
             )
+        if self.launcher.prefill_nnodes > 1 and (self.launcher.nnodes == 1 or not parallel.num_prefill_ranks):
+            why = "there is one host" if self.launcher.nnodes == 1 else "parallel.num_prefill_ranks is 0"
+            raise ValueError(
+                f"launcher.prefill_nnodes is {self.launcher.prefill_nnodes} but {why}; set launcher.prefill_nnodes: 1"
+            )
         if not parallel.num_prefill_ranks:
             return self
-        if self.launcher.nnodes > 2:
-            raise ValueError(
-                f"parallel.num_prefill_ranks is {parallel.num_prefill_ranks} but launcher.nnodes is "
-                f"{self.launcher.nnodes}, and the ranks of a role are on one host: all on one, or those that decode on "
-                "node rank 0 and prefill ranks on node rank 1; set launcher.nnodes: 1 or 2, or "
-                "parallel.num_prefill_ranks: 0"
-            )
+        if self.launcher.nnodes > 1:
+            self._roles_divide_over_hosts()
         if self.launcher.nnodes > 1 and self.launcher.front_ends == "every_host":
             raise ValueError(
                 f"parallel.num_prefill_ranks is {parallel.num_prefill_ranks} on {self.launcher.nnodes} hosts but "
@@ -630,13 +664,38 @@ class ServeConfig(Section):
             )
         return self
 
+    def _roles_divide_over_hosts(self) -> None:
+        parallel, nnodes, prefill_nnodes = self.parallel, self.launcher.nnodes, self.launcher.prefill_nnodes
+        if prefill_nnodes >= nnodes:
+            raise ValueError(
+                f"launcher.prefill_nnodes is {prefill_nnodes} of launcher.nnodes {nnodes}, and no host is left for the "
+                f"ranks that decode; lower it to {nnodes - 1} or less"
+            )
+        if parallel.role != "both":
+            return
+        for number, hosts, setting, count in (
+            (parallel.num_ranks, nnodes - prefill_nnodes, "parallel.num_ranks", "launcher.nnodes - prefill_nnodes"),
+            (parallel.num_prefill_ranks, prefill_nnodes, "parallel.num_prefill_ranks", "launcher.prefill_nnodes"),
+        ):
+            if number % hosts:
+                raise ValueError(
+                    f"{setting} is {number} on {hosts} hosts ({count}), and every host of a role has as many ranks; "
+                    f"set it to a multiple of {hosts}, or give each role other hosts by launcher.prefill_nnodes"
+                )
+
     def of_role(self, role: Literal["prefill", "decode"]) -> "ServeConfig":
-        """Returns the configuration of the ranks with a role, which are all on one host; `parallel.num_ranks` is how
-        many they are."""
+        """Returns the configuration of the ranks with a role; `parallel.num_ranks` is how many they are."""
+        if role == self.parallel.role:
+            return self
         number = self.parallel.num_prefill_ranks if role == "prefill" else self.parallel.num_ranks
         parallel = self.parallel.model_copy(update={"role": role, "num_ranks": number})
-        launcher = self.launcher.model_copy(update={"nnodes": 1, "node_rank": 0})
-        return self.model_copy(update={"parallel": parallel, "launcher": launcher})
+        return self.model_copy(update={"parallel": parallel})
+
+    def of_this_host(self) -> "ServeConfig":
+        """Returns the configuration of this host's ranks, where each role has hosts of its own."""
+        if self.launcher.nnodes == 1 or not self.parallel.num_prefill_ranks:
+            return self
+        return self.of_role("decode" if self.launcher.node_rank in self.nodes_of("decode") else "prefill")
 
     @model_validator(mode="after")
     def _a_transport_can_do_what_is_asked(self) -> Self:

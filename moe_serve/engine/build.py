@@ -452,7 +452,8 @@ def _page_channel(
     if files is None:
         return None, None
     if config.parallel.role == "prefill":
-        sender = PageSender(files.descriptors[served.rank], served.cache, launch_id, files.dial)
+        (own,) = files.descriptors
+        sender = PageSender(own, served.cache, launch_id, files.dials)
         served.info["handover_pages"] = sender.num_slots
         return sender, None
     wait_s = config.engine.suspect_after_s if files.are_copies else None

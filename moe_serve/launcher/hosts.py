@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -99,6 +99,25 @@ class Join(HostMessage, tag="join", frozen=True):
     num_before: dict[int, int]
 
 
+class TakePages(HostMessage, tag="take_pages", frozen=True):
+    """Take pages of the prefill ranks of this launch."""
+
+    launch_id: int
+
+
+class TellMemory(HostMessage, tag="tell_memory", frozen=True):
+    """Tell what another host needs to join this launch, which your host has ranks of."""
+
+    launch_id: int
+
+
+class MemoryIs(HostMessage, tag="memory_is", frozen=True):
+    """What another host needs to join this launch. memory: None: my ranks have left nothing of it"""
+
+    launch_id: int
+    memory: HostMemory | None
+
+
 class Replace(HostMessage, tag="replace", frozen=True):
     """Start a rank of your host anew, beside the others of its launch, unless your host has done so.
 
@@ -179,8 +198,8 @@ class HostIsBack(HostMessage, frozen=True):
 
 
 _Any = (
-    HostHello | Start | EndRanks | Join | Replace | EndRank | End | Note | TellFrontEnds | Drain
-    | Died | Signalled | FrontEndsEnded
+    HostHello | Start | EndRanks | Join | TakePages | TellMemory | Replace | EndRank | End | Note | TellFrontEnds
+    | Drain | MemoryIs | Died | Signalled | FrontEndsEnded
 )  # fmt: skip
 _News = HostIsNew | HostIsBack
 _decoder = msgspec.json.Decoder(_Any)
@@ -259,6 +278,10 @@ class Leader:
             ports = range(first, first + config.server.api_workers)
             self._front_ends = tuple(host_and_port(host, port) for host in hosts for port in ports)
         return self._front_ends
+
+    def address_of(self, node_rank: int) -> str:
+        """Returns the address of a host that has come, as the others reach it."""
+        return self._others[node_rank].address if node_rank else self._config.launcher.meeting_place()[0]
 
     def meet(self, is_stopped: Callable[[], bool]) -> Running | None:
         """Waits for all others, or for one whose ranks serve: they have lost their leader, and this host joins them.
@@ -389,6 +412,13 @@ class Leader:
                     f"the front ends of node rank {hello.node_rank} were at {known} and {hello.host} is at "
                     f"{new.address}; start it at that address again, or start all hosts again"
                 )
+        before = self._others.get(hello.node_rank, new).address
+        takes_pages = self._config.parallel.num_prefill_ranks and hello.node_rank in self._config.nodes_of("decode")
+        if takes_pages and self._has_met and new.address != before:
+            return (
+                f"pages for node rank {hello.node_rank} go to {before} and {hello.host} is at {new.address}; start it "
+                "at that address again, or start all hosts again"
+            )
         return first_difference([own.facts, hello.facts], "node rank", [0, hello.node_rank])
 
     def _is_connected(self, node_rank: int) -> bool:
@@ -400,15 +430,17 @@ class Leader:
         other.channel.close()
         other.channel, other.cut_s = None, time.monotonic()
 
-    def gone(self, after_s: float) -> list[str]:
-        """Returns the hosts whose connections were cut so long ago and not made again."""
+    def gone(self, after_s: float) -> dict[int, str]:
+        """Returns the names of hosts whose connections were cut so long ago and not made again, by node rank."""
         now_s = time.monotonic()
-        return [each.name for each in self._others.values() if each.channel is None and now_s - each.cut_s > after_s]
+        others = self._others.items()
+        return {rank: each.name for rank, each in others if each.channel is None and now_s - each.cut_s > after_s}
 
-    def tell(self, message: _Any, node_rank: int | None = None) -> None:
-        """Sends a message to one of the others, or to all, where they are connected."""
-        for other in self._others.values() if node_rank is None else [self._others[node_rank]]:
-            if other.channel is not None and not _say(other.channel, message):
+    def tell(self, message: _Any, node_ranks: Collection[int] | None = None) -> None:
+        """Sends a message to those of the others that are connected. node_ranks: to these alone; None: to all"""
+        for rank, other in self._others.items():
+            is_meant = node_ranks is None or rank in node_ranks
+            if is_meant and other.channel is not None and not _say(other.channel, message):
                 self._cut(other)
 
     def fail(self, reason: str, is_stopped: Callable[[], bool]) -> None:
@@ -454,6 +486,7 @@ class Follower:
         self._is_known = False  # this connection has been opened, and hello said
         self._has_met = False
         self._cut_s = time.monotonic()  # when the last connection ended
+        self._later: list[_Any] = []  # what came with the message that `meet` has returned, behind it
         self._why = "not tried"
 
     @property
@@ -475,7 +508,7 @@ class Follower:
 
         Raises LaunchError before the first connection where another program listens there, or one with another token.
         """
-        found: list[_Any] = []
+        found, self._later = self._later, []
         if self._channel is None and time.monotonic() - self._dialled_s >= _REDIAL_S:
             self._dial()
         channel = self._channel
@@ -543,9 +576,11 @@ class Follower:
         while True:
             if is_stopped():
                 raise StoppedError
-            for message in self.turn():
+            found = self.turn()
+            for number, message in enumerate(found, 1):
                 match message:
                     case Start() | Join() | End():
+                        self._later = found[number:]
                         return message
                     case Note():
                         self._note(f"node rank 0: {message.text}")

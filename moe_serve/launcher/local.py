@@ -80,14 +80,14 @@ class Launch:
 
     store_host, store_port: where they meet; port 0: all are on one host, and meet there
     front_ends: HOST:PORT of each, by its number
-    pages_at: where prefill ranks send pages, HOST:PORT; "": there are no such ranks, or they have all on their host
+    pages_at: where prefill ranks send pages, HOST:PORT of each decode host; (): there are no such ranks
     """
 
     launch_id: int
     store_host: str
     store_port: int
     front_ends: tuple[str, ...] = ()
-    pages_at: str = ""
+    pages_at: tuple[str, ...] = ()
 
 
 class LocalRanks:
@@ -97,10 +97,10 @@ class LocalRanks:
     folder: of this launcher. A start after the first writes nothing there: the disk may be full by then
     module: the Python module that runs as one rank
     link:   how the ranks find the front ends; None: by sockets in the folder
-    page_files: descriptors of memory for pages on their way, by prefill rank; its maker closes them
+    page_files: descriptors of memory for pages on their way, as RankEnv has them; its maker closes them
     pages:  of other ranks of this host, which share cache.host_gb with these; None: there are none
     weight_files: of memory for one copy of the weights of both roles, as in RankEnv
-    pages_at: where this host takes pages of prefill ranks of another one, HOST:PORT; "": it takes none
+    pages_at: as Launch has them, where there is none
 
     launch_id: of the ranks that were started last;  launch: the same, where there are several hosts
     are_reached: whether they can be started now
@@ -118,17 +118,17 @@ class LocalRanks:
         page_files: Sequence[int] = (),
         pages: int | None = None,
         weight_files: Sequence[int] = (),
-        pages_at: str = "",
+        pages_at: Sequence[str] = (),
     ):
         self.config = config
         self._page_files, self._weight_files = tuple(page_files), tuple(weight_files)
-        self._pages_at = pages_at
+        self._pages_at = tuple(pages_at)
         self._on_line = on_line
         self._module = module
         self.folder = folder
         self.link = Link(folder=folder) if link is None else link
-        self._num_local = config.parallel.num_ranks // config.launcher.nnodes
-        self._first = config.launcher.node_rank * self._num_local  # rank of this host
+        self._num_local = config.ranks_per_host
+        self._first = (config.launcher.node_rank - config.nodes.start) * self._num_local  # rank of this host
         self._meeting: dict[str, str] = {}  # variables that say where the ranks of several hosts meet
         self._reported: set[int] = set()
         self._num_before: list[int] = []  # by rank: processes that ended in this launch
@@ -276,7 +276,7 @@ class LocalRanks:
         if self.config.launcher.max_restarts:
             told[NUM_BEFORE] = str(self._num_before[number])
         if self._pages_at:
-            told[PAGES_AT] = self._pages_at
+            told[PAGES_AT] = ",".join(self._pages_at)
         return told | self._meeting
 
     def keep_host(self) -> None:
@@ -461,7 +461,7 @@ class Replacements:
     def __init__(self, config: ServeConfig, restarts: Restarts):
         self._restarts = restarts
         self._num_ranks = config.parallel.num_ranks
-        self._unmasked_s = math.inf if config.launcher.nnodes == 1 else _UNMASKED_S
+        self._unmasked_s = math.inf if len(config.nodes) == 1 else _UNMASKED_S
         self._deadline_s = config.server.attach_deadline_s
         self._group_epoch = 0
         self._masked: set[int] = set()

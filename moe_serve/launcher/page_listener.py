@@ -1,4 +1,4 @@
-"""Where the host of the decode ranks takes the pages that prefill ranks of another host send (page_stream).
+"""Where a host of decode ranks takes the pages that prefill ranks of other hosts send (page_stream).
 
 The launcher listens, since it outlives the ranks of both. Each prefill rank has one connection, in a thread of its own:
 who dials proves to be a rank of the prefill ranks' launch, and the newest process of a rank counts. Its pages go into
@@ -12,9 +12,8 @@ import time
 from collections.abc import Sequence
 
 from moe_serve.attention_dp.page_stream import PageMirror
-from moe_serve.dispatch.hosts.handshake import PAGES, PAGES_TAKER, Party, key_of_launch, listen
+from moe_serve.dispatch.hosts.handshake import PAGES, PAGES_TAKER, Party, key_of_launch
 from moe_serve.errors import ReplacedError
-from moe_serve.links.link import host_and_port
 from moe_serve.log import RareWarnings, get_logger
 
 _MOST_UNPROVED = 64  # connections whose other ends have proved nothing yet: the oldest makes room for the next
@@ -23,16 +22,14 @@ log = get_logger(__name__)
 
 
 class PageListener:
-    """Listens until `close`.
+    """Listens until `close`."""
 
-    address: HOST:PORT
-    """
-
-    def __init__(self, host: str, descriptors: Sequence[int], token: str):
-        """host: an address of this host;  descriptors: of the copies, by prefill rank;  token: of the system"""
-        self._listener = listen(host)
-        self._own = self._listener.getsockname()[:2]
-        self.address = host_and_port(*self._own)
+    def __init__(self, listener: socket.socket, descriptors: Sequence[int], token: str):
+        """listener: is closed in the end;  descriptors: of the copies, by prefill rank;  token: of the system"""
+        listener.setblocking(True)
+        self._listener = listener
+        self._own = listener.getsockname()[:2]
+        self._launch_id = 0
         self._token = token
         self._warnings = RareWarnings(log)
         self._mirrors = [PageMirror(each) for each in descriptors]
@@ -47,7 +44,10 @@ class PageListener:
 
     def begin(self, launch_id: int) -> None:
         """Takes connections of the ranks of this launch alone from now on."""
+        if launch_id == self._launch_id:
+            return
         with self._lock:
+            self._launch_id = launch_id
             self._party = Party(PAGES_TAKER, 0, key_of_launch(self._token, launch_id), self._own)
             self._numbers.clear()
             for connected in self._connected.values():

@@ -17,9 +17,7 @@ from moe_serve.errors import LaunchError
 # launcher (rank_start.py).
 LAUNCH_FILES = "MOE_SERVE_LAUNCH_FILES"
 PAGE_FILES = "MOE_SERVE_PAGE_FILES"  # of `moe-serve serve` with prefill ranks: memory for pages on their way
-PAGES_AT = (
-    "MOE_SERVE_PAGES_AT"  # where both roles are on hosts of their own: where that of the decode ranks takes pages
-)
+PAGES_AT = "MOE_SERVE_PAGES_AT"  # where roles have hosts of their own: where those of the decode ranks take pages
 STORE_FD = "MOE_SERVE_STORE_FD"  # rank 0's, of a socket that listens at the master's address
 WEIGHT_FILES = "MOE_SERVE_WEIGHT_FILES"  # of `moe-serve serve` with prefill ranks: memory for one copy of the weights
 PAGES_FD = "MOE_SERVE_PAGES_FD"  # of memory for pages of the KV cache that all ranks of this host share
@@ -40,8 +38,9 @@ class RankEnv:
     num_before:    processes that were this rank before in this launch; None: lost ranks are not replaced alone
     store_fd:      a socket of the launcher that listens at the master's address, for rank 0's store
     link_fd:       one at which this rank listens for ranks of other hosts; the launcher has it, too
-    page_files:    descriptors of memory for pages on their way, by prefill rank
-    pages_at:      HOST:PORT where the host of the decode ranks takes pages of prefill ranks; "": these are on it
+    page_files:    descriptors of memory for pages on their way, by prefill rank: of all, or on a host that has only
+                   such ranks, of those of this host
+    pages_at:      HOST:PORT where each decode host takes pages of prefill ranks; (): all ranks are on this one
     pages_fd:      memory of cache.host_gb, of all ranks of this host
     weight_files:  memory for one copy of the weights that both roles share, as in engine.model.shared_weights
     """
@@ -60,7 +59,7 @@ class RankEnv:
     store_fd: int | None = None
     link_fd: int | None = None
     page_files: tuple[int, ...] = ()
-    pages_at: str = ""
+    pages_at: tuple[str, ...] = ()
     pages_fd: int | None = None
     weight_files: tuple[int, ...] = ()
 
@@ -146,7 +145,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         restarts_left=_restarts_left(environ),
         launch_files=_descriptors(environ, LAUNCH_FILES),
         page_files=_descriptors(environ, PAGE_FILES),
-        pages_at=environ.get(PAGES_AT, ""),
+        pages_at=tuple(filter(None, environ.get(PAGES_AT, "").split(","))),
         weight_files=_descriptors(environ, WEIGHT_FILES),
         num_before=_number(environ, NUM_BEFORE, "moe-serve") if NUM_BEFORE in environ else None,
         store_fd=_number(environ, STORE_FD, "moe-serve") if STORE_FD in environ else None,

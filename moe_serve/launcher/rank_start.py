@@ -264,18 +264,21 @@ def memory_for_pages(size_gb: float) -> int:
 
 
 def _page_files(config: ServeConfig, env: RankEnv) -> "PageFiles | None":
-    """Returns the memory for pages on their way, and how a prefill rank reaches decode ranks of another host."""
+    """Returns the memory for pages on their way, and how a prefill rank reaches decode ranks of other hosts."""
     from moe_serve.attention_dp.page_ring import PageFiles
 
     if not env.page_files:
         return None
-    if not env.pages_at or config.parallel.role == "decode":
+    if config.parallel.role == "decode":
         return PageFiles(env.page_files, are_copies=bool(env.pages_at))
-    host, _, port = env.pages_at.rpartition(":")
-    address = host.removeprefix("[").removesuffix("]"), int(port)
+    own_file = env.page_files[env.local_rank]
     key = key_of_launch(find_link(config.server).token, env.launch_id)
     own = Party(env.rank, env.num_before or 0, key, ("", 0))
-    return PageFiles(env.page_files, partial(own.dial, PAGES_TAKER, address, 0, PAGES, _DIAL_S))
+    takers = [
+        (host.removeprefix("[").removesuffix("]"), int(port))
+        for host, _, port in (each.rpartition(":") for each in env.pages_at)
+    ]
+    return PageFiles([own_file], [partial(own.dial, PAGES_TAKER, each, 0, PAGES, _DIAL_S) for each in takers])
 
 
 def _build_engine(

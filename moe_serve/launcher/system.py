@@ -8,8 +8,8 @@ requests to the new ones; after too many losses it ends with a report.
 
 On several hosts (hosts.py) the parent of node rank 0 does that for all; those of the others start and end the ranks of
 their hosts as it says, and report how they end. Each watches the front ends of its own host. Where ranks serve on after
-the loss of node rank 0, their parents wait for it, and its next one takes over. With prefill ranks there are two hosts
-at most: that of node rank 0 has the ranks that decode, and the other one the prefill ranks.
+the loss of node rank 0, their parents wait for it, and its next one takes over. With prefill ranks the first hosts have
+the ranks that decode, and the last ones the prefill ranks: two launches, of which node rank 0 leads both.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import signal
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,24 +43,29 @@ from moe_serve.launcher.hosts import (
     FrontEndsEnded,
     HostIsBack,
     HostIsNew,
+    HostMessage,
     Join,
     Leader,
+    MemoryIs,
     Note,
     Replace,
     Running,
     Signalled,
     Start,
     StoppedError,
+    TakePages,
     TellFrontEnds,
+    TellMemory,
     ask_other_leader,
     token_of_hosts,
 )
 from moe_serve.launcher.launch_watch import LaunchWatch, Loss
 from moe_serve.launcher.local import WORKER, Death, Launch, LocalRanks, Restarts, in_a_while
 from moe_serve.launcher.preflight import has_tokenizer
-from moe_serve.launcher.rank_env import new_launch_id
+from moe_serve.launcher.rank_env import new_launch_id, own_host
+from moe_serve.launcher.rank_start import HostMemory
 from moe_serve.links.folder import OwnFolder
-from moe_serve.links.link import Link
+from moe_serve.links.link import Link, host_and_port
 from moe_serve.process_facts import numa_nodes
 from moe_serve.server.edge.ports import open_port
 
@@ -146,9 +151,11 @@ def memory_for_weights(config: ServeConfig) -> Iterator[list[int]]:
 def memory_for_handover(config: ServeConfig) -> Iterator[list[int]]:
     """Makes the memory for pages on their way to decode ranks, one file without a name for each prefill rank.
 
+    config: of both roles, or of that of this host: one that has only prefill ranks needs files for its own alone
     Raises LaunchError where there is not so much.
     """
-    size, number = int(config.parallel.handover_gb * 1e9), config.parallel.num_prefill_ranks
+    parallel, size = config.parallel, int(config.parallel.handover_gb * 1e9)
+    number = config.ranks_per_host if parallel.role == "prefill" else parallel.num_prefill_ranks
     pages = [os.memfd_create("moe_serve_pages") for _ in range(number)]
     try:
         for descriptor in pages:
@@ -207,10 +214,7 @@ class Here:
 
 
 def lead(config: ServeConfig, here: Here) -> int:
-    """Serves as node rank 0; returns the exit code.
-
-    With prefill ranks, it has the ranks that decode, all on this host, and the other host has those.
-    """
+    """Serves as node rank 0; returns the exit code."""
     display, link, signals = here.display, here.link, here.signals
     try:
         leader = Leader(config, link.token, display.note)
@@ -221,6 +225,9 @@ def lead(config: ServeConfig, here: Here) -> int:
             here.look(config)
             open_port(link.host, link.port, "launcher.dist_init_addr", "server.worker_port").close()
             copies = opened.enter_context(memory_for_handover(config))
+            at_pages = _open_page_port(config, link.host)
+            if at_pages is not None:
+                opened.enter_context(at_pages)
             listener = opened.enter_context(open_port(config.server.host, config.server.port))
             running = leader.meet(signals.have_come)
         except MoeServeError as error:
@@ -231,28 +238,54 @@ def lead(config: ServeConfig, here: Here) -> int:
             leader.tell(End("node rank 0 was told to end", 0))
             raise
         config = with_port(config, listener.getsockname()[1])
-        if not config.parallel.num_prefill_ranks:
+        if at_pages is None:
             ranks = RanksOfHosts(leader, config, display.line, here.folder, here.worker, link)
             return _System(config, display, ranks, signals, leader).run(listener, running)
-        return _lead_prefill(config, here, leader, copies, listener)
+        return _lead_roles(config, here, leader, copies, at_pages, listener)
 
 
-def _lead_prefill(
-    config: ServeConfig, here: Here, leader: Leader, copies: Sequence[int], listener: socket.socket
+def _open_page_port(config: ServeConfig, host: str) -> socket.socket | None:
+    """Opens `config.page_port` where this host needs it; None: it does not.
+
+    host: an address of this host that the others reach
+    """
+    if not config.parallel.num_prefill_ranks:
+        return None
+    own = config.of_this_host()
+    if own.parallel.role == "prefill" and (len(own.nodes) == 1 or config.launcher.node_rank != own.nodes.start):
+        return None
+    return open_port(host, config.page_port, "launcher.dist_init_addr", "server.worker_port")
+
+
+def _lead_roles(
+    config: ServeConfig,
+    here: Here,
+    leader: Leader,
+    copies: Sequence[int],
+    at_pages: socket.socket,
+    listener: socket.socket,
 ) -> int:
-    """Serves with decode ranks on this host, and prefill ranks on the other one; returns the exit code.
+    """Serves with decode ranks on the first hosts, this one among them, and prefill ranks on the others; returns the
+    exit code.
 
-    copies: descriptors of memory, of pages that those send, by rank
+    copies: descriptors of memory, of pages that those send, by rank;  at_pages: where they come here
     """
     from moe_serve.launcher.page_listener import PageListener
 
-    display, own, theirs = here.display, config.of_role("decode"), config.of_role("prefill")
-    link = Link(folder=here.folder, token=here.link.token, for_prefill=leader.front_ends)
-    pages = PageListener(here.link.host, copies, here.link.token)
-    with contextlib.closing(pages):
-        line, folder = display.line, here.folder
-        ranks = LocalRanks(own, line, folder, here.worker, link, page_files=copies, pages_at=pages.address)
-        prefill = _Prefill(theirs, _PrefillDisplay(display, own.parallel.num_ranks), RanksElsewhere(leader, pages))
+    display, server, own, theirs = here.display, config.server, config.of_role("decode"), config.of_role("prefill")
+    first = server.worker_port + server.api_workers  # behind where decode ranks attach
+    for_prefill = tuple(host_and_port(here.link.host, first + number) for number in range(server.api_workers))
+    pages_at = tuple(host_and_port(leader.address_of(node), config.page_port) for node in own.nodes)
+    with contextlib.closing(PageListener(at_pages, copies, here.link.token)) as pages:
+        line, folder, worker = display.line, here.folder, here.worker
+        if len(own.nodes) == 1:
+            link = Link(folder=folder, token=here.link.token, for_prefill=for_prefill)
+            ranks = LocalRanks(own, line, folder, worker, link, page_files=copies, pages_at=pages_at)
+        else:
+            link = replace(here.link, for_prefill=for_prefill)
+            ranks = RanksOfHosts(leader, own, line, folder, worker, link, page_files=copies, pages_at=pages_at)
+        elsewhere = PrefillElsewhere(leader, theirs, for_prefill, pages_at, pages)
+        prefill = _Prefill(theirs, _PrefillDisplay(display, own.parallel.num_ranks), elsewhere)
         return _System(own, display, ranks, here.signals, leader, prefill).run(listener)
 
 
@@ -263,7 +296,10 @@ def follow(config: ServeConfig, here: Here) -> int:
         listener = None
         try:
             here.look(config)
-            memory = opened.enter_context(memory_for_handover(config))
+            memory = opened.enter_context(memory_for_handover(config.of_this_host()))
+            at_pages = _open_page_port(config, own_host(link.host) or link.host)
+            if at_pages is not None:
+                opened.enter_context(at_pages)
             if config.has_front_ends:
                 listener = opened.enter_context(open_port(config.server.host, config.server.port))
                 config = with_port(config, listener.getsockname()[1])
@@ -276,23 +312,41 @@ def follow(config: ServeConfig, here: Here) -> int:
             leader.tell(Signalled(signal.SIGINT))
             raise
         display.stop()
-        ranks = LocalRanks(config, display.line, here.folder, here.worker, link)
-        if config.parallel.num_prefill_ranks:
-            own_link = replace(link, folder=here.folder)  # with each other
-            theirs = config.of_role("prefill")
-            ranks = LocalRanks(theirs, display.line, here.folder, here.worker, own_link, page_files=memory)
-        end = begun if isinstance(begun, End) else _OtherHost(config, here, leader, ranks, listener).run(begun)
+        own, pages = config.of_this_host(), None
+        if own.parallel.role == "prefill" and len(own.nodes) == 1:
+            link = replace(link, folder=here.folder)  # with each other
+        if own.parallel.role == "decode" and at_pages is not None:
+            from moe_serve.launcher.page_listener import PageListener
+
+            pages, at_pages = PageListener(at_pages, memory, link.token), None
+            opened.callback(pages.close)
+        ranks = LocalRanks(own, display.line, here.folder, here.worker, link, page_files=memory)
+        host = _OtherHost(config, here, leader, ranks, listener, pages, store=at_pages)
+        end = begun if isinstance(begun, End) else host.run(begun)
         if end.reason:
             display.note(f"the system ends: {end.reason}", style="red")
     return end.code
 
 
 class _OtherHost:
-    """A host other than that of node rank 0, as its launcher sees it. listener: takes HTTP; None: this host does not"""
+    """A host other than that of node rank 0, as its launcher sees it.
+
+    listener: takes HTTP; None: this host does not
+    pages:    takes those of prefill ranks; None: as listener
+    store:    listens for ranks of a launch whose rank 0 is here; None: it is elsewhere
+    """
 
     def __init__(
-        self, config: ServeConfig, here: Here, leader: Follower, ranks: LocalRanks, listener: socket.socket | None
+        self,
+        config: ServeConfig,
+        here: Here,
+        leader: Follower,
+        ranks: LocalRanks,
+        listener: socket.socket | None,
+        pages: "PageListener | None",
+        store: socket.socket | None,
     ):
+        self._pages, self._store = pages, store
         self._config, self._display, self._signals = config, here.display, here.signals
         self._leader, self._listener = leader, listener
         self._ranks = ranks
@@ -339,7 +393,7 @@ class _OtherHost:
             ranks.join(begun.launch, begun.memory, begun.num_before)
         else:
             self._num_before = {}
-            ranks.start_in(begun.launch)
+            ranks.start_in(begun.launch, None if self._store is None else self._store.fileno())
         self._is_announced = False
         if front_ends is None and self._listener is not None:
             note = partial(self._display.note, style="red")
@@ -360,6 +414,11 @@ class _OtherHost:
                     ranks.replace_ended(message.rank, message.num_before)
                 case EndRank() if message.launch_id == ranks.launch_id:
                     ranks.end_rank(message.rank, message.num_before)
+                case TakePages() if self._pages is not None:
+                    self._pages.begin(message.launch_id)
+                case TellMemory():
+                    is_ours = message.launch_id == ranks.launch_id
+                    leader.tell(MemoryIs(message.launch_id, ranks.memory_of_hosts() if is_ours else None))
                 case TellFrontEnds() if self._front_ends is not None:
                     self._front_ends.tell(message.message)
                 case Drain():
@@ -445,114 +504,58 @@ class _OtherHost:
         return Running(ranks.launch, memory, num_before, ranks.ended(), front_ends.goes_on(ranks.launch_id))
 
 
-class RanksOfHosts(LocalRanks):
-    """The ranks of all hosts, seen from node rank 0: it starts its own, and tells the others to start theirs."""
-
-    def __init__(self, leader: Leader, config: ServeConfig, on_line: OnLine, folder: Path, module: str, link: Link):
-        super().__init__(config, on_line, folder, module, link)
-        self._leader = leader
-        self._died: list[Death] = []  # elsewhere, and not asked for yet
-        self._num_replaced = Counter[int]()  # of each rank elsewhere, processes before its last one
-
-    def start(self) -> None:
-        host, _ = self.config.launcher.meeting_place()
-        with open_port(host, 0, "launcher.dist_init_addr") as store:
-            launch = Launch(new_launch_id(), host, store.getsockname()[1], self._leader.front_ends)
-            self.start_in(launch, store.fileno())
-        self._num_replaced = Counter[int]()
-        self._died = []
-        self._leader.tell(Start(launch))
-
-    def join_running(self, running: Running) -> range:
-        """Starts the ranks of this host beside those of others that have lost their leader; returns them."""
-        own = range(self._num_local)
-        self._num_replaced = Counter(running.num_before)
-        for rank in own:
-            self._num_replaced[rank] += _UNHEARD
-        self.join(running.launch, running.memory, self._num_replaced)
-        return own
-
-    def note_death(self, message: Died) -> None:
-        """Notes how a rank of another host has ended."""
-        if message.launch_id == self.launch_id:
-            self._died.append(message.death)
-            self._num_replaced[message.death.rank] = message.death.num_before
-
-    def finish(self, rank: int) -> None:
-        if rank < self._num_local:
-            super().finish(rank)
-        else:
-            self._leader.tell(EndRank(self.launch_id, rank, self._num_replaced[rank]), rank // self._num_local)
-
-    def replace(self, rank: int) -> None:
-        if rank < self._num_local:
-            super().replace(rank)
-        else:
-            self._leader.tell(Replace(self.launch_id, rank, self._num_replaced[rank]), rank // self._num_local)
-            self._num_replaced[rank] += 1
-
-    def take_back(self, node_rank: int) -> range:
-        """Lets a host whose processes have all ended join the launch; returns its ranks, none where it cannot."""
-        memory = self.memory_of_hosts()
-        if self.launch is None or memory is None:
-            return range(0)
-        ranks = range(node_rank * self._num_local, (node_rank + 1) * self._num_local)
-        for rank in ranks:
-            self._num_replaced[rank] += _UNHEARD
-        num_before = {**self._num_replaced, **dict(enumerate(self._num_before))}
-        self._leader.tell(Join(self.launch, memory, num_before), node_rank)
-        return ranks
-
-    def deaths(self) -> list[Death]:
-        elsewhere, self._died = self._died, []
-        return sorted([*super().deaths(), *elsewhere], key=lambda death: not death.was_killed)
-
-    def end(self, grace_s: float) -> None:
-        self._leader.tell(EndRanks(grace_s))
-        super().end(grace_s)
-
-
 class RanksElsewhere:
-    """The prefill ranks of the other host, which node rank 0 tells to start them. It takes their pages here.
+    """Ranks of other hosts, which node rank 0 tells to start and end them.
 
-    launch_id: of the ranks that were started last
+    config: of their role
+
+    nodes: node ranks of those hosts
+    num_replaced: of each rank, processes before its last one
     """
 
-    children: Sequence[Forked] = ()  # here
-
-    def __init__(self, leader: Leader, pages: "PageListener"):
-        self._leader, self._pages = leader, pages
+    def __init__(self, leader: Leader, config: ServeConfig):
+        self._leader, self._first, self._per_host = leader, config.nodes.start, config.ranks_per_host
+        self.nodes = [node for node in config.nodes if node]
         self._died: list[Death] = []  # not asked for yet
-        self._num_replaced = Counter[int]()  # of each rank, processes before its last one
+        self.num_replaced = Counter[int]()
         self.launch_id = 0
 
-    @property
-    def are_reached(self) -> bool:
-        """Whether that host can be told to start them."""
-        return not self._leader.missing
-
-    def start(self) -> None:
+    def start_in(self, launch: Launch) -> None:
         """Starts the ranks, after those of an earlier launch have been ended."""
-        self.launch_id = new_launch_id()
-        self._num_replaced.clear()
-        self._died = []
-        self._pages.begin(self.launch_id)
-        self._leader.tell(Start(Launch(self.launch_id, "", 0, self._leader.front_ends, self._pages.address)))
+        self.begin(launch.launch_id)
+        self._leader.tell(Start(launch), self.nodes)
+
+    def begin(self, launch_id: int, num_replaced: Mapping[int, int] | None = None) -> None:
+        """Notes that these are the ranks of a launch from now on."""
+        self.launch_id, self.num_replaced, self._died = launch_id, Counter(num_replaced or {}), []
+
+    def join(self, node_rank: int, launch: Launch, memory: HostMemory, num_here: Mapping[int, int]) -> None:
+        """Lets the ranks of a host whose processes have all ended join the others. num_here: of ranks of this host"""
+        self.num_replaced.update(dict.fromkeys(self.ranks_of(node_rank), _UNHEARD))
+        self._leader.tell(Join(launch, memory, {**self.num_replaced, **num_here}), [node_rank])
+
+    def ranks_of(self, node_rank: int) -> range:
+        """Returns the ranks of a host."""
+        first = (node_rank - self._first) * self._per_host
+        return range(first, first + self._per_host)
+
+    def _node_of(self, rank: int) -> list[int]:
+        return [self._first + rank // self._per_host]
 
     def note_death(self, message: Died) -> None:
         """Notes how a rank has ended."""
         if message.launch_id == self.launch_id:
             self._died.append(message.death)
-            self._num_replaced[message.death.rank] = message.death.num_before
+            self.num_replaced[message.death.rank] = message.death.num_before
 
     def finish(self, rank: int) -> None:
         """Ends what is left of a rank."""
-        self._leader.tell(EndRank(self.launch_id, rank, self._num_replaced[rank]))
+        self._leader.tell(EndRank(self.launch_id, rank, self.num_replaced[rank]), self._node_of(rank))
 
     def replace(self, rank: int) -> None:
         """Starts a new process for one rank beside the others of its launch."""
-        self._leader.tell(Replace(self.launch_id, rank, self._num_replaced[rank]))
-        self._num_replaced[rank] += 1
+        self._leader.tell(Replace(self.launch_id, rank, self.num_replaced[rank]), self._node_of(rank))
+        self.num_replaced[rank] += 1
 
     def deaths(self) -> list[Death]:
         """Returns the ranks that ended since the last call. Those that were killed come first, as the likely cause."""
@@ -561,7 +564,146 @@ class RanksElsewhere:
 
     def end(self, grace_s: float) -> None:
         """Ends all ranks; those that are ending get grace_s to do so."""
-        self._leader.tell(EndRanks(grace_s))
+        self._leader.tell(EndRanks(grace_s), self.nodes)
+
+
+class RanksOfHosts(LocalRanks):
+    """The ranks of several hosts, seen from node rank 0: it starts its own, and tells the others to start theirs."""
+
+    def __init__(
+        self,
+        leader: Leader,
+        config: ServeConfig,
+        on_line: OnLine,
+        folder: Path,
+        module: str,
+        link: Link,
+        page_files: Sequence[int] = (),
+        pages_at: Sequence[str] = (),
+    ):
+        super().__init__(config, on_line, folder, module, link, page_files=page_files, pages_at=pages_at)
+        self._leader, self._elsewhere = leader, RanksElsewhere(leader, config)
+
+    def start(self) -> None:
+        host, _ = self.config.launcher.meeting_place()
+        with open_port(host, 0, "launcher.dist_init_addr") as store:
+            port = store.getsockname()[1]
+            launch = Launch(new_launch_id(), host, port, self._leader.front_ends, self._pages_at)
+            self.start_in(launch, store.fileno())
+        self._elsewhere.start_in(launch)
+
+    def join_running(self, running: Running) -> range:
+        """Starts the ranks of this host beside those of others that have lost their leader; returns them."""
+        own = range(self._num_local)
+        self._elsewhere.begin(running.launch.launch_id, running.num_before)
+        num_before = self._elsewhere.num_replaced
+        num_before.update(dict.fromkeys(own, _UNHEARD))
+        self.join(running.launch, running.memory, num_before)
+        return own
+
+    def note_death(self, message: Died) -> None:
+        """Notes how a rank of another host has ended."""
+        self._elsewhere.note_death(message)
+
+    def finish(self, rank: int) -> None:
+        if rank < self._num_local:
+            super().finish(rank)
+        else:
+            self._elsewhere.finish(rank)
+
+    def replace(self, rank: int) -> None:
+        if rank < self._num_local:
+            super().replace(rank)
+        else:
+            self._elsewhere.replace(rank)
+
+    def take_back(self, node_rank: int) -> range:
+        """Lets a host whose processes have all ended join the launch; returns its ranks, none where it cannot."""
+        memory = self.memory_of_hosts()
+        if self.launch is None or memory is None:
+            return range(0)
+        self._elsewhere.join(node_rank, self.launch, memory, dict(enumerate(self._num_before)))
+        return self._elsewhere.ranks_of(node_rank)
+
+    def deaths(self) -> list[Death]:
+        return sorted([*super().deaths(), *self._elsewhere.deaths()], key=lambda death: not death.was_killed)
+
+    def end(self, grace_s: float) -> None:
+        self._elsewhere.end(grace_s)
+        super().end(grace_s)
+
+
+class PrefillElsewhere(RanksElsewhere):
+    """The prefill ranks, on hosts of their own, which send their pages to the decode hosts.
+
+    front_ends: where they attach;  pages_at: as in Launch;  pages: takes them on this host
+    """
+
+    children: Sequence[Forked] = ()  # here
+
+    def __init__(
+        self,
+        leader: Leader,
+        config: ServeConfig,
+        front_ends: tuple[str, ...],
+        pages_at: tuple[str, ...],
+        pages: "PageListener",
+    ):
+        super().__init__(leader, config)
+        self._front_ends, self._pages_at, self._pages = front_ends, pages_at, pages
+        self._takers, self._store_port = config.nodes_of("decode"), config.page_port
+        self._launch = Launch(0, "", 0)
+        self._joining: list[int] = []  # node ranks that wait for what they need
+
+    @property
+    def are_reached(self) -> bool:
+        """Whether their hosts can be told to start them."""
+        return not set(self.nodes) & set(self._leader.missing)
+
+    def start(self) -> None:
+        """Starts the ranks, after those of an earlier launch have been ended."""
+        are_several = len(self.nodes) > 1
+        store = (self._leader.address_of(self.nodes[0]), self._store_port) if are_several else ("", 0)
+        self._launch = Launch(new_launch_id(), *store, self._front_ends, self._pages_at)
+        self._joining = []
+        self._pages.begin(self._launch.launch_id)
+        self.tell_takers()
+        self.start_in(self._launch)
+
+    def tell_takers(self) -> None:
+        """Tells the other decode hosts whose pages they take."""
+        if self._launch.launch_id:
+            self._leader.tell(TakePages(self._launch.launch_id), self._takers)
+
+    def take_back(self, node_rank: int) -> range:
+        """Lets a host whose processes have all ended join the launch, once another one has told what it needs; returns
+        its ranks, none where there is no other one."""
+        if not self._may_tell(node_rank):
+            return range(0)
+        if node_rank not in self._joining:
+            self._joining.append(node_rank)
+        self.ask_for_memory()
+        return self.ranks_of(node_rank)
+
+    def _may_tell(self, but: int) -> list[int]:
+        gone = {but, *self._joining, *self._leader.missing}
+        return [node for node in self.nodes if node not in gone]
+
+    def ask_for_memory(self) -> None:
+        """Asks one of the hosts that serve what those need that are to join; again, since it may not have heard."""
+        if self._joining:
+            self._leader.tell(TellMemory(self.launch_id), self._may_tell(self._joining[0])[:1])
+
+    def take_memory(self, message: MemoryIs) -> bool:
+        """Lets hosts join that wait for this; returns False where they cannot."""
+        if message.launch_id != self.launch_id or not self._joining:
+            return True
+        joining, self._joining = self._joining, []
+        if message.memory is None:
+            return False
+        for node_rank in joining:
+            self.join(node_rank, self._launch, message.memory, {})
+        return True
 
 
 def with_port(config: ServeConfig, http_port: int) -> ServeConfig:
@@ -596,7 +738,7 @@ class _Prefill:
     is_wrong: another start would end as the last one did
     """
 
-    def __init__(self, config: ServeConfig, display: _PrefillDisplay, ranks: LocalRanks | RanksElsewhere):
+    def __init__(self, config: ServeConfig, display: _PrefillDisplay, ranks: LocalRanks | PrefillElsewhere):
         self._config, self._display = config, display
         self.ranks = ranks
         self._restarts = Restarts(config.launcher, "the prefill ranks were")
@@ -636,11 +778,38 @@ class _Prefill:
         if self._launch is not None:
             self._launch.lose(reason)
 
-    def host_is_new(self, name: str) -> None:
-        """Notes that their host's launcher is a new process. Ranks that were given up are started again with it."""
+    def hear(self, ranks: PrefillElsewhere, node_rank: int, message: HostMessage) -> None:
+        """Takes what one of their hosts reports. ranks: these"""
+        match message:
+            case Died():
+                ranks.note_death(message)
+            case MemoryIs():
+                if not ranks.take_memory(message):
+                    self.lose("a host is back, and no other one has what it needs to join")
+            case HostIsNew():
+                self._host_is_new(ranks, node_rank, message.host)
+            case HostIsBack():
+                if not self.is_ready:
+                    self.lose(f"the connection with {message.host} was cut while they were started")
+                ranks.ask_for_memory()
+
+    def _host_is_new(self, ranks: PrefillElsewhere, node_rank: int, name: str) -> None:
+        """Lets a host join whose launcher is a new process. Without others to join, all are started again with it, also
+        those that were given up."""
+        back = ranks.take_back(node_rank) if self._launch is not None and self._launch.goes_on else ()
+        if back and self._launch is not None:
+            self._launch.replaced(back)
+            self._display.note(f"{name} is back; its ranks join the others", style="yellow")
+            return
         self.lose(f"the launcher of {name} was started again")
         if self._launch is None and self._starts_at_s is None:
             self.is_wrong, self._starts_at_s = False, time.monotonic()
+
+    def hosts_are_gone(self, ranks: PrefillElsewhere, gone: Mapping[int, str]) -> None:
+        """Loses them where nobody can go on: while they start, or without any of their hosts. gone: by node rank"""
+        names = [gone[node] for node in ranks.nodes if node in gone]
+        if names and (len(names) == len(ranks.nodes) or self._launch is None or not self._launch.has_served):
+            self.lose(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} gone")
 
     @property
     def is_ready(self) -> bool:
@@ -753,9 +922,7 @@ class _System:
                 self.display.stop()
                 self._note("ending …")
                 raise _Ended(0)
-            if self._hosts is not None and self._prefill is not None:
-                self._hear_of_prefill(self._hosts, self._prefill)
-            elif self._hosts is not None:
+            if self._hosts is not None:
                 self._hear(self._hosts)
             assert self._front_ends is not None
             for message in self._front_ends.receive(_POLL_MS):
@@ -780,22 +947,6 @@ class _System:
             if code is not None:
                 raise _Ended(code, "the front end on node rank 0 has ended; its last lines are there")
 
-    def _hear_of_prefill(self, hosts: Leader, prefill: _Prefill) -> None:
-        """Takes what the host of the prefill ranks reports. Without it the decode ranks serve on."""
-        assert isinstance(prefill.ranks, RanksElsewhere), "they are on another host"
-        for _, message in hosts.turn():
-            match message:
-                case Died():
-                    prefill.ranks.note_death(message)
-                case Signalled():
-                    self.signals.count(message.number)
-                case HostIsNew():
-                    prefill.host_is_new(message.host)
-                case HostIsBack() if not prefill.is_ready:
-                    prefill.lose(f"the connection with {message.host} was cut while they were started")
-        for name in hosts.gone(_HOST_GONE_S):
-            prefill.lose(f"{name} is gone")
-
     def _watch_prefill(self, prefill: _Prefill) -> None:
         """Keeps the prefill ranks running, and lets none serve that compute other values than the decode ranks.
 
@@ -815,32 +966,49 @@ class _System:
     def _hear(self, hosts: Leader) -> None:
         """Takes what other hosts report."""
         self.ranks.keep_host()
+        elsewhere = self._prefill.ranks if self._prefill is not None else None
+        for node_rank, message in hosts.turn():
+            if isinstance(message, Signalled):
+                self.signals.count(message.number)
+            elif self._prefill is None or not isinstance(elsewhere, PrefillElsewhere):
+                self._hear_of_ranks(node_rank, message)
+            elif node_rank in elsewhere.nodes:
+                self._prefill.hear(elsewhere, node_rank, message)
+            else:
+                self._hear_of_ranks(node_rank, message)
+                if isinstance(message, HostIsNew | HostIsBack):
+                    elsewhere.tell_takers()
+        self._drain_elsewhere -= set(hosts.missing)
+        gone = hosts.gone(_HOST_GONE_S)
+        if self._prefill is not None and isinstance(elsewhere, PrefillElsewhere):
+            self._prefill.hosts_are_gone(elsewhere, gone)
+        if self._starts_at_s is None and not self._launch.has_served:
+            for name in (name for node_rank, name in gone.items() if node_rank in self.config.nodes):
+                self._launch.lose(f"{name} is gone")
+
+    def _hear_of_ranks(self, node_rank: int, message: HostMessage) -> None:
+        """Takes what another host of these ranks reports."""
+        if isinstance(message, HostIsBack):
+            return  # what it has sent meanwhile comes still
         assert isinstance(self.ranks, RanksOfHosts), "there are several hosts"
         own_id = self.ranks.launch_id
-        for node_rank, message in hosts.turn():
-            match message:
-                case Died():
-                    self.ranks.note_death(message)
-                case Signalled():
-                    self.signals.count(message.number)
-                case FrontEndsEnded():
-                    self._drain_elsewhere.discard(node_rank)
-                    if message.code == 2:
-                        raise _Ended(2, f"a front end on node rank {node_rank} has ended; its last lines are there")
-                case HostIsNew() if message.running is not None and message.running.launch.launch_id == own_id:
-                    for death in message.running.ended:
-                        self.ranks.note_death(Died(own_id, death))
-                case HostIsNew() if self._starts_at_s is None:
-                    back = self.ranks.take_back(node_rank) if self._launch.goes_on else ()
-                    self._launch.replaced(back)
-                    if back:
-                        self._note(f"{message.host} is back; its ranks join the others", style="yellow")
-                    else:
-                        self._launch.lose(f"the launcher of {message.host} was started again")
-        self._drain_elsewhere -= set(hosts.missing)
-        if self._starts_at_s is None and not self._launch.has_served:
-            for name in hosts.gone(_HOST_GONE_S):
-                self._launch.lose(f"{name} is gone")
+        match message:
+            case Died():
+                self.ranks.note_death(message)
+            case FrontEndsEnded():
+                self._drain_elsewhere.discard(node_rank)
+                if message.code == 2:
+                    raise _Ended(2, f"a front end on node rank {node_rank} has ended; its last lines are there")
+            case HostIsNew() if message.running is not None and message.running.launch.launch_id == own_id:
+                for death in message.running.ended:
+                    self.ranks.note_death(Died(own_id, death))
+            case HostIsNew() if self._starts_at_s is None:
+                back = self.ranks.take_back(node_rank) if self._launch.goes_on else ()
+                self._launch.replaced(back)
+                if back:
+                    self._note(f"{message.host} is back; its ranks join the others", style="yellow")
+                else:
+                    self._launch.lose(f"the launcher of {message.host} was started again")
 
     def _note(self, text: str, style: str = "") -> None:
         """Prints a line on every host."""
@@ -917,8 +1085,8 @@ class _System:
             self._start_when_due(self._starts_at_s)
 
     def _start_when_due(self, starts_at_s: float) -> None:
-        hosts = self._hosts if self._prefill is None else None  # else all that are to start are here
-        waited_s, missing = time.monotonic() - starts_at_s, [] if hosts is None else hosts.missing
+        others = [] if self._hosts is None else self._hosts.missing
+        waited_s, missing = time.monotonic() - starts_at_s, [node for node in others if node in self.config.nodes]
         if waited_s < 0:
             return
         if missing and missing != self._waits_for:

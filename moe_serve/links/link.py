@@ -1,8 +1,8 @@
 """The way in which the front end and the ranks of one system find and trust each other.
 
 On one host, started by `moe-serve serve` or `LLM`: ipc sockets in a folder that only its owner enters. Otherwise TCP,
-where every socket asks for the token. Prefill ranks on a host of their own have both: ipc with each other, TCP with the
-front end.
+where every socket asks for the token. The ranks of a role that has one of several hosts have both: ipc with each other,
+and prefill ranks TCP with the front end.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from moe_serve.links.folder import check_folder
 
 SOCKETS = "MOE_SERVE_SOCKETS"  # the environment variable that names the folder
 FRONT_ENDS = "MOE_SERVE_FRONT_ENDS"  # and the one with the addresses of several front ends over TCP
-FOR_PREFILL = "MOE_SERVE_FOR_PREFILL"  # where front ends take prefill ranks of another host
+FOR_PREFILL = "MOE_SERVE_FOR_PREFILL"  # where front ends take prefill ranks of other hosts
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Link:
     port:        0 = any free one, for the front end
     worker:      number of this front end, of several
     front_ends:  HOST:PORT of each front end over TCP; (): there is one, or they have ipc sockets
-    for_prefill: HOST:PORT where each front end takes prefill ranks of another host; (): these have ipc sockets, too
+    for_prefill: HOST:PORT where each front end takes prefill ranks of other hosts; (): these have ipc sockets, too
     """
 
     folder: Path | None = None
@@ -76,13 +76,14 @@ def find_link(server: ServerConfig) -> Link:
 
     Raises LaunchError where the folder or the token cannot be trusted.
     """
-    folder, front_ends = os.environ.get(SOCKETS), _addresses(FRONT_ENDS)
+    folder, front_ends, for_prefill = os.environ.get(SOCKETS), _addresses(FRONT_ENDS), _addresses(FOR_PREFILL)
     if folder:
         check_folder(Path(folder))
         token = os.environ.get(TOKEN, "")
-        return Link(folder=Path(folder), token=token, front_ends=front_ends, for_prefill=_addresses(FOR_PREFILL))
+        return Link(folder=Path(folder), token=token, front_ends=front_ends, for_prefill=for_prefill)
     host, port = server.worker_host, server.worker_port
-    return Link(token=shared_token(server.token_file, host, port), host=host, port=port, front_ends=front_ends)
+    token = shared_token(server.token_file, host, port)
+    return Link(token=token, host=host, port=port, front_ends=front_ends, for_prefill=for_prefill)
 
 
 def _addresses(variable: str) -> tuple[str, ...]:

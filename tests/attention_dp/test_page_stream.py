@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import random
 import socket
 import threading
 import time
@@ -88,8 +89,11 @@ class Way:
             self.ended.append(str(error))
 
     def sender(self, fill: int = 1) -> PageSender:
-        self.senders.append(PageSender(self.source, cache_of(20, fill=fill), LAUNCH, self.dial))
+        self.senders.append(PageSender(self.source, cache_of(20, fill=fill), LAUNCH, [self.dial]))
         return self.senders[-1]
+
+    def cut_all(self) -> None:
+        cut(*self._sockets)
 
     def num_here(self) -> int:
         return self.mirror._num_received
@@ -97,7 +101,7 @@ class Way:
     def close(self) -> None:
         for sender in self.senders:
             sender.close()
-        cut(*self._sockets)
+        self.cut_all()
         for thread in self._threads:
             thread.join(60)
             assert not thread.is_alive()
@@ -142,6 +146,36 @@ def test_pages_come_around_the_end_of_the_memory_as_on_one_host(way: Way) -> Non
         assert take(way, attempt=attempt) == (5, "")
     assert take(way, attempt=2) == (0, "evicted"), "most of its pages were written over"
     assert take(way, attempt=4) == (0, "late"), "an attempt that was never sent"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_host_gets_the_pages_for_it_and_those_for_all(seed: int) -> None:
+    """Also where its connection is cut meanwhile: the newest pages, which lie in the memory still."""
+    draw = random.Random(seed)
+    with contextlib.closing(Way()) as first, contextlib.closing(Way()) as second:
+        ways = [first, second]
+        first.senders.append(PageSender(first.source, cache_of(20, fill=1), LAUNCH, [way.dial for way in ways]))
+        sent: list[tuple[str, int, int | None]] = []
+        for number in range(40):
+            request = request_of(str(number), num_pages := draw.randrange(1, 4))
+            request.hand_over_to = draw.choice([0, 1, None])
+            first.senders[0].send(request, 0, num_pages)
+            sent.append((request.request_id, num_pages, request.hand_over_to))
+            way = draw.choice(ways)
+            way.may_connect = draw.random() < 0.7
+            if not way.may_connect:
+                way.cut_all()
+        for way in ways:
+            way.may_connect = True
+        num_sent = first.senders[0].num_sent
+        assert eventually(lambda: [way.num_here() for way in ways] == [num_sent] * 2, 30)
+        left = NUM_SLOTS
+        for name, num_pages, host in reversed(sent):
+            left -= num_pages
+            if left < 0:
+                break
+            found = [take(way, name, num_pages)[0] for way in ways]
+            assert found == [num_pages if host in (None, each) else 0 for each in (0, 1)]
 
 
 CUTS = [0, 1, BEGIN - 1, BEGIN, BEGIN + 1, BEGIN + HEAD + 3, BEGIN + HEAD + 5 * RECORD_BYTES - 1,
@@ -354,7 +388,7 @@ def test_a_request_waits_a_while_for_pages_that_are_sent_still(end: str) -> None
         assert prefill.sender is not None
         assert decode.receiver is not None
         way.senders.append(prefill.sender)
-        prefill.sender._stream = page_stream.PageStream(prefill.sender._ring, way.dial)
+        prefill.sender._streams = [page_stream.PageStream(prefill.sender._ring, way.dial)]
         decode.receiver._wait_s = 0.5 if end == "they are late" else 60.0
         assert eventually(lambda: decode.receiver._is_connected(0), 30)
         base = Request("r", 1, list(range(28)), [], SamplingParams(max_new_tokens=6), 3)

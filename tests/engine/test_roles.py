@@ -129,7 +129,8 @@ def run_role(
     files = [os.open(folder / f"pages {number}", os.O_RDWR) for number in range(ways.num_prefill)]
     mailbox = RoleMailbox(role, own, ways, submits, folder)
     exchange = make_exchange(config.engine.exchange, joined.process_group, True, 60.0)
-    engine = build_engine(config, joined, exchange, mailbox, LAUNCH, page_files=PageFiles(files))
+    page_files = PageFiles(files if role == "decode" else [files[own]])
+    engine = build_engine(config, joined, exchange, mailbox, LAUNCH, page_files=page_files)
     if prepare is not None:
         prepare(engine)
     engine.run()
@@ -217,9 +218,8 @@ def _streams_pages(engine: Engine) -> None:
     pages, close = os.memfd_create("pages"), engine.close
     os.ftruncate(pages, 1 << 20)
     blocks = engine.scheduler.blocks
-    blocks.sender = PageSender(pages, engine.served.cache, LAUNCH, _dial)
-    stream = blocks.sender._stream
-    assert stream is not None
+    blocks.sender = PageSender(pages, engine.served.cache, LAUNCH, [_dial])
+    (stream,) = blocks.sender._streams
     assert stream._thread.is_alive()
 
     def closed() -> None:

@@ -1,4 +1,4 @@
-"""Prefill ranks on a host of their own: prompts are handed over across hosts, with the tokens of one rank."""
+"""Roles on hosts of their own: prompts are handed over across hosts, with the tokens of one rank."""
 
 import contextlib
 import json
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from moe_serve.attention_dp.request import SamplingParams
+from moe_serve.launcher.llm import LLM
 from tests.launcher.hosts import Host, can_make_hosts, make_hosts, set_cable
 from tests.launcher.running import Running, eventually, gone
 
@@ -33,9 +35,13 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
 
 
 def serve(host: Host, node_rank: int, first: Host, num_prefill: int = 1) -> Running:
-    own = ("--nnodes", "2", "--node-rank", str(node_rank), "--dist-init-addr", f"{first.address}:20000")
+    return serve_roles(host, node_rank, first, ["--nnodes", "2", "--prefill-ranks", str(num_prefill)])
+
+
+def serve_roles(host: Host, node_rank: int, first: Host, roles: list[str], num_decode: int = 1) -> Running:
+    own = ("--node-rank", str(node_rank), "--dist-init-addr", f"{first.address}:20000")
     settings = [word for value in SETTINGS for word in ("--set", value)]
-    return host.start("moe_serve", "serve", *own, "--prefill-ranks", str(num_prefill), "--decode-ranks", "1", *settings)
+    return host.start("moe_serve", "serve", *roles, *own, "--decode-ranks", str(num_decode), *settings)
 
 
 class Front:
@@ -67,9 +73,11 @@ class Front:
         assert found["output_ids"] == json.loads(alone)["output_ids"], "as one rank computes them"
         return found
 
-    def num_pages(self, fate: str) -> int:
-        found = re.search(rf'fate="{fate}",rank="0"}} (\S+)', self._host.ask(f"{URL}/metrics")[1])
-        return int(float(found[1])) if found else 0
+    def num_pages(self, fate: str, rank: int | None = None) -> int:
+        """rank: that decodes; None: all together"""
+        asked = r"\d+" if rank is None else rank
+        found = re.findall(rf'fate="{fate}",rank="{asked}"}} (\S+)', self._host.ask(f"{URL}/metrics")[1])
+        return sum(int(float(each)) for each in found)
 
     def hands_over(self) -> bool:
         """Asks a prompt of 80 tokens; returns whether its five blocks have come from the other host."""
@@ -155,3 +163,53 @@ def test_the_host_of_the_decode_ranks_that_is_started_again_finds_the_other_one_
             front = Front(a)
             assert eventually(lambda: front.prefill_is("ready") and front.hands_over(), 90), again.output + other.output
             assert (again.end(signal.SIGINT), other.wait()) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("num_decode", "num_prefill", "lost"), [(2, 1, 1), (1, 2, 2), (2, 2, 3)])
+def test_roles_over_several_hosts_hand_over_to_each_other_and_outlive_a_host(
+    monkeypatch: pytest.MonkeyPatch, num_decode: int, num_prefill: int, lost: int
+) -> None:
+    """lost: node rank of the second host of a role. Each host has one rank."""
+    monkeypatch.setenv("MOE_SERVE_TOKEN", "0123456789abcdef" * 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    number, who = num_decode + num_prefill, "prefill: rank 1" if lost >= num_decode else "rank 1"
+    numbers = ("--nnodes", str(number), "--prefill-nnodes", str(num_prefill), "--prefill-ranks", str(num_prefill))
+    roles = [*numbers, "--set", "eplb.num_redundant_experts=64", "--set", "engine.step_deadline_s=5"]
+    params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    with make_hosts(number) as hosts, contextlib.ExitStack() as started:
+        running = [
+            started.enter_context(serve_roles(host, node_rank, hosts[0], roles, num_decode))
+            for node_rank, host in enumerate(hosts)
+        ]
+        first, front = running[0], Front(hosts[0])
+        first.wait_for("ready after", 200)
+        assert eventually(lambda: front.prefill_is("ready"), 120), first.output
+
+        def every_rank_gets_pages() -> bool:
+            front.hands_over()
+            return all(front.num_pages("from_prefill", rank) for rank in range(num_decode))
+
+        assert eventually(every_rank_gets_pages, 120), first.output
+        assert front.num_pages("elsewhere") == front.num_pages("version") == front.num_pages("checksum") == 0
+        prompts = [[1000 + i, *range(100 + i, 260 + i)] for i in range(4)]
+        body = json.dumps({"input_ids": prompts, "sampling_params": params})
+        answers = [hosts[0].ask(f"{URL}/generate", body)]
+        hosts[lost].kill_all()
+        first.wait_for(f"{who} is masked", 90)
+        for _ in range(2):
+            front.generate()
+        answers.append(hosts[0].ask(f"{URL}/generate", body))
+        started.enter_context(serve_roles(hosts[lost], lost, hosts[0], roles, num_decode))
+        first.wait_for(f"{who} rejoined", 150)
+        assert "started again (restart" not in first.output
+        before = front.num_pages("from_prefill")
+        assert eventually(front.hands_over, 90), first.output
+        assert front.num_pages("from_prefill") > before
+        assert first.end(signal.SIGINT) == 0
+    assert [status for status, _ in answers] == [200, 200]
+    with LLM("demo", num_ranks=1) as llm:
+        alone = llm.generate(prompts, SamplingParams(**params))
+    for _, text in answers:
+        assert [each["output_ids"] for each in json.loads(text)] == [each.token_ids for each in alone]

@@ -18,9 +18,11 @@ from moe_serve.launcher.hosts import (
     HostIsBack,
     HostIsNew,
     Leader,
+    Note,
     Running,
     Start,
     StoppedError,
+    TakePages,
     token_of_hosts,
 )
 from moe_serve.launcher.local import Launch
@@ -290,6 +292,18 @@ def test_a_connection_that_is_cut_is_made_again_and_the_host_is_the_same(port: i
         ((node_rank, message),) = news
         assert isinstance(message, HostIsBack)
         assert node_rank == 1
+
+
+def test_what_follows_the_start_is_not_lost(port: int) -> None:
+    with met(port) as (leader, follower):
+        for message in (Note("a"), Start(Launch(7, "h", 1)), TakePages(8), Note("b")):
+            leader.tell(message)
+        assert follower.meet(lambda: False) == Start(Launch(7, "h", 1))
+        found: list[object] = []
+        until_s = time.monotonic() + 10
+        while len(found) < 2 and time.monotonic() < until_s:
+            found += follower.turn()
+        assert found == [TakePages(8), Note("b")]
 
 
 def configs_of(nnodes: int, port: int) -> list[ServeConfig]:

@@ -13,7 +13,7 @@ import pytest
 from moe_serve.attention_dp.page_channel import PageReceiver, PageSender
 from moe_serve.attention_dp.page_ring import RECORD_BYTES
 from moe_serve.attention_dp.request import Handover
-from moe_serve.dispatch.hosts.handshake import PAGES, PAGES_TAKER, ROWS, Party, key_of_launch
+from moe_serve.dispatch.hosts.handshake import PAGES, PAGES_TAKER, ROWS, Party, key_of_launch, listen
 from moe_serve.errors import ReplacedError
 from moe_serve.launcher import page_listener
 from moe_serve.launcher.page_listener import PageListener
@@ -34,16 +34,13 @@ class Served:
         self.handler = logging.Handler()
         self.handler.emit = lambda record: self.said.append(record.getMessage())  # type: ignore[method-assign]
         page_listener.log.addHandler(self.handler)
-        self.listener = PageListener("127.0.0.1", self.copies, TOKEN)
+        at = listen("127.0.0.1")
+        self.address = at.getsockname()
+        self.listener = PageListener(at, self.copies, TOKEN)
         self.senders: list[PageSender] = []
 
     def party(self, rank: int, number: int = 0, token: str = TOKEN, launch_id: int = LAUNCH_ID) -> Party:
         return Party(rank, number, key_of_launch(token, launch_id), ("", 0))
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, _, port = self.listener.address.rpartition(":")
-        return host, int(port)
 
     def dial(self, party: Party, purpose: int = PAGES) -> partial:
         return partial(party.dial, PAGES_TAKER, self.address, 0, purpose, 5.0)
@@ -56,7 +53,7 @@ class Served:
         """Sends a request of two pages as a prefill rank."""
         descriptor = os.memfd_create("pages")
         os.ftruncate(descriptor, os.fstat(self.copies[0]).st_size)
-        self.senders.append(PageSender(descriptor, CACHE, LAUNCH_ID, self.dial(party)))
+        self.senders.append(PageSender(descriptor, CACHE, LAUNCH_ID, [self.dial(party)]))
         os.close(descriptor)
         self.senders[-1].send(request_of(name, 2), 0, 2)
         return self.senders[-1]
@@ -75,8 +72,7 @@ def served() -> Iterator[Served]:
         made.listener.close()
         page_listener.log.removeHandler(made.handler)
         for sender in made.senders:
-            assert sender._stream is not None
-            sender._stream.close()
+            sender.close()
         for descriptor in made.copies:
             os.close(descriptor)
 
@@ -162,7 +158,8 @@ def test_a_new_launch_ends_the_connections_of_the_one_before(served: Served) -> 
     served.listener.begin(LAUNCH_ID)
     served.send(served.party(0), "first")
     assert eventually(lambda: served.num_come(0, "first") == 2, 30)
-    served.listener.begin(LAUNCH_ID + 1)
+    for _ in range(2):  # which may be said twice
+        served.listener.begin(LAUNCH_ID + 1)
     served.senders[0].send(request_of("late", 2), 0, 2)
     served.send(served.party(0, launch_id=LAUNCH_ID + 1), "second")
     assert eventually(lambda: served.num_come(0, "second") == 2, 30)

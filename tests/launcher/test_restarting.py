@@ -2,15 +2,17 @@
 
 import signal
 import time
+from collections.abc import Collection
 
 import pytest
 
 from moe_serve.config import load_config
 from moe_serve.engine.protocol.messages import ModelLimits, Ready
-from moe_serve.launcher.hosts import HostIsBack, HostIsNew
+from moe_serve.launcher.hosts import HostIsBack, HostIsNew, Join, MemoryIs, Start, TakePages, TellMemory
 from moe_serve.launcher.launch_watch import Loss
-from moe_serve.launcher.local import Death
-from moe_serve.launcher.system import RanksElsewhere, Signals, _Ended, _Prefill, _System
+from moe_serve.launcher.local import Death, Launch
+from moe_serve.launcher.rank_start import Handover, HostMemory
+from moe_serve.launcher.system import PrefillElsewhere, Signals, _Ended, _Prefill, _System
 
 LIMITS = ModelLimits("m", 100, 20, 10, [1], 4)
 
@@ -27,6 +29,12 @@ class Ranks:
 
     def end(self, grace_s: float) -> None:
         pass
+
+    def keep_host(self) -> None:
+        pass
+
+    def deaths(self) -> list[Death]:
+        return []
 
 
 class FrontEnds:
@@ -162,54 +170,63 @@ def test_a_rank_that_cannot_start_ends_the_system_with_its_reason(code: int, sai
 
 
 class Hosts:
-    """In the place of a Leader: the other host comes and goes as the test says."""
+    """In the place of a Leader: other hosts come and go as the test says, and are told things."""
 
     front_ends: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.missing: list[int] = []
         self.news: list[tuple[int, object]] = []  # returned by the next turn
-        self.are_gone: list[str] = []
+        self.are_gone: dict[int, str] = {}
+        self.told: list[tuple[object, list[int]]] = []
 
     def turn(self) -> list[tuple[int, object]]:
         news, self.news = self.news, []
         return news
 
-    def gone(self, after_s: float) -> list[str]:
+    def gone(self, after_s: float) -> dict[int, str]:
         return self.are_gone
 
-    def tell(self, message: object) -> None:
-        pass
+    def address_of(self, node_rank: int) -> str:
+        return f"10.0.0.{node_rank}"
+
+    def tell(self, message: object, node_ranks: Collection[int] | None = None) -> None:
+        self.told.append((message, list(node_ranks or ())))
+
+    def told_last(self, kind: type) -> tuple[object, list[int]]:
+        return [each for each in self.told if isinstance(each[0], kind)][-1]
 
 
 class Pages:
     """In the place of a PageListener."""
 
-    address = "10.0.0.1:1"
+    launch_id = 0
 
     def begin(self, launch_id: int) -> None:
-        pass
+        self.launch_id = launch_id
 
 
-class OnTwoHosts:
-    """The launcher of the decode ranks, and its clock."""
+class OnHosts:
+    """The launcher of node rank 0, where decode ranks are on the first hosts and prefill ranks on the last, and its
+    clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str, nnodes: int = 2, prefill_nnodes: int = 1):
         self.now_s = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
-        self.hosts, self.display = Hosts(), Display()
-        overrides = ("parallel.num_ranks=1", "parallel.num_prefill_ranks=1", *overrides)
-        config = load_config(overrides=list(overrides))
-        self.ranks = RanksElsewhere(self.hosts, Pages())
-        self.prefill = _Prefill(config.of_role("prefill"), self.display, self.ranks)
-        arguments = config.of_role("decode"), self.display, Ranks(), Signals(), self.hosts, self.prefill
-        self._system = _System(*arguments)
+        self.hosts, self.display, self.pages = Hosts(), Display(), Pages()
+        hosts = f"launcher.nnodes={nnodes}", f"launcher.prefill_nnodes={prefill_nnodes}", "launcher.dist_init_addr=h:5"
+        numbers = f"parallel.num_ranks={nnodes - prefill_nnodes}", f"parallel.num_prefill_ranks={prefill_nnodes}"
+        config = load_config(overrides=[*hosts, *numbers, *overrides])
+        own, theirs = config.of_role("decode"), config.of_role("prefill")
+        self.ranks = PrefillElsewhere(self.hosts, theirs, ("a:1",), ("a:3", "b:3"), self.pages)
+        self.prefill = _Prefill(theirs, self.display, self.ranks)
+        self._system = _System(own, self.display, Ranks(), Signals(), self.hosts, self.prefill)
         self.prefill.start(lambda message: None)
 
     def turn(self, *news: object, after_s: float = 0.0) -> None:
         self.now_s += after_s
-        self.hosts.news = [(1, each) for each in news]
-        self._system._hear_of_prefill(self.hosts, self.prefill)
+        self.hosts.news = [each if isinstance(each, tuple) else (self.ranks.nodes[-1], each) for each in news]
+        self._system._hear(self.hosts)
         self.prefill.turn()
 
     def lose(self, why: str = "it was killed") -> None:
@@ -220,22 +237,22 @@ class OnTwoHosts:
 
 
 def test_a_start_does_not_wait_for_prefill_ranks_whose_host_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = OnTwoHosts(monkeypatch)
-    system.hosts.missing, system.hosts.are_gone = [1], ["b"]
+    system = OnHosts(monkeypatch)
+    system.hosts.missing, system.hosts.are_gone = [1], {1: "b"}
     system.turn()
     assert not system.prefill.is_ready
     system.turn(after_s=2)
     assert any("they are started again in 5 s" in line for line in system.display.notes)
     assert system.prefill.is_ready, "the decode ranks serve without them"
     first = system.ranks.launch_id
-    system.hosts.missing, system.hosts.are_gone = [], []
+    system.hosts.missing, system.hosts.are_gone = [], {}
     system.turn(HostIsNew("b", None), after_s=60)
     assert system.ranks.launch_id != first
     assert not system.prefill.is_ready
 
 
 def test_a_start_waits_for_prefill_ranks_that_are_about_to_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = OnTwoHosts(monkeypatch)
+    system = OnHosts(monkeypatch)
     system.lose()
     assert any("they are started again in 5 s" in line for line in system.display.notes)
     assert not system.prefill.is_ready
@@ -245,7 +262,7 @@ def test_a_start_waits_for_prefill_ranks_that_are_about_to_be_started_again(monk
 def test_prefill_ranks_that_were_given_up_come_back_with_the_next_launcher_of_their_host(
     monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    system = OnTwoHosts(monkeypatch, "launcher.max_restarts=0")
+    system = OnHosts(monkeypatch, "launcher.max_restarts=0")
     system.lose()
     system.prefill.is_wrong = why == "setting"
     assert "they are not started again; the decode ranks serve on" in system.display.notes
@@ -262,7 +279,7 @@ def test_prefill_ranks_that_were_given_up_come_back_with_the_next_launcher_of_th
 def test_prefill_ranks_are_started_again_where_their_start_may_be_lost_with_a_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    system = OnTwoHosts(monkeypatch)
+    system = OnHosts(monkeypatch)
     first = system.ranks.launch_id
     system.turn(HostIsBack("b"))
     for _ in range(3):
@@ -272,7 +289,7 @@ def test_prefill_ranks_are_started_again_where_their_start_may_be_lost_with_a_co
 
 
 def test_prefill_ranks_that_serve_outlast_a_connection_of_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = OnTwoHosts(monkeypatch)
+    system = OnHosts(monkeypatch)
     first = system.ranks.launch_id
     system.prefill.take(Ready(0, first, LIMITS, {}))
     system.turn(HostIsBack("b"))
@@ -280,3 +297,66 @@ def test_prefill_ranks_that_serve_outlast_a_connection_of_the_launchers(monkeypa
         system.turn(after_s=5)
     assert system.prefill.is_ready
     assert system.ranks.launch_id == first
+
+
+def test_prefill_ranks_of_several_hosts_meet_on_the_first_of_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the other decode hosts learn whose pages they take, again where they may not have heard."""
+    system = OnHosts(monkeypatch, nnodes=4, prefill_nnodes=2)
+    (start, to), launch_id = system.hosts.told_last(Start), system.ranks.launch_id
+    assert to == [2, 3]
+    assert start == Start(Launch(launch_id, "10.0.0.2", system.ranks._store_port, ("a:1",), ("a:3", "b:3")))
+    assert system.pages.launch_id == launch_id
+    assert [type(message) for message, _ in system.hosts.told] == [TakePages, Start]
+    system.turn((1, HostIsBack("b")))
+    assert system.hosts.told[-1] == (TakePages(launch_id), [0, 1])
+
+
+def is_ready(system: OnHosts) -> None:
+    for rank in range(len(system.ranks.nodes)):
+        system.prefill.take(Ready(rank, system.ranks.launch_id, LIMITS, {"on_lost_rank": "mask"}))
+    assert system.prefill.is_ready
+
+
+MEMORY = HostMemory(Handover(7, 1, {}, "", []), {})
+
+
+def test_a_prefill_host_that_is_back_joins_the_other_one_which_tells_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system = OnHosts(monkeypatch, nnodes=3, prefill_nnodes=2)
+    is_ready(system)
+    launch = system.hosts.told_last(Start)[0].launch
+    system.hosts.missing, system.hosts.are_gone = [2], {2: "c"}
+    system.turn(after_s=20)
+    assert system.prefill.is_ready, "the ranks of the other host say what becomes of those"
+    system.hosts.missing, system.hosts.are_gone = [], {}
+    system.turn((2, HostIsNew("c", None)))
+    assert "c is back; its ranks join the others" in system.display.notes
+    assert system.hosts.told[-1] == (TellMemory(launch.launch_id), [1])
+    system.turn((1, HostIsBack("b")))
+    assert [message for message, _ in system.hosts.told].count(TellMemory(launch.launch_id)) == 2
+    system.turn((1, MemoryIs(launch.launch_id + 1, MEMORY)), (1, MemoryIs(launch.launch_id, MEMORY)))
+    joined = system.hosts.told[-1]
+    assert joined == (Join(launch, MEMORY, {1: 1000}), [2])
+    system.turn((1, MemoryIs(launch.launch_id, MEMORY)))
+    assert system.hosts.told[-1] == joined, "once"
+
+
+@pytest.mark.parametrize("loss", ["all hosts are gone", "the other one has nothing left", "while they start"])
+def test_prefill_ranks_of_two_hosts_are_started_again_where_none_can_go_on(
+    monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    system = OnHosts(monkeypatch, nnodes=3, prefill_nnodes=2)
+    first = system.ranks.launch_id
+    if loss != "while they start":
+        is_ready(system)
+    if loss == "the other one has nothing left":
+        system.turn((2, HostIsNew("c", None)))
+        system.turn((1, MemoryIs(first, None)))
+    else:
+        system.hosts.are_gone = {2: "c"} if loss == "while they start" else {1: "b", 2: "c"}
+        system.turn()
+    system.hosts.are_gone = {}
+    for _ in range(3):
+        system.turn(after_s=5)
+    assert system.ranks.launch_id != first, system.display.notes

@@ -31,6 +31,7 @@ class Submit(Message, tag="submit", frozen=True):
     output_ids:          what earlier attempts have produced; the first new token has that index
     num_prompt_logprobs: entries of the prompt's log probabilities that earlier attempts have sent
     hand_over_from:      to a prefill rank, where a decode rank goes on: the first block whose page that may lack
+    hand_over_to:        to a prefill rank, the decode host that takes the pages; None: all do
     handover:            to a decode rank: where pages of the prompt are
     pages_at:            the rank of another host that may have more pages of the prompt than this host; None: none has
     """
@@ -44,6 +45,7 @@ class Submit(Message, tag="submit", frozen=True):
     salt: str = ""
     num_prompt_logprobs: int = 0
     hand_over_from: int | None = None
+    hand_over_to: int | None = None
     handover: Handover | None = None
     pages_at: int | None = None
 
@@ -59,6 +61,7 @@ class Submit(Message, tag="submit", frozen=True):
             handover=self.handover,
             hand_over_from=self.hand_over_from,
             pages_at=self.pages_at,
+            hand_over_to=self.hand_over_to,
         )
         if self.params.prompt_logprobs is not None:
             request.prompt_scored(self.params.prompt_logprobs_start + self.num_prompt_logprobs)

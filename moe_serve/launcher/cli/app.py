@@ -67,8 +67,8 @@ def serve(options: ServeOptions) -> None:
 
     On several hosts, run the same command on each, with --nnodes, --dist-init-addr and its own --node-rank, and the
     same $MOE_SERVE_TOKEN; --ep is the number of ranks on all hosts together. HTTP is taken where
-    --front-ends says. With --prefill-ranks there are two hosts at most: node rank 0 then has the ranks that
-    decode and takes HTTP, and node rank 1 has the prefill ranks.
+    --front-ends says. With --prefill-ranks the last --prefill-nnodes hosts have these, and the first ones the ranks
+    that decode; --prefill-ranks and --decode-ranks are the numbers on all hosts of a role together.
     """
     from moe_serve.launcher.display import StartDisplay
     from moe_serve.launcher.preflight import look_for_files

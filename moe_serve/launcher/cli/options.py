@@ -182,6 +182,9 @@ class ServeOptions(NamedModelOptions):
     )
     nnodes: int | None = setting("launcher.nnodes", help="hosts; the same command on each, with its own --node-rank")
     node_rank: int | None = setting("launcher.node_rank", help="which host this is, from 0")
+    prefill_nnodes: int | None = setting(
+        "launcher.prefill_nnodes", help="with --prefill-ranks, how many of the hosts have these: the last ones"
+    )
     disaggregation_mode: str | None = option(
         "--disaggregation-mode", metavar="prefill|decode", rich_help_panel=_PANELS["launcher"],
         help="which ranks this one of two hosts has, in the place of --node-rank",

@@ -106,21 +106,13 @@ def print_check(config: ServeConfig) -> int:
         console.print(f"cannot run: {problem}", style="red", soft_wrap=True)
     if not report.problems:
         console.print("this configuration can run here", style="green")
-    config = _of_this_host(config)
-    for title, rows in _tables(report, config.parallel.num_ranks // config.launcher.nnodes):
+    for title, rows in _tables(report, config.of_this_host().ranks_per_host):
         table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
         for row in rows:
             table.add_row(*row)
         console.print()
         console.print(table)
     return 1 if report.problems else 0
-
-
-def _of_this_host(config: ServeConfig) -> ServeConfig:
-    """Returns the configuration of this host's ranks, where each role has a host."""
-    if config.launcher.nnodes == 1 or not config.parallel.num_prefill_ranks:
-        return config
-    return config.of_role("decode" if config.launcher.node_rank == 0 else "prefill")
 
 
 def _tables(report: Report, num_ranks: int) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
@@ -143,7 +135,7 @@ def _tables(report: Report, num_ranks: int) -> Iterator[tuple[str, list[tuple[st
 
 def examine(config: ServeConfig) -> Report:
     """Returns the findings about a configuration, as far as its files can be read."""
-    report, config = Report(), _of_this_host(config)
+    report, config = Report(), config.of_this_host()
     with report.noting_problems():
         look_for_files(config)
     device = config.parallel.device
@@ -220,7 +212,7 @@ def _slots(plan: ModelPlan) -> Line:
 
 def num_sharing_ranks(config: ServeConfig) -> int:
     """Returns how many ranks of a host share weights: all, or those of a NUMA node where they are bound to several."""
-    num_here, nodes = config.parallel.num_ranks // config.launcher.nnodes, numa_nodes()
+    num_here, nodes = config.ranks_per_host, numa_nodes()
     bound = {node_of(config.parallel.cpu_bind, nodes, rank, num_here) for rank in range(num_here)}
     return num_here // len(bound)
 

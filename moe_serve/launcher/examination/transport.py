@@ -133,7 +133,7 @@ def describe_loss(
     num_sharing:   ranks that share weights
     shares_memory: whether rows go through shared memory, and between hosts over their connections
     """
-    placement, num_hosts = plan.placement, config.launcher.nnodes
+    placement, num_hosts = plan.placement, len(config.nodes)
     num_ranks = placement.num_ranks
     if num_ranks == 1:
         return []
@@ -149,7 +149,7 @@ def describe_loss(
     facts = [("a lost rank", meaning, why)]
     if num_hosts > 1:
         host_of = [rank * num_hosts // num_ranks for rank in range(num_ranks)]
-        names = [f"node rank {host}" for host in range(num_hosts)]
+        names = [f"node rank {node}" for node in config.nodes]
         facts.append(("a lost host", *meaning_of_a_lost_host(placement, host_of, names)))
     return facts
 

@@ -403,13 +403,16 @@ class RequestBook:
         if not is_prefill:
             if request.handed_over_s is not None and request.resumed_s is None:
                 request.resumed_s = time.monotonic()
+            if request.went_elsewhere(self._capacity.host_of(rank)):
+                request.end_handover("elsewhere")
             self._send(rank, request.submit_message())
             return
+        spec = request.spec
         request.handover = self._capacity.handover_of(rank, request.attempt)
-        message = request.submit_message(prefill=True)
-        self._send(rank, message)
-        if message.hand_over_from is not None and (expects := self._capacity.expect(request)) is not None:
-            spec = request.spec
+        expects = self._capacity.expect(request) if spec.params.max_new_tokens > request.num_output + 1 else None
+        request.hand_over_to = None if expects is None else self._capacity.host_of(expects)
+        self._send(rank, request.submit_message(prefill=True))
+        if expects is not None:
             self._send(expects, Expect(request.request_id, spec.prompt_ids, spec.salt, request.handover))
 
     def _unexpect(self, request: OpenRequest, rank: int | None) -> None:
@@ -541,6 +544,7 @@ class RankCapacity:
         self._slots = -(-running // config.num_front_ends)
         self._router = self._new_router(config.cache.block_size)
         self._first_prefill = config.parallel.num_ranks
+        self._per_host = config.ranks_per_host
         self._prefill = self._new_router(config.cache.block_size, prefill=True)
         self.prefill_launch: PrefillLaunch | None = None
         self._pages: dict[str, tuple[int, int]] = {}  # by request: its prefill rank, and pages on their way from there
@@ -583,6 +587,10 @@ class RankCapacity:
     def is_prefill(self, rank: int | None) -> bool:
         """Returns whether this is a prefill rank."""
         return rank is not None and rank >= self._first_prefill
+
+    def host_of(self, rank: int) -> int:
+        """Returns the host of a decode rank, counted from 0."""
+        return rank // self._per_host
 
     def _router_of(self, rank: int) -> RequestRouter:
         return self._prefill if self.is_prefill(rank) else self._router
@@ -685,7 +693,8 @@ class RankCapacity:
         """Returns why no prefill rank gets a request, None: one does; and the ranks that have room for it."""
         local, spec = self._with_room(self._router), request.spec
         if request.num_output:
-            return "begun", local
+            with_pages = [rank for rank in local if request.hand_over_to == self.host_of(rank)]
+            return "begun", with_pages or local
         if self.prefill_launch is None or not self._prefill.ranks or not self._router.ranks:
             return "no_prefill_rank", local
         if not self._with_room(self._prefill):

@@ -148,7 +148,7 @@ class OpenRequest:
     num_cached: prompt tokens that the prefix cache of the rank held that computed the prompt; what that rank hands over
                 is not cached
     handover:   where a prefill rank has left pages of the prompt; None: none has computed any
-    hand_over_from: the first block that it hands over
+    hand_over_from: the first block that it hands over;  hand_over_to: the decode host that gets the pages; None: all do
     pages_at:   the rank of another host that may have more pages of the prompt than that of `rank`; None: none has
     handed_over_s, resumed_s: when a prefill rank had computed it, and when it was sent to a decode rank; None: not yet
     call_id:    the X-Request-Id of its call
@@ -183,6 +183,7 @@ class OpenRequest:
         self.handover: Handover | None = None
         self.hand_over_from = 0
         self.pages_at: int | None = None
+        self.hand_over_to: int | None = None
         self.handed_over_s: float | None = None
         self.resumed_s: float | None = None
         params = spec.params
@@ -243,6 +244,7 @@ class OpenRequest:
             salt=self.spec.salt,
             num_prompt_logprobs=0 if self.prompt_logprobs is None else len(self.prompt_logprobs),
             hand_over_from=self.hand_over_from if is_handed_over else None,
+            hand_over_to=self.hand_over_to if is_handed_over else None,
             handover=None if prefill else self.handover,
             pages_at=self.pages_at,
         )
@@ -255,6 +257,11 @@ class OpenRequest:
     def is_handed_over(self, event: TokenEvent) -> bool:
         """Returns whether an event of a prefill rank ends its part alone, so that a decode rank goes on."""
         return event.finish == "length" and event.index + len(event.token_ids) < self.spec.params.max_new_tokens
+
+    def went_elsewhere(self, host: int) -> bool:
+        """Returns whether the pages of its prompt went to another decode host than this one, as far as is known."""
+        is_whole = self.handover is not None and not self.handover.why_short
+        return is_whole and self.hand_over_to not in (None, host)
 
     def end_handover(self, why_short: str) -> None:
         """Notes that its prefill rank hands no more pages over, and why; "": it has computed the prompt."""

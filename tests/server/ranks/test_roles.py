@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -81,9 +81,10 @@ def facts_of(weights: str) -> list[tuple[str, str, str]]:
 
 @contextlib.asynccontextmanager
 async def roles(
-    num_prefill: int = 1, num_decode: int = 1, computes: str = "x", **fields: object
+    num_prefill: int = 1, num_decode: int = 1, computes: str = "x", settings: Sequence[str] = (), **fields: object
 ) -> AsyncIterator[Roles]:
-    config = fake_config(num_decode, f"parallel.num_prefill_ranks={num_prefill}", "parallel.prefill_from_tokens=8")
+    own = f"parallel.num_prefill_ranks={num_prefill}", "parallel.prefill_from_tokens=8"
+    config = fake_config(num_decode, *own, *settings)
     with OwnFolder() as folder:
         (folder / "prefill").mkdir(mode=0o700)
         link = Link(folder=folder)
@@ -249,12 +250,23 @@ async def test_prefill_ranks_that_compute_something_else_get_no_request():
         assert "other values than the decode ranks" in served.bridge.describe()["prefill"]["state"]
 
 
+MEET = "launcher.dist_init_addr=h:5"
+THREE_HOSTS = ["launcher.nnodes=3", MEET]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["parallel.role=prefill"], "--prefill-ranks P --decode-ranks D"),
-        (["launcher.nnodes=3", "launcher.dist_init_addr=h:5", "parallel.num_ranks=3"], "of a role are on one host"),
-        (["launcher.nnodes=2", "launcher.dist_init_addr=h:5", "launcher.front_ends=every_host"], "set .*first_host"),
+        (
+            [*THREE_HOSTS, "parallel.num_ranks=3"],
+            r"parallel.num_ranks is 3 on 2 hosts \(launcher.nnodes - prefill_nnodes",
+        ),
+        ([*THREE_HOSTS, "parallel.num_ranks=3", "launcher.prefill_nnodes=2"], "num_prefill_ranks is 1 on 2 hosts"),
+        ([*THREE_HOSTS, "launcher.prefill_nnodes=3"], "no host is left for the ranks that decode; lower it to 2"),
+        (["launcher.prefill_nnodes=2"], "there is one host; set launcher.prefill_nnodes: 1"),
+        (["launcher.nnodes=2", MEET, "server.worker_port=65534"], "name one from 1 to 65533"),
+        (["launcher.nnodes=2", MEET, "launcher.front_ends=every_host"], "set .*first_host"),
         (["parallel.device=cuda"], "prefill ranks are on CPUs"),
         (["eplb.record_path=x.jsonl"], "both write"),
         (["parallel.handover_gb=0"], "no page of a prompt could reach a decode rank; give it some GB"),
@@ -266,13 +278,72 @@ def test_settings_that_roles_do_not_fit_are_refused_with_the_fix(settings: list[
         load_config(overrides=[*ranks, *settings])
 
 
-def test_each_role_has_its_ranks_on_one_of_two_hosts():
-    hosts = ["launcher.nnodes=2", "launcher.node_rank=1", "launcher.dist_init_addr=h:5"]
-    config = load_config(overrides=[*hosts, "parallel.num_prefill_ranks=2", "parallel.num_ranks=3"])
-    for role, number in (("decode", 3), ("prefill", 2)):
-        own = config.of_role(role)
-        assert (own.launcher.nnodes, own.launcher.node_rank, own.parallel.num_ranks) == (1, 0, number)
-        assert load_config(overrides=own.changed()).parallel == own.parallel
+@pytest.mark.parametrize(
+    ("nnodes", "prefill_nnodes", "num_ranks", "num_prefill", "nodes"),
+    [
+        (1, 1, 3, 2, ([0], [0])),
+        (2, 1, 3, 2, ([0], [1])),
+        (3, 1, 4, 3, ([0, 1], [2])),
+        (3, 2, 5, 4, ([0], [1, 2])),
+        (4, 2, 2, 6, ([0, 1], [2, 3])),
+    ],
+)
+def test_each_role_has_its_ranks_on_hosts_of_its_own(
+    nnodes: int, prefill_nnodes: int, num_ranks: int, num_prefill: int, nodes: tuple[list[int], list[int]]
+):
+    """Decode ranks on the first ones, as many on each."""
+    numbers = [f"parallel.num_ranks={num_ranks}", f"parallel.num_prefill_ranks={num_prefill}"]
+    hosts = [f"launcher.nnodes={nnodes}", f"launcher.prefill_nnodes={prefill_nnodes}", MEET]
+    for node_rank in range(nnodes):
+        config = load_config(overrides=[*hosts, *numbers, f"launcher.node_rank={node_rank}"])
+        for role, number, of_role in zip(("decode", "prefill"), (num_ranks, num_prefill), nodes, strict=True):
+            own = config.of_role(role)
+            assert (list(own.nodes), own.parallel.num_ranks) == (of_role, number)
+            assert own.ranks_per_host == number // len(of_role)
+            assert load_config(overrides=own.changed()) == own, "as its ranks read it"
+            if nnodes > 1:
+                assert (config.of_this_host() == own) == (node_rank in of_role)
+        assert config.of_role("decode").of_role("prefill") == config.of_role("prefill"), "as front ends have it"
+
+
+ON_HOSTS = ("launcher.nnodes=3", MEET, "server.worker_port=30001")
+
+
+@in_event_loop
+async def test_pages_go_to_the_host_whose_decode_rank_expects_the_request():
+    async with roles(2, 4, settings=ON_HOSTS) as served:
+        prompts = [[number, *LONG] for number in range(60, 68)]
+        for prompt in prompts:
+            assert await served.run(prompt) == TOKENS
+        then = {each.request_id: (rank, each) for rank, worker in enumerate(served.decode) for each in worker.submitted}
+        first = [each for worker in served.prefill for each in worker.submitted]
+        assert len(first) == len(then) == 8
+        for each in first:
+            rank, submit = then[each.request_id]
+            assert (each.hand_over_to, submit.handover.why_short) == (rank // 2, "")
+        assert {each.hand_over_to for each in first} == {0, 1}
+
+
+@pytest.mark.parametrize("is_host_lost", [False, True])
+def test_a_request_whose_decode_rank_is_lost_goes_where_its_pages_are_or_does_not_wait_for_them(is_host_lost: bool):
+    @in_event_loop
+    async def check() -> None:
+        async with roles(1, 4, settings=ON_HOSTS) as served:
+            served.prefill[0].go.clear()
+            request = served.submit(LONG)
+            while not any(worker.expected for worker in served.decode):
+                await asyncio.sleep(0.005)
+            (expects,) = [worker.rank for worker in served.decode if worker.expected]
+            host = expects // 2
+            for rank in (2 * host, 2 * host + 1) if is_host_lost else (expects,):
+                served.bridge.book.suspect(rank)
+            served.prefill[0].go.set()
+            assert await served.output(request) == TOKENS
+            ((rank, then),) = [(worker.rank, each) for worker in served.decode for each in worker.submitted]
+            assert rank // 2 == (1 - host if is_host_lost else host)
+            assert then.handover.why_short == ("elsewhere" if is_host_lost else "")
+
+    check()
 
 
 @in_event_loop
