@@ -105,7 +105,7 @@ MELLUM: dict[str, Any] = QWEN | {
         "full_attention": {
             "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64,
         },
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }  # fmt: skip
 SOLAR = SIGMOID | {"first_k_dense_replace": 0}

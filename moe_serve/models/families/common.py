@@ -215,11 +215,11 @@ def read_rope(
 
 
 def ropes_by_kind(
-    config: HfConfig, attention: GqaSpec, thetas: Mapping[str, float], partial: float = 1.0
+    config: HfConfig, attention: GqaSpec, thetas: Mapping[str, float]
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """Returns the rotations of full layers and of windowed ones, where there are any; rope_parameters has both by kind.
 
-    thetas:  by kind, where rope_parameters is missing;  partial: share of a head that is rotated where it does not say
+    thetas: by kind, where rope_parameters is missing
     Raises ModelError as read_rope does.
     """
     given = config.get("rope_parameters", {kind: {"rope_theta": theta} for kind, theta in thetas.items()})
@@ -229,8 +229,8 @@ def ropes_by_kind(
         of_kind = given.get(kind) if isinstance(given, Mapping) else None
         if not isinstance(of_kind, Mapping) or "rope_theta" not in of_kind:
             raise config.wrong("rope_parameters", given, f"an object with the rope_theta of {' and of '.join(kinds)}")
-        values = {**config.values, "rope_scaling": None, "partial_rotary_factor": None, "rope_parameters": of_kind}
-        found.append(read_rope(HfConfig(values, config.where), attention.head_dim, partial_default=partial))
+        values = {**config.values, "rope_scaling": None, "rope_parameters": of_kind}
+        found.append(read_rope(HfConfig(values, config.where), attention.head_dim))
     return found[0], found[1] if len(kinds) > 1 else None
 
 
