@@ -20,7 +20,6 @@ Shape words: H = hidden, I = width of an expert.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,7 +43,7 @@ from moe_serve.kernels.quantised import has_vnni
 
 ExpertForm = Literal["dense", "fp8", "int8", "mxfp4", "int4", "groups"]
 
-PARTS: Mapping[str, int] = {"gate_up": 2, "down": 1}  # matrices of an expert: number of row stacks in each
+MATRICES = ("gate_up", "down")  # of an expert
 
 
 def choose_expert_form(
@@ -219,20 +218,21 @@ class SlotForm:
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor, by name.
 
-        gate_up: [2 I, H], gate rows first;  down: [H, I];  packed ones: [elements];  NAME_scale: fp8
-        [parts x ceil(n / parts / 128), ceil(k / 128)] for a matrix of n x k, by channel [n], int8 [n], mxfp4
-        [n, k / 32], packed as the matrix is, which has two numbers in a byte, [n, k / 2];  int4, groups: bytes,
-        with the scales among them;  NAME_bias: [n] float32
+        gate_up: [2 I, H], gate rows first, or [I, H] where there is no gate;  down: [H, I];  packed ones: [elements];
+        NAME_scale: fp8 [stacks x ceil(n / stacks / 128), ceil(k / 128)] for a matrix of n x k, by channel [n], int8
+        [n], mxfp4 [n, k / 32], packed as the matrix is, which has two numbers in a byte, [n, k / 2];  int4, groups:
+        bytes, with the scales among them;  NAME_bias: [n] float32
         """
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, (n, k) in {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}.items():
+        sizes = (self.stacks("gate_up") * self.width, self.hidden), (self.hidden, self.width)
+        for name, (n, k) in zip(MATRICES, sizes, strict=True):
             shape = self._shape(name, n, k)
             match self.form:
                 case "dense":
                     tensors[name] = shape, self.dtype
                 case "fp8":
                     tensors[name] = shape, torch.float8_e4m3fn
-                    blocks = num_scale_rows(n, PARTS[name]), num_groups(k)
+                    blocks = num_scale_rows(n, self.stacks(name)), num_groups(k)
                     tensors[scale_of(name)] = (n,) if self.by_channel else blocks, torch.float32
                 case "int8":
                     tensors[name] = shape, torch.int8
@@ -243,17 +243,22 @@ class SlotForm:
                 case "int4" | "groups":
                     assert self.packed, "only the compiled kernels multiply weights in groups"
                     assert self.groups is not None, "the form of the groups is not given"
-                    rows, form = (n, self.groups[1]) if name == "down" else (2 * padded(self.width), self.groups[0])
+                    up_rows = self.stacks("gate_up") * padded(self.width)
+                    rows, form = (n, self.groups[1]) if name == "down" else (up_rows, self.groups[0])
                     tensors[name] = (group_packed_size(rows, k, form),), torch.uint8
             if self.has_bias:
                 tensors[bias_of(name)] = (n,), torch.float32
         return tensors
 
+    def stacks(self, name: str) -> int:
+        """Returns how many matrices, one above the other, a matrix of MATRICES holds."""
+        return self.activation.stacks if name == "gate_up" else 1
+
     def _shape(self, name: str, n: int, k: int) -> tuple[int, ...]:
         """Returns the shape of a matrix of n x k elements."""
         if not self.packed:
             return n, k
-        return (packed_size(n, k) if name == "down" else gate_up_size(self.width, k),)
+        return (packed_size(n, k) if name == "down" else gate_up_size(self.width, k, self.stacks(name)),)
 
     @property
     def num_bytes(self) -> int:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_serve.dispatch.base import MaskedRows, PackedRows
-from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, bias_of, scale_of
-from moe_serve.kernels.activation import activate, silu_mul_quantize
+from moe_serve.ep.expert_form import MATRICES, ExpertForm, SlotForm, bias_of, scale_of
+from moe_serve.kernels.activation import activate, activate_quantize
 from moe_serve.kernels.cpu.experts import GroupedExperts, PackedExperts, packed_ffn
 from moe_serve.kernels.forms import SILU, Activation, BlockScaled, Mxfp4
 from moe_serve.kernels.grouped_gemm import gpu_gemm, group_rows
@@ -126,7 +126,7 @@ class ExpertStore:
 
     def block_scaled(self, name: str) -> BlockScaled:
         """Returns an FP8 matrix with its scales, a view."""
-        return BlockScaled(self.matrix(name), self.scale(name), PARTS[name])
+        return BlockScaled(self.matrix(name), self.scale(name), self.activation.stacks if name == "gate_up" else 1)
 
     def mxfp4(self, name: str) -> Mxfp4:
         """Returns a matrix in MXFP4, a view."""
@@ -153,7 +153,7 @@ class ExpertStore:
 
 
 def _is_reordered(name: str, tensor: Tensor) -> bool:
-    return name in PARTS and tensor.device.type == "cpu" and tensor.dtype not in (torch.int8, torch.uint8)
+    return name in MATRICES and tensor.device.type == "cpu" and tensor.dtype not in (torch.int8, torch.uint8)
 
 
 def _into_gemm_order(name: str, tensor: Tensor) -> Tensor:
@@ -211,7 +211,8 @@ def _packed_ffn(
         case "fp8":
             gate_up, down = experts.block_scaled("gate_up"), experts.block_scaled("down")
             between = grouped_gemm_fp8(*quantize(x), gate_up, counts, x.dtype, numerics)
-            return grouped_gemm_fp8(*silu_mul_quantize(between), down, counts, x.dtype, numerics)
+            quantised = activate_quantize(between, experts.activation)
+            return grouped_gemm_fp8(*quantised, down, counts, x.dtype, numerics)
         case "int8":
             gate_up_q, gate_up_scale = experts.matrix("gate_up"), experts.scale("gate_up")
             between = grouped_gemm_int8(*quantize_int8(x), gate_up_q, gate_up_scale, counts, torch.float32)
@@ -225,7 +226,7 @@ def _packed_ffn(
 
 
 def _activate(gate_up: Tensor, experts: ExpertStore, counts: Tensor) -> Tensor:
-    """Returns the input of the down projection. gate_up: [rows, 2 I] without biases, which is used up"""
+    """Returns the input of the down projection. gate_up: [rows, stacks x I] without biases, which is used up"""
     return activate(_add_bias(gate_up, experts.bias("gate_up"), counts), experts.activation)
 
 

@@ -1,9 +1,9 @@
-"""The elementwise middle of a gated MLP: silu(gate) * up, alone or quantised at once, and gpt-oss' clamped form."""
+"""The elementwise middle of an MLP: silu(gate) * up, alone or quantised at once, gpt-oss' form, and relu(up) ** 2."""
 
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.forms import SILU, Activation
+from moe_serve.kernels.forms import RELU2, SILU, Activation
 from moe_serve.kernels.quantised import quantize_reference
 
 
@@ -36,15 +36,20 @@ def silu_mul_quantize_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_reference(gate / (1 + torch.exp(-gate)) * up)
 
 
-def silu_mul_quantize(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Same contract as the reference, for CPUs. A row's bits depend on that row only, for any n."""
-    return quantize_reference(silu_mul(gate_up.float()))
+def activate_quantize(gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """Quantises what `activate` returns, on CPUs. A row's bits depend on that row only, for any n.
+
+    With SiLU the contract of silu_mul_quantize_reference.
+    """
+    return quantize_reference(activate(gate_up.float(), activation))
 
 
 def activate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Returns the middle of an MLP; gate_up, [..., 2 n], may be used up. Triton on CUDA."""
+    """Returns the middle of an MLP; gate_up, [..., activation.stacks x n], may be used up. Triton on CUDA."""
     if activation == SILU:
         return silu_mul(gate_up)
+    if activation == RELU2:
+        return gate_up.relu_().square_()
     if gate_up.is_cuda:
         from moe_serve.kernels.triton.silu_mul import silu_mul_triton
 

@@ -33,14 +33,21 @@ class Activation:
     silu:           silu(gate) * up
     clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up from -limit to limit
                     (gpt-oss)
+    relu2:          max(up, 0) ** 2: there is no gate, and what is called gate and up is up alone (Nemotron-H)
     """
 
-    kind: Literal["silu", "clamped_swiglu"] = "silu"
+    kind: Literal["silu", "clamped_swiglu", "relu2"] = "silu"
     alpha: float = 1.0
     limit: float = math.inf
 
+    @property
+    def stacks(self) -> int:
+        """Returns how many matrices of an expert's width go into it: gate and up, or up."""
+        return 1 if self.kind == "relu2" else 2
+
 
 SILU = Activation()
+RELU2 = Activation("relu2")
 
 
 @dataclass(frozen=True)
@@ -174,8 +181,8 @@ class MambaShape:
     state_width: int
     head_width: int
     taps: int
-    conv_bias: bool = True
-    bias: bool = False
+    conv_bias: bool
+    bias: bool
 
     @property
     def inner(self) -> int:

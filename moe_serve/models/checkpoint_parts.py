@@ -12,11 +12,11 @@ from moe_serve.models.packed_integers import packed_matrices
 from moe_serve.models.spec import ModelSpec
 from moe_serve.models.stored_tensor import StoredTensor
 from moe_serve.models.weight_plan import (
-    EMBEDDING,
     HEAD,
     ExpertTensor,
     Part,
     dense_tensors,
+    embedding_of,
     expert_tensors,
     is_ignored,
     stored_name,
@@ -41,7 +41,7 @@ def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
     tensors = all_tensors(folder)
     if spec.may_lack_router_bias and not any(name.endswith(spec.expert_names.router_bias) for name in tensors):
         spec = replace(spec, router=replace(spec.router, has_bias=False))
-    embedding, head = (tensors.get(stored_name(spec, name)) for name in (EMBEDDING, HEAD))
+    embedding, head = (tensors.get(stored_name(spec, name)) for name in (embedding_of(spec), HEAD))
     if embedding is not None and head is not None and not _is_copy(head, embedding):
         spec = replace(spec, tie_embeddings=False)
     down = next((each for each in expert_tensors(spec) if each.transposed and each.name == "down"), None)
@@ -194,7 +194,8 @@ class CheckpointParts:
     def mixes_gate_and_up(self, plan: ExpertTensor) -> bool:
         """Returns whether a block of scales of the fused tensor would hold rows of both gate and up."""
         by_channel = self._spec.fp8_block is not None and self._spec.fp8_block.by_channel
-        return plan.name == "gate_up" and not by_channel and self._spec.moe_intermediate % FP8_GROUP > 0
+        has_both = plan.name == "gate_up" and self._spec.activation.stacks == 2
+        return has_both and not by_channel and self._spec.moe_intermediate % FP8_GROUP > 0
 
     def dtype_names(self, parts: Iterable[Part]) -> set[str]:
         """Returns the stored dtypes of those parts that are there."""

@@ -43,6 +43,7 @@ class GqaSpec:
     has_sinks: bool = False  # each query head has a learned score that takes its share beside those of the keys
     sinks_name: str = "sinks"  # in the checkpoint
     out_name: str = "o_proj"  # of the projection behind attention, in the checkpoint
+    block: str = "self_attn"  # in the checkpoint, below the layer
     window: int | None = None  # keys that a token sees in windowed layers, its own included
     windowed_layer_ids: tuple[int, ...] = ()
     chunk: int | None = None  # in chunked layers a token sees those from the last multiple of it on
@@ -260,7 +261,7 @@ class ModelSpec:
     expert_names: ExpertNames = ExpertNames()
     norm_names: NormNames = NormNames()
     expert_bias: bool = False  # on gate, up and down of the routed experts
-    activation: Activation = SILU  # of the routed experts
+    activation: Activation = SILU  # of experts, shared ones too, and of MLPs
     checkpoint_dtype: str | None = None  # as in config.json; None: not given
     fp8_block: Fp8Block | None = None  # what shares a scale in an FP8 checkpoint
     integers: IntegerCoding | None = None  # of matrices that are packed in the checkpoint
@@ -274,6 +275,10 @@ class ModelSpec:
     predictor_id: int | None = None  # the last of num_layers is such a layer; None: all are layers of the model
     stateful: AnyStateful | None = None  # of the layers that keep a state of each request
     stateful_layer_ids: tuple[int, ...] = ()  # ascending; the others attend over the KV cache
+    stateful_block: str = ""  # in the checkpoint, below the layer
+    unattended_layer_ids: tuple[int, ...] = ()  # those that are experts or an MLP alone
+    unfed_layer_ids: tuple[int, ...] = ()  # those that have neither
+    embedding_name: str = "embed_tokens"  # in the checkpoint
     windowed_rope: RopeSpec | None = None  # of windowed layers, where they do not share `rope`
     norms_from_zero: bool = False  # norms of rows and of query and key heads multiply by 1 + weight
     may_lack_router_bias: bool = False  # checkpoints may leave it out: it is 0 in all layers then
@@ -307,7 +312,8 @@ class ModelSpec:
     @property
     def attention_layer_ids(self) -> tuple[int, ...]:
         """Returns the layers that attend over the KV cache."""
-        return tuple(layer for layer in range(self.num_layers) if layer not in self.stateful_layer_ids)
+        others = (*self.stateful_layer_ids, *self.unattended_layer_ids)
+        return tuple(layer for layer in range(self.num_layers) if layer not in others)
 
     @property
     def num_logical(self) -> int:
@@ -324,5 +330,6 @@ class ModelSpec:
     @property
     def expert_parameters(self) -> int:
         """Parameters of one expert of one layer."""
-        bias = 2 * self.moe_intermediate + self.hidden if self.expert_bias else 0
-        return 3 * self.hidden * self.moe_intermediate + bias
+        stacks = self.activation.stacks
+        bias = stacks * self.moe_intermediate + self.hidden if self.expert_bias else 0
+        return (stacks + 1) * self.hidden * self.moe_intermediate + bias

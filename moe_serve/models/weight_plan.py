@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_serve.kernels.forms import MXFP4_BLOCK, DeltaShape, GatedConvShape, MambaShape
-from moe_serve.models.spec import AnyStateful, ExpertNames, GqaSpec, MlaSpec, ModelSpec
+from moe_serve.models.spec import AnyStateful, GqaSpec, MlaSpec, ModelSpec
 
 _BODY = "model."
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 JOIN = "eh_proj.weight"  # of a layer for multi-token prediction
 
 
@@ -107,6 +107,11 @@ def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
         yield replace(plan, templates=templates, fused=_prefixed(spec, plan.fused))
 
 
+def embedding_of(spec: ModelSpec) -> str:
+    """Returns the name of the embedding in the text model alone."""
+    return f"{_BODY}{spec.embedding_name}.weight"
+
+
 def stored_name(spec: ModelSpec, name: str) -> str:
     """Returns the checkpoint's name of a tensor that is called "model.…" or "lm_head.…" in the text model alone."""
     body = spec.body_prefix + name.removeprefix(_BODY) if name.startswith(_BODY) else name
@@ -120,46 +125,57 @@ def _prefixed(spec: ModelSpec, part: Part) -> Part:
 
 def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
     vocab_shape = (spec.vocab_size, spec.hidden)
-    yield DenseTensor("embed", (Part(EMBEDDING, vocab_shape),))
-    names, moe_layers, stateful_layers = spec.norm_names, set(spec.moe_layer_ids), set(spec.stateful_layer_ids)
+    yield DenseTensor("embed", (Part(embedding_of(spec), vocab_shape),))
+    unattended, unfed = set(spec.unattended_layer_ids), set(spec.unfed_layer_ids)
     for layer in range(spec.num_layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        yield from _named_norm(spec, ours + "input_norm", theirs, names.input)
-        if layer in stateful_layers and spec.stateful is not None:
-            yield from _stateful(spec.stateful, spec.hidden, ours, theirs)
-        elif isinstance(spec.attention, GqaSpec):
-            yield from _gqa(spec.attention, spec, ours, theirs + "self_attn.")
-        else:
-            yield from _mla(spec.attention, spec.hidden, ours, theirs + "self_attn.")
-        yield from _named_norm(spec, ours + "attention_out_norm", theirs, names.behind_attention)
-        yield from _named_norm(spec, ours + "post_norm", theirs, names.post)
-        if layer in moe_layers:
-            yield from _moe(spec, ours, theirs)
-        else:
-            dense = f"{theirs}{spec.expert_names.dense}."
-            yield from _mlp(ours, dense, spec.hidden, spec.dense_intermediate, spec.expert_names)
-        behind = names.behind_moe if layer in moe_layers else names.behind_dense
-        yield from _named_norm(spec, ours + "mlp_out_norm", theirs, behind)
+        if layer not in unattended:
+            yield from _attention(spec, layer, ours, theirs)
+        if layer not in unfed:
+            yield from _fed(spec, layer in spec.moe_layer_ids, ours, theirs)
         if layer == spec.predictor_id:
             yield from _predictor(spec, ours, theirs)
-    yield from _layer_norm(spec, "norm", _BODY + names.last)
+    yield from _layer_norm(spec, "norm", _BODY + spec.norm_names.last)
     if not spec.tie_embeddings:
         yield DenseTensor("lm_head", (Part(HEAD, vocab_shape),))
     if spec.head_bias:
         yield DenseTensor("lm_head_bias", (Part("lm_head.bias", vocab_shape[:1]),), "bias")
 
 
+def _attention(spec: ModelSpec, layer: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    """Yields what a layer attends with, or keeps a state with, and its norms."""
+    yield from _named_norm(spec, ours + "input_norm", theirs, spec.norm_names.input)
+    if layer in spec.stateful_layer_ids and spec.stateful is not None:
+        yield from _stateful(spec.stateful, spec.hidden, ours, f"{theirs}{spec.stateful_block}.")
+    elif isinstance(spec.attention, GqaSpec):
+        yield from _gqa(spec.attention, spec, ours, f"{theirs}{spec.attention.block}.")
+    else:
+        yield from _mla(spec.attention, spec.hidden, ours, theirs + "self_attn.")
+    yield from _named_norm(spec, ours + "attention_out_norm", theirs, spec.norm_names.behind_attention)
+
+
+def _fed(spec: ModelSpec, is_moe: bool, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    """Yields an MLP, or what all ranks have of experts, and their norms."""
+    names = spec.norm_names
+    yield from _named_norm(spec, ours + "post_norm", theirs, names.post)
+    if is_moe:
+        yield from _moe(spec, ours, theirs)
+    else:
+        yield from _mlp(spec, ours, f"{theirs}{spec.expert_names.dense}.", spec.dense_intermediate)
+    yield from _named_norm(spec, ours + "mlp_out_norm", theirs, names.behind_moe if is_moe else names.behind_dense)
+
+
 def _expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
-    hidden, width = spec.hidden, spec.moe_intermediate
+    hidden, width, stacks = spec.hidden, spec.moe_intermediate, spec.activation.stacks
     for layer in spec.moe_layer_ids:
         if spec.expert_names.form == "apart":
-            yield _apart(spec, layer, "gate_up", 2 * width, hidden)
+            yield _apart(spec, layer, "gate_up", stacks * width, hidden)
             yield _apart(spec, layer, "down", hidden, width)
             if spec.expert_bias:
-                yield _biases_apart(spec, layer, "gate_up_bias", 2 * width)
+                yield _biases_apart(spec, layer, "gate_up_bias", stacks * width)
                 yield _biases_apart(spec, layer, "down_bias", hidden)
         else:
-            yield from _together(spec, layer, "gate_up", 2 * width, hidden)
+            yield from _together(spec, layer, "gate_up", stacks * width, hidden)
             yield from _together(spec, layer, "down", hidden, width)
 
 
@@ -188,7 +204,13 @@ def _templates(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"]) ->
     block = f"model.layers.{layer}.{names.block}.experts."
     if name == "down":
         return (Part(block + "{e}." + names.down + ".weight", (hidden, width)),)
-    return tuple(Part(block + "{e}." + each + ".weight", (width, hidden)) for each in (names.gate, names.up))
+    return tuple(Part(block + "{e}." + each + ".weight", (width, hidden)) for each in _stacked(spec))
+
+
+def _stacked(spec: ModelSpec) -> tuple[str, ...]:
+    """Returns the names of the matrices that lie above each other in "gate_up"."""
+    names = spec.expert_names
+    return (names.gate, names.up)[2 - spec.activation.stacks :]
 
 
 def _together(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"], n: int, k: int) -> Iterator[ExpertTensor]:
@@ -256,9 +278,10 @@ def _named_norm(spec: ModelSpec, name: str, layer: str, source: str | None) -> I
         yield from _layer_norm(spec, name, layer + source)
 
 
-def _mlp(ours: str, theirs: str, hidden: int, width: int, names: ExpertNames) -> Iterator[DenseTensor]:
-    """Yields a gated MLP. names: of its matrices, as experts have them, or of gate and up together, and of down"""
-    parts = tuple(Part(f"{theirs}{name}.weight", (width, hidden)) for name in (names.gate, names.up))
+def _mlp(spec: ModelSpec, ours: str, theirs: str, width: int) -> Iterator[DenseTensor]:
+    """Yields an MLP; its matrices have the names that experts have, or those of gate and up together, and of down."""
+    hidden, names = spec.hidden, spec.expert_names
+    parts = tuple(Part(f"{theirs}{name}.weight", (width, hidden)) for name in _stacked(spec))
     down = names.down
     if names.linears is not None:
         parts, down = (Part(f"{theirs}{names.linears[0]}.weight", (2 * width, hidden)),), names.linears[1]
@@ -275,7 +298,7 @@ def _predictor(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]
     yield _norm(ours + "hidden_norm", theirs + "hnorm.weight", spec.hidden)
     yield DenseTensor(ours + "join", (Part(theirs + JOIN, (spec.hidden, 2 * spec.hidden)),))
     yield _norm(ours + "head_norm", theirs + "shared_head.norm.weight", spec.hidden)
-    usual = EMBEDDING if spec.tie_embeddings else HEAD
+    usual = embedding_of(spec) if spec.tie_embeddings else HEAD
     head = Part(theirs + "shared_head.head.weight", (spec.vocab_size, spec.hidden), (usual,))
     yield DenseTensor(ours + "head", (head,))
 
@@ -301,8 +324,8 @@ def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
         bias = Part(theirs + block + router + ".bias", (spec.num_logical,))
         yield DenseTensor(ours + "router_logit_bias", (bias,), "bias32")
     if spec.shared_intermediate:
-        names, shared = spec.expert_names, f"{theirs}{spec.expert_names.shared}."
-        yield from _mlp(ours + "shared_", shared, spec.hidden, spec.shared_intermediate, names)
+        names = spec.expert_names
+        yield from _mlp(spec, ours + "shared_", f"{theirs}{names.shared}.", spec.shared_intermediate)
         if spec.has_shared_gate:
             yield DenseTensor(ours + "shared_gate", (Part(f"{theirs}{names.shared_gate}.weight", (1, spec.hidden)),))
 
@@ -329,11 +352,11 @@ def _gqa(spec: GqaSpec, model: ModelSpec, ours: str, theirs: str) -> Iterator[De
 def _stateful(shape: AnyStateful, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
     """Yields the tensors of a layer that keeps a state of each request."""
     if isinstance(shape, DeltaShape):
-        yield from _delta(shape, hidden, ours, theirs + "linear_attn.")
+        yield from _delta(shape, hidden, ours, theirs)
     elif isinstance(shape, MambaShape):
-        yield from _mamba(shape, hidden, ours, theirs + "mamba.")
+        yield from _mamba(shape, hidden, ours, theirs)
     else:
-        yield from _gated_conv(shape, hidden, ours, theirs + "conv.")
+        yield from _gated_conv(shape, hidden, ours, theirs)
 
 
 def _gated_conv(shape: GatedConvShape, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:

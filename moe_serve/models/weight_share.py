@@ -157,8 +157,8 @@ def _keeps_projection(spec: ModelSpec, plan: DenseTensor) -> bool:
         return False
     if block.by_channel:
         return True
-    if name.endswith("gate_up"):  # of which the kernel takes two stacks of blocks
-        return len(plan.parts) == 2 or plan.shape[0] // 2 % FP8_GROUP == 0
+    if name.endswith("gate_up"):  # of which the kernel takes a stack of blocks for each of both
+        return len(plan.parts) == spec.activation.stacks or plan.shape[0] // 2 % FP8_GROUP == 0
     return all(part.shape[0] % FP8_GROUP == 0 for part in plan.parts[:-1]) and _rotation_keeps_blocks(spec, name)
 
 

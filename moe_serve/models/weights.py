@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
+from moe_serve.ep.expert_form import MATRICES, SlotForm, scale_of
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.errors import CapacityError, ModelError
 from moe_serve.kernels.cpu.packed import pack, pack_gate_up, pack_groups, pack_groups_gate_up
@@ -273,7 +273,7 @@ class DummyWeights:
 
     def put_expert(self, plan: ExpertTensor, expert: int, one: dict[str, Tensor]) -> None:
         name = f"layers.{plan.layer_id}.experts.{expert}.{plan.name}"
-        _put_matrix(one, plan.name, self.share.form, self._draw(name, plan.shape, plan.kind))
+        _put_matrix(one, plan.name, self.share.slot_form_of(plan.layer_id), self._draw(name, plan.shape, plan.kind))
 
     def _draw(self, name: str, shape: tuple[int, ...], kind: str) -> Tensor:
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
@@ -339,12 +339,13 @@ class CheckpointWeights:
             if plan.mxfp4_scale is not None and self._share.form == "mxfp4":
                 _put_mxfp4(one, plan.name, *self._stored_mxfp4(plan, plan.mxfp4_scale, expert))
             else:
-                _put_matrix(one, plan.name, self._share.form, self._brought_into_form(plan, expert))
+                form = self._share.slot_form_of(plan.layer_id)
+                _put_matrix(one, plan.name, form, self._brought_into_form(plan, expert))
             return
         if plan.kind == "matrix" and self._share.form == "groups":
             which = expert if is_fused else None
             weights = [self._in_groups(part, which) for part in self._parts.parts(plan, (expert,))]
-            _pack_in_groups(plan.name, stack(weights), one)
+            _pack_in_groups(plan.name, self._share.slot_form_of(plan.layer_id), stack(weights), one)
             return
         row = 0
         for part in self._parts.parts(plan, (expert,)):
@@ -538,12 +539,12 @@ def _filling(
     if form.form == "int4":
         values = torch.zeros(plan.shape)
         yield {plan.name: values}
-        _pack_in_groups(plan.name, quantise_groups(values, INT4), of_slot)
+        _pack_in_groups(plan.name, form, quantise_groups(values, INT4), of_slot)
         return
     plain = _zeros(plan, replace(form, packed=False), 1, share.device)
     one = {name: tensor[0] for name, tensor in plain.items()}
     yield one
-    pack_matrix = pack_gate_up if plan.name == "gate_up" else pack
+    pack_matrix = pack_gate_up if form.stacks(plan.name) == 2 else pack
     for name, tensor in one.items():
         if name == plan.name or share.form == "mxfp4":  # whose kernel reads scales in the order of the weights
             pack_matrix(tensor, of_slot[name])
@@ -551,22 +552,22 @@ def _filling(
             of_slot[name].copy_(tensor)
 
 
-def _pack_in_groups(name: str, weight: GroupQuantised, of_slot: dict[str, Tensor]) -> None:
-    (pack_groups_gate_up if name == "gate_up" else pack_groups)(weight, of_slot[name])
+def _pack_in_groups(name: str, form: SlotForm, weight: GroupQuantised, of_slot: dict[str, Tensor]) -> None:
+    (pack_groups_gate_up if form.stacks(name) == 2 else pack_groups)(weight, of_slot[name])
 
 
-def _put_matrix(one: dict[str, Tensor], name: str, form: ExpertForm, values: Tensor) -> None:
+def _put_matrix(one: dict[str, Tensor], name: str, form: SlotForm, values: Tensor) -> None:
     """Writes one expert's matrix, [n, k] float, or biases [n], in the slots' form."""
-    if name not in PARTS:
+    if name not in MATRICES:
         one[name].copy_(values)
         return
-    match form:
+    match form.form:
         case "dense" | "int4":
             one[name].copy_(values)
         case "int8":
             _put_rows(one, name, 0, *quantize_int8(values.float()))
         case "fp8":
-            weight = quantize_weight(values[None], PARTS[name], by_channel=one[scale_of(name)].dim() == 1)
+            weight = quantize_weight(values[None], form.stacks(name), by_channel=form.by_channel)
             one[name].copy_(weight.q[0])
             one[scale_of(name)].copy_(weight.scale[0])
         case "mxfp4":

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from moe_serve.kernels.activation import silu_mul_quantize, silu_mul_quantize_reference
-from moe_serve.kernels.forms import BlockScaled, num_scale_rows
+from moe_serve.kernels.activation import activate_quantize, silu_mul_quantize_reference
+from moe_serve.kernels.forms import SILU, BlockScaled, num_scale_rows
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.kernels.quantised import (
     dequantize_reference,
@@ -90,14 +90,14 @@ def test_channels_have_their_largest_value_at_448_and_a_row_of_zeros_stays() -> 
 def test_the_fused_middle_is_the_references_and_a_rows_bits_stay(n: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up = (4 * torch.randn(37, 2 * n)).to(dtype)
-    q, scale = silu_mul_quantize(gate_up)
+    q, scale = activate_quantize(gate_up, SILU)
     got, expected = (
         dequantize_reference(*pair, torch.float32) for pair in ((q, scale), silu_mul_quantize_reference(gate_up))
     )
     assert relative_error(got, expected) < FP8_WIRE  # a last bit before rounding may become a step of e4m3
     assert (got == expected).float().mean() > 0.97
     for start, length in ((0, 1), (36, 1), (5, 3), (7, 16)):
-        part, part_scale = silu_mul_quantize(gate_up[start : start + length])
+        part, part_scale = activate_quantize(gate_up[start : start + length], SILU)
         assert torch.equal(part.view(torch.uint8), q[start : start + length].view(torch.uint8))
         assert torch.equal(part_scale, scale[start : start + length])
-    assert silu_mul_quantize(gate_up[:0])[0].shape == (0, n)
+    assert activate_quantize(gate_up[:0], SILU)[0].shape == (0, n)

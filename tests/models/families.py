@@ -49,6 +49,15 @@ HYBRID: dict[str, Any] = GRANITE | {
     "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 2, "mamba_chunk_size": 32,
     "shared_intermediate_size": 40,
 }  # fmt: skip
+# Transformers limits steps of prompts by time_step_min, and steps of decodes not.
+NEMOTRON: dict[str, Any] = {
+    key: value for key, value in COMMON.items() if key not in ("num_hidden_layers", "intermediate_size")
+} | {
+    "hybrid_override_pattern": "M*EME", "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
+    "ssm_state_size": 24, "chunk_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48, "time_step_min": 1e-30,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
 LFM2: dict[str, Any] = COMMON | {
     "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
     "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1, "routed_scaling_factor": 1.5,
@@ -184,6 +193,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size": 80, "mamba_expand": 1, "mamba_d_state": 7, "mamba_n_groups": 1, "mamba_d_conv": 3}
         | {"mamba_conv_bias": False, "mamba_proj_bias": True, "position_embedding_type": "rope"}
         | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "nemotron_h": ("nemotron_h", NEMOTRON),
+    # Attention first, an MLP, heads of 40 columns with a state of 7 rows, one group, biases of state spaces.
+    "nemotron_h-odd": (
+        "nemotron_h",
+        NEMOTRON
+        | {"hybrid_override_pattern": "*-MMEE*", "mamba_num_heads": 2, "mamba_head_dim": 40, "ssm_state_size": 7}
+        | {"n_groups": 1, "conv_kernel": 3, "use_conv_bias": False, "use_bias": True, "num_key_value_heads": 4}
+        | {"intermediate_size": 72, "moe_intermediate_size": 100, "n_group": 1}
+        | {"topk_group": 1, "norm_topk_prob": False},
     ),
     "minimax_m2": ("minimax_m2", MINIMAX),
     "minimax_m2-mha-whole": ("minimax_m2", MINIMAX | {"num_key_value_heads": 4, "rotary_dim": 16}),
@@ -334,7 +353,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Model types that keep a state of each request: on CPUs alone, and without guesses of tokens.
-WITH_STATES = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid")
+WITH_STATES = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid", "nemotron_h")
 
 
 ANOTHERS_FORM = {name for name, (kind, _) in FAMILIES.items() if kind not in FAMILIES}

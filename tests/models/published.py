@@ -176,6 +176,17 @@ GRANITE_4_H_SMALL = GRANITE_4_H_TINY | {
     "shared_intermediate_size": 1536,
     "mamba_n_heads": 128,
 }
+NEMOTRON_3_NANO: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "num_hidden_layers": 52,
+    "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": False, "mlp_bias": False,
+    "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "expand": 2,
+    "use_conv_bias": True, "use_bias": False, "mamba_hidden_act": "silu", "mlp_hidden_act": "relu2",
+    "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1, "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712, "intermediate_size": 1856, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "layer_norm_epsilon": 1e-5, "chunk_size": 128,
+    "max_position_embeddings": 262144, "tie_word_embeddings": False, "eos_token_id": 2, "torch_dtype": "bfloat16",
+}  # fmt: skip
 LFM2_8B: dict[str, Any] = {
     "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048,
     "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_hidden_layers": 24, "num_attention_heads": 32,
@@ -317,6 +328,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "LFM2-8B-A1B": (LFM2_8B, 8.34e9),
     "Granite-4.0-H-Tiny": (GRANITE_4_H_TINY, 6.94e9),
     "Granite-4.0-H-Small": (GRANITE_4_H_SMALL, 32.2e9),
+    "Nemotron-3-Nano-30B-A3B": (NEMOTRON_3_NANO, 31.6e9),
 }
 # Those that the cost model prices (moe_serve/eplb/cost/profiles/models).
 PRICED: dict[str, dict[str, Any]] = {

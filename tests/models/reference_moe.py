@@ -61,6 +61,8 @@ class ReferenceMoe:
         activation = self.experts.activation
         if activation.kind == "clamped_swiglu":
             return clamped_swiglu_reference(gate_up, activation)
+        if activation.kind == "relu2":
+            return functional.relu(gate_up).square()
         gate, up = gate_up.chunk(2, -1)
         return functional.silu(gate) * up
 

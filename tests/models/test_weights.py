@@ -257,6 +257,9 @@ def head_of(model: Any, kind: str) -> Tensor | None:
     return {"own": other, "the same": embedding.clone(), "none": None}[kind]
 
 
+NEVER_TIED = ("nemotron_h",)  # in transformers, whatever config.json says
+
+
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("kind", ["own", "the same", "none"])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name in {kind for kind, _ in FAMILIES.values()}])
@@ -273,6 +276,7 @@ def test_logits_come_from_the_head_that_transformers_takes(
         return rest if head is None else rest | {"lm_head.weight": head}
 
     written = rewritten(folder, tmp_path / "written", change, tie_word_embeddings=ties)
+    ties = ties and name not in NEVER_TIED
     if head is None and not ties:  # transformers draws one at random
         with pytest.raises(ModelError, match=r"1 missing: lm_head\.weight"):
             load_decoder(written)

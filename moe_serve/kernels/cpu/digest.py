@@ -41,6 +41,7 @@ from moe_serve.kernels.cpu.sampling import sample_rows
 from moe_serve.kernels.delta_rule import DeltaWeights
 from moe_serve.kernels.forms import (
     INT4,
+    RELU2,
     Activation,
     AttendShape,
     ConvShape,
@@ -105,6 +106,9 @@ def _experts() -> list[Tensor]:
         gate_up, down, HIDDEN, WIDTH, **biased, activation=Activation("clamped_swiglu", alpha=1.7, limit=0.5)
     )
     results.append(packed_ffn(_numbers(ROWS, HIDDEN, seed=7), counts, experts))
+    up = _numbers(2, packed_size(WIDTH, HIDDEN), seed=6) / 8
+    ungated = PackedExperts(up, down, HIDDEN, WIDTH, activation=RELU2)
+    results.append(packed_ffn(_numbers(ROWS, HIDDEN, seed=7), counts, ungated))
     return results
 
 
@@ -226,7 +230,7 @@ def _convolved(weights: ConvWeights, states: Tensor, rows: Tensor, do: Recorder)
 
 def _state_space() -> list[Tensor]:
     """Returns results and states of two sequences."""
-    shape = MambaShape(2, 4, 9, 40, 3)
+    shape = MambaShape(2, 4, 9, 40, 3, conv_bias=True, bias=False)
     weights = StateSpaceWeights(shape, _numbers(4) - 1.1, _numbers(4, seed=2), _numbers(4, seed=3))
     mixed, steps = _numbers(ROWS, shape.conv.channels, seed=6), _numbers(ROWS, 4, seed=7)
     states, sequences = _numbers(4, *shape.state_shapes[1], seed=5), _sequences()

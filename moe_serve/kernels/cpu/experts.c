@@ -4,14 +4,14 @@
 #include "integer_gemm.h"
 #include "tile_gemm.h"
 
-enum { SILU, CLAMPED_SWIGLU }; /* as in kernels/forms.py; experts.py has the same order */
+enum { SILU, CLAMPED_SWIGLU, RELU2 /* which has no gate */ }; /* as in kernels/forms.py; experts.py has the same order */
 enum { CHUNK_BYTES = 8 << 20 /* of parts of rows */ };
 
 typedef struct { /* as experts.py fills it */
     i64 slots, hidden, width, kind, by_channel /* E4M3: where scales are not by block */, activation;
-    const char *gate_up; /* [slots][width / 32][hidden][32 of gate, 32 of up] */
+    const char *gate_up; /* [slots][width / 32][hidden][32 of gate, 32 of up]; without a gate up, [slots][packed] */
     const char *down;    /* [slots][packed] */
-    /* 0, or INT8, and E4M3 by channel: [slots, 2 width] and [slots, hidden]; E4M3 by 128 x 128:
+    /* Without a gate, 2 is 1 below. 0, or INT8, and E4M3 by channel: [slots, 2 width] and [slots, hidden]; E4M3 by 128 x 128:
        [slots, 2 ceil(width), ceil(hidden)] and [slots, ceil(hidden), ceil(width)]; MXFP4: their exponents, packed as
        bytes [2 width, hidden / 32] and [hidden, width / 32] of each slot */
     const void *gate_up_scale, *down_scale;
@@ -83,9 +83,19 @@ INLINE vf activate(const Experts *e, vf gate, vf up)
     return (up + 1.0f) * (gate / (1.0f + exp_vf(gate * -(float)e->alpha)));
 }
 
-/* Activates a row of one panel of gate and up: 32 columns. */
-INLINE void activate_row(const Experts *e, const float *both, float *middle)
+/* Matrices of an expert's width in gate_up. */
+INLINE i64 stacks_of(const Experts *e) { return e->activation == RELU2 ? 1 : 2; }
+
+/* Activates a row of one panel of gate and up, 32 columns, or of up alone, so many columns. */
+INLINE void activate_row(const Experts *e, const float *both, i64 columns, float *middle)
 {
+    if (e->activation == RELU2) {
+        for (i64 c = 0; c < columns; c += VL) {
+            vf up = *(const vf *)(both + c), positive = pick(up < 0.0f, (vf){}, up); /* NaN stays */
+            *(vf *)(middle + c) = positive * positive;
+        }
+        return;
+    }
     for (i64 c = 0; c < 32; c += VL)
         *(vf *)(middle + c) = activate(e, *(const vf *)(both + c), *(const vf *)(both + 32 + c));
 }
@@ -116,15 +126,16 @@ INLINE void add_columns(float *y, const float *bias, i64 count)
     for (i64 c = 0; c < count; c++) y[c] += bias[c];
 }
 
-/* Writes one step of k of the middle's parts: the 32 columns of one panel of gate and up. */
-static void write_middle_parts(const Experts *e, float (*both)[PANEL], i64 rows, i64 step, char *parts)
+/* Writes steps of k of the middle's parts from `step` on: the columns of one panel, 32 in each. */
+static void write_middle_parts(const Experts *e, float (*both)[PANEL], i64 rows, i64 step, i64 columns, char *parts)
 {
     for (i64 r = 0; r < rows; r++) {
         i64 first = r / TILE_GROUP * TILE_GROUP, count = least(TILE_GROUP, rows - first);
         char *to = parts + parts_bytes(first, e->width) + (step * ROW_PARTS * count + r - first) * LINE;
-        float middle[32];
-        activate_row(e, both[r], middle);
-        for (i64 c = 0; c < 32; c += 16) split16(*(const v16 *)(middle + c), to + c * 2, count * LINE);
+        float middle[PANEL];
+        activate_row(e, both[r], columns, middle);
+        for (i64 c = 0; c < columns; c += 16)
+            split16(*(const v16 *)(middle + c), to + c / 32 * ROW_PARTS * count * LINE + c % 32 * 2, count * LINE);
     }
 }
 
@@ -132,31 +143,33 @@ static void gate_up_rows(const ChunkJob *c, i64 panel, SlotRows s)
 {
     const ExpertsJob *j = c->job;
     const Experts *e = j->e;
-    i64 padded = padded_to_32(e->width), column = panel * 32, wanted = least(32, e->width - column);
+    i64 padded = padded_to_32(e->width), stacks = stacks_of(e), width = panel_width(stacks * padded, panel);
+    i64 columns = width / stacks, column = panel * PANEL / stacks, wanted = least(columns, e->width - column);
     const Groups *g = e->gate_up_groups;
-    const char *gate_up = e->gate_up + s.expert * weight_bytes(2 * padded, e->hidden, e->kind, g);
-    Panel p = {e->kind, PANEL, e->hidden, weight_panel(gate_up, panel, e->hidden, e->kind, g), .wide = c->wide, .groups = g};
+    const char *gate_up = e->gate_up + s.expert * weight_bytes(stacks * padded, e->hidden, e->kind, g);
+    Panel p = {e->kind, width, e->hidden, weight_panel(gate_up, panel, e->hidden, e->kind, g), .wide = c->wide, .groups = g};
     const RowChunk *in_int8[ROW_BLOCK];
-    const float *scale = scales_of(e, e->gate_up_scale, s.expert, 2, e->width, e->hidden), *x[ROW_BLOCK];
+    const float *scale = scales_of(e, e->gate_up_scale, s.expert, stacks, e->width, e->hidden), *x[ROW_BLOCK];
     float both[ROW_BLOCK][PANEL], channels[PANEL], *y[ROW_BLOCK];
     i64 block_rows = (e->width + SCALE_GROUP - 1) / SCALE_GROUP;
-    p.exponents = exponents_of(e->gate_up_scale, e->kind, s.expert, 2 * padded, e->hidden, panel);
-    for (i64 half = 0; half < 2 && e->kind == E4M3; half++)
-        if (e->by_channel) channel_scales(scale + half * e->width + column, wanted, 32, channels + half * 32);
-        else p.scale[half] = block_scales(scale, half * block_rows + column / SCALE_GROUP, e->hidden);
-    if (e->by_channel) p.channels = channels;
+    p.exponents = exponents_of(e->gate_up_scale, e->kind, s.expert, stacks * padded, e->hidden, panel);
+    for (i64 half = 0; half < 2 && e->kind == E4M3 && !e->by_channel; half++)
+        p.scale[half] = block_scales(scale, half % stacks * block_rows + column / SCALE_GROUP, e->hidden);
+    for (i64 stack = 0; stack < stacks && e->by_channel; stack++)
+        channel_scales(scale + stack * e->width + column, wanted, columns, channels + stack * 32), p.channels = channels;
     for (i64 r = 0; r < s.rows; r++) x[r] = j->x + (s.at + r) * j->x_row, y[r] = both[r];
     if (j->x_int8) int8_at(j->x_int8, c->chunk, s, e->hidden, in_int8), integer_product(&p, s.rows, in_int8, y);
     else if (j->x_parts) panel_product_by_tiles(&p, s.rows, parts_at(j->x_parts, c->chunk, s, e->hidden), y);
     else product_of_floats(&p, &(Rows){s.rows, x, 0, y});
     for (i64 r = 0; r < s.rows; r++) {
-        for (i64 half = 0; half < 2 && e->kind == INT8; half++)
-            scale_columns(both[r] + half * 32, scale + half * e->width + column, wanted);
-        for (i64 half = 0; half < 2 && e->gate_up_bias; half++)
-            add_columns(both[r] + half * 32, e->gate_up_bias + (2 * s.expert + half) * e->width + column, wanted);
-        if (!j->x_parts) activate_row(e, both[r], j->middle + (s.packed_at + r) * padded + column);
+        for (i64 stack = 0; stack < stacks && e->kind == INT8; stack++)
+            scale_columns(both[r] + stack * 32, scale + stack * e->width + column, wanted);
+        for (i64 stack = 0; stack < stacks && e->gate_up_bias; stack++)
+            add_columns(both[r] + stack * 32, e->gate_up_bias + (stacks * s.expert + stack) * e->width + column, wanted);
+        if (!j->x_parts) activate_row(e, both[r], columns, j->middle + (s.packed_at + r) * padded + column);
     }
-    if (j->x_parts) write_middle_parts(e, both, s.rows, panel, parts_at(j->middle_parts, c->chunk, s, e->width));
+    if (j->x_parts)
+        write_middle_parts(e, both, s.rows, column / 32, columns, parts_at(j->middle_parts, c->chunk, s, e->width));
 }
 
 static void down_rows(const ChunkJob *c, i64 panel, SlotRows s)
@@ -250,7 +263,8 @@ static void weight_panels(const ChunkJob *c, i64 panels, i64 piece, PanelRows ro
 static void gate_up_piece(const void *job, i64 piece)
 {
     const ChunkJob *c = job;
-    weight_panels(c, padded_to_32(c->job->e->width) / 32, piece, gate_up_rows, c->job->e->hidden);
+    i64 panels = num_panels(stacks_of(c->job->e) * padded_to_32(c->job->e->width));
+    weight_panels(c, panels, piece, gate_up_rows, c->job->e->hidden);
 }
 
 static void down_piece(const void *job, i64 piece)

@@ -14,7 +14,7 @@ from moe_serve.kernels.cpu.rows import float_bits
 from moe_serve.kernels.forms import MXFP4_BLOCK, SILU, Activation, GroupForm, num_groups, num_scale_rows
 from moe_serve.kernels.group_quantised import Activations
 
-_ACTIVATIONS = ("silu", "clamped_swiglu")  # in the order of experts.c
+_ACTIVATIONS = ("silu", "clamped_swiglu", "relu2")  # in the order of experts.c
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class GroupedExperts:
 @dataclass(frozen=True)
 class PackedExperts:
     """The weights of S slots, packed. They are widened as they are read: the products are those of float32 weights.
+
+    gate_up holds two matrices of that width, "2 x" below; of an activation without a gate it holds one, up.
 
     gate_up: [S, gate_up_size(width, hidden)], down: [S, packed_size(hidden, width)]
     scales:  float32, contiguous: None for float32 and bfloat16; int8, and float8_e4m3fn by output channel:
@@ -62,7 +64,7 @@ class PackedExperts:
             self._check_weights()
         else:
             self._check_groups(self.groups)
-        for bias, size in ((self.gate_up_bias, 2 * self.width), (self.down_bias, self.hidden)):
+        for bias, size in ((self.gate_up_bias, self._stacks * self.width), (self.down_bias, self.hidden)):
             shape = self.gate_up.shape[0], size
             assert bias is None or dense(bias, torch.float32, *shape), f"bias {bias.dtype} {tuple(bias.shape)}"
         for tensor in (self.gate_up, self.down, self.gate_up_scale, self.down_scale):
@@ -70,30 +72,35 @@ class PackedExperts:
 
     def _check_groups(self, groups: GroupedExperts) -> None:
         assert self.gate_up_scale is self.down_scale is None, "scales lie among the weights"
-        sizes = (2 * padded(self.width), self.hidden, groups.gate_up), (self.hidden, self.width, groups.down)
+        rows = self._stacks * padded(self.width)
+        sizes = (rows, self.hidden, groups.gate_up), (self.hidden, self.width, groups.down)
         for weight, size in zip((self.gate_up, self.down), sizes, strict=True):
             wanted = self.gate_up.shape[0], group_packed_size(*size)
             assert dense(weight, torch.uint8, *wanted), f"{weight.dtype} {tuple(weight.shape)}, expected {wanted}"
 
     def _check_weights(self) -> None:
-        slots, hidden, width = self.gate_up.shape[0], self.hidden, self.width
+        slots, hidden, width, stacks = self.gate_up.shape[0], self.hidden, self.width, self._stacks
         in_mxfp4 = self.gate_up.dtype == torch.uint8
         assert self.gate_up.dtype == self.down.dtype, f"{self.gate_up.dtype} above {self.down.dtype}"
         per_word = 2 if in_mxfp4 else 1
         assert not in_mxfp4 or hidden % MXFP4_BLOCK == width % MXFP4_BLOCK == 0, f"MXFP4 of {hidden} x {width}"
-        assert self.gate_up.shape == (slots, gate_up_size(width, hidden // per_word)), tuple(self.gate_up.shape)
+        assert self.gate_up.shape == (slots, gate_up_size(width, hidden // per_word, stacks)), tuple(self.gate_up.shape)
         assert self.down.shape == (slots, packed_size(hidden, width // per_word)), tuple(self.down.shape)
         scales: tuple[tuple[int, ...] | None, ...] = (None, None)
         if self.gate_up.dtype == torch.int8 or self.by_channel:
-            scales = (slots, 2 * width), (slots, hidden)
+            scales = (slots, stacks * width), (slots, hidden)
         elif self.gate_up.dtype == torch.float8_e4m3fn:
-            gate_up = slots, num_scale_rows(2 * width, 2), num_groups(hidden)
+            gate_up = slots, num_scale_rows(stacks * width, stacks), num_groups(hidden)
             scales = gate_up, (slots, num_groups(hidden), num_groups(width))
         elif in_mxfp4:
-            blocks = gate_up_size(width, hidden // MXFP4_BLOCK), packed_size(hidden, width // MXFP4_BLOCK)
+            blocks = gate_up_size(width, hidden // MXFP4_BLOCK, stacks), packed_size(hidden, width // MXFP4_BLOCK)
             scales = (slots, blocks[0]), (slots, blocks[1])
         for scale, shape in zip((self.gate_up_scale, self.down_scale), scales, strict=True):
             assert (None if scale is None else tuple(scale.shape)) == shape, f"scales of {self.gate_up.dtype}: {shape}"
+
+    @property
+    def _stacks(self) -> int:
+        return self.activation.stacks
 
     @property
     def by_channel(self) -> bool:

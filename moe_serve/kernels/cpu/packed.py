@@ -30,9 +30,9 @@ def packed_size(n: int, k: int) -> int:
     return padded(n) * (k + k % 2)
 
 
-def gate_up_size(width: int, k: int) -> int:
-    """Returns the elements of a packed weight of gate and up, [2 x width, k]."""
-    return packed_size(2 * padded(width), k)
+def gate_up_size(width: int, k: int, stacks: int = 2) -> int:
+    """Returns the elements of a packed weight of gate and up, [2 x width, k]; stacks: 1: of up alone."""
+    return packed_size(stacks * padded(width), k)
 
 
 def pack(weight: Tensor, out: Tensor) -> None:
@@ -51,8 +51,14 @@ def pack(weight: Tensor, out: Tensor) -> None:
         panels[first * k : last * k].view(num, k, width).transpose(1, 2).copy_(rows[first:last].view(num, width, k))
 
 
-def pack_gate_up(weight: Tensor, out: Tensor) -> None:
-    """Writes the weight of gate above up [2 x width, k] to `out` [gate_up_size]: each panel is 32 rows of both."""
+def pack_gate_up(weight: Tensor, out: Tensor, stacks: int = 2) -> None:
+    """Writes the weight of gate above up [2 x width, k] to `out` [gate_up_size]: each panel is 32 rows of both.
+
+    stacks: 1: it is up alone, which is packed as any other weight
+    """
+    if stacks == 1:
+        pack(weight, out)
+        return
     width, k = weight.shape[0] // 2, weight.shape[1]
     bits = weight.view(_BITS[weight.itemsize])
     both = bits.view(2, width, k)
@@ -84,9 +90,9 @@ def pack_groups(weight: GroupQuantised, out: Tensor) -> None:
     _pack_groups(weight, False, out)
 
 
-def pack_groups_gate_up(weight: GroupQuantised, out: Tensor) -> None:
-    """Writes the weight of gate above up [2 x width, k] in groups to `out`: each panel is 32 rows of both."""
-    _pack_groups(weight, True, out)
+def pack_groups_gate_up(weight: GroupQuantised, out: Tensor, stacks: int = 2) -> None:
+    """Writes the weight of gate above up [2 x width, k] in groups to `out`; stacks: as for pack_gate_up."""
+    _pack_groups(weight, stacks == 2, out)
 
 
 def _pack_groups(weight: GroupQuantised, is_gate_up: bool, out: Tensor) -> None:

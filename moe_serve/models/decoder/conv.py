@@ -34,10 +34,7 @@ class ConvLayer:
 
 def conv_layer(shape: GatedConvShape, index: int, weights: dict[str, Any], forms: WeightForms) -> ConvLayer:
     """Takes the weights of a layer (named as in weight_plan.py) out of `weights`. index: of the cache's states"""
-    project, out = (
-        forms.linear(weights.pop(name), weights.pop(f"{name}_bias", None), weights.pop(f"{name}_scale", None))
-        for name in ("conv_in", "conv_out")
-    )
+    project, out = (forms.take_linear(weights, name) for name in ("conv_in", "conv_out"))
     weight = weights.pop("conv")[:, 0].T.contiguous()
     bias = weights.pop("conv_bias") if shape.bias else torch.zeros(shape.width, device=weight.device)
     return ConvLayer(index, project, ConvWeights(shape.conv, weight, bias), out)

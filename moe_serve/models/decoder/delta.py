@@ -33,9 +33,7 @@ class DeltaLayer:
 
 def delta_layer(shape: DeltaShape, eps: float, index: int, weights: dict[str, Any], forms: WeightForms) -> DeltaLayer:
     """Takes the weights of a layer (named as in weight_plan.py) out of `weights`. index: of the cache's states"""
-    project, out = (
-        forms.linear(weights.pop(name), None, weights.pop(f"{name}_scale", None)) for name in ("delta_in", "delta_out")
-    )
+    project, out = (forms.take_linear(weights, name) for name in ("delta_in", "delta_out"))
     conv = weights.pop("delta_conv")[:, 0].T.contiguous()
     decay, bias, norm = (weights.pop(f"delta_{name}").float() for name in ("decay", "step_bias", "norm"))
     return DeltaLayer(index, project, DeltaWeights(shape, conv, -decay.exp(), bias, norm, eps), out)

@@ -122,11 +122,11 @@ class GqaAttention:
             if scale is not None and scale.dim() == 1:  # rows stay in their blocks
                 scale = take_rows(scale, rows)
             norm = None if norm is None else norm[:, order].contiguous()
-        out = forms.linear(weights.pop("o"), weights.pop("o_bias", None), weights.pop("o_scale", None))
+        out = forms.take_linear(weights, "o")
         sinks = weights.pop("sinks") if spec.has_sinks else None
         visible = spec.window_of(index), spec.chunk_of(index)
-        turned_by = turned_by if rotates else None
-        return GqaLayer(self, cached_as, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, turned_by)
+        turns = turned_by if rotates else None
+        return GqaLayer(self, cached_as, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, turns)
 
     def _rows_in(self, order: Tensor) -> Tensor:
         """Returns the order of the fused projection's rows with those of every query and key head reordered.

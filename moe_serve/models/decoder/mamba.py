@@ -44,10 +44,7 @@ class MambaLayer:
 
 def mamba_layer(shape: MambaShape, eps: float, index: int, weights: dict[str, Any], forms: WeightForms) -> MambaLayer:
     """Takes the weights of a layer (named as in weight_plan.py) out of `weights`. index: of the cache's states"""
-    project, out = (
-        forms.linear(weights.pop(name), weights.pop(f"{name}_bias", None), weights.pop(f"{name}_scale", None))
-        for name in ("mamba_in", "mamba_out")
-    )
+    project, out = (forms.take_linear(weights, name) for name in ("mamba_in", "mamba_out"))
     weight = weights.pop("mamba_conv")[:, 0].T.contiguous()
     bias = weights.pop("mamba_conv_bias") if shape.conv_bias else torch.zeros_like(weight[0])
     conv = ConvWeights(shape.conv, weight, bias)

@@ -74,7 +74,7 @@ class MlaAttention:
             kv_a_norm=weights.pop("kv_a_norm"),
             absorb=forms.per_head(absorb),
             expand=forms.per_head(expand),
-            out=forms.linear(weights.pop("o"), weights.pop("o_bias", None), weights.pop("o_scale", None)),
+            out=forms.take_linear(weights, "o"),
             indexer=None if spec.indexer is None else self._indexer(spec.indexer, index, weights, rope, forms),
             projections=None if self._only_absorbed else HeadProjections(absorb, expand),
         )

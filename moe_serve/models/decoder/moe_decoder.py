@@ -105,7 +105,7 @@ def build_decoder(
     Takes the dense tensors out of `weights`, so that none is held twice once it is packed."""
     numerics = parallel.numerics
     dense: dict[str, Any] = weights.dense
-    forms = WeightForms(numerics, weights.memory, weights.activations)
+    forms = WeightForms(numerics, weights.memory, spec.activation, weights.activations)
     embed, norm = dense.pop("embed"), _norm(dense, "norm")
     if isinstance(spec.attention, GqaSpec):
         attention: GqaAttention | MlaAttention = GqaAttention(spec.attention, spec.norm_eps)
@@ -119,7 +119,9 @@ def build_decoder(
         mine = {name.removeprefix(prefix): dense.pop(name) for name in list(dense) if name.startswith(prefix)}
         if layer_id in spec.stateful_layer_ids and spec.stateful is not None:
             index = spec.stateful_layer_ids.index(layer_id)
-            attention_layer: AnyAttention = _stateful_layer(spec.stateful, spec.norm_eps, index, mine, forms)
+            attention_layer: AnyAttention | None = _stateful_layer(spec.stateful, spec.norm_eps, index, mine, forms)
+        elif layer_id in spec.unattended_layer_ids:
+            attention_layer = None
         elif isinstance(attention, GqaAttention):
             cached_as = spec.attention_layer_ids.index(layer_id)
             attention_layer = attention.layer(layer_id, mine, spec.ropes, forms, cached_as)
@@ -135,7 +137,7 @@ def build_decoder(
             mine_moe = MoeWeights(router, bias, experts, own, logit_bias, weights.memory)
             moe = MoeLayer(parallel, layer_rows[layer_id], mine_moe)
             shared = shared if numerics.compiled else None
-        else:
+        elif layer_id not in spec.unfed_layer_ids:
             mlp = _mlp(mine, "", forms)
         if layer_id == spec.predictor_id:
             joined = {name: mine.pop(name) for name in ("embed_norm", "hidden_norm", "join", "head_norm", "head")}

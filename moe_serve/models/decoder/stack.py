@@ -30,7 +30,7 @@ AnyNorm = Tensor | LayerNorm  # the weight of an RMS norm, or a layer norm
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """One layer's weights; it has either `moe` or `mlp`.
+    """One layer's weights; it has either `moe` or `mlp`, or `attention` alone. Without `attention` it is those alone.
 
     shared: the shared expert, where the MoE layer leaves it to the operations
     attention_out_norm, mlp_out_norm: over what attention, and MLP or experts with a shared one, add to the residual
@@ -38,7 +38,7 @@ class DecoderLayer:
     """
 
     input_norm: AnyNorm | None
-    attention: GqaLayer | MlaLayer | DeltaLayer | ConvLayer | MambaLayer
+    attention: GqaLayer | MlaLayer | DeltaLayer | ConvLayer | MambaLayer | None
     attention_out_norm: Tensor | None
     post_norm: AnyNorm | None
     moe: MoeLayer | None
@@ -78,11 +78,13 @@ class DecoderStack:
             do.scale_(x, self.factors.embedding)
         delta = None  # what the last sublayer adds to the residual
         for layer in self.layers:
-            if do.has_rows:
+            if layer.attention is not None and do.has_rows:
                 do.begin(ATTENTION)
                 delta = layer.attention(self._normed(x, delta, layer.input_norm, do), do)
                 if layer.attention_out_norm is not None:
                     do.rms_norm_(delta, layer.attention_out_norm, self.eps)
+            if layer.moe is None and layer.mlp is None:
+                continue
             do.begin(MLP if layer.moe is None else GATE)
             normed = self._normed(x, delta, layer.post_norm, do)
             if layer.moe is None:
@@ -143,7 +145,7 @@ class PredictionStack:
         hidden = do.hidden(self.hidden_norm.shape[0])
         delta: Tensor = do.linear("joined_hidden", self.join_hidden, do.rms_norm(hidden, self.hidden_norm, self.eps))
         layer = self.layer
-        assert layer.moe is not None, "a layer for multi-token prediction has experts"
+        assert layer.moe is not None and layer.attention is not None, "a layer that predicts attends, and has experts"  # noqa: PT018
         assert isinstance(layer.input_norm, Tensor) and isinstance(layer.post_norm, Tensor)  # noqa: PT018
         do.begin(ATTENTION)
         normed = do.add_rms_norm(x, delta, layer.input_norm, self.eps)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.activation import silu_mul
+from moe_serve.kernels.activation import activate
 from moe_serve.kernels.cpu.experts import GroupedExperts, PackedExperts
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear, PackedParts, RowTable
 from moe_serve.kernels.cpu.packed import (
@@ -18,6 +18,7 @@ from moe_serve.kernels.cpu.packed import (
     packed_size,
     padded,
 )
+from moe_serve.kernels.forms import SILU, Activation
 from moe_serve.kernels.group_quantised import Activations, GroupQuantised, GroupRows, rows_of
 from moe_serve.kernels.linear import Fp8Linear, HeadLinear, Linear
 from moe_serve.kernels.numerics import Numerics
@@ -38,20 +39,23 @@ def take_rows(weight: Any, order: Tensor) -> Any:
 
 
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)), of dense layers and shared experts."""
+    """down(silu(gate(x)) * up(x)), of dense layers and shared experts, or by another activation."""
 
-    def __init__(self, gate_up: Linear, down: Linear):
-        """gate_up: [2 I, H], gate rows first; down: [H, I]"""
+    def __init__(self, gate_up: Linear, down: Linear, activation: Activation):
+        """gate_up: [2 I, H], gate rows first, or [I, H] where the activation has no gate; down: [H, I]"""
         self._gate_up = gate_up
         self._down = down
+        self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, H] -> [T, H]"""
-        return self._down(silu_mul(self._gate_up(x)))
+        return self._down(activate(self._gate_up(x), self._activation))
 
     def middle(self, x: Tensor, logits: Tensor | None) -> Tensor:
         """Returns what down is applied to, [T, I], each row times the sigmoid of its logit, if given, on CUDA."""
         from moe_serve.kernels.triton.silu_mul import silu_mul_triton
+
+        assert self._activation == SILU, "models with other MLPs are refused on GPUs"
 
         return silu_mul_triton(self._gate_up(x), logits=logits)
 
@@ -89,31 +93,39 @@ class Fp8Mlp:
 class PackedMlp:
     """The weights of the same function for the compiled kernel of experts: those of one slot."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, scales: Scales, memory: PackedMemory):
-        """gate_up: [2 I, H], gate rows first;  down: [H, I]; float32, bfloat16, or FP8 with scales"""
-        hidden, width = down.shape
-        sizes = gate_up_size(width, hidden), packed_size(hidden, width)
-        packed_gate_up = memory.pack((1, sizes[0]), gate_up, lambda packed: pack_gate_up(gate_up, packed[0]))
+    def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation, scales: Scales, memory: PackedMemory):
+        """gate_up: [2 I, H], gate rows first, or [I, H];  down: [H, I]; float32, bfloat16, or FP8 with scales"""
+        (hidden, width), stacks = down.shape, activation.stacks
+        sizes = gate_up_size(width, hidden, stacks), packed_size(hidden, width)
+        packed_gate_up = memory.pack((1, sizes[0]), gate_up, lambda packed: pack_gate_up(gate_up, packed[0], stacks))
         packed_down = memory.pack((1, sizes[1]), down, lambda packed: pack(down, packed[0]))
         gate_up_scale, down_scale = (None if scale is None else scale[None] for scale in scales)
-        self.experts = PackedExperts(packed_gate_up, packed_down, hidden, width, gate_up_scale, down_scale)
+        self.experts = PackedExperts(
+            packed_gate_up, packed_down, hidden, width, gate_up_scale, down_scale, activation=activation
+        )
 
     @classmethod
     def of_groups(
-        cls, gate_up: GroupQuantised, down: GroupQuantised, activations: Activations, memory: PackedMemory
+        cls,
+        gate_up: GroupQuantised,
+        down: GroupQuantised,
+        activation: Activation,
+        activations: Activations,
+        memory: PackedMemory,
     ) -> "PackedMlp":
         """Returns it of weights in groups. activations: what they are multiplied with"""
-        hidden, width = down.codes.shape
+        (hidden, width), stacks = down.codes.shape, activation.stacks
         sizes = (
-            group_packed_size(2 * padded(width), hidden, gate_up.form),
+            group_packed_size(stacks * padded(width), hidden, gate_up.form),
             group_packed_size(hidden, width, down.form),
         )
         made, groups = cls.__new__(cls), GroupedExperts(gate_up.form, down.form, activations)
         made.experts = PackedExperts(
-            memory.pack((1, sizes[0]), gate_up.codes, lambda packed: pack_groups_gate_up(gate_up, packed[0])),
+            memory.pack((1, sizes[0]), gate_up.codes, lambda packed: pack_groups_gate_up(gate_up, packed[0], stacks)),
             memory.pack((1, sizes[1]), down.codes, lambda packed: pack_groups(down, packed[0])),
             hidden,
             width,
+            activation=activation,
             groups=groups,
         )
         return made
@@ -122,9 +134,13 @@ class PackedMlp:
 class WeightForms:
     """Brings the dense weights of one model into form; those of equal shape share their proof of row counts."""
 
-    def __init__(self, numerics: Numerics, memory: PackedMemory, activations: Activations):
-        """memory: of packed weights, which the compiled kernels alone read;  activations: beside weights in groups"""
+    def __init__(self, numerics: Numerics, memory: PackedMemory, activation: Activation, activations: Activations):
+        """memory: of packed weights, which the compiled kernels alone read;  activation: of MLPs
+
+        activations: beside weights in groups
+        """
         self._numerics = numerics
+        self._activation = activation
         self._activations = activations
         self._memory = memory
         self._proven: dict[object, tuple[int, ...]] = {}
@@ -168,6 +184,10 @@ class WeightForms:
             return Fp8Linear(weight, scale, bias, self._numerics)
         return Linear(weight, bias, self._numerics, self._proven)
 
+    def take_linear(self, weights: dict[str, Any], name: str) -> Linear | Fp8Linear | PackedLinear | PackedParts:
+        """Takes a projection out of the weights of a layer, with its bias and its scales where it has any."""
+        return self.linear(weights.pop(name), weights.pop(f"{name}_bias", None), weights.pop(f"{name}_scale", None))
+
     def _packed(self, weight: AnyMatrix, bias: Tensor | None, scale: Tensor | None) -> PackedLinear:
         if isinstance(weight, GroupRows):
             return PackedLinear.of_groups(weight.whole, bias, self._activations, self._memory)
@@ -186,19 +206,21 @@ class WeightForms:
         return HeadLinear(weight, self._numerics, self._proven)
 
     def mlp(self, gate_up: AnyMatrix, down: AnyMatrix, scales: Scales = (None, None)) -> GatedMlp | Fp8Mlp | PackedMlp:
-        """gate_up: [2 I, H], gate rows first;  down: [H, I] -> a function of rows [T, H] -> [T, H]
+        """gate_up: [2 I, H], gate rows first, or [I, H];  down: [H, I] -> a function of rows [T, H] -> [T, H]
 
         scales: [2 I] and [H], or by block, of weights in FP8
         Both are in groups, or none; both in FP8, or none.
         """
+        activation = self._activation
         if isinstance(gate_up, GroupRows):
             assert isinstance(down, GroupRows), "gate and up are in groups, and down is not"
-            return PackedMlp.of_groups(gate_up.whole, down.whole, self._activations, self._memory)
+            return PackedMlp.of_groups(gate_up.whole, down.whole, activation, self._activations, self._memory)
         assert isinstance(down, Tensor), "down is in groups, and gate and up are not"
         if self._numerics.compiled:
-            return PackedMlp(gate_up, down, scales, self._memory)
+            return PackedMlp(gate_up, down, activation, scales, self._memory)
         if scales[0] is not None and scales[1] is not None:
+            assert activation == SILU, "models with other MLPs are refused on GPUs"
             first = Fp8Linear(gate_up, scales[0], None, self._numerics, parts=2)
             return Fp8Mlp(first, Fp8Linear(down, scales[1], None, self._numerics), self._numerics)
-        linear = (Linear(weight, None, self._numerics, self._proven) for weight in (gate_up, down))
-        return GatedMlp(*linear)
+        linears = (Linear(weight, None, self._numerics, self._proven) for weight in (gate_up, down))
+        return GatedMlp(*linears, activation)

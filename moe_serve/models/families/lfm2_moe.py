@@ -47,6 +47,7 @@ def read(config: HfConfig) -> ModelSpec:
         norm_names=NormNames(input="operator_norm", post="ffn_norm", last="embedding_norm"),
         stateful=shape if convolved else None,
         stateful_layer_ids=convolved,
+        stateful_block="conv",
     )
 
 

@@ -39,6 +39,7 @@ def read(config: HfConfig) -> ModelSpec:
         norms_from_zero=True,
         stateful=replace(delta_shape(config), grouped=True) if linear else None,
         stateful_layer_ids=linear,
+        stateful_block="linear_attn",
     )
 
 

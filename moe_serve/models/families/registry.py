@@ -135,7 +135,6 @@ REFUSED = {
 }
 REFUSED |= {
     "jamba": "a state-space layer of Mamba's first version",
-    "nemotron_h": "a layer that is attention, experts or a state space alone",
 }
 REFUSED |= dict.fromkeys(("mimo_v2_flash", "laguna"), "heads of other numbers in windowed layers")
 REFUSED |= dict.fromkeys(("nllb-moe", "switch_transformers"), "an encoder in front of the decoder")

@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_serve.kernels.activation import clamped_swiglu_, clamped_swiglu_reference
 from moe_serve.kernels.cpu.experts import PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.packed import gate_up_size, pack, pack_gate_up, packed_size
-from moe_serve.kernels.forms import SILU, Activation, BlockScaled
+from moe_serve.kernels.forms import RELU2, SILU, Activation, BlockScaled
 from moe_serve.kernels.quantised import dequantize_weight, quantize_int8, quantize_weight
 from tests.tolerance import FLOAT32, relative_error
 
@@ -30,18 +30,20 @@ class Experts:
 def make_experts(
     kind: torch.dtype | str, slots: int, hidden: int, width: int, activation: Activation = SILU, biased: bool = False
 ) -> Experts:
-    gate_up = torch.randn(slots, 2 * width, hidden) / hidden**0.5
+    stacks = activation.stacks
+    gate_up = torch.randn(slots, stacks * width, hidden) / hidden**0.5
     down = torch.randn(slots, hidden, width) / width**0.5
-    (stored_gate_up, gate_up_scale, wide_gate_up) = stored(gate_up, kind, 2)
+    (stored_gate_up, gate_up_scale, wide_gate_up) = stored(gate_up, kind, stacks)
     (stored_down, down_scale, wide_down) = stored(down, kind, 1)
     packed = PackedExperts(
-        stored_gate_up.new_empty(slots, gate_up_size(width, hidden)),
+        stored_gate_up.new_empty(slots, gate_up_size(width, hidden, stacks)),
         stored_down.new_empty(slots, packed_size(hidden, width)),
         hidden, width, gate_up_scale, down_scale,
-        torch.randn(slots, 2 * width) if biased else None, torch.randn(slots, hidden) if biased else None, activation,
+        torch.randn(slots, stacks * width) if biased else None, torch.randn(slots, hidden) if biased else None,
+        activation,
     )  # fmt: skip
     for slot in range(slots):
-        pack_gate_up(stored_gate_up[slot], packed.gate_up[slot])
+        pack_gate_up(stored_gate_up[slot], packed.gate_up[slot], stacks)
         pack(stored_down[slot], packed.down[slot])
     return Experts(packed, wide_gate_up, wide_down)
 
@@ -65,14 +67,22 @@ def reference(x: Tensor, counts: Tensor, experts: Experts) -> Tensor:
     for row, slot in zip(x.double(), torch.repeat_interleave(counts).tolist(), strict=True):
         both = experts.gate_up[slot].double() @ row
         both += 0 if packed.gate_up_bias is None else packed.gate_up_bias[slot]
-        gate, up = both.chunk(2)
-        silu = torch.nn.functional.silu(gate) * up
-        middle = silu if packed.activation.kind == "silu" else clamped_swiglu_reference(both, packed.activation)
+        gate, up = both.chunk(2) if len(both) > 1 else (both, both)
+        match packed.activation.kind:
+            case "silu":
+                middle = torch.nn.functional.silu(gate) * up
+            case "relu2":
+                middle = both.clamp(min=0) ** 2
+            case _:
+                middle = clamped_swiglu_reference(both, packed.activation)
         rows.append(experts.down[slot].double() @ middle + (0 if packed.down_bias is None else packed.down_bias[slot]))
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("activation, biased", [(SILU, False), (CLAMPED, True)], ids=["silu", "clamped with biases"])
+FORMS = {"silu": (SILU, False), "clamped with biases": (CLAMPED, True), "relu2": (RELU2, False)}
+
+
+@pytest.mark.parametrize("activation, biased", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("hidden, width", [(40, 16), (513, 33), (130, 200), (1, 1)])
 def test_experts_match_their_reference(kind, hidden, width, activation, biased, library):
@@ -95,8 +105,8 @@ def test_experts_match_their_reference(kind, hidden, width, activation, biased, 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_bits_of_a_row_depend_on_that_row_only(kind, library, avx2, use):
-    is_clamped = kind == torch.bfloat16  # as checkpoints of gpt-oss are
-    experts = make_experts(kind, 2, 300, 150, CLAMPED if is_clamped else SILU, biased=is_clamped)
+    activation = {torch.bfloat16: CLAMPED, torch.float32: RELU2}.get(kind, SILU)
+    experts = make_experts(kind, 2, 300, 150, activation, biased=activation == CLAMPED)
     x = torch.randn(250, 310)[:, :300]
     alone = torch.cat([packed_ffn(row[None], torch.tensor([0, 1]), experts.packed) for row in x])
     for rows, threads in itertools.product((2, 6, 7, 13, 64, 65, 200, 250), (1, 2)):

@@ -26,7 +26,7 @@ from moe_serve.kernels.cpu.packed import (
     packed_size,
     padded,
 )
-from moe_serve.kernels.forms import INT4, SILU, Activation, GroupForm
+from moe_serve.kernels.forms import INT4, RELU2, SILU, Activation, GroupForm
 from moe_serve.kernels.group_quantised import (
     GroupQuantised,
     group_product_reference,
@@ -161,19 +161,18 @@ def grouped_experts(
     forms: tuple[GroupForm, GroupForm], sizes: tuple[int, int, int], activations: str, activation: Activation
 ) -> tuple[PackedExperts, PackedExperts, list[tuple[GroupQuantised, GroupQuantised]]]:
     """Returns experts in groups, the same in float32, and their weights. sizes: slots, hidden, width"""
-    slots, hidden, width = sizes
-    weights = [
-        (random_groups(forms[0], 2 * width, hidden), random_groups(forms[1], hidden, width)) for _ in range(slots)
-    ]
-    biases = torch.randn(slots, 2 * width), torch.randn(slots, hidden)
-    gate_up = torch.empty(slots, group_packed_size(2 * padded(width), hidden, forms[0]), dtype=torch.uint8)
+    (slots, hidden, width), stacks = sizes, activation.stacks
+    rows = stacks * width
+    weights = [(random_groups(forms[0], rows, hidden), random_groups(forms[1], hidden, width)) for _ in range(slots)]
+    biases = torch.randn(slots, rows), torch.randn(slots, hidden)
+    gate_up = torch.empty(slots, group_packed_size(stacks * padded(width), hidden, forms[0]), dtype=torch.uint8)
     down = torch.empty(slots, group_packed_size(hidden, width, forms[1]), dtype=torch.uint8)
-    wide_gate_up = torch.empty(slots, gate_up_size(width, hidden))
+    wide_gate_up = torch.empty(slots, gate_up_size(width, hidden, stacks))
     wide_down = torch.empty(slots, packed_size(hidden, width))
     for slot, (above, below) in enumerate(weights):
-        pack_groups_gate_up(above, gate_up[slot])
+        pack_groups_gate_up(above, gate_up[slot], stacks)
         pack_groups(below, down[slot])
-        pack_gate_up(above.values(), wide_gate_up[slot])
+        pack_gate_up(above.values(), wide_gate_up[slot], stacks)
         pack(below.values(), wide_down[slot])
     groups = GroupedExperts(*forms, activations)
     return (
@@ -186,7 +185,7 @@ def grouped_experts(
 MIXED = ((INT4, INT4), (FORMS[4], FORMS[6]), (FORMS[1], FORMS[7]))
 
 
-@pytest.mark.parametrize("activation", [SILU, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize("activation", [SILU, CLAMPED, RELU2], ids=["silu", "clamped", "relu2"])
 def test_experts_with_float_activations_have_the_bits_of_their_values(activation, library, avx2, use):
     counts = torch.tensor([0, 1, 23, 7, 3])
     for forms, (hidden, width) in itertools.product(MIXED, ((40, 16), (512, 33), (130, 200))):

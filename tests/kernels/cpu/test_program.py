@@ -14,7 +14,7 @@ from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.packed import gate_up_size, packed_size
 from moe_serve.kernels.cpu.rows import pack_rows, weighted_sum
 from moe_serve.kernels.cpu.tape import Input, Program, RecordedRun, RowInputs
-from moe_serve.kernels.forms import INT4, GroupForm
+from moe_serve.kernels.forms import INT4, SILU, GroupForm
 from moe_serve.kernels.group_quantised import GroupRows
 from moe_serve.kernels.numerics import COMPILED
 from moe_serve.kernels.packed_memory import OWN_MEMORY
@@ -156,7 +156,7 @@ def test_rows_of_a_weight_in_groups_are_gathered_as_its_values(form: GroupForm) 
 
 
 def test_columns_of_weights_in_other_forms_lie_side_by_side() -> None:
-    forms = WeightForms(COMPILED, OWN_MEMORY, "float")
+    forms = WeightForms(COMPILED, OWN_MEMORY, SILU, "float")
     weight, bias, x = (
         GroupRows.of([random_groups(form, 37, 130) for form in FORMS[:3]]),
         torch.randn(111),

@@ -10,7 +10,8 @@ from moe_serve.kernels.sequence_states import SequenceStates
 from moe_serve.kernels.state_space import StateSpaceWeights, state_space_reference
 from tests.kernels.cpu.stateful import SLOTS, StatefulLayer, compare_with_plain, hold_bits
 
-SHAPES = [MambaShape(1, 3, 16, 64, 4), MambaShape(2, 4, 7, 33, 3), MambaShape(1, 1, 1, 5, 2)]
+SIZES = (1, 3, 16, 64, 4), (2, 4, 7, 33, 3), (1, 1, 1, 5, 2)
+SHAPES = [MambaShape(*sizes, conv_bias=True, bias=False) for sizes in SIZES]
 
 
 class Layer(StatefulLayer):

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_serve.kernels.cpu.digest import kernel_digest
 from moe_serve.kernels.cpu.experts import packed_ffn
 from moe_serve.kernels.cpu.linear import PackedHeads, PackedLinear
-from moe_serve.kernels.forms import SILU
+from moe_serve.kernels.forms import RELU2, SILU
 from tests.kernels.cpu.test_experts import make_experts, reference
 from tests.tolerance import FLOAT32, relative_error
 
@@ -111,11 +111,11 @@ def test_the_bits_of_a_row_depend_on_that_row_only(form):
         assert torch.equal(got[3:], expert_alone[:rows]), (rows, threads)
 
 
-@pytest.mark.parametrize("hidden, width", [(40, 16), (65, 33), (1, 1)])
-def test_experts_match_their_reference(form, hidden, width):
+@pytest.mark.parametrize("hidden, width, activation", [(40, 16, SILU), (65, 33, SILU), (1, 1, SILU), (65, 97, RELU2)])
+def test_experts_match_their_reference(form, hidden, width, activation):
     counts, room = torch.tensor([0, 1, 23, 7, 3]), 25
     places = [room * slot + nth for slot, rows in enumerate(counts.tolist()) for nth in range(rows)]
-    experts = make_experts(torch.bfloat16, len(counts), hidden, width, SILU)
+    experts = make_experts(torch.bfloat16, len(counts), hidden, width, activation)
     rows = torch.randn(len(places), hidden)
     got = packed_ffn(rows, counts, experts.packed)
     assert relative_error(got, reference(rows, counts, experts)) < FLOAT32
