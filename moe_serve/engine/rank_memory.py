@@ -48,7 +48,7 @@ def page_memory(config: ServeConfig) -> Iterator[Memory]:
     """Yields a rank's part of what the ranks of a host fill together. This is for `check`: a rank of one role does not
     know how many of the other are beside it."""
     if config.cache.host_gb is not None:
-        num_ranks = config.parallel.num_ranks // config.launcher.nnodes + _num_prefill_beside(config)
+        num_ranks = config.ranks_per_host + _num_prefill_beside(config)
         pages = f"its part of cache.host_gb {config.cache.host_gb:g}, which the ranks of a host fill together"
         yield Memory("pages in memory", int(config.cache.host_gb * 1e9) // num_ranks, pages)
 
