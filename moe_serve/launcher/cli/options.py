@@ -125,9 +125,6 @@ class NamedModelOptions(ModelOptions):
     )  # fmt: skip
 
 
-_NODE_RANKS = {"decode": 0, "prefill": 1}  # of two hosts, each with the ranks of one role
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(NamedModelOptions):
     """The options of `moe-serve serve`."""
@@ -143,28 +140,32 @@ class ServeOptions(NamedModelOptions):
         "parallel.num_prefill_ranks", help="ranks that compute prompts with their first token alone; 0: every rank does"
     )
 
-    def flags(self) -> Iterator[str]:
-        yield from super().flags()
-        if (role := self.disaggregation_mode) is None:
-            return
-        if role not in _NODE_RANKS:
+    def _of_role(self, role: str) -> "ServeOptions":
+        """Returns these options with the node rank that --disaggregation-mode means; raises ConfigError for none."""
+        if role not in ("prefill", "decode"):
             raise ConfigError(f"--disaggregation-mode is {role!r:.40}, expected prefill or decode")
-        if self.node_rank not in (None, _NODE_RANKS[role]):
+        options = replace(self, disaggregation_mode=None)
+        config = options.effective_config()
+        if config.launcher.nnodes == 1 or not config.parallel.num_prefill_ranks:
             raise ConfigError(
-                f"--disaggregation-mode is {role} but --node-rank is {self.node_rank}: node rank 0 has the ranks that "
-                "decode, and node rank 1 the prefill ranks; give one of the two"
+                f"--disaggregation-mode {role} says which ranks this one of several hosts has, beside --prefill-ranks, "
+                "--decode-ranks, --nnodes and --dist-init-addr on all; on one host one command starts "
+                "ranks of both kinds and routes: leave it out, and give --prefill-ranks and --decode-ranks"
             )
-        yield f"launcher.node_rank={_NODE_RANKS[role]}"
+        nodes = config.nodes_of("prefill" if role == "prefill" else "decode")
+        if self.node_rank is None and len(nodes) == 1:
+            return replace(options, node_rank=nodes[0])
+        if self.node_rank not in nodes:
+            given = "not given" if self.node_rank is None else self.node_rank
+            raise ConfigError(
+                f"--disaggregation-mode is {role} and --node-rank is {given}, but these ranks are on node rank "
+                f"{', '.join(map(str, nodes))}; give one of them, or another --disaggregation-mode"
+            )
+        return options
 
     def effective_config(self) -> "ServeConfig":
-        known = replace(self, disaggregation_mode=None).effective_config() if self.disaggregation_mode else None
-        if known is not None and (known.launcher.nnodes != 2 or not known.parallel.num_prefill_ranks):
-            raise ConfigError(
-                f"--disaggregation-mode {self.disaggregation_mode} says which ranks this one of two hosts has, beside "
-                "--prefill-ranks P --decode-ranks D --nnodes 2 --dist-init-addr HOST:PORT on both; on one host one "
-                "command starts ranks of both kinds and routes: leave it out, and give --prefill-ranks and "
-                "--decode-ranks"
-            )
+        if self.disaggregation_mode is not None:
+            return self._of_role(self.disaggregation_mode).effective_config()
         if self.decode_ranks == 0:
             raise ConfigError(
                 "--decode-ranks is 0, but prefill ranks compute a prompt with its first token alone; give at least 1"
@@ -187,7 +188,7 @@ class ServeOptions(NamedModelOptions):
     )
     disaggregation_mode: str | None = option(
         "--disaggregation-mode", metavar="prefill|decode", rich_help_panel=_PANELS["launcher"],
-        help="which ranks this one of two hosts has, in the place of --node-rank",
+        help="which ranks this one of several hosts has; where one host has all of these, in the place of --node-rank",
     )  # fmt: skip
     dist_init_addr: str | None = setting(
         "launcher.dist_init_addr", metavar="HOST:PORT", help="where the hosts meet: an address of node rank 0"

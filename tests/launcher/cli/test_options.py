@@ -60,11 +60,20 @@ def test_settings_that_differ_from_their_defaults_are_told() -> None:
 
 
 TWO_HOSTS = ["--prefill-ranks", "2", "--decode-ranks", "1", "--nnodes", "2", "--dist-init-addr", "10.0.0.1:20000"]
+THREE_HOSTS = [*TWO_HOSTS, "--nnodes", "3", "--decode-ranks", "2"]
 
 
-@pytest.mark.parametrize(("role", "node_rank"), [("decode", 0), ("prefill", 1)])
-def test_the_role_of_a_host_by_sglangs_name_is_its_node_rank(role: str, node_rank: int) -> None:
-    said = CliRunner().invoke(app, ["serve", "--print-config", *TWO_HOSTS, "--disaggregation-mode", role])
+@pytest.mark.parametrize(
+    ("role", "hosts", "node_rank"),
+    [
+        ("decode", TWO_HOSTS, 0),
+        ("prefill", TWO_HOSTS, 1),
+        ("prefill", THREE_HOSTS, 2),
+        ("decode", [*THREE_HOSTS, "--node-rank", "1"], 1),
+    ],
+)
+def test_the_role_of_a_host_by_sglangs_name_is_its_node_rank(role: str, hosts: list[str], node_rank: int) -> None:
+    said = CliRunner().invoke(app, ["serve", "--print-config", *hosts, "--disaggregation-mode", role])
     assert said.exit_code == 0
     assert ServeConfig.model_validate(yaml.safe_load(said.stdout)).launcher.node_rank == node_rank
 
@@ -76,7 +85,8 @@ def test_the_role_of_a_host_by_sglangs_name_is_its_node_rank(role: str, node_ran
         (["--decode-ranks", "0", "--prefill-ranks", "1"], "with its first token alone; give at least 1"),
         (["--disaggregation-mode", "prefill"], "leave it out, and give --prefill-ranks and --decode-ranks"),
         ([*TWO_HOSTS, "--disaggregation-mode", "both"], "is 'both', expected prefill or decode"),
-        ([*TWO_HOSTS, "--disaggregation-mode", "prefill", "--node-rank", "0"], "give one of the two"),
+        ([*TWO_HOSTS, "--disaggregation-mode", "prefill", "--node-rank", "0"], "are on node rank 1; give one of"),
+        ([*THREE_HOSTS, "--disaggregation-mode", "decode"], "on node rank 0, 1;"),
         (["--set=cache.host_gb=0"], "leave it out for no such tier, or give it some GB"),
         (["--set=cache.disk_gb=0", "--set=cache.path=pages"], "leave it out for no such tier, or give it some GB"),
     ],
