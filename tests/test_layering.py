@@ -137,7 +137,7 @@ EPLB_LIBRARY = {
     "policies": {"placement", "load", "split", "repair", "relabel"},
     "split": {"placement", "load"},
     "migration": {"placement", "policies.policy", "relabel"},
-    "cost": {"placement", "load", "migration"},
+    "cost": {"placement", "load", "migration", "split.time"},
     "planner_process": {"policies", "migration", "relabel"},
     "rebalance": {"placement", "load", "policies.policy", "migration", "cost", "repair", "relabel", "split"},
 }

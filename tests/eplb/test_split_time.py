@@ -1,6 +1,7 @@
 """The split of a batch by time: against every choice of replicas on small layers, its bound, and the same in C."""
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 from itertools import combinations, pairwise, product
 
 import numpy as np
@@ -8,12 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.eplb.replay.settings import EvenSteps
+from moe_serve.eplb.cost.measured import MeasuredCost, PriorPrices
+from moe_serve.eplb.cost.model import CostModel
+from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
+from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.rebalance.events import WindowClosed
+from moe_serve.eplb.rebalance.rebalancer import make_rebalancer
+from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts, planned_time
+from moe_serve.eplb.replay.costs import ProfileCosts, Serving
+from moe_serve.eplb.replay.replay import Scorer, replay
+from moe_serve.eplb.replay.settings import EvenSteps, ReplaySettings
 from moe_serve.eplb.split.exact import PROVEN, UNPROVEN
 from moe_serve.eplb.split.layer import ReplicaGraph
-from moe_serve.eplb.split.make import make_split
+from moe_serve.eplb.split.make import make_split, make_splits
 from moe_serve.eplb.split.time import MAX_WEIGHT_ROWS, ExpertTime
 from moe_serve.errors import ConfigError, TraceError
+from moe_serve.topology import Topology
 from tests.eplb.split_cases import by_source_of, cases, layer_of, random_case
 
 TIMES = [ExpertTime(0), ExpertTime(1), ExpertTime(9), ExpertTime(300, tile_rows=16)]
@@ -125,3 +138,98 @@ def test_times_out_of_range_and_missing_ones_are_refused():
         ExpertTime(-1)
     with pytest.raises(ConfigError, match="needs the times of experts; give --model and --hardware"):
         make_split("time", layer_of([0, 1, 0, 1], 2))
+
+
+@pytest.mark.parametrize("time", [ExpertTime(0), ExpertTime(10), ExpertTime(300, 16), ExpertTime(80, 128)], ids=str)
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_the_mean_time_of_a_batch_is_that_of_drawn_batches(time, share):
+    rng = np.random.default_rng(2)
+    for mean in (0.02, 0.5, 3.0, 40.0, 2000.0):
+        drawn = rng.poisson(mean / share, 100_000) * (rng.random(100_000) < share)
+        rows = time.rows_of(drawn).mean()
+        known, assumed = (time.mean_rows(np.array([[mean]]), a) for a in (np.array([[(drawn > 0).mean()]]), None))
+        assert known[0, 0] == pytest.approx(rows, rel=0.04)
+        if share == 1:
+            assert assumed[0, 0] == pytest.approx(rows, rel=0.04)
+    assert (time.mean_rows(np.zeros((2, 3))) == 0).all()
+
+
+def test_the_rows_of_a_time_are_its_ticks():
+    tokens = np.array([[0, 1, 16], [17, 1000, 2**20]])
+    for time in TIMES:
+        ticks = np.array([[time.ticks(int(each)) for each in row] for row in tokens])
+        assert np.abs(16 * time.rows_of(tokens) - ticks).max() <= 1
+
+
+class Noted:
+    """A policy that keeps its requests."""
+
+    name = "noted"
+
+    def __init__(self):
+        self.requests = []
+
+    def plan(self, request):
+        self.requests.append(request)
+        return make_policy("greedy").plan(request)
+
+
+@pytest.mark.parametrize(("split", "num_slots"), [("time", 48), ("time", 32), ("even", 48)])
+def test_a_replay_plans_and_scores_time_where_that_serves_sooner(split, num_slots):
+    time, rng = ExpertTime(10), np.random.default_rng(0)
+    batches = rng.poisson(np.geomspace(0.05, 30, 32), (4, 50, 2, 32))
+    trace = LoadTrace.of([LoadRecord(50 * i, 50, "decode", b.sum(axis=0), per_step=b) for i, b in enumerate(batches)])
+    policy, steps = Noted(), EvenSteps((0,), (frozenset(),), time)
+    chosen = ReplaySettings(Topology(1, 16), num_slots, history=2, split=split, even_steps=steps)
+    found = replay(
+        trace, [policy, "gate:greedy"], replace(chosen, gate_cost=MeasuredCost(PriorPrices(1e-6, 1e-9), 0.05))
+    )
+    by_time = split == "time" and num_slots > 32
+    rows = time.rows_of(batches) if by_time else batches
+    assert policy.requests[0].tokens == pytest.approx(rows[:2].sum(axis=(0, 1)), rel=0.05)
+    assert policy.requests[0].series == pytest.approx(rows[:2].sum(axis=1), rel=0.1, abs=20)
+    layers = make_splits(split, found.floor.final, time=time)
+    tokens = np.array([[layer.split(c) for layer, c in zip(layers, batch, strict=True)] for batch in batches[3]])
+    load = (time.rows_of(tokens) if by_time else tokens).reshape(50, 2, 16, -1).sum(axis=3)
+    assert found.floor.served[-1] == pytest.approx(balancedness(load).mean(axis=0), rel=1e-6)
+    assert ("count time" in found.conditions.get("split", "")) == by_time
+
+
+def test_steps_are_priced_as_their_split_shares_them():
+    """Two hot experts on the same two ranks of four: spread evenly, both ranks read both."""
+    model = replace(load_model_profile("Mixtral-8x7B"), num_layers=1, num_moe_layers=1)
+    costs = ProfileCosts(CostModel(load_hardware("H100"), model, Topology(1, 4)), Serving("decode"))
+    placement = Placement(np.array([[0, 1, 2, 0, 1, 3, 4, 5, 2, 6, 7, 3]]), 8, 4)
+    counts = np.array([[8, 8, 0, 0, 0, 0, 0, 0]])
+    record = LoadRecord(0, 1, "decode", counts)
+    took = {
+        split: Scorer(Topology(1, 4), 2, costs, split).score(record, placement).step_s for split in ("even", "time")
+    }
+    assert took["time"] < took["even"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slots", "planned"), [(16, 64, ExpertTime(10)), (16, 48, None), (8, 64, None), (32, 64, ExpertTime(10))]
+)
+def test_plans_count_time_on_many_ranks_with_redundant_experts(ranks, slots, planned):
+    assert planned_time(ExpertTime(10), ranks, slots, 48) == planned
+    assert planned_time(None, ranks, slots, 48) is None
+
+
+def test_a_balancer_plans_and_prices_the_time_that_its_facts_name():
+    facts = SystemFacts(1, 1000, 1e-6, 1e-6, survives_loss=False, expert_time=ExpertTime(10))
+    assert SystemFacts.from_event(json.loads(json.dumps(facts.to_event()))) == facts
+    with pytest.raises(TraceError, match="balancer_started has weight_rows 'x'"):
+        SystemFacts.from_event(facts.to_event() | {"expert_time": {"weight_rows": "x"}})
+    start = Placement(np.arange(8, dtype=np.int32)[None], 8, 2)
+    tokens = np.array([[100, 100, 100, 100, 1, 1, 1, 1]])  # of a hundred steps
+    for time in (None, facts.expert_time):
+        rebalancer = make_rebalancer(start, BalancerSettings(), replace(facts, expert_time=time))
+        actions = ()
+        for index in range(3):
+            record = LoadRecord(100 * index, 100, "decode", tokens, step_time_s=1e-3)
+            actions = actions or rebalancer.handle(WindowClosed(100 * (index + 1), record))
+        load = tokens / 100 if time is None else time.mean_rows(tokens / 100)
+        assert actions[0].request.tokens == pytest.approx(load)
+        seconds = rebalancer.cost.layer_seconds(tokens / 100, start)
+        assert seconds == pytest.approx(rebalancer.cost.skew_s * load[:, :4].sum(axis=1))

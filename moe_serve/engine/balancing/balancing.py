@@ -35,7 +35,7 @@ from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove
 from moe_serve.eplb.planner_process import PlannerProcess
 from moe_serve.eplb.rebalance.events import StartRound
-from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
+from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts, planned_time
 from moe_serve.errors import PlacementError
 from moe_serve.log import get_logger
 
@@ -336,6 +336,9 @@ def make_balancing(
             num_nodes=group.num_nodes,
             survives_loss=recovery.why_end is None,
         )
+        now = served.placement
+        shape = now.num_ranks, now.num_slots, now.num_logical
+        facts = replace(facts, expert_time=planned_time(served.replica_map.time, *shape))
         speed = None if group.link is None else group.link.speed
         if speed is not None:
             facts = replace(facts, link_bytes_per_s=speed.bytes_per_s, link_delay_s=speed.delay_s)

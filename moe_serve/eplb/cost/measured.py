@@ -28,6 +28,7 @@ from moe_serve.eplb.load import LoadRecord, rank_load
 from moe_serve.eplb.migration.moves import MigrationRound
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.topology import Topology
 
 Floats = NDArray[np.float64]
@@ -61,13 +62,15 @@ class MeasuredCost(GateCost):
     """The costs of one running system. Deterministic: the same windows and rounds give the same prices.
 
     step_share: how much longer steps may be while experts move, so that a moving second costs this share of one
+    time:       of experts, where batches are split by it: their rows then count as many as they last, see
+                `ExpertTime.mean_rows`; None = tokens count
     """
 
     learns: bool = True
 
-    def __init__(self, prior: PriorPrices, step_share: float) -> None:
+    def __init__(self, prior: PriorPrices, step_share: float, time: ExpertTime | None = None) -> None:
         self._prior = prior
-        self._step_share = step_share
+        self._step_share, self._time = step_share, time
         self._prices = np.array([0.0, prior.token_s, MOE_SHARE * prior.token_s])
         self._rows: deque[Floats] = deque(maxlen=NUM_WINDOWS)  # of each window: 1, tokens of the mean rank, and beyond
         self._step_s: deque[float] = deque(maxlen=NUM_WINDOWS)
@@ -108,11 +111,11 @@ class MeasuredCost(GateCost):
         return far_s / near_s if far_s > near_s > 0 else 1.0
 
     def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
-        busiest: Floats = rank_load(tokens, placement).max(axis=1)
+        busiest: Floats = rank_load(self._load(tokens), placement).max(axis=1)
         return self.skew_s * busiest
 
     def other_seconds(self, tokens: Floats, placement: Placement) -> float:
-        mean = float(tokens.sum()) / len(placement.live_ranks)
+        mean = float(self._load(tokens).sum()) / len(placement.live_ranks)
         return self.base_s + (self.token_s - self.skew_s) * mean
 
     def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:
@@ -121,7 +124,7 @@ class MeasuredCost(GateCost):
     def learn_window(self, record: LoadRecord, placement: Placement) -> bool:
         if record.step_time_s is None or not record.busy_steps:
             return False
-        load = rank_load(record.tokens / record.busy_steps, placement)[:, placement.live_ranks]
+        load = rank_load(self._load(record.tokens / record.busy_steps), placement)[:, placement.live_ranks]
         mean = float(load.mean(axis=1).sum())
         self._rows.append(np.array([1.0, mean, float(load.max(axis=1).sum()) - mean]))
         self._step_s.append(record.step_time_s)
@@ -134,6 +137,9 @@ class MeasuredCost(GateCost):
             self._off_node_s.append(cost_s / finished.busiest_node(topology))
         else:
             self._expert_s.append(cost_s / max(finished.busiest(), 1))
+
+    def _load(self, tokens: Floats) -> Floats:
+        return tokens if self._time is None else self._time.mean_rows(tokens)
 
     def _in_ranks_s(self, moves: MigrationRound) -> float:
         return self.expert_s * max(moves.busiest(), 1)

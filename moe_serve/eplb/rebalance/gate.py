@@ -131,7 +131,7 @@ class Gate:
         """baseline: the placement in use at the start;  cost: predicts the time of layers and of migrations."""
         self.cost = cost
         self._horizon = float(settings.horizon_windows)
-        self._margin, self._regret = settings.gain_margin, settings.max_regret
+        self._margin, self._regret, self._time = settings.gain_margin, settings.max_regret, settings.expert_time
         self._memory = LoadMemory(baseline.num_layers, settings.history_windows, settings.decay)
         self.rebase(baseline)
 
@@ -238,7 +238,8 @@ class Gate:
     def planning_load(self) -> tuple[Floats, Floats | None, Floats | None]:
         """Returns the load to plan for: tokens per step [L, E], by source [L, R, E] and activations [L, E].
 
-        The last two are None unless all windows recorded them.
+        With `expert_time` the first is the time that the tokens of a step take, in rows, on average. The last two are
+        None unless all windows recorded them.
         """
 
         def mean(parts: list[Floats | None]) -> Floats | None:
@@ -248,7 +249,8 @@ class Gate:
             return np.asarray(np.einsum("lw,wl...->l...", self._memory.weights(), np.array(kept)))
 
         windows = self._memory.windows
-        tokens = mean([w.tokens for w in windows])
+        time = self._time
+        tokens = mean([w.tokens if time is None else time.mean_rows(w.tokens, w.activations) for w in windows])
         assert tokens is not None
         return tokens, mean([w.by_source for w in windows]), mean([w.activations for w in windows])
 

@@ -342,9 +342,10 @@ def make_rebalancer(placement: Placement, settings: BalancerSettings, facts: Sys
             planned_split="exact" if settings.split in ("exact", "time") else "even", two_nodes=facts.survives_loss
         ),
         min_replicas=2 if facts.survives_loss else 1,
+        expert_time=facts.expert_time,
     )
     prices = PriorPrices(facts.token_s, facts.expert_s, facts.off_node_s)
-    cost = MeasuredCost(prices, settings.move_step_share)
+    cost = MeasuredCost(prices, settings.move_step_share, facts.expert_time)
     return Rebalancer(placement, topology, eagerness, cost)
 
 

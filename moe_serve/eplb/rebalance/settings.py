@@ -9,6 +9,7 @@ from typing import Any, Self
 from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.relabel import Relabel
+from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import ConfigError, TraceError
 
 
@@ -33,6 +34,7 @@ class RebalanceSettings:
     relabel:             which ranks a plan may exchange, see plan_migration
     rules:               fields of every PlanRequest
     min_replicas:        ranks that plans keep every expert on, as far as the slots of the ranks that take part suffice
+    expert_time:         plans balance the time that an expert takes in a step; None = its tokens
     max_failures:        plans and moves in a row that may fail before the rebalancer switches itself off
     Raises ConfigError for values that cannot work.
     """
@@ -52,6 +54,7 @@ class RebalanceSettings:
     relabel: Relabel = "nodes"
     rules: PlanRules = field(default_factory=PlanRules)
     min_replicas: int = 1
+    expert_time: ExpertTime | None = None
     max_failures: int = 3
 
     def __post_init__(self) -> None:
@@ -94,6 +97,7 @@ class SystemFacts:
     survives_loss:    serving goes on without a lost rank, so plans should keep every expert on two
     link_bytes_per_s, link_delay_s: of the network between nodes, the slowest way from one to another, as measured at
                       the start; 0: it was not measured
+    expert_time:      what plans balance, see `planned_time`; None: tokens
     """
 
     num_nodes: int
@@ -103,6 +107,7 @@ class SystemFacts:
     survives_loss: bool
     link_bytes_per_s: float = 0.0
     link_delay_s: float = 0.0
+    expert_time: ExpertTime | None = None
 
     @property
     def off_node_s(self) -> float:
@@ -122,6 +127,7 @@ class SystemFacts:
     def from_event(cls, fields: dict[str, Any]) -> Self:
         """Returns the facts in a balancer_started event of a trace. Raises TraceError when some are missing."""
         try:
+            own_time = fields.get("expert_time")
             return cls(
                 int(fields["num_nodes"]),
                 int(fields["bytes_per_expert"]),
@@ -130,13 +136,28 @@ class SystemFacts:
                 bool(fields["survives_loss"]),
                 float(fields.get("link_bytes_per_s", 0.0)),
                 float(fields.get("link_delay_s", 0.0)),
+                None if own_time is None else ExpertTime.from_event("balancer_started", own_time),
             )
-        except (KeyError, TypeError, ValueError) as problem:
+        except (KeyError, TypeError, ValueError, AttributeError) as problem:
             raise TraceError(f"an event balancer_started lacks facts of the system ({problem!r})") from None
 
     def to_event(self) -> dict[str, Any]:
         """Returns the fields of a balancer_started event."""
         return asdict(self)
+
+
+LEAST_RANKS_BY_TIME = 16
+
+
+def planned_time(time: ExpertTime | None, num_ranks: int, num_slots: int, num_logical: int) -> ExpertTime | None:
+    """Returns what plans balance: the time of experts where that serves sooner; None: their tokens.
+
+    time: what batches are split by; None: not by time
+
+    On fewer ranks, and without redundant experts, plans by time saved nothing that could be told from chance, or lost a
+    little (benchmarks/results/plan_time.md).
+    """
+    return time if num_ranks >= LEAST_RANKS_BY_TIME and num_slots > num_logical else None
 
 
 @dataclass(frozen=True)

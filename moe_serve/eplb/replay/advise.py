@@ -206,11 +206,10 @@ def advise(
         return lambda _: placement
 
     def planned(num_slots: int) -> Callable[[LoadTrace], Placement]:
+        chosen = replace(settings.replay, num_slots=num_slots)
+
         def of_first(stretch: LoadTrace) -> Placement:
-            tokens = next(iter(stretch)).tokens
-            request = settings.replay.plan_rules.request(
-                tokens, settings.replay.topology, num_slots, moe_layer_ids=trace.moe_layer_ids
-            )
+            request = chosen.request([next(iter(stretch))], moe_layer_ids=trace.moe_layer_ids)
             return make_policy("refined").plan(request).placement
 
         return of_first

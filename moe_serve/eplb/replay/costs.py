@@ -1,6 +1,7 @@
 """Predicted times for replays and simulations, from a model profile and a hardware profile, and counts of moves."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -156,18 +157,20 @@ class ProfileCosts:
         tokens_per_step: float,
         phase: str,
         is_mean: bool = True,
+        split: Callable[[Floats], Floats] | None = None,
     ) -> float:
         """Returns the time of one step in seconds.
 
         tokens:          [L, E] routed in it, or with is_mean the means over a window's steps
         placement:       None = every slot has the same load
+        split:           returns the rows of each slot [L, P] for these tokens; None = replicas share evenly
         tokens_per_step: of all ranks
         """
         tokens = self.within_capacity(tokens)
         if placement is None:
             rows = np.repeat(tokens.sum(axis=1, keepdims=True) / num_slots, num_slots, axis=1)
         else:
-            rows = slot_load(tokens, placement)
+            rows = slot_load(tokens, placement) if split is None else split(tokens)
         serving, kind = self.serving, self.phase_of(phase)
         hit = serving.cache_hit if kind == "prefill" else 0.0
         of_request = 1 + serving.drafts if kind == "decode" else 1

@@ -9,6 +9,7 @@ Shape words: L = layers, E = experts, R = ranks, N = nodes, P = slots.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from moe_serve.eplb.replay.parallel import Task, run_in_parallel, usable_jobs
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
 from moe_serve.eplb.replay.run import GATE, LIVE, Run, Served, StaticRun, make_runs
 from moe_serve.eplb.replay.settings import NO_STEPS, EvenSteps, ReplaySettings
+from moe_serve.eplb.split.policy import SplitPolicy
 from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import TraceError
 from moe_serve.topology import Topology
@@ -114,7 +116,10 @@ def _replay_pass(
     progress: Callable[[int], None],
 ) -> tuple[_Frame, list[PolicyResult]]:
     """Returns the results of these runs and of the ceiling, after one pass over the trace."""
-    scorers = [Scorer(settings.topology, trace.topk, settings.costs, settings.split, settings.even_steps) for _ in runs]
+    time = settings.planned_time(trace.num_logical)
+    scorers = [
+        Scorer(settings.topology, trace.topk, settings.costs, settings.split, settings.even_steps, time) for _ in runs
+    ]
     rows = [_ResultRows(run.name) for run in runs]
     ceiling = _ResultRows(CEILING)
     frame = _Frame(np.zeros((len(trace.moe_layer_ids), trace.num_logical)))
@@ -177,6 +182,8 @@ def _conditions(trace: LoadTrace, settings: ReplaySettings, num_windows: int) ->
     if settings.split != "window":
         chosen = settings.split in ("exact", "time") and any(settings.even_steps.phases)
         words["split"] = f"{settings.split}, every step" + (", even where the server chose so" if chosen else "")
+        by_time = settings.planned_time(trace.num_logical) is not None
+        words["split"] += "; plans and balancedness count time" if by_time else ""
     return words
 
 
@@ -248,8 +255,11 @@ class Scorer:
         costs: ProfileCosts | None = None,
         split: str = "window",
         even_steps: EvenSteps = NO_STEPS,
+        time: ExpertTime | None = None,
     ) -> None:
+        """time: of experts, which ranks' load then counts, as plans do; None: tokens"""
         self.topology, self.topk, self.costs, self.split, self.even_steps = topology, topk, costs, split, even_steps
+        self._time = time
         self._splitter: StepSplitter | None = None
 
     def score(self, record: LoadRecord, placement: Placement, shares: Floats | None = None) -> WindowScore:
@@ -259,12 +269,9 @@ class Scorer:
             load = rank_load(record.tokens, placement, shares)
             balance, ranks, activated = balancedness(load), load.sum(axis=0), self._activated(record, placement)
         else:
-            if self._splitter is None or self._splitter.placement is not placement:
-                time = None if self.costs is None else self.costs.expert_time
-                self._splitter = StepSplitter(self.split, placement, self.topology, self.even_steps, time)
-            rows = self._splitter.slot_rows(record)
+            rows = self._splitter_of(placement).slot_rows(record)
             by_rank = rows.sum(axis=2).reshape(*rows.shape[:2], placement.num_ranks, -1)
-            load = by_rank.sum(axis=3).astype(np.float64)  # [steps, L, R]
+            load = (by_rank if self._time is None else self._time.rows_of(by_rank)).sum(axis=3).astype(np.float64)
             balance, ranks = balancedness(load).mean(axis=0), load.sum(axis=(0, 1))
             activated = float((by_rank > 0).sum(axis=3).max(axis=2).mean())
             if rows.shape[2] == self.topology.num_ranks:
@@ -301,7 +308,17 @@ class Scorer:
         per_step = self.tokens_per_step(record)
         requests = self.costs.requests(per_step, record.phase)
         tokens, is_mean = tokens_of_batch(record, self.costs.serving.request_spread, requests, per_step)
-        return self.costs.step_seconds(tokens, placement, num_slots, per_step, record.phase, is_mean)
+        split: Callable[[Floats], Floats] | None = None
+        if placement is not None and self.split not in ("window", "nearest"):  # which needs the sources
+            split = partial(self._splitter_of(placement).split_batch, record)
+        is_mean = is_mean and split is None
+        return self.costs.step_seconds(tokens, placement, num_slots, per_step, record.phase, is_mean, split)
+
+    def _splitter_of(self, placement: Placement) -> "StepSplitter":
+        if self._splitter is None or self._splitter.placement is not placement:
+            time = None if self.costs is None else self.costs.expert_time
+            self._splitter = StepSplitter(self.split, placement, self.topology, self.even_steps, time)
+        return self._splitter
 
     def _activated(self, record: LoadRecord, placement: Placement) -> float | None:
         active = record.active_steps()
@@ -366,6 +383,11 @@ class StepSplitter:
         self._layers = make_splits(split, placement, topology, find_library(), self._even_steps.time or time)
         self._even_layers = make_splits("even", placement, topology, find_library()) if self._even_steps.steps else []
 
+    def split_batch(self, record: LoadRecord, tokens: Floats) -> Floats:
+        """Returns the rows of each slot [L, P] where a batch of this window has these tokens of all ranks, [L, E]."""
+        layers, whole = self._layers_at(record.first_step, record.phase), np.rint(tokens).astype(np.int64)
+        return np.array([layer.split(counts) for layer, counts in zip(layers, whole, strict=True)], dtype=np.float64)
+
     def slot_rows(self, record: LoadRecord) -> NDArray[np.int64]:
         """Returns the rows that each source sends to each slot in every step: [steps, L, S, P].
 
@@ -391,10 +413,12 @@ class StepSplitter:
             )
         rows = []
         for number, step in enumerate(steps):
-            evenly = (record.first_step + number, record.phase) in self._even_steps
-            layers = self._even_layers if evenly else self._layers
+            layers = self._layers_at(record.first_step + number, record.phase)
             rows.append([np.atleast_2d(layer.split(counts)) for layer, counts in zip(layers, step, strict=True)])
         return np.array(rows)
+
+    def _layers_at(self, step: int, phase: str) -> list[SplitPolicy]:
+        return self._even_layers if (step, phase) in self._even_steps else self._layers
 
 
 class _ResultRows:

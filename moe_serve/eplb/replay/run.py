@@ -9,7 +9,7 @@ import heapq
 import itertools
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from moe_serve.eplb.load import Floats, LoadRecord
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.policies.policy import PlacementPolicy, Plan, PlanRequest, Unkept
+from moe_serve.eplb.policies.policy import PlacementPolicy, Plan, Unkept
 from moe_serve.eplb.rebalance.events import (
     REQUESTED,
     STARTED,
@@ -136,7 +136,10 @@ class PlannedRun:
         if self._seen < self.settings.history or self._seen % self.interval:
             return
         begin = time.process_time()
-        plan = self.policy.plan(self._request())
+        like = self.placement
+        plan = self.policy.plan(
+            self.settings.request(tuple(self._recent), current=like, moe_layer_ids=like.moe_layer_ids)
+        )
         plan_s = time.process_time() - begin
         moved = arrivals(self.placement, plan.placement, self.settings.topology)
         self.placement, self._shares = plan.placement, plan.shares
@@ -154,25 +157,6 @@ class PlannedRun:
 
     def end(self) -> Placement:
         return self.placement
-
-    def _request(self) -> PlanRequest:
-        s = self.settings
-        tokens = np.sum([record.tokens for record in self._recent], axis=0)
-        sources = [record.by_source for record in self._recent if record.by_source is not None]
-        active = [record.activations for record in self._recent if record.activations is not None]
-        steps = sum(record.busy_steps for record in self._recent)
-        whole = len(self._recent)
-        return s.plan_rules.request(
-            tokens,
-            s.topology,
-            s.num_slots,
-            current=self.placement,
-            by_source=np.sum(sources, axis=0) if len(sources) == whole else None,
-            activations=np.sum(active, axis=0) / steps if len(active) == whole and steps else None,
-            series=np.array([record.tokens for record in self._recent]) if whole > 1 else None,
-            series_weights=tuple(s.gate.decay**age for age in range(whole)[::-1]) if whole > 1 else None,
-            moe_layer_ids=self.placement.moe_layer_ids,
-        )
 
 
 class GatedRun:
@@ -395,7 +379,8 @@ def make_runs(policy: str | PlacementPolicy, start: Placement, settings: ReplayS
         raise ConfigError(
             f"policy {policy!r} weighs gains against costs, which needs predicted times; name --model and --hardware"
         )
-    rebalancer = Rebalancer(start, settings.topology, settings.gate, settings.gate_cost)
+    gate = replace(settings.gate, rules=settings.plan_rules, expert_time=settings.planned_time(start.num_logical))
+    rebalancer = Rebalancer(start, settings.topology, gate, settings.gate_cost)
     return [GatedRun(f"{GATE}{chosen.name}", chosen, rebalancer, settings.latency_steps)]
 
 

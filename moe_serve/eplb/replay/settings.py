@@ -1,16 +1,19 @@
 """The settings of a replay, and what a server's trace adds to them."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moe_serve.eplb.cost.gate_cost import GateCost
-from moe_serve.eplb.load import PHASES, LoadTrace
+from moe_serve.eplb.load import PHASES, LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import PlanRules
+from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
 from moe_serve.eplb.rebalance.events import REQUESTED, STARTED
-from moe_serve.eplb.rebalance.settings import BalancerSettings, RebalanceSettings, SystemFacts
+from moe_serve.eplb.rebalance.settings import BalancerSettings, RebalanceSettings, SystemFacts, planned_time
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import ConfigError, TraceError
@@ -52,7 +55,7 @@ class EvenSteps:
                 )
             changes[step] = frozenset(phases)
             if "weight_rows" in event:
-                time = _expert_time(event)
+                time = ExpertTime.from_event(SPLIT_CHANGED, event)
         steps = sorted(changes)
         return cls(tuple(steps), tuple(changes[step] for step in steps), time)
 
@@ -60,15 +63,6 @@ class EvenSteps:
         step, phase = step_and_phase
         index = bisect_right(self.steps, step) - 1
         return index >= 0 and phase in self.phases[index]
-
-
-def _expert_time(event: Mapping[str, Any]) -> ExpertTime:
-    weight_rows, tile_rows = event["weight_rows"], event.get("tile_rows")
-    if not isinstance(weight_rows, int) or not isinstance(tile_rows, int):
-        raise TraceError(
-            f"event {SPLIT_CHANGED} has weight_rows {weight_rows!r} and tile_rows {tile_rows!r}; expected whole numbers"
-        )
-    return ExpertTime(weight_rows, tile_rows)
 
 
 NO_STEPS = EvenSteps()
@@ -151,6 +145,42 @@ class ReplaySettings:
     def plan_rules(self) -> PlanRules:
         """The rules of ungated policies; they plan for the split that windows are scored with."""
         return replace(self.rules, planned_split="exact" if self.split in ("exact", "time") else "even")
+
+    def planned_time(self, num_logical: int) -> ExpertTime | None:
+        """Returns what plans balance, as on a server whose batches are split as windows are scored; None: tokens."""
+        if self.split != "time":
+            return None
+        time = self.even_steps.time or (None if self.costs is None else self.costs.expert_time)
+        return planned_time(time, self.topology.num_ranks, self.num_slots, num_logical)
+
+    def request(self, records: Sequence[LoadRecord], **more: Any) -> PlanRequest:
+        """Returns the request for a plan made from these windows, for the split that the next ones are scored with.
+
+        more: fields of PlanRequest beside the load and the cluster
+        """
+        num, steps = len(records), sum(record.busy_steps for record in records)
+        sources = [record.by_source for record in records if record.by_source is not None]
+        active = [record.activations for record in records if record.activations is not None]
+        return self.plan_rules.request(
+            self._load(records),
+            self.topology,
+            self.num_slots,
+            by_source=np.sum(sources, axis=0) if len(sources) == num else None,
+            activations=np.sum(active, axis=0) / steps if len(active) == num and steps else None,
+            series=np.array([self._load([record]) for record in records]) if num > 1 else None,
+            series_weights=tuple(self.gate.decay**age for age in range(num)[::-1]) if num > 1 else None,
+            **more,
+        )
+
+    def _load(self, records: Sequence[LoadRecord]) -> NDArray[np.number]:
+        """Returns the tokens of these windows [L, E], or the time that they take, in rows."""
+        tokens: NDArray[np.int64] = np.sum([record.tokens for record in records], axis=0)
+        time, steps = self.planned_time(tokens.shape[1]), sum(record.busy_steps for record in records)
+        if time is None or not steps:
+            return tokens
+        active = [steps_with for record in records if (steps_with := record.active_steps()) is not None]
+        share = np.sum(active, axis=0) / steps if len(active) == len(records) else None
+        return steps * time.mean_rows(tokens / steps, share)
 
     def start_of(self, trace: LoadTrace) -> Placement:
         """Returns the placement before the first window. Raises ConfigError when it does not fit the trace."""

@@ -203,7 +203,7 @@ def _run(simulation: Simulation, topology: Topology, num_slots: int, window_step
         split=simulation.split,
         rules=simulation.rules,
         costs=costs,
-        gate=RebalanceSettings(bytes_per_expert=costs.expert_bytes, rules=simulation.rules),
+        gate=RebalanceSettings(bytes_per_expert=costs.expert_bytes),
         gate_cost=costs.gate(),
         latency_steps=math.ceil(simulation.plan_latency_s / step_s),
     )

@@ -16,11 +16,14 @@ Whole numbers only, every tie broken by index, as in exact.py; split.c holds the
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_serve.eplb.split.exact import (
     PROVEN,
@@ -33,8 +36,9 @@ from moe_serve.eplb.split.exact import (
     split_exact,
 )
 from moe_serve.eplb.split.layer import Int64s, LayerSlots, ReplicaGraph
-from moe_serve.errors import ConfigError
+from moe_serve.errors import ConfigError, TraceError
 
+Floats = NDArray[np.float64]
 _TICKS = 16  # of the time that a row takes where rows are many
 MAX_WEIGHT_ROWS = 2048
 _LARGEST_ROWS = 2**27  # beyond, the weights do not count
@@ -67,6 +71,16 @@ class ExpertTime:
         """Returns the times on a CPU core, from sizes alone: the same on all ranks."""
         return cls(round(bytes_per_expert * _FLOPS_PER_BYTE / (6 * hidden * moe_intermediate)))
 
+    @classmethod
+    def from_event(cls, name: str, fields: Mapping[str, Any]) -> "ExpertTime":
+        """Returns the times in an event of a trace. Raises TraceError where they are no whole numbers."""
+        weight_rows, tile_rows = fields.get("weight_rows"), fields.get("tile_rows")
+        if not isinstance(weight_rows, int) or not isinstance(tile_rows, int):
+            raise TraceError(
+                f"event {name} has weight_rows {weight_rows!r} and tile_rows {tile_rows!r}; expected whole numbers"
+            )
+        return cls(weight_rows, tile_rows)
+
     def ticks(self, rows: int) -> int:
         """Returns the time of this many rows of one expert; 0 for none."""
         if rows == 0:
@@ -75,6 +89,38 @@ class ExpertTime:
         if rows >= _LARGEST_ROWS:
             return _TICKS * rows
         return isqrt(_TICKS**2 * (rows * rows + self.weight_rows**2))
+
+    def rows_of(self, tokens: NDArray[np.integer]) -> Floats:
+        """Returns the time of so many tokens of one expert each, in rows, of any shape; 0 for none."""
+        tiles = -(-tokens // self.tile_rows) * self.tile_rows
+        return np.where(tokens > 0, np.hypot(tiles, self.weight_rows), 0.0)
+
+    def mean_rows(self, tokens: NDArray[np.number], active: NDArray[np.floating] | None = None) -> Floats:
+        """Returns the mean time of an expert's rows in a batch, in rows: what plans balance where the split is by time.
+
+        tokens: [L, E] of a batch on average
+        active: [L, E] share of batches in which the expert has some; None = as many as of draws by themselves
+        How many an active expert has in a batch is taken as such draws, too: no window says it.
+        """
+        mean = np.asarray(tokens, dtype=np.float64)
+        share = -np.expm1(-mean) if active is None else np.where(mean > 0, active, 0.0)
+        of_active = np.maximum(np.divide(mean, share, out=np.ones_like(mean), where=share > 0), 1.0)
+        counts, rows = self._active_rows
+        many = np.hypot(of_active + (self.tile_rows - 1) / 2, self.weight_rows)
+        result: Floats = share * np.where(of_active < counts[-1], np.interp(of_active, counts, rows), many)
+        return result
+
+    @cached_property
+    def _active_rows(self) -> tuple[Floats, Floats]:
+        """Mean tokens of a batch in which an expert has any, ascending from 1, and its mean time then, in rows."""
+        # Beyond `most`, draws spread over a tile or more, and over little against their number.
+        most = min(max(256, self.tile_rows**2 // 4), 4096)
+        draws = most * np.linspace(0, 1, 257)[1:, None] ** 2  # Poisson
+        tokens = np.arange(1, most + 8 * isqrt(most) + 16)
+        log_chance = tokens * np.log(draws) - draws - np.cumsum(np.log(tokens))
+        chance = np.exp(log_chance) / -np.expm1(-draws)  # of so many, where there is one at least
+        rows = self.rows_of(tokens)
+        return np.append(1.0, chance @ tokens), np.append(rows[0], chance @ rows)
 
 
 class TimeSplit(ExactSplit):

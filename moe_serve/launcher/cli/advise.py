@@ -24,7 +24,7 @@ the windows are enough to be sure, and the commands for vLLM, SGLang, TensorRT-L
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdviseOptions(opt.ReportOptions, opt.ServingOptions, opt.TraceOptions, opt.RankOptions):
+class AdviseOptions(opt.ReportOptions, opt.ServingOptions, opt.SplitOptions, opt.TraceOptions, opt.RankOptions):
     """The options of `moe-serve advise`."""
 
     trace: opt.TracePath
@@ -69,7 +69,7 @@ class AdviseOptions(opt.ReportOptions, opt.ServingOptions, opt.TraceOptions, opt
         costs = ProfileCosts(CostModel(hardware, model, topology, self.engine_profile()), self.serving())
         intervals = tuple(sorted(set(opt.numbers(self.interval, "--interval"))))
         return AdviseSettings(
-            ReplaySettings(topology, topology.num_ranks, intervals=intervals, costs=costs),
+            ReplaySettings(topology, topology.num_ranks, intervals=intervals, split=self.split, costs=costs),
             hardware,
             tuple(dict.fromkeys(self.policy or ("deepseek", "incremental"))),
             opt.numbers(self.redundant, "--redundant") if self.redundant else (),

@@ -144,18 +144,24 @@ class TraceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowOptions:
-    """How windows of load become plans, and how their batches are split."""
+class SplitOptions:
+    """How the batches of a window are split over replicas, and what plans balance with it."""
 
-    history: int = option(default=1, min=1, help="Windows that a plan is made from.")
-    interval: str = option(default="1", help="Windows between plans (not of gated policies); several with commas.")
     split: str = option(
         "--split",
         default="window",
         help="window: replicas share evenly, on window sums; even, nearest, exact, time, fewest_activated: split "
         "every single step as a server does (steps must be in the trace, or drawn with --window 1; for nearest by "
-        "source rank; time needs --model and --hardware, or a server's trace).",
+        "source rank; time needs --model and --hardware, or a server's trace). With time, plans balance time, too.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions(SplitOptions):
+    """How windows of load become plans."""
+
+    history: int = option(default=1, min=1, help="Windows that a plan is made from.")
+    interval: str = option(default="1", help="Windows between plans (not of gated policies); several with commas.")
     jobs: int | None = option(min=1, help="Policies to replay at once.", show_default="CPUs")
 
     def intervals(self) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ class ReplayOptions(
             topology = Topology(server.facts.num_nodes, start.num_ranks // server.facts.num_nodes)
         costs = self.costs(topology)
         keeps_slots = start is not None and not self.slots and not self.redundant
-        gate = RebalanceSettings(rules=self.rules())
+        gate = RebalanceSettings()
         return ReplaySettings(
             topology,
             start.num_slots if start is not None and keeps_slots else self.num_slots(load.num_logical),
@@ -232,8 +232,9 @@ def facts_of(config: "ServeConfig", nodes: int, start: "Placement") -> "SystemFa
     import torch
 
     from moe_serve.config import model_dir
-    from moe_serve.engine.model.model_plan import checkpoint_folder, compute_dtype, expert_form
-    from moe_serve.eplb.rebalance.settings import SystemFacts
+    from moe_serve.engine.model.model_plan import checkpoint_folder, choose_split, compute_dtype, expert_form
+    from moe_serve.eplb.rebalance.settings import SystemFacts, planned_time
+    from moe_serve.eplb.split.time import ExpertTime
     from moe_serve.models.families.registry import read_spec
     from moe_serve.models.weight_share import StoredWeights, WeightShare
 
@@ -246,7 +247,11 @@ def facts_of(config: "ServeConfig", nodes: int, start: "Placement") -> "SystemFa
     form = expert_form(config, spec, place, stored)
     num_bytes = WeightShare(spec, start, 0, dtype, place, form, stored).slot_form.num_bytes
     survives_loss = config.engine.on_lost_rank == "mask" and config.parallel.num_ranks > 2 and device == "cpu"
-    return SystemFacts.of_model(spec.hidden, spec.moe_intermediate, num_bytes, device, nodes, survives_loss)
+    facts = SystemFacts.of_model(spec.hidden, spec.moe_intermediate, num_bytes, device, nodes, survives_loss)
+    if choose_split(config, place) != "time":
+        return facts
+    time = ExpertTime.of_cpu(num_bytes, spec.hidden, spec.moe_intermediate)
+    return replace(facts, expert_time=planned_time(time, start.num_ranks, start.num_slots, start.num_logical))
 
 
 def _start(config: "ServeConfig", file: Path, load: "LoadTrace") -> "Placement":
