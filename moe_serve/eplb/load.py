@@ -261,6 +261,21 @@ def rank_load(tokens: NDArray[np.number], placement: Placement, shares: Floats |
     return by_rank
 
 
+def own_load(tokens: NDArray[np.number], placement: Placement) -> Floats:
+    """Returns the load of each rank that begins on it, where ranks take their own replica of an expert first: [L, R].
+
+    tokens: [L, E] of all ranks, an equal part from each. Other ranks spread theirs evenly over all replicas, so the
+    load of slots is that of `slot_load`
+    """
+    held = np.sort(placement.by_rank, axis=2)
+    first = held >= 0
+    first[:, :, 1:] &= held[:, :, 1:] != held[:, :, :-1]  # a second replica on the same rank adds nothing
+    layers = np.arange(placement.num_layers)[:, None, None]
+    load = np.asarray(tokens, dtype=np.float64)[layers, np.maximum(held, 0)]
+    own: Floats = np.where(first, load, 0.0).sum(axis=2) / placement.num_ranks
+    return own
+
+
 def balancedness(load: Floats, live_ranks: NDArray[np.integer] | None = None) -> Floats:
     """Returns mean / max over ranks: load [..., R] -> [...] float64; 1 where there is no load at all.
 

@@ -7,6 +7,7 @@ import json
 import math
 from functools import lru_cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -41,12 +42,27 @@ def arguments(figure: dict[str, Any]) -> list[str]:
             out += [f"--{name.replace('_', '-')}", str(figure[name])]
     if figure.get("balanced"):
         return [*out, "--load", "uniform"]
-    load = TABLE["load"]
-    spread = 0 if figure.get("prompts") == "random tokens" else load["spread"]
-    skew, family = load["skew"], "group"
+    random_tokens = figure.get("prompts") == "random tokens"
+    sigma = log_popularity_sigma(random_tokens)
     if load_model_profile(figure["model"]).num_groups == 1:  # as uneven, but neighbours have nothing in common
-        skew, family = math.hypot(skew, GROUP_SIGMA), "lognormal"
-    return [*out, "--load", family, "--skew", f"{skew:.3f}", "--rho", "1", "--request-spread", str(spread)]
+        family = "lognormal"
+    else:
+        family, sigma = "group", math.sqrt(sigma**2 - GROUP_SIGMA**2)
+    spread = 0 if random_tokens else TABLE["load"]["spread"]
+    return [*out, "--load", family, "--skew", f"{sigma:.3f}", "--rho", "1", "--request-spread", str(spread)]
+
+
+def log_popularity_sigma(random_tokens: bool) -> float:
+    """Returns the standard deviation of the log popularity of experts, groups included; of text, or of random tokens.
+
+    A lognormal of deviation s has the Gini coefficient 2 F(s / sqrt 2) - 1, with F of the normal distribution.
+    """
+    sigma = math.hypot(TABLE["load"]["skew"], GROUP_SIGMA)
+    if not random_tokens:
+        return sigma
+    normal, known = NormalDist(), TABLE["load"]["gini"]
+    gini = (2 * normal.cdf(sigma / math.sqrt(2)) - 1) * sum(known["random_tokens"]) / 2 / known["text"]
+    return math.sqrt(2) * normal.inv_cdf((1 + gini) / 2)
 
 
 def rate(figure: dict[str, Any]) -> float:
@@ -70,11 +86,15 @@ def overlap_gain(tokens_per_rank: int) -> float:
     return rate(two) / rate(one) - 1
 
 
-def eplb_gain(gain: dict[str, Any]) -> float:
-    """Returns the time of a step with experts in order / with a plan, as `moe-serve simulate` prints them."""
+def eplb_gain(gain: dict[str, Any], seed: int = 0) -> float:
+    """Returns the time of a step with experts in order / with a plan, as `moe-serve simulate` prints them.
+
+    seed: of the draw of the load; the numbers of the load were fitted on that of 0
+    """
     figure = _serving(gain["id"])
-    planned = _rows(arguments({**figure, "slots": figure["slots"] + gain.get("redundant", 0)}))["greedy"]
-    return float(_rows(arguments(figure))["do nothing"]["step_s"] / planned["step_s"])
+    planned = {**figure, "slots": figure["slots"] + gain.get("redundant", 0)}
+    before, after = (_rows([*arguments(each), "--seed", str(seed)]) for each in (figure, planned))
+    return float(before["do nothing"]["step_s"] / after["greedy"]["step_s"])
 
 
 def imbalance(figure: dict[str, Any]) -> float:

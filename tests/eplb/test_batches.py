@@ -5,10 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_serve.eplb.cost.batches import expected_experts, fit_spread, shares_of_batch, tokens_of_batch, within_capacity
+from moe_serve.eplb.cost.batches import (
+    excess_of_ranks,
+    expected_experts,
+    find_spread,
+    shares_of_batch,
+    tokens_of_batch,
+    within_capacity,
+)
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
-from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.costs import ProfileCosts, Serving
 from moe_serve.eplb.replay.replay import Scorer
@@ -37,15 +44,43 @@ def drawn_steps(spread: float, requests: int, prompt: int, steps: int = 60, seed
 @pytest.mark.parametrize(("spread", "requests", "prompt"), [(0.0, 8, 64), (0.5, 8, 64), (0.5, 64, 4), (2.0, 8, 64)])
 def test_the_spread_of_requests_is_found_from_single_steps(spread: float, requests: int, prompt: int) -> None:
     """A draw of four different experts lets the popular ones lose, so a large spread is found too small."""
-    found = fit_spread(drawn_steps(spread, requests, prompt), 4, prompt)
-    print(f"spread {spread}, {requests} requests of {prompt} tokens: {found:.3f}")
-    assert 0.7 * spread - 0.05 <= found <= 1.25 * spread + 0.1
+    found = find_spread(passes(drawn_steps(spread, requests, prompt)), 4, prompt, 8)
+    assert found is not None
+    print(f"spread {spread}, {requests} requests of {prompt} tokens: {found.words()}")
+    assert 0.7 * spread - 0.05 <= found.spread <= 1.25 * spread + 0.1
+    assert found.low <= found.spread <= found.high
+    assert found.drawn == pytest.approx(found.measured, rel=0.05), "passes that the fit has not seen"
+    if spread * prompt > 4:
+        assert abs(found.by_chance - found.measured) > 2 * abs(found.drawn - found.measured)
 
 
-def test_a_spread_of_one_step_or_of_requests_with_one_token_is_refused() -> None:
-    for steps, length in ((1, 8), (2, 1)):
-        with pytest.raises(ValueError, match="two steps"):
-            fit_spread(np.ones((steps, 2, 3), dtype=np.int64), 1, length)
+def test_a_load_that_changes_is_no_spread() -> None:
+    first, second = (drawn_steps(0.0, 8, 64, steps=32, seed=seed) for seed in (0, 1))
+    found = find_spread(passes(np.concatenate([first, second])), 4, 64, 8)
+    assert found is not None
+    assert found.num_passes == 64
+    assert found.spread < 0.1
+
+
+def test_windows_without_single_passes_of_prompts_show_no_spread() -> None:
+    steps = drawn_steps(1.0, 4, 16, steps=8)
+    assert find_spread(passes(steps), 4, 16, 8) is not None
+    assert find_spread(passes(steps[:6]), 4, 16, 8) is None, "too few"
+    assert find_spread(passes(steps, "decode"), 4, 16, 8) is None
+    assert find_spread(LoadTrace.of([record_of(steps, keep=False)], topk=4), 4, 16, 8) is None
+    whole = find_spread(LoadTrace.of([record_of(steps, keep=True)], topk=4), 4, 16, 8)
+    assert whole == find_spread(passes(steps), 4, 16, 8)
+
+
+def test_experts_are_dealt_out_by_their_shares() -> None:
+    shares = np.array([[0.1, 0.4, 0.3, 0.2], [0.25, 0.25, 0.25, 0.25]])
+    steps = np.array([[[1.0, 4, 3, 2], [0, 0, 0, 0]], [[5, 4, 0, 0], [1, 0, 0, 3]]])
+    assert excess_of_ranks(steps, shares, 2).tolist() == [[1, 0], [2, 2]], "experts 1 and 0 against 2 and 3"
+
+
+def passes(steps: np.ndarray, phase: str = "prefill") -> LoadTrace:
+    """Returns the steps [S, L, E] as a recorder of single passes writes them."""
+    return LoadTrace.of([LoadRecord(i, 1, phase, step) for i, step in enumerate(steps)], topk=4)
 
 
 def record_of(per_step: np.ndarray, keep: bool) -> LoadRecord:
@@ -80,8 +115,9 @@ def test_windows_with_a_spread_cost_what_their_single_steps_cost() -> None:
     )
     topology = Topology(1, 4)
     costs = ProfileCosts(CostModel(load_hardware("H800"), DEMO, topology), Serving("prefill", float(prompt)))
-    spread = fit_spread(per_step, TOPK, prompt)
-    drawn = replace(costs, serving=replace(costs.serving, request_spread=spread))
+    found = find_spread(passes(per_step), TOPK, prompt, topology.num_ranks)
+    assert found is not None
+    drawn = replace(costs, serving=replace(costs.serving, request_spread=found.spread))
     table = np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1))
     in_order = Placement(table, EXPERTS, topology.num_ranks)
     seconds = []
@@ -90,7 +126,7 @@ def test_windows_with_a_spread_cost_what_their_single_steps_cost() -> None:
         parts = per_step.reshape(8, 4, LAYERS, EXPERTS)
         seconds.append(np.mean([scorer.score(record_of(part, keep), in_order).step_s for part in parts]))
     single, by_spread, by_mean = seconds
-    print(f"single steps {single:.3e} s, drawn {by_spread:.3e} s, means {by_mean:.3e} s, spread {spread:.2f}")
+    print(f"single steps {single:.3e} s, drawn {by_spread:.3e} s, means {by_mean:.3e} s, spread {found.spread:.2f}")
     assert by_spread == pytest.approx(single, rel=0.03)
     assert by_mean < 0.95 * single
 

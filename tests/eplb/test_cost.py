@@ -9,7 +9,7 @@ from moe_serve.eplb.cost.kernels import Batch, elementwise_bytes
 from moe_serve.eplb.cost.measured import MeasuredCost, PriorPrices
 from moe_serve.eplb.cost.model import CostModel, PredictedCost, Sides, busiest_rows, expected_places, overlapped_seconds
 from moe_serve.eplb.cost.profile_files import load_engine, load_hardware, load_model_profile, profile_names
-from moe_serve.eplb.load import LoadRecord, rank_load
+from moe_serve.eplb.load import LoadRecord, own_load, rank_load, slot_load
 from moe_serve.eplb.migration.moves import MigrationRound, SlotMove
 from moe_serve.eplb.migration.plan import plan_migration
 from moe_serve.eplb.placement import Placement
@@ -112,6 +112,32 @@ def test_rows_that_are_sent_evenly_are_counted_on_links_nics_and_nodes():
     assert busiest.node == 24, "to both ranks of node 0 from the other one"
 
 
+def test_rows_that_stay_on_their_rank_travel_on_no_link():
+    rows, topology = np.full((1, 4), 40.0), Topology(2, 2)
+    even = busiest_rows(rows, topology)
+    assert (even.link, even.nic, even.node) == (10, 20, 40)
+    own = np.array([[40.0, 10.0, 10.0, 10.0]])  # rank 0 gets nothing from others
+    some = busiest_rows(rows, topology, own_rows=own)
+    assert some.link == 10, "from rank 0 to rank 1, and between ranks 2 and 3"
+    assert (some.nic, some.node) == (20, 40), "node 0 still sends to node 1"
+    assert busiest_rows(rows, topology, own_rows=rows).node == 0
+
+
+def test_a_rank_that_takes_its_own_replicas_first_sends_less():
+    placement = Placement(np.array([[0, 1, 0, 2], [0, 0, 1, 2]]), 3, 2)
+    assert own_load(np.array([[40, 20, 20], [40, 20, 20]]), placement).tolist() == [[30, 30], [20, 20]]
+    everywhere = Placement(np.tile(np.arange(16), (1, 8)), 16, 8)
+    tokens, batch = np.full((1, 16), 8192.0), Batch("prefill", 4096, 2000)
+    times = []
+    for engine in ("SGLang", "ATOM"):
+        costs = CostModel(H800, V3, Topology(1, 8), load_engine(engine))
+        rows, own_rows = slot_load(tokens, everywhere), costs.own_rows(tokens, everywhere)
+        times.append(costs.moe_layer(rows, batch, own_rows=own_rows))
+    assert times[1].dispatch_s == pytest.approx(H800.dispatch_latency_s), "every rank holds every expert"
+    assert times[0].dispatch_s > 2 * times[1].dispatch_s
+    assert times[0].ffn_s == times[1].ffn_s
+
+
 def test_expected_places_counts_by_enumeration():
     rng = np.random.default_rng(0)
     for places, groups, topk_groups in ((4, 8, 4), (8, 8, 4), (16, 8, 4), (4, 1, 1)):
@@ -212,6 +238,22 @@ def test_a_cached_prompt_costs_its_attention_only():
     assert as_far - whole == pytest.approx(expanded[1] - expanded[0])
     decode = [costs.kernels.attention(Batch("decode", 64, 8192, cache_hit=hit)) for hit in (0.0, 0.5)]
     assert decode[0] == decode[1]
+
+
+def test_prompts_and_decodes_of_one_batch_share_their_projections_and_have_an_attention_each():
+    costs = cluster(8)
+    mixed = Batch("mixed", 2048, 4096, decode_share=0.125, decode_context=5000)
+    prompts, decodes = mixed.parts
+    assert (prompts.phase, prompts.tokens_per_rank, prompts.context) == ("prefill", 1792, 4096)
+    assert (decodes.phase, decodes.tokens_per_rank, decodes.context) == ("decode", 256, 5000)
+    assert mixed.sampled == pytest.approx(256 + 1792 / 4096)
+    core = [costs.kernels._attention_core(part) for part in mixed.parts]
+    projections = costs.kernels.attention(mixed) - sum(core)
+    assert 0 < projections < sum(costs.kernels.attention(part) for part in mixed.parts) - sum(core)
+    alone = [costs.step(batch).total_s for batch in mixed.parts]
+    assert max(alone) < costs.step(mixed).total_s < sum(alone), "weights are read once"
+    none = replace(mixed, decode_share=0.0)
+    assert costs.step(none).total_s == pytest.approx(costs.step(Batch("prefill", 2048, 4096)).total_s)
 
 
 def test_a_busy_rank_slows_experts_elementwise_kernels_and_links():

@@ -1,6 +1,7 @@
 """`moe-serve simulate --fit`: step times in, the engine's factor out; the lines of engines' logs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,11 @@ from typer.testing import CliRunner
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_engine, load_hardware, load_model_profile
 from moe_serve.eplb.files.step_times import StepTime, read_step_times
+from moe_serve.eplb.load import LoadTrace
+from moe_serve.eplb.policies.make import plan
 from moe_serve.eplb.replay.costs import ProfileCosts, Serving
-from moe_serve.eplb.replay.fit import Group, _seconds, fit
+from moe_serve.eplb.replay.fit import OVERLAPS, Group, Guess, fit, step_seconds, to_table
+from moe_serve.eplb.replay.synthetic import SyntheticLoad, popularity, synthetic_trace
 from moe_serve.errors import ConfigError, TraceError
 from moe_serve.launcher.cli.app import add_balancer_commands
 from moe_serve.topology import Topology
@@ -50,9 +54,13 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
-def test_vllms_iterations_of_one_kind_count(tmp_path: Path) -> None:
+def test_vllms_iterations_count_those_of_prompts_and_answers_at_once_too(tmp_path: Path) -> None:
     found = read_step_times(written(tmp_path, VLLM))
-    assert found == [StepTime("decode", 20, pytest.approx(0.01099)), StepTime("prefill", 8192, pytest.approx(0.2125))]
+    assert found == [
+        StepTime("decode", 20, pytest.approx(0.01099)),
+        StepTime("mixed", 920, pytest.approx(0.0801), decoding=20),
+        StepTime("prefill", 8192, pytest.approx(0.2125)),
+    ]
 
 
 def test_sglangs_lines_count_where_nothing_else_came_between(tmp_path: Path) -> None:
@@ -68,7 +76,8 @@ def test_a_csv_is_read_with_and_without_context(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("row", "says"),
-    [("decode,x,0.1", "line 2: invalid"), ("mixed,1,0.1", "phase is 'mixed'"), ("decode,0,0.1", "0 tokens"),
+    [("decode,x,0.1", "line 2: invalid"), ("both,1,0.1", "phase is 'both'"), ("decode,0,0.1", "0 tokens"),
+     ("mixed,1,0.1", "0 tokens of 1 in a mixed"),
      ("decode,8,nan", "8 tokens in nan"), ("decode", "line 2"), ("decode\0", "measured"), ("", "no step times")],
 )  # fmt: skip
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, row: str, says: str) -> None:
@@ -76,42 +85,88 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, row: str, says: str
         read_step_times(written(tmp_path, f"phase,tokens,step_s\n{row}\n"))
 
 
-CLUSTER = Topology(1, 8)
-COSTS = ProfileCosts(
-    CostModel(load_hardware("H200"), load_model_profile("Qwen3-30B-A3B"), CLUSTER, load_engine("ideal")), Serving()
-)
-SIZES = [("decode", tokens, 2000.0) for tokens in (16, 64, 256, 512)] + [("prefill", 8192, 4096.0)]
+CLUSTER, SLOTS = Topology(1, 8), 136
+QWEN = load_model_profile("Qwen3-30B-A3B")
+SIZES = [("decode", tokens, 2000.0, 0) for tokens in (16, 64, 256, 512)] + [("prefill", 8192, 4096.0, 0)]
+PROMPTS = [("prefill", tokens, context, 0) for tokens, context in ((4096, 512.0), (8192, 4096.0), (16384, 16384.0))]
 
 
-def engine_steps(factor: float, skew: float) -> list[StepTime]:
+def costs_of(model) -> ProfileCosts:
+    return ProfileCosts(CostModel(load_hardware("H200"), model, CLUSTER, load_engine("ideal")), Serving())
+
+
+def engine_steps(factor: float, guess: Guess, sizes=SIZES, model=QWEN) -> list[StepTime]:
     """Returns steps of an engine that takes factor times the model, with 2 % noise and a slow step of each size."""
-    rng, steps = np.random.default_rng(0), []
-    for phase, tokens, context in SIZES:
-        _, two_batch, _ = _seconds(Group(phase, tokens, context, 0.0, 1), COSTS, 136, skew, 0.98)
-        times = factor * two_batch * (1 + 0.02 * rng.standard_normal(9))
-        steps += [StepTime(phase, tokens, float(time), context) for time in (*times, 9 * two_batch)]
+    rng, steps, costs = np.random.default_rng(0), [], costs_of(model)
+    load = SyntheticLoad(guess.family, 2, model.num_moe_layers, model.num_logical, model.topk, model.num_groups)
+    before, served = popularity(replace(load, skew=guess.skew))
+    placement = plan(before * 1e9, CLUSTER, SLOTS).placement
+    for phase, tokens, context, decoding in sizes:
+        times = step_seconds(Group(phase, tokens, context, 0.0, 1, decoding), costs, placement, served, guess.spread)
+        time = factor * times[OVERLAPS.index(guess.overlap)]
+        noisy = time * (1 + 0.02 * rng.standard_normal(9))
+        steps += [StepTime(phase, tokens, float(one), context, decoding) for one in (*noisy, 9 * time)]
     return steps
 
 
+def is_or_is_like(guess: Guess, found) -> bool:
+    return guess in (found.best, *(other for other, _ in found.alike))
+
+
 def test_a_known_engine_is_found_again() -> None:
-    factor, skew = 1.4, 0.9
-    found = fit(engine_steps(factor, skew), COSTS, 136, 0.98)
+    factor, true = 1.4, Guess("lognormal", 0.9, 0.0, "two-batch")
+    found = fit(engine_steps(factor, true), costs_of(QWEN), SLOTS, 0.98)
     assert found.factor == pytest.approx(factor, rel=0.03)
     assert found.low <= found.factor <= found.high
-    assert found.overlap == "two-batch"
-    assert (skew, "two-batch") in [(found.skew, found.overlap), *[pair[:2] for pair in found.alike]]
+    assert found.best.overlap == "two-batch"
+    assert is_or_is_like(true, found)
     assert np.abs(found.errors).max() < 0.06
+
+
+def test_the_load_of_router_groups_and_the_spread_of_requests_are_found_with_their_confidence() -> None:
+    """Few prompts in a step against many show the spread; eight groups on eight ranks show the family."""
+    grouped = replace(QWEN, num_groups=8, topk_groups=8)
+    factor, true = 1.2, Guess("group", 0.6, 16.0, "none")
+    more = [("prefill", 4096, 4096.0, 0), ("mixed", 2048, 512.0, 256)]
+    found = fit(engine_steps(factor, true, [*SIZES, *PROMPTS, *more], grouped), costs_of(grouped), SLOTS, 0.98)
+    assert found.factor == pytest.approx(factor, rel=0.05)
+    assert is_or_is_like(true, found)
+    assert found.spreads[0] <= true.spread <= found.spreads[1]
+    assert found.spreads[0] > 0, "that there is a spread is sure"
+    assert found.skews[0] <= true.skew <= found.skews[1]
+    assert 0 < found.sure <= 1
+
+
+def test_steps_without_prompts_show_no_spread() -> None:
+    found = fit(engine_steps(1.4, Guess("lognormal", 0.9, 0.0, "none"), SIZES[:4]), costs_of(QWEN), SLOTS, 0.98)
+    assert found.spreads == (0.0, 0.0)
+    assert "steps without prompts do not show the spread" in to_table(found, None)
+
+
+def test_a_recorded_load_leaves_the_spread_and_the_overlap_to_be_found() -> None:
+    load = SyntheticLoad("lognormal", 4, QWEN.num_moe_layers, QWEN.num_logical, QWEN.topk, skew=0.9, rho=1.0)
+    trace = synthetic_trace(load)
+    steps = engine_steps(1.4, Guess("lognormal", 0.9, 0.0, "none"))
+    found = fit(steps, costs_of(QWEN), SLOTS, 0.98, trace)
+    assert found.best.family == "recorded"
+    assert is_or_is_like(Guess("recorded", 0.0, 0.0, "none"), found)
+    assert found.factor == pytest.approx(1.4, rel=0.05)
+    assert "--trace FILE" in found.best.options()
+    empty = LoadTrace.of([next(iter(trace))], topk=QWEN.topk)
+    with pytest.raises(TraceError, match="a half of the trace has no tokens"):
+        fit(steps, costs_of(QWEN), SLOTS, 0.98, empty)
 
 
 def test_steps_of_one_size_are_refused() -> None:
     with pytest.raises(ConfigError, match="of 1 sizes, and a fit needs 3"):
-        fit(engine_steps(1.0, 0.0)[:5], COSTS, 136, 0.98)
+        fit(engine_steps(1.0, Guess("lognormal", 0.0, 0.0, "none"))[:5], costs_of(QWEN), SLOTS, 0.98)
 
 
 def test_the_command_writes_an_engine_that_simulate_takes(tmp_path: Path) -> None:
     app = typer.Typer()
     add_balancer_commands(app)
-    rows = [f"{step.phase},{step.tokens},{step.step_s},{step.context}" for step in engine_steps(1.4, 0.6)]
+    steps = engine_steps(1.4, Guess("lognormal", 0.6, 0.0, "two-batch"))
+    rows = [f"{step.phase},{step.tokens},{step.step_s},{step.context}" for step in steps]
     measured = written(tmp_path, "\n".join(["phase,tokens,step_s,context", *rows]))
     engine = tmp_path / "mine.yaml"
     cluster = ["--model", "Qwen3-30B-A3B", "--hardware", "H200", "--nodes", "1", "--redundant", "8"]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
+from moe_serve.eplb.cost.profile_files import load_engine, load_hardware, load_model_profile
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.replay.costs import Serving
 from moe_serve.eplb.replay.simulator import (
@@ -172,7 +172,9 @@ def test_serving_that_cannot_be_is_refused() -> None:
         ({"overlap": "some"}, "one of auto, none, two-batch"),
         ({"utilisation": 0.0}, "above 0 to 1"),
         ({"cache_hit": 1.0}, "0 to below 1"),
-        ({"phase": "mixed"}, "prefill or decode"),
+        ({"phase": "both"}, "prefill, decode or mixed"),
+        ({"phase": "mixed"}, "tokens of an answer"),
+        ({"answer": 512.0}, "tokens of an answer"),
     ):
         with pytest.raises(ConfigError, match=words):
             Serving(**wrong)  # type: ignore[arg-type]
@@ -201,3 +203,25 @@ def test_drafts_that_cannot_be_are_refused_and_reports_name_them() -> None:
         with pytest.raises(ConfigError, match="chance from 0 to 1"):
             Serving(**wrong)  # type: ignore[arg-type]
     assert "2 drafts a request, 50% right: 1.75 tokens a step" in Serving(drafts=2, acceptance=0.5).words()
+
+
+def test_batches_of_prompts_and_answers_hold_as_many_rows_of_each_as_requests_bring() -> None:
+    serving = Serving(phase="mixed", context=3584, answer=512.0, overlap="none")
+    assert serving.decode_share == 0.125
+    assert "prompts of 3,584 tokens and answers of 512 (12% of the rows decode)" in serving.words()
+    drafted = replace(serving, drafts=1, acceptance=0.6, cache_hit=0.5)
+    assert drafted.decode_share == pytest.approx(640 / (640 + 1792)), "1.6 tokens for two rows; half of a prompt is new"
+
+    def row(serving: Serving) -> dict[str, Any]:
+        swept_once = swept(nodes=(1,), redundant=(0,), serving=serving, tokens_per_rank=2048, policies=())
+        return next(row for row in simulate(swept_once)[0].rows() if row["policy"] == "perfect")
+
+    mixed, prompts = row(serving), row(Serving(phase="prefill", context=3584, overlap="none"))
+    assert mixed["tokens_per_s"] * mixed["step_s"] == pytest.approx(2048 * 8)
+    assert mixed["step_s"] > prompts["step_s"], "decodes read a cache for each of their rows"
+    assert mixed["handed_over_bytes_per_s"] == 0
+    served = row(drafted)["tokens_per_s"] * row(drafted)["step_s"] / (2048 * 8)
+    assert served == pytest.approx(drafted.decode_share * 0.8 + (1 - drafted.decode_share) * 2)
+    ours = replace(SMALL, serving=serving, engine=load_engine("moe_serve"))
+    with pytest.raises(ConfigError, match="recorded of prompts and of decodes, not of both"):
+        simulate(ours)

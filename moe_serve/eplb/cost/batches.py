@@ -10,13 +10,20 @@ only replicas of an expert lower it.
 Shape words: S = steps, L = layers, E = experts.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.load import LoadRecord, LoadTrace
 
 Floats = NDArray[np.float64]
 _STREAM = 4711  # of random numbers, apart from those of loads and of policies
+_WINDOW_PASSES = 32  # that are compared with each other
+_LEAST_PASSES = 8
+_MOST_WINDOWS = 64
+_RESAMPLES = 1000
 
 
 def shares_of_batch(
@@ -75,23 +82,144 @@ def within_capacity(tokens: Floats, factor: float, num_ranks: int, moves: bool) 
     return served
 
 
-def fit_spread(per_step: NDArray[np.int64], topk: int, tokens_per_request: float) -> float:
-    """Returns the spread of requests, by moments, from the tokens of single steps [S, L, E]; at least 0.
+@dataclass(frozen=True)
+class RequestSpread:
+    """How much requests differ in the experts they choose, by single passes of prompts.
 
-    tokens_per_request: of one request in a step: the length of prompts where they begin
-    Raises ValueError for fewer than two steps with tokens, and for one token of a request, which does not show it.
+    spread, low, high: by all passes, and what holds it in 90 % of the resamples of them
+    measured:  busiest rank over the mean one, in every other pass, on ranks that are level for the passes between
+    drawn:     the same of batches drawn around the passes between, with the spread of those;  by_chance: without
     """
-    steps = per_step[per_step.any(axis=(1, 2))].astype(np.float64)
-    if len(steps) < 2 or tokens_per_request <= 1:
-        raise ValueError("a spread needs two steps with tokens, of requests with more than one token in a step")
+
+    spread: float
+    low: float
+    high: float
+    num_passes: int
+    measured: float
+    drawn: float
+    by_chance: float
+
+    def words(self) -> str:
+        """Returns one line for reports."""
+        return (
+            f"requests differ by a spread of {self.spread:.3g} ({self.low:.3g} to {self.high:.3g} in 90 % of the "
+            f"resamples of {self.num_passes} passes); on ranks that are level for half of them the busiest has "
+            f"{self.measured:.2f} of the mean in the others, {self.drawn:.2f} if drawn with it, {self.by_chance:.2f} "
+            "by chance alone"
+        )
+
+
+def find_spread(
+    trace: LoadTrace, topk: int, tokens_per_request: float, num_ranks: int, phases: tuple[str, ...] = ("prefill",)
+) -> RequestSpread | None:
+    """Returns the spread of requests in a trace that holds single passes of these phases; None for fewer than 8.
+
+    tokens_per_request: of one request in a pass: the length of prompts. Passes are compared with their neighbours only,
+    so that a load which changes over time is no spread
+    """
+    rng = np.random.default_rng(_STREAM)
+    terms: tuple[list[Floats], list[Floats]] = (
+        [],
+        [],
+    )  # of every other pass: excess over chance, and that of a spread 1
+    windows: list[
+        tuple[Floats, Floats]
+    ] = []  # shares by the first half, and rows [S, L] of the passes of the second one
+    measured: list[float] = []
+    num_passes = 0
+    for steps in _windows_of_passes(trace, phases):
+        num_passes += len(steps)
+        for half, kept in enumerate(terms):
+            kept.append(_moments(steps[half::2], topk, tokens_per_request))
+        sums = steps[0::2].sum(axis=0)
+        shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
+        windows.append((shares, steps[1::2].sum(axis=2)))
+        measured.append(float(excess_of_ranks(steps[1::2], shares, num_ranks).mean()))
+    if not windows:
+        return None
+    first, second = (np.concatenate(kept) for kept in terms)
+    every = np.concatenate([first, second])
+    resamples = every[rng.integers(len(every), size=(_RESAMPLES, len(every)))].sum(axis=1)
+    low, high = np.quantile(np.maximum(resamples[:, 0], 0) / resamples[:, 1], (0.05, 0.95))
+    drawn = [
+        float(
+            np.mean([drawn_imbalance(*window, spread, topk, tokens_per_request, num_ranks, rng) for window in windows])
+        )
+        for spread in (_spread_of(first), 0.0)
+    ]
+    return RequestSpread(
+        _spread_of(every), float(low), float(high), num_passes, float(np.mean(measured)), drawn[0], drawn[1]
+    )
+
+
+def _windows_of_passes(trace: LoadTrace, phases: tuple[str, ...]) -> Iterator[Floats]:
+    """Yields [S, L, E] of neighbouring passes with tokens, an even number, of up to _MOST_WINDOWS windows."""
+    passes: list[NDArray[np.int64]] = []
+    num_windows = 0
+    for record in trace:
+        if record.phase in phases and (record.per_step is not None or record.num_steps == 1):
+            steps = record.tokens[None] if record.per_step is None else record.per_step
+            passes += [step for step in steps if step.any()]
+        while len(passes) >= _WINDOW_PASSES:
+            yield np.array(passes[:_WINDOW_PASSES], dtype=np.float64)
+            del passes[:_WINDOW_PASSES]
+            num_windows += 1
+            if num_windows == _MOST_WINDOWS:
+                return
+    if not num_windows and len(passes) >= _LEAST_PASSES:
+        yield np.array(passes[: len(passes) // 2 * 2], dtype=np.float64)
+
+
+def _moments(steps: Floats, topk: int, tokens_per_request: float) -> Floats:
+    """Returns of each step [S, L, E] how far it is from the mean of all beyond chance, and how far a spread of 1 is."""
     sums = steps.sum(axis=2, keepdims=True)  # [S, L, 1]
     shares = steps.sum(axis=0) / np.maximum(sums.sum(axis=0), 1)  # [L, E]
     freedom = (len(steps) - 1) / len(steps)  # the mean is of the same steps
-    found = ((steps - sums * shares) ** 2).sum()
+    found = (steps - sums * shares) ** 2
     # A token goes to an expert at most once: it is a draw of 0 or 1 with the chance topk x share.
-    by_chance = freedom * (sums * shares * np.maximum(1 - topk * shares, 0)).sum()
-    each = freedom * ((sums * shares) ** 2 * ((tokens_per_request - 1) * topk / np.maximum(sums, 1))).sum()
-    return float(max(found - by_chance, 0.0) / each)
+    by_chance = sums * shares * np.maximum(1 - topk * shares, 0)
+    each = (sums * shares) ** 2 * np.minimum((tokens_per_request - 1) * topk / np.maximum(sums, 1), 1)
+    parts = (found - freedom * by_chance, freedom * each)
+    return np.stack([part.sum(axis=(1, 2)) for part in parts], axis=1)
+
+
+def _spread_of(moments: Floats) -> float:
+    excess, each = moments.sum(axis=0)
+    return float(max(excess, 0.0) / each)
+
+
+def drawn_imbalance(
+    shares: Floats,
+    rows: Floats,
+    spread: float,
+    topk: int,
+    tokens_per_request: float,
+    num_ranks: int,
+    rng: np.random.Generator,
+) -> float:
+    """Returns the busiest over the mean rank, as above, in passes with these rows [S, L] drawn around shares [L, E]."""
+    out = []
+    for sums in rows:
+        tokens = float(sums.max()) / topk
+        own = shares_of_batch(shares, spread, tokens / tokens_per_request, tokens, rng)
+        drawn = rng.multinomial(sums.astype(np.int64), own).astype(np.float64)
+        out.append(excess_of_ranks(drawn[None], shares, num_ranks).mean())
+    return float(np.mean(out))
+
+
+def excess_of_ranks(steps: Floats, shares: Floats, num_ranks: int) -> Floats:
+    """Returns max / mean over ranks that are level for shares [L, E]: tokens [S, L, E] -> [S, L].
+
+    Experts are dealt out to the ranks by their shares, forth and back.
+    """
+    num_experts = shares.shape[1]
+    turn, at = np.divmod(np.arange(num_experts), num_ranks)
+    dealt = np.where(turn % 2 == 0, at, num_ranks - 1 - at)
+    rank_of = np.empty(shares.shape, dtype=np.int64)
+    np.put_along_axis(rank_of, np.argsort(-shares, axis=1, kind="stable"), dealt[None], axis=1)
+    held = rank_of[:, :, None] == np.arange(num_ranks)
+    ranks = np.einsum("sle,ler->slr", steps, held)
+    return np.asarray(ranks.max(axis=2) / np.maximum(ranks.mean(axis=2), 1e-12))
 
 
 def expected_experts(num_logical: int, topk: int, rows: float) -> float:

@@ -5,7 +5,7 @@ Of other engines the kernels follow from the shapes of the model (`Kernels`), of
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -16,7 +16,7 @@ from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, Mo
 from moe_serve.eplb.cost.step_record import Amounts, KernelRecord, Layers, ModelSteps, total
 
 Floats = NDArray[np.float64]
-Phase = Literal["decode", "prefill"]
+Phase = Literal["decode", "prefill", "mixed"]
 Mode = Literal["low_latency", "normal"]  # of dispatch and combine
 WIDE = 2.0  # bytes of a bf16 value
 
@@ -25,12 +25,13 @@ WIDE = 2.0  # bytes of a bf16 value
 class Batch:
     """The work of one rank in one step.
 
-    phase:           "decode" (every token is a request's next one) or "prefill" (tokens are prompt chunks)
+    phase:           "decode" (every token is a request's next one), "prefill" (tokens are prompt chunks) or "mixed"
     tokens_per_rank: new tokens; those of a prompt that the cache holds are not among them
-    context:         decode: tokens in the cache per request; prefill: length of a prompt
+    context:         decode: tokens in the cache per request; others: length of a prompt
     two_batch:       overlap two half-batches
     cache_hit:       prefill: share of each prompt that the cache holds
     tokens_per_request: decode: a request's next one, and drafts behind it; its cached tokens are read once for them
+    decode_share, decode_context: mixed: share of the tokens that decode, and tokens in the cache of their requests
     """
 
     phase: Phase
@@ -39,6 +40,19 @@ class Batch:
     two_batch: bool = False
     cache_hit: float = 0.0
     tokens_per_request: float = 1.0
+    decode_share: float = 0.0
+    decode_context: float = 0.0
+
+    @property
+    def parts(self) -> tuple["Batch", ...]:
+        """What it is of each phase."""
+        if self.phase != "mixed":
+            return (self,)
+        decoding = self.tokens_per_rank * self.decode_share
+        return (
+            replace(self, phase="prefill", tokens_per_rank=self.tokens_per_rank - decoding),
+            replace(self, phase="decode", tokens_per_rank=decoding, context=self.decode_context),
+        )
 
     @property
     def mode(self) -> Mode:
@@ -46,9 +60,16 @@ class Batch:
         return "low_latency" if self.phase == "decode" else "normal"
 
     @property
+    def kept_rows(self) -> float:
+        """Tokens of prompts, with those that the cache holds; of a batch of one phase."""
+        return self.tokens_per_rank / (1 - self.cache_hit) if self.phase == "prefill" else self.tokens_per_rank
+
+    @property
     def sampled(self) -> float:
         """Rows of which the rank computes logits."""
-        return self.tokens_per_rank if self.phase == "decode" else self.tokens_per_rank / max(self.context, 1)
+        return sum(
+            part.tokens_per_rank / (1 if part.phase == "decode" else max(part.context, 1)) for part in self.parts
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +234,7 @@ class Kernels(StepKernels):
 
     def expert_elementwise(self, rank_rows: Floats, batch: Batch) -> Floats:
         """Returns the time of the elementwise kernels between the GEMMs of experts: rows [...] -> [...]."""
-        return rank_rows * (self._bytes[batch.phase].row / self.hbm)
+        return rank_rows * (self._bytes_of(batch).row / self.hbm)
 
     def gemm(self, rows: float, n: int, k: int) -> float:
         """Returns the time of [rows, k] x [k, n]."""
@@ -225,19 +246,21 @@ class Kernels(StepKernels):
 
     def elementwise(self, batch: Batch) -> tuple[float, float]:
         """Returns the time of elementwise kernels on a layer's tokens: of the attention, and of the MoE part."""
-        per_token = self._bytes[batch.phase]
-        seconds = batch.tokens_per_rank / self.hbm
-        return seconds * per_token.attention, seconds * per_token.moe
+        seconds = sum(part.tokens_per_rank * self._bytes[part.phase].attention for part in batch.parts) / self.hbm
+        return seconds, batch.tokens_per_rank * self._bytes_of(batch).moe / self.hbm
+
+    def _bytes_of(self, batch: Batch) -> "ElementwiseBytes":
+        """Returns the bytes around the dispatch kernels that a batch uses."""
+        return self._bytes["decode" if batch.mode == "low_latency" else "prefill"]
 
     def attention(self, batch: Batch) -> float:
         """Returns the time of the attention of one layer on one rank, without elementwise kernels.
 
         A prompt of which the cache holds a share attends to all of it: each new token sees the cached ones and half of
-        the new ones, and MLA expands the cached latents anew.
+        the new ones, and MLA expands the cached latents anew. Prompts and decodes of one batch are projected together;
+        the core of their attention is a kernel for each.
         """
-        m, tokens, context = self.model, batch.tokens_per_rank, batch.context
-        new = 1 - batch.cache_hit
-        kept_rows = tokens / new if batch.phase == "prefill" else tokens
+        m, tokens = self.model, batch.tokens_per_rank
         if m.attention == "mla":
             head = m.nope_dim + m.rope_dim
             shapes = [(m.kv_lora + m.rope_dim, m.hidden), (m.hidden, m.num_heads * m.v_dim)]
@@ -245,20 +268,28 @@ class Kernels(StepKernels):
                 [(m.q_lora, m.hidden), (m.num_heads * head, m.q_lora)] if m.q_lora else [(m.num_heads * head, m.hidden)]
             )
             projections = sum(self.gemm(tokens, n, k) for n, k in shapes)
+            kept_rows = sum(part.kept_rows for part in batch.parts)
             projections += self.gemm(kept_rows, m.num_heads * (m.nope_dim + m.v_dim), m.kv_lora)
-            kv_bytes = (m.kv_lora + m.rope_dim) * m.kv_bytes
-            # Absorbed for decode: every head reads the latent. Expanded for prefill.
-            widths = 2 * m.kv_lora + m.rope_dim if batch.phase == "decode" else head + m.v_dim
         else:
             projections = sum(self.gemm(tokens, n, k) for n, k in m.gqa_projections())
+        return projections + sum(self._attention_core(part) for part in batch.parts)
+
+    def _attention_core(self, batch: Batch) -> float:
+        """Returns the time of attention behind the projections, of a batch of one phase."""
+        m, context, decodes = self.model, batch.context, batch.phase == "decode"
+        if m.attention == "mla":
+            kv_bytes = (m.kv_lora + m.rope_dim) * m.kv_bytes
+            # Absorbed for decode: every head reads the latent. Expanded for prefill.
+            widths = 2 * m.kv_lora + m.rope_dim if decodes else m.nope_dim + m.rope_dim + m.v_dim
+        else:
             kv_bytes = 2 * m.num_kv_heads * m.head_dim * m.kv_bytes
             widths = 2 * m.head_dim
         # Causal: a new token of a prompt sees half of the new ones on average.
-        seen = context if batch.phase == "decode" else context * (batch.cache_hit + new / 2)
+        seen = context if decodes else context * (1 + batch.cache_hit) / 2
         seen = min(seen, m.attended or seen)
-        flops = 2.0 * m.num_heads * widths * tokens * seen
-        read = kv_bytes * (tokens / batch.tokens_per_request * seen if batch.phase == "decode" else kept_rows)
-        return projections + max(flops / self._attention_flops, read / self.hardware.attention_bytes_per_s)
+        flops = 2.0 * m.num_heads * widths * batch.tokens_per_rank * seen
+        read = kv_bytes * (batch.tokens_per_rank / batch.tokens_per_request * seen if decodes else batch.kept_rows)
+        return max(flops / self._attention_flops, read / self.hardware.attention_bytes_per_s)
 
 
 class RecordedKernels(StepKernels):

@@ -36,7 +36,7 @@ from moe_serve.eplb.cost.kernels import (
 )
 from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, ModelProfile, load_engine
 from moe_serve.eplb.cost.step_record import ModelSteps, load_steps
-from moe_serve.eplb.load import slot_load
+from moe_serve.eplb.load import own_load, slot_load
 from moe_serve.eplb.migration.moves import SlotMove
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
@@ -107,29 +107,48 @@ class CostModel:
         """Returns the seconds of one combine; arguments as for its dispatch."""
         return self.hardware.combine_latency_s + self._combine(self._busiest(rank_rows, mode), mode)
 
-    def moe_layer(self, slot_rows: Floats, batch: Batch, is_mean: bool = False) -> LayerTime:
+    def moe_layer(
+        self, slot_rows: Floats, batch: Batch, is_mean: bool = False, own_rows: Floats | None = None
+    ) -> LayerTime:
         """Returns the time of the MoE part of each layer, without shared experts.
 
         slot_rows: [L, P] rows that each slot serves in one step, over all sources
         batch:     says the phase, and with two_batch that dispatch and combine run beside the experts
         is_mean:   as for `Kernels.grouped_gemm`
+        own_rows:  [L, R] rows that each rank sends to itself; None = an equal part of what it gets
         """
         by_rank = slot_rows.reshape(len(slot_rows), self.topology.num_ranks, -1)
         rank_rows = by_rank.sum(axis=2)
         kernels = self._kernels_of(batch)
-        busiest = self._busiest(rank_rows, batch.mode)
+        busiest = self._busiest(rank_rows, batch.mode, own_rows)
         return LayerTime(
             kernels.dispatch_s(batch) + self._dispatch(busiest, batch.mode),
             kernels.expert_part(by_rank, batch, is_mean).max(axis=1),
             kernels.combine_s(batch) + self._combine(busiest, batch.mode),
         )
 
-    def step(self, batch: Batch, slot_rows: Floats | None = None, is_mean: bool = False) -> StepTime:
+    def own_rows(self, tokens: Floats, placement: Placement) -> Floats | None:
+        """Returns the rows that each rank sends to itself, as the engine chooses replicas; see `moe_layer`."""
+        return own_load(tokens, placement) if self.engine.replica_choice == "own_first" else None
+
+    def step(
+        self,
+        batch: Batch,
+        slot_rows: Floats | None = None,
+        is_mean: bool = False,
+        own_rows: Floats | None = None,
+    ) -> StepTime:
         """Returns the time of a whole step.
 
         slot_rows: [num_moe_layers, P] rows of each slot in the step; None = perfectly even over as many slots as
                    experts (rounded up to the ranks)
+        own_rows:  as for `moe_layer`
         """
+        if batch.phase == "mixed" and self._steps is not None:
+            raise ConfigError(
+                f"steps of {self.engine.name} are recorded of prompts and of decodes, not of both; give --phase "
+                "prefill or decode, or another --engine"
+            )
         m = self.model
         if slot_rows is None:
             slots = -(-m.num_logical // self.topology.num_ranks) * self.topology.num_ranks
@@ -141,7 +160,7 @@ class CostModel:
             )
         kernels, parts = self._kernels_of(batch), 2 if batch.two_batch else 1
         part = replace(batch, tokens_per_rank=batch.tokens_per_rank / parts)
-        layers = self.moe_layer(slot_rows / parts, part, is_mean)
+        layers = self.moe_layer(slot_rows / parts, part, is_mean, None if own_rows is None else own_rows / parts)
         attention, moe_passes, shared = (
             each(part) for each in (kernels.attention_part, kernels.gate_part, kernels.shared_part)
         )
@@ -184,8 +203,8 @@ class CostModel:
         nic = by_nic * size / (hardware.nic_bytes_per_s * hardware.nic_efficiency_normal)
         return max(link, nic) + (by_link + by_nic) * 2 * size / self.kernels.hbm
 
-    def _busiest(self, rank_rows: Floats, mode: Mode) -> BusiestRows:
-        return busiest_rows(rank_rows, self.topology, self._sharing if mode == "normal" else None)
+    def _busiest(self, rank_rows: Floats, mode: Mode, own_rows: Floats | None = None) -> BusiestRows:
+        return busiest_rows(rank_rows, self.topology, self._sharing if mode == "normal" else None, own_rows)
 
     def _dispatch(self, rows: BusiestRows, mode: Mode) -> Floats:
         """Returns the seconds that rows take on links."""
@@ -222,7 +241,8 @@ class PredictedCost(GateCost):
 
     def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
         """Returns the seconds of the MoE part of each layer, without overlap: tokens [L, E] of all ranks -> [L]."""
-        times = self.costs.moe_layer(slot_load(tokens, placement), Batch(self.phase, 0, 0), is_mean=True)
+        own_rows = self.costs.own_rows(tokens, placement)
+        times = self.costs.moe_layer(slot_load(tokens, placement), Batch(self.phase, 0, 0), True, own_rows)
         return times.total_s * self.costs.engine.step_factor
 
     def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:
@@ -276,24 +296,28 @@ def overlapped_seconds(sides: Sides, alone: tuple[float, float] = (0.0, 0.0)) ->
     )
 
 
-def busiest_rows(rank_rows: Floats, topology: Topology, sharing: Sharing | None = None) -> BusiestRows:
-    """Returns the most rows that any link or NIC carries, where every rank sends an equal part to each destination.
+def busiest_rows(
+    rank_rows: Floats, topology: Topology, sharing: Sharing | None = None, own_rows: Floats | None = None
+) -> BusiestRows:
+    """Returns the most rows that any link or NIC carries, where the rows of others come from each of them alike.
 
-    rank_rows: [..., R] routes that end at each rank, a part of them from the rank itself
+    rank_rows: [..., R] routes that end at each rank
     sharing:   None = one row per route (low latency)
+    own_rows:  [..., R] of these, those that begin at the rank itself; None = as many as from any other rank
     """
-    num_nodes, per_node = topology.num_nodes, topology.ranks_per_node
+    num_nodes, per_node, num_ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
     split = (*rank_rows.shape[:-1], num_nodes, per_node)
-    near_in, self_in = rank_rows / num_nodes, rank_rows / topology.num_ranks
-    near_out = np.repeat(rank_rows.reshape(split).sum(axis=-1) / topology.num_ranks, per_node, axis=-1)
-    out = np.broadcast_to(rank_rows.mean(axis=-1, keepdims=True), rank_rows.shape)
-    far_in, far_out = rank_rows - near_in, out - near_out
+    from_others = rank_rows - (rank_rows / num_ranks if own_rows is None else own_rows)
+    from_each = from_others / max(num_ranks - 1, 1)
+    near_in, far_in = from_each * (per_node - 1), from_each * (num_ranks - per_node)
+    to_node = np.repeat(from_each.reshape(split).sum(axis=-1), per_node, axis=-1)
+    near_out, far_out = to_node - from_each, from_each.sum(axis=-1, keepdims=True) - to_node
     node = np.maximum(far_in.reshape(split).sum(axis=-1), far_out.reshape(split).sum(axis=-1)).max(axis=-1)
     if sharing is None:
-        link = np.maximum(near_in - self_in, near_out - self_in).max(axis=-1)
+        link = np.maximum(near_in, near_out).max(axis=-1)
         return BusiestRows(link, np.maximum(far_in, far_out).max(axis=-1), node)
     node = node * sharing.node
-    return BusiestRows((rank_rows - self_in).max(axis=-1) * sharing.rank, node / per_node, node)
+    return BusiestRows(from_others.max(axis=-1) * sharing.rank, node / per_node, node)
 
 
 def carry_seconds(rows: BusiestRows, row_bytes: float, hardware: HardwareProfile, mode: Mode) -> Floats:

@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import yaml
 
@@ -22,7 +22,14 @@ from moe_serve.errors import ConfigError
 
 OURS = "moe_serve"  # the profile of our engine
 Kind = Literal["hardware", "models", "engines"]
-_WORDS = ("attention", "compute", "expert_compute", "attention_compute")  # all other fields are numbers
+ReplicaChoice = Literal["", "own_first"]
+_WORDS = (
+    "attention",
+    "compute",
+    "expert_compute",
+    "attention_compute",
+    "replica_choice",
+)  # all other fields are numbers
 
 
 @dataclass(frozen=True)
@@ -176,6 +183,8 @@ class EngineProfile:
     launch_s:      0, or of an engine whose launches are recorded: time of a launch in which nothing computes
     host_launch_s: of such an engine: the host's time for a launch outside of graphs
     steps:         its recorded launches; None: those that are packaged for the model
+    replica_choice: own_first, where a rank that holds a replica sends its tokens there; "" = evenly to all replicas
+    Raises ConfigError for another choice.
     """
 
     name: str
@@ -183,7 +192,12 @@ class EngineProfile:
     launch_s: float = 0.0
     host_launch_s: float = 0.0
     steps: ModelSteps | None = None
+    replica_choice: ReplicaChoice = ""
     sources: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+
+    def __post_init__(self) -> None:
+        if self.replica_choice not in get_args(ReplicaChoice):
+            raise ConfigError(f"replica_choice is {self.replica_choice!r}; give own_first, or leave it out")
 
 
 def load_hardware(name_or_path: str | Path) -> HardwareProfile:

@@ -1,10 +1,11 @@
 """Step times that an engine has measured: a CSV, or the lines that vLLM and SGLang log.
 
-    phase,tokens,step_s,context          tokens that a rank computes in the step; context may be left out
+    phase,tokens,step_s,context,decoding    tokens that a rank computes in the step; context may be left out
     decode,128,0.0411,3000
+    mixed,2048,0.161,3000,96                decoding: of the tokens, those that decode beside prompts
 
 vLLM (--enable-logging-iteration-details): `Iteration(515): 0 context requests, 0 context tokens, 20 generation
-requests, 20 generation tokens, iteration elapsed time: 10.99 ms`. Iterations that compute both kinds are left out.
+requests, 20 generation tokens, iteration elapsed time: 10.99 ms`.
 
 SGLang: `Decode batch, #running-req: 32, #token: 11179, …, gen throughput (token/s): 1635.11`, a mean over the steps
 since the last such line, so it counts only if no prefill came between. With drafts a step takes as long as the tokens
@@ -29,20 +30,25 @@ _VLLM = re.compile(
 _SGLANG = re.compile(r"\[[^\]]*?((?: (?:DP|TP|EP|PP)\d+)*)\] (Decode|Prefill) batch, (.*)")
 _NUMBER = re.compile(r"(#?[a-z][a-z -]*(?:\(token/s\))?): ([\d.]+)")
 _COLUMNS = ("phase", "tokens", "step_s")
-Phase = Literal["prefill", "decode"]
-_PHASES: dict[str, Phase] = {"prefill": "prefill", "decode": "decode"}
+Phase = Literal["prefill", "decode", "mixed"]
+_PHASES: dict[str, Phase] = {"prefill": "prefill", "decode": "decode", "mixed": "mixed"}
 MAX_LINES = 10_000_000
 MAX_LINE = 1 << 16  # characters of a line that are read
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A measured step. tokens: that one rank computes;  context: of a request in the cache, None: not known"""
+    """A measured step.
+
+    tokens:   that one rank computes;  decoding: of these, in a mixed step
+    context:  of a request in the cache, or of a prompt; None: not known
+    """
 
     phase: Phase
     tokens: int
     step_s: float
     context: float | None = None
+    decoding: int = 0
 
 
 def read_step_times(path: Path) -> list[StepTime]:
@@ -62,8 +68,8 @@ def read_step_times(path: Path) -> list[StepTime]:
         raise TraceError(f"{path}: no CSV ({problem}); give lines of phase, tokens, step_s") from None
     if not steps:
         raise TraceError(
-            f"{path}: no step times; give a CSV with the columns {', '.join(_COLUMNS)} (and context), or a log with "
-            "vLLM's lines 'Iteration(…): …' or SGLang's 'Decode batch, …' and 'Prefill batch, …'"
+            f"{path}: no step times; give a CSV with the columns {', '.join(_COLUMNS)} (and context, decoding), or a "
+            "log with vLLM's lines 'Iteration(…): …' or SGLang's 'Decode batch, …' and 'Prefill batch, …'"
         )
     return steps
 
@@ -83,10 +89,12 @@ def _of_csv(path: Path, file: TextIO) -> Iterator[StepTime]:
         where = f"{path}, line {rows.line_num}"
         phase = _PHASES.get(str(row["phase"]).strip())
         if phase is None:
-            raise TraceError(f"{where}: phase is {row['phase']!r}; give prefill or decode")
+            raise TraceError(f"{where}: phase is {row['phase']!r}; give prefill, decode or mixed")
         try:
             context = (row.get("context") or "").strip()
-            step = StepTime(phase, int(row["tokens"]), float(row["step_s"]), float(context) if context else None)
+            decoding = int((row.get("decoding") or "0").strip() or 0)
+            length = float(context) if context else None
+            step = StepTime(phase, int(row["tokens"]), float(row["step_s"]), length, decoding)
         except (TypeError, ValueError) as problem:
             raise TraceError(f"{where}: {problem}; give phase, tokens (a whole number), step_s (seconds)") from None
         if not (
@@ -94,6 +102,11 @@ def _of_csv(path: Path, file: TextIO) -> Iterator[StepTime]:
         ):
             raise TraceError(
                 f"{where}: {step.tokens} tokens in {step.step_s:g} s; give at least 1 token and a time above 0"
+            )
+        if (phase == "mixed") != (step.decoding > 0) or not 0 <= step.decoding < step.tokens:
+            raise TraceError(
+                f"{where}: {step.decoding} tokens of {step.tokens} in a {phase} step decode; give some, but not all, "
+                "of a mixed step in the column decoding, and none of others"
             )
         yield step
 
@@ -103,8 +116,9 @@ def _of_log(lines: Iterator[str]) -> Iterator[StepTime]:
     for line in lines:
         if (match := _VLLM.search(line)) is not None:
             prompt, answer, step_s = int(match[1]), int(match[2]), float(match[3]) / 1e3
-            if bool(prompt) != bool(answer) and step_s > 0:
-                yield StepTime("prefill" if prompt else "decode", prompt or answer, step_s)
+            if (prompt or answer) and step_s > 0:
+                phase: Phase = "mixed" if prompt and answer else "prefill" if prompt else "decode"
+                yield StepTime(phase, prompt + answer, step_s, decoding=answer if prompt else 0)
         elif (match := _SGLANG.search(line)) is not None:
             rank, kind = match[1], match[2]
             said = {name.strip(" #"): float(value) for name, value in _NUMBER.findall(match[3])}

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.eplb.cost.batches import fit_spread
 from moe_serve.eplb.cost.kernels import Phase
 from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
-from moe_serve.eplb.files.windows import cut_stretches
+from moe_serve.eplb.files.windows import cut_stretches, folded
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
@@ -100,7 +99,7 @@ class Advice:
     confidence: share of resamples in which it stays within TOLERANCE of the best one; None: too few windows to tell
     gain:      throughput over that of the baseline, and the interval that holds it in 90 % of the resamples (or None)
     tokens_per_request: that a request gets from a decode step
-    phase:     of all windows, or mixed
+    phase:     of all windows; "" where they differ
     """
 
     conditions: dict[str, str]
@@ -124,7 +123,7 @@ class AdviseSettings:
     replay:       cluster, costs and intervals; its num_slots is not used
     policies:     that plan at these intervals
     redundant:    extra slots per layer, rounded up to the ranks; () = five numbers up to one more slot per two experts
-    num_windows:  that are scored, about
+    num_windows:  that are scored, about;  window_steps: folded into one of them, 0 = windows as recorded
     gpu_memory:   bytes of a GPU;  memory_share: of it, for weights, buffers and cache
     Raises ConfigError for values that cannot work.
     """
@@ -134,6 +133,7 @@ class AdviseSettings:
     policies: tuple[str, ...] = ("deepseek", "incremental")
     redundant: tuple[int, ...] = ()
     num_windows: int = 64
+    window_steps: int = 0
     gpu_memory: float | None = None
     memory_share: float = 0.9
     gpu_hour_price: float | None = None
@@ -174,6 +174,10 @@ def advise(
     costs = settings.replay.costs
     assert costs is not None
     trace = costs.of_model(trace)
+    costs, batches = costs.with_spread(trace)
+    settings = replace(settings, replay=replace(settings.replay, costs=costs))
+    if settings.window_steps:
+        trace = folded(trace, settings.window_steps)
     stretches = cut_stretches(trace, settings.num_windows, max(settings.replay.intervals))
     if len(stretches[0]) < 3:
         raise TraceError(
@@ -224,8 +228,8 @@ def advise(
     def choice(report: ReplayReport, index: int, num_slots: int, policy: str, interval: int | None) -> Choice:
         result = report.results[index]
         seconds = result.step_s * report.num_steps / report.utilisation + result.stall_s
-        memory = memory_of(settings, model, num_slots, slots[0], tokens)
-        needed = max(costs.requests(tokens, "decode") * costs.serving.context, 1)
+        memory = memory_of(settings, model, num_slots, slots[0], tokens if "decode" in phases else 0.0)
+        needed = max(costs.requests(tokens, "decode") * (costs.serving.context + costs.serving.answer / 2), 1)
         return Choice(
             num_slots,
             num_slots - trace.num_logical,
@@ -255,7 +259,7 @@ def advise(
             "cluster": f"{topology.num_ranks} ranks on {topology.num_nodes} node{'s' * (topology.num_nodes > 1)}",
             "windows": f"{windows} scored, in {len(stretches)} stretch{'es' * (len(stretches) > 1)} of neighbours",
             "prices": costs.words(),
-            **_batches(stretches, trace.topk, costs),
+            **batches,
         },
         baseline=baseline,
         choices=tuple(choices),
@@ -265,26 +269,10 @@ def advise(
         gain=gain,
         tokens_per_request=costs.serving.tokens_per_step,
         num_ranks=topology.num_ranks,
-        phase=phases[0] if len(phases) == 1 else "mixed",
+        phase=phases[0] if len(phases) == 1 else "",
         window_steps=round(float(np.median([r.num_steps for stretch in stretches for r in stretch]))),
         gpu_hour_price=settings.gpu_hour_price,
     )
-
-
-def _batches(stretches: Sequence[Sequence[LoadRecord]], topk: int, costs: ProfileCosts) -> dict[str, str]:
-    """Returns a line on the batches in the windows, where the trace has single steps: how much requests differ."""
-    found = []
-    for record in (record for stretch in stretches for record in stretch):
-        if record.per_step is None or costs.phase_of(record.phase) != "prefill" or costs.serving.context <= 1:
-            continue
-        if np.count_nonzero(record.per_step.any(axis=(1, 2))) > 1:
-            found.append(fit_spread(record.per_step, topk, costs.serving.context))
-    if not found:
-        return {}
-    return {
-        "batches": f"priced by the single steps in {len(found)} windows; requests differ by a spread of "
-        f"{np.median(found):.3g} (--request-spread, for traces without single steps)"
-    }
 
 
 def blocks_of(scored: Sequence[int], length: int) -> list[NDArray[np.int64]]:
@@ -322,7 +310,7 @@ def joined(reports: Sequence[ReplayReport]) -> ReplayReport:
 def memory_of(
     settings: AdviseSettings, model: ModelProfile, num_slots: int, least_slots: int, tokens_per_rank: float
 ) -> Memory:
-    """Returns the memory of a rank. tokens_per_rank: of a decode step, with drafts; 0: none decodes"""
+    """Returns the memory of a rank. tokens_per_rank: of a decode step, with drafts; 0: no step decodes alone"""
     ranks = settings.replay.topology.num_ranks
     of_slot = model.num_moe_layers * model.expert_bytes
     max_tokens = max(1, math.ceil(tokens_per_rank / _BUFFER_TOKENS)) * _BUFFER_TOKENS
@@ -372,12 +360,14 @@ def weigh(
 def _tokens_per_rank(
     stretches: Sequence[Sequence[LoadRecord]], topk: int, costs: ProfileCosts
 ) -> tuple[float, list[Phase]]:
-    """Returns a rank's tokens, with drafts, in a decode step of the fullest window, and the phases of the trace."""
+    """Returns a rank's tokens that decode, with drafts, in a step of the fullest window; the phases of the trace."""
+    shares = {"decode": 1.0, "mixed": costs.serving.decode_share}
     busy = [record for stretch in stretches for record in stretch if record.busy_steps]
     each = [
-        float(record.tokens.sum(axis=1).max(initial=0)) / topk / record.busy_steps / costs.model.topology.num_ranks
+        float(record.tokens.sum(axis=1).max(initial=0))
+        * shares.get(costs.phase_of(record.phase), 0.0)
+        / (topk * record.busy_steps * costs.model.topology.num_ranks)
         for record in busy
-        if costs.phase_of(record.phase) == "decode"
     ]
     return max(each, default=0.0), sorted({costs.phase_of(record.phase) for record in busy})
 
@@ -403,7 +393,7 @@ def choice_row(advice: Advice, choice: Choice) -> dict[str, Any]:
         "fits": choice.fits,
         "step_s": step_s,
         "tokens_per_s_per_rank": rate / advice.num_ranks,
-        "tokens_per_s_per_request": advice.tokens_per_request / step_s if advice.phase == "decode" else None,
+        "tokens_per_s_per_request": advice.tokens_per_request / step_s if advice.phase in ("decode", "mixed") else None,
         "gpu_hours_per_million_tokens": hours,
         "price_per_million_tokens": None if advice.gpu_hour_price is None else hours * advice.gpu_hour_price,
     }

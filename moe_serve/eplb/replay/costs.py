@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.cost.batches import expected_experts, tokens_of_batch, within_capacity
+from moe_serve.eplb.cost.batches import expected_experts, find_spread, tokens_of_batch, within_capacity
 from moe_serve.eplb.cost.kernels import Batch, Phase, gemm_flops
 from moe_serve.eplb.cost.model import CostModel, PredictedCost
 from moe_serve.eplb.load import LoadTrace, slot_load
@@ -45,7 +45,7 @@ class Serving:
     """The conditions under which ranks serve.
 
     phase:       of windows that do not say it ("mixed")
-    context:     decode: tokens in the cache per request; prefill: length of a prompt
+    context:     decode: tokens in the cache per request; prefill and mixed: length of a prompt
     overlap:     two half-batches overlap in every step or in none; auto: in those that they make shorter
     utilisation: share of the time in which steps run; in the rest ranks wait for requests
     cache_hit:   share of the prompts that the cache holds: prefill computes the others, and serves all
@@ -54,6 +54,8 @@ class Serving:
     over_capacity:   where the rest goes: next, to other experts; drop, to none
     drafts:      tokens that a decode step verifies of each request behind its next one (speculative decoding)
     acceptance:  chance of a draft to be right, where those before it are
+    answer:      mixed: tokens of an answer. Batches hold prompts and decodes as these follow from each other: as many
+                 requests begin as end
     Raises ConfigError for impossible values.
     """
 
@@ -67,10 +69,16 @@ class Serving:
     over_capacity: OverCapacity = "next"
     drafts: int = 0
     acceptance: float = 0.0
+    answer: float = 0.0
 
     def __post_init__(self) -> None:
         if self.phase not in get_args(Phase):
-            raise ConfigError(f"phase is {self.phase!r}; give prefill or decode")
+            raise ConfigError(f"phase is {self.phase!r}; give prefill, decode or mixed")
+        if (self.phase == "mixed") != (self.answer > 0) or not self.answer < math.inf:
+            raise ConfigError(
+                f"phase is {self.phase} and answer {self.answer:g}; give the tokens of an answer where one batch holds "
+                "prompts and decodes (mixed), and only there"
+            )
         if self.overlap not in get_args(Overlap):
             raise ConfigError(f"overlap is {self.overlap!r}; give one of {', '.join(get_args(Overlap))}")
         if not 0 < self.utilisation <= 1:
@@ -94,6 +102,17 @@ class Serving:
         """Tokens that a request gets from a decode step."""
         return float(sum(self.acceptance**right for right in range(self.drafts + 1)))
 
+    @property
+    def new_prompt(self) -> float:
+        """Tokens of a prompt that are computed."""
+        return max(self.context * (1 - self.cache_hit), 1.0)
+
+    @property
+    def decode_share(self) -> float:
+        """Of the rows of a mixed batch, those that decode: the rows of an answer, over these and its new prompt."""
+        rows = self.answer * (1 + self.drafts) / self.tokens_per_step
+        return rows / (rows + self.new_prompt)
+
     def words(self) -> str:
         """Returns a few words for reports."""
         overlap = {
@@ -109,9 +128,13 @@ class Serving:
         if self.drafts:
             hit += f", {self.drafts} drafts a request, {self.acceptance:.0%} right: "
             hit += f"{self.tokens_per_step:.2f} tokens a step"
-        return (
-            f"{self.phase} unless the trace says it, context {self.context:,.0f}, {overlap[self.overlap]}, {used}{hit}"
-        )
+        length = f"context {self.context:,.0f}"
+        if self.phase == "mixed":
+            length = (
+                f"prompts of {self.context:,.0f} tokens and answers of {self.answer:,.0f} ({self.decode_share:.0%} of "
+            )
+            length += "the rows decode)"
+        return f"{self.phase} unless the trace says it, {length}, {overlap[self.overlap]}, {used}{hit}"
 
 
 @dataclass(frozen=True)
@@ -149,6 +172,20 @@ class ProfileCosts:
             )
         return replace(trace, topk=profile.topk)
 
+    def with_spread(self, trace: LoadTrace) -> tuple["ProfileCosts", dict[str, str]]:
+        """Returns these costs with the spread of requests in a trace of single passes, and a line on it for reports.
+
+        A given spread stays, and so do costs where no passes of prompts are found.
+        """
+        phases = ("prefill", *([] if self.phase_of("mixed") == "decode" else ["mixed"]))
+        found = find_spread(
+            trace, self.model.model.topk, self.serving.new_prompt, self.model.topology.num_ranks, phases
+        )
+        if found is None:
+            return self, {}
+        spread = self.serving.request_spread or found.spread
+        return replace(self, serving=replace(self.serving, request_spread=spread)), {"batches": found.words()}
+
     def step_seconds(
         self,
         tokens: Floats,
@@ -168,16 +205,22 @@ class ProfileCosts:
         """
         tokens = self.within_capacity(tokens)
         if placement is None:
-            rows = np.repeat(tokens.sum(axis=1, keepdims=True) / num_slots, num_slots, axis=1)
+            rows, own_rows = np.repeat(tokens.sum(axis=1, keepdims=True) / num_slots, num_slots, axis=1), None
         else:
             rows = slot_load(tokens, placement) if split is None else split(tokens)
+            own_rows = self.model.own_rows(tokens, placement)
         serving, kind = self.serving, self.phase_of(phase)
-        hit = serving.cache_hit if kind == "prefill" else 0.0
-        of_request = 1 + serving.drafts if kind == "decode" else 1
-        per_rank = tokens_per_step / self.model.topology.num_ranks
-        batch = Batch(kind, per_rank, serving.context, cache_hit=hit, tokens_per_request=of_request)
+        batch = Batch(
+            kind,
+            tokens_per_step / self.model.topology.num_ranks,
+            serving.context,
+            cache_hit=serving.cache_hit if kind != "decode" else 0.0,
+            tokens_per_request=1 + serving.drafts if kind != "prefill" else 1,
+            decode_share=serving.decode_share,
+            decode_context=serving.context + serving.answer / 2,
+        )
         tried = {"none": (False,), "two-batch": (True,), "auto": (False, True)}[serving.overlap]
-        return min(self.model.step(replace(batch, two_batch=two), rows, is_mean).total_s for two in tried)
+        return min(self.model.step(replace(batch, two_batch=two), rows, is_mean, own_rows).total_s for two in tried)
 
     def within_capacity(self, tokens: Floats) -> Floats:
         """Returns what experts serve of tokens [L, E] of one step."""
@@ -200,17 +243,21 @@ class ProfileCosts:
         return float(1 - served / chosen) if chosen else 0.0
 
     def requests(self, tokens_per_step: float, phase: str) -> float:
-        """Returns how many requests have tokens in a step of all ranks."""
-        if self.phase_of(phase) == "decode":
-            return tokens_per_step / (1 + self.serving.drafts)
-        return tokens_per_step / max(self.serving.context * (1 - self.serving.cache_hit), 1.0)
+        """Returns how many requests have tokens in a step of all ranks.
+
+        Mixed: as many prompts as would make a batch of prompts differ as much; decodes hardly do.
+        """
+        serving, kind = self.serving, self.phase_of(phase)
+        if kind == "decode":
+            return tokens_per_step / (1 + serving.drafts)
+        return tokens_per_step / serving.new_prompt / (1 if kind == "prefill" else 1 - serving.decode_share)
 
     def served_tokens(self, tokens: float, phase: str) -> float:
         """Returns the tokens that requests get when this many are computed: cached ones too, and no wrong drafts."""
-        serving = self.serving
-        if self.phase_of(phase) == "prefill":
-            return tokens / (1 - serving.cache_hit)
-        return tokens * serving.tokens_per_step / (1 + serving.drafts)
+        serving, kind = self.serving, self.phase_of(phase)
+        decoding = {"prefill": 0.0, "decode": 1.0, "mixed": serving.decode_share}[kind] * tokens
+        prompts = (tokens - decoding) / (1 - serving.cache_hit)
+        return prompts + decoding * serving.tokens_per_step / (1 + serving.drafts)
 
     def stall_seconds(self, arrivals: Arrivals) -> float:
         """Returns how long serving stops when these experts move at once: the time of the rank that receives most."""
@@ -232,9 +279,8 @@ class ProfileCosts:
 
     def phase_of(self, phase: str) -> Phase:
         """Returns the phase that prices a window: its own, or the one that is assumed where it does not say it."""
-        if phase == "prefill":
-            return "prefill"
-        return "decode" if phase == "decode" else self.serving.phase
+        known: dict[str, Phase] = {"prefill": "prefill", "decode": "decode"}
+        return known.get(phase, self.serving.phase)
 
 
 def arrivals(old: Placement, new: Placement, topology: Topology) -> Arrivals:

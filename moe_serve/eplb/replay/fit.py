@@ -1,13 +1,15 @@
-"""Fits the cost model to step times that an engine has measured: its factor, the skew of the load, and the overlap.
+"""Fits the cost model to step times that an engine has measured: its factor, the load, and the overlap.
 
-Steps are grouped by phase and size; a group counts with its median, so that single slow steps do little. For each skew
-and overlap tried, the factor of the engine is the median of measured / modelled; the pair that errs least is taken. The
-confidence is a bootstrap over the groups, and each group is predicted once by the fit to all others. A skew shows only
-where the busiest rank sets the pace, so several may fit alike: the report says which.
+Steps are grouped by phase and size; a group counts with its median, so that single slow steps do little. How uneven the
+load is, how much requests differ in the experts they choose, and whether half-batches overlap, a log does not say. So
+each combination of some values is tried: for each, the factor of the engine is the median of measured / modelled, and
+the one that errs least is taken. Each group is predicted once by the fit to all others. The confidence is a bootstrap
+over the groups, which finds the best combination anew in each resample. A load shows only where the busiest rank sets
+the pace, and a spread of requests only in steps with prompts, so several may fit alike: the report says which.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,23 @@ import yaml
 from numpy.typing import NDArray
 from rich.table import Table
 
+from moe_serve.eplb.cost.batches import shares_of_batch
 from moe_serve.eplb.cost.kernels import Phase
 from moe_serve.eplb.files.step_times import StepTime
+from moe_serve.eplb.load import LoadTrace
+from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.replay.costs import Overlap, ProfileCosts
 from moe_serve.eplb.replay.report import as_seconds, printed, text_console
-from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
-from moe_serve.errors import ConfigError
+from moe_serve.eplb.replay.synthetic import SyntheticLoad, popularity
+from moe_serve.errors import ConfigError, TraceError
 
 Floats = NDArray[np.float64]
 SKEWS = (0.0, 0.3, 0.6, 0.9, 1.2)
+SPREADS = (0.0, 4.0, 16.0, 64.0)
 OVERLAPS: tuple[Overlap, ...] = ("none", "two-batch", "auto")
+RECORDED = "recorded"  # family of a load that a trace holds
 LEAST_GROUPS = 3
 SIZES_PER_DOUBLING = 4  # groups of steps by their tokens
 ALIKE = 0.01  # mean errors this close say nothing about which is right
@@ -36,13 +43,34 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Group:
-    """Steps of about one size. step_s: their median"""
+    """Steps of about one size. step_s: their median;  decoding: of the tokens, in a mixed step"""
 
     phase: Phase
     tokens: int
     context: float
     step_s: float
     num_steps: int
+    decoding: int = 0
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What the steps may have had. family, skew: of a synthetic load, or RECORDED;  spread: of its requests"""
+
+    family: str
+    skew: float
+    spread: float
+    overlap: Overlap
+
+    def words(self) -> str:
+        """Returns it in a few words."""
+        load = "the recorded load" if self.family == RECORDED else f"a {self.family} load of skew {self.skew:g}"
+        return f"{load}, request spread {self.spread:g}, overlap {self.overlap}"
+
+    def options(self) -> str:
+        """Returns the options of `moe-serve simulate` that say it."""
+        load = "--trace FILE" if self.family == RECORDED else f"--load {self.family} --skew {self.skew:g}"
+        return f"{load} --request-spread {self.spread:g} --overlap {self.overlap}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +78,9 @@ class Fit:
     """What fits best.
 
     factor, low, high: of the whole step over its modelled parts, and what holds it in 90 % of the resamples
-    alike:     (skew, overlap, factor) of the others that err as little
+    best:      the guess that errs least;  alike: others that err as little, with their factors
+    skews, spreads: what holds these in 90 % of the resamples
+    sure:      share of the resamples in which family and overlap are those of the best guess
     predicted: seconds of each group by the fit to all others
     """
 
@@ -58,9 +88,11 @@ class Fit:
     factor: float
     low: float
     high: float
-    skew: float
-    overlap: Overlap
-    alike: tuple[tuple[float, Overlap, float], ...]
+    best: Guess
+    skews: tuple[float, float]
+    spreads: tuple[float, float]
+    sure: float
+    alike: tuple[tuple[Guess, float], ...]
     predicted: tuple[float, ...]
 
     @property
@@ -71,15 +103,16 @@ class Fit:
 
 def grouped(steps: Sequence[StepTime], context: float) -> tuple[Group, ...]:
     """Returns the steps by phase and size. context: of steps that do not say it"""
-    found: dict[tuple[Phase, int], list[StepTime]] = {}
+    found: dict[tuple[Phase, int, int], list[StepTime]] = {}
     for step in steps:
-        found.setdefault((step.phase, round(SIZES_PER_DOUBLING * np.log2(step.tokens))), []).append(step)
+        size = round(SIZES_PER_DOUBLING * np.log2(step.tokens))
+        found.setdefault((step.phase, size, round(np.log2(max(step.decoding, 1)))), []).append(step)
     groups = []
-    for (phase, _), same in sorted(found.items()):
+    for (phase, *_), same in sorted(found.items()):
         held = [context if step.context is None else step.context for step in same]
-        middle = [float(np.median(values)) for values in ([step.tokens for step in same], held)]
-        seconds = float(np.median([step.step_s for step in same]))
-        groups.append(Group(phase, round(middle[0]), middle[1], seconds, len(same)))
+        numbers = ([step.tokens for step in same], held, [step.step_s for step in same], [s.decoding for s in same])
+        tokens, length, seconds, decoding = (float(np.median(values)) for values in numbers)
+        groups.append(Group(phase, round(tokens), length, seconds, len(same), round(decoding)))
     return tuple(groups)
 
 
@@ -88,78 +121,127 @@ def fit(
     costs: ProfileCosts,
     num_slots: int,
     rho: float,
+    trace: LoadTrace | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Fit:
-    """Returns the fit. costs: of the model and the machine, of an engine whose factor is 1;  rho: of the load's windows
+    """Returns the fit. costs: of the model and the machine, of an engine whose factor is 1
 
-    progress: called with (groups done, groups). Raises ConfigError for steps of fewer than LEAST_GROUPS sizes.
+    rho:      of the windows of synthetic loads, between that of a plan and the next one
+    trace:    a recorded load, instead of synthetic ones
+    progress: called with (loads done, loads)
+    Raises ConfigError for steps of fewer than LEAST_GROUPS sizes, TraceError for a trace with an empty half.
     """
     groups = grouped(steps, costs.serving.context)
     if len(groups) < LEAST_GROUPS:
         raise ConfigError(
             f"the steps are of {len(groups)} sizes, and a fit needs {LEAST_GROUPS}; record steps of more batch sizes"
         )
-    pairs = [(skew, overlap) for skew in SKEWS for overlap in OVERLAPS]
-    modelled = np.empty((len(pairs), len(groups)))
-    for index, group in enumerate(groups):
-        for skew_index, skew in enumerate(SKEWS):
-            times = _seconds(group, costs, num_slots, skew, rho)
-            modelled[skew_index * len(OVERLAPS) : (skew_index + 1) * len(OVERLAPS), index] = times
+    spreads = SPREADS if any(group.phase != "decode" for group in groups) else (0.0,)
+    loads = list(_recorded(trace, costs) if trace is not None else _synthetic(costs, rho))
+    guesses = [Guess(*load[:2], spread, overlap) for load in loads for spread in spreads for overlap in OVERLAPS]
+    rows: list[list[list[float]]] = []
+    for done, (_, _, before, served) in enumerate(loads):
+        placement = _planned(before, costs, num_slots)
+        for spread in spreads:
+            rows.append([step_seconds(group, costs, placement, served, spread) for group in groups])
         if progress is not None:
-            progress(index + 1, len(groups))
+            progress(done + 1, len(loads))
+    modelled = np.array(rows).transpose(0, 2, 1).reshape(len(guesses), len(groups))
     ratios = np.log(np.array([group.step_s for group in groups]) / modelled)
     best, factor = _best(ratios)
     errors = np.abs(ratios - np.median(ratios, axis=1, keepdims=True)).mean(axis=1)
     draws = np.random.default_rng(0).integers(len(groups), size=(RESAMPLES, len(groups)))
-    low, high = np.quantile([_best(ratios[:, draw])[1] for draw in draws], [0.05, 0.95])
+    chosen, factors = zip(*(_best(ratios[:, draw]) for draw in draws), strict=True)
+    drawn = [guesses[i] for i in chosen]
+    same = [(guess.family, guess.overlap) == (guesses[best].family, guesses[best].overlap) for guess in drawn]
     predicted = []
     for index in range(len(groups)):
-        chosen, without = _best(np.delete(ratios, index, axis=1))
-        predicted.append(float(np.exp(without) * modelled[chosen, index]))
-    alike = [i for i in range(len(pairs)) if i != best and errors[i] <= errors[best] + ALIKE]
-    skew, overlap = pairs[best]
+        one, without = _best(np.delete(ratios, index, axis=1))
+        predicted.append(float(np.exp(without) * modelled[one, index]))
+    alike = [i for i in range(len(guesses)) if i != best and errors[i] <= errors[best] + ALIKE]
+    low, high = _held(factors)
     return Fit(
         groups,
         factor=float(np.exp(factor)),
         low=float(np.exp(low)),
         high=float(np.exp(high)),
-        skew=skew,
-        overlap=overlap,
-        alike=tuple((*pairs[i], float(np.exp(np.median(ratios[i])))) for i in alike),
+        best=guesses[best],
+        skews=_held(guess.skew for guess in drawn),
+        spreads=_held(guess.spread for guess in drawn),
+        sure=float(np.mean(same)),
+        alike=tuple((guesses[i], float(np.exp(np.median(ratios[i])))) for i in alike),
         predicted=tuple(predicted),
     )
 
 
+def _held(values: Iterable[float]) -> tuple[float, float]:
+    """Returns what holds 90 % of the values."""
+    low, high = np.quantile(list(values), [0.05, 0.95], method="inverted_cdf")
+    return float(low), float(high)
+
+
 def _best(ratios: Floats) -> tuple[int, float]:
-    """Returns the row that varies least around its median, and that median: ratios [pairs, groups], logarithms."""
+    """Returns the row that varies least around its median, and that median: ratios [guesses, groups], logarithms."""
     medians = np.median(ratios, axis=1)
     best = int(np.abs(ratios - medians[:, None]).mean(axis=1).argmin())
     return best, float(medians[best])
 
 
-def _seconds(group: Group, costs: ProfileCosts, num_slots: int, skew: float, rho: float) -> list[float]:
-    """Returns the modelled time of a step by each of OVERLAPS, as served by a plan made from the window before."""
-    model, topology = costs.model.model, costs.model.topology
-    load = SyntheticLoad(
-        num_windows=2,
-        num_layers=model.num_moe_layers,
-        num_logical=model.num_logical,
-        topk=model.topk,
-        num_groups=max(model.num_groups, 1),
-        skew=skew,
-        rho=rho,
-        tokens_per_step=group.tokens * topology.num_ranks,
-        steps_per_window=1,
-        phase=group.phase,
-    )
-    before, served = synthetic_trace(load)
-    placement = make_policy("greedy").plan(PlanRequest(before.tokens, topology, num_slots)).placement
+Load = tuple[str, float, Floats, Floats]  # family, skew, and shares [L, E] of the window of a plan and of the next one
+
+
+def _synthetic(costs: ProfileCosts, rho: float) -> Iterable[Load]:
+    """Yields the loads that a model of this kind may have: those of its router's groups too, where it has any."""
+    model = costs.model.model
+    for family in ("lognormal", "group") if model.num_groups > 1 else ("lognormal",):
+        for skew in SKEWS:
+            before, served = popularity(
+                SyntheticLoad(
+                    family,
+                    num_windows=2,
+                    num_layers=model.num_moe_layers,
+                    num_logical=model.num_logical,
+                    topk=model.topk,
+                    num_groups=model.num_groups,
+                    skew=skew,
+                    rho=rho,
+                )
+            )
+            yield family, skew, before, served
+
+
+def _recorded(trace: LoadTrace, costs: ProfileCosts) -> Iterable[Load]:
+    """Yields the load of a trace: planned from its first half, served in its second one."""
+    trace = costs.of_model(trace)
+    total = trace.num_records if trace.num_records is not None else sum(1 for _ in trace)
+    halves = np.zeros((2, len(trace.moe_layer_ids), trace.num_logical))
+    for index, record in enumerate(trace):
+        halves[2 * index // total] += record.tokens
+    if not halves.any(axis=(1, 2)).all():
+        raise TraceError(f"a half of {trace.source or 'the trace'} has no tokens; a fit plans from one for the other")
+    before, served = halves / np.maximum(halves.sum(axis=2, keepdims=True), 1.0)
+    yield RECORDED, 0.0, before, served
+
+
+def _planned(shares: Floats, costs: ProfileCosts, num_slots: int) -> Placement:
+    tokens = np.rint(shares * 1e9).astype(np.int64)
+    return make_policy("greedy").plan(PlanRequest(tokens, costs.model.topology, num_slots)).placement
+
+
+def step_seconds(group: Group, costs: ProfileCosts, placement: Placement, shares: Floats, spread: float) -> list[float]:
+    """Returns the modelled time of a step of a group by each of OVERLAPS, of a batch drawn from these shares [L, E]."""
+    topology, share = costs.model.topology, group.decoding / group.tokens
+    answer = group.context * share / (1 - share) if group.phase == "mixed" else 0.0
+    serving = replace(costs.serving, phase=group.phase, context=group.context, cache_hit=0.0, answer=answer)
+    each = replace(costs, serving=serving)
+    tokens = float(group.tokens * topology.num_ranks)
+    rng = np.random.default_rng(0)
+    own = shares_of_batch(shares, spread, each.requests(tokens, group.phase), tokens, rng)
+    drawn = rng.multinomial(round(tokens) * costs.model.model.topk, own).astype(np.float64)
     out = []
     for overlap in OVERLAPS:
-        serving = replace(costs.serving, phase=group.phase, context=group.context, overlap=overlap, cache_hit=0.0)
-        each = replace(costs, serving=serving)
-        tokens = float(group.tokens * topology.num_ranks)
-        out.append(each.step_seconds(served.tokens.astype(np.float64), placement, num_slots, tokens, group.phase))
+        priced = replace(each, serving=replace(serving, overlap=overlap))
+        out.append(priced.step_seconds(drawn, placement, placement.num_slots, tokens, group.phase, is_mean=False))
     return out
 
 
@@ -168,7 +250,7 @@ def to_yaml(found: Fit, name: str, source: str) -> str:
     num_steps = sum(group.num_steps for group in found.groups)
     words = (
         f"fitted on {num_steps} steps of {source}: {found.low:.3f} to {found.high:.3f} in 90 % of the resamples, with "
-        f"--overlap {found.overlap} and --skew {found.skew:g}"
+        f"{found.best.words()}"
     )
     profile = {"name": name, "step_factor": {"value": round(found.factor, 4), "source": words}}
     return yaml.safe_dump(profile, sort_keys=False, allow_unicode=True, width=1000)
@@ -180,11 +262,13 @@ def to_json(found: Fit) -> dict[str, Any]:
         "format": "moe_serve.fit",
         "step_factor": found.factor,
         "step_factor_90": [found.low, found.high],
-        "skew": found.skew,
-        "overlap": found.overlap,
-        "alike": [{"skew": skew, "overlap": overlap, "step_factor": f} for skew, overlap, f in found.alike],
+        **asdict(found.best),
+        "skew_90": list(found.skews),
+        "spread_90": list(found.spreads),
+        "sure": found.sure,
+        "alike": [{**asdict(guess), "step_factor": factor} for guess, factor in found.alike],
         "groups": [
-            {**vars(group), "predicted_s": predicted, "error": error}
+            {**asdict(group), "predicted_s": predicted, "error": error}
             for group, predicted, error in zip(found.groups, found.predicted, found.errors.tolist(), strict=True)
         ],
     }
@@ -205,18 +289,29 @@ def to_table(found: Fit, engine_file: Path | None, color: bool = False) -> str:
     console.print()
     console.print(
         f"The engine takes {found.factor:.3f} of the modelled kernels ({found.low:.3f} to {found.high:.3f} in 90 % of "
-        f"{RESAMPLES:,} resamples of the sizes), with a load of skew {found.skew:g} and overlap {found.overlap}.",
+        f"{RESAMPLES:,} resamples of the sizes), with {found.best.words()}.",
         soft_wrap=True,
     )
+    console.print("In 90 % of the resamples " + _load_words(found), soft_wrap=True)
     off = np.abs(found.errors)
     console.print(f"A size that was left out is predicted within {off.max():.0%}, {off.mean():.0%} on average.")
     if found.alike:
-        others = "; ".join(f"skew {skew:g}, {overlap}: {factor:.3f}" for skew, overlap, factor in found.alike[:5])
-        console.print(
-            f"These steps cannot tell it from {len(found.alike)} other pairs of skew and overlap ({others}), so give "
-            "recorded loads (--trace) where you can.",
-            soft_wrap=True,
-        )
+        others = "; ".join(f"{guess.words()}: {factor:.3f}" for guess, factor in found.alike[:3])
+        advice = "" if found.best.family == RECORDED else ", so give recorded loads (--trace) where you can"
+        console.print(f"These steps cannot tell it from {len(found.alike)} others ({others}){advice}.", soft_wrap=True)
     if engine_file is not None:
-        console.print(f"Type: --engine {engine_file} --skew {found.skew:g} --overlap {found.overlap}", soft_wrap=True)
+        console.print(f"Type: --engine {engine_file} {found.best.options()}", soft_wrap=True)
     return printed(console)
+
+
+def _load_words(found: Fit) -> str:
+    """Returns what the resamples say of the load."""
+    parts = []
+    if found.best.family != RECORDED:
+        parts.append(f"the skew is {found.skews[0]:g} to {found.skews[1]:g}")
+    if all(group.phase == "decode" for group in found.groups):
+        parts.append("steps without prompts do not show the spread of requests")
+    else:
+        parts.append(f"the spread of requests is {found.spreads[0]:g} to {found.spreads[1]:g}")
+    of = "the overlap" if found.best.family == RECORDED else "family and overlap"
+    return "; ".join([*parts, f"{of} as said in {found.sure:.0%} of all"]) + "."

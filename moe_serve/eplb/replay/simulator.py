@@ -150,6 +150,11 @@ def simulate(
     progress: called with (cases done, cases)
     Raises ConfigError for combinations that cannot be, before anything runs.
     """
+    batches: dict[str, str] = {}
+    if simulation.trace is not None:
+        costs = _costs(simulation, topologies_of(simulation)[0])
+        costs, batches = costs.with_spread(costs.of_model(simulation.trace))
+        simulation = replace(simulation, serving=costs.serving)
     combinations = [
         (topology, slots, window)
         for topology in topologies_of(simulation)
@@ -157,7 +162,7 @@ def simulate(
     ]
     cases = []
     for index, (topology, slots, window) in enumerate(combinations):
-        cases.append(_run(simulation, topology, slots, window, jobs))
+        cases.append(_run(simulation, topology, slots, window, jobs, batches))
         if progress is not None:
             progress(index + 1, len(combinations))
     return tuple(cases)
@@ -190,10 +195,16 @@ def slots_of(simulation: Simulation, topology: Topology) -> Sequence[int]:
     return found
 
 
-def _run(simulation: Simulation, topology: Topology, num_slots: int, window_steps: int, jobs: int) -> Case:
-    model = simulation.model
-    costs = ProfileCosts(CostModel(simulation.hardware, model, topology, simulation.engine), simulation.serving)
-    trace = costs.of_model(_trace(simulation, topology, window_steps))
+def _costs(simulation: Simulation, topology: Topology) -> ProfileCosts:
+    model = CostModel(simulation.hardware, simulation.model, topology, simulation.engine)
+    return ProfileCosts(model, simulation.serving)
+
+
+def _run(
+    simulation: Simulation, topology: Topology, num_slots: int, window_steps: int, jobs: int, batches: dict[str, str]
+) -> Case:
+    model, costs = simulation.model, _costs(simulation, topology)
+    trace = costs.of_model(_trace(simulation, costs, window_steps))
     step_s = _first_step_seconds(trace, costs, num_slots) if simulation.plan_latency_s else 1.0
     settings = ReplaySettings(
         topology,
@@ -208,7 +219,7 @@ def _run(simulation: Simulation, topology: Topology, num_slots: int, window_step
         latency_steps=math.ceil(simulation.plan_latency_s / step_s),
     )
     report = replay(trace, simulation.policies, settings, jobs=jobs)
-    conditions = {**report.conditions, "prices": costs.words()}
+    conditions = {**report.conditions, "prices": costs.words(), **batches}
     if simulation.serving.expert_capacity is not None:
         conditions["capacity"] = f"{costs.over_capacity(trace):.2%} of the choices are beyond that of their expert"
     report = replace(report, conditions=conditions)
@@ -220,18 +231,16 @@ def _run(simulation: Simulation, topology: Topology, num_slots: int, window_step
     return Case(topology, num_slots, window_steps, report, trace, memory, fits, handed_over, network)
 
 
-def _trace(simulation: Simulation, topology: Topology, window_steps: int) -> LoadTrace:
+def _trace(simulation: Simulation, costs: ProfileCosts, window_steps: int) -> LoadTrace:
     if simulation.trace is not None:
         return folded(simulation.trace, window_steps)
     model, serving = simulation.model, simulation.serving
-    tokens = simulation.tokens_per_rank * topology.num_ranks
+    tokens = simulation.tokens_per_rank * costs.model.topology.num_ranks
     return synthetic_trace(
         replace(
             simulation.load,
             request_spread=serving.request_spread,
-            requests_per_step=tokens / (1 + serving.drafts)
-            if serving.phase == "decode"
-            else max(tokens / serving.context, 1.0),
+            requests_per_step=max(costs.requests(tokens, serving.phase), 1.0),
             num_layers=model.num_moe_layers,
             num_logical=model.num_logical,
             topk=model.topk,

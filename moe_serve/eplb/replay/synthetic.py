@@ -164,7 +164,7 @@ def popularity(load: SyntheticLoad) -> Iterator[Floats]:
 def window_counts(weights: Floats, load: SyntheticLoad, rng: np.random.Generator, first_step: int) -> LoadRecord:
     """Returns the counts of one window drawn from its popularity [L, E]."""
     if load.request_spread:
-        seen = load.requests_per_step * (load.steps_per_window if load.phase == "prefill" else 1)
+        seen = load.requests_per_step * (load.steps_per_window if load.phase != "decode" else 1)
         computed = load.tokens_per_step * load.steps_per_window
         weights = shares_of_batch(weights, load.request_spread, seen, computed, rng)
     shares = load.tokens_per_step * load.topk

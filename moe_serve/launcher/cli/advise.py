@@ -74,6 +74,7 @@ class AdviseOptions(opt.ReportOptions, opt.ServingOptions, opt.SplitOptions, opt
             tuple(dict.fromkeys(self.policy or ("deepseek", "incremental"))),
             opt.numbers(self.redundant, "--redundant") if self.redundant else (),
             self.windows,
+            self.window,
             None if self.gpu_memory is None else self.gpu_memory * 1e9,
             self.memory_share,
             self.gpu_hour_price,
@@ -89,7 +90,7 @@ def advise(options: AdviseOptions) -> None:
     settings = options.settings()
     model = options.served_model or options.model
     with progress_bar("reading and replaying") as show:
-        load = options.open_trace(options.trace)
+        load = options.open_trace(options.trace, fold=False)
         found = run_advise(load, settings, show, options.jobs or os.cpu_count() or 1)
     options.print(
         lambda: advice_to_json(found, options.trace, model),

@@ -126,9 +126,13 @@ class TraceOptions:
     )
 
     def open_trace(
-        self, path: str, progress: Callable[[int, int], None] | None = None, topk: int | None = None
+        self,
+        path: str,
+        progress: Callable[[int, int], None] | None = None,
+        topk: int | None = None,
+        fold: bool = True,
     ) -> "LoadTrace":
-        """Returns the trace, its --only-phase folded to --window; it is read, and progress called, while iterated."""
+        """Returns the trace, its --only-phase, folded to --window; it is read, and progress called, while iterated."""
         from moe_serve.eplb.files.traces import read_trace
         from moe_serve.eplb.files.windows import folded, of_phase
 
@@ -140,7 +144,7 @@ class TraceOptions:
             trace = replace(trace, topk=topk)
         if self.only_phase is not None:
             trace = of_phase(trace, self.only_phase)
-        return folded(trace, self.window) if self.window else trace
+        return folded(trace, self.window) if self.window and fold else trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +184,21 @@ class ServingOptions:
         "--save`.",
     )
     context: float = option(
-        default=4096, min=1, max=1e9, help="Tokens in the cache per request (decode), or length of a prompt (prefill)."
+        default=4096,
+        min=1,
+        max=1e9,
+        help="Tokens in the cache per request (decode), or length of a prompt (prefill, mixed).",
     )
-    phase: str = option(default="decode", help="prefill or decode, for windows that do not say it.")
+    phase: str = option(
+        default="decode",
+        help="prefill, decode, or mixed (batches of both), for windows that do not say it.",
+    )
+    answer: float = option(
+        default=0.0,
+        min=0,
+        max=1e9,
+        help="Tokens of an answer (mixed): with --context they say how many rows of a batch decode.",
+    )
     overlap: str = option(
         default="auto",
         help="Two half-batches overlap in every step (two-batch), in none (none), or in those that they make shorter "
@@ -222,10 +238,10 @@ class ServingOptions:
         """Returns how the ranks serve. Raises ConfigError for values that cannot be."""
         from moe_serve.eplb.replay.costs import Serving
 
-        if self.cache_hit and self.phase != "prefill":
-            raise ConfigError("--cache-hit is a share of prompts; give --phase prefill, or leave it out")
-        if self.drafts and self.phase != "decode":
-            raise ConfigError("--drafts are verified by decode steps; give --phase decode, or leave it out")
+        if self.cache_hit and self.phase == "decode":
+            raise ConfigError("--cache-hit is a share of prompts; give --phase prefill or mixed, or leave it out")
+        if self.drafts and self.phase == "prefill":
+            raise ConfigError("--drafts are verified where tokens are decoded; give another --phase, or leave it out")
         if self.acceptance and not self.drafts:
             raise ConfigError("--acceptance is the chance of drafts; give their number with --drafts, or leave it out")
         if self.over_capacity == "drop" and self.expert_capacity is None:
@@ -242,6 +258,7 @@ class ServingOptions:
             self.over_capacity,  # type: ignore[arg-type]
             self.drafts,
             self.acceptance,
+            self.answer,
         )
 
     def engine_profile(self) -> "EngineProfile":

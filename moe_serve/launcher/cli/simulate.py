@@ -51,7 +51,7 @@ class SimulateOptions(opt.PageOptions, opt.WindowOptions, opt.ServingOptions):
     domains: str | None = option(help="A trace whose records are the domains of --load bursts.")
     trace: str | None = option(help="A recorded load instead.")
     tokens_per_rank: int | None = option(
-        min=1, help="Tokens that one rank computes in one step.", show_default="128 decode, 16384 prefill"
+        min=1, help="Tokens that one rank computes in one step.", show_default="128 decode, 16384 prefill, 2048 mixed"
     )
     off_home: float = opt.off_home()
     plan_latency_ms: float = option(default=100, min=0, max=1e9, help="Time a plan takes to arrive (gated policies).")
@@ -59,7 +59,7 @@ class SimulateOptions(opt.PageOptions, opt.WindowOptions, opt.ServingOptions):
     seed: int = opt.seed()
     fit: Path | None = option(
         help="Fit the prices to measured steps instead: a CSV (phase,tokens,step_s,context), or the log of vLLM "
-        "(--enable-logging-iteration-details) or SGLang. For one of --nodes and --slots."
+        "(--enable-logging-iteration-details) or SGLang. For one of --nodes and --slots; with --trace of its load."
     )
     save_engine: Path | None = option(help="Write the fitted engine there, for --engine here and of advise.")
     list_loads: bool = option("--list-loads", default=False, help="Say what the synthetic loads are, and end.")
@@ -84,7 +84,7 @@ class SimulateOptions(opt.PageOptions, opt.WindowOptions, opt.ServingOptions):
             ranks_per_node=self.ranks_per_node,
             load=self._load(profile, hardware, sweep.nodes),
             trace=opt.TraceOptions().open_trace(self.trace) if self.trace else None,
-            tokens_per_rank=self.tokens_per_rank or (16384 if self.phase == "prefill" else 128),
+            tokens_per_rank=self.tokens_per_rank or {"prefill": 16384, "mixed": 2048}.get(self.phase, 128),
             serving=self.serving(),
             engine=self.engine_profile(),
             policies=tuple(self.policy or ("greedy", "refined")),
@@ -167,7 +167,8 @@ def _fit(options: SimulateOptions, file: Path) -> None:
         raise ConfigError("--fit is for the cluster that was measured; give one value for --nodes, and for --slots")
     model = CostModel(simulation.hardware, simulation.model, topologies[0], load_engine("ideal"))
     with progress_bar("fitting") as show:
-        found = fit(read_step_times(file), ProfileCosts(model, simulation.serving), slots[0], options.rho, show)
+        costs = ProfileCosts(model, simulation.serving)
+        found = fit(read_step_times(file), costs, slots[0], options.rho, simulation.trace, show)
     if options.save_engine is not None:
         options.save_engine.write_text(to_yaml(found, options.save_engine.stem, file.name), encoding="utf-8")
     options.print(lambda: to_json(found), lambda color: to_table(found, options.save_engine, color))
