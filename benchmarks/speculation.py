@@ -1,19 +1,27 @@
-"""Tokens per second with drafts from text and without, by kind of prompt and batch.
+"""Tokens per second with drafts and without, by kind of prompt and batch; parts of a layer that predicts; the index.
 
-    python -m benchmarks.speculation [--models demo,bench] [--batches 1,4,16,64] [--kinds "code edit,..."] [--rounds 5]
-                                     [--modes auto,lookup,mtp]
+    python -m benchmarks.speculation [--models demo,bench] [--batches 1,4,16,64] [--kinds "code edit,..."]
+                                     [--seconds 12] [--modes auto] [--threads 1] [--max-drafts 8]
 
-One `LLM` of one rank with all cores for each mode, in alternation. Every round gives all of them the same new prompts
-of one kind, and compares their tokens, which must be equal. Ratios are medians of those within a round. With 5 rounds
-and both models it takes about 15 minutes. Model `predicting` is the bench model with a layer for multi-token prediction
-that is made to be right about 7 times of 10, for mode mtp; it has no prompts but random ids.
+Engines of one rank in this process, without front end, one for each mode. They take turns of some prompts, the same for
+all, of which `batch` run at once until none waits; their tokens are compared, and must be equal. Only steps are timed:
+by the CPU time of their thread where there is one, which other work on the machine hardly changes. A row takes about
+--seconds, at least three turns; the first row of a model has a turn more, which warms up. With both models it takes
+about ten minutes.
 
-    code edit   a piece of code twice, the second time cut off where it is to be edited
-    quotes      a text, then the beginning of one of its sentences
+    code edit   code, and the beginning of it with two words changed; the output goes on
+    quotes      sentences; the output quotes three of them
     chat        turns of two speakers, who say other things each time
     prose       sentences that do not come again
     random ids  tokens drawn at random
     JSON keys   prose; the output is a JSON object with long names and short values. Demo model: the other has no words
+
+The demo model writes its own outputs. Those of the bench model, whose weights are random, are written here, letter by
+letter: it would repeat itself. Everything else runs as it would, the drawing of tokens included.
+
+Model `predicting` is the bench model with a layer for multi-token prediction that is made to be right about 7 times of
+10; it has no prompts but random ids. `--models predicting --modes auto,mtp` writes a table of its own, with what the
+parts of a step take. `--models index` does so with the index of texts.
 """
 
 import argparse
@@ -23,17 +31,34 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from benchmarks.bench_model import write_bench_model, write_predicting_model
-from benchmarks.conditions import conditions, save
-from moe_serve import LLM, SamplingParams
+from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.attention_dp.constraint import Constraint
+from moe_serve.attention_dp.request import Request, SamplingParams
+from moe_serve.attention_dp.speculation import MTP, Speculator
+from moe_serve.config import SpeculationConfig, load_config
+from moe_serve.dispatch.base import EpGroup
+from moe_serve.engine.build import build_engine
+from moe_serve.engine.engine import Engine
+from moe_serve.engine.output.sampler import Sampler
+from moe_serve.engine.protocol.messages import Submit, Tokens
+from moe_serve.engine.step.exchange import OneRankExchange
+from moe_serve.launcher.preflight import load_tokenizer
+from moe_serve.process_facts import resident_bytes
+from tests.engine.queue_mailbox import QueueMailbox
 
 NUM_OUTPUT = 96
+MAX_DRAFTS = SpeculationConfig().max_drafts
+INDEX_BYTES = int(SpeculationConfig().index_mib * 2**20)
 _NOUNS = ("server", "cache", "request", "token", "expert", "rank", "page", "queue", "model", "step", "layer", "weight")
 _VERBS = ("holds", "reads", "writes", "counts", "moves", "checks", "sends", "takes", "keeps", "sorts", "finds", "makes")
 
@@ -52,25 +77,29 @@ def function(draw: random.Random) -> str:
     )
 
 
-def code_edit(draw: random.Random) -> str:
+def code_edit(draw: random.Random) -> tuple[str, str]:
     code = "".join(function(draw) for _ in range(3))
-    return code + code[: len(code) // 3]
+    edited = code.replace(draw.choice(_NOUNS), draw.choice(_NOUNS)).replace(draw.choice(_NOUNS), draw.choice(_NOUNS))
+    cut = draw.randrange(len(code) // 3)
+    return code + edited[:cut], edited[cut:]
 
 
-def quotes(draw: random.Random) -> str:
+def quotes(draw: random.Random) -> tuple[str, str]:
     sentences = [sentence(draw) for _ in range(8)]
-    return "".join(sentences) * 2 + "It says: " + sentences[0] + sentences[1][:20]
+    quoted = draw.sample(sentences, 3)
+    return "".join(sentences) + "It says: " + quoted[0][:20], quoted[0][20:] + "And: ".join(quoted[1:])
 
 
-def chat(draw: random.Random) -> str:
-    return "".join(f"{name}: {sentence(draw)}\n" for name in ("User", "Assistant") * 3)
+def chat(draw: random.Random) -> tuple[str, str]:
+    said = [f"{name}: {sentence(draw)}\n" for name in ("User", "Assistant") * 5]
+    return "".join(said[:6]), "".join(said[6:])
 
 
-def prose(draw: random.Random) -> str:
-    return "".join(sentence(draw) for _ in range(8))
+def prose(draw: random.Random) -> tuple[str, str]:
+    return "".join(sentence(draw) for _ in range(8)), "".join(sentence(draw) for _ in range(4))
 
 
-KINDS: dict[str, Callable[[random.Random], str] | None] = {
+KINDS: dict[str, Callable[[random.Random], tuple[str, str]] | None] = {
     "code edit": code_edit, "quotes": quotes, "chat": chat, "prose": prose, "random ids": None, "JSON keys": prose,
 }  # fmt: skip
 _NAMES = (
@@ -83,79 +112,252 @@ _SCHEMA = {
 _FORM = Constraint("json_schema", json.dumps(_SCHEMA))
 
 
+class Asked(NamedTuple):
+    """A prompt of ids. written: what comes out, whatever the model says; (): what it says"""
+
+    ids: list[int]
+    params: SamplingParams
+    written: Sequence[int] = ()
+
+
+class Written:
+    """A sampler that draws tokens, and returns those that are written, where some are."""
+
+    def __init__(self, sampler: Sampler):
+        self._sampler = sampler
+        self.outputs: dict[str, Sequence[int]] = {}  # by request
+
+    def __call__(self, logits: Tensor, requests: list[Request]) -> list[int]:
+        return self._instead(self._sampler(logits, requests), requests, [0] * len(requests))
+
+    def again(self, logits: Tensor, requests: list[Request], ahead: Sequence[int]) -> list[int]:
+        return self._instead(self._sampler.again(logits, requests, ahead), requests, ahead)
+
+    def _instead(self, drawn: list[int], requests: list[Request], ahead: Sequence[int]) -> list[int]:
+        if not self.outputs:
+            return drawn
+        places = [len(request.output_ids) + later for request, later in zip(requests, ahead, strict=True)]
+        outputs = [self.outputs[request.request_id] for request in requests]
+        return [output[min(place, len(output) - 1)] for output, place in zip(outputs, places, strict=True)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_isa(parser)
     parser.add_argument("--models", default="demo,bench")
     parser.add_argument("--batches", default="1,4,16,64")
-    parser.add_argument("--modes", default="auto,lookup")
+    parser.add_argument("--modes", default="auto")
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--max-drafts", type=int, default=MAX_DRAFTS)
     args = parser.parse_args()
+    torch.set_num_threads(1)
     facts, rows = conditions(), []
-    with tempfile.TemporaryDirectory() as folder:
-        for model in args.models.split(","):
-            make = {"demo": None, "bench": write_bench_model, "predicting": write_predicting_model}[model]
-            path = model if make is None else str(make(Path(folder) / model))
-            rows += compare(model, path, args)
+    name, title = "speculation", "Drafts of tokens against none"
     notes = (
-        f"{args.rounds} rounds, {NUM_OUTPUT} tokens for each prompt (JSON: until it is complete), temperature 0, one "
-        f"rank with {os.cpu_count()} threads. `speed` is tokens per second over those without drafts in the same "
-        f"round, in brackets the slowest and fastest round. Load average at the end: {os.getloadavg()[0]:.2f}."
+        f"{NUM_OUTPUT} tokens for each prompt (JSON: until it is complete), temperature 0, one rank with "
+        f"{args.threads} threads, without front end, {'CPU time' if args.threads == 1 else 'time'} of its steps. "
+        "`speed` is tokens per second over those without drafts, which had the same prompts in turn; in brackets, 95 % "
+        "of what other draws of the turns would give (bootstrap). "
     )
-    name = "speculation_predicting" if args.models == "predicting" else "speculation"
-    print(save(name, "Drafts of tokens against none", rows, facts, notes, per_cpu=True))
+    if args.models == "index":
+        name, title, rows = "speculation_index", "The index of texts that drafts come from", index_rows()
+        notes = "A look of one batch of requests that decode, in an index that is full, and what it adds to a step. "
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            for model in args.models.split(","):
+                make = {"demo": None, "bench": write_bench_model, "predicting": write_predicting_model}[model]
+                path = model if make is None else str(make(Path(folder) / model))
+                rows += compare(model, path, args)
+        if args.models == "predicting":
+            name, title = "speculation_predicting", "Drafts of a layer for multi-token prediction"
+            notes += PARTS
+    notes += f"Load average at the end: {os.getloadavg()[0]:.2f}."
+    print(save(name, title, rows, facts, notes, per_cpu=True))
+
+
+PARTS = (
+    "`rows`: a step with one draft for each request, over one without; `layer`: its runs, over the same; `right`: "
+    "drafts that were; `bound`: the speed that follows, (1 + right) / (rows + layer). "
+)
+
+
+class Rank:
+    """An engine of one rank in this process, and the time of its steps."""
+
+    def __init__(self, path: str, mode: str, threads: int, max_drafts: int = MAX_DRAFTS):
+        self._mailbox = QueueMailbox(end_when_idle=False)
+        settings = [
+            f"model.path={path}", "model.dtype=float32", f"speculation.mode={mode}", "parallel.device=cpu",
+            f"parallel.threads_per_rank={threads}", "cache.memory_gib=0.25", f"speculation.max_drafts={max_drafts}",
+        ]  # fmt: skip
+        config = load_config(overrides=settings)
+        group = EpGroup(0, 1, torch.device("cpu"))
+        self.engine: Engine = build_engine(config, group, OneRankExchange(), self._mailbox)
+        self._written = Written(self.engine.sampler)
+        self.engine.sampler = self._written  # type: ignore[assignment]
+        self.tokenizer = load_tokenizer(config)
+        self.decodes: list[tuple[int, int, float, float]] = []  # requests, drafts, seconds, those of the layer
+        self._clock = time.thread_time if threads == 1 else time.perf_counter
+        self._number = 0
+        speculator = self.engine.scheduler.speculator
+        if speculator is not None:
+            self._log(speculator)
+
+    def _log(self, speculator: Speculator) -> None:
+        ended = speculator.gate.ended
+
+        def logged(step: Any, num_like: int) -> None:
+            self.decodes.append((step.num_requests, step.num_drafts, step.seconds - step.layer_s, step.layer_s))
+            ended(step, num_like)
+
+        speculator.gate.ended = logged  # type: ignore[method-assign]
+
+    def turn(self, prompts: Sequence[Asked], batch: int) -> tuple[float, list[list[int]]]:
+        """Returns the seconds of all steps, and the tokens of each prompt."""
+        waiting, found, seconds = deque(prompts), {}, 0.0
+        first, num_open, engine = self._number, 0, self.engine
+        while waiting or num_open:
+            while waiting and num_open < batch:
+                ids, params, written = waiting.popleft()
+                if written:
+                    self._written.outputs[str(self._number)] = written
+                engine._receive([Submit(str(self._number), 0, ids, params, seed=0)])
+                found[str(self._number)] = []
+                self._number, num_open = self._number + 1, num_open + 1
+            engine._schedule_compiled()
+            if not engine.scheduler.has_work:
+                time.sleep(0.001)  # a grammar is being compiled
+                continue
+            num_running, wall_s, began_s = engine.scheduler.num_running, time.perf_counter(), self._clock()
+            plan = engine.run_step()
+            seconds += self._clock() - began_s
+            if engine.scheduler.speculator is None and plan.phase == "decode":
+                self.decodes.append((num_running, 0, time.perf_counter() - wall_s, 0.0))
+            for message in self._mailbox.sent:
+                for event in message.events if isinstance(message, Tokens) else ():
+                    found[event.request_id] += event.token_ids
+                    num_open -= event.finish is not None
+            self._mailbox.sent.clear()
+        self._written.outputs.clear()
+        return seconds, [found[str(number)] for number in range(first, self._number)]
 
 
 def compare(model: str, path: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     modes = ["off", *args.modes.split(",")]
-    with ExitStack() as stack:
-        llms = {
-            mode: stack.enter_context(
-                LLM(path, num_ranks=1, speculation={"mode": mode}, threads_per_rank=os.cpu_count(), memory_gib=0.5)
-            )
-            for mode in modes
-        }
-        for batch in map(int, args.batches.split(",")):
-            for kind in args.kinds.split(","):
-                make, params = KINDS[kind], SamplingParams(max_new_tokens=NUM_OUTPUT, temperature=0, ignore_eos=True)
-                if model == "predicting" and kind != "random ids":
-                    continue
-                if kind == "JSON keys":
-                    if model != "demo":
-                        continue
-                    params = SamplingParams(max_new_tokens=2 * NUM_OUTPUT, temperature=0, constraint=_FORM)
-                seconds: dict[str, list[float]] = {mode: [] for mode in modes}
-                for number in range(-1, args.rounds):  # the first one warms up
-                    draw = random.Random(f"{kind} {batch} {number}")
-                    prompts = [prompt(make, draw, model) for _ in range(batch)]
-                    expected = None
-                    for mode in modes if number % 2 else reversed(modes):
-                        started_s = time.perf_counter()
-                        found = [each.token_ids for each in llms[mode].generate(prompts, params)]
-                        if number >= 0:
-                            seconds[mode].append(time.perf_counter() - started_s)
-                        expected = found if expected is None else expected
-                        assert found == expected, f"drafts have changed tokens: {model}, {kind}, batch {batch}"
-                row: dict[str, Any] = {"model": model, "batch": batch, "prompts": kind}
-                row["tok/s"] = f"{sum(map(len, found)) / statistics.median(seconds['off']):.0f}"
-                for mode in modes[1:]:
-                    ratios = [off / on for off, on in zip(seconds["off"], seconds[mode], strict=True)]
-                    row[f"speed {mode}"] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-                rows.append(row)
-                print(row, flush=True)
+    ranks = {mode: Rank(path, mode, args.threads, args.max_drafts) for mode in modes}
+    for batch in map(int, args.batches.split(",")):
+        for kind in args.kinds.split(","):
+            if (kind == "JSON keys" and model != "demo") or (model == "predicting" and kind != "random ids"):
+                continue
+            seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+            began_s, number, num_tokens = time.perf_counter(), 0 if rows else -1, 0
+            while number < 3 or time.perf_counter() - began_s < args.seconds:
+                draw = random.Random(f"{kind} {batch} {number}")
+                num_prompts = batch if batch > 16 else 2 * batch if batch > 1 else 1
+                prompts = [prompt(kind, draw, model, ranks["off"]) for _ in range(num_prompts)]
+                expected = None
+                for mode in modes if number % 2 else reversed(modes):
+                    taken_s, found = ranks[mode].turn(prompts, batch)
+                    expected = found if expected is None else expected
+                    assert found == expected, f"drafts have changed tokens: {model}, {kind}, batch {batch}"
+                    if number >= 0:
+                        seconds[mode].append(taken_s)
+                num_tokens += sum(map(len, found)) if number >= 0 else 0
+                number += 1
+            row: dict[str, Any] = {"model": model, "batch": batch, "prompts": kind, "turns": number}
+            row["tok/s"] = f"{num_tokens / sum(seconds['off']):.0f}"
+            for mode in modes[1:]:
+                row[f"speed {mode}"] = speed(seconds["off"], seconds[mode])
+            if "mtp" in modes:
+                row |= parts_of(ranks["off"], ranks["mtp"], batch)
+            rows.append(row)
+            print(row, flush=True)
     return rows
 
 
-def prompt(make: Callable[[random.Random], str] | None, draw: random.Random, model: str) -> Any:
-    """Returns a text, or token ids where the model has no tokenizer or the kind has no text."""
-    vocab = 2048 if model == "demo" else 8192
+def parts_of(off: Rank, mtp: Rank, batch: int) -> dict[str, str]:
+    """Returns what the parts of a step with a draft for each request take, and the speed that follows."""
+    plain_s = statistics.median(step_s for num, _, step_s, _ in off.decodes if num == batch)
+    steps = [(step_s, layer_s) for num, drafts, step_s, layer_s in mtp.decodes if num == drafts == batch]
+    rows, layer = (statistics.median(each) / plain_s for each in zip(*steps, strict=True))
+    speculator = mtp.engine.scheduler.speculator
+    assert speculator is not None
+    right = speculator.counters.num_accepted[MTP] / speculator.counters.num_drafts[MTP]
+    return {
+        "plain step, ms": f"{1e3 * plain_s:.2f}", "rows": f"{rows:.2f}", "layer": f"{layer:.2f}",
+        "right": f"{right:.0%}", "bound": f"{(1 + right) / (rows + layer):.2f}",
+    }  # fmt: skip
+
+
+def index_rows() -> list[dict[str, Any]]:
+    """Returns what a look takes in an index that is full, and what that is of a decode step."""
+    before, draw = resident_bytes(), np.random.default_rng(0)
+    speculator = Speculator(MAX_DRAFTS, INDEX_BYTES, shares_text=True, always=True)
+    for _ in range(7000):
+        text = Request("", 0, draw.integers(3, 8192, 999).tolist(), [7], SamplingParams(), 0)
+        speculator.draft([text], 0)
+        speculator.end(text)
+    memory, rows = resident_bytes() - before, []
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"demo": "demo", "bench": str(write_bench_model(Path(folder)))}
+        off = {model: Rank(path, "off", 1) for model, path in paths.items()}
+        for batch in (1, 4, 16, 64):
+            for model, rank in off.items():
+                pick = random.Random(batch)
+                rank.turn([prompt("random ids", pick, model, rank) for _ in range(batch)], batch)
+            for what in ("repeats its prompt", "random"):
+                look_s = looks(speculator, batch, what != "random", draw)
+                row = {"batch": batch, "output": what, "look, us": f"{1e6 * look_s:.0f}"}
+                for model, rank in off.items():
+                    step_s = statistics.median(step_s for num, _, step_s, _ in rank.decodes if num == batch)
+                    row[f"of a step, {model}"] = f"{look_s / step_s:.1%}"
+                rows.append(row | {"memory of the index, MiB": f"{memory / 2**20:.1f}"})
+    return rows
+
+
+def looks(speculator: Speculator, batch: int, repeats: bool, draw: np.random.Generator) -> float:
+    """Returns the median CPU time of a look at some requests, each of which has one new token."""
+    prompts = [draw.integers(3, 8192, 200).tolist() for _ in range(batch)]
+    requests = [Request("", 0, each, each[:3], SamplingParams(), 0) for each in prompts]
+    times = []
+    for number in range(180):
+        began_s = time.thread_time()
+        found = speculator.draft(requests, MAX_DRAFTS * batch)
+        times.append(time.thread_time() - began_s)
+        assert not repeats or all(found), "an output that repeats its prompt has drafts"
+        for request in requests:
+            request.output_ids.append(request.prompt_ids[number + 3] if repeats else int(draw.integers(3, 8192)))
+    for request in requests:
+        speculator.end(request)
+    return statistics.median(times)
+
+
+def speed(off: Sequence[float], on: Sequence[float]) -> str:
+    """Returns the ratio of sums, and where 95 % of those of other draws of turns lie."""
+    without, with_drafts = np.array(off), np.array(on)
+    picks = np.random.default_rng(0).integers(0, len(off), (1000, len(off)))
+    low, high = np.quantile(without[picks].sum(1) / with_drafts[picks].sum(1), (0.025, 0.975))
+    return f"{without.sum() / with_drafts.sum():.3f} ({low:.3f}-{high:.3f})"
+
+
+def prompt(kind: str, draw: random.Random, model: str, rank: Rank) -> Asked:
+    """Returns a prompt, with its output where the model has no tokenizer."""
+    vocab, make = 2048 if model == "demo" else 8192, KINDS[kind]
+    params = SamplingParams(max_new_tokens=NUM_OUTPUT, temperature=0, ignore_eos=True)
+    if kind == "JSON keys":
+        params = SamplingParams(max_new_tokens=2 * NUM_OUTPUT, temperature=0, constraint=_FORM)
     if make is None:
-        return [draw.randrange(3, vocab) for _ in range(64)]
-    text = make(draw)
-    if model == "demo":
-        return text
-    return [3 + ord(letter) * 61 % (vocab - 3) for letter in text[:400]]
+        ids, written = ([draw.randrange(3, vocab) for _ in range(number)] for number in (64, NUM_OUTPUT))
+        return Asked(ids, params, written if model == "bench" else ())
+    text, output = make(draw)
+    if rank.tokenizer is not None:
+        return Asked(rank.tokenizer.encode(text), params)
+    ids, written = ([3 + ord(letter) * 61 % (vocab - 3) for letter in each] for each in (text, output))
+    assert len(written) >= NUM_OUTPUT, f"{kind}: an output of {len(written)} letters"
+    return Asked(ids, params, written)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Builds small C helpers at first use and keeps them in the user's cache. None is required: each has a Python twin.
+"""Builds small C helpers at first use and keeps them in the user's cache. All but the index of texts for drafts
+(attention_dp/text_index.py) have a Python twin.
 
 Callers fall back to the twin and report why. All arguments and results are int64 (numbers or addresses), so one
 prototype serves all functions.

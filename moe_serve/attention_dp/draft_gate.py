@@ -2,29 +2,33 @@
 
 Rows of a MoE model are not free, since each draft reads experts of its own (Cascade, arXiv 2506.20675), nor is looking
 for drafts, where a step takes less than a millisecond. So all is weighed by times that were measured here, against
-steps without drafts. `DraftGate` is told these times and looks at no clock: what it decides follows from what it was
-told, and `Decision` has the numbers of one choice. Numpy only.
+steps without drafts; and whatever these say, what is spent and lost comes out of budgets, each a share of the time of
+the decode steps so far. `DraftGate` is told times and looks at no clock: what it decides follows from what it was told,
+and `Decision` has the numbers of one choice. Numpy only.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 MIN_GAIN = 1.1  # of tokens per second: of many lengths the best looks better than it is, by the noise of times
-_FRESH_STEPS = 16  # with drafts, for which the time of a step without is taken to be the same
-# Between two looks for drafts while none pay: behind a new request, later, and where looks take long.
-_LOOK_STEPS, _MOST_LOOK_STEPS, _RAREST_LOOK_STEPS = 3, 31, 255
-_LOOK_SHARE = 0.01  # of the time, that looks may take while none pay
-_PATIENCE = 8  # looks that find nothing, behind drafts that paid, before steps are left out
+_FRESH_STEPS = 32  # with drafts, for which the time of a step without is taken to be the same
+_PATIENCE = 8  # looks without drafts to verify, behind drafts that paid, before steps are left out
 _DRAFT_COST = 0.25  # of a draft, before it is known: a share of a step without drafts, divided by its decodes
-# Looks at drafts that do not pay, before some are verified to see whether they still do not: at first, and at most.
-_EXPLORE_LOOKS, _MOST_EXPLORE_LOOKS = 2, 16
 _TRUST_STEPS = 8.0  # as which the first trust in a promise counts
-# The layer runs for so many decode steps before it is judged; where it has lost, it rests for so many: at first, later.
-_LAYER_STEPS, _REST_STEPS, _MOST_REST_STEPS = 16, 512, 8192
+# Shares of the time of decode steps: for looks while no drafts pay; that drafts may lose; that the layer may lose.
+_LOOK_SHARE, _LOSS_SHARE, _LAYER_SHARE = 0.004, 0.004, 0.004
+# Steps without drafts, of which the time is lent at first, and is saved for later at most.
+_MOST_LOOKS, _MOST_LOSS, _MOST_LAYER_LOSS = 1.0, 4.0, 8.0
+_TRIAL = 2.0  # steps without drafts, of which the time is to be saved before drafts are tried again that have lost
+_LAYER_STEPS = 16  # with the layer, before it is judged
+# Looks at drafts that do not pay, before some are verified to see whether they still do not: at first, and at most.
+_EXPLORE_LOOKS, _MOST_EXPLORE_LOOKS = 4, 256
+
+Floats = NDArray[np.float64]
 
 
 class DecodeStep(NamedTuple):
@@ -53,11 +57,37 @@ class Decision(NamedTuple):
     """
 
     num_decodes: int
-    chances: list[float]
-    most: list[int]
-    multiples: list[float]
+    chances: NDArray[np.float32]
+    multiples: Floats
     least_gain: float
     lengths: list[int]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain numbers by name."""
+        return self._asdict() | {"chances": self.chances.tolist(), "multiples": self.multiples.tolist()}
+
+
+@dataclass
+class Budget:
+    """Seconds that may be spent: a share of the time so far. most: steps without drafts, of which the time is kept"""
+
+    share: float
+    most: float
+    left_s: float | None = None  # None: no step was seen
+
+    def passed(self, seconds: float, plain_s: float) -> None:
+        """Counts the time of a step. plain_s: of one without drafts"""
+        most_s = self.most * plain_s
+        self.left_s = most_s if self.left_s is None else min(self.left_s + self.share * seconds, most_s)
+
+    def spend(self, seconds: float) -> None:
+        """Takes time out of it, which may then owe some; or puts in what was gained, if negative."""
+        if self.left_s is not None:
+            self.left_s -= seconds
+
+    @property
+    def is_left(self) -> bool:
+        return self.left_s is not None and self.left_s > 0
 
 
 class StepCosts:
@@ -101,7 +131,7 @@ class StepCosts:
         seen = self._seen.get(num_decodes.bit_length(), {})
         seen.update({key: (drafts, multiple, 1) for key, (drafts, multiple, _) in seen.items()})
 
-    def of(self, num_decodes: int, num_drafts: int) -> list[float]:
+    def of(self, num_decodes: int, num_drafts: int) -> Floats:
         """Returns the multiples of steps with 0, 1, ... num_drafts drafts.
 
         Beyond what was seen a draft costs what those before it cost; before any was, little, so that some are tried.
@@ -113,8 +143,7 @@ class StepCosts:
             most = max(float(num_drafts), last)
             points.append((most, 1 + max(0.0, multiple - 1) * most / last))
         drafts, multiples = zip((0.0, 1.0), *points, strict=True)
-        found: list[float] = np.interp(np.arange(num_drafts + 1), drafts, multiples).tolist()
-        return found
+        return np.interp(np.arange(num_drafts + 1), drafts, multiples)
 
 
 def _moved(average: float, value: float, weight: float) -> float:
@@ -123,42 +152,27 @@ def _moved(average: float, value: float, weight: float) -> float:
 
 
 def best_lengths(
-    num_decodes: int,
-    chances: Sequence[float],
-    most: Sequence[int],
-    multiples: Sequence[float],
-    least_gain: float = MIN_GAIN,
+    num_decodes: int, chances: NDArray[np.float32], multiples: Floats, least_gain: float = MIN_GAIN
 ) -> list[int]:
     """Returns how many drafts of each request to verify, so that a step yields the most tokens per second.
 
     num_decodes: rows without drafts
-    chances:     of the next draft of each request to be right, where those before it are
-    most:        drafts that each has
+    chances:     [requests, most] of each draft to be right with all before it, so a row never grows; 0: there is none
     multiples:   of a step without drafts, how long one takes with 0, 1, ... as many as there is room for
     least_gain:  of tokens per second, below which none are verified
     """
-    lengths, best = [0] * len(chances), [0] * len(chances)
-    tokens, best_rate = float(num_decodes), least_gain * num_decodes
-    gains = [(-chance, index) for index, chance in enumerate(chances) if most[index]]
-    heapq.heapify(gains)
-    for multiple in multiples[1:]:
-        if not gains:
-            break
-        gain, index = gains[0]
-        tokens -= gain
-        lengths[index] += 1
-        if lengths[index] < most[index]:
-            heapq.heapreplace(gains, (gain * chances[index], index))
-        else:
-            heapq.heappop(gains)
-        if tokens / multiple > best_rate:
-            best, best_rate = list(lengths), tokens / multiple
-    return best
-
-
-def expected_right(chance: float, num_drafts: int) -> float:
-    """Returns how many of some drafts are right on average, where the first wrong one ends them."""
-    return float(num_drafts) if chance >= 1 else chance * (1 - chance**num_drafts) / (1 - chance)
+    number = min(len(multiples) - 1, np.count_nonzero(chances))
+    if not number:
+        return [0] * len(chances)
+    # Stable: of equal chances the earlier draft, so that each is taken with all before it.
+    order = np.argsort(-chances, axis=None, kind="stable")[:number]
+    tokens = num_decodes + chances.ravel()[order].cumsum(dtype=np.float64)
+    rates = tokens / multiples[1 : number + 1]
+    best = int(rates.argmax())
+    if rates[best] <= least_gain * num_decodes:
+        return [0] * len(chances)
+    lengths: list[int] = np.bincount(order[: best + 1] // chances.shape[1], minlength=len(chances)).tolist()
+    return lengths
 
 
 @dataclass
@@ -185,10 +199,11 @@ class _Trust:
 class DraftGate:
     """The decisions about drafts of one rank.
 
-    Drafts are looked for in each step while they pay. Otherwise some steps look, and see what would have been right;
-    the steps between run as without drafts. They are tried again now and then.
+    Drafts are looked for in each step while they pay. Otherwise some steps look, as many as a budget allows, and see
+    what would have been right; the steps between run as without drafts. What drafts lose comes out of a second budget,
+    and none are verified while that owes time. They are tried again now and then.
     The layer for multi-token prediction runs while the time that its drafts save, of which each is worth a share of a
-    step without drafts, exceeds that of its runs and of the rows that verify them.
+    step without drafts, exceeds that of its runs and of the rows that verify them; what it loses has a budget, too.
     """
 
     def __init__(self, has_layer: bool = False, always: bool = False):
@@ -197,111 +212,115 @@ class DraftGate:
         self.saved_s = 0.0  # by drafts, in steps that have looked for some, as far as the time of one without is known
         self.decision: Decision | None = None  # the newest with drafts to choose from
         self.layer_runs = has_layer
+        self.pays = False  # drafts do, as far as is known
         self._has_layer = has_layer
         self._always = always
+        self._looks = Budget(_LOOK_SHARE, _MOST_LOOKS)
+        self._losses = Budget(_LOSS_SHARE, _MOST_LOSS)
+        self._layer_losses = Budget(_LAYER_SHARE, _MOST_LAYER_LOSS)
+        self._plain_s = 0.0  # of a step without drafts, with about as many decodes as now
         self._trust: dict[int, _Trust] = {}  # by powers of two of decodes
         self._promised = 1.0  # by the newest look: tokens per second over those without drafts
         self._multiple = 1.0  # of the time of a step without, that it expects
-        self.measures = True  # whether the time of this step matters
-        self._steps_to_look = 0  # as long as that many are left
-        self._look_steps = self._first_steps = _LOOK_STEPS
-        self._look_share = 0.0  # of a look, of a step without
-        self._num_empty = _PATIENCE  # looks in a row that have found none, since drafts paid
+        self._num_empty = 0  # looks in a row without drafts to verify, while drafts pay
         self._num_looks = 0  # in a row, at drafts that do not pay
         self._explore_looks = _EXPLORE_LOOKS
         self._layer_gain = 0.0  # of this trial, in steps without drafts
         self._layer_steps = 0  # of this trial
-        self._layer_rest = 0  # steps, once the layer has lost
-        self._rest_steps = _REST_STEPS
 
     @property
-    def pays(self) -> bool:
-        """Whether drafts pay, as far as is known."""
-        return self._look_steps == 0
+    def is_due(self) -> bool:
+        """Whether to look for drafts in this step."""
+        left_s = self._looks.left_s
+        return (left_s is not None and left_s > 0) or self.pays or self._always or self.layer_runs
 
-    def is_due(self, has_new: bool) -> bool:
-        """Returns whether to look for drafts in this step. Called once for each step that decodes.
+    def looked(self, look_s: float) -> None:
+        """Learns how long a look took, whatever came of it."""
+        if not self.pays:
+            self._looks.spend(min(look_s, self._plain_s))
 
-        has_new: a request is among the decodes that was not in the step before. Where none of those before had drafts
-        that paid, it is looked at later.
-        """
-        if has_new and not self.pays:
-            self._look_steps = self._first_steps
-            self._steps_to_look = min(self._steps_to_look, self._first_steps)
-            self._first_steps = min(2 * self._first_steps + 1, self._most_look_steps)
-        self._steps_to_look -= 1
-        self._layer_rest -= 1
-        each = self.layer_runs or self._always
-        self.measures = self._steps_to_look <= _LOOK_STEPS or each
-        return self._steps_to_look < 0 or each
-
-    def lengths(self, num_decodes: int, chances: Sequence[float], most: Sequence[int], num_rows: int) -> list[int]:
+    def lengths(self, num_decodes: int, chances: NDArray[np.float32], num_rows: int) -> list[int]:
         """Returns how many of the drafts that were found to verify. Arguments as of `best_lengths`; num_rows: of drafts
 
         Where they would pay if they cost half as much, they are verified now and then, so that their cost is measured
         anew; and steps that verify are now and then followed by one that does not, for the same reason.
         """
-        none = [0] * len(most)
+        none = [0] * len(chances)
         self._promised = self._multiple = 1.0
         if not self.costs.is_fresh(num_decodes):
-            self._steps_to_look = 0
             return none
-        if not any(most) and self._num_empty < _PATIENCE:
-            self._num_empty += 1
-            self._steps_to_look = 0
-            return none
-        self._look_steps = self._steps_to_look = min(2 * self._look_steps + 1, self._most_look_steps)
-        if not any(most):
-            return none
-        multiples = self.costs.of(num_decodes, min(num_rows, sum(most)))
-        trust = self._trust.setdefault(num_decodes.bit_length(), _Trust())
-        lengths = best_lengths(num_decodes, chances, most, multiples, trust.least_gain)
-        self.decision = Decision(num_decodes, list(chances), list(most), multiples, trust.least_gain, lengths)
-        if any(lengths):
-            right = sum(expected_right(chance, length) for chance, length in zip(chances, lengths, strict=True))
-            self._multiple = multiples[sum(lengths)]
-            self._promised = (1 + right / num_decodes) / self._multiple
-            self._num_looks, self._explore_looks, self._first_steps = 0, _EXPLORE_LOOKS, _LOOK_STEPS
-            self._look_steps = self._steps_to_look = self._num_empty = 0
-            return lengths
-        trust.fade()
-        self._num_looks += 1
-        if self._num_looks < self._explore_looks:
-            return none
-        self._num_looks, self._explore_looks = 0, min(2 * self._explore_looks, _MOST_EXPLORE_LOOKS)
-        self.costs.doubt(num_decodes)
-        return best_lengths(num_decodes, chances, most, [(1 + multiple) / 2 for multiple in multiples])
+        lengths = none
+        if self._losses.is_left:
+            multiples = self.costs.of(num_decodes, min(num_rows, np.count_nonzero(chances)))
+            trust = self._trust.setdefault(num_decodes.bit_length(), _Trust())
+            lengths = best_lengths(num_decodes, chances, multiples, trust.least_gain)
+            self.decision = Decision(num_decodes, chances.copy(), multiples, trust.least_gain, lengths)
+            if any(lengths):
+                self._expect(num_decodes, chances, lengths, multiples)
+                self.pays, self._num_empty, self._num_looks, self._explore_looks = True, 0, 0, _EXPLORE_LOOKS
+                return lengths
+            trust.fade()
+            self._num_looks += 1
+            if self._num_looks >= self._explore_looks:
+                halves = (1 + multiples) / 2
+                lengths = best_lengths(num_decodes, chances, halves)
+                if any(lengths):
+                    self._num_looks, self._explore_looks = 0, min(2 * self._explore_looks, _MOST_EXPLORE_LOOKS)
+                    self.costs.doubt(num_decodes)
+                    self._expect(num_decodes, chances, lengths, multiples)
+        self.found_none()
+        return lengths
 
-    def ended(self, step: DecodeStep) -> None:
-        """Learns what a step took and yielded. Called for steps of decodes alone, where `measures`."""
+    def found_none(self) -> None:
+        """Learns that a look has found no drafts to verify."""
+        self._num_empty += 1
+        self.pays = self.pays and self._num_empty < _PATIENCE
+
+    def _expect(
+        self, num_decodes: int, chances: NDArray[np.float32], lengths: Sequence[int], multiples: Floats
+    ) -> None:
+        """Notes what a step with drafts of these lengths should take and give."""
+        right = sum(float(row[:length].sum()) for row, length in zip(chances, lengths, strict=True) if length)
+        self._multiple = float(multiples[sum(lengths)])
+        self._promised = (1 + right / num_decodes) / self._multiple
+
+    def ended(self, step: DecodeStep, num_like: int = 1) -> None:
+        """Learns what a step of decodes alone took and yielded. num_like: steps that it stands for, itself included"""
         num, plain_s = step.num_requests, self.costs.plain_s(step.num_requests)
         seconds = step.seconds - step.layer_s
         self.costs.add(num, step.num_drafts, seconds if step.num_drafts else seconds - step.look_s)
         if plain_s is None:
             return
+        self._plain_s = plain_s
         # A step that took much longer than expected has waited for something else.
-        if (step.look_s or step.num_drafts) and (self._always or seconds < 2 * plain_s * self._multiple):
-            self.saved_s += step.num_tokens / num * plain_s - step.seconds
-            if self.pays:
+        counted_s = min(seconds, 2 * plain_s * (self._multiple if step.num_drafts else 1.0))
+        for budget in (self._looks, self._losses, self._layer_losses):
+            budget.passed(num_like * counted_s, plain_s)
+        if step.look_s or step.num_drafts:
+            saved_s = step.num_tokens / num * plain_s - (seconds if self._always else counted_s)
+            self.saved_s += saved_s - step.layer_s
+            if step.num_drafts:
+                self._losses.spend(-saved_s)
                 trust = self._trust.setdefault(num.bit_length(), _Trust())
-                trust.add(step.num_tokens / num * plain_s / seconds, self._promised)
-            self._look_share += 0.25 * (min(step.look_s / plain_s, 1.0) - self._look_share)
+                trust.add(step.num_tokens / num * plain_s / counted_s, self._promised)
+        if self.pays and not self._losses.is_left:
+            self.pays = False
+            self._losses.spend(_TRIAL * plain_s)
         if self._has_layer:
             self._judge_layer(step, plain_s)
-
-    @property
-    def _most_look_steps(self) -> int:
-        """Steps between two looks while drafts do not pay, at most."""
-        return min(max(_MOST_LOOK_STEPS, int(self._look_share / _LOOK_SHARE)), _RAREST_LOOK_STEPS)
 
     def wants_layer(self, has_prompt: bool) -> bool:
         """Returns whether the layer should run in this step. It begins again with a prompt, whose rows it needs.
 
         has_prompt: the step begins one; going on with one is not enough
         """
-        if not self.layer_runs and has_prompt and self._has_layer and self._layer_rest <= 0:
+        if not self.layer_runs and has_prompt and self._has_layer and self._layer_losses.is_left:
             self.layer_runs, self._layer_gain, self._layer_steps = True, 0.0, 0
         return self.layer_runs
+
+    def layer_ran(self, layer_s: float) -> None:
+        """Learns how long the layer ran in a step that was not of decodes alone."""
+        self._layer_losses.spend(layer_s)
 
     def _judge_layer(self, step: DecodeStep, plain_s: float) -> None:
         """Counts what the layer has given and taken in a step, and ends its runs where they do not pay.
@@ -319,9 +338,7 @@ class DraftGate:
         self._layer_steps += 1
         if self._layer_steps < _LAYER_STEPS:
             return
+        self._layer_losses.spend(-self._layer_gain * plain_s)
         if self._layer_gain < 0:
-            self.layer_runs, self._layer_rest = False, self._rest_steps
-            self._rest_steps = min(2 * self._rest_steps, _MOST_REST_STEPS)
-        else:
-            self._rest_steps = _REST_STEPS
+            self.layer_runs = False
         self._layer_gain, self._layer_steps = 0.0, 0

@@ -216,7 +216,7 @@ class Scheduler:
             for request, start, length, *_ in (*decodes, *prefills):
                 self.blocks.plan_snapshot(request, start + length)
         num_tokens = len(decodes) + sum(shares)
-        if self.speculator is not None and decodes and self.speculator.is_due(decodes[-1].request):
+        if self.speculator is not None and decodes and self.speculator.gate.is_due:
             num_rows = min(self.max_batch_tokens - num_tokens, most_yielding_rows(self.max_running) - len(decodes))
             num_tokens += self._add_drafts(self.speculator, decodes, num_rows)
         return Proposal(tuple(decodes), tuple(prefills), tuple(preempted), num_tokens)

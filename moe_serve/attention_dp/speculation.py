@@ -11,41 +11,34 @@ are right on average. `DraftGate` says when to look, and how many are worth thei
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from moe_serve.attention_dp.draft_gate import DecodeStep, DraftGate, expected_right
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_serve.attention_dp.draft_gate import DecodeStep, DraftGate
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.text_index import TextIndex
 
-_INDEXED_AT_ONCE = 8192  # tokens in one step, about 2 ms
-_FEWEST_INDEXED = 32  # of an output at once, at half the time for each
-_SAMPLED = 4  # while no drafts pay, one of so many outputs is entered, at its end
+_READ_AT_ONCE = 8192  # tokens in one step, less than 1 ms
+_STEPS_ALIKE = 8
 # Where drafts come from: the request's own text, another one's, the form that its output must have, and the model's
 # layer for multi-token prediction.
 OWN, SHARED, FORM, MTP = SOURCES = "own", "shared", "form", "mtp"
 
 
-class _Offer(NamedTuple):
-    """Drafts for the next step of a request. kind: one of SOURCES"""
-
-    kind: str
-    drafts: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class _Follower:
-    """What is known about one request. source, at: the text that it seems to repeat, and where it is there"""
+    """What is known about one request. text: its number in the index"""
 
     text: int
     num_read: int = 0  # of its known tokens
-    source: int = 0
-    at: int = 0
-    right: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0.0))  # recent ones count more
-    tried: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0.0))
-    offers: tuple[_Offer, ...] = ()  # of the last look
-    offered_from: int = 0  # tokens that were known then
     predicted: tuple[int, ...] = ()  # by the model
     predicted_from: int = 0  # tokens that were known then
+    # Drafts of a form and of the layer in the last look, and how many tokens were known then.
+    offers: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    offered_from: int = 0
+    right: dict[str, float] = field(default_factory=dict)  # of these two; recent ones count more
+    tried: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -101,35 +94,26 @@ class Speculator:
         forced:      returns tokens that the form of a request forces next; None: no form is known
         predicted_drafts: that the model predicts of one request in one step; 0: it has no layer for that
         reads_text:  whether drafts come from text
+        Raises ConfigError where text is read and there is no compiler.
         """
         self.counters = SpeculationCounters()
         self.gate = DraftGate(predicted_drafts > 0 and not always, always)
         self._predicted_drafts = predicted_drafts
         self._max_drafts = max_drafts
-        self._index = TextIndex(index_bytes)
+        self._index = TextIndex(index_bytes, max_drafts) if reads_text else None
         self._shares_text = shares_text
         self._always = always
         self._forced = forced
-        self._reads_text = reads_text
         self._followers: dict[Request, _Follower] = {}
+        self._num_begun = 0
         self._drafted: dict[Request, str] = {}  # the source of drafts that are being verified
-        self._right = dict.fromkeys(SOURCES, 1.0)  # of all requests
-        self._tried = dict.fromkeys(SOURCES, 2.0)
-        self._newest: Request | None = None  # of those that decode
+        self._right = {FORM: 1.0, MTP: 1.0}  # of all requests
+        self._tried = {FORM: 2.0, MTP: 2.0}
+        self._num_since = 0  # steps since one was measured
         self._without_layer: set[Request] = set()  # that began before the model's layer did, of which it has no keys
         # Of this step:
         self._look_s = 0.0
         self._num_drafts = self._num_layer_drafts = self._num_layer_requests = self._num_layer_right = 0
-
-    def is_due(self, newest: Request) -> bool:
-        """Returns whether to look for drafts in this step. Called once for each step that decodes.
-
-        newest: of the requests that decode
-        """
-        has_new, self._newest = newest is not self._newest, newest
-        self._look_s = 0.0
-        self._num_drafts = self._num_layer_drafts = self._num_layer_requests = self._num_layer_right = 0
-        return self.gate.is_due(has_new)
 
     def num_predictions(self, has_prompt: bool, going_on: Iterable[Request]) -> int:
         """Returns how many tokens the model's layer should predict of each request behind this step; 0: it may rest.
@@ -154,30 +138,37 @@ class Speculator:
         """Returns tokens that may come next in each request, together at most `num_rows`."""
         began_s = time.perf_counter()
         self._drafted.clear()  # of a step that was void
-        self._num_layer_requests = len(requests) - sum([request in self._without_layer for request in requests])
-        room, found, chances = _INDEXED_AT_ONCE, [], []
-        for request in requests:
-            follower = self._follower(request)
-            if follower.offers:
-                self._see_whether_right(request, follower)
-            if self._reads_text:
-                room = self._read(request, follower, room)
-            follower.offers, follower.offered_from = self._offers(request, follower), request.num_known
-            offer, chance = self._best(follower)
-            found.append(offer)
-            chances.append(chance)
-        if self._always:
-            lengths = [len(each.drafts) for each in found]
+        if self._predicted_drafts:
+            self._num_layer_requests = len(requests) - len(self._without_layer.intersection(requests))
+        drafts, chances, are_own, number = self._from_text(requests)
+        offered: dict[int, str] = {}  # sources of drafts that are not of text, by row
+        for row, request in enumerate(requests):
+            follower = self._followers[request]
+            if follower.predicted or follower.offers or request.params.constraint is not None:
+                self._offer(request, follower)
+                for kind, tokens in follower.offers:
+                    likely = self._chance(follower, kind) ** np.arange(1, len(tokens) + 1)
+                    if kind == FORM or likely.sum() > chances[row].sum():
+                        offered[row] = kind
+                        drafts[row, : len(tokens)] = tokens
+                        chances[row] = 0
+                        chances[row, : len(tokens)] = likely
+        found: list[tuple[int, ...]] = [()] * len(requests)
+        if number or offered:
+            if self._always:
+                lengths = np.count_nonzero(chances, axis=1).tolist()
+            else:
+                lengths = self.gate.lengths(len(requests), chances, num_rows)
+            for row, length in enumerate(lengths):
+                if length and num_rows > 0:
+                    found[row] = tuple(drafts[row, : min(length, num_rows)].tolist())
+                    num_rows -= len(found[row])
+                    self._drafted[requests[row]] = offered.get(row) or (OWN if are_own[row] else SHARED)
         else:
-            lengths = self.gate.lengths(len(requests), chances, [len(each.drafts) for each in found], num_rows)
-        drafts = []
-        for request, offer, length in zip(requests, found, lengths, strict=True):
-            drafts.append(offer.drafts[: min(length, num_rows)])
-            num_rows -= len(drafts[-1])
-            if drafts[-1]:
-                self._drafted[request] = offer.kind
+            self.gate.found_none()
         self._look_s = time.perf_counter() - began_s
-        return drafts
+        self.gate.looked(self._look_s)
+        return found
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Learns how many drafts of a request were right."""
@@ -189,10 +180,24 @@ class Speculator:
             self._num_layer_right += 0 if request in self._without_layer else num_accepted
 
     def ended(self, num_requests: int, num_tokens: int, seconds: float, layer_s: float = 0.0) -> None:
-        """Learns what a step of decodes alone took and yielded, drafts and the runs of the model's layer included."""
-        if self.gate.measures:
+        """Learns what a step took and yielded, drafts and the runs of the model's layer included.
+
+        num_requests: 0 in steps that did not decode alone; of those only the layer's time counts
+
+        Of steps without looks, one stands for several, since a step may take a quarter of a millisecond.
+        """
+        self._num_since += num_requests > 0
+        if not (self._look_s or layer_s or self.gate.pays) and self._num_since < _STEPS_ALIKE:
+            return
+        if num_requests:
             of_layer = layer_s, self._num_layer_drafts, self._num_layer_requests, self._num_layer_right
-            self.gate.ended(DecodeStep(num_requests, self._num_drafts, num_tokens, seconds, self._look_s, *of_layer))
+            step = DecodeStep(num_requests, self._num_drafts, num_tokens, seconds, self._look_s, *of_layer)
+            self.gate.ended(step, self._num_since)
+            self._num_since = 0
+        else:
+            self.gate.layer_ran(layer_s)
+        self._look_s = 0.0
+        self._num_drafts = self._num_layer_drafts = self._num_layer_requests = self._num_layer_right = 0
 
     def totals(self) -> dict[str, float]:
         """Returns its counters by name, and the time that drafts have saved."""
@@ -200,92 +205,69 @@ class Speculator:
 
     def end(self, request: Request) -> None:
         """Forgets what it knows about a request, which has left; its text stays in the index."""
-        if request is self._newest:
-            self._newest = None
         self._without_layer.discard(request)
         follower = self._followers.pop(request, None)
-        has_use = self._always or self.gate.pays
-        if follower is not None and follower.num_read and (has_use or follower.text % _SAMPLED == 0):
-            new = request.token_ids(follower.num_read, min(request.num_known, follower.num_read + _INDEXED_AT_ONCE))
-            self._index.extend(follower.text, self._salt(request, follower), new)
+        if follower is None or self._index is None:
+            return
+        if follower.num_read and self.gate.is_due:
+            began_s = time.perf_counter()
+            new = request.token_ids(follower.num_read, min(request.num_known, follower.num_read + _READ_AT_ONCE))
+            self._index.read(follower.text, new)
+            self.gate.looked(time.perf_counter() - began_s)
+        self._index.end(follower.text)
 
     def _follower(self, request: Request) -> _Follower:
         follower = self._followers.get(request)
         if follower is None:
-            follower = self._followers[request] = _Follower(self._index.begin())
+            text = -1
+            if self._index is not None:
+                self._num_begun += 1
+                text = self._index.begin(f"of all: {request.salt}" if self._shares_text else str(self._num_begun))
+            follower = self._followers[request] = _Follower(text)
         return follower
 
-    def _read(self, request: Request, follower: _Follower, room: int) -> int:
-        """Adds what is new of a request to the index, at most `room` tokens; returns how much room is left."""
-        num_new = min(request.num_known - follower.num_read, room)
-        if num_new <= 0:
-            return room
-        new = request.token_ids(follower.num_read, follower.num_read + num_new)
-        follower.num_read += num_new
-        source = self._index.text(follower.source) if follower.source else None
-        if source is not None and source[follower.at : follower.at + num_new].tolist() == new:
-            follower.at += num_new
-        else:
-            follower.source = 0
-        # While no drafts pay, nobody asks for most of the text, and entering it takes 1 to 2 us a token.
-        has_use = self._always or self.gate.pays
-        many = has_use and self._index.num_left(follower.text) + num_new >= _FEWEST_INDEXED
-        enters = many or follower.num_read - num_new < len(request.prompt_ids)
-        self._index.extend(follower.text, self._salt(request, follower), new, enters)
-        return room - num_new
+    def _from_text(
+        self, requests: Sequence[Request]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32], int]:
+        """Returns drafts, their chances, which are of a request's own text, and how many there are, as in `Found`."""
+        followers = [self._follower(request) for request in requests]
+        if self._index is None:
+            size = len(requests), self._max_drafts
+            return np.zeros(size, np.int32), np.zeros(size, np.float32), np.zeros(len(requests), np.int32), 0
+        room, counts, new, behind = _READ_AT_ONCE, [], [], []
+        for row, (request, follower) in enumerate(zip(requests, followers, strict=True)):
+            num_known, num_read = request.num_known, follower.num_read
+            number = num_known - num_read
+            if number > room:
+                number = room
+                behind.append(row)  # at the end of what is read, something else came next
+            room -= number
+            counts.append(number)
+            new += request.token_ids(num_read, num_read + number)
+            follower.num_read = num_read + number
+        found = self._index.look([follower.text for follower in followers], counts, new)
+        if behind:
+            found.chances[behind] = 0
+        return found.drafts, found.chances, found.are_own, found.number
 
-    def _see_whether_right(self, request: Request, follower: _Follower) -> None:
-        """Learns from what was found in the last look, verified or not, up to the first that was wrong, as far as what
-        came instead is known."""
-        came = request.token_ids(follower.offered_from, request.num_known)
+    def _offer(self, request: Request, follower: _Follower) -> None:
+        """Learns from drafts of the last look that are not of text, verified or not, up to the first that was wrong, as
+        far as what came instead is known. Offers what its form forces next; or else what the model predicts."""
+        came = request.token_ids(follower.offered_from, request.num_known) if follower.offers else []
         for kind, drafts in follower.offers:
             both = list(zip(drafts, came, strict=False))
             num_right = next((i for i, (draft, token) in enumerate(both) if draft != token), len(both))
             num_tried = min(len(both), num_right + 1)
-            follower.right[kind] = 0.9 * follower.right[kind] + num_right
-            follower.tried[kind] = 0.9 * follower.tried[kind] + num_tried
+            follower.right[kind] = 0.9 * follower.right.get(kind, 0.0) + num_right
+            follower.tried[kind] = 0.9 * follower.tried.get(kind, 0.0) + num_tried
             self._right[kind] = 0.99 * self._right[kind] + num_right
             self._tried[kind] = 0.99 * self._tried[kind] + num_tried
-
-    def _offers(self, request: Request, follower: _Follower) -> tuple[_Offer, ...]:
-        """Returns what its form forces next; or else what followed where the last tokens of a request came before, and
-        what the model predicts, as far as there are such."""
+        follower.offers, follower.offered_from = (), request.num_known
         if self._forced is not None and request.params.constraint is not None and (forced := self._forced(request)):
-            return (_Offer(FORM, forced[: self._max_drafts]),)
-        found = []
-        if follower.predicted and follower.predicted_from == request.num_known:
-            found.append(_Offer(MTP, follower.predicted))
-        if self._reads_text and (offer := self._from_text(request, follower)) is not None:
-            found.append(offer)
-        return tuple(found)
-
-    def _from_text(self, request: Request, follower: _Follower) -> _Offer | None:
-        if follower.num_read < request.num_known:
-            return None
-        if not follower.source:
-            place = self._index.find(follower.text, self._salt(request, follower))
-            if place is None:
-                return None
-            follower.source, follower.at = place
-        source = self._index.text(follower.source)
-        if source is None:
-            follower.source = 0
-            return None
-        drafts = tuple(source[follower.at : follower.at + self._max_drafts])
-        return _Offer(OWN if follower.source == follower.text else SHARED, drafts) if drafts else None
-
-    def _best(self, follower: _Follower) -> tuple[_Offer, float]:
-        """Returns the offer of which more are right on average, and the chance of each of its drafts."""
-        best, best_chance, most = _Offer(OWN, ()), 0.5, 0.0
-        for offer in follower.offers:
-            chance = self._chance(follower, offer.kind)
-            if (right := expected_right(chance, len(offer.drafts))) > most:
-                best, best_chance, most = offer, chance, right
-        return best, best_chance
-
-    def _salt(self, request: Request, follower: _Follower) -> str:
-        return request.salt if self._shares_text else str(follower.text)
+            follower.offers = ((FORM, forced[: self._max_drafts]),)
+        elif follower.predicted and follower.predicted_from == request.num_known:
+            follower.offers = ((MTP, follower.predicted[: self._max_drafts]),)
 
     def _chance(self, follower: _Follower, kind: str) -> float:
         usual = self._right[kind] / self._tried[kind]
-        return min(0.98, (follower.right[kind] + 2 * usual) / (follower.tried[kind] + 2))
+        return min(0.98, (follower.right.get(kind, 0.0) + 2 * usual) / (follower.tried.get(kind, 0.0) + 2))

@@ -1,107 +1,124 @@
-"""Where runs of tokens came before in the texts of a rank, in bounded memory: what followed there may follow again.
+"""Where the last tokens of a text came before in the texts of a rank, in bounded memory: what followed may come again.
 
 Prompt lookup decoding (Saxena 2023), with an index over the texts of many requests as in SuffixDecoding
-(arXiv 2411.04975). Numpy only.
+(arXiv 2411.04975). A text follows the place that it repeats while it does; else the newest places of its last three
+tokens are compared, and the one before which most tokens are equal is taken. How far drafts can be trusted is learnt by
+the number of equal tokens, and for each text. Compiled (text_index.c), since a step may take half a millisecond.
 """
 
 from array import array
-from collections.abc import Sequence
+from ctypes import CDLL
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-_NGRAM = 3  # tokens that are looked up
-_ID_BITS = 21  # of each in a key
-_POSITION_BITS = 32
-_INDEX_BYTES = 120  # of one token in the index, measured: two ints and their place in a dict
-_TOKEN_BYTES = 5  # of one token in its text: an array keeps some room
-_TEXT_BYTES = 600  # of a text without tokens, measured: its array, its number and their places, and those of a salt
+from moe_serve.c_library import load_c_library, processor_flags
+
+CHUNK = 128  # tokens that are written over together
+_CHUNK = np.dtype([("scope", "u8"), *[(name, "u4") for name in ("text", "length", "before", "after")]])
+_TEXT = np.dtype(
+    [("scope", "u8"), *[(name, "u4") for name in ("text", "last", "source", "matched", "offered")],
+     ("right", "f4"), ("tried", "f4"), ("padding", "u4")]
+)  # fmt: skip
+_NUMBERS = ("num_chunks", "next_chunk", "head_bits", "num_texts", "chunks", "tokens", "earlier", "heads", "texts")
+_INDEX = np.dtype([*[(name, "i8") for name in _NUMBERS], ("right", "f4", (2, 6)), ("tried", "f4", (2, 6))])
+_CHUNK_BYTES = CHUNK * (4 + 4) + _CHUNK.itemsize  # a token, and the place before it in its chain
+_LEAST_BYTES = 1 << 14
+
+
+@cache
+def _library() -> CDLL:
+    """Returns the compiled index. Raises ConfigError where there is no compiler."""
+    source = Path(__file__).with_name("text_index.c")
+    return load_c_library(source, {"begin_text": 3, "look": 10}, processor_flags())[0]
+
+
+class Found(NamedTuple):
+    """What may come next in some texts. Valid until the next look.
+
+    number:     of all drafts
+    num_drafts: [num_texts] int32;  are_own: [num_texts] int32, 1: found in the text itself
+    drafts:     [num_texts, most] int32
+    chances:    [num_texts, most] float32, of each draft to be right with all before it; 0: there is none
+    """
+
+    number: int
+    num_drafts: NDArray[np.int32]
+    are_own: NDArray[np.int32]
+    drafts: NDArray[np.int32]
+    chances: NDArray[np.float32]
 
 
 class TextIndex:
-    """Where each run of three tokens came last in the texts of a rank, those of each salt apart.
+    """The texts of a rank, those of each scope apart. The oldest tokens are forgotten first."""
 
-    Memory is bounded by generations: when the young one, texts included, holds half of what is allowed, the old one is
-    forgotten.
-    """
+    def __init__(self, max_bytes: int, most: int):
+        """most: drafts of one text. Raises ConfigError where there is no compiler."""
+        self._library = _library()
+        self._most = most
+        max_bytes = max(max_bytes, _LEAST_BYTES)
+        head_bits = (max_bytes // 16).bit_length() - 1  # a quarter of the memory, or half as much
+        num_chunks = (max_bytes - 4 * 2**head_bits) // _CHUNK_BYTES
+        self.num_bytes = num_chunks * _CHUNK_BYTES + 4 * 2**head_bits
+        self.num_tokens = num_chunks * CHUNK
+        # Zeros of the system, which become memory where they are first written to.
+        self._chunks = np.zeros(num_chunks, _CHUNK)
+        self._tokens, self._earlier = np.zeros((2, self.num_tokens), np.int32)
+        self._heads = np.zeros(2**head_bits, np.uint32)
+        self._index = np.zeros(1, _INDEX)
+        self._index["num_chunks"], self._index["head_bits"] = num_chunks, head_bits
+        self._index["num_texts"] = 1  # chunks that nobody has taken have number 0
+        self._index["right"], self._index["tried"] = 1.0, 2.0
+        for name in ("chunks", "tokens", "earlier", "heads"):
+            self._index[name] = getattr(self, f"_{name}").ctypes.data
+        self._at = self._index.ctypes.data
+        self._texts = np.zeros(0, _TEXT)
+        self._free: list[int] = []
+        self._make_room_for(1)
 
-    def __init__(self, max_bytes: int):
-        self._max_young_bytes = max_bytes // 2
-        self._young: dict[str, dict[int, int]] = {}
-        self._old: dict[str, dict[int, int]] = {}
-        self._young_bytes = 0
-        self._texts: dict[int, array[int]] = {}
-        self._num_entered: dict[int, int] = {}  # runs of each text, the first ones
-        self._num_texts = 0
-        self._of_old: set[int] = set()  # texts that no entry of the young generation names
+    def begin(self, scope: str) -> int:
+        """Returns the number of a new text, until it ends. scope: whose texts it is compared with"""
+        if not self._free:
+            size = len(self._texts)
+            self._free = list(range(size, 2 * size + 8))
+            self._texts = np.concatenate([self._texts, np.zeros(size + 8, _TEXT)])
+            self._index["texts"] = self._texts.ctypes.data
+        number = self._free.pop()
+        digest = int.from_bytes(blake2b(scope.encode(), digest_size=8).digest(), "little", signed=True)
+        self._library.begin_text(self._at, number, digest)
+        return number
 
-    def begin(self) -> int:
-        """Returns the number of a new text, which takes no memory before it has tokens."""
-        self._num_texts += 1
-        return self._num_texts
+    def end(self, number: int) -> None:
+        """Ends a text. Its tokens stay until they are written over; its number may be that of another."""
+        self._free.append(number)
 
-    def text(self, number: int) -> "array[int] | None":
-        """Returns the tokens of a text, None if it has none or they are forgotten."""
-        return self._texts.get(number)
+    def read(self, number: int, token_ids: list[int]) -> None:
+        """Adds tokens to a text."""
+        self._look([number], [len(token_ids)], token_ids, 0)
 
-    def extend(self, number: int, salt: str, token_ids: Sequence[int], enters: bool = True) -> None:
-        """Adds tokens to a text. The run that ends with the last one is not entered before more follow.
+    def look(self, numbers: list[int], counts: list[int], token_ids: list[int]) -> Found:
+        """Adds tokens to texts, and returns what may come next in each.
 
-        enters: whether to enter all runs that are not; the others are found in their own text alone
+        counts: how many of `token_ids` each text gets, one after the other
         """
-        text = self._texts.setdefault(number, array("i"))
-        if not text or number in self._of_old:  # the young generation has all of it from now on
-            self._of_old.discard(number)
-            self._young_bytes += _TEXT_BYTES + _TOKEN_BYTES * len(text)
-        text.extend(token_ids)
-        self._young_bytes += _TOKEN_BYTES * len(token_ids)
-        if enters and self.num_left(number) > 0:
-            self._enter(number, salt, text)
-        if self._young_bytes > self._max_young_bytes:
-            self._forget_old()
+        if len(numbers) != len(self._counts[0]):
+            self._make_room_for(len(numbers))
+        number = self._look(numbers, counts, token_ids, self._most)
+        return Found(number, self._counts[0], self._counts[1], self._drafts, self._chances)
 
-    def _enter(self, number: int, salt: str, text: "array[int]") -> None:
-        """Enters the runs of a text that are not, but for the one that ends with its last token."""
-        first, entries = self._num_entered.get(number, 0), self._young.setdefault(salt, {})
-        before, ids = len(entries), np.frombuffer(text, np.int32)[first:].astype(np.int64)
-        keys = ids[:-3] << 2 * _ID_BITS | ids[1:-2] << _ID_BITS | ids[2:-1]
-        places = (number << _POSITION_BITS) + first + _NGRAM + np.arange(len(keys))
-        entries.update(zip(keys.tolist(), places.tolist(), strict=True))
-        self._num_entered[number] = first + len(keys)
-        self._young_bytes += _INDEX_BYTES * (len(entries) - before)
+    def _look(self, numbers: list[int], counts: list[int], token_ids: list[int], most: int) -> int:
+        arrays = array("i", numbers), array("i", counts), array("i", token_ids)
+        given = [each.buffer_info()[0] for each in arrays]
+        number: int = self._library.look(self._at, len(numbers), *given, most, *self._addresses)
+        return number
 
-    def num_left(self, number: int) -> int:
-        """Returns how many runs of a text are not entered."""
-        return len(self._texts.get(number, ())) - _NGRAM - self._num_entered.get(number, 0)
-
-    def find(self, number: int, salt: str) -> tuple[int, int] | None:
-        """Returns a text, and where in it what came after the last three tokens of this one begins; None: nowhere."""
-        text = self._texts.get(number)
-        if text is None or len(text) < _NGRAM:
-            return None
-        if (place := self._find_left(number, text)) is not None:
-            return number, place
-        first, second, third = text[-_NGRAM:]
-        key = first << 2 * _ID_BITS | second << _ID_BITS | third
-        for generation in (self._young, self._old):
-            place = generation.get(salt, {}).get(key)
-            if place is not None and place >> _POSITION_BITS in self._texts:
-                return place >> _POSITION_BITS, place & (1 << _POSITION_BITS) - 1
-        return None
-
-    def _find_left(self, number: int, text: "array[int]") -> int | None:
-        """Returns the place among the runs of a text that are not entered."""
-        first, size = self._num_entered.get(number, 0), text.itemsize
-        if len(text) - _NGRAM <= first:
-            return None
-        left, run = text[first:].tobytes(), text[-_NGRAM:].tobytes()
-        at = left.rfind(run, 0, len(left) - size)
-        while at % size and at >= 0:  # bytes of neighbours
-            at = left.rfind(run, 0, at + len(run) - 1)
-        return None if at < 0 else first + at // size + _NGRAM
-
-    def _forget_old(self) -> None:
-        for number in self._of_old:
-            self._texts.pop(number, None)
-            self._num_entered.pop(number, None)
-        self._of_old = set(self._texts)
-        self._old, self._young, self._young_bytes = self._young, {}, 0
+    def _make_room_for(self, num_texts: int) -> None:
+        self._counts = np.zeros((2, num_texts), np.int32)
+        self._drafts = np.zeros((num_texts, self._most), np.int32)
+        self._chances = np.zeros((num_texts, self._most), np.float32)
+        found = self._counts[0], self._counts[1], self._drafts, self._chances
+        self._addresses = [each.ctypes.data for each in found]

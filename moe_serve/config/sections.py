@@ -480,7 +480,7 @@ class SpeculationConfig(Section):
     # Of these, how many the layer for multi-token prediction guesses. It has learnt to guess one, and runs once for
     # each.
     predicted_drafts: PositiveInt = Field(default=1, le=8)
-    index_mib: PositiveFloat = 64.0  # memory of a rank's index of texts: of about 500,000 tokens
+    index_mib: PositiveFloat = 64.0  # memory of a rank's index of texts: of six million tokens
 
     @model_validator(mode="before")
     @classmethod

@@ -225,7 +225,7 @@ def _trace_drafts(served: ServedModel, scheduler: Scheduler) -> None:
     def write(record: LoadRecord) -> None:
         decision, speculator.gate.decision = speculator.gate.decision, None
         if decision is not None:
-            trace.event("drafts", record.first_step + record.num_steps, rank=served.rank, **decision._asdict())
+            trace.event("drafts", record.first_step + record.num_steps, rank=served.rank, **decision.as_json())
 
     served.windows.listeners.append(write)
 

@@ -197,8 +197,9 @@ class Engine:
         self._note_speed(proposal, plan, step_s)
         ended_ns = self.times.end(plan.phase)
         speculator = self.scheduler.speculator
-        if speculator is not None and plan.phase == "decode" and proposal.decodes:
-            speculator.ended(len(proposal.decodes), num_tokens, (time.perf_counter_ns() - proposed_ns) / 1e9, layer_s)
+        if speculator is not None:
+            num_decodes = len(proposal.decodes) if plan.phase == "decode" else 0
+            speculator.ended(num_decodes, num_tokens, (time.perf_counter_ns() - proposed_ns) / 1e9, layer_s)
         if self.profiler.is_on:
             self.profiler.add(plan, (began_ns, agreed_ns, ended_ns), proposal, sum(self.served.waited_s))
         self.watchdog.leave()

@@ -7,7 +7,7 @@ requests, and into the events that tell the front end.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from moe_serve.engine.output.changed_choices import ChangedCounts
 from moe_serve.engine.output.grammars import Grammars
 from moe_serve.engine.output.routed_experts import KeptExperts
 from moe_serve.engine.output.row_logprobs import LogprobScorer, ProjectRows, joined
-from moe_serve.engine.output.sampler import Sampler, has_finite_best
+from moe_serve.engine.output.sampler import Sampler, draws_alike, has_finite_best
 from moe_serve.engine.protocol.messages import (
     Expect,
     ExpertsBlock,
@@ -299,32 +299,44 @@ class StepEvents:
         self, chunks: Sequence[ScheduledChunk], logits: Tensor, events: list[TokenEvent], sampler: Sampler
     ) -> list[TokenEvent]:
         """Goes on with requests whose drafts are the tokens that were drawn: a row behind such a draft is that of the
-        next step. Each round draws one more token of each of them, as that step would. Returns the events of failures.
+        next step, and draws what that step would. Returns the events of failures.
+
+        Where tokens before it change neither logits nor what is told of them, all rows of a request draw at once, those
+        behind a wrong draft for nobody. Of the others each round draws one more token.
 
         chunks: those that sample;  logits: [num_drafts, vocab];  events: of these chunks; tokens are added to them
         """
         failures: list[TokenEvent] = []
         starts = accumulate([len(chunk.drafts) for chunk in chunks], initial=0)
-        going = [(index, chunk.drafts, start) for index, (chunk, start) in enumerate(zip(chunks, starts, strict=False))]
-        for depth in range(max(len(chunk.drafts) for chunk in chunks)):
-            going = [
-                (index, drafts, start) for index, drafts, start in going if self._goes_on(events[index], drafts, depth)
-            ]
+        going = [(index, chunk, start) for index, (chunk, start) in enumerate(zip(chunks, starts, strict=False))]
+        at_once = [each for each in going if draws_alike(each[1].request)]
+        depths = [(chunk.request, depth) for _, chunk, _ in at_once for depth in range(len(chunk.drafts))]
+        if depths:
+            self.clock.turn(SAMPLE)
+            rows = logits
+            if len(depths) < len(logits):
+                numbers = [range(start, start + len(chunk.drafts)) for _, chunk, start in at_once]
+                rows = _rows_at(logits, [row for each in numbers for row in each])
+            drawn = iter(sampler.again(rows, [request for request, _ in depths], [depth for _, depth in depths]))
+            self.clock.turn(OTHER)
+            for index, chunk, _ in at_once:
+                for depth, token_id in enumerate(list(islice(drawn, len(chunk.drafts)))):
+                    if not self._goes_on(events[index], chunk.drafts, depth):
+                        break
+                    self._accept(chunk.request, token_id, None, events, index, failures)
+            going = [each for each in going if not draws_alike(each[1].request)]
+        for depth in range(max((len(chunk.drafts) for _, chunk, _ in going), default=0)):
+            going = [each for each in going if self._goes_on(events[each[0]], each[1].drafts, depth)]
             if not going:
                 break
             self.clock.turn(SAMPLE)
-            at, asking = [start + depth for *_, start in going], [chunks[index].request for index, *_ in going]
-            rows = logits[at] if logits.is_cuda else torch.from_numpy(logits.numpy()[at])  # torch takes 0.1 ms
+            rows, asking = _rows_at(logits, [each[2] + depth for each in going]), [each[1].request for each in going]
             raw = self.scorer.keep(rows, asking)
-            token_ids = sampler.again(rows, asking)
+            token_ids = sampler.again(rows, asking, [0] * len(asking))
             of_tokens = self.scorer.of_tokens(raw, asking, token_ids)
             self.clock.turn(OTHER)
             for row, ((index, *_), request, token_id) in enumerate(zip(going, asking, token_ids, strict=True)):
-                if token_id < 0:
-                    failures.append(self.requests.fail(request, none_left=token_id == NONE_LEFT))
-                    continue
-                self.scheduler.accept(request, token_id)
-                events[index] = _joined(events[index], self.requests.extended(request, token_id, of_tokens.get(row)))
+                self._accept(request, token_id, of_tokens.get(row), events, index, failures)
         speculator = self.scheduler.speculator
         assert speculator is not None, "it has made the drafts"
         for chunk, event in zip(chunks, events, strict=True):
@@ -332,9 +344,30 @@ class StepEvents:
                 speculator.verified(chunk.request, len(chunk.drafts), max(0, len(event.token_ids) - 1))
         return failures
 
+    def _accept(
+        self,
+        request: Request,
+        token_id: int,
+        logprobs: LogprobBlock | None,
+        events: list[TokenEvent],
+        index: int,
+        failures: list[TokenEvent],
+    ) -> None:
+        """Adds the token that the row of a right draft has drawn to its request's event, events[index]."""
+        if token_id < 0:
+            failures.append(self.requests.fail(request, none_left=token_id == NONE_LEFT))
+            return
+        self.scheduler.accept(request, token_id)
+        events[index] = _joined(events[index], self.requests.extended(request, token_id, logprobs))
+
     def _goes_on(self, event: TokenEvent, drafts: tuple[int, ...], depth: int) -> bool:
         """Returns whether a request runs on, and the draft behind its row at this depth is what was drawn there."""
         return event.finish is None and depth < len(drafts) and event.token_ids[depth] == drafts[depth]
+
+
+def _rows_at(logits: Tensor, rows: list[int]) -> Tensor:
+    """Returns some rows of logits."""
+    return logits[rows] if logits.is_cuda else torch.from_numpy(logits.numpy()[rows])  # torch takes 0.1 ms
 
 
 def _joined(event: TokenEvent, more: TokenEvent) -> TokenEvent:

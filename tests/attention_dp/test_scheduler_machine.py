@@ -291,7 +291,7 @@ class DraftingMachine(SchedulerMachine):
 
 class RandomDrafts(Speculator):
     def __init__(self) -> None:
-        super().__init__(max_drafts=5, index_bytes=1, shares_text=False)
+        super().__init__(max_drafts=5, index_bytes=1, shares_text=False, always=True)
         self._draw = random.Random(0)
 
     def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:

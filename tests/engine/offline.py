@@ -237,10 +237,8 @@ def _serve_on_rank(
     records: list[LoadRecord] = []
     engine.served.windows.listeners.append(records.append)
     rows = log_rows(engine)
-    digests: dict[str, list[str]] = {}
-    gaps: dict[str, list[float]] = {}
-
-    engine.sampler = cast(Sampler, DigestingSampler(engine.sampler, digests, gaps))
+    noted: dict[str, dict[int, tuple[str, float]]] = {}
+    engine.sampler = cast(Sampler, DigestingSampler(engine.sampler, noted))
     with count_received() as received:
         engine.run()
     engine.scheduler.check()
@@ -252,8 +250,6 @@ def _serve_on_rank(
     assert not _descendants(os.getpid()), "an engine that ends leaves no process behind"
     served = Served(
         tokens=produced_before,
-        digests=digests,
-        gaps=gaps,
         counters=engine.counters.totals() | {"num_choices_changed": sum(engine.served.changed_choices)},
         stats={name: getattr(engine.scheduler.stats, name) for name in engine.scheduler.stats.__slots__},
         load=[record.tokens.tolist() for record in records],
@@ -285,31 +281,38 @@ def _serve_on_rank(
                 if event.finish:
                     served.finish[event.request_id] = event.finish
                     served.messages[event.request_id] = event.message or ""
+    for request_id, of_rows in noted.items():
+        num_tokens = len(served.tokens.get(request_id, ()))
+        kept = [each for index, each in sorted(of_rows.items()) if index < num_tokens]
+        served.digests[request_id] = [digest for digest, _ in kept]
+        served.gaps[request_id] = [gap for _, gap in kept]
     return served
 
 
 @dataclass
 class DigestingSampler:
-    """A sampler that also notes the bits of each row, and the gap between its two best logits, by request."""
+    """A sampler that also notes the bits of each row, and the gap between its two best logits.
+
+    noted: by request and place in its output, the newest; rows behind wrong drafts are drawn, too
+    """
 
     sampler: Sampler
-    digests: dict[str, list[str]]
-    gaps: dict[str, list[float]]
+    noted: dict[str, dict[int, tuple[str, float]]]
 
     def __call__(self, logits: Tensor, requests: list[Request]) -> list[int]:
-        self._note(logits, requests)
+        self._note(logits, requests, [0] * len(requests))
         return self.sampler(logits, requests)
 
-    def again(self, logits: Tensor, requests: list[Request]) -> list[int]:
-        self._note(logits, requests)
-        return self.sampler.again(logits, requests)
+    def again(self, logits: Tensor, requests: list[Request], ahead: Sequence[int]) -> list[int]:
+        self._note(logits, requests, ahead)
+        return self.sampler.again(logits, requests, ahead)
 
-    def _note(self, logits: Tensor, requests: list[Request]) -> None:
-        for row, request in zip(logits, requests, strict=True):
+    def _note(self, logits: Tensor, requests: list[Request], ahead: Sequence[int]) -> None:
+        for row, request, later in zip(logits, requests, ahead, strict=True):
             digest = hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest()
-            self.digests.setdefault(request.request_id, []).append(digest)
             best, second = row.topk(2).values.tolist()
-            self.gaps.setdefault(request.request_id, []).append(best - second)
+            noted = self.noted.setdefault(request.request_id, {})
+            noted[len(request.output_ids) + later] = digest, best - second
 
 
 def log_rows(engine: Engine) -> dict[int, tuple[int, int]]:

@@ -56,10 +56,13 @@ class Sampler:
             self._row_changes[row] = changes.now()
         return self._choose(logits)
 
-    def again(self, logits: Tensor, requests: list[Request]) -> list[int]:
-        """Returns as a call does, for some requests of the newest one, whose outputs have grown since."""
+    def again(self, logits: Tensor, requests: list[Request], ahead: Sequence[int]) -> list[int]:
+        """Returns as a call does, for some requests of the newest one, whose outputs have grown since.
+
+        ahead: how many tokens each row's place is behind the output; 0 but for requests that `draws_alike` names
+        """
         changes = [self._changes[each].now() if each in self._changes else None for each in requests]
-        sampling = SamplingRows(_rows(requests), changes if any(each is not None for each in changes) else [])
+        sampling = SamplingRows(_rows(requests, ahead), changes if any(each is not None for each in changes) else [])
         return self._chooser(sampling)(logits)
 
     def forced(self, request: Request) -> tuple[int, ...]:
@@ -77,7 +80,7 @@ class Sampler:
         }
         self._changing = [(row, self._changes[each]) for row, each in enumerate(requests) if each in self._changes]
         self._row_changes: list[LogitChanges | None] = [None] * len(requests) if self._changing else []
-        sampling = SamplingRows(_rows(requests), self._row_changes)
+        sampling = SamplingRows(_rows(requests, [0] * len(requests)), self._row_changes)
         self._output_indices = sampling.rows["output_index"]
         self._choose = self._chooser(sampling)
 
@@ -104,11 +107,11 @@ def has_finite_best(logits: Tensor) -> list[bool]:
     return sound
 
 
-def _rows(requests: Sequence[Request]) -> NDArray[np.void]:
-    """Returns how the next token of each request is drawn, [num_requests] SAMPLING_ROW."""
+def _rows(requests: Sequence[Request], ahead: Sequence[int]) -> NDArray[np.void]:
+    """Returns how the next token of each request is drawn, or one so many tokens later, as SAMPLING_ROW."""
     packed = [
-        pack_sampling_row(p.temperature, p.top_p, p.min_p, p.top_k, request.seed, len(request.output_ids))
-        for request in requests
+        pack_sampling_row(p.temperature, p.top_p, p.min_p, p.top_k, request.seed, len(request.output_ids) + later)
+        for request, later in zip(requests, ahead, strict=True)
         for p in [request.params]
     ]
     return np.frombuffer(bytearray().join(packed), SAMPLING_ROW)
@@ -118,6 +121,11 @@ def changes_logits(request: Request) -> bool:
     """Returns whether this request's next logits, or later ones, are changed."""
     params = request.params
     return len(request.output_ids) < params.min_new_tokens or params.changes_logits or params.constraint is not None
+
+
+def draws_alike(request: Request) -> bool:
+    """Returns whether tokens before it change nothing in how a token of this request is drawn, but for its index."""
+    return request.params.logprobs is None and not changes_logits(request)
 
 
 class RequestChanges:
