@@ -51,7 +51,7 @@ def main() -> None:
     rows = []
     for num_ranks in map(int, args.ranks.split(",")):
         for redundant in (num_ranks, 2 * num_ranks, EXPERTS):
-            compared = Compared(num_ranks, redundant, ExpertTime.of_cpu(num_bytes, HIDDEN, WIDTH))
+            compared = Compared(num_ranks, redundant, ExpertTime.of_cpu(num_bytes, 3 * HIDDEN * WIDTH))
             for batch in map(int, args.batches.split(",")):
                 rows.append(compared.row(batch, args.rounds))
                 print(rows[-1], flush=True)

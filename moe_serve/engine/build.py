@@ -579,7 +579,7 @@ def _expert_time(plan: ModelPlan) -> ExpertTime | None:
     """Returns what the split by time balances: from sizes alone, so that all ranks have the same."""
     if plan.split != "time":
         return None
-    return ExpertTime.of_cpu(plan.slot_form.num_bytes, plan.spec.hidden, plan.spec.moe_intermediate)
+    return ExpertTime.of_cpu(plan.slot_form.num_bytes, plan.spec.expert_parameters)
 
 
 def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_threads: int) -> ExpertParallel:
@@ -588,7 +588,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
     topology = Topology(group.num_nodes, group.num_ranks // group.num_nodes)
     request = TransportRequest(
         backend=dispatch.backend,
-        limits=BufferLimits(plan.max_tokens_per_rank, spec.hidden, spec.topk, placement.slots_per_rank),
+        limits=BufferLimits(plan.max_tokens_per_rank, spec.expert_hidden, spec.topk, placement.slots_per_rank),
         dtype=plan.dtype,
         wire_dtype=dispatch.wire_dtype,
         rows=dispatch.rows,

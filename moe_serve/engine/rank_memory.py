@@ -122,7 +122,7 @@ def _dispatch_buffers(config: ServeConfig, plan: ModelPlan, taken: BufferSizes |
     if config.parallel.num_ranks == 1 or (taken is not None and taken.max_tokens >= plan.max_tokens_per_rank):
         return
     tokens = _tokens_at_once(config, plan)
-    row_bytes = spec.hidden * plan.dtype.itemsize
+    row_bytes = spec.expert_hidden * plan.dtype.itemsize
     sent_bytes = 2 * tokens * spec.topk * row_bytes
     worst_rows = config.parallel.num_ranks * tokens * min(spec.topk, plan.placement.slots_per_rank)
     rows = f"{tokens} tokens x top-{spec.topk} rows of {bytes_in_words(row_bytes)}, out and back"

@@ -37,7 +37,7 @@ from moe_serve.ep.pass_recorder import PassRecorder
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.errors import PeerError
 from moe_serve.kernels.capacity import ChangedChoices
-from moe_serve.kernels.cpu.operations import Recorder
+from moe_serve.kernels.cpu.operations import AnyLinear, Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun
 from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.numerics import Numerics
@@ -113,6 +113,7 @@ class MoeWeights:
     shared:  the shared expert: computes rows [T, H], and returns what adds them to others in place; None: there is none
     logit_bias: [E] float32 of the gate's logits, or None
     memory:  of the gate's weight, where it is packed
+    latent:  projections of the rows that go to experts, and of their sums; None: experts take rows as they are
     """
 
     gate: Tensor
@@ -121,6 +122,7 @@ class MoeWeights:
     shared: Callable[[Tensor], AddTo] | None = None
     logit_bias: Tensor | None = None
     memory: PackedMemory = OWN_MEMORY
+    latent: tuple[AnyLinear, AnyLinear] | None = None
 
 
 class Gated(NamedTuple):
@@ -172,7 +174,7 @@ class MoeLayer:
         else:
             self._gate = Gate(*router, parallel.numerics, logit_bias)
         self._replicas = parallel.replica_map.layer(layer_row)
-        self._shared = weights.shared
+        self._shared, self._latent = weights.shared, weights.latent
         self.experts = weights.experts
 
     @property
@@ -231,7 +233,10 @@ class MoeLayer:
             ids = replicas.first_slot[ids]  # that of -1 is the last, -1
         if parallel.router.scales_input:
             rows, weights = multiply_rows(rows, weights), parallel.ones(num_tokens)
+        rows = rows if self._latent is None else self._latent[0](rows)
         parts, shared = yield from self._rounds(Gated(rows, ids, weights, load), num_chunks, x)
+        if self._latent is not None:
+            parts = [self._latent[1](torch.cat(parts))]
         if num_tokens < x.shape[0]:
             parts.append(x.new_zeros(x.shape[0] - num_tokens, x.shape[1]))
         routed = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -272,6 +277,16 @@ class MoeLayer:
             load = recorder.count(ids, parallel.router.num_logical)
         else:
             ids = recorder.look_up(replicas.first_slot, ids)
+        if self._latent is not None:
+            out = self._record_routed(recorder, recorder.linear("latent_in", self._latent[0], x), ids, weights, load)
+            return recorder.linear("latent_out", self._latent[1], out)
+        return self._record_routed(recorder, x, ids, weights, load)
+
+    def _record_routed(
+        self, recorder: Recorder, x: Tensor, ids: Tensor, weights: Tensor, load: Tensor | None
+    ) -> Tensor:
+        """Records the way of rows to their experts and back. ids: slots, where no expert has replicas"""
+        parallel, replicas = self._parallel, self._replicas
         if parallel.form == "local":
             return recorder.experts(x, ids, weights, self.experts.packed)
         out = recorder.buffer("moe_out", x.shape[1])

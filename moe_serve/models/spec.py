@@ -253,6 +253,7 @@ class ModelSpec:
     moe_intermediate: int
     dense_intermediate: int  # of the layers outside moe_layer_ids
     shared_intermediate: int = 0  # width of the shared experts together; 0 = none
+    latent: int | None = None  # width of the rows that routed experts take and give; None: hidden
     has_shared_gate: bool = False  # the shared expert's rows are multiplied by sigmoid(x W), one number each
     embedding_factor: float = 1.0  # on embeddings
     residual_factor: float = 1.0  # on what a sublayer adds to the residual
@@ -324,12 +325,17 @@ class ModelSpec:
         return self.router.topk
 
     @property
+    def expert_hidden(self) -> int:
+        """Returns the width of the rows that go to routed experts and come back."""
+        return self.hidden if self.latent is None else self.latent
+
+    @property
     def num_moe_layers(self) -> int:
         return len(self.moe_layer_ids)
 
     @property
     def expert_parameters(self) -> int:
         """Parameters of one expert of one layer."""
-        stacks = self.activation.stacks
-        bias = stacks * self.moe_intermediate + self.hidden if self.expert_bias else 0
-        return (stacks + 1) * self.hidden * self.moe_intermediate + bias
+        stacks, hidden = self.activation.stacks, self.expert_hidden
+        bias = stacks * self.moe_intermediate + hidden if self.expert_bias else 0
+        return (stacks + 1) * hidden * self.moe_intermediate + bias

@@ -166,7 +166,7 @@ def _fed(spec: ModelSpec, is_moe: bool, ours: str, theirs: str) -> Iterator[Dens
 
 
 def _expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
-    hidden, width, stacks = spec.hidden, spec.moe_intermediate, spec.activation.stacks
+    hidden, width, stacks = spec.expert_hidden, spec.moe_intermediate, spec.activation.stacks
     for layer in spec.moe_layer_ids:
         if spec.expert_names.form == "apart":
             yield _apart(spec, layer, "gate_up", stacks * width, hidden)
@@ -200,7 +200,7 @@ def _biases_apart(spec: ModelSpec, layer: int, name: Literal["gate_up_bias", "do
 
 def _templates(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"]) -> tuple[Part, ...]:
     """Returns the parts of a matrix where each expert has its own tensors."""
-    names, hidden, width = spec.expert_names, spec.hidden, spec.moe_intermediate
+    names, hidden, width = spec.expert_names, spec.expert_hidden, spec.moe_intermediate
     block = f"model.layers.{layer}.{names.block}.experts."
     if name == "down":
         return (Part(block + "{e}." + names.down + ".weight", (hidden, width)),)
@@ -323,6 +323,10 @@ def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
     if spec.router.has_logit_bias:
         bias = Part(theirs + block + router + ".bias", (spec.num_logical,))
         yield DenseTensor(ours + "router_logit_bias", (bias,), "bias32")
+    if spec.latent is not None:
+        latent_in, latent_out = (f"{theirs}{block}.{name}.weight" for name in ("fc1_latent_proj", "fc2_latent_proj"))
+        yield DenseTensor(ours + "latent_in", (Part(latent_in, (spec.latent, spec.hidden)),))
+        yield DenseTensor(ours + "latent_out", (Part(latent_out, (spec.hidden, spec.latent)),))
     if spec.shared_intermediate:
         names = spec.expert_names
         yield from _mlp(spec, ours + "shared_", f"{theirs}{names.shared}.", spec.shared_intermediate)

@@ -143,7 +143,7 @@ def _dense_groups(spec: ModelSpec, parts: CheckpointParts) -> dict[str, tuple[Gr
 
 _PROJECTIONS = (
     "qkv", "q_kv_a", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down", "delta_in", "delta_out",
-    "conv_in", "conv_out", "mamba_in", "mamba_out",
+    "conv_in", "conv_out", "mamba_in", "mamba_out", "latent_in", "latent_out",
 )  # fmt: skip
 
 
@@ -230,7 +230,7 @@ class WeightShare:
         spec, packed = self.spec, self.stored is not None
         return SlotForm(
             self.form,
-            spec.hidden,
+            spec.expert_hidden,
             spec.moe_intermediate,
             dtype,
             packed,

@@ -183,7 +183,7 @@ class _Collective(CollectiveAllToAll):
 def _transport_of(step: RankStep, slots_per_rank: int) -> AnyAllToAll:
     """Returns one rank's end of a transport."""
     spec, fp8_rows, num_ranks = step.spec, step.expert_form == "fp8", step.num_ranks
-    limits = BufferLimits(step.tokens, spec.hidden, spec.topk, slots_per_rank)
+    limits = BufferLimits(step.tokens, spec.expert_hidden, spec.topk, slots_per_rank)
     request = TransportRequest("local", limits, torch.bfloat16, step.wire_dtype, fp8_rows=fp8_rows)
     group = EpGroup(0, 1, GPU)
     if step.transport == "local":

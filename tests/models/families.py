@@ -56,7 +56,7 @@ NEMOTRON: dict[str, Any] = {
     "hybrid_override_pattern": "M*EME", "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
     "ssm_state_size": 24, "chunk_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
     "topk_group": 2, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48, "time_step_min": 1e-30,
-    "routed_scaling_factor": 2.5,
+    "routed_scaling_factor": 2.5, "moe_latent_size": 36,
 }  # fmt: skip
 LFM2: dict[str, Any] = COMMON | {
     "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
@@ -202,7 +202,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hybrid_override_pattern": "*-MMEE*", "mamba_num_heads": 2, "mamba_head_dim": 40, "ssm_state_size": 7}
         | {"n_groups": 1, "conv_kernel": 3, "use_conv_bias": False, "use_bias": True, "num_key_value_heads": 4}
         | {"intermediate_size": 72, "moe_intermediate_size": 100, "n_group": 1}
-        | {"topk_group": 1, "norm_topk_prob": False},
+        | {"topk_group": 1, "norm_topk_prob": False, "moe_latent_size": None},
     ),
     "minimax_m2": ("minimax_m2", MINIMAX),
     "minimax_m2-mha-whole": ("minimax_m2", MINIMAX | {"num_key_value_heads": 4, "rotary_dim": 16}),

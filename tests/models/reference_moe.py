@@ -34,18 +34,22 @@ class ReferenceMoe:
     def __init__(self, parallel: ExpertParallel, layer_row: int, weights: MoeWeights):
         self.router, self.gate, self.bias = parallel.router, weights.gate, weights.correction_bias
         self.experts, self.shared, self.logit_bias = weights.experts, weights.shared, weights.logit_bias
+        self.latent = weights.latent
 
     def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, *_: None) -> Turns[Tensor]:
         yield
         out = torch.zeros_like(x)
         out = out if self.shared is None else self.shared(x)(out)
         rows = x[:num_tokens]
+        routes = self._route(rows)
+        rows = rows if self.latent is None else self.latent[0](rows)
         total = torch.zeros_like(rows, dtype=torch.float32)
-        for expert, weight in zip(*(each.unbind(1) for each in self._route(rows)), strict=True):
+        for expert, weight in zip(*(each.unbind(1) for each in routes), strict=True):
             row = rows * weight[:, None] if self.router.scales_input else rows
             middle = self._activate(self._project("gate_up", expert, row))
             result = self._project("down", expert, middle).float()
             total += result if self.router.scales_input else weight[:, None] * result
+        total = total if self.latent is None else self.latent[1](total.to(x.dtype)).float()
         out[:num_tokens] = (out[:num_tokens].float() + total).to(x.dtype)
         return out
 

@@ -42,7 +42,7 @@ def one_rank(spec: ModelSpec) -> Placement:
 def one_rank_parallel(spec: ModelSpec, numerics: Numerics, dtype: torch.dtype = torch.float32) -> ExpertParallel:
     placement = one_rank(spec)
     group = EpGroup(0, 1, torch.device("cpu"))
-    limits = BufferLimits(4096, spec.hidden, spec.topk, placement.slots_per_rank)
+    limits = BufferLimits(4096, spec.expert_hidden, spec.topk, placement.slots_per_rank)
     transport = TransportRequest("local", limits, dtype, cpu_kernels=numerics.compiled)
     return ExpertParallel(
         rank=0,

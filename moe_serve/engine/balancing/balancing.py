@@ -329,8 +329,7 @@ def make_balancing(
 
     def make_balancer(step: int, reports: BalanceReports) -> Balancer:
         facts = SystemFacts.of_model(
-            hidden=served.spec.hidden,
-            moe_intermediate=served.spec.moe_intermediate,
+            parameters=served.spec.expert_parameters,
             bytes_per_expert=stores[0].slot_bytes,
             device=served.device.type,
             num_nodes=group.num_nodes,

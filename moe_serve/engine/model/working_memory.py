@@ -115,7 +115,7 @@ def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, 
 
 def _experts(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
     rows = sizes.rows * spec.topk
-    hidden, width = spec.hidden, spec.moe_intermediate
+    hidden, width = spec.expert_hidden, spec.moe_intermediate
     if sizes.on_gpu:  # the products end with activation and biases
         routed = rows * (2 * hidden + width) * sizes.itemsize
     else:
@@ -125,7 +125,8 @@ def _experts(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
     shared = 3 * sizes.rows * spec.shared_intermediate * sizes.itemsize
     gate = sizes.rows * spec.num_logical * 3 * 4 + rows * 4 * _INDEX  # logits, scores, choice; ids and their orders
     scaled = sizes.rows * hidden * sizes.itemsize if spec.router.scales_input else 0
-    return routed + shared + gate + scaled
+    latent = sizes.rows * (hidden + spec.hidden) * sizes.itemsize if spec.latent is not None else 0
+    return routed + shared + gate + scaled + latent
 
 
 def _attention(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:

@@ -115,12 +115,13 @@ class SystemFacts:
         return self.link_delay_s + self.bytes_per_expert / self.link_bytes_per_s if self.link_bytes_per_s else 0.0
 
     @classmethod
-    def of_model(
-        cls, hidden: int, moe_intermediate: int, bytes_per_expert: int, device: str, num_nodes: int, survives_loss: bool
-    ) -> Self:
-        """Returns the facts of a model on a device ("cpu" or "cuda"), with prices from sizes alone."""
+    def of_model(cls, parameters: int, bytes_per_expert: int, device: str, num_nodes: int, survives_loss: bool) -> Self:
+        """Returns the facts of a model on a device ("cpu" or "cuda"), with prices from sizes alone.
+
+        parameters: of an expert
+        """
         flops_per_s, bytes_per_s = _DEVICE_RATES[device]
-        token_s = 6.0 * hidden * moe_intermediate / flops_per_s
+        token_s = 2.0 * parameters / flops_per_s
         return cls(num_nodes, bytes_per_expert, token_s, bytes_per_expert / bytes_per_s, survives_loss)
 
     @classmethod

@@ -67,9 +67,9 @@ class ExpertTime:
             )
 
     @classmethod
-    def of_cpu(cls, bytes_per_expert: int, hidden: int, moe_intermediate: int) -> "ExpertTime":
-        """Returns the times on a CPU core, from sizes alone: the same on all ranks."""
-        return cls(round(bytes_per_expert * _FLOPS_PER_BYTE / (6 * hidden * moe_intermediate)))
+    def of_cpu(cls, bytes_per_expert: int, parameters: int) -> "ExpertTime":
+        """Returns the times on a CPU core, from an expert's sizes alone: the same on all ranks."""
+        return cls(round(bytes_per_expert * _FLOPS_PER_BYTE / (2 * parameters)))
 
     @classmethod
     def from_event(cls, name: str, fields: Mapping[str, Any]) -> "ExpertTime":

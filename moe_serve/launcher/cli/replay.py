@@ -247,10 +247,10 @@ def facts_of(config: "ServeConfig", nodes: int, start: "Placement") -> "SystemFa
     form = expert_form(config, spec, place, stored)
     num_bytes = WeightShare(spec, start, 0, dtype, place, form, stored).slot_form.num_bytes
     survives_loss = config.engine.on_lost_rank == "mask" and config.parallel.num_ranks > 2 and device == "cpu"
-    facts = SystemFacts.of_model(spec.hidden, spec.moe_intermediate, num_bytes, device, nodes, survives_loss)
+    facts = SystemFacts.of_model(spec.expert_parameters, num_bytes, device, nodes, survives_loss)
     if choose_split(config, place) != "time":
         return facts
-    time = ExpertTime.of_cpu(num_bytes, spec.hidden, spec.moe_intermediate)
+    time = ExpertTime.of_cpu(num_bytes, spec.expert_parameters)
     return replace(facts, expert_time=planned_time(time, start.num_ranks, start.num_slots, start.num_logical))
 
 

@@ -170,7 +170,7 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
     weights = list(weight_memory(config, plan, report.num_sharing))
     report.transport = transport = describe_transport(
         config,
-        BufferLimits(plan.max_tokens_per_rank, spec.hidden, spec.topk, plan.placement.slots_per_rank),
+        BufferLimits(plan.max_tokens_per_rank, spec.expert_hidden, spec.topk, plan.placement.slots_per_rank),
         plan.dtype,
         device,
         look_here(device, sum(memory.num_bytes for memory in weights)),

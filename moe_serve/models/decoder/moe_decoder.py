@@ -134,7 +134,10 @@ def build_decoder(
             router, bias = mine.pop("router"), mine.pop("router_bias", None)
             bias = None if bias is None else bias.flatten()
             logit_bias, experts = mine.pop("router_logit_bias", None), weights.store(layer_id)
-            mine_moe = MoeWeights(router, bias, experts, own, logit_bias, weights.memory)
+            latent = None
+            if spec.latent is not None:
+                latent = forms.take_linear(mine, "latent_in"), forms.take_linear(mine, "latent_out")
+            mine_moe = MoeWeights(router, bias, experts, own, logit_bias, weights.memory, latent)
             moe = MoeLayer(parallel, layer_rows[layer_id], mine_moe)
             shared = shared if numerics.compiled else None
         elif layer_id not in spec.unfed_layer_ids:

@@ -26,7 +26,7 @@ def read(config: HfConfig) -> ModelSpec:
     own = {"num_hidden_layers": len(kinds), "rms_norm_eps": config.get("layer_norm_epsilon"), "hidden_act": None}
     own["tie_word_embeddings"] = False  # transformers ties nothing, whatever it says
     config = HfConfig({**config.values, **renamed, **own}, config.where)
-    for key, value in (*_ONLY.items(), ("sliding_window", None), ("moe_latent_size", None)):
+    for key, value in (*_ONLY.items(), ("sliding_window", None)):
         config.only(key, value)
     layers = range(config.num_layers)
     ids = {kind: tuple(layer for layer in layers if kinds[layer] == kind) for kind in _KINDS.values()}
@@ -39,6 +39,7 @@ def read(config: HfConfig) -> ModelSpec:
         moe_layer_ids=ids["moe"],
         shared_intermediate=config.size("moe_shared_expert_intermediate_size"),
         dense_intermediate=config.size("intermediate_size") if ids["mlp"] else 0,
+        latent=None if config.get("moe_latent_size") is None else config.size("moe_latent_size"),
         activation=RELU2,
         expert_names=ExpertNames(block="mixer", dense="mixer", shared="mixer.shared_experts"),
         norm_names=NormNames(input="norm", post="norm", last="norm_f"),
