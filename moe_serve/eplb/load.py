@@ -276,6 +276,23 @@ def own_load(tokens: NDArray[np.number], placement: Placement) -> Floats:
     return own
 
 
+def rank_traffic(by_source: NDArray[np.number], placement: Placement) -> Floats:
+    """Returns the load that goes from rank to rank, over all layers: by_source [L, R, E] -> [R, R] float64.
+
+    Lines are the ranks of the tokens, columns those of the experts, whose replicas share evenly.
+    """
+    layers, ranks, experts = placement.num_layers, placement.num_ranks, placement.num_logical
+    rank_of_slot = np.arange(placement.num_slots) // placement.slots_per_rank
+    # One cell per (layer, rank, expert); the last column of experts counts empty slots.
+    cells = (np.arange(layers)[:, None] * ranks + rank_of_slot) * (experts + 1) + (
+        placement.physical_to_logical % (experts + 1)
+    )
+    replicas = np.bincount(cells.ravel(), minlength=layers * ranks * (experts + 1)).reshape(layers, ranks, -1)
+    share = replicas[:, :, :-1] / np.maximum(placement.replica_count, 1)[:, None]
+    traffic: Floats = np.tensordot(np.asarray(by_source, dtype=np.float64), share, axes=([0, 2], [0, 2]))
+    return traffic
+
+
 def balancedness(load: Floats, live_ranks: NDArray[np.integer] | None = None) -> Floats:
     """Returns mean / max over ranks: load [..., R] -> [...] float64; 1 where there is no load at all.
 

@@ -128,7 +128,7 @@ def test_off_node_share_and_traffic_follow_the_sources() -> None:
     record = LoadRecord(0, 1, "mixed", source.sum(axis=1), by_source=source)
     score = Scorer(TOPOLOGY, 1).score(record, Placement(np.array([[0, 1, 2, 3]]), 4, 4))
     assert score.traffic is not None
-    assert score.traffic.tolist() == [[6, 0], [2, 2]]
+    assert score.traffic.tolist() == [[6, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [2, 0, 2, 0]]
     assert score.off_node == pytest.approx(0.2)
     # A second replica of expert 0 on node 1 takes half of everybody's tokens: an even split does not know the nodes.
     two = Placement(np.array([[0, 1, 2, 3, 0, -1, 1, 3]]), 4, 4)

@@ -18,6 +18,7 @@ from moe_serve.eplb.replay.report import (
     as_seconds,
     change_words,
     changes,
+    layer_rows,
     page_data,
     to_html,
     to_json,
@@ -102,8 +103,44 @@ def test_a_page_carries_the_numbers_of_the_report(steady: ReplayReport) -> None:
     assert (heat[np.arange(32), hottest] == heat.max(axis=1)).all()
     picture = data["time"]["before"]
     assert len(base64.b64decode(picture["load"])) == 8 * 3
-    assert sum(map(sum, data["traffic"][0][1])) == pytest.approx(1, abs=1e-4)
+    assert sum(map(sum, data["traffic"]["nodes"][0][1])) == pytest.approx(1, abs=1e-4)
+    traffic, whole = data["traffic"], steady.floor.traffic
+    name, shares = traffic["ranks"][0]
+    assert (name, len(traffic["ranks"])) == ("do nothing", 2)
+    assert matrix(shares, "<u2") / 65535 * traffic["most"] == pytest.approx(whole / whole.sum(), abs=1e-5)
     assert data["steps"] == steady.first_steps.tolist()
+
+
+def test_layers_are_a_table_of_numbers(steady: ReplayReport) -> None:
+    rows, best = layer_rows(steady), steady.policies[0]
+    assert [row["layer"] for row in rows] == list(range(32))
+    assert rows[3]["served"] == pytest.approx(best.served[:, 3].mean(), abs=1e-5)
+    assert rows[3]["nothing"] == pytest.approx(steady.floor.served[:, 3].mean(), abs=1e-5)
+    assert rows[3]["worst"] == pytest.approx(best.served[:, 3].min(), abs=1e-5)
+    assert sum(row["received"] for row in rows) == best.moves.sum()
+    assert rows[3]["bytes"] == rows[3]["received"] * steady.expert_bytes
+    content = json.loads(json.dumps(to_json(steady), allow_nan=False))
+    assert content["layers"] == {"policy": "greedy", "rows": rows}
+    assert np.array(content["traffic"]["greedy"]).shape == (8, 8)
+    assert page_data(steady)["layerRows"][3] == list(rows[3].values())
+
+
+def test_phases_stand_side_by_side_where_there_are_several(steady: ReplayReport) -> None:
+    assert "side by side" not in to_table(steady)
+    assert page_data(steady)["phases"] is None
+    counts = {"prefill": np.array([[9, 1, 1, 1]]), "decode": np.array([[1, 1, 1, 9]])}
+    records = [LoadRecord(i, 1, phase, 100 * counts[phase]) for i, phase in enumerate(("prefill", "decode") * 3)]
+    found = replay(LoadTrace.of(records), ["static", "greedy"], ReplaySettings(Topology(1, 2), 4))
+    assert found.phases == ("decode", "prefill", "decode", "prefill", "decode")
+    parts = to_json(found)["phases"]
+    assert [row["windows"] for row in parts["prefill"]] == [2] * 4
+    assert parts["decode"][2]["served_mean"] == pytest.approx(found.policies[1].served[::2].mean())
+    (header,) = [line for line in to_table(found).splitlines() if "decode: served" in line]
+    assert header.index("prefill: served") < header.index("decode: served")
+    picture = page_data(found)["phases"]
+    assert picture["lines"][0]["name"] == "prefill"
+    assert picture["lines"][0]["steps"] == found.first_steps[1::2].tolist()
+    assert len(picture["lines"][1]["served"]["greedy"]) == 3
 
 
 def test_a_page_cannot_be_broken_out_of(steady: ReplayReport) -> None:
@@ -215,16 +252,20 @@ def test_a_page_leaves_out_what_has_nothing_to_say() -> None:
 
 
 PARTS = ["heat", "shown", "layers-section", "curves-section", "moves-part", "redundancy-part", "traffic-section",
-         "after-part", "sweep-section"]  # fmt: skip
+         "traffic-nodes", "phases-section", "layer-table", "after-part", "sweep-section"]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "policies, num_layers, shown",
     [
-        (["greedy"], 2, {"heat", "shown", "layers-section", "curves-section", "moves-part", "after-part"}),
-        (["greedy"], 1, {"heat", "shown", "curves-section", "moves-part", "after-part"}),
-        ([], 2, {"heat"}),
+        (
+            ["greedy"],
+            2,
+            {"heat", "shown", "layers-section", "curves-section", "moves-part", "layer-table", "after-part"},
+        ),
+        (["greedy"], 1, {"heat", "shown", "curves-section", "moves-part", "layer-table", "after-part"}),
+        ([], 2, {"heat", "layer-table"}),
     ],
     ids=["moves", "one layer", "no policy"],
 )
@@ -240,6 +281,33 @@ def test_a_browser_draws_each_part_that_has_something_to_say(
                 for button, title in (("replicas", "What changed"), ("received", "What it cost"), ("load", "Expert")):
                     await page.page.click(f"#shown [data-key={button}]")
                     await page.shows("#heat-title", title)
+            assert page.problems == []
+
+    BROWSER.run(look())
+
+
+@pytest.mark.slow
+def test_a_browser_sorts_layers_saves_them_and_draws_traffic_and_phases(tmp_path: Path) -> None:
+    phases = [replace(record, phase=("prefill", "decode")[i % 2]) for i, record in enumerate(synthetic_trace(LOAD))]
+    found = replay(LoadTrace.of(phases, topk=2), ["greedy"], ReplaySettings(TOPOLOGY, 16))
+    (tmp_path / "page.html").write_text(to_html(found), encoding="utf-8")
+
+    async def look() -> None:
+        async with browser_page((tmp_path / "page.html").as_uri()) as page:
+            for part in ("traffic-section", "traffic-nodes", "phases-section"):
+                assert await page.page.locator(f"#{part}").is_visible()
+            assert await page.page.locator("#traffic-ranks canvas").count() == 2
+            assert await page.page.locator("#phases svg").count() == 2
+            served = "#layer-table tbody td:nth-child(4)"
+            await page.page.click("#layer-table th:nth-child(4) button")
+            falling = [float(text) for text in await page.page.locator(served).all_text_contents()]
+            assert falling == sorted(falling, reverse=True)
+            async with page.page.expect_download() as waited:
+                await page.page.click("#layer-save")
+            path = await (await waited.value).path()
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            assert lines[0].startswith('"layer","hottest expert, × mean","do nothing","greedy"')
+            assert [round(float(line.split(",")[3]), 4) for line in lines[1:]] == falling
             assert page.problems == []
 
     BROWSER.run(look())

@@ -303,6 +303,7 @@ def joined(reports: Sequence[ReplayReport]) -> ReplayReport:
         first_steps=np.concatenate([report.first_steps for report in reports]),
         num_steps=np.concatenate([report.num_steps for report in reports]),
         tokens=np.concatenate([report.tokens for report in reports]),
+        phases=tuple(phase for report in reports for phase in report.phases),
         load=np.sum([report.load for report in reports], axis=0),
     )
 

@@ -4,7 +4,7 @@ Every policy plans on the past and is scored on the next window, which it has no
 the start, kept) and "perfect" (every rank has the mean load) are always included as floor and ceiling. Windows pass one
 at a time, so a trace may be larger than memory, and are scored from recorded data alone.
 
-Shape words: L = layers, E = experts, R = ranks, N = nodes, P = slots.
+Shape words: L = layers, E = experts, R = ranks, P = slots.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_serve.eplb.cost.batches import tokens_of_batch
 from moe_serve.eplb.files.windows import cut_stretches
-from moe_serve.eplb.load import Floats, LoadRecord, LoadTrace, balancedness, rank_load, slot_load
+from moe_serve.eplb.load import Floats, LoadRecord, LoadTrace, balancedness, rank_load, rank_traffic, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlacementPolicy, PlanRules, Unkept
@@ -64,12 +64,14 @@ def replay(
         frame, results = _replay_pass(trace, [StaticRun(FLOOR, start)], settings, start, lambda _: tick())
         tasks = [_task(run, trace, settings, start) for run in runs]
         results[1:1] = run_in_parallel(tasks, jobs, tick)
+    steps, num_steps, tokens, phases = zip(*frame.windows, strict=True)
     return ReplayReport(
         conditions=_conditions(trace, settings, frame.count),
         results=tuple(results),
-        first_steps=np.array([step for step, _, _ in frame.windows], dtype=np.int64),
-        num_steps=np.array([steps for _, steps, _ in frame.windows], dtype=np.int64),
-        tokens=np.array([tokens for _, _, tokens in frame.windows], dtype=np.float64),
+        first_steps=np.array(steps, dtype=np.int64),
+        num_steps=np.array(num_steps, dtype=np.int64),
+        tokens=np.array(tokens, dtype=np.float64),
+        phases=phases,
         load=frame.load,
         moe_layer_ids=trace.moe_layer_ids,
         num_slots=settings.num_slots,
@@ -101,10 +103,10 @@ class _Ticks:
 
 @dataclass
 class _Frame:
-    """The windows and the load that all policies share. windows: (first step, steps, tokens) of the scored ones."""
+    """The windows and the load that all policies share. windows: (first step, steps, tokens, phase) of those scored"""
 
     load: np.ndarray
-    windows: list[tuple[int, int, float]] = field(default_factory=list)
+    windows: list[tuple[int, int, float, str]] = field(default_factory=list)
     count: int = 0
 
 
@@ -142,7 +144,7 @@ def _replay_pass(
             tokens = scorers[0].tokens_per_step(record) * record.busy_steps if trace.topk else np.nan
             if settings.costs is not None:
                 tokens = settings.costs.served_tokens(tokens, record.phase)
-            frame.windows.append((record.first_step, record.busy_steps, tokens))
+            frame.windows.append((record.first_step, record.busy_steps, tokens, record.phase))
             frame.load += record.tokens
         frame.count += 1
         progress(frame.count)
@@ -224,7 +226,7 @@ class WindowScore:
     balancedness: [L], mean / max rank load
     ranks:        [R], load summed over layers
     off_node:     share of routes that leave the node of their token; None = sources not recorded
-    traffic:      [N, N] routes from node to node; None likewise
+    traffic:      [R, R] routes from rank to rank; None likewise
     activated:    experts active in a step on the rank that has most, mean over layers; a replica is active when its
                   expert is. None = activations not recorded
     step_s:       predicted time of one step; None = no costs
@@ -275,9 +277,8 @@ class Scorer:
             balance, ranks = balancedness(load).mean(axis=0), load.sum(axis=(0, 1))
             activated = float((by_rank > 0).sum(axis=3).max(axis=2).mean())
             if rows.shape[2] == self.topology.num_ranks:
-                nodes, per_node = self.topology.num_nodes, self.topology.ranks_per_node
-                by_node = rows.sum(axis=(0, 1)).reshape(nodes, per_node, nodes, -1).sum(axis=(1, 3))
-                off_node, traffic = _off_node(by_node), by_node.astype(np.float64)
+                traffic = rows.sum(axis=(0, 1)).reshape(*[placement.num_ranks] * 2, -1).sum(axis=2).astype(np.float64)
+                off_node = self._off_node(traffic)
         return WindowScore(
             balance, ranks, off_node, traffic, activated, self._step(record, placement, placement.num_slots)
         )
@@ -331,17 +332,14 @@ class Scorer:
     def _traffic(self, record: LoadRecord, placement: Placement) -> tuple[float | None, Floats | None]:
         if record.by_source is None:
             return None, None
-        nodes, per_node = self.topology.num_nodes, self.topology.ranks_per_node
-        layers, experts = placement.num_layers, placement.num_logical
-        by_node = record.by_source.reshape(layers, nodes, per_node, experts).sum(axis=2)
-        table = placement.physical_to_logical
-        node_of_slot = np.arange(placement.num_slots) // (placement.slots_per_rank * per_node)
-        # One cell per (layer, node, expert); the last column of experts counts empty slots.
-        keys = (np.arange(layers)[:, None] * nodes + node_of_slot) * (experts + 1) + table % (experts + 1)
-        replicas = np.bincount(keys.ravel(), minlength=layers * nodes * (experts + 1)).reshape(layers, nodes, -1)
-        share = replicas[:, :, :-1] / placement.replica_count[:, None, :]
-        traffic = np.einsum("lne,lme->nm", by_node.astype(np.float64), share, optimize=True)
-        return _off_node(traffic), traffic
+        traffic = rank_traffic(record.by_source, placement)
+        return self._off_node(traffic), traffic
+
+    def _off_node(self, traffic: Floats) -> float:
+        """Returns the share of routes [R, R] that leave their node."""
+        nodes, total = self.topology.num_nodes, traffic.sum()
+        by_node = traffic.reshape(nodes, -1, nodes, self.topology.ranks_per_node).sum(axis=(1, 3))
+        return float(1 - np.trace(by_node) / total) if total else 0.0
 
 
 def _mean_score(first: WindowScore, last: WindowScore, share: float) -> WindowScore:
@@ -351,12 +349,6 @@ def _mean_score(first: WindowScore, last: WindowScore, share: float) -> WindowSc
         one, other = getattr(first, name), getattr(last, name)
         mean[name] = None if one is None or other is None else share * one + (1 - share) * other
     return WindowScore(**mean)
-
-
-def _off_node(traffic: NDArray[np.number]) -> float:
-    """Returns the share of routes [N, N] that leave their node."""
-    total = traffic.sum()
-    return float(1 - np.trace(traffic) / total) if total else 0.0
 
 
 class StepSplitter:

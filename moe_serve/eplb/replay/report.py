@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moe_serve.eplb.load import PHASES
 from moe_serve.eplb.rebalance.events import Decision
 from moe_serve.eplb.replay.result import CEILING, FLOOR, PolicyResult, ReplayReport
 from moe_serve.eplb.split.limit import where_no_split_helps
@@ -42,6 +43,9 @@ def to_table(report: ReplayReport, width: int | None = None, color: bool = False
     for line in missing_lines(report.missing):
         console.print(line, style="dim")
     console.print()
+    if len(set(report.phases)) > 1:
+        console.print(_table("phases side by side", *phase_cells(report), report))
+        console.print()
     for result in report.policies:
         if result.decisions:
             console.print(_decision_table(result))
@@ -94,6 +98,45 @@ def cost_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
                 MISSING if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}",
             ]
         )
+    return columns, rows
+
+
+def layer_rows(report: ReplayReport) -> list[dict[str, Any]]:
+    """Returns a row for each layer: how it was served doing nothing and with the best policy, and what that cost.
+
+    hottest: load of its hottest expert over the mean;  bytes: None where the size of an expert is not known
+    """
+    floor, best, size = report.floor, report.best, report.expert_bytes
+    mean = np.maximum(report.load.mean(axis=1), 1e-12)
+    received = best.received.sum(axis=1)
+    return [
+        {
+            "layer": layer,
+            "hottest": round(float(report.load[row].max() / mean[row]), 3),
+            "nothing": round(float(floor.served[:, row].mean()), 5),
+            "served": round(float(best.served[:, row].mean()), 5),
+            "worst": round(float(best.served[:, row].min()), 5),
+            "received": int(received[row]),
+            "bytes": None if size is None else int(received[row]) * size,
+        }
+        for row, layer in enumerate(report.moe_layer_ids)
+    ]
+
+
+def phase_reports(report: ReplayReport) -> dict[str, ReplayReport]:
+    """Returns the report of each phase, where the windows are of several; else none."""
+    found = [phase for phase in PHASES if phase in report.phases]
+    return {phase: report.of_phase(phase) for phase in found} if len(found) > 1 else {}
+
+
+def phase_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
+    """Returns the columns and cells of the phases, side by side; one row per result."""
+    columns, rows = ["policy"], [[result.name] for result in report.results]
+    for phase, part in phase_reports(report).items():
+        columns += [f"{phase}: served", "min layer", "step time"]
+        for cells, result in zip(rows, part.results, strict=True):
+            row = part.summary(result)
+            cells += [as_number(row["served_mean"], 4), as_number(row["served_min"], 4), as_seconds(row["step_s"])]
     return columns, rows
 
 
@@ -249,6 +292,15 @@ def to_json(report: ReplayReport) -> dict[str, Any]:
         "verdict": list(verdict(report)),
         "missing": report.missing,
         "redundancy": [{"num_slots": s, "mean": mean, "min": low} for s, mean, low in report.redundancy],
+        "layers": {"policy": report.best.name, "rows": layer_rows(report)},
+        "phases": {
+            phase: [part.summary(result) for result in part.results] for phase, part in phase_reports(report).items()
+        },
+        "traffic": {
+            result.name: result.traffic.tolist()
+            for result in dict.fromkeys([report.floor, report.best])
+            if np.isfinite(result.traffic).all()
+        },
         "windows": {
             "first_step": report.first_steps.tolist(),
             "num_steps": report.num_steps.tolist(),
@@ -384,6 +436,9 @@ def page_data(report: ReplayReport) -> dict[str, Any]:
         "heat": _heat(report),
         "changes": changes(report),
         "traffic": _traffic(report),
+        "layerPolicy": best.name,
+        "layerRows": [list(row.values()) for row in layer_rows(report)],
+        "phases": _phase_pictures(report),
         "redundancy": [list(row) for row in report.redundancy],
         "numSlots": report.num_slots,
         "slotLabel": f"slots (physical experts per layer, {report.num_ranks} ranks)",
@@ -486,14 +541,45 @@ def _heat(report: ReplayReport) -> dict[str, Any]:
     }
 
 
-def _traffic(report: ReplayReport) -> list[list[Any]] | None:
-    pictures = []
-    for result in dict.fromkeys([report.floor, report.best]):
-        total = result.traffic.sum()
-        if not np.isfinite(total) or total <= 0:
-            return None
-        pictures.append([result.name, np.round(result.traffic / total, 6).tolist()])
-    return pictures
+def _phase_pictures(report: ReplayReport) -> dict[str, Any] | None:
+    """Returns the table of the phases, and the balancedness of each policy over the windows of each."""
+    parts = phase_reports(report)
+    if not parts:
+        return None
+    columns, rows = phase_cells(report)
+    lines = []
+    for phase, part in parts.items():
+        groups = page_groups(len(part.first_steps))
+        served = {result.name: _grouped(result.served.mean(axis=1), groups, np.mean) for result in part.results[:-1]}
+        lines.append({"name": phase, "steps": [int(part.first_steps[group[0]]) for group in groups], "served": served})
+    return {"columns": columns, "rows": rows, "lines": lines}
+
+
+def _traffic(report: ReplayReport) -> dict[str, Any] | None:
+    """Returns the shares of all routes before and after: from rank to rank as bytes, from node to node as numbers.
+
+    ranks: name, [R, R] as 16-bit integers, lowest byte first, of the largest share of both, and that share
+    nodes: name, [N, N]; () on one node
+    """
+    results = list(dict.fromkeys([report.floor, report.best]))
+    totals = [result.traffic.sum() for result in results]
+    if not all(np.isfinite(total) and total > 0 for total in totals):
+        return None
+    shares = [result.traffic / total for result, total in zip(results, totals, strict=True)]
+    most, nodes = max(float(share.max()) for share in shares), report.num_nodes
+    by_node = [share.reshape(nodes, -1, nodes, report.num_ranks // nodes).sum(axis=(1, 3)) for share in shares]
+    named = [result.name for result in results]
+    return {
+        "numRanks": report.num_ranks,
+        "most": most,
+        "ranks": [
+            [name, _packed(np.rint(share / most * 65535).astype("<u2"))]
+            for name, share in zip(named, shares, strict=True)
+        ],
+        "nodes": [[name, np.round(share, 6).tolist()] for name, share in zip(named, by_node, strict=True)]
+        if nodes > 1
+        else [],
+    }
 
 
 def _encode(shares: np.ndarray) -> str:

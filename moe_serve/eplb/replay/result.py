@@ -1,10 +1,10 @@
 """The results of a replay as plain arrays: one result per policy, and the report of all of them.
 
 Equal traces and settings give equal results, except measured times (plan_s).
-Shape words: W = scored windows, L = layers, R = ranks, N = nodes, E = experts.
+Shape words: W = scored windows, L = layers, R = ranks, E = experts.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class PolicyResult:
     num_rounds:    [W] int64, migration rounds before the window (gated runs)
     off_node, activated, step_s, stall_s: [W] float64, see WindowScore; stall_s: pause of serving before the window
     plan_s:        [W] float64, measured CPU time of planning before the window
-    traffic:       [N, N] float64, routes from node to node over all windows; all NaN = not known
+    traffic:       [R, R] float64, routes from rank to rank over all windows; all NaN = not known
     received:      [L, E] int64, how often a rank had to receive the expert, over all windows: what `moves` sums to
     final:         placement after the last window; None for the ceiling
     decisions:     of a rebalancer; () = none decides
@@ -72,6 +72,7 @@ class ReplayReport:
     results:     the floor first, then the policies, the ceiling last
     first_steps: [W] int64;  num_steps: [W] int64, steps with tokens
     tokens:      [W] float64, tokens served in the window, those of cached prompts among them (NaN: topk unknown)
+    phases:      of each window
     load:        [L, E] float64, tokens per expert over the scored windows
     missing:     column -> what the trace or the command lacks to fill it
     redundancy:  rows (slots, balancedness mean, min over layers), served by plans one window old; () = not asked for
@@ -84,6 +85,7 @@ class ReplayReport:
     first_steps: NDArray[np.int64]
     num_steps: NDArray[np.int64]
     tokens: Floats
+    phases: tuple[str, ...]
     load: Floats
     moe_layer_ids: tuple[int, ...]
     num_slots: int
@@ -109,6 +111,23 @@ class ReplayReport:
         if all(np.isfinite(self.total_seconds(run)) for run in runs):
             return min(runs, key=lambda run: self.total_seconds(run))
         return max(runs, key=lambda run: float(run.served.mean()))
+
+    def of_phase(self, phase: str) -> "ReplayReport":
+        """Returns the report of the windows of one phase; load, traffic and experts received stay those of all."""
+        kept = np.array([each == phase for each in self.phases], dtype=bool)
+
+        def part(result: PolicyResult) -> PolicyResult:
+            of_all = ("traffic", "received")
+            return replace(result, **{name: a[kept] for name, a in result.arrays().items() if name not in of_all})
+
+        return replace(
+            self,
+            results=tuple(part(result) for result in self.results),
+            first_steps=self.first_steps[kept],
+            num_steps=self.num_steps[kept],
+            tokens=self.tokens[kept],
+            phases=(phase,) * int(kept.sum()),
+        )
 
     def total_seconds(self, result: PolicyResult) -> float:
         """Returns the predicted time of the whole trace: steps, pauses while experts move, and waiting for requests."""

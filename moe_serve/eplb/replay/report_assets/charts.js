@@ -122,6 +122,35 @@ function lineChart(holder, options) {
   return draw;
 }
 
+// ---- tables that a click on a column sorts, with a button that saves them: columns [{name, format}], rows of numbers or null
+function sortedTable(table, columns, rows, file) {
+  let by = 0, falls = false, sorted = rows;
+  const value = (row) => row[by] === null ? -Infinity : row[by];
+  const draw = () => {
+    sorted = [...rows].sort((a, b) => (falls ? -1 : 1) * (value(a) - value(b) || 0));
+    table.replaceChildren();
+    const head = html("tr", "", "", html("thead", "", "", table)), body = html("tbody", "", "", table);
+    columns.forEach((column, i) => {
+      const cell = html("th", "", "", head), button = html("button", "", column.name + (i === by ? (falls ? " ↓" : " ↑") : ""), cell);
+      cell.setAttribute("aria-sort", i === by ? (falls ? "descending" : "ascending") : "none");
+      button.addEventListener("click", () => { falls = i === by ? !falls : i > 0; by = i; draw(); });
+    });
+    for (const cells of sorted) {
+      const row = html("tr", "", "", body);
+      cells.forEach((cell, i) => html("td", "", cell === null ? "–" : columns[i].format(cell), row));
+    }
+  };
+  draw();
+  return () => {
+    const lines = [columns.map((column) => `"${column.name.replace(/"/g, '""')}"`), ...sorted.map((row) => row.map((cell) => cell ?? ""))];
+    const link = html("a");
+    link.href = URL.createObjectURL(new Blob([lines.map((line) => `${line.join(",")}\n`).join("")], { type: "text/csv" }));
+    link.download = file;
+    link.click();
+    URL.revokeObjectURL(link.href);
+  };
+}
+
 // ---- pixel maps: one cell per value of a byte array
 function ramp(stops) {
   const colors = stops.map((hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)));

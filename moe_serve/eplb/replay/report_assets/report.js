@@ -174,12 +174,49 @@ if (!$("layers-section").hidden) {
   });
 }
 
-// ---- traffic
+// ---- layers as a table
 {
-  const holder = $("traffic");
-  $("traffic-section").hidden = !D.traffic;
-  for (const [name, matrix] of D.traffic || []) {
-    const figure = html("figure", "matrix", "", holder);
+  const number = (digits) => (value) => value.toFixed(digits);
+  const columns = [{ name: "layer", format: String }, { name: "hottest expert, × mean", format: number(2) }, { name: "do nothing", format: number(4) },
+    { name: D.layerPolicy, format: number(4) }, { name: "its worst window", format: number(4) }, { name: "experts received", format: (v) => v.toLocaleString("en") },
+    { name: "bytes received", format: (v) => sizeOf(v) }];
+  const compared = D.layerPolicy !== "do nothing", sized = compared && D.layerRows.some((row) => row[6] !== null);
+  const kept = columns.map((_, i) => i).filter((i) => (compared || (i !== 3 && i !== 5)) && (sized || i !== 6));
+  const save = sortedTable($("layer-table"), kept.map((i) => columns[i]), D.layerRows.map((row) => kept.map((i) => row[i])), "layers.csv");
+  $("layer-save").addEventListener("click", save);
+}
+
+// ---- phases side by side
+$("phases-section").hidden = !D.phases;
+if (D.phases) {
+  fillTable("phases-table", D.phases.columns, D.phases.rows);
+  for (const phase of D.phases.lines) {
+    const part = html("div", "", "", $("phases"));
+    html("h3", "", phase.name, part);
+    lineChart(html("div", "chart", "", part), {
+      series: () => D.policies.filter((p) => phase.served[p.name]).map((p) => ({ name: p.name, color: colorOf(p), x: phase.steps, y: phase.served[p.name],
+        dash: p.role === "policy" ? "" : "5 4", wide: p.best })),
+      label: `balancedness of ${phase.name}`, xLabel: "engine step", xName: "step", format: (v) => v.toFixed(3), range: balanceRange,
+    });
+  }
+}
+
+// ---- traffic
+$("traffic-section").hidden = !D.traffic;
+if (D.traffic) {
+  const T = D.traffic, R = T.numRanks;
+  for (const [name, text] of T.ranks) {
+    const figure = html("figure", "", "", $("traffic-ranks")), share = new Uint16Array(bytes(text).buffer);
+    html("figcaption", "", name, figure);
+    pixelMap(html("canvas", "", "", figure), () => ({
+      rows: R, columns: R, color: sequential, at: (r, c) => share[r * R + c] / 65535, x: [0, "rank of the expert", R - 1], y: [0, "rank of the token", R - 1],
+      describe: (r, c) => [`rank ${r} → rank ${c}`, `${(100 * T.most * share[r * R + c] / 65535).toFixed(3)}% of all routes`],
+    }));
+  }
+  legend($("traffic-legend"), () => sequential(), "none", "", `${(100 * T.most).toPrecision(3)}% of all routes`);
+  $("traffic-nodes").hidden = !T.nodes.length;
+  for (const [name, matrix] of T.nodes) {
+    const figure = html("figure", "matrix", "", $("traffic"));
     html("figcaption", "", name, figure);
     const size = matrix.length, cell = Math.min(74, 520 / (size + 1)), edge = cell * size + 46;
     const most = Math.max(...matrix.flat(), 2 / size ** 2);  // an even share is the middle of the scale
