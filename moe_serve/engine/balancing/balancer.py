@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from moe_serve.engine.protocol.messages import BalanceReport, DecisionReport, WindowReport
-from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
+from moe_serve.eplb.load import LoadRecord, balancedness, rank_load, rank_traffic
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planner_process import PlanAnswer, PlannerProcess, PlanProblem
 from moe_serve.eplb.rebalance.events import (
@@ -137,6 +137,7 @@ def window_report(record: LoadRecord, placement: Placement) -> WindowReport:
         rank_load=load.tolist(),
         tokens=record.tokens.tolist(),
         mean_at_end=float(balancedness(load_at_end, placement.live_ranks).mean()),
+        traffic=[] if record.by_source is None else rank_traffic(record.by_source, first).tolist(),
     )
 
 

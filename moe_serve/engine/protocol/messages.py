@@ -406,6 +406,7 @@ class WindowReport(msgspec.Struct, frozen=True, array_like=True):
 
     balancedness: mean / max of rank load, of each layer, on the placement in use at its beginning
     mean_at_end:  mean over layers on the placement in use at its end: what a move within it has brought
+    traffic:      of all layers, from the rank of a token to that of its expert; [] = not known
     """
 
     first_step: int
@@ -416,6 +417,7 @@ class WindowReport(msgspec.Struct, frozen=True, array_like=True):
     rank_load: list[list[float]]  # [layers][ranks] tokens, under the split in use, evenly shared
     tokens: list[list[int]]  # [layers][experts]
     mean_at_end: float
+    traffic: list[list[float]] = []  # [ranks][ranks] tokens, evenly shared
 
 
 class DecisionReport(msgspec.Struct, frozen=True, array_like=True):

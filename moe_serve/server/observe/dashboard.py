@@ -182,7 +182,13 @@ def _load(workers: RankTable, book: BalanceBook) -> dict[str, Any]:
         "tokens": window.tokens,
         "ranks": [[round(load, 1) for load in loads] for loads in window.rank_load],
         "balancedness": [_short(value) for value in window.balancedness],
+        "traffic": _whole(window.traffic),
+        "traffic_before": _whole(book.traffic_before),
     }
+
+
+def _whole(rows: list[list[float]]) -> list[list[int]]:
+    return [[round(value) for value in row] for row in rows]
 
 
 def _rank(view: RankView, workers: RankTable) -> dict[str, Any]:

@@ -5,7 +5,7 @@ const PERIOD_MS = 1000, DEADLINE_MS = 5000, MAX_POINTS = 720, MAX_EVENTS = 300, 
 const KINDS = { plan: "plan", move: "move", done: "live", keep: "keep", failed: "failed", watch: "measured", leader: "leader", alarm: "alarm" };
 
 const known = nothing();
-const view = { curve: null, heat: {}, expert: null, range: Infinity, cursor: { curve: null, experts: null, ranks: null }, drawn: "", timeline: "" };
+const view = { curve: null, heat: {}, expert: null, range: Infinity, cursor: { curve: null, experts: null, ranks: null, traffic: null, before: null }, drawn: "", timeline: "" };
 const element = (id) => document.getElementById(id);
 
 function nothing() {
@@ -262,7 +262,12 @@ function draw() {
   }
   view.heat.experts = drawHeat(element("experts"), timesMean("experts"), (value) => value / 4, load.layers, colors.hot, view.cursor.experts);
   view.heat.ranks = drawHeat(element("ranks"), timesMean("ranks"), (value) => value - 0.5, load.layers, colors.even, view.cursor.ranks);
-  for (const id of ["experts", "ranks"]) if (!view.cursor[id]) put(`${id}-text`, hottest(id));
+  const shown = ["traffic", "before"].filter((id) => rowsOf(id).length > 1), ranksOf = (id) => rowsOf(id).map((_, rank) => `${rank}`);
+  element("traffic-section").hidden = !shown.includes("traffic");
+  element("before-part").hidden = !shown.includes("before");
+  if (shown.includes("traffic")) drawScale(element("traffic-scale"), colors.hot);
+  for (const id of shown) view.heat[id] = drawHeat(element(id), timesMean(id), (value) => value / 2, ranksOf(id), colors.hot, view.cursor[id]);
+  for (const id of ["experts", "ranks", ...shown]) if (!view.cursor[id]) put(`${id}-text`, hottest(id));
   element("expert").hidden = !view.expert;
   if (view.expert) showExpert(...view.expert);
 }
@@ -319,12 +324,17 @@ function waiting() {
   for (const id of ["curve", "experts", "ranks"]) put(`${id}-text`, off ? "No load is recorded: eplb.mode is off." : "Waiting for the first window.");
 }
 
-/** Returns each value over the mean of its row; 0 in a row without load. A rank without any load counts as masked. */
+/** Returns the rows of a picture as the server counts them. */
+const rowsOf = (id) => ({ experts: known.load.tokens, ranks: known.load.ranks, traffic: known.load.traffic, before: known.load.traffic_before })[id];
+const isTraffic = (id) => id === "traffic" || id === "before";
+
+/** Returns each value over the mean of its row, traffic over an even share; 0 without load. A rank without any load counts as masked. */
 function timesMean(id) {
-  const rows = id === "experts" ? known.load.tokens : known.load.ranks;
-  const live = id === "experts" ? rows[0].length : rows[0].filter((_, column) => rows.some((row) => row[column] > 0)).length;
+  const rows = rowsOf(id), sum = (row) => row.reduce((a, b) => a + b, 0);
+  const live = id === "ranks" ? rows[0].filter((_, column) => rows.some((row) => row[column] > 0)).length : rows[0].length;
+  const even = isTraffic(id) ? sum(rows.map(sum)) / live ** 2 : null;
   return rows.map((row) => {
-    const mean = row.reduce((a, b) => a + b, 0) / Math.max(live, 1);
+    const mean = even ?? sum(row) / Math.max(live, 1);
     return row.map((value) => (mean ? value / mean : 0));
   });
 }
@@ -337,8 +347,9 @@ function hottest(id) {
 }
 
 function cellText(id, row, column) {
-  const { load, placement } = known, values = (id === "experts" ? load.tokens : load.ranks)[row];
+  const { load, placement } = known, values = rowsOf(id)[row];
   const times = timesMean(id)[row][column].toFixed(2);
+  if (isTraffic(id)) return `rank ${row} → rank ${column}: ${whole(values[column])} tokens of experts, ${times} × an even share`;
   const text = `layer ${load.layers[row]}, ${id === "experts" ? "expert" : "rank"} ${column}: ${whole(values[column])} tokens, ${times} × the mean`;
   if (id === "ranks") return `${text}; balancedness of the layer ${share(load.balancedness[row])}`;
   if (!placement || !placement[row]) return text;
@@ -390,7 +401,7 @@ function moved(id, key) {
   return view.cursor[id] ? [clamp(row + step[0], area.rows), clamp(column + step[1], area.columns)] : [row, column];
 }
 
-for (const id of ["curve", "experts", "ranks"]) {
+for (const id of ["curve", "experts", "ranks", "traffic", "before"]) {
   const canvas = element(id);
   for (const name of ["pointermove", "pointerdown"]) canvas.addEventListener(name, (event) => known.answer && select(id, under(id, event), event));
   // A finger that is lifted leaves too: what it has tapped stays, until another tap or the page scrolls.

@@ -207,6 +207,7 @@ class BalanceBook:
     placement:   [layers][slots], -1 = empty slot; None = no rank has reported it yet;  num_placements: how many came
     splits:      how batches of each phase are split, and what the exact split gains there
     window:      the newest closed window
+    traffic_before: of the newest window before the last move, see `WindowReport`; [] = there is none
     points:      the curve of balancedness, oldest first;  num_windows: how many there were in all
     events:      the timeline, oldest first;  num_events: how many there were in all
     decisions:   how many of each kind there were
@@ -227,6 +228,7 @@ class BalanceBook:
         self.splits: dict[str, Any] = {}
         self.num_placements = 0
         self.window: WindowReport | None = None
+        self.traffic_before: list[list[float]] = []
         self.points: deque[WindowPoint] = deque(maxlen=NUM_POINTS)
         self.num_windows = 0
         self.events: deque[Event] = deque(maxlen=NUM_EVENTS)
@@ -335,6 +337,7 @@ class BalanceBook:
         match kind:
             case "move" | "manual" | "restore" if decision.num_layers:  # 0: everything is where it should be already
                 self.moves.begin(event, version, totals, self._points_of(launch_id))
+                self.traffic_before = [] if self.window is None else self.window.traffic
             case "done" if self.moves.running is not None:
                 self.moves.grow(self.version, self.totals)
                 reason = f"{reason}: {self.moves.running.summary}"

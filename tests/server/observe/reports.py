@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe_serve.engine.protocol.messages import BalanceReport, DecisionReport, Status, WindowReport
-from moe_serve.eplb.load import balancedness, rank_load
+from moe_serve.eplb.load import balancedness, rank_load, rank_traffic
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import plan
 from moe_serve.topology import Topology
@@ -73,6 +73,7 @@ class Story:
                 load.tolist(),
                 tokens.tolist(),
                 float(balance.mean()),
+                rank_traffic(np.repeat(tokens[:, None] / self.num_ranks, self.num_ranks, axis=1), placement).tolist(),
             )
             at_s = self.began_s + (number + 1) * self.window_s
             yield at_s, self._report(first + WINDOW_STEPS, window=window)
