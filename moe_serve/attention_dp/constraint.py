@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from moe_serve.errors import RequestError
 
 KINDS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
-MAX_CHARS = 1 << 18  # of a constraint's text
+MAX_CHARS = 1 << 19  # of a constraint's text
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )  # of strings, that llguidance knows
 _DELETE = "\x7f"  # which Lark's lexer takes escaped only
+_OF_URIS = "%/:?#@!$&'()*+,;=~"  # beside letters and digits: RFC 3986, without a host's brackets
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,10 @@ def to_grammar(constraint: Constraint) -> str:
     try:
         match constraint.kind:
             case "json_schema":
-                if '"format"' in text:
-                    text = json.dumps(_with_known_formats(json.loads(text)), ensure_ascii=False)
                 schema = json.loads(text)
+                if '"format"' in text or '"$ref"' in text:
+                    schema = _as_llguidance_reads(schema)
+                    text = json.dumps(schema, ensure_ascii=False)
                 if schema is True:
                     schema, text = {}, "{}"  # the same, and takes options
                 ours = isinstance(schema, dict) and not names_white_space(schema)
@@ -122,16 +125,20 @@ def to_grammar(constraint: Constraint) -> str:
         ) from None
 
 
-def _with_known_formats(schema: Any) -> Any:
+def _as_llguidance_reads(schema: Any) -> Any:
     """Returns a JSON schema without formats that llguidance does not know, such as pydantic's path and uuid4.
 
     By JSON Schema 2020-12 (validation, section 7.2.3) a format that is not known is an annotation, and no error.
+    References are URIs: what may not stand in one is escaped, such as RowCol<Title>.
     """
 
     def change(schema: Schema) -> Schema:
         kind = schema.get("format")
         if isinstance(kind, str) and kind not in _FORMATS:
             del schema["format"]
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            schema["$ref"] = quote(reference, safe=_OF_URIS)
         return schema
 
     return rewritten(schema, change)
@@ -165,7 +172,7 @@ def _tags_to_lark(text: str, field: str) -> str:
             raise RequestError(f"{field} needs texts in triggers, and as begin and end of each structure", field=field)
         if not isinstance(schema, dict | bool | None):
             raise RequestError(f"{field} has a schema that is neither an object nor true or false", field=field)
-        schema = {} if schema is None else _with_known_formats(schema)
+        schema = {} if schema is None else _as_llguidance_reads(schema)
         trigger = next((word for word in triggers if word and begin.startswith(word)), None)
         if trigger is None:
             raise RequestError(f"{field}: no trigger begins {begin!r:.60}; add one to triggers", field=field)

@@ -60,7 +60,8 @@ def lenient(schema: Schema | bool) -> Schema:
     """Returns a schema whose words that llguidance cannot hold are left out, instead of refused.
 
     So are references to other documents, which nobody fetches. They become $dynamicRef, a word that llguidance leaves
-    out and names. Descriptions beside a reference are dropped: llguidance refuses any of one to a schema around it.
+    out and names. Descriptions are dropped: beside a reference to a schema around it llguidance refuses any, and they
+    may be most of a schema's characters.
     """
     own: set[str] = set()
 
@@ -72,8 +73,9 @@ def lenient(schema: Schema | bool) -> Schema:
         reference = part.get("$ref")
         if isinstance(reference, str) and not reference.startswith("#") and reference.partition("#")[0] not in own:
             part["$dynamicRef"] = part.pop("$ref")
-        if isinstance(reference, str):
-            part = {word: value for word, value in part.items() if word not in _DESCRIPTIONS}
+        for word in _DESCRIPTIONS:  # an object may be a schema of this name, in a group of definitions
+            if isinstance(reference, str) or not isinstance(part.get(word), dict):
+                part.pop(word, None)
         return part
 
     rewritten(schema, note)

@@ -217,6 +217,16 @@ def test_a_lenient_schema_may_describe_a_reference_to_a_schema_around_it() -> No
     assert matcher.may_end
 
 
+@pytest.mark.parametrize("name", ["RowCol<(Title[]|null)>", "a b", "Größe", "x%3Cy", "a~1b"])
+def test_a_reference_may_name_what_no_uri_may_hold(name: str) -> None:
+    """As tools for TypeScript write it, and vega-lite's schema has it."""
+    key = name.replace("~1", "/").replace("%3C", "<")
+    schema = {"$ref": f"#/definitions/{name}", "definitions": {key: {"enum": ["one"]}}}
+    matcher = matcher_of("json_schema", json.dumps(schema))
+    matcher.advance(TEXT.encode('"one"'))
+    assert matcher.must_end
+
+
 def test_options_that_are_no_object_are_refused() -> None:
     with pytest.raises(RequestError, match="json_schema cannot be served"):
         matcher_of("json_schema", '{"x-guidance": 3}')
