@@ -35,15 +35,15 @@ CONFIG = {
 }
 
 
-def write_bench_model(folder: Path, dtype: str = "float32", **sizes: int) -> Path:
-    """Returns a folder with config.json and model.safetensors, written by transformers with seed 0.
+def write_bench_model(folder: Path, dtype: str = "float32", seed: int = 0, **sizes: int) -> Path:
+    """Returns a folder with config.json and model.safetensors, written by transformers.
 
     dtype: in which the weights are stored, "float32" or "bfloat16";  sizes: other ones than those of CONFIG
     """
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = CONFIG | sizes
     known = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**known)).to(getattr(torch, dtype))
