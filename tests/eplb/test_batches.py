@@ -1,6 +1,7 @@
 """Batches differ from the windows that they are in: the draw of one, the fit to single steps, and what it costs."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from moe_serve.eplb.cost.batches import (
 )
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
+from moe_serve.eplb.files.traces import read_trace
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.replay.costs import ProfileCosts, Serving
@@ -149,33 +151,53 @@ def test_few_prompts_in_a_step_leave_less_for_a_plan_to_gain() -> None:
 
 
 def test_experts_within_their_capacity_serve_what_is_left_or_all() -> None:
-    tokens = np.array([[9.0, 3, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0]])
-    dropped = within_capacity(tokens, 1.0, 1, moves=False)
+    by_rank = np.array([[9.0, 3, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0]])[:, None]
+    dropped = within_capacity(by_rank, 1.0, moves=False)
     assert dropped.tolist() == [[3, 3, 0, 0], [2, 2, 2, 2], [0, 0, 0, 0]]
-    moved = within_capacity(tokens, 1.5, 1, moves=True)
+    moved = within_capacity(by_rank, 1.5, moves=True)
     assert np.allclose(moved, [[5, 11 / 3, 5 / 3, 5 / 3], [2, 2, 2, 2], [0, 0, 0, 0]]), "4 for room of 2, 5 and 5"
-    assert within_capacity(tokens, 1.0, 4, moves=False)[0].tolist() == [4, 3, 0, 0], "each rank rounds up"
-    assert np.array_equal(within_capacity(tokens, 9.0, 1, moves=True), tokens)
+    four = np.repeat(by_rank / 4, 4, axis=1)
+    assert within_capacity(four, 1.0, moves=False)[0].tolist() == [4, 3, 0, 0], "each rank rounds up"
+    assert np.array_equal(within_capacity(four, 9.0, moves=True), by_rank[:, 0])
+    uneven = np.array([[[4.0, 0, 0, 0], [0, 4, 0, 0]]])
+    assert within_capacity(uneven, 1.0, moves=False).tolist() == [[1, 1, 0, 0]]
+    assert within_capacity(uneven, 1.0, moves=True).tolist() == [[2, 2, 2, 2]]
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_a_batch_is_limited_as_the_kernels_limit_it(moves: bool) -> None:
+def test_a_trace_of_tokens_is_limited_as_the_ranks_limit_them(moves: bool, tmp_path: Path) -> None:
+    """Ranks of other sizes and tastes, whose dumps hold the experts of each token."""
     torch = pytest.importorskip("torch")
     from moe_serve.kernels.capacity import ExpertCapacity, limit_experts
     from moe_serve.kernels.forms import RouterSpec
     from moe_serve.kernels.topk_gate import topk_gate_reference
 
-    spec, load = RouterSpec(32, 4), torch.zeros(32, dtype=torch.int64)
-    logits = torch.randn(512, 32) + torch.randn(32)
-    ids, weights = topk_gate_reference(logits, None, spec, load)
-    limit_experts(logits, None, spec, ids, weights, ExpertCapacity(1.25, moves))
-    served = torch.bincount(ids[ids >= 0], minlength=32).double().numpy()[None]
-    found = within_capacity(load.double().numpy()[None], 1.25, 1, moves)
-    assert found.max() <= served.max() + 1e-9
+    spec, served = RouterSpec(EXPERTS, TOPK), np.zeros((LAYERS, EXPERTS))
+    changed = total = 0
+    for rank, num_rows in enumerate((7, 64, 200, 1)):
+        chosen = []
+        for layer in range(LAYERS):
+            logits = torch.randn(num_rows, EXPERTS) + 2 * torch.randn(EXPERTS)
+            ids, weights = topk_gate_reference(logits, None, spec, torch.zeros(EXPERTS, dtype=torch.int64))
+            chosen.append(ids.clone())
+            changed += int(limit_experts(logits, None, spec, ids, weights, ExpertCapacity(1.25, moves)).sum())
+            served[layer] += np.bincount(ids[ids >= 0].numpy(), minlength=EXPERTS)
+        total += LAYERS * num_rows * TOPK
+        record = {"forward_pass_id": 0, "rank": rank, "forward_mode": 2, "topk_ids_of_layer": torch.stack(chosen)}
+        table = torch.arange(EXPERTS).expand(LAYERS, -1).contiguous()
+        torch.save({"records": [record], "last_physical_to_logical_map": table}, tmp_path / f"of_rank_{rank}.pt")
+    trace = read_trace(str(tmp_path))
+    serving = Serving(expert_capacity=1.25, over_capacity="next" if moves else "drop")
+    costs = ProfileCosts(CostModel(load_hardware("H800"), DEMO, Topology(1, 4)), serving)
+    (window,) = trace
+    found, _ = costs.batch_of(window, window.tokens[0].sum() / TOPK)
     if moves:
-        assert found.sum() == pytest.approx(served.sum(), rel=0.01), "few find no expert with room"
+        assert found.sum() == pytest.approx(served.sum(), rel=0.02), "few find no expert with room"
     else:
         assert np.array_equal(found, served)
+    said = costs.capacity_words(trace)
+    assert said.startswith(f"{changed / total:.2%} of the choices")
+    assert said.endswith("counted on each rank in each step")
 
 
 def test_a_capacity_makes_steps_of_an_uneven_load_shorter_and_reports_what_is_beyond_it() -> None:
@@ -193,6 +215,7 @@ def test_a_capacity_makes_steps_of_an_uneven_load_shorter_and_reports_what_is_be
     assert "capacity" not in free.report.conditions
     assert moved.report.conditions["capacity"] == dropped.report.conditions["capacity"]
     assert float(moved.report.conditions["capacity"].split("%")[0]) > 1
+    assert "estimated" in moved.report.conditions["capacity"]
 
 
 @pytest.mark.parametrize(("num_logical", "topk", "rows"), [(32, 4, 2), (256, 8, 4), (8, 2, 9), (8, 8, 3)])

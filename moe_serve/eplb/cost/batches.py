@@ -65,21 +65,23 @@ def tokens_of_batch(record: LoadRecord, spread: float, num_requests: float, num_
     return drawn.astype(np.float64), False
 
 
-def within_capacity(tokens: Floats, factor: float, num_ranks: int, moves: bool) -> Floats:
-    """Returns what experts serve of tokens [L, E] of one batch where each takes at most `factor` times the mean.
+def within_capacity(by_rank: Floats, factor: float, moves: bool) -> Floats:
+    """Returns what experts serve [L, E] of one batch where each takes at most `factor` times the mean of a rank's rows.
 
-    The limit is that of kernels/capacity.py: of the rows of one rank, where each has an equal part of every expert's.
-    moves: the rest goes to the experts that have room, in proportion to it, where the server takes the next-best ones
-           of each token; False: it is dropped
+    by_rank: [L, R, E] tokens of each expert, by the rank that computes their gate
+    moves:   the rest goes to the experts that have room, in proportion to it, where the server takes the next-best ones
+             of each token; False: it is dropped
+    The limit is that of kernels/capacity.py, so all but where choices move to is as there.
     """
-    mean = tokens.mean(axis=1, keepdims=True)
-    most = num_ranks * np.maximum(np.ceil(factor * mean / num_ranks), 1)
-    served: Floats = np.minimum(tokens, most)
+    sums = by_rank.sum(axis=2, keepdims=True)
+    most = np.maximum(np.ceil(factor * sums / by_rank.shape[2]), 1)
+    served: Floats = np.minimum(by_rank, most)
     if moves:
         room = most - served
-        over = (tokens - served).sum(axis=1, keepdims=True)
-        served = served + room * over / np.maximum(room.sum(axis=1, keepdims=True), 1)
-    return served
+        over = sums - served.sum(axis=2, keepdims=True)
+        served = served + room * over / np.maximum(room.sum(axis=2, keepdims=True), 1)
+    result: Floats = served.sum(axis=1)
+    return result
 
 
 @dataclass(frozen=True)

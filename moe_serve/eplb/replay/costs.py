@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moe_serve.eplb.cost.batches import expected_experts, find_spread, tokens_of_batch, within_capacity
 from moe_serve.eplb.cost.kernels import Batch, Phase, gemm_flops
 from moe_serve.eplb.cost.model import CostModel, PredictedCost
-from moe_serve.eplb.load import LoadTrace, slot_load
+from moe_serve.eplb.load import LoadRecord, LoadTrace, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.problem import holds
 from moe_serve.eplb.split.time import MAX_WEIGHT_ROWS, ExpertTime
@@ -203,7 +203,6 @@ class ProfileCosts:
         split:           returns the rows of each slot [L, P] for these tokens; None = replicas share evenly
         tokens_per_step: of all ranks
         """
-        tokens = self.within_capacity(tokens)
         if placement is None:
             rows, own_rows = np.repeat(tokens.sum(axis=1, keepdims=True) / num_slots, num_slots, axis=1), None
         else:
@@ -222,25 +221,42 @@ class ProfileCosts:
         tried = {"none": (False,), "two-batch": (True,), "auto": (False, True)}[serving.overlap]
         return min(self.model.step(replace(batch, two_batch=two), rows, is_mean, own_rows).total_s for two in tried)
 
-    def within_capacity(self, tokens: Floats) -> Floats:
-        """Returns what experts serve of tokens [L, E] of one step."""
-        serving, ranks = self.serving, self.model.topology.num_ranks
-        if serving.expert_capacity is None:
-            return tokens
-        return within_capacity(tokens, serving.expert_capacity, ranks, serving.over_capacity == "next")
+    def batch_of(self, record: LoadRecord, tokens_per_step: float) -> tuple[Floats, bool]:
+        """Returns the tokens that experts serve [L, E] in one step of a window, and whether they are its means.
 
-    def over_capacity(self, trace: LoadTrace) -> float:
-        """Returns the share of a trace's choices that are beyond the capacity of an expert."""
-        dropping = replace(self, serving=replace(self.serving, over_capacity="drop"))
+        tokens_per_step: of all ranks
+
+        With a capacity of experts, a window that is one step with its sources is limited as the ranks limit it, each by
+        its own tokens. Otherwise each rank is taken to have an equal part of every expert's.
+        """
+        requests = self.requests(tokens_per_step, record.phase)
+        tokens, is_mean = tokens_of_batch(record, self.serving.request_spread, requests, tokens_per_step)
+        factor, moves = self.serving.expert_capacity, self.serving.over_capacity == "next"
+        if factor is not None and _knows_ranks(record):
+            assert record.by_source is not None
+            return within_capacity(record.by_source.astype(np.float64), factor, moves), False
+        if factor is not None:
+            ranks = self.model.topology.num_ranks
+            tokens = ranks * within_capacity(tokens[:, None] / ranks, factor, moves)
+        return tokens, is_mean
+
+    def capacity_words(self, trace: LoadTrace) -> str:
+        """Returns what share of a trace's choices is beyond the capacity of an expert, and whether it was counted."""
+        free, dropping = (
+            replace(self, serving=replace(self.serving, over_capacity="drop", expert_capacity=factor))
+            for factor in (None, self.serving.expert_capacity)
+        )
         chosen = served = 0.0
+        num = num_counted = 0
         assert trace.topk
         for record in trace:
             per_step = float(record.tokens.sum(axis=1).max(initial=0)) / trace.topk / max(record.busy_steps, 1)
-            requests = self.requests(per_step, record.phase)
-            tokens, _ = tokens_of_batch(record, self.serving.request_spread, requests, per_step)
-            chosen += tokens.sum()
-            served += dropping.within_capacity(tokens).sum()
-        return float(1 - served / chosen) if chosen else 0.0
+            chosen += free.batch_of(record, per_step)[0].sum()
+            served += dropping.batch_of(record, per_step)[0].sum()
+            num, num_counted = num + 1, num_counted + _knows_ranks(record)
+        share = 1 - served / chosen if chosen else 0.0
+        how = "counted on each rank in each step" if num_counted == num else "estimated from the load of all ranks"
+        return f"{share:.2%} of the choices are beyond that of their expert, {how}"
 
     def requests(self, tokens_per_step: float, phase: str) -> float:
         """Returns how many requests have tokens in a step of all ranks.
@@ -281,6 +297,11 @@ class ProfileCosts:
         """Returns the phase that prices a window: its own, or the one that is assumed where it does not say it."""
         known: dict[str, Phase] = {"prefill": "prefill", "decode": "decode"}
         return known.get(phase, self.serving.phase)
+
+
+def _knows_ranks(record: LoadRecord) -> bool:
+    """Returns whether a window is one step with the tokens of each rank."""
+    return record.num_steps == 1 and record.by_source is not None
 
 
 def arrivals(old: Placement, new: Placement, topology: Topology) -> Arrivals:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.cost.batches import tokens_of_batch
 from moe_serve.eplb.files.windows import cut_stretches
 from moe_serve.eplb.load import Floats, LoadRecord, LoadTrace, balancedness, rank_load, rank_traffic, slot_load
 from moe_serve.eplb.placement import Placement
@@ -307,8 +306,7 @@ class Scorer:
         if self.costs is None or not record.busy_steps or not self.topk:
             return None
         per_step = self.tokens_per_step(record)
-        requests = self.costs.requests(per_step, record.phase)
-        tokens, is_mean = tokens_of_batch(record, self.costs.serving.request_spread, requests, per_step)
+        tokens, is_mean = self.costs.batch_of(record, per_step)
         split: Callable[[Floats], Floats] | None = None
         if placement is not None and self.split not in ("window", "nearest"):  # which needs the sources
             split = partial(self._splitter_of(placement).split_batch, record)

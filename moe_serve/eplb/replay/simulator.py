@@ -221,7 +221,8 @@ def _run(
     report = replay(trace, simulation.policies, settings, jobs=jobs)
     conditions = {**report.conditions, "prices": costs.words(), **batches}
     if simulation.serving.expert_capacity is not None:
-        conditions["capacity"] = f"{costs.over_capacity(trace):.2%} of the choices are beyond that of their expert"
+        recorded = trace if simulation.trace is None else costs.of_model(simulation.trace)  # not folded: single steps
+        conditions["capacity"] = costs.capacity_words(recorded)
     report = replace(report, conditions=conditions)
     memory = num_slots // topology.num_ranks * model.num_moe_layers * costs.expert_bytes
     hardware = simulation.hardware

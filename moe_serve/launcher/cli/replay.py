@@ -143,7 +143,10 @@ def replay(options: ReplayOptions) -> None:
         total = load.num_records * num_passes(policies, settings, jobs) if load.num_records else None
         report = run_replay(load, policies, settings, lambda done: show(done, total), jobs)
     if settings.costs is not None:
-        report = replace(report, conditions={**report.conditions, "prices": settings.costs.words()})
+        conditions = {**report.conditions, "prices": settings.costs.words()}
+        if options.expert_capacity is not None:
+            conditions["capacity"] = settings.costs.capacity_words(settings.costs.of_model(load))
+        report = replace(report, conditions=conditions)
     if options.curve:
         rules = replace(settings.rules, max_moves=None, max_total_moves=None, max_rank_moves=None)
         report = with_redundancy_curve(report, load, settings.topology, rules)
