@@ -161,7 +161,7 @@ def best_lengths(
     multiples:   of a step without drafts, how long one takes with 0, 1, ... as many as there is room for
     least_gain:  of tokens per second, below which none are verified
     """
-    number = min(len(multiples) - 1, np.count_nonzero(chances))
+    number = min(len(multiples) - 1, int(np.count_nonzero(chances)))
     if not number:
         return [0] * len(chances)
     # Stable: of equal chances the earlier draft, so that each is taken with all before it.
@@ -251,7 +251,7 @@ class DraftGate:
             return none
         lengths = none
         if self._losses.is_left:
-            multiples = self.costs.of(num_decodes, min(num_rows, np.count_nonzero(chances)))
+            multiples = self.costs.of(num_decodes, min(num_rows, int(np.count_nonzero(chances))))
             trust = self._trust.setdefault(num_decodes.bit_length(), _Trust())
             lengths = best_lengths(num_decodes, chances, multiples, trust.least_gain)
             self.decision = Decision(num_decodes, chances.copy(), multiples, trust.least_gain, lengths)
