@@ -143,7 +143,8 @@ class StepCosts:
             most = max(float(num_drafts), last)
             points.append((most, 1 + max(0.0, multiple - 1) * most / last))
         drafts, multiples = zip((0.0, 1.0), *points, strict=True)
-        return np.interp(np.arange(num_drafts + 1), drafts, multiples)
+        found: Floats = np.interp(np.arange(num_drafts + 1), drafts, multiples)
+        return found
 
 
 def _moved(average: float, value: float, weight: float) -> float:

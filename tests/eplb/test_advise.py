@@ -156,7 +156,10 @@ def test_what_does_not_fit_is_not_advised():
 def test_requests_without_room_in_the_cache_are_named():
     found = advise(synthetic_trace(LOAD), settings_of(context=1e7))
     assert not any(each.fits for each in found.choices)
-    assert "No choice leaves room" in advice_to_table(found, "load.npz", "demo")
+    words = advice_to_table(found, "load.npz", "demo")
+    rows = LOAD.tokens_per_step / TOPOLOGY.num_ranks
+    assert f"No choice leaves room for the requests of the trace, which need {rows * 1e7:,.0f} tokens" in words
+    assert "do not fit (!)" not in words, "nothing else fits either"
 
 
 @settings(max_examples=40, deadline=None)
@@ -207,6 +210,10 @@ def test_commands_are_what_engines_take(advice, policy):
     assert set(config) == {"num_redundant_experts", "window_size", "step_interval"}
     assert ("MOE_SERVE_EPLB=incremental" in vllm) == (policy != "deepseek")
     assert sglang[sglang.index("--ep-num-redundant-experts") + 1] == "8"
+    assert vllm[vllm.index("--data-parallel-size") + 1] == "8"
+    assert [sglang[sglang.index(f"--{size}-size") + 1] for size in ("tp", "dp", "ep")] == ["8", "8", "8"]
+    on_two_nodes = commands(replace(advice, advised=advised, num_nodes=2), "load.npz", "/models/m")
+    assert "--ranks 8 --nodes 2 --slots 40" in on_two_nodes["TensorRT-LLM"][0]
     if policy != ONCE:
         assert config["step_interval"] == 30
         assert sglang[sglang.index("--eplb-rebalance-num-iterations") + 1] == "30"

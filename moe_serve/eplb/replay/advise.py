@@ -98,7 +98,7 @@ class Advice:
     advised:   the smallest of those within TOLERANCE of the fastest that fits
     confidence: share of resamples in which it stays within TOLERANCE of the best one; None: too few windows to tell
     gain:      throughput over that of the baseline, and the interval that holds it in 90 % of the resamples (or None)
-    tokens_per_request: that a request gets from a decode step
+    tokens_per_request: that a request gets from a decode step;  needed_tokens: that the cache of a rank must hold
     phase:     of all windows; "" where they differ
     """
 
@@ -110,7 +110,9 @@ class Advice:
     confidence: float | None
     gain: tuple[float, float | None, float | None]
     tokens_per_request: float
+    needed_tokens: float
     num_ranks: int
+    num_nodes: int
     phase: str
     window_steps: int
     gpu_hour_price: float | None
@@ -225,11 +227,12 @@ def advise(
     if not base.tokens.any():
         raise TraceError(f"{trace.source or 'the trace'} has no windows with steps, so times cannot be predicted")
 
+    needed = max(costs.requests(tokens, "decode") * (costs.serving.context + costs.serving.answer / 2), 1)
+
     def choice(report: ReplayReport, index: int, num_slots: int, policy: str, interval: int | None) -> Choice:
         result = report.results[index]
         seconds = result.step_s * report.num_steps / report.utilisation + result.stall_s
         memory = memory_of(settings, model, num_slots, slots[0], tokens if "decode" in phases else 0.0)
-        needed = max(costs.requests(tokens, "decode") * (costs.serving.context + costs.serving.answer / 2), 1)
         return Choice(
             num_slots,
             num_slots - trace.num_logical,
@@ -268,7 +271,9 @@ def advise(
         confidence=confidence,
         gain=gain,
         tokens_per_request=costs.serving.tokens_per_step,
+        needed_tokens=needed,
         num_ranks=topology.num_ranks,
+        num_nodes=topology.num_nodes,
         phase=phases[0] if len(phases) == 1 else "",
         window_steps=round(float(np.median([r.num_steps for stretch in stretches for r in stretch]))),
         gpu_hour_price=settings.gpu_hour_price,
@@ -476,7 +481,8 @@ def advice_verdict(advice: Advice) -> list[str]:
     out = []
     if not any(choice.fits for choice in advice.choices):
         out.append(
-            "No choice leaves room for the requests of the trace: take more ranks, or fewer requests. If it did:"
+            f"No choice leaves room for the requests of the trace, which need {advice.needed_tokens:,.0f} tokens of KV "
+            "cache on each rank: take more ranks, fewer requests, or GPUs with more memory. If it did:"
         )
     out.append(
         f"Take {best.num_redundant} redundant experts ({best.num_slots} slots, {best.num_slots // advice.num_ranks} a "
@@ -485,7 +491,7 @@ def advice_verdict(advice: Advice) -> list[str]:
         + (f", {lost:,} tokens of KV cache." if lost else ".")
     )
     fast = min(advice.choices, key=lambda choice: float(choice.seconds.sum()))
-    if fast is not best and not fast.fits:
+    if best.fits and not fast.fits:
         out.append(f"{fast.num_redundant} redundant experts with {fast.policy} would be faster, but do not fit (!).")
     if advice.confidence is None:
         out.append(
@@ -507,23 +513,28 @@ def advice_verdict(advice: Advice) -> list[str]:
 
 
 def commands(advice: Advice, trace: str, model: str) -> dict[str, list[str]]:
-    """Returns what to type, by engine. trace: the file;  model: name or path for the engine"""
+    """Returns what to type, by engine. trace: the file;  model: name or path for the engine
+
+    How the nodes of an engine find each other is left to its user.
+    """
     best, extra = advice.advised, advice.advised.num_redundant
     trace, model = shlex.quote(trace), shlex.quote(model)
     if best.policy == IN_ORDER:
         return {"any engine": ["leave EPLB off, and take no redundant experts"]}
-    plan = f"moe-serve plan {trace} --ranks {advice.num_ranks} --slots {best.num_slots}"
+    ranks, nodes = advice.num_ranks, advice.num_nodes
+    cluster = f"--ranks {ranks} --nodes {nodes}" if nodes > 1 else f"--ranks {ranks}"
+    plan = f"moe-serve plan {trace} {cluster} --slots {best.num_slots}"
     start = {name: f"{plan} -o {file} --for {name}" for name, file in
              (("sglang", "experts.json"), ("tensorrt_llm", "lb.yaml"), ("vllm", "start.json"))}  # fmt: skip
     ours = "" if best.policy in ("deepseek", ONCE) else f"MOE_SERVE_EPLB={best.policy} "
     steps = (best.interval or 0) * advice.window_steps
     window = advice.window_steps
     config = f'{{"num_redundant_experts": {extra}, "window_size": {window}, "step_interval": {steps}}}'
-    vllm = f"vllm serve {model} --enable-expert-parallel --enable-eplb --eplb-config "
-    sglang = f"python -m sglang.launch_server --model-path {model} --ep-size {advice.num_ranks} "
-    sglang += f"--ep-num-redundant-experts {extra}"
+    vllm = f"vllm serve {model} --data-parallel-size {ranks} --enable-expert-parallel --enable-eplb --eplb-config "
+    sglang = f"python -m sglang.launch_server --model-path {model} --tp-size {ranks} --dp-size {ranks} "
+    sglang += f"--enable-dp-attention --ep-size {ranks} --ep-num-redundant-experts {extra}"
     balancer = "moe_config: {load_balancer: lb.yaml}    # in the extra LLM API options"
-    serve = f"moe-serve serve --model {model} --ep {advice.num_ranks}"
+    serve = f"moe-serve serve --model {model} --ep {ranks}"
     if best.policy == ONCE:
         once = f'{{"num_redundant_experts": {extra}, "window_size": {window}, "step_interval": {40 * window}}}'
         return {

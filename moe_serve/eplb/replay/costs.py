@@ -122,7 +122,7 @@ class Serving:
         }
         used = "full batches at all times" if self.utilisation == 1 else f"steps {self.utilisation:.0%} of the time"
         hit = f", {self.cache_hit:.1%} of prompts cached" if self.cache_hit else ""
-        hit += f", request spread {self.request_spread:g}" if self.request_spread else ""
+        hit += f", request spread {self.request_spread:.4g}" if self.request_spread else ""
         if self.expert_capacity is not None:
             hit += f", an expert takes at most {self.expert_capacity:g} x the mean (over it: {self.over_capacity})"
         if self.drafts:
