@@ -613,10 +613,15 @@ class ServeConfig(Section):
         return self.parallel.num_ranks // len(self.nodes)
 
     @property
+    def prefill_port(self) -> int:
+        """Where prefill ranks of other hosts attach to the first front end, and at the next ports to further ones."""
+        return self.server.worker_port + self.server.api_workers
+
+    @property
     def page_port(self) -> int:
-        """Where each decode host takes pages of prefill ranks of other hosts: behind the ports where ranks attach, of
-        those that decode and then of prefill ranks. The first prefill host has the store of its launch there."""
-        return self.server.worker_port + 2 * self.server.api_workers
+        """Where each decode host takes pages of prefill ranks of other hosts, behind all ports where ranks attach. The
+        first of several prefill hosts has the store of their launch there."""
+        return self.prefill_port + self.server.api_workers
 
     @property
     def num_front_ends(self) -> int:

@@ -486,7 +486,7 @@ class Follower:
         self._is_known = False  # this connection has been opened, and hello said
         self._has_met = False
         self._cut_s = time.monotonic()  # when the last connection ended
-        self._later: list[_Any] = []  # what came with the message that `meet` has returned, behind it
+        self._later: list[_Any] = []  # to be returned next
         self._why = "not tried"
 
     @property
@@ -572,7 +572,7 @@ class Follower:
         Raises LaunchError where node rank 0 is not reached in time, StoppedError where this launcher is told to end.
         """
         deadline_s = self._config.server.attach_deadline_s
-        wait = _Wait(deadline_s, self._note)
+        wait, before = _Wait(deadline_s, self._note), list[_Any]()
         while True:
             if is_stopped():
                 raise StoppedError
@@ -580,8 +580,10 @@ class Follower:
             for number, message in enumerate(found, 1):
                 match message:
                     case Start() | Join() | End():
-                        self._later = found[number:]
+                        self._later = before + found[number:]
                         return message
+                    case TakePages():  # of prefill ranks that serve, where those that decode are started again
+                        before = [message]
                     case Note():
                         self._note(f"node rank 0: {message.text}")
             state = "it has not started the ranks" if self._is_known else self._why

@@ -12,6 +12,7 @@ from typing import Protocol
 from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import (
     SUPERVISOR,
+    Apart,
     Exited,
     Fatal,
     ForFrontEnds,
@@ -124,6 +125,7 @@ class LaunchWatch:
         self._unprinted: dict[int, _Masked] = {}
         self._may_go_on = True  # whether every rank goes on without a lost one where it can
         self._lost_at_s: float | None = None  # when the loss was first noticed
+        self._apart_epoch = -1  # of the last group of which a rank has said that it does not reach the hosts of most
 
     @property
     def is_ready(self) -> bool:
@@ -155,8 +157,15 @@ class LaunchWatch:
                 self._ready.add(message.rank)
             case Members() if self._replacements.regrouped(message):
                 self._regroup(message)
+            case Apart():
+                self._apart_epoch = message.group_epoch
             case Fatal():
                 self._fatal, self._blamed = message.message, message.lost_rank
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether no ranks are known to serve: those that are left do not reach the hosts of most."""
+        return self._apart_epoch >= self._replacements.group_epoch
 
     @property
     def goes_on(self) -> bool:

@@ -456,6 +456,7 @@ class Replacements:
 
     restarts:    counts the replacements, beside the restarts of all ranks
     others_wait: whether the other ranks compute nothing until the lost one is back
+    group_epoch: of the newest group
     """
 
     def __init__(self, config: ServeConfig, restarts: Restarts):
@@ -463,7 +464,7 @@ class Replacements:
         self._num_ranks = config.parallel.num_ranks
         self._unmasked_s = math.inf if len(config.nodes) == 1 else _UNMASKED_S
         self._deadline_s = config.server.attach_deadline_s
-        self._group_epoch = 0
+        self.group_epoch = 0
         self._masked: set[int] = set()
         self._ended: dict[int, tuple[Death, float]] = {}  # not yet replaced; not before that time
         self._started_s: dict[int, float] = {}
@@ -473,9 +474,9 @@ class Replacements:
 
     def regrouped(self, message: Members) -> bool:
         """Notes which ranks take part; returns False for old news: several front ends may pass it on."""
-        if message.group_epoch <= self._group_epoch:
+        if message.group_epoch <= self.group_epoch:
             return False
-        self._group_epoch, self.others_wait = message.group_epoch, message.waits
+        self.group_epoch, self.others_wait = message.group_epoch, message.waits
         self._masked = set(range(self._num_ranks)) - set(message.members)
         for rank in {*self._started_s, *self._failed} - self._masked:
             self._started_s.pop(rank, None)

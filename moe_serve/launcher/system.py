@@ -223,11 +223,12 @@ def lead(config: ServeConfig, here: Here) -> int:
     with contextlib.closing(leader), contextlib.ExitStack() as opened:
         try:
             here.look(config)
-            open_port(link.host, link.port, "launcher.dist_init_addr", "server.worker_port").close()
-            copies = opened.enter_context(memory_for_handover(config))
+            for port in [link.port] + [config.prefill_port] * bool(config.parallel.num_prefill_ranks):
+                open_port(link.host, port, "launcher.dist_init_addr", "server.worker_port").close()
             at_pages = _open_page_port(config, link.host)
             if at_pages is not None:
                 opened.enter_context(at_pages)
+            copies = opened.enter_context(memory_for_handover(config))
             listener = opened.enter_context(open_port(config.server.host, config.server.port))
             running = leader.meet(signals.have_come)
         except MoeServeError as error:
@@ -272,9 +273,9 @@ def _lead_roles(
     """
     from moe_serve.launcher.page_listener import PageListener
 
-    display, server, own, theirs = here.display, config.server, config.of_role("decode"), config.of_role("prefill")
-    first = server.worker_port + server.api_workers  # behind where decode ranks attach
-    for_prefill = tuple(host_and_port(here.link.host, first + number) for number in range(server.api_workers))
+    display, own, theirs = here.display, config.of_role("decode"), config.of_role("prefill")
+    ports = range(config.prefill_port, config.page_port)
+    for_prefill = tuple(host_and_port(here.link.host, port) for port in ports)
     pages_at = tuple(host_and_port(leader.address_of(node), config.page_port) for node in own.nodes)
     with contextlib.closing(PageListener(at_pages, copies, here.link.token)) as pages:
         line, folder, worker = display.line, here.folder, here.worker
@@ -796,9 +797,10 @@ class _Prefill:
     def _host_is_new(self, ranks: PrefillElsewhere, node_rank: int, name: str) -> None:
         """Lets a host join whose launcher is a new process. Without others to join, all are started again with it, also
         those that were given up."""
-        back = ranks.take_back(node_rank) if self._launch is not None and self._launch.goes_on else ()
-        if back and self._launch is not None:
-            self._launch.replaced(back)
+        launch = self._launch
+        back = ranks.take_back(node_rank) if launch is not None and launch.goes_on and not launch.is_apart else ()
+        if launch is not None and back:
+            launch.replaced(back)
             self._display.note(f"{name} is back; its ranks join the others", style="yellow")
             return
         self.lose(f"the launcher of {name} was started again")

@@ -167,14 +167,19 @@ def test_the_host_of_the_decode_ranks_that_is_started_again_finds_the_other_one_
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("num_decode", "num_prefill", "lost"), [(2, 1, 1), (1, 2, 2), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("num_decode", "num_prefill", "lost", "loss"),
+    [(2, 1, 1, "cable"), (1, 2, 1, "host"), (1, 2, 2, "cable"), (2, 2, 1, "host"), (2, 2, 3, "host")],
+)
 def test_roles_over_several_hosts_hand_over_to_each_other_and_outlive_a_host(
-    monkeypatch: pytest.MonkeyPatch, num_decode: int, num_prefill: int, lost: int
+    monkeypatch: pytest.MonkeyPatch, num_decode: int, num_prefill: int, lost: int, loss: str
 ) -> None:
-    """lost: node rank of the second host of a role. Each host has one rank."""
+    """lost: node rank of a host of a role that has two, each with one rank. Without the first one the other one waits,
+    and both are started again."""
     monkeypatch.setenv("MOE_SERVE_TOKEN", "0123456789abcdef" * 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    number, who = num_decode + num_prefill, "prefill: rank 1" if lost >= num_decode else "rank 1"
+    number = num_decode + num_prefill
+    who = f"prefill: rank {lost - num_decode}" if lost >= num_decode else f"rank {lost}"
     numbers = ("--nnodes", str(number), "--prefill-nnodes", str(num_prefill), "--prefill-ranks", str(num_prefill))
     roles = [*numbers, "--set", "eplb.num_redundant_experts=64", "--set", "engine.step_deadline_s=5"]
     params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -196,17 +201,29 @@ def test_roles_over_several_hosts_hand_over_to_each_other_and_outlive_a_host(
         prompts = [[1000 + i, *range(100 + i, 260 + i)] for i in range(4)]
         body = json.dumps({"input_ids": prompts, "sampling_params": params})
         answers = [hosts[0].ask(f"{URL}/generate", body)]
-        hosts[lost].kill_all()
-        first.wait_for(f"{who} is masked", 90)
+        if loss == "cable":
+            set_cable(hosts[lost], "down")
+        else:
+            hosts[lost].kill_all()
+        goes_on = lost not in (0, num_decode)
+        first.wait_for(f"{who} is masked" if goes_on else "does not reach the hosts of most ranks", 90)
         for _ in range(2):
             front.generate()
         answers.append(hosts[0].ask(f"{URL}/generate", body))
-        started.enter_context(serve_roles(hosts[lost], lost, hosts[0], roles, num_decode))
-        first.wait_for(f"{who} rejoined", 150)
-        assert "started again (restart" not in first.output
-        before = front.num_pages("from_prefill")
-        assert eventually(front.hands_over, 90), first.output
-        assert front.num_pages("from_prefill") > before
+        if loss == "cable":
+            set_cable(hosts[lost], "up")
+        else:
+            started.enter_context(serve_roles(hosts[lost], lost, hosts[0], roles, num_decode))
+        first.wait_for(f"{who} rejoined" if goes_on else "they are started again", 150)
+        assert ("they are started again" in first.output) == (not goes_on)
+        before = [front.num_pages("from_prefill", rank) for rank in range(num_decode)]
+        routes = front.info()["prefill"]["routes"]
+
+        def every_rank_gets_more() -> bool:
+            front.hands_over()
+            return all(front.num_pages("from_prefill", rank) > before[rank] for rank in range(num_decode))
+
+        assert eventually(every_rank_gets_more, 120), (routes, first.output)
         assert first.end(signal.SIGINT) == 0
     assert [status for status, _ in answers] == [200, 200]
     with LLM("demo", num_ranks=1) as llm:

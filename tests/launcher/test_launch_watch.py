@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from moe_serve.engine.protocol.messages import SUPERVISOR, Exited, Fatal, ModelLimits, Ready
+from moe_serve.engine.protocol.messages import SUPERVISOR, Apart, Exited, Fatal, ModelLimits, Ready
 from moe_serve.launcher import local
 from moe_serve.launcher.launch_watch import LaunchWatch
 from moe_serve.launcher.local import Death, Restarts
@@ -181,3 +181,14 @@ def test_a_launch_that_is_over_is_so_whatever_was_to_be_started(launch):
     assert "all ranks are gone" in str(watch.find_loss())
     watch.replace_lost_ranks()
     assert processes.started == []
+
+
+def test_ranks_that_reach_no_others_are_apart_until_some_regroup(launch) -> None:
+    watch, *_ = launch
+    assert not watch.is_apart
+    watch.take(Apart(1, 7, 0, "rank 0 is not reached"))
+    assert watch.is_apart
+    watch.take(group(1, 0, 2))
+    assert not watch.is_apart
+    watch.take(Apart(1, 7, 0, "rank 0 is not reached"))
+    assert not watch.is_apart, "the others serve"

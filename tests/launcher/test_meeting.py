@@ -224,10 +224,13 @@ def test_a_program_that_says_nothing_is_waited_for_until_the_deadline() -> None:
         assert "no answer, as where a firewall drops" in Launcher(1, port, "server.attach_deadline_s=1").end()
 
 
-def test_a_port_that_another_program_has_is_one_message_on_every_host(port: int) -> None:
-    with socket.create_server(("127.0.0.1", port + 1)):
-        for each in [Launcher(0, port), Launcher(1, port)]:
-            assert f"port {port + 1} on 127.0.0.1 cannot be opened" in each.end()
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_port_that_another_program_has_is_one_message_on_every_host(port: int, number: int) -> None:
+    """Where decode ranks attach, prefill ranks, and where pages come."""
+    roles = ("parallel.num_prefill_ranks=1", "parallel.handover_gb=0.01") * (number > 1)
+    with socket.create_server(("127.0.0.1", port + number)):
+        for each in [Launcher(0, port, *roles), Launcher(1, port, *roles)]:
+            assert f"port {port + number} on 127.0.0.1 cannot be opened" in each.end()
             assert "server.worker_port" in each.end()
 
 
@@ -294,16 +297,36 @@ def test_a_connection_that_is_cut_is_made_again_and_the_host_is_the_same(port: i
         assert node_rank == 1
 
 
-def test_what_follows_the_start_is_not_lost(port: int) -> None:
+@pytest.mark.parametrize("says", ["before", "behind"])
+def test_what_comes_beside_the_start_is_not_lost(port: int, says: str) -> None:
+    start = Start(Launch(7, "h", 1))
     with met(port) as (leader, follower):
-        for message in (Note("a"), Start(Launch(7, "h", 1)), TakePages(8), Note("b")):
+        for message in (TakePages(8), start) if says == "before" else (start, TakePages(8)):
             leader.tell(message)
+        leader.tell(Note("b"))
         assert follower.meet(lambda: False) == Start(Launch(7, "h", 1))
         found: list[object] = []
         until_s = time.monotonic() + 10
         while len(found) < 2 and time.monotonic() < until_s:
             found += follower.turn()
         assert found == [TakePages(8), Note("b")]
+
+
+@pytest.mark.parametrize("node_rank", [1, 2])
+def test_a_decode_host_stays_at_its_address_where_pages_are_sent(port: int, node_rank: int) -> None:
+    settings = ["launcher.nnodes=3", f"launcher.dist_init_addr=127.0.0.1:{port}", "parallel.num_prefill_ranks=1"]
+    settings.append("parallel.num_ranks=2")
+    configs = [load_config(overrides=[*settings, f"launcher.node_rank={each}"]) for each in range(3)]
+    with contextlib.closing(Leader(configs[0], TOKEN, lambda line: None)) as leader:
+        leader._has_met = True
+        leader._others[node_rank] = hosts._Other(hosts._hello(configs[node_rank]), "10.0.0.8", None)
+        problem = leader._misfit(hosts._Other(hosts._hello(configs[node_rank]), "10.0.0.9", None))
+    if node_rank == 2:
+        assert problem is None, "it has prefill ranks"
+    else:
+        assert problem is not None
+        assert problem.startswith("pages for node rank 1 go to 10.0.0.8 and ")
+        assert problem.endswith(" is at 10.0.0.9; start it at that address again, or start all hosts again")
 
 
 def configs_of(nnodes: int, port: int) -> list[ServeConfig]:

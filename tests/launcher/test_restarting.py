@@ -7,7 +7,7 @@ from collections.abc import Collection
 import pytest
 
 from moe_serve.config import load_config
-from moe_serve.engine.protocol.messages import ModelLimits, Ready
+from moe_serve.engine.protocol.messages import Apart, ModelLimits, Ready
 from moe_serve.launcher.hosts import HostIsBack, HostIsNew, Join, MemoryIs, Start, TakePages, TellMemory
 from moe_serve.launcher.launch_watch import Loss
 from moe_serve.launcher.local import Death, Launch
@@ -342,7 +342,9 @@ def test_a_prefill_host_that_is_back_joins_the_other_one_which_tells_what_it_nee
     assert system.hosts.told[-1] == joined, "once"
 
 
-@pytest.mark.parametrize("loss", ["all hosts are gone", "the other one has nothing left", "while they start"])
+@pytest.mark.parametrize(
+    "loss", ["all hosts are gone", "the other one has nothing left", "the other one waits", "while they start"]
+)
 def test_prefill_ranks_of_two_hosts_are_started_again_where_none_can_go_on(
     monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
@@ -350,7 +352,10 @@ def test_prefill_ranks_of_two_hosts_are_started_again_where_none_can_go_on(
     first = system.ranks.launch_id
     if loss != "while they start":
         is_ready(system)
-    if loss == "the other one has nothing left":
+    if loss == "the other one waits":  # as where the first one is lost
+        system.prefill.take(Apart(1, first, 0, "rank 0 is not reached"))
+        system.turn((1, HostIsNew("b", None)))
+    elif loss == "the other one has nothing left":
         system.turn((2, HostIsNew("c", None)))
         system.turn((1, MemoryIs(first, None)))
     else:

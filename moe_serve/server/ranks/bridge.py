@@ -87,6 +87,8 @@ class RankGroup:
     observer: called with what the ranks report while they start and end (Hello, Progress, Ready, Fatal, Goodbye)
     """
 
+    _while_apart = "no request is served here"
+
     def __init__(self, config: ServeConfig, requests: GroupRequests, observer: Observer | None, link: Link):
         self.config = config
         # A rank carries a command out between two steps, and writes a file at most.
@@ -332,10 +334,7 @@ class RankGroup:
                 self._regroup(message)
                 self._explain_void(message.members)
             case Apart():
-                if self.workers.set_apart(message):
-                    log.warning("%s; no request is served here until then", message.reason)
-                    self._group = message
-                    self._tell(message)
+                self._set_apart(message)
             case Answer():
                 self._commands.take(message)
             case BalanceReport() if view.mask_reason is None:  # a masked rank leads no more
@@ -358,6 +357,13 @@ class RankGroup:
                     why = self._asked_to_end() or f"rank {view.rank} was told to end"
                     self._end_launch(f"{why}; start the ranks again", view.rank)
                 self._tell(message)
+
+    def _set_apart(self, message: Apart) -> None:
+        """Notes that the ranks which are left have dropped their requests, and serve none until they regroup."""
+        if self.workers.set_apart(message):
+            log.warning("%s; %s until then", message.reason, self._while_apart)
+            self._group = message
+            self._tell(message)
 
     def _take_of_front_end(self, message: ForFrontEnds, rank: int) -> None:
         """Takes what another front end says; `Bridge` does. rank: it has passed that on"""
@@ -704,6 +710,8 @@ class PrefillGroup(RankGroup):
     is_alike: whether they compute the same as the decode ranks, as far as is known
     """
 
+    _while_apart = "decode ranks compute all prompts"
+
     def __init__(self, config: ServeConfig, requests: PrefillRequests, link: Link, on_ready: Callable[[], None]):
         super().__init__(config, requests, None, link)
         self._on_ready = on_ready
@@ -715,6 +723,18 @@ class PrefillGroup(RankGroup):
 
     def _rank_is_ready(self, rank: int) -> None:
         self._on_ready()
+
+    def _set_apart(self, message: Apart) -> None:
+        super()._set_apart(message)
+        if self.workers.apart is not None:
+            self._requests.wait_for_launch(None)
+
+    def _regroup(self, message: Members) -> None:
+        was_apart = self.workers.apart is not None
+        super()._regroup(message)
+        for view in self.workers if was_apart and self.workers.apart is None else ():
+            if view.serves:
+                self._of_prefill.hear_again(view.rank)
 
     def describe_group(self) -> dict[str, Any]:
         found = super().describe_group()

@@ -13,6 +13,7 @@ from prometheus_client import generate_latest
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.attention_dp.request_router import why_local
 from moe_serve.config import load_config
+from moe_serve.engine.protocol.messages import Apart, Members
 from moe_serve.errors import ConfigError
 from moe_serve.links.folder import OwnFolder
 from moe_serve.links.link import Link
@@ -225,6 +226,31 @@ def test_a_prefill_rank_without_signs_of_life_is_left_unless_it_computes(compute
             check()
         finally:
             stopped.kill()
+
+
+@in_event_loop
+async def test_prefill_ranks_that_do_not_reach_the_hosts_of_most_leave_their_requests_until_they_regroup():
+    """A request hung where they had dropped it."""
+    async with roles(num_prefill=2) as served:
+        group = served.bridge.prefill
+        assert group is not None
+        for worker in served.prefill:
+            worker.go.clear()
+        request = served.submit(LONG)
+        while not any(worker.submitted for worker in served.prefill):
+            await asyncio.sleep(0.005)
+        (view,) = [view for view in group.workers if view.rank == 1]
+        group._take(view.identity, Apart(1, 2, 0, "rank 0 is not reached"))
+        assert await served.output(request) == TOKENS
+        assert await served.run(LONG) == TOKENS
+        for worker in served.prefill:
+            worker.go.set()
+        assert dict(served.bridge.book.routes) == {"prefill": 1, "no_prefill_rank": 1}
+        group._take(view.identity, Members(1, 2, 1, [0, 1], "rank 0 is back"))
+        prompts = [[number, *LONG] for number in (60, 61)]
+        assert [await served.run(prompt) for prompt in prompts] == [TOKENS] * 2
+        assert served.bridge.book.routes["prefill"] == 3
+        assert all(worker.submitted for worker in served.prefill)
 
 
 @in_event_loop
