@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from moe_serve.attention_dp.prefix_cache import block_keys, root_key
 from moe_serve.errors import CapacityError
@@ -55,8 +56,7 @@ class PageSharing:
     between_hosts: bool = False
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Where the pages of a prompt's beginning are, as far as its rank should not compute them.
 
     where:  "own": in its cache, "host": in a tier of its host, "other_host", "slow": the same, though it seems to take
@@ -66,6 +66,9 @@ class Source:
 
     where: str = "none"
     holder: int | None = None
+
+
+_NOWHERE = Source()
 
 
 @dataclass(slots=True)
@@ -98,25 +101,24 @@ class _RankState:
         return self.own_prefill + self.own_new + self.others
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """How many tokens of a prompt's beginning a rank was sent, and it or one of its siblings was."""
 
     own: int = 0
     near: int = 0
 
 
-@dataclass(frozen=True)
-class _Known:
+_NOTHING = _Found()
+
+
+class _Known(NamedTuple):
     """What is known of a prompt's pages.
 
-    found: by rank;  most: tokens that some rank has or can fetch from siblings
-    page_cost: of a token whose page comes from another host, over computing it: from FETCH_COST to 1, if not known 1
+    found: by rank, where there is any;  most: tokens that some rank has or can fetch from siblings
     """
 
     found: dict[int, _Found]
     most: int
-    page_cost: float
 
 
 class RequestRouter:
@@ -149,6 +151,9 @@ class RequestRouter:
         self._siblings = {sum(1 << rank for rank, name in names if name == one) for one in set(sharing.siblings)}
         self._with_siblings = {rank for rank, name in names if sharing.siblings.count(name) > 1}
         self._between_hosts = sharing.between_hosts
+        self._page_cost = (
+            1.0  # of a token whose page comes from another host: from FETCH_COST to 1, until it is known 1
+        )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -168,7 +173,7 @@ class RequestRouter:
         """Returns how many tokens of a prompt's beginning a rank has or can fetch at most, and was sent at least."""
         keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
         known = self._known(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
-        return known.most, min(each.own for each in known.found.values())
+        return known.most, min(known.found.get(rank, _NOTHING).own for rank in self._ranks)
 
     def source_of(self, request_id: str) -> Source:
         """Returns where the rank of a request that is counted there finds pages of its prompt."""
@@ -249,7 +254,10 @@ class RequestRouter:
         state = self._ranks.get(rank)
         if state is not None:
             state.others = max(0, prefill_tokens - state.own_prefill)
-            state.page_cost = state.page_cost if page_cost is None else page_cost
+        if state is not None and page_cost is not None and self._between_hosts:
+            state.page_cost = page_cost
+            costs = [each.page_cost for each in self._ranks.values() if each.page_cost is not None]
+            self._page_cost = min(1.0, max(FETCH_COST, sum(costs) / len(costs)))
 
     def forget_prompts(self) -> None:
         """Forgets which prompts each rank was sent: the ranks' caches are empty now."""
@@ -280,7 +288,7 @@ class RequestRouter:
         least = min(self._ranks[rank].load for rank in among)
         if session_id is not None:
             rank = max(among, key=lambda rank: _rendezvous_weight(session_id, salt, rank))
-            if self._ranks[rank].load - least <= self.load_gap * self._cost_of_leaving(known, rank):
+            if self._ranks[rank].load - least <= self.load_gap * self._cost_of_leaving(rank):
                 return rank
 
         def work(rank: int) -> tuple[float, int]:
@@ -291,25 +299,29 @@ class RequestRouter:
 
         return min(among, key=work)
 
-    def _cost_of_leaving(self, known: _Known, rank: int) -> float:
+    def _cost_of_leaving(self, rank: int) -> float:
         """Returns what a page of this rank costs another one, over computing it."""
-        return FETCH_COST if rank in self._with_siblings else known.page_cost
+        return FETCH_COST if rank in self._with_siblings else self._page_cost
 
     def _saved(self, known: _Known, rank: int, is_near: bool) -> float:
         """Returns the tokens that a rank need not compute, less what it takes to fetch pages.
 
         is_near: what others would have to pay for, if they got the request, counts
         """
-        found, cost = known.found[rank], self._cost_of_leaving(known, rank)
+        if not known.most:
+            return 0.0
+        found, cost = known.found.get(rank, _NOTHING), self._cost_of_leaving(rank)
         here = (1 - cost) * found.near + (cost * found.own if is_near else 0)
-        return here + (1 - known.page_cost) * (known.most - found.near)
+        return here + (1 - self._page_cost) * (known.most - found.near)
 
     def _source(self, known: _Known, rank: int) -> Source:
-        here = known.found[rank]
+        if not known.most:
+            return _NOWHERE
+        here = known.found.get(rank, _NOTHING)
         if self._between_hosts and known.most > here.near:
             # Not one of its siblings, which would have no more.
             holder = max(known.found, key=lambda each: (known.found[each].near, known.found[each].own))
-            return Source("other_host" if known.page_cost < 1 else "slow", holder)
+            return Source("other_host" if self._page_cost < 1 else "slow", holder)
         if here.near > here.own:
             return Source("host")
         return Source("own" if here.own else "none")
@@ -328,11 +340,8 @@ class RequestRouter:
             if not fetched:
                 break
         size = self.block_size
-        found = {rank: _Found(ends[0][rank] * size, end * size) for rank, end in ends[1].items()}
-        costs = [state.page_cost for state in self._ranks.values() if state.page_cost is not None]
-        mean = sum(costs) / len(costs) if costs and self._between_hosts else 1.0
-        most = max((each.near for each in found.values()), default=0)
-        return _Known(found, most, min(1.0, max(FETCH_COST, mean)))
+        found = {rank: _Found(ends[0][rank] * size, end * size) for rank, end in ends[1].items() if end}
+        return _Known(found, max([each.near for each in found.values()], default=0))
 
     def _remember(self, keys: Sequence[bytes], rank: int) -> None:
         # Tail first, so that the beginning of a prompt is evicted last.
