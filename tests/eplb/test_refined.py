@@ -1,9 +1,12 @@
+import time
+
 import numpy as np
 import pytest
 
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.packing import pack_longest_first
+from moe_serve.eplb.policies.pairs import find_library
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.topology import Topology
 from tests.eplb.brute_force import best_top
@@ -64,6 +67,18 @@ def test_few_slots_per_rank_reach_the_goals_of_the_joint_search():
     assert plan(zipf(2, 256, 0.5), 72, 288).balancedness.mean() >= 0.998
     assert plan(zipf(2, 256, 0.5), 144, 288).balancedness.mean() >= 0.81
     assert plan(zipf(2, 128, 1.0), 64, 192).balancedness.mean() >= 0.99
+
+
+def test_two_slots_on_each_of_144_ranks_are_planned_in_a_third_of_a_second():
+    load = lognormal(58, 256, 0.6)
+    plan(load[:1], 144, 288)  # builds the search
+    begin = time.process_time()
+    balance = plan(load, 144, 288).balancedness.mean()
+    took_s = time.process_time() - begin
+    print(f"{took_s:.2f} s of CPU time, balancedness {balance:.4f}")
+    if find_library() is not None:
+        assert balance >= 0.941
+        assert took_s <= 4 * 0.3, "for slower and busy machines"
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
