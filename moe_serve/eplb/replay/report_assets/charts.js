@@ -143,9 +143,8 @@ function sortedTable(table, columns, rows, file) {
   draw();
   return () => {
     const lines = [columns.map((column) => `"${column.name.replace(/"/g, '""')}"`), ...sorted.map((row) => row.map((cell) => cell ?? ""))];
-    const link = html("a");
-    link.href = URL.createObjectURL(new Blob([lines.map((line) => `${line.join(",")}\n`).join("")], { type: "text/csv" }));
-    link.download = file;
+    const text = lines.map((line) => `${line.join(",")}\n`).join("");
+    const link = Object.assign(html("a"), { href: URL.createObjectURL(new Blob([text], { type: "text/csv" })), download: file });
     link.click();
     URL.revokeObjectURL(link.href);
   };
