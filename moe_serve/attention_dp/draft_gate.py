@@ -27,6 +27,7 @@ _TRIAL = 2.0  # steps without drafts, of which the time is to be saved before dr
 _LAYER_STEPS = 16  # with the layer, before it is judged
 # Looks at drafts that do not pay, before some are verified to see whether they still do not: at first, and at most.
 _EXPLORE_LOOKS, _MOST_EXPLORE_LOOKS = 4, 256
+_TRIED_STEPS = 3  # in a row: what the first one runs is in no cache of the processor
 
 Floats = NDArray[np.float64]
 
@@ -134,14 +135,15 @@ class StepCosts:
     def of(self, num_decodes: int, num_drafts: int) -> Floats:
         """Returns the multiples of steps with 0, 1, ... num_drafts drafts.
 
-        Beyond what was seen a draft costs what those before it cost; before any was, little, so that some are tried.
+        Beyond what was seen a draft costs half of what those before it cost, since drafts share experts and a step with
+        any has costs of its own; before any was, little, so that some are tried.
         """
         seen = self._seen.get(num_decodes.bit_length(), {}).values()
         points = sorted((drafts, multiple) for drafts, multiple, _ in seen)
         last, multiple = points[-1] if points else (float(num_decodes), 1 + _DRAFT_COST)
         if num_drafts > last or not points:
             most = max(float(num_drafts), last)
-            points.append((most, 1 + max(0.0, multiple - 1) * most / last))
+            points.append((most, multiple + 0.5 * max(0.0, multiple - 1) * (most / last - 1)))
         drafts, multiples = zip((0.0, 1.0), *points, strict=True)
         found: Floats = np.interp(np.arange(num_drafts + 1), drafts, multiples)
         return found
@@ -226,6 +228,8 @@ class DraftGate:
         self._num_empty = 0  # looks in a row without drafts to verify, while drafts pay
         self._num_looks = 0  # in a row, at drafts that do not pay
         self._explore_looks = _EXPLORE_LOOKS
+        self._tried_steps = 0  # that are left of a trial
+        self._had_drafts = False  # the step before
         self._layer_gain = 0.0  # of this trial, in steps without drafts
         self._layer_steps = 0  # of this trial
 
@@ -262,15 +266,23 @@ class DraftGate:
                 return lengths
             trust.fade()
             self._num_looks += 1
-            if self._num_looks >= self._explore_looks:
-                halves = (1 + multiples) / 2
-                lengths = best_lengths(num_decodes, chances, halves)
+            if self._tried_steps or self._num_looks >= self._explore_looks:
+                lengths = best_lengths(num_decodes, chances, (1 + multiples) / 2)
                 if any(lengths):
-                    self._num_looks, self._explore_looks = 0, min(2 * self._explore_looks, _MOST_EXPLORE_LOOKS)
-                    self.costs.doubt(num_decodes)
+                    self._try(num_decodes)
                     self._expect(num_decodes, chances, lengths, multiples)
+                    return lengths
         self.found_none()
         return lengths
+
+    def _try(self, num_decodes: int) -> None:
+        """Begins some steps with drafts that may not pay, or goes on with them."""
+        if not self._tried_steps:
+            self._num_looks, self._explore_looks = 0, min(2 * self._explore_looks, _MOST_EXPLORE_LOOKS)
+            self._tried_steps = _TRIED_STEPS
+            self.costs.doubt(num_decodes)
+        self._tried_steps -= 1
+        self.pays, self._num_empty = self._tried_steps > 0, 0
 
     def found_none(self) -> None:
         """Learns that a look has found no drafts to verify."""
@@ -289,7 +301,9 @@ class DraftGate:
         """Learns what a step of decodes alone took and yielded. num_like: steps that it stands for, itself included"""
         num, plain_s = step.num_requests, self.costs.plain_s(step.num_requests)
         seconds = step.seconds - step.layer_s
-        self.costs.add(num, step.num_drafts, seconds if step.num_drafts else seconds - step.look_s)
+        if not step.num_drafts or self._had_drafts:
+            self.costs.add(num, step.num_drafts, seconds if step.num_drafts else seconds - step.look_s)
+        self._had_drafts = step.num_drafts > 0
         if plain_s is None:
             return
         self._plain_s = plain_s
@@ -301,7 +315,7 @@ class DraftGate:
             saved_s = step.num_tokens / num * plain_s - (seconds if self._always else counted_s)
             self.saved_s += saved_s - step.layer_s
             if step.num_drafts:
-                self._losses.spend(-saved_s)
+                self._losses.spend(min(seconds, 8 * plain_s * self._multiple) - step.num_tokens / num * plain_s)
                 trust = self._trust.setdefault(num.bit_length(), _Trust())
                 trust.add(step.num_tokens / num * plain_s / counted_s, self._promised)
         if self.pays and not self._losses.is_left:

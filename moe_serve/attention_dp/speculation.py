@@ -20,7 +20,7 @@ from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.text_index import TextIndex
 
 _READ_AT_ONCE = 8192  # tokens in one step, less than 1 ms
-_STEPS_ALIKE = 8
+_STEPS_ALIKE = 32
 # Where drafts come from: the request's own text, another one's, the form that its output must have, and the model's
 # layer for multi-token prediction.
 OWN, SHARED, FORM, MTP = SOURCES = "own", "shared", "form", "mtp"
@@ -187,7 +187,8 @@ class Speculator:
         Of steps without looks, one stands for several, since a step may take a quarter of a millisecond.
         """
         self._num_since += num_requests > 0
-        if not (self._look_s or layer_s or self.gate.pays) and self._num_since < _STEPS_ALIKE:
+        is_known = not num_requests or self.gate.costs.plain_s(num_requests) is not None
+        if is_known and self._num_since < _STEPS_ALIKE and not (self._look_s or layer_s or self.gate.pays):
             return
         if num_requests:
             of_layer = layer_s, self._num_layer_drafts, self._num_layer_requests, self._num_layer_right

@@ -65,10 +65,12 @@ class TextIndex:
         num_chunks = (max_bytes - 4 * 2**head_bits) // _CHUNK_BYTES
         self.num_bytes = num_chunks * _CHUNK_BYTES + 4 * 2**head_bits
         self.num_tokens = num_chunks * CHUNK
-        # Zeros of the system, which become memory where they are first written to.
+        # Zeros of the system, which become memory where they are first written to. Heads do at once: tokens write to
+        # them all over, with a page fault for each.
         self._chunks = np.zeros(num_chunks, _CHUNK)
         self._tokens, self._earlier = np.zeros((2, self.num_tokens), np.int32)
         self._heads = np.zeros(2**head_bits, np.uint32)
+        self._heads.fill(0)
         self._index = np.zeros(1, _INDEX)
         self._index["num_chunks"], self._index["head_bits"] = num_chunks, head_bits
         self._index["num_texts"] = 1  # chunks that nobody has taken have number 0
