@@ -9,6 +9,9 @@ q and k have length 1 (q then / sqrt(key_width)), decay = exp(-exp(A_log) * soft
 sigmoid(strength). What comes out is normed by head and multiplied by silu of the token's gate. So a request's state is
 S and the last `taps - 1` projections. Tokens are computed one by one, in float32: nothing depends on how a sequence is
 cut into chunks.
+
+Kimi Delta Attention (arXiv:2510.26692) has a step, and so a decay, for each row of S, and multiplies by the sigmoid of
+the gate; its steps and gates are projected in two, so they come in rows of their own.
 """
 
 from collections.abc import Sequence
@@ -30,7 +33,7 @@ _LENGTH_EPS = 1e-6
 class DeltaWeights:
     """What a layer of the gated delta rule has beside its projections, float32.
 
-    conv: [taps, channels], the oldest token first;  decay: -exp(A_log), [value_heads];  step_bias: [value_heads]
+    conv: [taps, channels], the oldest token first;  decay: -exp(A_log), [value_heads];  step_bias: [num_steps]
     norm: [value_width]
     """
 
@@ -52,7 +55,11 @@ def columns_of(shape: DeltaShape) -> Tensor:
     key_head, place = head // group, head % group
     keys, values = shape.key_heads * kw, shape.value_heads * vw
     scalars = 2 * (keys + values)
-    if shape.grouped:
+    if shape.rank is not None:
+        query, value = head * kw, 2 * keys + head * vw
+        strength = 2 * keys + values + head
+        parts = (query, query + keys, value, torch.zeros_like(head), torch.zeros_like(head), strength)
+    elif shape.grouped:
         first = key_head * 2 * (kw + group * vw)
         value = first + 2 * kw + place * vw
         strength = scalars + key_head * 2 * group + place
@@ -64,17 +71,23 @@ def columns_of(shape: DeltaShape) -> Tensor:
 
 
 def delta_rule_reference(
-    rows: Tensor, weights: DeltaWeights, pools: Sequence[Tensor], sequences: SequenceStates
+    rows: Tensor,
+    apart: tuple[Tensor, Tensor] | None,
+    weights: DeltaWeights,
+    pools: Sequence[Tensor],
+    sequences: SequenceStates,
 ) -> Tensor:
     """Returns what the layer makes of projected rows, [T, value_heads * value_width]; zeros behind the last sequence.
 
     rows:  [T, row_width]
+    apart: where rows do not hold them, steps [T, num_steps] and gates [T, value_heads * value_width]
     pools: states by slot, float32: before the convolution [slots, taps - 1, channels], and
            [slots, value_heads, tiles, key_width, 32]
     """
     shape = weights.shape
     wide, out = rows.float(), rows.new_zeros(rows.shape[0], shape.value_heads, shape.value_width)
     columns = columns_of(shape)
+    gate_columns = columns[:, 3, None] + torch.arange(shape.value_width)
     starts = sequences.query_starts.tolist()
     for (start, end), slots in zip(pairwise(starts), sequences.slots.tolist(), strict=True):
         if start == end:
@@ -83,17 +96,25 @@ def delta_rule_reference(
         for pool in pools:
             pool[to_slot] = 0 if from_slot == NO_SLOT else pool[from_slot]
         for row in range(start, end):
-            out[row] = _token(wide[row], weights, columns, *(pool[to_slot] for pool in pools)).to(rows.dtype)
+            if apart is None:
+                steps, gates = wide[row, columns[:, 4]], functional.silu(wide[row, gate_columns])
+            else:
+                steps, gates = (each[row].float() for each in apart)
+                gates = gates.sigmoid().view(shape.value_heads, -1)
+            given = _token(wide[row], steps, weights, columns, *(pool[to_slot] for pool in pools))
+            out[row] = (given * gates).to(rows.dtype)
             if row + 1 - start == kept_after:
                 for pool in pools:
                     pool[kept_slot] = pool[to_slot]
     return out.flatten(1)
 
 
-def _token(row: Tensor, weights: DeltaWeights, columns: Tensor, conv_state: Tensor, state: Tensor) -> Tensor:
-    """Returns what one projected row gives, [value_heads, value_width]; both states go on by a token."""
+def _token(
+    row: Tensor, steps: Tensor, weights: DeltaWeights, columns: Tensor, conv_state: Tensor, state: Tensor
+) -> Tensor:
+    """Returns what one projected row gives without its gates, [value_heads, value_width]; states go on by a token."""
     shape = weights.shape
-    query, key, value, gate = (columns[:, part, None] for part in range(4))
+    query, key, value = (columns[:, part, None] for part in range(3))
     of_key, of_value = torch.arange(shape.key_width), torch.arange(shape.value_width)
     key_rows = torch.arange(shape.key_heads) * (shape.value_heads // shape.key_heads)  # one value head of each
     order = [(query[key_rows] + of_key), (key[key_rows] + of_key), (value + of_value)]
@@ -111,12 +132,13 @@ def _token(row: Tensor, weights: DeltaWeights, columns: Tensor, conv_state: Tens
         )
         for each in (q, k)
     )
-    step, strength = (row[columns[:, part]] for part in (4, 5))
-    decay = (weights.decay * functional.softplus(step + weights.step_bias)).exp()
-    matrix = state.transpose(1, 2).flatten(2)[..., : shape.value_width] * decay[:, None, None]
+    strength = row[columns[:, 5]]
+    wide_steps = functional.softplus(steps + weights.step_bias).view(shape.value_heads, -1)
+    decay = (weights.decay[:, None] * wide_steps).exp()  # of each head, or of each of its key channels
+    matrix = state.transpose(1, 2).flatten(2)[..., : shape.value_width] * decay[:, :, None]
     change = (v - (matrix * k[:, :, None]).sum(1)) * strength.sigmoid()[:, None]
     matrix = matrix + k[:, :, None] * change[:, None]
     padded = functional.pad(matrix, (0, state.shape[1] * state.shape[3] - shape.value_width))
     state.copy_(padded.view(shape.value_heads, shape.key_width, -1, state.shape[3]).transpose(1, 2))
     asked = (matrix * (q * shape.key_width**-0.5)[:, :, None]).sum(1)
-    return rms_norm(asked, weights.norm, weights.eps) * functional.silu(row[gate + of_value])
+    return rms_norm(asked, weights.norm, weights.eps)

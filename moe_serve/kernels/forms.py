@@ -90,6 +90,8 @@ class DeltaShape:
 
     grouped: a projected row holds query, key, values and gates of one key head after the other (Qwen3-Next); else the
              queries of all heads, then keys, values, gates, strengths and steps
+    rank:    each key channel has a step of its own (Kimi-Linear): a row holds queries, keys, values and strengths of
+             all heads, then so many columns of which steps, and gates, are made; None: it has those themselves
     """
 
     key_heads: int
@@ -98,6 +100,7 @@ class DeltaShape:
     value_width: int
     taps: int
     grouped: bool = False
+    rank: int | None = None
 
     @property
     def channels(self) -> int:
@@ -107,7 +110,14 @@ class DeltaShape:
     @property
     def row_width(self) -> int:
         """Returns the columns of a projected row."""
+        if self.rank is not None:
+            return self.channels + self.value_heads + 2 * self.rank
         return self.channels + self.value_heads * (self.value_width + 2)
+
+    @property
+    def num_steps(self) -> int:
+        """Returns how many steps a token has: of each head, or of each key channel."""
+        return self.value_heads if self.rank is None else self.key_heads * self.key_width
 
     @property
     def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int, int]]:

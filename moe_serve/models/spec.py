@@ -175,6 +175,7 @@ class ExpertNames:
 
     block:  below the layer;  router: below the block;  shared: the shared experts, below the layer
     linears: of gate and up together, and of down, where a shared expert stores them so (Granite)
+    mlp:     gate, up and down of MLPs and shared experts, where they are called otherwise than those of experts
     fused:   of the two tensors below the block that hold those of all experts, [E, n, k]; None: experts are stored
              apart, or under transformers' own names
     form:    "apart": a tensor of each expert and matrix; else each tensor holds all experts, [E, k, n] with gate before
@@ -194,6 +195,7 @@ class ExpertNames:
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"  # below the layer
     linears: tuple[str, str] | None = None
+    mlp: tuple[str, str, str] | None = None
     fused: tuple[str, str] | None = None
 
 

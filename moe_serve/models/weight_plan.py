@@ -204,13 +204,8 @@ def _templates(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"]) ->
     block = f"model.layers.{layer}.{names.block}.experts."
     if name == "down":
         return (Part(block + "{e}." + names.down + ".weight", (hidden, width)),)
-    return tuple(Part(block + "{e}." + each + ".weight", (width, hidden)) for each in _stacked(spec))
-
-
-def _stacked(spec: ModelSpec) -> tuple[str, ...]:
-    """Returns the names of the matrices that lie above each other in "gate_up"."""
-    names = spec.expert_names
-    return (names.gate, names.up)[2 - spec.activation.stacks :]
+    stacked = (names.gate, names.up)[-spec.activation.stacks :]
+    return tuple(Part(block + "{e}." + each + ".weight", (width, hidden)) for each in stacked)
 
 
 def _together(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"], n: int, k: int) -> Iterator[ExpertTensor]:
@@ -281,8 +276,8 @@ def _named_norm(spec: ModelSpec, name: str, layer: str, source: str | None) -> I
 def _mlp(spec: ModelSpec, ours: str, theirs: str, width: int) -> Iterator[DenseTensor]:
     """Yields an MLP; its matrices have the names that experts have, or those of gate and up together, and of down."""
     hidden, names = spec.hidden, spec.expert_names
-    parts = tuple(Part(f"{theirs}{name}.weight", (width, hidden)) for name in _stacked(spec))
-    down = names.down
+    *stacked, down = names.mlp or (names.gate, names.up, names.down)
+    parts = tuple(Part(f"{theirs}{name}.weight", (width, hidden)) for name in stacked[-spec.activation.stacks :])
     if names.linears is not None:
         parts, down = (Part(f"{theirs}{names.linears[0]}.weight", (2 * width, hidden)),), names.linears[1]
     yield DenseTensor(ours + "gate_up", parts)
@@ -392,19 +387,30 @@ def _mamba(shape: MambaShape, hidden: int, ours: str, theirs: str) -> Iterator[D
 
 
 def _delta(shape: DeltaShape, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
-    """Yields the tensors of linear attention; its row is projected by two matrices (Qwen3-Next), or by four."""
-    heads, values = shape.value_heads, shape.value_heads * shape.value_width
+    """Yields the tensors of linear attention; its row is projected by two matrices (Qwen3-Next), by four, or by six."""
+    heads, keys, values = shape.value_heads, shape.key_heads * shape.key_width, shape.value_heads * shape.value_width
     widths: tuple[tuple[str, int], ...]
-    if shape.grouped:
+    convs: tuple[tuple[str, int], ...] = (("conv1d", shape.channels),)
+    decay: tuple[int, ...] = (heads,)
+    norm, out = "norm", "out_proj"
+    if shape.rank is not None:
+        widths = (("q_proj", keys), ("k_proj", keys), ("v_proj", values), ("b_proj", heads))
+        widths += (("f_a_proj", shape.rank), ("g_a_proj", shape.rank))
+        convs = ("q_conv1d", keys), ("k_conv1d", keys), ("v_conv1d", values)
+        norm, out, decay = "o_norm", "o_proj", (1, 1, heads, 1)
+        yield DenseTensor(ours + "delta_steps", (Part(theirs + "f_b_proj.weight", (shape.num_steps, shape.rank)),))
+        yield DenseTensor(ours + "delta_gates", (Part(theirs + "g_b_proj.weight", (values, shape.rank)),))
+    elif shape.grouped:
         widths = (("in_proj_qkvz", shape.channels + values), ("in_proj_ba", 2 * heads))
     else:
         widths = (("in_proj_qkv", shape.channels), ("in_proj_z", values), ("in_proj_b", heads), ("in_proj_a", heads))
     yield DenseTensor(ours + "delta_in", tuple(Part(f"{theirs}{n}.weight", (width, hidden)) for n, width in widths))
-    yield DenseTensor(ours + "delta_conv", (Part(theirs + "conv1d.weight", (shape.channels, 1, shape.taps)),), "bias32")
-    yield DenseTensor(ours + "delta_decay", (Part(theirs + "A_log", (heads,)),), "bias32")
-    yield DenseTensor(ours + "delta_step_bias", (Part(theirs + "dt_bias", (heads,)),), "bias32")
-    yield _norm(ours + "delta_norm", theirs + "norm.weight", shape.value_width)
-    yield DenseTensor(ours + "delta_out", (Part(theirs + "out_proj.weight", (hidden, values)),))
+    parts = tuple(Part(f"{theirs}{n}.weight", (width, 1, shape.taps)) for n, width in convs)
+    yield DenseTensor(ours + "delta_conv", parts, "bias32")
+    yield DenseTensor(ours + "delta_decay", (Part(theirs + "A_log", decay),), "bias32")
+    yield DenseTensor(ours + "delta_step_bias", (Part(theirs + "dt_bias", (shape.num_steps,)),), "bias32")
+    yield _norm(ours + "delta_norm", f"{theirs}{norm}.weight", shape.value_width)
+    yield DenseTensor(ours + "delta_out", (Part(f"{theirs}{out}.weight", (hidden, values)),))
 
 
 def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:

@@ -29,6 +29,7 @@ from tests.engine.moving import DYNAMIC, move_in_every_step
 from tests.engine.offline import OTHER_FAMILIES, TINY, Prepare, serve, tiny_model
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.engine.test_live_balancing import count_activations
+from tests.models.families import WITH_STATES
 from tests.ranks import run_ranks
 
 LAUNCH = 77  # of the prefill ranks
@@ -174,7 +175,6 @@ def check_apart(
 
 # Heads, a latent, a latent with an indexer's keys, a sliding window, chunks of attention.
 EVERY_DAY = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "llama4_text")
-WITH_STATES = ("qwen3_next", "qwen3_5_moe_text")  # which prefill ranks do not hand over
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ WITH_STATES = ("qwen3_next", "qwen3_5_moe_text")  # which prefill ranks do not h
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (*TINY, *OTHER_FAMILIES)
-            if name not in (*EVERY_DAY, *WITH_STATES)
+            if name not in (*EVERY_DAY, *WITH_STATES)  # states are not handed over
         ),
     ],
 )

@@ -4,6 +4,7 @@ What transformers initialises to zero or one (norms, correction biases, the gate
 otherwise a forgotten norm or a bias added in the wrong place would not show.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ NEMOTRON: dict[str, Any] = {
     "ssm_state_size": 24, "chunk_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
     "topk_group": 2, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 48, "time_step_min": 1e-30,
     "routed_scaling_factor": 2.5, "moe_latent_size": 36,
+}  # fmt: skip
+KIMI_LINEAR: dict[str, Any] = COMMON | {
+    "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    "linear_head_dim": 20, "linear_num_heads": 3, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 1, "moe_intermediate_size": 32,
+    "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "num_key_value_heads": 4,
 }  # fmt: skip
 LFM2: dict[str, Any] = COMMON | {
     "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
@@ -194,6 +201,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_conv_bias": False, "mamba_proj_bias": True, "position_embedding_type": "rope"}
         | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
+    "kimi_linear": ("kimi_linear", KIMI_LINEAR),
     "nemotron_h": ("nemotron_h", NEMOTRON),
     # Attention first, an MLP, heads of 40 columns with a state of 7 rows, one group, biases of state spaces.
     "nemotron_h-odd": (
@@ -353,7 +361,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Model types that keep a state of each request: on CPUs alone, and without guesses of tokens.
-WITH_STATES = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid", "nemotron_h")
+WITH_STATES = (
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "qwen3_5_moe",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "nemotron_h",
+    "kimi_linear",
+)
 
 
 ANOTHERS_FORM = {name for name, (kind, _) in FAMILIES.items() if kind not in FAMILIES}
@@ -400,7 +416,8 @@ def save(model: Any, folder: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     model.save_pretrained(folder)
-    if (kind := model.config.model_type) in ("kimi_k25", "qwen3_vl_moe"):  # published in other forms than written
+    # Published in other forms than written:
+    if (kind := model.config.model_type) in ("kimi_k25", "kimi_linear", "qwen3_vl_moe"):
         tensors = load_file(folder / "model.safetensors")
         save_file(dict(as_published(kind, *each) for each in tensors.items()), folder / "model.safetensors")
     return folder
@@ -409,6 +426,8 @@ def save(model: Any, folder: Path) -> Path:
 def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     if kind == "qwen3_vl_moe":
         return name, tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+    if kind == "kimi_linear":
+        return re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name), tensor
     name = name.replace("language_model.model.blocks.", "language_model.model.layers.")
     return name.replace("model.mm_projector.", "mm_projector."), tensor
 

@@ -176,6 +176,21 @@ GRANITE_4_H_SMALL = GRANITE_4_H_TINY | {
     "shared_intermediate_size": 1536,
     "mamba_n_heads": 128,
 }
+# As published but for its number of parameters, of which its name says 48e9 and its sizes make 49.1e9.
+KIMI_LINEAR_48B: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304,
+    "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "q_lora_rank": None,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True,
+    "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1, "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
+    "moe_intermediate_size": 1024, "intermediate_size": 9216, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+    },
+    "model_max_length": 1048576, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "hidden_act": "silu", "eos_token_id": 163586, "torch_dtype": "bfloat16",
+}  # fmt: skip
 NEMOTRON_3_NANO: dict[str, Any] = {
     "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 2688,
     "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "num_hidden_layers": 52,

@@ -27,6 +27,7 @@ from tests.models.published import (
     GPT_OSS_20B,
     GRANITE_1B,
     HUNYUAN_A13B,
+    KIMI_LINEAR_48B,
     MINIMAX_M2,
     OLMOE_1B_7B,
     PHI_35_MOE,
@@ -219,7 +220,14 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         ),
         (PHI_35_MOE, {"rope_scaling": PHI_35_MOE["rope_scaling"] | {"long_factor": [1.0]}}, "a list of 64 numbers"),
         (ERNIE_45_21B, {"use_bias": True}, "use_bias true"),
-        (ERNIE_45_21B, {"model_type": "kimi_linear"}, "linear attention that is not Qwen3-Next's"),
+        (ERNIE_45_21B, {"model_type": "minimax"}, "linear attention that is neither Qwen3-Next's nor Kimi's"),
+        (ERNIE_45_21B, {"model_type": "deepseek_v4"}, "a cache of compressed tokens, several residual streams"),
+        (KIMI_LINEAR_48B, {"mla_use_output_gate": True}, "mla_use_output_gate"),
+        (
+            KIMI_LINEAR_48B,
+            {"linear_attn_config": KIMI_LINEAR_48B["linear_attn_config"] | {"gate_lower_bound": -5.0}},
+            "linear_attn_config with 'gate_lower_bound'",
+        ),
         (ERNIE_45_21B, {"model_type": "jamba"}, "a state-space layer of Mamba's first version is not supported"),
         (GLM_5, {"index_topk_freq": 4}, "index_topk_freq 4 (only 1 is)"),
         (GLM_5, {"indexer_types": ["full", *["shared"] * 77]}, "indexer_types ['full', 'shared'"),
@@ -291,6 +299,15 @@ def test_a_longer_context_than_the_original_one_has_the_long_rotations_of_transf
         frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](theirs, seq_len=context)
         assert rope_frequencies(rope).tolist() == pytest.approx(frequencies.tolist(), rel=1e-6)
         assert rope.table_factor == 1.243163121016122
+
+
+def test_layers_of_kimi_linear_are_counted_from_one(tmp_path: Path) -> None:
+    spec = read_spec(folder(tmp_path, KIMI_LINEAR_48B))
+    assert spec.attention_layer_ids == (3, 7, 11, 15, 19, 23, 26)
+    assert (spec.num_logical, spec.topk, spec.router.scaling, spec.moe_layer_ids[0]) == (256, 8, 2.446, 1)
+    lists = KIMI_LINEAR_48B["linear_attn_config"] | {"full_attn_layers": [4]}
+    with pytest.raises(ModelError, match="each layer from 1 on in one of its two lists"):
+        read_spec(folder(tmp_path, KIMI_LINEAR_48B | {"linear_attn_config": lists}))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"'])

@@ -137,7 +137,7 @@ def _attention(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
         return before + _mla_on_gpu(spec.attention, numerics, sizes)
     if isinstance(spec.attention, GqaSpec):
         return max(_gqa(spec.attention, numerics, sizes), _stateful(spec, sizes))
-    return _mla(spec.attention, numerics, sizes)
+    return max(_mla(spec.attention, numerics, sizes), _stateful(spec, sizes))
 
 
 def _gqa(spec: GqaSpec, numerics: Numerics, sizes: StepSizes) -> int:
@@ -161,7 +161,8 @@ def _stateful(spec: ModelSpec, sizes: StepSizes) -> int:
         return sizes.rows * (shape.row_width * (sizes.itemsize + 4) + 6 * 4 * conv + 4 * 4 * shape.inner) + 4 * state
     given = shape.value_heads * shape.value_width
     state = 4 * shape.value_heads * shape.key_width * shape.value_width  # of one token at a time
-    return sizes.rows * (shape.row_width * (sizes.itemsize + 4) + given * sizes.itemsize) + 4 * state
+    apart = 0 if shape.rank is None else shape.num_steps + given  # steps and gates, in rows of their own
+    return sizes.rows * (shape.row_width * (sizes.itemsize + 4) + (given + apart) * sizes.itemsize) + 4 * state
 
 
 def _gqa_on_gpu(spec: GqaSpec, num_layers: int, sizes: StepSizes) -> int:

@@ -13,6 +13,7 @@ typedef struct { /* as DeltaWeights fills it */
     const float *conv;  /* [taps, channels], of all queries, keys and values */
     const float *decay, *step_bias, *norm;
     i64 eps; /* the bits of a double */
+    i64 by_channel; /* each key channel decays by itself: steps and gates have rows of their own, gates are not silu's */
 } DeltaFacts;
 
 typedef struct {
@@ -20,6 +21,10 @@ typedef struct {
     Sequences seqs;
     const float *rows;
     i64 step;
+    const float *steps;
+    i64 steps_step;
+    const float *gates;
+    i64 gates_step;
     float *conv, *recurrent, *out;
 } Delta;
 
@@ -72,15 +77,16 @@ INLINE void to_length(float *x, i64 n, float scale)
     BY_REGISTER(n, put(x + i, j, get(x + i, j, count) * by, count);)
 }
 
-/* One token of a tile: the state decays, what it says of the key is moved towards the value, and the query is asked. */
-INLINE void update_tile(float *state, i64 width, const float *q, const float *k, const float *v, float decay,
-                        float strength, float *o)
+/* One token of a tile: the state decays, what it says of the key is moved towards the value, and the query is asked.
+   decay: of the head, or of each channel, which is in `asks` already; asks: the key, by which the state is asked */
+INLINE void update_tile(const int by_channel, float *state, i64 width, const float *q, const float *k,
+                        const float *asks, const float *v, const float *decay, float strength, float *o)
 {
     vf even[DELTA_REGISTERS] = {}, odd[DELTA_REGISTERS] = {}, change[DELTA_REGISTERS], asked[DELTA_REGISTERS] = {};
     const float *s = state;
     i64 i = 0;
     for (; i + 2 <= width; i += 2, s += 2 * DELTA_TILE) {
-        vf first = splat(k[i]), second = splat(k[i + 1]);
+        vf first = splat(asks[i]), second = splat(asks[i + 1]);
         UNROLL for (int j = 0; j < DELTA_REGISTERS; j++) {
             even[j] = multiply_add(first, *(const vf *)(s + VL * j), even[j]);
             odd[j] = multiply_add(second, *(const vf *)(s + DELTA_TILE + VL * j), odd[j]);
@@ -88,13 +94,14 @@ INLINE void update_tile(float *state, i64 width, const float *q, const float *k,
     }
     if (i < width)
         UNROLL for (int j = 0; j < DELTA_REGISTERS; j++)
-            even[j] = multiply_add(splat(k[i]), *(const vf *)(s + VL * j), even[j]);
-    vf by = splat(decay);
+            even[j] = multiply_add(splat(asks[i]), *(const vf *)(s + VL * j), even[j]);
+    vf by = splat(by_channel ? 1 : decay[0]);
     UNROLL for (int j = 0; j < DELTA_REGISTERS; j++)
         change[j] = (*(const vf *)(v + VL * j) - by * (even[j] + odd[j])) * strength;
     for (i = 0; i < width; i++) {
         float *row = state + i * DELTA_TILE;
         vf key = splat(k[i]), query = splat(q[i]);
+        if (by_channel) by = splat(decay[i]);
         UNROLL for (int j = 0; j < DELTA_REGISTERS; j++) {
             vf next = multiply_add(key, change[j], by * *(const vf *)(row + VL * j));
             *(vf *)(row + VL * j) = next;
@@ -102,6 +109,17 @@ INLINE void update_tile(float *state, i64 width, const float *q, const float *k,
         }
     }
     memcpy(o, asked, sizeof asked);
+}
+
+/* The decays of a token's channels, and its key times them. */
+static void channel_decays(const Delta *job, i64 head, i64 row, const float *k, float *decay, float *asks)
+{
+    DeltaFacts a = job->a;
+    const float *steps = job->steps + row * job->steps_step + head * a.key_width;
+    for (i64 i = 0; i < a.key_width; i++) decay[i] = softplus(steps[i] + a.step_bias[head * a.key_width + i]);
+    BY_REGISTER(a.key_width, vf by = exp_vf(splat(a.decay[head]) * get(decay + i, j, count));
+                put(decay + i, j, by, count);
+                put(asks + i, j, by * get(k + i, j, count), count);)
 }
 
 /* `count` tokens, at most DELTA_TOKENS, of the value heads of a key head. */
@@ -114,7 +132,8 @@ static void delta_tokens(const Delta *job, i64 head, i64 slot, i64 first, i64 co
     const float *rows = job->rows + first * job->step;
     float *before = job->conv + slot * (a.taps - 1) * channels, eps = as_float(a.eps);
     float q[count * a.key_width], k[count * a.key_width], v[count * padded], o[count * padded];
-    float decay[DELTA_TOKENS], strength[DELTA_TOKENS];
+    i64 decays = a.by_channel ? a.key_width : 1;
+    float decay[count * decays], asks[count * decays], strength[DELTA_TOKENS];
     const i64 *columns = a.columns + head * group * DELTA_PARTS;
     float *parts[2] = {q, k};
     for (int part = 0; part < 2; part++) {
@@ -130,23 +149,34 @@ static void delta_tokens(const Delta *job, i64 head, i64 slot, i64 first, i64 co
         convolve(rows + columns[2], job->step, count, a.conv + channel, a.taps, channels, before + channel,
                  a.value_width, v, padded);
         for (i64 t = 0; t < count; t++) {
-            float x = rows[t * job->step + columns[4]] + a.step_bias[h];
-            decay[t] = exp_vf(splat(a.decay[h] * softplus(x)))[0];
+            if (a.by_channel) {
+                i64 at = t * a.key_width;
+                channel_decays(job, h, first + t, k + at, decay + at, asks + at);
+            } else {
+                float x = rows[t * job->step + columns[4]] + a.step_bias[h];
+                decay[t] = exp_vf(splat(a.decay[h] * softplus(x)))[0];
+            }
             strength[t] = (1.0f / (1.0f + exp_vf(splat(-rows[t * job->step + columns[5]]))))[0];
         }
         for (i64 tile = 0; tile < tiles; tile++) {
             i64 at = tile * DELTA_TILE;
             float *state = job->recurrent + ((slot * a.value_heads + h) * tiles + tile) * a.key_width * DELTA_TILE;
-            for (i64 t = 0; t < count; t++)
-                update_tile(state, a.key_width, q + t * a.key_width, k + t * a.key_width, v + t * padded + at, decay[t],
-                            strength[t], o + t * padded + at);
+            for (i64 t = 0; t < count; t++) {
+                const float *asked = q + t * a.key_width, *key = k + t * a.key_width, *value = v + t * padded + at;
+                float *to = o + t * padded + at, *by = decay + t * decays;
+                if (a.by_channel)
+                    update_tile(1, state, a.key_width, asked, key, asks + t * decays, value, by, strength[t], to);
+                else update_tile(0, state, a.key_width, asked, key, key, value, by, strength[t], to);
+            }
         }
         for (i64 t = 0; t < count; t++) {
             const float *gate = rows + t * job->step + columns[3], *x = o + t * padded;
+            if (a.by_channel) gate = job->gates + (first + t) * job->gates_step + h * a.value_width;
             float *out = job->out + ((first + t) * a.value_heads + h) * a.value_width;
             float by = inverse_rms(x, a.value_width, eps);
             BY_REGISTER(a.value_width, vf z = get(gate + i, j, count); vf y = get(x + i, j, count) * by;
-                        put(out + i, j, y * get(a.norm + i, j, count) * (z / (1.0f + exp_vf(-z))), count);)
+                        vf factor = (a.by_channel ? splat(1) : z) / (1.0f + exp_vf(-z));
+                        put(out + i, j, y * get(a.norm + i, j, count) * factor, count);)
         }
     }
 }
@@ -167,11 +197,12 @@ static void delta_piece(const void *about, i64 piece)
 }
 
 /* rows [tokens of all sequences, step] -> out [tokens, value_heads * value_width]. conv: [slots, taps - 1, channels],
-   recurrent: [slots, value_heads, tiles, key_width, 32]; states are read and written as the sequences say. */
-i64 delta_rule(const DeltaFacts *facts, const Sequences *seqs, const float *rows, i64 step, float *conv,
-               float *recurrent, float *out)
+   recurrent: [slots, value_heads, tiles, key_width, 32]; states are read and written as the sequences say.
+   By channel: steps [tokens, key_heads * key_width] and gates, like out; else 0 */
+i64 delta_rule(const DeltaFacts *facts, const Sequences *seqs, const float *rows, i64 step, const float *steps,
+               i64 steps_step, const float *gates, i64 gates_step, float *conv, float *recurrent, float *out)
 {
-    Delta job = {*facts, *seqs, rows, step, conv, recurrent, out};
+    Delta job = {*facts, *seqs, rows, step, steps, steps_step, gates, gates_step, conv, recurrent, out};
     pool_run(delta_piece, &job, seqs->num_seqs * facts->key_heads);
     return 0;
 }

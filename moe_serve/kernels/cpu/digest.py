@@ -209,7 +209,7 @@ def _delta_rule() -> list[Tensor]:
 
 
 def _delta_rows(weights: DeltaWeights, pools: list[Tensor], rows: Tensor, do: Recorder) -> Tensor:
-    return do.delta_rule(rows, weights, pools)
+    return do.delta_rule(rows, None, weights, pools)
 
 
 def _causal_conv() -> list[Tensor]:

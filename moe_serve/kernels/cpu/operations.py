@@ -391,17 +391,22 @@ class Recorder(Operations, Tape):
         self.call("attend_indexed", ATTEND, q, q.stride(0), cache, out, *steps, keys, facts)
         return out
 
-    def delta_rule(self, x: Tensor, weights: DeltaWeights, pools: Sequence[Tensor]) -> Tensor:
+    def delta_rule(
+        self, x: Tensor, apart: tuple[Tensor, Tensor] | None, weights: DeltaWeights, pools: Sequence[Tensor]
+    ) -> Tensor:
         """Returns what delta_rule_reference does with the step's SequenceStates; it writes rows of sequences alone."""
         shape = weights.shape
+        assert (shape.rank is None) == (apart is None), "steps and gates of their own go with a rank"
         for pool, wanted in zip(pools, shape.state_shapes, strict=True):
             assert pool.is_contiguous() and tuple(pool.shape[1:]) == wanted, f"states {tuple(pool.shape)}"  # noqa: PT018
         out = self.buffer("delta_rule", shape.value_heads * shape.value_width)
         kept = columns_of(shape), weights.conv, weights.decay, weights.step_bias, weights.norm
         assert all(dense(each, torch.float32) for each in kept[1:])
         sizes = shape.key_heads, shape.value_heads, shape.key_width, shape.value_width, shape.taps
-        facts = torch.tensor([*sizes, *(each.data_ptr() for each in kept), float_bits(weights.eps)])
-        self.call("delta_rule", facts, SEQUENCES, x, x.stride(0), *pools, out, keep=kept)
+        by_channel = int(shape.rank is not None)
+        facts = torch.tensor([*sizes, *(each.data_ptr() for each in kept), float_bits(weights.eps), by_channel])
+        steps, gates = ((0, 0), (0, 0)) if apart is None else ((each, each.stride(0)) for each in apart)
+        self.call("delta_rule", facts, SEQUENCES, x, x.stride(0), *steps, *gates, *pools, out, keep=kept)
         return out
 
     def causal_conv(self, x: Tensor, weights: ConvWeights, states: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class MlaAttention:
         self.shape = AttentionShape(layout, spec.num_heads, spec.softmax_scale, expand_from=border)
 
     def layer(self, index: int, weights: dict[str, Any], rope: RopeSpec, forms: WeightForms) -> "MlaLayer":
-        """Takes the weights of layer `index` (named as in weight_plan.py) out of `weights`."""
+        """Takes the weights of a layer (named as in weight_plan.py) out of `weights`. index: of the cache's layer"""
         spec = self.spec
         q_kv_a, a_bias = weights.pop("q_kv_a"), weights.pop("q_kv_a_bias", None)
         a_scale, b_scale = weights.pop("q_kv_a_scale", None), weights.pop("q_b_scale", None)

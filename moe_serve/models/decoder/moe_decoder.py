@@ -110,7 +110,7 @@ def build_decoder(
     if isinstance(spec.attention, GqaSpec):
         attention: GqaAttention | MlaAttention = GqaAttention(spec.attention, spec.norm_eps)
     else:
-        attention = MlaAttention(spec.attention, numerics, spec.num_layers)
+        attention = MlaAttention(spec.attention, numerics, len(spec.attention_layer_ids))
     layer_rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layer_ids)}
     layers: list[DecoderLayer] = []
     joined: dict[str, Any] = {}  # of the layer that predicts
@@ -126,7 +126,7 @@ def build_decoder(
             cached_as = spec.attention_layer_ids.index(layer_id)
             attention_layer = attention.layer(layer_id, mine, spec.ropes, forms, cached_as)
         else:
-            attention_layer = attention.layer(layer_id, mine, spec.rope, forms)
+            attention_layer = attention.layer(spec.attention_layer_ids.index(layer_id), mine, spec.rope, forms)
         moe, mlp, shared = None, None, None
         if layer_id in layer_rows:
             shared = _shared_expert(mine, forms) if spec.shared_intermediate else None
@@ -214,7 +214,8 @@ def kv_layouts(spec: ModelSpec, keeps_experts: bool = False, keeps_changed: bool
     else:
         layout = KvLayout.mla(attention.kv_lora_rank, attention.rope_dim)
         if attention.indexer is not None:  # its keys lie behind the latents of all layers
-            return (layout,) * spec.num_layers + (KvLayout.mla(attention.indexer.width, 0),) * spec.num_layers + beside
+            num_layers = len(spec.attention_layer_ids)
+            return (layout,) * num_layers + (KvLayout.mla(attention.indexer.width, 0),) * num_layers + beside
     return (layout,) * len(spec.attention_layer_ids) + beside
 
 

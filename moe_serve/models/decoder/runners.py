@@ -137,8 +137,10 @@ class TorchStep(Step):
     def attend_expanded(self, q: Tensor, layer: int, heads: HeadProjections, out: Tensor) -> None:
         self._attention.attend_expanded(q, self.cache, layer, self._plan(None, None), heads, out)
 
-    def delta_rule_of(self, rows: Tensor, weights: DeltaWeights, layer: int) -> Tensor:
-        return delta_rule_reference(rows, weights, self.cache.states_of(layer), self._sequences)
+    def delta_rule_of(
+        self, rows: Tensor, apart: tuple[Tensor, Tensor] | None, weights: DeltaWeights, layer: int
+    ) -> Tensor:
+        return delta_rule_reference(rows, apart, weights, self.cache.states_of(layer), self._sequences)
 
     def convolve(self, rows: Tensor, weights: ConvWeights, layer: int) -> Tensor:
         return causal_conv_reference(rows, weights, self.cache.states_of(layer)[0], self._sequences)
@@ -297,8 +299,10 @@ class RecordedStep(Step, Recorder):
     def attend_expanded(self, q: Tensor, layer: int, heads: HeadProjections, out: Tensor) -> None:
         raise AssertionError("the kernels attend long chunks as any other")
 
-    def delta_rule_of(self, rows: Tensor, weights: DeltaWeights, layer: int) -> Tensor:
-        return self.delta_rule(rows, weights, self.cache.states_of(layer))
+    def delta_rule_of(
+        self, rows: Tensor, apart: tuple[Tensor, Tensor] | None, weights: DeltaWeights, layer: int
+    ) -> Tensor:
+        return self.delta_rule(rows, apart, weights, self.cache.states_of(layer))
 
     def convolve(self, rows: Tensor, weights: ConvWeights, layer: int) -> Tensor:
         return self.causal_conv(rows, weights, self.cache.states_of(layer)[0])

@@ -114,10 +114,12 @@ class Step(Operations, ABC):
         """
 
     @abstractmethod
-    def delta_rule_of(self, rows: Tensor, weights: DeltaWeights, layer: int) -> Tensor:
+    def delta_rule_of(
+        self, rows: Tensor, apart: tuple[Tensor, Tensor] | None, weights: DeltaWeights, layer: int
+    ) -> Tensor:
         """Returns what linear attention makes of projected rows; the sequences' states go on by them.
 
-        [T, row_width] -> [T, value_heads * value_width].  layer: of the cache's states
+        [T, row_width] -> [T, value_heads * value_width].  apart: as of delta_rule.py;  layer: of the cache's states
         """
 
     @abstractmethod

@@ -222,5 +222,5 @@ class WeightForms:
             assert activation == SILU, "models with other MLPs are refused on GPUs"
             first = Fp8Linear(gate_up, scales[0], None, self._numerics, parts=2)
             return Fp8Mlp(first, Fp8Linear(down, scales[1], None, self._numerics), self._numerics)
-        up = Linear(gate_up, None, self._numerics, self._proven)
-        return GatedMlp(up, Linear(down, None, self._numerics, self._proven), activation)
+        above, below = (Linear(weight, None, self._numerics, self._proven) for weight in (gate_up, down))
+        return GatedMlp(above, below, activation)

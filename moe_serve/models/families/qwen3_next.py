@@ -19,7 +19,7 @@ from moe_serve.models.families.common import (
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec
 
-_WIDEST_HEAD = 256  # that the kernel's buffers hold
+WIDEST_HEAD = 256  # that the kernel's buffers hold
 
 
 def read(config: HfConfig) -> ModelSpec:
@@ -46,7 +46,7 @@ def read(config: HfConfig) -> ModelSpec:
 def delta_shape(config: HfConfig) -> DeltaShape:
     """Returns the shape of linear attention. Raises ModelError for heads that are not possible."""
     key_heads, value_heads = (config.size(f"linear_num_{name}_heads") for name in ("key", "value"))
-    widths = [config.size(f"linear_{name}_head_dim", largest=_WIDEST_HEAD) for name in ("key", "value")]
+    widths = [config.size(f"linear_{name}_head_dim", largest=WIDEST_HEAD) for name in ("key", "value")]
     if value_heads % key_heads:
         raise ModelError(
             f"{config.where}: {value_heads} value heads of linear attention do not divide over {key_heads} key heads; "

@@ -127,10 +127,9 @@ def _declared(what: str) -> Iterator[tuple[str, Any]]:
             yield from getattr(found, what, {}).items()
 
 
-LINEAR_ATTENTION = "linear attention that is not Qwen3-Next's"
+LINEAR_ATTENTION = "linear attention that is neither Qwen3-Next's nor Kimi's"
 REFUSED = {
-    "kimi_linear": LINEAR_ATTENTION,
-    "bailing_hybrid": LINEAR_ATTENTION,
+    "bailing_hybrid": "Kimi Delta Attention with decays of a lower bound, and with steps and gates of full rank",
     "minimax": LINEAR_ATTENTION,
 }
 REFUSED |= {
@@ -139,6 +138,7 @@ REFUSED |= {
 REFUSED |= dict.fromkeys(("mimo_v2_flash", "laguna"), "heads of other numbers in windowed layers")
 REFUSED |= dict.fromkeys(("nllb-moe", "switch_transformers"), "an encoder in front of the decoder")
 REFUSED |= {
+    "deepseek_v4": "a cache of compressed tokens, several residual streams, and experts that a token's id chooses,",
     "axk2": "norms and attention that are gated by the rows that went in",
     "cohere2_moe": "attention and experts side by side in a layer",
     "dbrx": "layer norms without biases, and attention as one matrix,",

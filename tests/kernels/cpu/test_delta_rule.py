@@ -17,6 +17,8 @@ SHAPES = [
     DeltaShape(1, 1, 7, 5, 2),
     DeltaShape(3, 3, 128, 64, 3, grouped=True),
     DeltaShape(2, 6, 16, 33, 4, grouped=True),
+    DeltaShape(3, 3, 21, 40, 4, rank=5),
+    DeltaShape(1, 1, 128, 128, 2, rank=1),
 ]
 
 
@@ -25,16 +27,26 @@ class Layer(StatefulLayer):
         super().__init__()
         heads, self.row_width = shape.value_heads, shape.row_width
         decay = -self.draw(heads).exp()
-        self.weights = DeltaWeights(
-            shape, self.draw(shape.taps, shape.channels), decay, self.draw(heads), self.draw(shape.value_width), 1e-5
-        )
+        numbers = self.draw(shape.taps, shape.channels), decay, self.draw(shape.num_steps)
+        self.weights = DeltaWeights(shape, *numbers, self.draw(shape.value_width), 1e-5)
         self.pools = [torch.full((SLOTS, *each), 99.0) for each in shape.state_shapes]
+        self.lifts = [self.draw(shape.rank or 0, n) for n in (shape.num_steps, heads * shape.value_width)]
+
+    def apart(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns steps and gates, each row's made of that row alone, as products of kernels are."""
+        rank = self.weights.shape.rank
+        if rank is None:
+            return None
+        latents = rows[:, -2 * rank : -rank], rows[:, -rank:]
+        steps, gates = ((each[:, :, None] * lift).sum(1) for each, lift in zip(latents, self.lifts, strict=True))
+        return steps, gates
 
     def plain(self, rows: Tensor, sequences: SequenceStates) -> Tensor:
-        return delta_rule_reference(rows, self.weights, self.pools, sequences)
+        return delta_rule_reference(rows, self.apart(rows), self.weights, self.pools, sequences)
 
     def record(self, rows: Tensor, do: Recorder) -> Tensor:
-        return do.delta_rule(rows, self.weights, self.pools)
+        self.kept = self.apart(rows)  # as long as the recording reads them
+        return do.delta_rule(rows, self.kept, self.weights, self.pools)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
