@@ -25,3 +25,13 @@ def anthropic():
 
 def responses():
     assert litellm.responses(model="openai/demo", input="a", api_base=BASE + "/v1", max_output_tokens=16).output
+
+
+def embedding():
+    answer = litellm.embedding("hosted_vllm/demo", ["a", "b"], api_base=BASE + "/v1")
+    assert len(answer.data[1]["embedding"]) > 0
+
+
+def rerank():
+    answer = litellm.rerank("hosted_vllm/demo", query="a", documents=["a", "b"], api_base=BASE, top_n=1)
+    assert len(answer.results) == 1

@@ -68,3 +68,20 @@ def responses():
 def responses_parse():
     answer = client.responses.parse(model="demo", input="a", text_format=Point, max_output_tokens=60)
     assert isinstance(answer.output_parsed, Point)
+
+
+def custom_tool():
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "go " ("left" | "right")'}}
+    tools = [{"type": "custom", "custom": {"name": "robot", "format": form}}]
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=SAY,
+        tools=tools,
+        tool_choice={"type": "custom", "custom": {"name": "robot"}},
+        max_tokens=20,
+    )
+    assert answer.choices[0].message.tool_calls[0].custom.input in ("go left", "go right")
+
+
+def embeddings():
+    assert len(client.embeddings.create(model="demo", input=["a", "b"]).data[1].embedding) > 0
