@@ -47,8 +47,12 @@ def lasting_memory(config: ServeConfig, plan: ModelPlan, taken: BufferSizes | No
 def page_memory(config: ServeConfig) -> Iterator[Memory]:
     """Yields a rank's part of what the ranks of a host fill together. This is for `check`: a rank of one role does not
     know how many of the other are beside it."""
+    num_ranks, parallel = config.ranks_per_host + _num_prefill_beside(config), config.parallel
+    if parallel.num_prefill_ranks:
+        num_rings = config.ranks_per_host if parallel.role == "prefill" else parallel.num_prefill_ranks
+        why = f"its part of {num_rings} x parallel.handover_gb {parallel.handover_gb:g}, which all ranks of a host use"
+        yield Memory("pages on their way", int(parallel.handover_gb * 1e9) * num_rings // num_ranks, why)
     if config.cache.host_gb is not None:
-        num_ranks = config.ranks_per_host + _num_prefill_beside(config)
         pages = f"its part of cache.host_gb {config.cache.host_gb:g}, which the ranks of a host fill together"
         yield Memory("pages in memory", int(config.cache.host_gb * 1e9) // num_ranks, pages)
 

@@ -644,7 +644,8 @@ class Bridge(RankGroup):
 
     def _named(self, reason: str) -> str:
         """Returns why nothing is served, with the decode ranks that are missing, where prefill ranks could be meant."""
-        serving = {view.rank for view in self.workers if view.serves} if self.workers.loss is None else set()
+        none_serve = self.workers.loss is not None or self.workers.apart is not None
+        serving = set() if none_serve else {view.rank for view in self.workers if view.serves}
         missing = [f"decode rank {rank}" for rank in range(self.workers.num_ranks) if rank not in serving]
         if self.prefill is None or not missing or self._is_draining or self._is_finishing:
             return reason

@@ -46,7 +46,8 @@ def test_the_demo_model_can_run_and_its_memory_is_explained():
 def test_pages_of_a_host_are_of_its_ranks_of_both_roles_and_no_rank_counts_them_alone():
     """A rank, which is told its own role, logs the parts that `check` shows, but for these pages."""
     config = load_config(overrides=["parallel.num_ranks=2", "parallel.num_prefill_ranks=3", "cache.host_gb=0.1"])
-    assert [(each.name, each.num_bytes) for each in page_memory(config)] == [("pages in memory", 20_000_000)]
+    found = [(each.name, each.num_bytes) for each in page_memory(config)]
+    assert found == [("pages on their way", 3 * 500_000_000 // 5), ("pages in memory", 20_000_000)]
     plan = model_plan.ModelPlan.of(config, read_spec(model_dir(config.model)), torch.device("cpu"))
     shown = [each.name for each in lasting_memory(config, plan)]
     assert "pages in memory" not in shown
@@ -54,6 +55,13 @@ def test_pages_of_a_host_are_of_its_ranks_of_both_roles_and_no_rank_counts_them_
         assert [each.name for each in lasting_memory(config.of_role(role), plan)] == shown
     alone = checked("cache.host_gb=0.1")
     assert sizes(alone)["pages in memory"] == 100_000_000
+
+
+def test_a_decode_host_has_a_copy_of_what_every_prefill_rank_sends() -> None:
+    hosts = "launcher.nnodes=3", "launcher.dist_init_addr=h:5", "parallel.num_ranks=4", "parallel.num_prefill_ranks=3"
+    for node_rank, num_bytes in ((1, 3 * 500_000_000 // 2), (2, 500_000_000)):
+        config = load_config(overrides=[*hosts, f"launcher.node_rank={node_rank}"]).of_this_host()
+        assert [each.num_bytes for each in page_memory(config)] == [num_bytes]
 
 
 def test_drafts_take_an_index_and_rows_of_logits():

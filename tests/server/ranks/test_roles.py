@@ -268,6 +268,17 @@ async def test_without_decode_ranks_nothing_is_served_and_the_reason_names_them(
 
 
 @in_event_loop
+async def test_decode_ranks_that_do_not_reach_the_hosts_of_most_are_named_as_missing():
+    async with roles(num_decode=2) as served:
+        (view,) = [view for view in served.bridge.workers if view.rank == 1]
+        served.bridge._take(view.identity, Apart(1, 1, 0, "rank 0 is not reached"))
+        why = "decode rank 0 and decode rank 1 are missing: rank 0 is not reached"
+        assert served.bridge.problem() == why
+        with pytest.raises(UnavailableError, match=why):
+            served.submit(LONG)
+
+
+@in_event_loop
 async def test_prefill_ranks_that_compute_something_else_get_no_request():
     async with roles(computes="another model") as served:
         assert await served.run(LONG) == TOKENS
