@@ -181,7 +181,8 @@ def test_roles_over_several_hosts_hand_over_to_each_other_and_outlive_a_host(
     number = num_decode + num_prefill
     who = f"prefill: rank {lost - num_decode}" if lost >= num_decode else f"rank {lost}"
     numbers = ("--nnodes", str(number), "--prefill-nnodes", str(num_prefill), "--prefill-ranks", str(num_prefill))
-    roles = [*numbers, "--set", "eplb.num_redundant_experts=64", "--set", "engine.step_deadline_s=5"]
+    more = ("eplb.num_redundant_experts=64", "eplb.mode=dynamic", "engine.step_deadline_s=5")
+    roles = [*numbers, *(word for value in more for word in ("--set", value))]
     params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
     with make_hosts(number) as hosts, contextlib.ExitStack() as started:
         running = [
