@@ -206,6 +206,8 @@ def test_steps_are_priced_as_their_split_shares_them():
         split: Scorer(Topology(1, 4), 2, costs, split).score(record, placement).step_s for split in ("even", "time")
     }
     assert took["time"] < took["even"]
+    perfect = Scorer(Topology(1, 4), 2, costs, "time").perfect(record, 3).step_s
+    assert perfect <= took["time"]
 
 
 @pytest.mark.parametrize(

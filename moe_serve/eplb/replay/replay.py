@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -310,6 +311,9 @@ class Scorer:
         split: Callable[[Floats], Floats] | None = None
         if placement is not None and self.split not in ("window", "nearest"):  # which needs the sources
             split = partial(self._splitter_of(placement).split_batch, record)
+        if placement is None and self.split == "time":  # at best, each expert with tokens is read once
+            ranks = self.topology.num_ranks
+            num_slots, is_mean = ranks * ceil(max(float((tokens > 0).sum(axis=1).mean()), 1) / ranks), False
         is_mean = is_mean and split is None
         return self.costs.step_seconds(tokens, placement, num_slots, per_step, record.phase, is_mean, split)
 
