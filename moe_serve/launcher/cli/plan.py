@@ -1,7 +1,7 @@
 """`moe-serve plan`, and the options that every plan has, also those of `moe-serve replay`: its limits and its start."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ PLAN_HELP = """Plan one placement from a load trace, and write it for the engine
   moe-serve plan dump.pt --slots 288 -p incremental --current p.json --max-moves 8
   moe-serve plan load.jsonl --slots 288 --only-phase decode -o decode.json
   moe-serve plan load.jsonl --slots 288 -p series --by-phase -o both.json
+  moe-serve plan load.jsonl --ranks 4 --redundant 8 --planned-split exact -o placement.json
 """
 
 
@@ -123,7 +124,21 @@ class PlanCommandOptions(opt.ReportOptions, PlanOptions, opt.TraceOptions, opt.C
         help="With -p series: one placement that is good in prefill and in decode (and in windows of both), not for "
         "their sum.",
     )
+    planned_split: str = option(
+        "--planned-split",
+        default="even",
+        help="How the server will share an expert's tokens over its replicas: even, or exact, for our own server with "
+        "eplb.split exact or time (-p refined).",
+    )
     num_model_layers: int | None = opt.model_layers()
+
+    def rules(self) -> "PlanRules":
+        """Returns the fields of the request. Raises ConfigError for a split that the policy does not plan for."""
+        if self.planned_split != "even" and self.policy != "refined":
+            raise ConfigError(
+                f"policy {self.policy} plans for the even split alone; use -p refined, or drop --planned-split"
+            )
+        return replace(super().rules(), planned_split=self.planned_split)
 
 
 @balancer_command(PlanCommandOptions)

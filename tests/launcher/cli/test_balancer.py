@@ -189,6 +189,21 @@ def test_plan_writes_for_every_engine_and_says_what_it_did(tmp_path: Path) -> No
     np.testing.assert_array_equal(tables[0], tables[2])
 
 
+def test_plan_links_ranks_for_the_exact_split_where_that_is_asked_for() -> None:
+    plans = {}
+    for split in ("even", "exact"):
+        code, out, _ = call("plan", *DEMO, "--planned-split", split, "--json")
+        assert code == 0
+        plans[split] = json.loads(out)["placement"]
+    assert plans["even"] != plans["exact"]
+    code, _, err = call("plan", *DEMO, "-p", "greedy", "--planned-split", "exact")
+    assert code == 2
+    assert "policy greedy plans for the even split alone; use -p refined" in err
+    code, _, err = call("plan", *DEMO, "--planned-split", "time")
+    assert code == 2
+    assert "planned_split is 'time'; give 'even' or 'exact'" in err
+
+
 def test_plan_from_the_placement_in_use_counts_moves(tmp_path: Path) -> None:
     call("plan", *DEMO, "-o", tmp_path / "now.json")
     last = (*DEMO, "-p", "incremental", "--last", 1, "--current", tmp_path / "now.json", "--json")
