@@ -76,8 +76,8 @@ class Serving:
             raise ConfigError(f"phase is {self.phase!r}; give prefill, decode or mixed")
         if (self.phase == "mixed") != (self.answer > 0) or not self.answer < math.inf:
             raise ConfigError(
-                f"phase is {self.phase} and answer {self.answer:g}; give the tokens of an answer where one batch holds "
-                "prompts and decodes (mixed), and only there"
+                f"phase is {self.phase} and answer {self.answer:g}; give the tokens of an answer (--answer) with phase "
+                "mixed, whose batches hold prompts and decodes, and with no other"
             )
         if self.overlap not in get_args(Overlap):
             raise ConfigError(f"overlap is {self.overlap!r}; give one of {', '.join(get_args(Overlap))}")

@@ -10,6 +10,7 @@ the pace, and a spread of requests only in steps with prompts, so several may fi
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ LEAST_GROUPS = 3
 SIZES_PER_DOUBLING = 4  # groups of steps by their tokens
 ALIKE = 0.01  # mean errors this close say nothing about which is right
 RESAMPLES = 1000
+DRAWS = 3  # of each synthetic load: which experts are popular matters, too
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Fit:
 
     factor, low, high: of the whole step over its modelled parts, and what holds it in 90 % of the resamples
     best:      the guess that errs least;  alike: others that err as little, with their factors
-    skews, spreads: what holds these in 90 % of the resamples
+    skews, spreads: what holds these in 90 % of the resamples, half-way to the next values tried
     sure:      share of the resamples in which family and overlap are those of the best guess
     predicted: seconds of each group by the fit to all others
     """
@@ -158,26 +160,30 @@ def fit(
     for index in range(len(groups)):
         one, without = _best(np.delete(ratios, index, axis=1))
         predicted.append(float(np.exp(without) * modelled[one, index]))
-    alike = [i for i in range(len(guesses)) if i != best and errors[i] <= errors[best] + ALIKE]
-    low, high = _held(factors)
+    alike: dict[Guess, float] = {}
+    for i in np.argsort(errors):
+        if errors[i] <= errors[best] + ALIKE and guesses[i] != guesses[best]:
+            alike.setdefault(guesses[i], float(np.exp(np.median(ratios[i]))))
+    low, high = np.quantile(factors, (0.05, 0.95))
     return Fit(
         groups,
         factor=float(np.exp(factor)),
         low=float(np.exp(low)),
         high=float(np.exp(high)),
         best=guesses[best],
-        skews=_held(guess.skew for guess in drawn),
-        spreads=_held(guess.spread for guess in drawn),
+        skews=_between([guess.skew for guess in drawn], sorted({guess.skew for guess in guesses})),
+        spreads=_between([guess.spread for guess in drawn], spreads),
         sure=float(np.mean(same)),
-        alike=tuple((guesses[i], float(np.exp(np.median(ratios[i])))) for i in alike),
+        alike=tuple(alike.items()),
         predicted=tuple(predicted),
     )
 
 
-def _held(values: Iterable[float]) -> tuple[float, float]:
-    """Returns what holds 90 % of the values."""
-    low, high = np.quantile(list(values), [0.05, 0.95], method="inverted_cdf")
-    return float(low), float(high)
+def _between(values: Sequence[float], tried: Sequence[float]) -> tuple[float, float]:
+    """Returns what holds 90 % of values that are among the tried ones: half-way to those that are outside."""
+    low, high = (tried.index(float(v)) for v in np.quantile(values, (0.05, 0.95), method="inverted_cdf"))
+    below, above = tried[max(low - 1, 0)], tried[min(high + 1, len(tried) - 1)]
+    return (below + tried[low]) / 2, (tried[high] + above) / 2
 
 
 def _best(ratios: Floats) -> tuple[int, float]:
@@ -194,7 +200,7 @@ def _synthetic(costs: ProfileCosts, rho: float) -> Iterable[Load]:
     """Yields the loads that a model of this kind may have: those of its router's groups too, where it has any."""
     model = costs.model.model
     for family in ("lognormal", "group") if model.num_groups > 1 else ("lognormal",):
-        for skew in SKEWS:
+        for skew, seed in product(SKEWS, range(DRAWS)):
             before, served = popularity(
                 SyntheticLoad(
                     family,
@@ -205,6 +211,7 @@ def _synthetic(costs: ProfileCosts, rho: float) -> Iterable[Load]:
                     num_groups=model.num_groups,
                     skew=skew,
                     rho=rho,
+                    seed=seed,
                 )
             )
             yield family, skew, before, served
