@@ -16,8 +16,12 @@ import yaml
 from typer.testing import CliRunner
 
 from moe_serve.eplb.cost.model import CostModel, expected_places
-from moe_serve.eplb.cost.profile_files import HardwareProfile, load_hardware, load_model_profile
-from moe_serve.eplb.replay.synthetic import GROUP_SIGMA, SyntheticLoad, popularity
+from moe_serve.eplb.cost.profile_files import HardwareProfile, load_engine, load_hardware, load_model_profile
+from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.policy import PlanRequest
+from moe_serve.eplb.replay.costs import ProfileCosts, Serving
+from moe_serve.eplb.replay.synthetic import GROUP_SIGMA, SyntheticLoad, popularity, synthetic_trace
 from moe_serve.launcher.cli.app import add_balancer_commands
 from moe_serve.topology import Topology
 
@@ -92,9 +96,43 @@ def eplb_gain(gain: dict[str, Any], seed: int = 0) -> float:
     seed: of the draw of the load; the numbers of the load were fitted on that of 0
     """
     figure = _serving(gain["id"])
+    if "on_every_rank" in gain:
+        return _gain_of_experts_on_every_rank(figure, gain["on_every_rank"], seed)
     planned = {**figure, "slots": figure["slots"] + gain.get("redundant", 0)}
     before, after = (_rows([*arguments(each), "--seed", str(seed)]) for each in (figure, planned))
     return float(before["do nothing"]["step_s"] / after["greedy"]["step_s"])
+
+
+def _gain_of_experts_on_every_rank(figure: dict[str, Any], number: int, seed: int) -> float:
+    """Returns the same of a prefill of random tokens where each rank holds the most popular experts.
+
+    No policy of `simulate` plans so; the load and the prices are those of the command. The other experts, and as many
+    replicas of them as fill the ranks, are where "greedy" puts them.
+    """
+    profile, hardware = load_model_profile(figure["model"]), load_hardware(figure["hardware"])
+    topology = Topology(figure["nodes"], hardware.ranks_per_node)
+    ranks, layers, tokens = topology.num_ranks, profile.num_moe_layers, figure["tokens_per_rank"] * topology.num_ranks
+    serving = Serving("prefill", figure["context"], figure["overlap"])
+    costs = ProfileCosts(CostModel(hardware, profile, topology, load_engine(figure["engine"])), serving)
+    sizes = {"num_layers": layers, "num_logical": profile.num_logical, "topk": profile.topk, "tokens_per_step": tokens}
+    load = SyntheticLoad(
+        "lognormal", 2, skew=log_popularity_sigma(True), rho=1.0, steps_per_window=1, seed=seed, **sizes
+    )
+    before, served = (record.tokens for record in synthetic_trace(load))
+    order = np.argsort(-before, axis=1)
+    hot, rest = order[:, :number], order[:, number:]
+    request = PlanRequest(np.take_along_axis(before, rest, axis=1), topology, profile.num_logical)
+    table = make_policy("greedy").plan(request).placement.physical_to_logical
+    others = np.take_along_axis(rest, table, axis=1).reshape(layers, ranks, -1)
+    everywhere = np.concatenate([np.repeat(hot[:, None], ranks, axis=1), others], axis=2).reshape(layers, -1)
+    placements = (
+        Placement.trivial(layers, profile.num_logical, ranks),
+        Placement(everywhere, profile.num_logical, ranks),
+    )
+    in_order, planned = (
+        costs.step_seconds(served.astype(np.float64), each, each.num_slots, tokens, "prefill") for each in placements
+    )
+    return float(in_order / planned)
 
 
 def imbalance(figure: dict[str, Any]) -> float:
@@ -154,6 +192,7 @@ def tables() -> str:
     for figure in TABLE["eplb_gain"]:
         what = f"{figure['id']}" + (f" (fits {figure['fits']})" if figure["use"] == "fitted" else "")
         what += f", {figure['redundant']} redundant experts" if "redundant" in figure else ""
+        what += f", the top {figure['on_every_rank']} on every rank" if "on_every_rank" in figure else ""
         lines.append(f"| {what} | {figure['gain']:.2f} | {eplb_gain(figure):.2f} |")
     lines += ["", "| busiest rank over the mean one − 1 | published | assumed load |", "|---|---|---|"]
     for figure in TABLE["imbalance"]:
