@@ -19,10 +19,12 @@ from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.files.traces import read_trace
 from moe_serve.eplb.load import LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.replay.advise import AdviseSettings, advise
 from moe_serve.eplb.replay.costs import ProfileCosts, Serving
 from moe_serve.eplb.replay.replay import Scorer
+from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.replay.simulator import Simulation, Sweep, simulate
-from moe_serve.eplb.replay.synthetic import SyntheticLoad
+from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.topology import Topology
 
 DEMO = load_model_profile("demo")
@@ -227,3 +229,32 @@ def test_rows_that_choose_evenly_read_as_many_experts_as_is_said(num_logical: in
     ]
     assert expected_experts(num_logical, topk, rows) == pytest.approx(np.mean(found), rel=0.02)
     assert expected_experts(num_logical, topk, 1) == pytest.approx(topk)
+
+
+def test_single_passes_of_a_trace_say_how_much_its_requests_differ() -> None:
+    """simulate and advise price windows by it, though they fold the passes; a spread that is given stays."""
+    load = SyntheticLoad(
+        "lognormal", 48, LAYERS, EXPERTS, TOPK, 1, 0.8, 1.0, tokens_per_step=64 * 4096, steps_per_window=1,
+        phase="prefill", request_spread=12.0, requests_per_step=64.0,
+    )  # fmt: skip
+    trace, topology = synthetic_trace(load), Topology(1, 8)
+    serving = Serving("prefill", 4096.0, "none")
+    costs = ProfileCosts(CostModel(load_hardware("H800"), DEMO, topology), serving)
+    settings = AdviseSettings(
+        ReplaySettings(topology, 8, intervals=(1,), costs=costs), costs.model.hardware, ("incremental",), (0,),
+        window_steps=8,
+    )  # fmt: skip
+    advised = advise(trace, settings).conditions
+    simulation = Simulation(
+        DEMO, costs.model.hardware, Sweep((1,), (), (0,), (8,)), trace=trace, serving=serving, policies=(),
+        plan_latency_s=0,
+    )  # fmt: skip
+    simulated = simulate(simulation)[0].report.conditions
+    for conditions in (advised, simulated):
+        spread = float(conditions["prices"].rpartition("request spread ")[2].split(",")[0])
+        assert spread == pytest.approx(12, rel=0.25)
+        assert f"by a spread of {spread:.3g}" in conditions["batches"]
+    given = replace(simulation, serving=replace(serving, request_spread=3.0))
+    assert simulate(given)[0].report.conditions["prices"].endswith("request spread 3")
+    decodes = replace(simulation, serving=Serving(), trace=LoadTrace.of([replace(r, phase="decode") for r in trace]))
+    assert "batches" not in simulate(decodes)[0].report.conditions
