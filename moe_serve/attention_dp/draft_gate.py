@@ -20,9 +20,10 @@ _PATIENCE = 8  # looks without drafts to verify, behind drafts that paid, before
 _DRAFT_COST = 0.25  # of a draft, before it is known: a share of a step without drafts, divided by its decodes
 _TRUST_STEPS = 8.0  # as which the first trust in a promise counts
 # Shares of the time of decode steps: for looks while no drafts pay; that drafts may lose; that the layer may lose.
-_LOOK_SHARE, _LOSS_SHARE, _LAYER_SHARE = 0.004, 0.004, 0.004
-# Steps without drafts, of which the time is lent at first, and is saved for later at most.
-_MOST_LOOKS, _MOST_LOSS, _MOST_LAYER_LOSS = 1.0, 4.0, 8.0
+_LOOK_SHARE, _LOSS_SHARE, _LAYER_SHARE = 0.006, 0.004, 0.004
+# Steps without drafts, of which the time is lent at first; and may be saved for later, by drafts that paid, so that a
+# few steps that waited for something else do not end them.
+_LENT_LOOKS, _LENT_LOSS, _LENT_LAYER_LOSS, _MOST_LOSS = 3.0, 4.0, 8.0, 12.0
 _TRIAL = 2.0  # steps without drafts, of which the time is to be saved before drafts are tried again that have lost
 _LAYER_STEPS = 16  # with the layer, before it is judged
 # Looks at drafts that do not pay, before some are verified to see whether they still do not: at first, and at most.
@@ -70,16 +71,23 @@ class Decision(NamedTuple):
 
 @dataclass
 class Budget:
-    """Seconds that may be spent: a share of the time so far. most: steps without drafts, of which the time is kept"""
+    """Seconds that may be spent: a share of the time so far, and what was gained.
+
+    lent, most: steps without drafts, of which the time is there at first, and is kept at most
+    """
 
     share: float
+    lent: float
     most: float
     left_s: float | None = None  # None: no step was seen
 
     def passed(self, seconds: float, plain_s: float) -> None:
         """Counts the time of a step. plain_s: of one without drafts"""
-        most_s = self.most * plain_s
-        self.left_s = most_s if self.left_s is None else min(self.left_s + self.share * seconds, most_s)
+        if self.left_s is None:
+            self.left_s = self.lent * plain_s
+        elif self.left_s < self.lent * plain_s:
+            self.left_s += self.share * seconds
+        self.left_s = min(self.left_s, self.most * plain_s)
 
     def spend(self, seconds: float) -> None:
         """Takes time out of it, which may then owe some; or puts in what was gained, if negative."""
@@ -218,9 +226,9 @@ class DraftGate:
         self.pays = False  # drafts do, as far as is known
         self._has_layer = has_layer
         self._always = always
-        self._looks = Budget(_LOOK_SHARE, _MOST_LOOKS)
-        self._losses = Budget(_LOSS_SHARE, _MOST_LOSS)
-        self._layer_losses = Budget(_LAYER_SHARE, _MOST_LAYER_LOSS)
+        self._looks = Budget(_LOOK_SHARE, _LENT_LOOKS, _LENT_LOOKS)
+        self._losses = Budget(_LOSS_SHARE, _LENT_LOSS, _MOST_LOSS)
+        self._layer_losses = Budget(_LAYER_SHARE, _LENT_LAYER_LOSS, _LENT_LAYER_LOSS)
         self._plain_s = 0.0  # of a step without drafts, with about as many decodes as now
         self._trust: dict[int, _Trust] = {}  # by powers of two of decodes
         self._promised = 1.0  # by the newest look: tokens per second over those without drafts
@@ -236,8 +244,8 @@ class DraftGate:
     @property
     def is_due(self) -> bool:
         """Whether to look for drafts in this step."""
-        left_s = self._looks.left_s
-        return (left_s is not None and left_s > 0) or self.pays or self._always or self.layer_runs
+        may_look = self._looks.is_left and self._losses.is_left
+        return may_look or self.pays or self._always or self.layer_runs
 
     def looked(self, look_s: float) -> None:
         """Learns how long a look took, whatever came of it."""
@@ -315,7 +323,9 @@ class DraftGate:
             saved_s = step.num_tokens / num * plain_s - (seconds if self._always else counted_s)
             self.saved_s += saved_s - step.layer_s
             if step.num_drafts:
-                self._losses.spend(min(seconds, 8 * plain_s * self._multiple) - step.num_tokens / num * plain_s)
+                # Rows may cost more than was expected, but hardly twice what as many other decodes would.
+                most_s = 2 * plain_s * (1 + step.num_drafts / num)
+                self._losses.spend(min(seconds, most_s) - step.num_tokens / num * plain_s)
                 trust = self._trust.setdefault(num.bit_length(), _Trust())
                 trust.add(step.num_tokens / num * plain_s / counted_s, self._promised)
         if self.pays and not self._losses.is_left:

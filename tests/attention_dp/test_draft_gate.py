@@ -71,7 +71,7 @@ def test_the_chosen_lengths_give_the_most_tokens_per_second(chances, most, extra
 
 
 def test_a_budget_is_a_share_of_the_time_of_which_little_is_kept():
-    budget = Budget(share=0.01, most=3)
+    budget = Budget(share=0.01, lent=3, most=4)
     budget.spend(5)
     assert not budget.is_left, "nothing is lent before a step was seen"
     budget.passed(1.0, plain_s=2.0)
@@ -83,7 +83,7 @@ def test_a_budget_is_a_share_of_the_time_of_which_little_is_kept():
     assert budget.left_s == pytest.approx(0.5)
     budget.spend(-9)
     budget.passed(1.0, plain_s=2.0)
-    assert budget.left_s == 6
+    assert budget.left_s == 8, "gains are kept, too"
 
 
 class World:
@@ -148,10 +148,10 @@ def test_looks_that_take_more_than_drafts_save_are_left_out():
 
 
 def test_looks_have_their_share_of_the_time_while_no_drafts_pay():
-    for look_s, most in ((0.001, 2000), (0.02, 500), (1.0, 12)):
+    for look_s, most in ((0.001, 2000), (0.02, 760), (1.0, 17)):
         world = World(DraftGate(), look_s, row_s=3.0, right=[False], chance=0.05)
         world.run(2000)
-        assert most / 2 < world.num_looks <= most
+        assert 0.8 * most < world.num_looks <= most
 
 
 def test_drafts_that_pay_are_verified_in_nearly_every_step():
