@@ -45,11 +45,11 @@ class DecodeStep(NamedTuple):
     num_drafts: int
     num_tokens: int
     seconds: float
-    look_s: float = 0.0
-    layer_s: float = 0.0
-    num_layer_drafts: int = 0
-    num_layer_requests: int = 0
-    num_layer_right: int = 0
+    look_s: float
+    layer_s: float
+    num_layer_drafts: int
+    num_layer_requests: int
+    num_layer_right: int
 
 
 class Decision(NamedTuple):

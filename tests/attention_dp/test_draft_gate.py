@@ -17,6 +17,8 @@ def chances_of(chances, most) -> NDArray[np.float32]:
     rows = [[chance ** (i + 1) if i < number else 0 for i in range(width)] for chance, number in zip(chances, most)]  # noqa: B905
     return np.array(rows, np.float32)
 
+NO_LAYER = 0.0, 0, 0, 0  # of DecodeStep: the model's layer did not run
+
 
 def test_costs_are_multiples_of_steps_nearby_without_drafts_and_lines_between_them():
     costs = StepCosts()
@@ -118,7 +120,8 @@ class World:
                         break
                     tokens += 1
             seconds += self.row_s * sum(lengths)
-            gate.ended(DecodeStep(num, sum(lengths), tokens, seconds * factor, self.look_s * factor if looked else 0.0))
+            look_s = self.look_s * factor if looked else 0.0
+            gate.ended(DecodeStep(num, sum(lengths), tokens, seconds * factor, look_s, *NO_LAYER))
             self.seconds += seconds
             self.tokens += tokens / num
             self.verified.append(sum(lengths))
@@ -181,7 +184,7 @@ def test_rows_that_become_cheap_are_noticed():
 def test_steps_that_have_no_room_for_drafts_save_nothing():
     gate = DraftGate()
     for number in range(50):
-        gate.ended(DecodeStep(16, 0, 16, 1.0 + 0.3 * (number % 3)))
+        gate.ended(DecodeStep(16, 0, 16, 1.0 + 0.3 * (number % 3), 0.0, *NO_LAYER))
     assert gate.saved_s == 0
 
 
@@ -229,7 +232,7 @@ def test_a_layer_that_saves_less_rests_and_is_tried_again_rarely(layer_s, is_rig
 def test_what_the_layer_takes_in_steps_with_prompts_counts():
     gate = DraftGate(has_layer=True)
     for _ in range(3):
-        gate.ended(DecodeStep(1, 0, 1, 1.0))
+        gate.ended(DecodeStep(1, 0, 1, 1.0, 0.0, *NO_LAYER))
     gate.layer_runs = False
     gate.layer_ran(9.0)
     assert not gate.wants_layer(has_prompt=True)
