@@ -653,10 +653,8 @@ class Bridge(RankGroup):
 
     def describe(self) -> dict[str, Any]:
         """Returns the state of the ranks and of the queue, for /server_info."""
-        return {
-            "state": self.problem() or "ready",
+        return self.describe_group() | {
             "front_end": {"number": self.api_servers.number, "of": self.api_servers.num},
-            "launch_id": f"{self.workers.launch_id:x}",
             "requests": {
                 "open": len(self.book),
                 "waiting": self.book.num_waiting,
@@ -664,8 +662,6 @@ class Bridge(RankGroup):
                 "capacity": self.book.capacity,
                 **self.book.counters,
             },
-            "ranks_out": {str(rank): reason for rank, reason in self.workers.masked.items()},
-            "ranks": self.workers.describe(time.monotonic()),
             "prefill": None if self.prefill is None else self.prefill.describe_group() | {"routes": self.book.routes},
         }
 

@@ -95,7 +95,7 @@ def test_advise_ends_with_what_to_type() -> None:
     for words in ("in order", "planned once", "KV tokens", "price/M", "Too few windows", "--ep-num-redundant-experts"):
         assert words in out
     assert "'my model'" in out
-    assert call(*advise, "--jobs", 1, "--fail-below", "0.99")[0] == 1
+    assert call(*advise, "-p", "greedy", "--interval", 4, "--jobs", 1, "--fail-below", "0.99")[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,10 @@ def test_mistakes_of_roofline_are_one_line(arguments: list[str], words: str) -> 
     assert err.count("\n") == 1
 
 
-def test_roofline_records_a_model_folder(tmp_path: Path) -> None:
+def test_roofline_records_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_serve.roofline import record
+
+    monkeypatch.setattr(record, "STEPS", record.STEPS[:2])  # tests/roofline records prefills
     config = {
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 256, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
