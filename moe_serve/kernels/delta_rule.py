@@ -11,7 +11,7 @@ S and the last `taps - 1` projections. Tokens are computed one by one, in float3
 cut into chunks.
 
 Kimi Delta Attention (arXiv:2510.26692) has a step, and so a decay, for each row of S, and multiplies by the sigmoid of
-the gate; its steps and gates are projected in two, so they come in rows of their own.
+the gate; its steps and gates are projected in two, so they come in rows of their own. Ling-3.0 bounds its decays.
 """
 
 from collections.abc import Sequence
@@ -133,8 +133,11 @@ def _token(
         for each in (q, k)
     )
     strength = row[columns[:, 5]]
-    wide_steps = functional.softplus(steps + weights.step_bias).view(shape.value_heads, -1)
-    decay = (weights.decay[:, None] * wide_steps).exp()  # of each head, or of each of its key channels
+    steps = (steps + weights.step_bias).view(shape.value_heads, -1)  # of each head, or of each of its key channels
+    if shape.bound is None:
+        decay = (weights.decay[:, None] * functional.softplus(steps)).exp()
+    else:
+        decay = (shape.bound * (-weights.decay[:, None] * steps).sigmoid()).exp()
     matrix = state.transpose(1, 2).flatten(2)[..., : shape.value_width] * decay[:, :, None]
     change = (v - (matrix * k[:, :, None]).sum(1)) * strength.sigmoid()[:, None]
     matrix = matrix + k[:, :, None] * change[:, None]

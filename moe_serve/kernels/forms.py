@@ -91,7 +91,9 @@ class DeltaShape:
     grouped: a projected row holds query, key, values and gates of one key head after the other (Qwen3-Next); else the
              queries of all heads, then keys, values, gates, strengths and steps
     rank:    each key channel has a step of its own (Kimi-Linear): a row holds queries, keys, values and strengths of
-             all heads, then so many columns of which steps, and gates, are made; None: it has those themselves
+             all heads, then so many columns of which steps, and gates, are made; 0: these themselves (Ling-3.0);
+             None: steps are those of heads
+    bound:   decays are exp(bound * sigmoid(exp(A_log) * step)), with a step by channel; None: as in delta_rule.py
     """
 
     key_heads: int
@@ -101,6 +103,7 @@ class DeltaShape:
     taps: int
     grouped: bool = False
     rank: int | None = None
+    bound: float | None = None
 
     @property
     def channels(self) -> int:
@@ -111,7 +114,8 @@ class DeltaShape:
     def row_width(self) -> int:
         """Returns the columns of a projected row."""
         if self.rank is not None:
-            return self.channels + self.value_heads + 2 * self.rank
+            apart = 2 * self.rank if self.rank else self.num_steps + self.value_heads * self.value_width
+            return self.channels + self.value_heads + apart
         return self.channels + self.value_heads * (self.value_width + 2)
 
     @property

@@ -144,6 +144,11 @@ def gate_(x: Tensor, logits: Tensor) -> None:
     x.mul_(functional.pad(logits, (0, 1))[:, :-1].sigmoid())
 
 
+def gate_heads_(x: Tensor, logits: Tensor) -> None:
+    """Multiplies each head of x [rows, heads, width] by the sigmoid of its logit, [rows, heads], as gate_ does."""
+    x.mul_(functional.pad(logits, (0, 1))[:, :-1].sigmoid()[..., None])
+
+
 def multiply_by_sigmoid_(x: Tensor, logits: Tensor) -> Tensor:
     """Multiplies row i of x [rows, width] by sigmoid(logits[i]); returns x. logits: [rows, 1], of x's dtype
 

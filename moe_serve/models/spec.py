@@ -103,6 +103,9 @@ class MlaSpec:
     indexer: IndexerSpec | None = None
     temperature: QueryTemperature | None = None
     splits_heads: bool = False  # the projection from latents is stored in two, of keys and of values, as in GGUF files
+    block: str = "self_attn"  # in the checkpoint, below the layer
+    out_name: str = "o_proj"  # likewise, below the block
+    gate_name: str | None = None  # of a projection to a gate of each head, whose values are times its sigmoid
 
     @property
     def query_dim(self) -> int:

@@ -150,7 +150,7 @@ def _attention(spec: ModelSpec, layer: int, ours: str, theirs: str) -> Iterator[
     elif isinstance(spec.attention, GqaSpec):
         yield from _gqa(spec.attention, spec, ours, f"{theirs}{spec.attention.block}.")
     else:
-        yield from _mla(spec.attention, spec.hidden, ours, theirs + "self_attn.")
+        yield from _mla(spec.attention, spec.hidden, ours, f"{theirs}{spec.attention.block}.")
     yield from _named_norm(spec, ours + "attention_out_norm", theirs, spec.norm_names.behind_attention)
 
 
@@ -395,11 +395,15 @@ def _delta(shape: DeltaShape, hidden: int, ours: str, theirs: str) -> Iterator[D
     norm, out = "norm", "out_proj"
     if shape.rank is not None:
         widths = (("q_proj", keys), ("k_proj", keys), ("v_proj", values), ("b_proj", heads))
-        widths += (("f_a_proj", shape.rank), ("g_a_proj", shape.rank))
         convs = ("q_conv1d", keys), ("k_conv1d", keys), ("v_conv1d", values)
-        norm, out, decay = "o_norm", "o_proj", (1, 1, heads, 1)
-        yield DenseTensor(ours + "delta_steps", (Part(theirs + "f_b_proj.weight", (shape.num_steps, shape.rank)),))
-        yield DenseTensor(ours + "delta_gates", (Part(theirs + "g_b_proj.weight", (values, shape.rank)),))
+        norm = "o_norm"
+        if shape.rank == 0:
+            widths, out = (*widths, ("f_proj", shape.num_steps), ("g_proj", values)), "dense"
+        else:
+            widths, out = (*widths, ("f_a_proj", shape.rank), ("g_a_proj", shape.rank)), "o_proj"
+            decay = (1, 1, heads, 1)
+            yield DenseTensor(ours + "delta_steps", (Part(theirs + "f_b_proj.weight", (shape.num_steps, shape.rank)),))
+            yield DenseTensor(ours + "delta_gates", (Part(theirs + "g_b_proj.weight", (values, shape.rank)),))
     elif shape.grouped:
         widths = (("in_proj_qkvz", shape.channels + values), ("in_proj_ba", 2 * heads))
     else:
@@ -410,7 +414,8 @@ def _delta(shape: DeltaShape, hidden: int, ours: str, theirs: str) -> Iterator[D
     yield DenseTensor(ours + "delta_decay", (Part(theirs + "A_log", decay),), "bias32")
     yield DenseTensor(ours + "delta_step_bias", (Part(theirs + "dt_bias", (shape.num_steps,)),), "bias32")
     yield _norm(ours + "delta_norm", f"{theirs}{norm}.weight", shape.value_width)
-    yield DenseTensor(ours + "delta_out", (Part(f"{theirs}{out}.weight", (hidden, values)),))
+    other_name = (theirs + "o_proj.weight",)  # some exporters write what transformers has in memory
+    yield DenseTensor(ours + "delta_out", (Part(f"{theirs}{out}.weight", (hidden, values), other_name),))
 
 
 def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
@@ -444,6 +449,9 @@ def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
     else:
         kv_b = Part(theirs + "kv_b_proj.weight", (heads * (spec.nope_dim + spec.value_dim), latent))
         yield DenseTensor(ours + "kv_b", (kv_b,))
-    yield DenseTensor(ours + "o", (Part(theirs + "o_proj.weight", (hidden, spec.num_heads * spec.value_dim)),))
+    out = theirs + spec.out_name
+    yield DenseTensor(ours + "o", (Part(out + ".weight", (hidden, spec.num_heads * spec.value_dim)),))
     if spec.bias:
-        yield DenseTensor(ours + "o_bias", (Part(theirs + "o_proj.bias", (hidden,)),), "bias")
+        yield DenseTensor(ours + "o_bias", (Part(out + ".bias", (hidden,)),), "bias")
+    if spec.gate_name is not None:
+        yield DenseTensor(ours + "head_gates", (Part(f"{theirs}{spec.gate_name}.weight", (spec.num_heads, hidden)),))

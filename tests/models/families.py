@@ -65,6 +65,9 @@ KIMI_LINEAR: dict[str, Any] = COMMON | {
     "v_head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 1, "moe_intermediate_size": 32,
     "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "num_key_value_heads": 4,
 }  # fmt: skip
+LING3: dict[str, Any] = {
+    key: value for key, value in KIMI_LINEAR.items() if not key.startswith("linear_") and key != "layer_types"
+} | {"layer_group_size": 3, "head_dim": 20, "first_k_dense_replace": 1}
 LFM2: dict[str, Any] = COMMON | {
     "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
     "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1, "routed_scaling_factor": 1.5,
@@ -202,6 +205,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
     "kimi_linear": ("kimi_linear", KIMI_LINEAR),
+    "bailing_hybrid": ("bailing_hybrid", LING3),
     "nemotron_h": ("nemotron_h", NEMOTRON),
     # Attention first, an MLP, heads of 40 columns with a state of 7 rows, one group, biases of state spaces.
     "nemotron_h-odd": (
@@ -369,6 +373,7 @@ WITH_STATES = (
     "granitemoehybrid",
     "nemotron_h",
     "kimi_linear",
+    "bailing_hybrid",
 )
 
 

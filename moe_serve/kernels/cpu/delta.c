@@ -14,6 +14,7 @@ typedef struct { /* as DeltaWeights fills it */
     const float *decay, *step_bias, *norm;
     i64 eps; /* the bits of a double */
     i64 by_channel; /* each key channel decays by itself: steps and gates have rows of their own, gates are not silu's */
+    i64 bound;      /* by channel: the bits of a double, the least logarithm of a decay; 0: none */
 } DeltaFacts;
 
 typedef struct {
@@ -116,8 +117,11 @@ static void channel_decays(const Delta *job, i64 head, i64 row, const float *k, 
 {
     DeltaFacts a = job->a;
     const float *steps = job->steps + row * job->steps_step + head * a.key_width;
-    for (i64 i = 0; i < a.key_width; i++) decay[i] = softplus(steps[i] + a.step_bias[head * a.key_width + i]);
-    BY_REGISTER(a.key_width, vf by = exp_vf(splat(a.decay[head]) * get(decay + i, j, count));
+    const float *bias = a.step_bias + head * a.key_width, bound = as_float(a.bound);
+    for (i64 i = 0; i < a.key_width; i++) decay[i] = a.bound ? steps[i] + bias[i] : softplus(steps[i] + bias[i]);
+    BY_REGISTER(a.key_width, vf by = splat(a.decay[head]) * get(decay + i, j, count);
+                if (a.bound) by = bound / (1.0f + exp_vf(by));
+                by = exp_vf(by);
                 put(decay + i, j, by, count);
                 put(asks + i, j, by * get(k + i, j, count), count);)
 }

@@ -227,6 +227,10 @@ class Operations:
     def gate_(tape: Tape, x: Tensor, logits: Tensor) -> None:
         tape.call("multiply_by_sigmoid", x, ROWS, x.shape[1], x.stride(0), logits, logits.stride(0))
 
+    @operation(rows.gate_heads_, lambda draw: [(draw(EXAMPLE_ROWS, 3, 22), draw(EXAMPLE_ROWS, 9)[:, 2:5])])
+    def gate_heads_(tape: Tape, x: Tensor, logits: Tensor) -> None:
+        tape.call("gate_heads", x, ROWS, x.shape[1], x.shape[2], logits, logits.stride(0))
+
     @operation(
         rows.gated_rms_norm_,
         lambda draw: [
@@ -404,7 +408,8 @@ class Recorder(Operations, Tape):
         assert all(dense(each, torch.float32) for each in kept[1:])
         sizes = shape.key_heads, shape.value_heads, shape.key_width, shape.value_width, shape.taps
         by_channel = int(shape.rank is not None)
-        facts = torch.tensor([*sizes, *(each.data_ptr() for each in kept), float_bits(weights.eps), by_channel])
+        numbers = float_bits(weights.eps), by_channel, float_bits(shape.bound or 0.0)
+        facts = torch.tensor([*sizes, *(each.data_ptr() for each in kept), *numbers])
         steps, gates = ((0, 0), (0, 0)) if apart is None else ((each, each.stride(0)) for each in apart)
         self.call("delta_rule", facts, SEQUENCES, x, x.stride(0), *steps, *gates, *pools, out, keep=kept)
         return out

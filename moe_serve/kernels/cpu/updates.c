@@ -111,6 +111,26 @@ static void sigmoid_piece(const void *about, i64 piece)
     }
 }
 
+static void head_gates_piece(const void *about, i64 piece)
+{
+    const Gates *job = about; /* n: of a head;  step: heads of a row */
+    i64 n = job->n, heads = job->step, end = least((piece + 1) * rows_of_piece(heads * n), job->rows);
+    for (i64 r = piece * rows_of_piece(heads * n); r < end; r++)
+        for (i64 h = 0; h < heads; h++) {
+            float *x = job->x + (r * heads + h) * n;
+            vf by = 1.0f / (1.0f + exp_vf(splat(-job->logits[r * job->logits_step + h])));
+            BY_REGISTER(n, put(x + i, j, get(x + i, j, count) * by, count);)
+        }
+}
+
+/* x[r][h] *= sigmoid(logits[r][h]), heads of n floats without gaps */
+i64 gate_heads(float *x, i64 rows, i64 heads, i64 n, const float *logits, i64 logits_step)
+{
+    Gates job = {x, rows, n, heads, logits, logits_step};
+    pool_run(head_gates_piece, &job, pieces_of(rows, heads * n));
+    return 0;
+}
+
 /* x[r] *= sigmoid(logits[r]), rows of n floats, with steps from row to row */
 i64 multiply_by_sigmoid(float *x, i64 rows, i64 n, i64 step, const float *logits, i64 logits_step)
 {

@@ -29,8 +29,12 @@ class DeltaLayer:
 
     def __call__(self, x: Tensor, do: Step) -> Tensor:
         """x: [T, H], normed -> [T, H]. The states of the step's requests go on by its rows."""
-        rows, rank, apart = do.linear("delta_in", self.project, x), self.weights.shape.rank, None
-        if self.apart is not None and rank is not None:
+        rows, shape, apart = do.linear("delta_in", self.project, x), self.weights.shape, None
+        rank = shape.rank
+        if rank == 0:
+            values = shape.value_heads * shape.value_width
+            apart = rows[:, -shape.num_steps - values : -values], rows[:, -values:]
+        elif self.apart is not None and rank is not None:
             steps = do.linear("delta_steps", self.apart[0], rows[:, -2 * rank : -rank])
             apart = steps, do.linear("delta_gates", self.apart[1], rows[:, -rank:])
         return do.linear("attention_out", self.out, do.delta_rule_of(rows, apart, self.weights, self.index))
@@ -40,7 +44,7 @@ def delta_layer(shape: DeltaShape, eps: float, index: int, weights: dict[str, An
     """Takes the weights of a layer (named as in weight_plan.py) out of `weights`. index: of the cache's states"""
     project, out = (forms.take_linear(weights, name) for name in ("delta_in", "delta_out"))
     apart = None
-    if shape.rank is not None:
+    if shape.rank:
         apart = forms.take_linear(weights, "delta_steps"), forms.take_linear(weights, "delta_gates")
     conv = weights.pop("delta_conv")[:, 0].T.contiguous()
     decay, bias, norm = (weights.pop(f"delta_{name}").float().flatten() for name in ("decay", "step_bias", "norm"))

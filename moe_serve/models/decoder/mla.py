@@ -75,6 +75,7 @@ class MlaAttention:
             absorb=forms.per_head(absorb),
             expand=forms.per_head(expand),
             out=forms.take_linear(weights, "o"),
+            gates=None if spec.gate_name is None else forms.take_linear(weights, "head_gates"),
             indexer=None if spec.indexer is None else self._indexer(spec.indexer, index, weights, rope, forms),
             projections=None if self._only_absorbed else HeadProjections(absorb, expand),
         )
@@ -133,6 +134,7 @@ class MlaLayer:
     q_b:    with q-LoRA, the query latent -> queries
     absorb: [heads, nope_dim, kv_lora_rank], projects queries into the latent space
     expand: [heads, kv_lora_rank, value_dim], projects latents to values
+    gates:  x -> a logit of each head, whose values are times its sigmoid
     projections: of the expanded form; None where only the absorbed form is used
     """
 
@@ -145,6 +147,7 @@ class MlaLayer:
     absorb: AnyHeads
     expand: AnyHeads
     out: AnyLinear
+    gates: AnyLinear | None
     indexer: Indexer | None
     projections: HeadProjections | None
 
@@ -155,6 +158,7 @@ class MlaLayer:
         q, row = both[:, : -spec.latent_dim], both[:, -spec.latent_dim :]
         # Before the query latent is normed, whose buffer may be that of x.
         keys = None if self.indexer is None else self.indexer.keys(x, do)
+        gates = None if self.gates is None else do.linear("head_gates", self.gates, x)
         index = None
         if self.q_b is not None:
             assert self.q_a_norm is not None
@@ -173,6 +177,8 @@ class MlaLayer:
             attended = do.attend_indexed(latent_q[:, None], self.index, index)
             return do.linear("attention_out", self.out, do.expand(self.expand, attended[:, 0]).flatten(1))
         values = self._absorbed(q, do) if not do.expanded_rows else self._by_length(q, do)
+        if gates is not None:
+            do.gate_heads_(values, gates)
         return do.linear("attention_out", self.out, values.flatten(1))
 
     def _by_length(self, q: Tensor, do: Step) -> Tensor:

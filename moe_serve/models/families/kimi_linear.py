@@ -37,9 +37,7 @@ def read(config: HfConfig) -> ModelSpec:
     if unknown := [key for key in linear if key not in (*_LINEAR, "full_attn_layers", "kda_layers")]:
         raise config.refuse(f"linear_attn_config with {shown(unknown[0])}")
     own = {ours: linear[theirs] for theirs, ours in _LINEAR.items() if theirs in linear}
-    named = {ours: config.values[theirs] for ours, theirs in _NAMES.items() if theirs in config.values}
-    experts = {"n_routed_experts": config.get("num_local_experts")}
-    values = {**experts, **config.values, **named, **own, **_FIXED, "first_k_dense_replace": 0}
+    values = {**named_as_v3(config), **own, **_FIXED, "first_k_dense_replace": 0}
     values["tie_word_embeddings"] = False  # transformers ties nothing, whatever it says
     dense = config.size("first_k_dense_replace", default=1, minimum=0)
     if config.get("layer_types") is None:
@@ -66,6 +64,12 @@ def read(config: HfConfig) -> ModelSpec:
         stateful_layer_ids=linear_ids,
         stateful_block="self_attn",
     )  # fmt: skip
+
+
+def named_as_v3(config: HfConfig) -> dict[str, Any]:
+    """Returns the values of a config.json under the names that DeepSeek-V3 has for them, too."""
+    named = {ours: config.values[theirs] for ours, theirs in _NAMES.items() if theirs in config.values}
+    return {"n_routed_experts": config.get("num_local_experts"), **config.values, **named}
 
 
 def _kinds_of_layers(config: HfConfig, linear: Mapping[str, Any]) -> list[str]:

@@ -129,7 +129,6 @@ def _declared(what: str) -> Iterator[tuple[str, Any]]:
 
 LINEAR_ATTENTION = "linear attention that is neither Qwen3-Next's nor Kimi's"
 REFUSED = {
-    "bailing_hybrid": "Kimi Delta Attention with bounded decays of full rank, and MLA with a gate of each head,",
     "minimax": LINEAR_ATTENTION,
 }
 REFUSED |= {

@@ -19,6 +19,7 @@ SHAPES = [
     DeltaShape(2, 6, 16, 33, 4, grouped=True),
     DeltaShape(3, 3, 21, 40, 4, rank=5),
     DeltaShape(1, 1, 128, 128, 2, rank=1),
+    DeltaShape(2, 2, 24, 40, 4, rank=0, bound=-3.0),
 ]
 
 
@@ -30,13 +31,17 @@ class Layer(StatefulLayer):
         numbers = self.draw(shape.taps, shape.channels), decay, self.draw(shape.num_steps)
         self.weights = DeltaWeights(shape, *numbers, self.draw(shape.value_width), 1e-5)
         self.pools = [torch.full((SLOTS, *each), 99.0) for each in shape.state_shapes]
-        self.lifts = [self.draw(shape.rank or 0, n) for n in (shape.num_steps, heads * shape.value_width)]
+        self.sizes = shape.num_steps, heads * shape.value_width
+        self.lifts = [self.draw(shape.rank or 0, n) for n in self.sizes]
 
     def apart(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
         """Returns steps and gates, each row's made of that row alone, as products of kernels are."""
         rank = self.weights.shape.rank
         if rank is None:
             return None
+        if rank == 0:
+            steps, gates = rows.split([self.weights.shape.row_width - sum(self.sizes), *self.sizes], 1)[1:]
+            return steps, gates
         latents = rows[:, -2 * rank : -rank], rows[:, -rank:]
         steps, gates = ((each[:, :, None] * lift).sum(1) for each, lift in zip(latents, self.lifts, strict=True))
         return steps, gates
