@@ -116,9 +116,10 @@ def find_spread(
 ) -> RequestSpread | None:
     """Returns the spread of requests in a trace that holds single passes of these phases; None for fewer than 8.
 
-    tokens_per_request: of one request in a pass: the length of prompts. Passes are compared with their neighbours only,
-    so that a load which changes over time is no spread. A
-    large one of few requests comes out too small, as shares are drawn and then made to sum to 1
+    tokens_per_request: of one request in a pass: the length of prompts
+
+    Passes are compared with their neighbours only, so that a load which changes over time is no spread. A large one of
+    few requests comes out too small, as shares are drawn and then made to sum to 1.
     """
     rng = np.random.default_rng(_STREAM)
     terms: tuple[list[Floats], list[Floats]] = (
