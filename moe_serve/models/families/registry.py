@@ -127,16 +127,11 @@ def _declared(what: str) -> Iterator[tuple[str, Any]]:
             yield from getattr(found, what, {}).items()
 
 
-LINEAR_ATTENTION = "linear attention that is neither Qwen3-Next's nor Kimi's"
-REFUSED = {
-    "minimax": LINEAR_ATTENTION,
-}
-REFUSED |= {
-    "jamba": "a state-space layer of Mamba's first version",
-}
-REFUSED |= dict.fromkeys(("mimo_v2_flash", "laguna"), "heads of other numbers in windowed layers")
+REFUSED = dict.fromkeys(("mimo_v2_flash", "laguna"), "heads of other numbers in windowed layers")
 REFUSED |= dict.fromkeys(("nllb-moe", "switch_transformers"), "an encoder in front of the decoder")
 REFUSED |= {
+    "minimax": "linear attention that is neither Qwen3-Next's nor Kimi's",
+    "jamba": "a state-space layer of Mamba's first version",
     "deepseek_v4": "a cache of compressed tokens, several residual streams, and experts that a token's id chooses,",
     "axk2": "norms and attention that are gated by the rows that went in",
     "cohere2_moe": "attention and experts side by side in a layer",
