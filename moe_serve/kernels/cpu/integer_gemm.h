@@ -121,7 +121,7 @@ INLINE vi part_begin(const int small, vi total)
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 /* Adds 16 of 16 bits. Written out, since compilers add in another order, for which they have not registers enough. */
-INLINE void add_pairs(__m256i *part, __m256i pairs) { __asm__("vpaddw %1, %0, %0" : "+x"(*part) : "x"(pairs)); }
+INLINE void add_pairs(vi *part, __m256i pairs) { __asm__("vpaddw %1, %0, %0" : "+x"(*part) : "x"(pairs)); }
 #endif
 
 INLINE vi add_codes(const int small, vi part, vi codes, vi x)
@@ -136,7 +136,7 @@ INLINE vi add_codes(const int small, vi part, vi codes, vi x)
     return part + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(__AVX2__)
     if (small) {
-        add_pairs((__m256i *)&part, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
+        add_pairs(&part, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
         return part;
     }
     __m256i c = _mm256_xor_si256((__m256i)codes, _mm256_set1_epi8((char)0x80));
