@@ -17,6 +17,7 @@ def chances_of(chances, most) -> NDArray[np.float32]:
     rows = [[chance ** (i + 1) if i < number else 0 for i in range(width)] for chance, number in zip(chances, most)]  # noqa: B905
     return np.array(rows, np.float32)
 
+
 NO_LAYER = 0.0, 0, 0, 0  # of DecodeStep: the model's layer did not run
 
 
