@@ -53,7 +53,9 @@ class Proposal(NamedTuple):
 
     decodes: tuple[ScheduledChunk, ...] = ()
     prefills: tuple[ScheduledChunk, ...] = ()
-    preempted: tuple[str, ...] = ()  # ids of requests that lost their blocks to this proposal
+    # Ids of requests that lost their blocks to this proposal. It may admit them again at once, with a prefill in other
+    # blocks: where they share more of them by now, or a void step spoiled their states.
+    preempted: tuple[str, ...] = ()
     num_tokens: int = 0
 
     @property

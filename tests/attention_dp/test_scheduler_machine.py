@@ -72,7 +72,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         return None
 
     def propose(self) -> Proposal:
-        """Returns a proposal behind those that only wait for pages."""
+        """Returns a proposal behind those that only wait for pages, and checks it."""
+        proposal = self.propose_with_pages()
+        self.scheduler.check()
+        chunks = proposal.decodes + proposal.prefills
+        assert proposal.num_tokens == sum(chunk.length for chunk in chunks) <= self.scheduler.max_batch_tokens
+        assert len({chunk.request.request_id for chunk in chunks}) == len(chunks)
+        for request, start, length, *_ in chunks:
+            assert self.scheduler.is_running(request)
+            assert start == request.num_computed, f"the chunk of {request.request_id} is older than its blocks"
+            assert 1 <= length <= len(request.block_ids) * self.blocks.block_size - start
+        # A request that has lost its blocks may have a prefill in new ones, in the same proposal.
+        assert not {chunk.request.request_id for chunk in proposal.decodes} & set(proposal.preempted)
+        assert proposal.is_empty == (not chunks)
+        assert proposal.is_empty == (not self.scheduler.has_work), "there is work, and nothing is proposed"
+        return proposal
+
+    def propose_with_pages(self) -> Proposal:
         return self.scheduler.propose()
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), data=st.data())
@@ -98,13 +114,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), hold=st.booleans())
     def step(self, data, hold):
         proposal = self.propose()
-        self.scheduler.check()
-        chunks = proposal.decodes + proposal.prefills
-        assert proposal.num_tokens == sum(chunk.length for chunk in chunks) <= self.scheduler.max_batch_tokens
-        assert all(chunk.length >= 1 for chunk in chunks)
-        assert not {chunk.request.request_id for chunk in chunks} & set(proposal.preempted)
-        assert proposal.is_empty == (not chunks)
-        assert proposal.is_empty == (not self.scheduler.has_work), "there is work, and nothing is proposed"
         if data.draw(st.integers(0, 9)) == 0:
             return  # the ranks agreed on not running: a proposal may be dropped
         if self.alive and data.draw(st.integers(0, 4)) == 0:
@@ -217,7 +226,7 @@ class TieredMachine(SchedulerMachine):
         self.page_tiers._lock.acquire()
         return self.page_tiers
 
-    def propose(self) -> Proposal:
+    def propose_with_pages(self) -> Proposal:
         if self.draw.random() < 0.7:
             self.settle()
         while (proposal := self.scheduler.propose()).is_empty and self.scheduler.awaits_pages:
@@ -341,3 +350,33 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestStatefulMachine = StatefulMachine.TestCase
 TestTieredMachine = TieredMachine.TestCase
 TestDraftingMachine = DraftingMachine.TestCase
+
+
+def test_a_request_loses_its_blocks_and_has_a_chunk_in_others_in_one_proposal() -> None:
+    """The older one has published their common beginning meanwhile, so that the younger one needs fewer blocks."""
+    machine = SchedulerMachine()
+    machine.start(num_blocks=5, block_size=4, max_running=2, spare_tokens=6, prefix_cache=True)
+    shared = [1, 0, 0, 1, 1, 1, 0, 1]
+    for request_id, prompt in (("a", shared), ("b", [*shared, 0, 0, 1])):
+        request = Request(request_id, 0, prompt, [], SamplingParams(MAX_NEW_TOKENS), seed=0)
+        machine.scheduler.add(request)
+        machine.alive[request_id], machine.stop_after[request_id] = request, MAX_NEW_TOKENS
+
+    first = machine.scheduler.commit(machine.propose())
+    assert [(chunk.request.request_id, chunk.start, chunk.length) for chunk in first] == [("a", 0, 8)]
+    machine.complete(first, machine.compute(first))
+    a, b = machine.alive.values()
+    assert len(a.block_ids) == 2
+    assert len(b.block_ids) == 3
+    assert not set(a.block_ids) & set(b.block_ids)
+    assert machine.blocks.num_free == 0
+
+    proposal = machine.propose()
+    assert proposal.preempted == ("b",)
+    second = machine.scheduler.commit(proposal)
+    assert [(chunk.request.request_id, chunk.start, chunk.length) for chunk in second] == [("a", 8, 1), ("b", 8, 3)]
+    assert b.block_ids[:2] == a.block_ids[:2]
+    assert b.block_ids[2] not in a.block_ids
+    machine.complete(second, machine.compute(second))
+    assert machine.scheduler.stats.num_recomputed_tokens == 0
+    machine.teardown()
