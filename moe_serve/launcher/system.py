@@ -221,13 +221,13 @@ def lead(config: ServeConfig, here: Here) -> int:
     except LaunchError as error:
         raise LaunchError(ask_other_leader(config, link.token) or f"{error}; node rank 0 listens there") from None
     with contextlib.closing(leader), contextlib.ExitStack() as opened:
+        at_pages = None
         try:
             here.look(config)
             for port in [link.port] + [config.prefill_port] * bool(config.parallel.num_prefill_ranks):
                 open_port(link.host, port, "launcher.dist_init_addr", "server.worker_port").close()
-            at_pages = _open_page_port(config, link.host)
-            if at_pages is not None:
-                opened.enter_context(at_pages)
+            if config.parallel.num_prefill_ranks:
+                at_pages = opened.enter_context(_open_page_port(config, link.host))
             copies = opened.enter_context(memory_for_handover(config))
             listener = opened.enter_context(open_port(config.server.host, config.server.port))
             running = leader.meet(signals.have_come)
@@ -245,16 +245,8 @@ def lead(config: ServeConfig, here: Here) -> int:
         return _lead_roles(config, here, leader, copies, at_pages, listener)
 
 
-def _open_page_port(config: ServeConfig, host: str) -> socket.socket | None:
-    """Opens `config.page_port` where this host needs it; None: it does not.
-
-    host: an address of this host that the others reach
-    """
-    if not config.parallel.num_prefill_ranks:
-        return None
-    own = config.of_this_host()
-    if own.parallel.role == "prefill" and (len(own.nodes) == 1 or config.launcher.node_rank != own.nodes.start):
-        return None
+def _open_page_port(config: ServeConfig, host: str) -> socket.socket:
+    """Opens `config.page_port`. host: an address of this host that the others reach"""
     return open_port(host, config.page_port, "launcher.dist_init_addr", "server.worker_port")
 
 
@@ -294,13 +286,16 @@ def follow(config: ServeConfig, here: Here) -> int:
     """Starts and ends the ranks of this host as node rank 0 says; returns the exit code."""
     display, link, signals = here.display, here.link, here.signals
     with contextlib.closing(Follower(config, link.token, display.note)) as leader, contextlib.ExitStack() as opened:
-        listener = None
+        listener = at_pages = store_host = None
+        own, own_address = config.of_this_host(), own_host(link.host) or link.host
         try:
             here.look(config)
-            memory = opened.enter_context(memory_for_handover(config.of_this_host()))
-            at_pages = _open_page_port(config, own_host(link.host) or link.host)
-            if at_pages is not None:
-                opened.enter_context(at_pages)
+            memory = opened.enter_context(memory_for_handover(own))
+            if own.parallel.role == "decode":
+                at_pages = opened.enter_context(_open_page_port(config, own_address))
+            elif own.parallel.role == "prefill" and len(own.nodes) > 1 and config.launcher.node_rank == own.nodes.start:
+                store_host = own_address
+                _open_page_port(config, store_host).close()
             if config.has_front_ends:
                 listener = opened.enter_context(open_port(config.server.host, config.server.port))
                 config = with_port(config, listener.getsockname()[1])
@@ -313,16 +308,16 @@ def follow(config: ServeConfig, here: Here) -> int:
             leader.tell(Signalled(signal.SIGINT))
             raise
         display.stop()
-        own, pages = config.of_this_host(), None
+        pages = None
         if own.parallel.role == "prefill" and len(own.nodes) == 1:
             link = replace(link, folder=here.folder)  # with each other
-        if own.parallel.role == "decode" and at_pages is not None:
+        if at_pages is not None:
             from moe_serve.launcher.page_listener import PageListener
 
-            pages, at_pages = PageListener(at_pages, memory, link.token), None
+            pages = PageListener(at_pages, memory, link.token)
             opened.callback(pages.close)
         ranks = LocalRanks(own, display.line, here.folder, here.worker, link, page_files=memory)
-        host = _OtherHost(config, here, leader, ranks, listener, pages, store=at_pages)
+        host = _OtherHost(config, here, leader, ranks, listener, pages, store_host)
         end = begun if isinstance(begun, End) else host.run(begun)
         if end.reason:
             display.note(f"the system ends: {end.reason}", style="red")
@@ -332,9 +327,9 @@ def follow(config: ServeConfig, here: Here) -> int:
 class _OtherHost:
     """A host other than that of node rank 0, as its launcher sees it.
 
-    listener: takes HTTP; None: this host does not
-    pages:    takes those of prefill ranks; None: as listener
-    store:    listens for ranks of a launch whose rank 0 is here; None: it is elsewhere
+    listener:   takes HTTP; None: this host does not
+    pages:      takes those of prefill ranks; None: as listener
+    store_host: where the store of a launch listens whose rank 0 is here; None: it is elsewhere
     """
 
     def __init__(
@@ -345,9 +340,9 @@ class _OtherHost:
         ranks: LocalRanks,
         listener: socket.socket | None,
         pages: "PageListener | None",
-        store: socket.socket | None,
+        store_host: str | None,
     ):
-        self._pages, self._store = pages, store
+        self._pages, self._store_host = pages, store_host
         self._config, self._display, self._signals = config, here.display, here.signals
         self._leader, self._listener = leader, listener
         self._ranks = ranks
@@ -394,13 +389,24 @@ class _OtherHost:
             ranks.join(begun.launch, begun.memory, begun.num_before)
         else:
             self._num_before = {}
-            ranks.start_in(begun.launch, None if self._store is None else self._store.fileno())
+            self._start_in(begun.launch)
         self._is_announced = False
         if front_ends is None and self._listener is not None:
             note = partial(self._display.note, style="red")
             arguments = self._config, ranks.link, ranks.config_file, self._listener.fileno(), self._display.line, note
             self._front_ends = FrontEnds(*arguments)
             self._front_ends.start()
+
+    def _start_in(self, launch: Launch) -> None:
+        """Starts the ranks of this host.
+
+        The store of each launch has a socket of its own, since rank 0 shuts it once the ranks have met.
+        """
+        if self._store_host is None:
+            self._ranks.start_in(launch)
+            return
+        with _open_page_port(self._config, self._store_host) as store:
+            self._ranks.start_in(launch, store.fileno())
 
     def _turn(self) -> End | None:
         """Does what node rank 0 says, and reports to it; returns why this launcher is to end, once it is."""

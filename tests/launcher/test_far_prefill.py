@@ -166,6 +166,34 @@ def test_the_host_of_the_decode_ranks_that_is_started_again_finds_the_other_one_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_prefill_ranks_of_two_hosts_are_started_again_beside_the_launchers_that_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice: their store is where the first of these launchers has opened one for the launch before."""
+    monkeypatch.setenv("MOE_SERVE_TOKEN", "0123456789abcdef" * 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    roles = ["--nnodes", "3", "--prefill-nnodes", "2", "--prefill-ranks", "2"]
+    with make_hosts(3) as hosts, contextlib.ExitStack() as started:
+        running = [
+            started.enter_context(serve_roles(host, number, hosts[0], roles)) for number, host in enumerate(hosts)
+        ]
+        first, front = running[0], Front(hosts[0])
+        first.wait_for("ready after", 200)
+        launches = set[int]()
+        while True:
+            assert eventually(lambda: front.prefill_is("ready") and front.hands_over(), 120), first.output
+            prefill = front.info()["prefill"]
+            launches.add(prefill["launch_id"])
+            if len(launches) == 3:
+                break
+            for rank in prefill["ranks"]:
+                os.kill(rank["pid"], signal.SIGKILL)
+            assert eventually(lambda: not front.prefill_is("ready"), 60), first.output
+        assert first.end(signal.SIGINT) == 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("num_decode", "num_prefill", "lost", "loss"),

@@ -1,8 +1,12 @@
 """What a launcher makes of lost ranks: a restart, also while it drains, ever longer pauses, the end. No processes."""
 
+import os
 import signal
+import socket
 import time
 from collections.abc import Collection
+from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +16,9 @@ from moe_serve.launcher.hosts import HostIsBack, HostIsNew, Join, MemoryIs, Star
 from moe_serve.launcher.launch_watch import Loss
 from moe_serve.launcher.local import Death, Launch
 from moe_serve.launcher.rank_start import Handover, HostMemory
-from moe_serve.launcher.system import PrefillElsewhere, Signals, _Ended, _Prefill, _System
+from moe_serve.launcher.system import PrefillElsewhere, Signals, _Ended, _OtherHost, _Prefill, _System
+from moe_serve.links.listeners import refuse_new_connections
+from tests.launcher.listening import takes_connections
 
 LIMITS = ModelLimits("m", 100, 20, 10, [1], 4)
 
@@ -309,6 +315,43 @@ def test_prefill_ranks_of_several_hosts_meet_on_the_first_of_these(monkeypatch: 
     assert [type(message) for message, _ in system.hosts.told] == [TakePages, Start]
     system.turn((1, HostIsBack("b")))
     assert system.hosts.told[-1] == (TakePages(launch_id), [0, 1])
+
+
+class RanksWithStore(Ranks):
+    """Rank 0 opens the store of each launch, and closes it for all that come once the ranks have met."""
+
+    def __init__(self) -> None:
+        self.stores: list[socket.socket] = []
+
+    def start_in(self, launch: Launch, store_fd: int | None = None) -> None:
+        assert store_fd is not None
+        self.stores.append(socket.socket(fileno=os.dup(store_fd)))
+
+    def end(self, grace_s: float) -> None:
+        for each in self.stores:
+            each.close()
+
+
+def test_the_store_of_each_launch_is_a_new_one_which_its_ranks_reach_until_they_have_met() -> None:
+    with socket.create_server(("127.0.77.1", 0)) as found:
+        host, port = found.getsockname()
+    config = load_config(overrides=[f"server.worker_port={port - 2}", "server.api_workers=1"])
+    assert config.page_port == port
+    ranks = RanksWithStore()
+    here = SimpleNamespace(display=Display(), signals=Signals())
+    launcher = _OtherHost(config, here, SimpleNamespace(), ranks, None, None, host)
+    for number in (1, 2):
+        launcher._begin(Start(Launch(number, host, port)))
+        assert takes_connections((host, port))
+        process = get_context("fork").Process(target=refuse_new_connections)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        assert not takes_connections((host, port)), "the ranks have met"
+    ranks.end(0.0)
+    with pytest.raises(ConnectionRefusedError):  # the launcher has kept none, at which a rank would wait for nothing
+        socket.create_connection((host, port), 60)
+    assert len(ranks.stores) == 2
 
 
 def is_ready(system: OnHosts) -> None:
