@@ -6,6 +6,7 @@ import os
 import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +118,7 @@ class Served:
     messages: dict[str, str] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     stats: dict[str, int] = field(default_factory=dict)
+    pages: Counter[str] = field(default_factory=Counter)  # outside the cache, by what became of them
     load: list[list[list[int]]] = field(default_factory=list)  # per record, [layers][logical]
     records: list[LoadRecord] = field(default_factory=list)  # those of rank 0
     rows: list[dict[int, tuple[int, int]]] = field(default_factory=list)  # by rank: step -> decode and prefill rows
@@ -258,6 +260,8 @@ def _serve_on_rank(
         num_steps=engine.step,
         slot_rows=received.slot_rows.tolist(),
     )
+    if (tiers := engine.scheduler.blocks.tiers) is not None:
+        served.pages.update(tiers.counters)
     served.regroups = [f"rank {rank}: {each.reason}" for each in mailbox.sent if isinstance(each, Members)]
     served.answers = [message for message in mailbox.sent if isinstance(message, Answer)]
     for message in mailbox.sent:
@@ -340,6 +344,7 @@ def _merge(parts: Sequence[Served]) -> Served:
     for part in parts:
         whole.rows += part.rows
         whole.answers += part.answers
+        whole.pages += part.pages
         whole.tokens |= part.tokens
         whole.experts |= part.experts
         whole.changed |= part.changed

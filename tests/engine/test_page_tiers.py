@@ -1,22 +1,15 @@
 """Prefixes that left the pool, or the process, come back with the bits that they had; with other weights none does."""
 
-import contextlib
-import random
-import socket
-import threading
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from moe_serve.attention_dp.request import SamplingParams
-from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.engine import Engine
-from tests.attention_dp.test_page_stream import cut, pump
-from tests.dispatch.hosts.pretended import on_hosts
+from tests.engine.bad_network import ask_later, ask_later_over_a_bad_network, on_two_hosts
 from tests.engine.offline import (
     Prepare,
-    ScriptedMailbox,
     Served,
     prompts_with_shared_beginnings,
     serve,
@@ -63,65 +56,6 @@ def test_tokens_do_not_notice_tiers_nor_a_restart(model: str, num_ranks: int, tm
     assert not list(pages.glob("*/*.[0-9]*")), "no unfinished file is left"
 
 
-def on_two_hosts(group: EpGroup) -> EpGroup:
-    return on_hosts(group, [0, 1])
-
-
-class NoRests(dict[int, object]):
-    """So that a rank that failed is asked again at once."""
-
-    def __setitem__(self, rank: int, rest: object) -> None:
-        pass
-
-
-def ask_later(engine: Engine) -> None:
-    """Has rank 1 begin when rank 0 has computed all, and ask it for pages though computing takes less time."""
-    tiers, mailbox = engine.scheduler.blocks.tiers, engine.mailbox
-    assert tiers is not None
-    assert isinstance(mailbox, ScriptedMailbox)
-    tiers._of_network.is_worth_it = lambda *given: True  # type: ignore[method-assign]
-    if engine.rank == 1:
-        mailbox.script = [(1 << 40, message) for _, message in mailbox.script]
-
-
-def ask_later_over_a_bad_network(engine: Engine) -> None:
-    """The same, with answers that are flipped, repeated or cut, soon, on each connection."""
-    ask_later(engine)
-    tiers, draw = engine.scheduler.blocks.tiers, random.Random(engine.rank)
-    assert tiers is not None
-    assert tiers._peers is not None
-    dial, tiers._peers._rests = tiers._peers._dial, NoRests()  # type: ignore[assignment]
-
-    def meddle(source: socket.socket, to: socket.socket) -> None:
-        at, what = draw.randrange(6000), draw.choice(["flip", "repeat", "cut"])  # a page has 1 or 3 kB
-        num_passed = 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(draw.randrange(1, 1 << 14)):
-                if num_passed <= at < num_passed + len(data):
-                    where = at - num_passed
-                    if what == "flip":
-                        data = data[:where] + bytes([data[where] ^ 1 << draw.randrange(8)]) + data[where + 1 :]
-                    elif what == "repeat":
-                        data = data[:where] + data
-                    else:
-                        break
-                num_passed += len(data)
-                to.sendall(data)
-        cut(source, to)
-
-    def dial_badly(rank: int) -> socket.socket:
-        there = dial(rank)
-        there.settimeout(None)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            near = socket.create_connection(listener.getsockname())
-            far, _ = listener.accept()
-        for target, ends in ((pump, (far, there)), (meddle, (there, far))):
-            threading.Thread(target=target, args=ends, daemon=True).start()
-        return near
-
-    tiers._peers._dial = dial_badly
-
-
 @pytest.mark.parametrize(
     ("model", "prepare"),
     [
@@ -143,4 +77,6 @@ def test_tokens_do_not_notice_pages_of_another_host_nor_what_becomes_of_them_on_
     across = serve(2, submits, [*own, "cache.host_gb=0.02"], prepare=prepare, placed=on_two_hosts)
     assert across.tokens == plain.tokens
     assert across.digests == plain.digests
-    assert across.stats["num_cached_prompt_tokens"] > plain.stats["num_cached_prompt_tokens"]
+    assert across.pages["from_other_host"] > 0
+    if prepare is ask_later_over_a_bad_network:
+        assert all(across.pages[reason] > 0 for reason in ("checksum", "version", "peer_lost")), across.pages
