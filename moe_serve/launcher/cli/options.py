@@ -143,7 +143,7 @@ class ServeOptions(NamedModelOptions):
     def _of_role(self, role: str) -> "ServeOptions":
         """Returns these options with the node rank that --disaggregation-mode means; raises ConfigError for none."""
         if role not in ("prefill", "decode"):
-            raise ConfigError(f"--disaggregation-mode is {role!r:.40}, expected prefill or decode")
+            raise ConfigError(f"--disaggregation-mode is {role!r:.40}, expected prefill, decode or null")
         options = replace(self, disaggregation_mode=None)
         config = options.effective_config()
         if config.launcher.nnodes == 1 or not config.parallel.num_prefill_ranks:
@@ -153,10 +153,11 @@ class ServeOptions(NamedModelOptions):
                 "ranks of both kinds and routes: leave it out, and give --prefill-ranks and --decode-ranks"
             )
         nodes = config.nodes_of("prefill" if role == "prefill" else "decode")
-        if self.node_rank is None and len(nodes) == 1:
+        is_given = "node_rank" in config.launcher.model_fields_set
+        if not is_given and len(nodes) == 1:
             return replace(options, node_rank=nodes[0])
-        if self.node_rank not in nodes:
-            given = "not given" if self.node_rank is None else self.node_rank
+        if not is_given or config.launcher.node_rank not in nodes:
+            given = config.launcher.node_rank if is_given else "not given"
             raise ConfigError(
                 f"--disaggregation-mode is {role} and --node-rank is {given}, but these ranks are on node rank "
                 f"{', '.join(map(str, nodes))}; give one of them, or another --disaggregation-mode"
@@ -164,8 +165,8 @@ class ServeOptions(NamedModelOptions):
         return options
 
     def effective_config(self) -> "ServeConfig":
-        if self.disaggregation_mode is not None:
-            return self._of_role(self.disaggregation_mode).effective_config()
+        if (role := self.disaggregation_mode) is not None and role != "null":  # SGLang's word for none
+            return self._of_role(role).effective_config()
         if self.decode_ranks == 0:
             raise ConfigError(
                 "--decode-ranks is 0, but prefill ranks compute a prompt with its first token alone; give at least 1"
@@ -187,7 +188,7 @@ class ServeOptions(NamedModelOptions):
         "launcher.prefill_nnodes", help="with --prefill-ranks, how many of the hosts have these: the last ones"
     )
     disaggregation_mode: str | None = option(
-        "--disaggregation-mode", metavar="prefill|decode", rich_help_panel=_PANELS["launcher"],
+        "--disaggregation-mode", metavar="prefill|decode|null", rich_help_panel=_PANELS["launcher"],
         help="which ranks this one of several hosts has; where one host has all of these, in the place of --node-rank",
     )  # fmt: skip
     dist_init_addr: str | None = setting(

@@ -70,6 +70,8 @@ THREE_HOSTS = [*TWO_HOSTS, "--nnodes", "3", "--decode-ranks", "2"]
         ("prefill", TWO_HOSTS, 1),
         ("prefill", THREE_HOSTS, 2),
         ("decode", [*THREE_HOSTS, "--node-rank", "1"], 1),
+        ("decode", [*THREE_HOSTS, "--set", "launcher.node_rank=1"], 1),
+        ("null", [*TWO_HOSTS, "--node-rank", "1"], 1),
     ],
 )
 def test_the_role_of_a_host_by_sglangs_name_is_its_node_rank(role: str, hosts: list[str], node_rank: int) -> None:
@@ -84,9 +86,13 @@ def test_the_role_of_a_host_by_sglangs_name_is_its_node_rank(role: str, hosts: l
         (["--decode-ranks", "2"], "there are no prefill ranks; give --prefill-ranks as well"),
         (["--decode-ranks", "0", "--prefill-ranks", "1"], "with its first token alone; give at least 1"),
         (["--disaggregation-mode", "prefill"], "leave it out, and give --prefill-ranks and --decode-ranks"),
-        ([*TWO_HOSTS, "--disaggregation-mode", "both"], "is 'both', expected prefill or decode"),
+        ([*TWO_HOSTS, "--disaggregation-mode", "both"], "is 'both', expected prefill, decode or null"),
         ([*TWO_HOSTS, "--disaggregation-mode", "prefill", "--node-rank", "0"], "are on node rank 1; give one of"),
-        ([*THREE_HOSTS, "--disaggregation-mode", "decode"], "on node rank 0, 1;"),
+        ([*TWO_HOSTS, "--disaggregation-mode=prefill", "--set=launcher.node_rank=0"], "--node-rank is 0, but these"),
+        (
+            [*THREE_HOSTS, "--disaggregation-mode", "decode"],
+            "--node-rank is not given, but these ranks are on node rank 0, 1;",
+        ),
         (["--set=cache.host_gb=0"], "leave it out for no such tier, or give it some GB"),
         (["--set=cache.disk_gb=0", "--set=cache.path=pages"], "leave it out for no such tier, or give it some GB"),
     ],
