@@ -238,10 +238,23 @@ static void probe_states(i64 rows, i64 groups, i64 heads, i64 state_width, i64 w
         memcpy(columns + h * DELTA_PARTS, of_head, sizeof of_head);
     }
     DeltaFacts delta = {groups, heads, state_width, width, taps, columns, conv.weight, decay, bias, floats(width, 1),
-                        eps_bits()};
-    delta_rule(&delta, &seqs, floats(rows * wide, 2), wide, before, states, out);
+                        eps_bits(), 0, 0};
+    delta_rule(&delta, &seqs, floats(rows * wide, 2), wide, 0, 0, 0, 0, before, states, out);
     say("delta_rule", rows, heads, state_width, width, out, rows * inner * 4);
     say("delta_rule: states", rows, heads, state_width, width, states, 4 * size * 4);
+    keys = heads * state_width, channels = 2 * keys + inner, wide = channels + heads;
+    for (i64 h = 0; h < heads; h++) {
+        i64 key = h * state_width, of_head[] = {key, keys + key, 2 * keys + h * width, 0, 0, channels + h};
+        memcpy(columns + h * DELTA_PARTS, of_head, sizeof of_head);
+    }
+    for (int is_bounded = 0; is_bounded < 2; is_bounded++) {
+        DeltaFacts own = {heads, heads, state_width, width, taps, columns, floats(taps * channels, 1), decay,
+                          floats(keys, 1), floats(width, 1), eps_bits(), 1, is_bounded ? bits_of(-5) : 0};
+        delta_rule(&own, &seqs, floats(rows * wide, 2), wide, floats(rows * keys, 2), keys, floats(rows * inner, 2),
+                   inner, floats(4 * (taps - 1) * channels, 2), states, out);
+        say("delta_rule by channel", rows, heads, state_width, is_bounded, out, rows * inner * 4);
+        say("delta_rule by channel: states", rows, heads, state_width, is_bounded, states, 4 * size * 4);
+    }
 }
 
 static void probe_moves(i64 tokens, i64 topk, i64 width, i64 slots)
