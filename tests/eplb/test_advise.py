@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.files.windows import cut_stretches
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.policies.make import plan
+from moe_serve.eplb.replay.advice_page import advice_to_html
 from moe_serve.eplb.replay.advise import (
     IN_ORDER,
     LEAST_BLOCKS,
@@ -31,6 +33,7 @@ from moe_serve.eplb.replay.advise import (
     joined,
     low_latency_bytes,
     memory_of,
+    served_range,
     weigh,
 )
 from moe_serve.eplb.replay.costs import ProfileCosts, Serving
@@ -39,6 +42,7 @@ from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError, TraceError
 from moe_serve.topology import Topology
+from tests.browser import BROWSER, browser_page
 
 DEMO, H800, TOPOLOGY = load_model_profile("demo"), load_hardware("H800"), Topology(1, 8)
 LOAD = SyntheticLoad("lognormal", 12, DEMO.num_moe_layers, DEMO.num_logical, DEMO.topk, 1, 1.0, rho=0.9,
@@ -127,9 +131,84 @@ def test_the_report_is_json_and_a_table_of_the_same_choices(advice):
     assert all(line in table for lines in found["commands"].values() for line in lines)
 
 
+@pytest.fixture(scope="module")
+def sure():
+    """Of enough windows for confidence."""
+    return advise(synthetic_trace(replace(LOAD, num_windows=8)), settings_of(intervals=(1,), gpu_hour_price=2.0))
+
+
+def data_of(page):
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(data)
+
+
+def test_the_page_holds_the_numbers_of_the_json_report(sure):
+    page = advice_to_html(sure, "load.npz", "demo")
+    data, found = data_of(page), json.loads(json.dumps(advice_to_json(sure, "load.npz", "demo")))
+    assert data["conditions"] == [list(pair) for pair in found.pop("conditions").items()]
+    assert {name: data[name] for name in found} == found
+    best, rows = found["advised"], [dict(zip(data["columns"], cells, strict=True)) for cells in data["rows"]]
+    assert [row["policy"] for row in rows] == [row["policy"] for row in found["choices"]]
+    shown = rows[data["kinds"].index("advised")]
+    assert shown["redundant"] == str(best["num_redundant"])
+    assert best["served_low"] < best["served_mean"] < best["served_high"]
+    assert shown["90 %"] == f"{best['served_low']:.3f} to {best['served_high']:.3f}"
+    assert shown["KV lost"] == f"{best['kv_tokens_lost']:,}"
+    assert float(shown["price/M"]) == pytest.approx(best["price_per_million_tokens"], rel=0.01)
+    values = [card["value"] for card in data["cards"]]
+    assert values[:3] == [str(best["num_redundant"]), f"{best['served_mean']:.3f}", f"{found['gain']['mean']:+.1%}"]
+    assert not re.search(r"(src|href)\s*=|@import|url\(|fetch\(|XMLHttpRequest", page)
+    unpriced = data_of(advice_to_html(replace(sure, gpu_hour_price=None, confidence=None), "load.npz", "demo"))
+    assert "price/M" not in unpriced["columns"]
+    assert unpriced["cards"][-1]["value"] == "n/a"
+    still = data_of(advice_to_html(replace(sure, advised=sure.baseline), "load.npz", "demo"))
+    assert "experts in order" not in str(still["cards"])
+
+
+def test_a_page_of_an_advice_cannot_be_broken_out_of(sure):
+    evil = replace(sure, conditions={"trace": "</script><script>alert(1)</script>"})
+    page = advice_to_html(evil, "<b>{{data}}.npz", "<script>alert(2)</script>")
+    assert "<script>alert" not in page
+    assert "<title>Advice for &lt;b&gt;{{data}}.npz</title>" in page
+    assert "<script>alert(2)</script>" in data_of(page)["commands"]["moe-serve"][-1]
+
+
+@pytest.mark.slow
+def test_a_browser_draws_an_advice_and_copies_a_command(sure, tmp_path: Path):
+    trace, model = f"{'long_name' * 8}.npz", "a & <b>"
+    (tmp_path / "page.html").write_text(advice_to_html(sure, trace, model), encoding="utf-8")
+    command = "\n".join(advice_to_json(sure, trace, model)["commands"]["SGLang"])
+
+    async def look() -> None:
+        allowed = {"permissions": ["clipboard-read", "clipboard-write"]}
+        async with browser_page((tmp_path / "page.html").as_uri(), width=400, **allowed) as page:
+            await page.shows("#verdict", f"Take {sure.advised.num_redundant} redundant experts")
+            assert await page.page.locator("#choices tbody tr").count() == len(sure.choices)
+            assert await page.page.locator("#served svg circle").count() == len(sure.choices)
+            assert await page.page.locator("#served .interval").count() == 2, "one for each number of slots"
+            assert await page.page.locator("#speed svg circle").count() == len(sure.choices)
+            assert await page.page.evaluate("document.documentElement.scrollWidth") == 400
+            await page.page.click("#commands .command:has-text('SGLang') button")
+            await page.shows("#commands .command:has-text('SGLang')", "copied")
+            assert await page.page.evaluate("navigator.clipboard.readText()") == command
+            assert page.problems == []
+
+    BROWSER.run(look())
+
+
+def test_the_range_of_what_is_served_follows_its_noise():
+    blocks = [np.arange(2 * i, 2 * i + 2) for i in range(20)]
+    noise = np.random.default_rng(1).standard_normal(40)
+    assert served_range(np.full(40, 0.75), blocks) == (0.75, 0.75)
+    ranges = [served_range(0.7 + scale * noise, blocks) for scale in (0.01, 0.1)]
+    assert all(low < 0.7 + scale * noise.mean() < high for (low, high), scale in zip(ranges, (0.01, 0.1), strict=True))
+    assert np.diff(ranges[1]) == pytest.approx(10 * np.diff(ranges[0]))
+    assert served_range(noise, blocks[: LEAST_BLOCKS - 1]) is None
+
+
 def choice(seconds, slots=32, fits=True, moves=0, policy="incremental", interval=3):
     memory = Memory(1000, 100, 0, 100, 0, 1)
-    return Choice(slots, slots - 32, policy, interval, {"moves": moves}, np.asarray(seconds, float), memory, fits)
+    return Choice(slots, slots - 32, policy, interval, {"moves": moves}, np.asarray(seconds, float), None, memory, fits)
 
 
 def test_the_smallest_choice_near_the_best_one_is_advised_and_noise_lowers_confidence():

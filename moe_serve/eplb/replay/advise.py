@@ -42,6 +42,7 @@ TOLERANCE = 0.005  # of the throughput: choices this close to the best one are a
 RESAMPLES = 1000
 LEAST_BLOCKS = 6  # fewer say nothing about other days
 ENOUGH = 0.95  # of the resamples
+UNFIT = "!: the requests of the trace do not fit into the KV cache that is left"
 _BUFFER_TOKENS = 128  # dispatch buffers are sized for a multiple of it
 
 
@@ -76,6 +77,7 @@ class Choice:
     policy:   of `make_policy`, IN_ORDER or ONCE;  interval: windows between plans, None = it never moves experts
     summary:  of its replay, see `ReplayReport.summary`
     seconds:  [W], predicted time of each window: steps, and the pause before it
+    served_range: that holds the balancedness served in 90 % of the resamples; None: too few windows to tell
     fits:     the requests of the trace have room in the KV cache
     """
 
@@ -85,6 +87,7 @@ class Choice:
     interval: int | None
     summary: dict[str, Any]
     seconds: Floats
+    served_range: tuple[float, float] | None
     memory: Memory
     fits: bool
 
@@ -227,6 +230,7 @@ def advise(
     if not base.tokens.any():
         raise TraceError(f"{trace.source or 'the trace'} has no windows with steps, so times cannot be predicted")
 
+    blocks = blocks_of([len(stretch) - 1 for stretch in stretches], max(settings.replay.intervals))
     needed = max(costs.requests(tokens, "decode") * (costs.serving.context + costs.serving.answer / 2), 1)
 
     def choice(report: ReplayReport, index: int, num_slots: int, policy: str, interval: int | None) -> Choice:
@@ -240,6 +244,7 @@ def advise(
             interval,
             report.summary(result),
             np.where(report.num_steps > 0, seconds, result.stall_s),
+            served_range(result.served.mean(axis=1), blocks),
             memory,
             memory.kv_tokens >= needed,
         )
@@ -253,7 +258,6 @@ def advise(
         report = replayed(num_slots, settings.policies, planned(num_slots))
         pairs = [(policy, interval) for policy in settings.policies for interval in settings.replay.intervals]
         choices += [choice(report, 1 + i, num_slots, *pair) for i, pair in enumerate(pairs)]
-    blocks = blocks_of([len(stretch) - 1 for stretch in stretches], max(settings.replay.intervals))
     advised, confidence, gain = weigh(choices, blocks)
     windows = sum(len(stretch) - 1 for stretch in stretches)
     return Advice(
@@ -353,7 +357,7 @@ def weigh(
     gain = float(base_s.sum() / total[best] - 1)
     if len(blocks) < LEAST_BLOCKS:
         return usable[best], None, (gain, None, None)
-    draw = np.random.default_rng(0).integers(0, len(blocks), (RESAMPLES, len(blocks)))
+    draw = _draws(blocks)
     by_block = np.array([seconds[:, block].sum(axis=1) for block in blocks])  # [blocks, C]
     base_by_block = np.array([base_s[block].sum() for block in blocks])
     drawn = by_block[draw].sum(axis=1)  # [RESAMPLES, C]
@@ -361,6 +365,22 @@ def weigh(
     gains = base_by_block[draw].sum(axis=1) / drawn[:, best] - 1
     low, high = np.quantile(gains, (0.05, 0.95))
     return usable[best], float(stays.mean()), (gain, float(low), float(high))
+
+
+def served_range(served: Floats, blocks: Sequence[NDArray[np.int64]]) -> tuple[float, float] | None:
+    """Returns what holds the mean of `served`, [W], in 90 % of the resamples; None of too few blocks."""
+    if len(blocks) < LEAST_BLOCKS:
+        return None
+    draw = _draws(blocks)
+    total = np.array([served[block].sum() for block in blocks])[draw].sum(axis=1)
+    size = np.array([len(block) for block in blocks])[draw].sum(axis=1)
+    low, high = np.quantile(total / size, (0.05, 0.95))
+    return float(low), float(high)
+
+
+def _draws(blocks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Returns the blocks of each resample, [RESAMPLES, blocks], the same on every call."""
+    return np.random.default_rng(0).integers(0, len(blocks), (RESAMPLES, len(blocks)))
 
 
 def _tokens_per_rank(
@@ -383,12 +403,15 @@ def choice_row(advice: Advice, choice: Choice) -> dict[str, Any]:
     rate, step_s = choice.summary["tokens_per_s"], choice.summary["step_s"]
     hours = advice.num_ranks * 1e6 / rate / 3600
     total = float(choice.seconds.sum())
+    low, high = choice.served_range or (None, None)
     return {
         "num_redundant": choice.num_redundant,
         "num_slots": choice.num_slots,
         "policy": choice.policy,
         "interval_windows": choice.interval,
         "served_mean": choice.summary["served_mean"],
+        "served_low": low,
+        "served_high": high,
         "served_min": choice.summary["served_min"],
         "moved_share": choice.summary["moved_share"],
         "stall_share": choice.summary["stall_s"] / total if total else 0.0,
@@ -427,12 +450,32 @@ def advice_to_table(advice: Advice, trace: str, model: str, width: int | None = 
     for name, words in advice.conditions.items():
         console.print(Text(f"{name:>10}", style="bold"), "", words, soft_wrap=True)
     console.print()
+    columns, rows = advice_cells(advice)
+    table = Table(box=None)
+    for name in columns:
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for choice, cells in zip(advice.choices, rows, strict=True):
+        table.add_row(*cells, style="green" if choice is advice.advised else "dim" if choice is advice.baseline else "")
+    console.print(table)
+    if not all(choice.fits for choice in advice.choices):
+        console.print(UNFIT, style="dim")
+    console.print()
+    for sentence in advice_verdict(advice):
+        console.print(sentence, soft_wrap=width is None)
+    console.print()
+    for name, lines in commands(advice, trace, model).items():
+        console.print(Text(name, style="bold"))
+        for line in lines:
+            console.print("  " + line, soft_wrap=True)
+    return printed(console)
+
+
+def advice_cells(advice: Advice) -> tuple[list[str], list[list[str]]]:
+    """Returns the columns and cells of the choices."""
     priced = advice.gpu_hour_price is not None
     columns = ["redundant", "policy", "every", "served", "worst layer", "of slots", "stall", "memory", "KV tokens",
                "buffers", "step", "tokens/s/rank", "per request", "GPU h/M"]  # fmt: skip
-    table = Table(box=None)
-    for name in [*columns, *(["price/M"] if priced else [])]:
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    rows = []
     for choice in advice.choices:
         row = choice_row(advice, choice)
         speed = row["tokens_per_s_per_request"]
@@ -450,23 +493,17 @@ def advice_to_table(advice: Advice, trace: str, model: str, width: int | None = 
             as_seconds(row["step_s"]),
             f"{row['tokens_per_s_per_rank']:,.0f}",
             "-" if speed is None else f"{speed:.1f}",
-            f"{row['gpu_hours_per_million_tokens']:.3f}",
+            as_price(row["gpu_hours_per_million_tokens"]),
         ]
         if priced:
-            cells.append(f"{row['price_per_million_tokens']:.3f}")
-        table.add_row(*cells, style="green" if choice is advice.advised else "dim" if choice is advice.baseline else "")
-    console.print(table)
-    if not all(choice.fits for choice in advice.choices):
-        console.print("!: the requests of the trace do not fit into the KV cache that is left", style="dim")
-    console.print()
-    for sentence in advice_verdict(advice):
-        console.print(sentence, soft_wrap=width is None)
-    console.print()
-    for name, lines in commands(advice, trace, model).items():
-        console.print(Text(name, style="bold"))
-        for line in lines:
-            console.print("  " + line, soft_wrap=True)
-    return printed(console)
+            cells.append(as_price(row["price_per_million_tokens"]))
+        rows.append(cells)
+    return [*columns, *(["price/M"] if priced else [])], rows
+
+
+def as_price(value: float) -> str:
+    """Returns a number with three digits that say something."""
+    return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def advice_verdict(advice: Advice) -> list[str]:

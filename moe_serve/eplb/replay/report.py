@@ -10,6 +10,7 @@ import base64
 import html
 import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
@@ -388,20 +389,27 @@ def to_html(
     against: dict[str, Any] | None = None,
 ) -> str:
     """Returns the page. sweep: of simulator.sweep_curves;  against: of report_against.against_page"""
+    return filled_page("report", "replay", title, {**page_data(report), "sweep": sweep, "against": against})
+
+
+def filled_page(name: str, command: str, title: str, data: dict[str, Any]) -> str:
+    """Returns a page. name: of body and script, in report_assets;  command: that makes it;  data: that it draws"""
     assets = resources.files("moe_serve.eplb.replay") / "report_assets"
-    # "<" inside a script element could end it: JSON may say it as an escape instead.
-    content = {**page_data(report), "sweep": sweep, "against": against}
-    data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    page = (assets / "report.html").read_text(encoding="utf-8")
+
+    def asset(file: str) -> str:
+        return (assets / file).read_text(encoding="utf-8")
+
     parts = {
-        "css": (assets / "report.css").read_text(encoding="utf-8"),
-        "js": "".join((assets / name).read_text(encoding="utf-8") for name in ("charts.js", "report.js")),
+        "css": asset("report.css"),
+        "js": asset("charts.js") + asset(f"{name}.js"),
+        "body": asset(f"{name}.html"),
+        "command": command,
         "title": html.escape(title),
-        "data": data,
+        # "<" inside a script element could end it: JSON may say it as an escape instead.
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    for name, text in parts.items():
-        page = page.replace("{{" + name + "}}", text)
-    return page
+    # In one pass: what a name of the user holds is no place to fill.
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], asset("page.html"))
 
 
 def page_data(report: ReplayReport) -> dict[str, Any]:

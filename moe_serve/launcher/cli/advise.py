@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import moe_serve.launcher.cli.balancer_options as opt
 from moe_serve.launcher.cli.command import balancer_command, option, progress_bar
+from moe_serve.launcher.preflight import check_output
 
 if TYPE_CHECKING:
     from moe_serve.eplb.replay.advise import AdviseSettings
@@ -17,14 +18,14 @@ what it serves, and what it costs: memory, KV cache, buffers, pauses, GPU hours.
 the windows are enough to be sure, and the commands for vLLM, SGLang, TensorRT-LLM and moe-serve.
 
 \b
-  moe-serve advise dump.pt --nodes 4 --model DeepSeek-V3 --gpu H800
+  moe-serve advise dump.pt --nodes 4 --model DeepSeek-V3 --gpu H800 --html advice.html
   moe-serve advise trace.npz --ranks 16 --model DeepSeek-V3 --gpu H200 --gpu-memory 141 --gpu-hour-price 2.5
   moe-serve advise load.jsonl --nodes 4 --model DeepSeek-V3 --gpu H100 --redundant 0,32,64,128 --interval 1,10 --json
 """
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdviseOptions(opt.ReportOptions, opt.ServingOptions, opt.SplitOptions, opt.TraceOptions, opt.RankOptions):
+class AdviseOptions(opt.PageOptions, opt.ServingOptions, opt.SplitOptions, opt.TraceOptions, opt.RankOptions):
     """The options of `moe-serve advise`."""
 
     trace: opt.TracePath
@@ -84,9 +85,11 @@ class AdviseOptions(opt.ReportOptions, opt.ServingOptions, opt.SplitOptions, opt
 @balancer_command(AdviseOptions)
 def advise(options: AdviseOptions) -> None:
     """Compares the choices, and prints what to take and what to type."""
+    from moe_serve.eplb.replay.advice_page import advice_to_html
     from moe_serve.eplb.replay.advise import advice_to_json, advice_to_table
     from moe_serve.eplb.replay.advise import advise as run_advise
 
+    check_output(options.html, "--html")
     settings = options.settings()
     model = options.served_model or options.model
     with progress_bar("reading and replaying") as show:
@@ -96,4 +99,6 @@ def advise(options: AdviseOptions) -> None:
         lambda: advice_to_json(found, options.trace, model),
         lambda color: advice_to_table(found, options.trace, model, color=color),
     )
+    if options.html is not None:
+        options.write_page(advice_to_html(found, options.trace, model))
     options.check(found.advised.summary["served_mean"])

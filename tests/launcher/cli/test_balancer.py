@@ -88,10 +88,12 @@ def test_several_intervals_are_runs_of_their_own() -> None:
     assert rows[1]["num_plans"] > rows[2]["num_plans"]
 
 
-def test_advise_ends_with_what_to_type() -> None:
+def test_advise_ends_with_what_to_type(tmp_path: Path) -> None:
     advise = ["advise", "example:demo_unbalanced", "--ranks", 8, "--model", "demo", "--gpu", "cpu", "--redundant", 8]
-    code, out, err = call(*advise, "--served-model", "my model", "--gpu-hour-price", 2, "--jobs", 1)
-    assert (code, err) == (0, "")
+    code, out, err = call(*advise, "--served-model", "my model", "--gpu-hour-price", 2, "--jobs", 1,
+                          "--html", tmp_path / "a.html")  # fmt: skip
+    assert (code, err) == (0, f"wrote {tmp_path / 'a.html'}\n")
+    assert "Made by <code>moe-serve advise</code>" in (tmp_path / "a.html").read_text()
     for words in ("in order", "planned once", "KV tokens", "price/M", "Too few windows", "--ep-num-redundant-experts"):
         assert words in out
     assert "'my model'" in out
@@ -106,6 +108,7 @@ def test_advise_ends_with_what_to_type() -> None:
         (("advise", "example:demo", "--ranks", "8", "--interval", "x"), "--interval is 'x'; give whole numbers"),
         (("advise", "example:demo", "--ranks", "8", "-p", "series"), "'series' is none that an engine plans with"),
         (("advise", "example:demo", "--ranks", "8", "--memory-share", "0"), "memory share is 0"),
+        (("advise", "example:demo", "--ranks", "8", "--html", "."), "--html: . cannot be written (it is a folder)"),
         (("replay", "missing.npz"), "load trace missing.npz does not exist"),
         (("replay", "example:demo", "--ranks", "7", "--nodes", "2"), "7 ranks do not divide over 2 nodes"),
         (("replay", "example:demo", "--ranks", "8", "--slots", "36"), "36 slots do not divide over 8 ranks"),

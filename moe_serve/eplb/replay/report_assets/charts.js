@@ -53,7 +53,9 @@ function short(value) {
   return `${+value.toPrecision(4)}`;
 }
 
-// ---- line charts: series [{name, color, x, y, dash, area}]
+// ---- line charts: series [{name, color, x, y, dash, dots, wide, low, high}]; low, high: ends of an interval around each y
+const balanceRange = (ys) => [Math.max(0, Math.floor(Math.min(...ys) * 20 - 0.5) / 20), 1.005];  // of an axis, in steps of 0.05
+const closeRange = (ys) => { const low = Math.min(...ys), high = Math.max(...ys); return [Math.max(0, low - 0.15 * (high - low)), high + 0.05 * (high - low)]; };
 function lineChart(holder, options) {
   const hidden = new Set();
   const draw = () => {
@@ -61,11 +63,12 @@ function lineChart(holder, options) {
     const shown = options.series().filter((s) => !hidden.has(s.name));
     const width = Math.max(holder.clientWidth, 280), height = options.height || 280;
     const pad = { left: 52, right: 14, top: 10, bottom: 40 };
-    const xs = shown.flatMap((s) => s.x), ys = shown.flatMap((s) => s.y).filter((v) => v !== null);
+    const xs = shown.flatMap((s) => s.x), ys = shown.flatMap((s) => [...s.y, ...(s.low || []), ...(s.high || [])]).filter((v) => v !== null);
     if (!ys.length) { html("p", "empty", options.empty || "Nothing to show.", holder); addKeys(); return; }
     let [x0, x1] = [Math.min(...xs), Math.max(...xs)], [y0, y1] = options.range ? options.range(ys) : [0, Math.max(...ys) * 1.05];
     if (x0 === x1) { x0 -= 1; x1 += 1; }
     if (y0 === y1) y1 = y0 + 1;
+    pad.left = Math.max(pad.left, 16 + 6.5 * Math.max(...ticks(y0, y1, 5).map((v) => options.format(v).length)));
     const X = (v) => pad.left + (v - x0) / (x1 - x0) * (width - pad.left - pad.right);
     const Y = (v) => height - pad.bottom - (v - y0) / (y1 - y0) * (height - pad.top - pad.bottom);
     const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": options.label }, null);
@@ -92,6 +95,7 @@ function lineChart(holder, options) {
       });
       make("path", { d: path, fill: "none", stroke: s.color, "stroke-width": s.wide ? 2.4 : 1.7, "stroke-linejoin": "round",
         "stroke-dasharray": s.dash || "none" }, svg);
+      if (s.low) s.x.forEach((x, i) => make("line", { class: "interval", x1: X(x), x2: X(x), y1: Y(s.low[i]), y2: Y(s.high[i]), stroke: s.color }, svg));
       if (s.dots) s.x.forEach((x, i) => make("circle", { cx: X(x), cy: Y(s.y[i]), r: 3, fill: s.color }, svg));
     }
     const cross = make("line", { y1: pad.top, y2: height - pad.bottom, stroke: "var(--soft)", opacity: 0 }, svg);
@@ -120,6 +124,13 @@ function lineChart(holder, options) {
   }
   redraws.push(draw);
   return draw;
+}
+
+// ---- tables; kinds: class of each row
+function fillTable(id, columns, rows, kinds = []) {
+  const head = html("tr", "", "", html("thead", "", "", $(id))), body = html("tbody", "", "", $(id));
+  for (const column of columns) html("th", "", column, head);
+  rows.forEach((cells, i) => { const row = html("tr", kinds[i], "", body); for (const text of cells) html("td", "", text, row); });
 }
 
 // ---- tables that a click on a column sorts, with a button that saves them: columns [{name, format}], rows of numbers or null
@@ -211,3 +222,26 @@ function legend(holder, color, left, middle, right) {
   });
 }
 
+// ---- what every page has: its head, a theme, and sizes that follow the window; a page calls startPage() last
+function drawAll() { for (const draw of redraws) draw(); }
+function setTheme(theme) { root.dataset.theme = theme; drawAll(); }
+function startPage() {
+  for (const [name, words] of D.conditions) {
+    const item = html("li", "", "", $("conditions"));
+    html("b", "", name, item);
+    item.append(words);
+  }
+  for (const card of D.cards) {
+    const box = html("div", "card", "", $("cards"));
+    html("div", "label", card.label, box);
+    html("div", "value", card.value, box);
+    if (card.from) html("div", "from", card.from, box);
+  }
+  for (const sentence of D.verdict) html("p", "", sentence, $("verdict"));
+  $("theme").addEventListener("click", () => setTheme(dark() ? "light" : "dark"));
+  const prefers = matchMedia("(prefers-color-scheme: dark)");
+  prefers.addEventListener("change", () => setTheme(prefers.matches ? "dark" : "light"));
+  let waiting = 0;
+  addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(drawAll); });
+  setTheme(prefers.matches ? "dark" : "light");
+}

@@ -1,26 +1,5 @@
 // Draws one replay from the data in #data, with charts.js before it in the same script.
 
-const balanceRange = (ys) => [Math.max(0, Math.floor(Math.min(...ys) * 20 - 0.5) / 20), 1.005];  // of an axis, in steps of 0.05
-function fillTable(id, columns, rows) {
-  const head = html("tr", "", "", html("thead", "", "", $(id))), body = html("tbody", "", "", $(id));
-  for (const column of columns) html("th", "", column, head);
-  for (const cells of rows) { const row = html("tr", "", "", body); for (const text of cells) html("td", "", text, row); }
-}
-
-// ---- head
-for (const [name, words] of D.conditions) {
-  const item = html("li", "", "", $("conditions"));
-  html("b", "", name, item);
-  item.append(words);
-}
-for (const card of D.cards) {
-  const box = html("div", "card", "", $("cards"));
-  html("div", "label", card.label, box);
-  html("div", "value", card.value, box);
-  if (card.from) html("div", "from", card.from, box);
-}
-for (const sentence of D.verdict) html("p", "", sentence, $("verdict"));
-
 // ---- table
 const colorOf = (policy) => policy.role === "floor" ? "var(--floor)" : policy.role === "ceiling" ? "var(--ceiling)" : `var(--c${policy.color % 6})`;
 {
@@ -49,7 +28,7 @@ if (D.sweep) {
       color: s.role === "floor" ? "var(--floor)" : s.role === "ceiling" ? "var(--ceiling)" : `var(--c${names.indexOf(s.name) % 6})` })),
     label: "sweep", xLabel: S.xLabel, xName: S.xLabel, height: 300, format: (v) => S.digits ? v.toFixed(S.digits) : short(v),
     xTicks: () => [...new Set(S.series[0].x)],
-    range: (ys) => { const low = Math.min(...ys), high = Math.max(...ys); return [Math.max(0, low - 0.15 * (high - low)), high + 0.05 * (high - low)]; },
+    range: closeRange,
   });
   fillTable("sweep-table", S.columns, S.rows);
 }
@@ -244,7 +223,7 @@ if (D.traffic) {
   }
 }
 
-// ---- switches, theme, size
+// ---- switches
 for (const group of document.querySelectorAll(".switch")) group.addEventListener("click", (event) => {
   const key = event.target.dataset.key;
   if (!key) return;
@@ -252,11 +231,4 @@ for (const group of document.querySelectorAll(".switch")) group.addEventListener
   if (group.dataset.for === "balance") balanceKey = key; else if (group.dataset.for === "time") timeKey = key; else if (group.dataset.for === "shown") shown = key; else heatOrder = key;
   drawAll();
 });
-function drawAll() { for (const draw of redraws) draw(); }
-function setTheme(theme) { root.dataset.theme = theme; drawAll(); }
-$("theme").addEventListener("click", () => setTheme(dark() ? "light" : "dark"));
-const prefers = matchMedia("(prefers-color-scheme: dark)");
-prefers.addEventListener("change", () => setTheme(prefers.matches ? "dark" : "light"));
-let waiting = 0;
-addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(drawAll); });
-setTheme(prefers.matches ? "dark" : "light");
+startPage();
