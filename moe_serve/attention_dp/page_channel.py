@@ -15,7 +15,7 @@ import ctypes
 import socket
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -30,6 +30,7 @@ from moe_serve.attention_dp.prefix_cache import KEY_BYTES
 from moe_serve.attention_dp.request import Handover, Request
 
 _SENT_AT_ONCE = 16  # pages whose records are written together, so that a reader can copy those while others follow
+_HERE: Mapping[str, Callable[[], socket.socket]] = {}  # the decode ranks are on this host
 _NEAR = 1024  # slots behind the last one taken, where the next hand-over's pages are as a rule
 Heads = npt.NDArray[np.uint8]
 
@@ -87,9 +88,9 @@ class PageSender:
     """The writing end, on a prefill rank. num_sent: pages"""
 
     def __init__(
-        self, descriptor: int, cache: KvCache, launch_id: int, dials: Sequence[Callable[[], socket.socket]] = ()
+        self, descriptor: int, cache: KvCache, launch_id: int, dials: Mapping[str, Callable[[], socket.socket]] = _HERE
     ):
-        """dials: by decode host, connect with it, as for PageStream; (): the decode ranks are on this one
+        """dials: by address of each decode host, as in PageFiles
 
         Raises ConfigError where the file is too small for a page.
         """
@@ -97,7 +98,7 @@ class PageSender:
         self._ring = PageRing(descriptor, cache.page_bytes, writes=True)
         self._ring.records[:] = 0  # of a process before this one
         self._cache, self._launch_id = cache, launch_id
-        self._streams = [PageStream(self._ring, dial) for dial in dials]
+        self._streams = [PageStream(self._ring, dial, address) for address, dial in dials.items()]
         self._next = 0
         self.num_sent = 0
 
@@ -121,7 +122,9 @@ class PageSender:
     def close(self) -> None:
         """Ends the connections with other hosts."""
         for stream in self._streams:
-            stream.close()
+            stream.end()
+        for stream in self._streams:
+            stream.join()
 
     def _send(self, request: Request, first: int, end: int, slot: int) -> None:
         heads = heads_of(

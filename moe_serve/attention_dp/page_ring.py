@@ -7,8 +7,8 @@ writes, or where that is on another host a copy of it, slot for slot (page_strea
 import mmap
 import os
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,12 +26,13 @@ class PageFiles:
     """The files of such memory, as a rank is given them.
 
     descriptors: by prefill rank; a prefill rank has its own alone
-    dials:       of a prefill rank, by decode host: connect with it, as for PageStream; (): they are on this host
+    dials:       of a prefill rank, by address of a decode host: connect with it, as for PageStream; none: they are on
+                 this host
     are_copies:  of a decode rank: whether the prefill ranks are on other hosts
     """
 
     descriptors: Sequence[int]
-    dials: Sequence[Callable[[], socket.socket]] = ()
+    dials: Mapping[str, Callable[[], socket.socket]] = field(default_factory=dict)
     are_copies: bool = False
 
 

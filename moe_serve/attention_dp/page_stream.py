@@ -29,19 +29,20 @@ _MOST_PAGES = 16  # of a part
 _LIFE_S = 1.0  # between two signs of life
 QUIET_S = 10.0  # an end that takes or sends nothing for so long is given up
 _REDIAL_S = 0.5
+_END_S = 1.0  # for which the end of a rank waits for a stream
 log = get_logger(__name__)
 
 
 class PageStream:
     """The sending end, on a prefill rank."""
 
-    def __init__(self, ring: PageRing, dial: Callable[[], socket.socket]):
-        """ring: of this rank, of which nothing is written yet
+    def __init__(self, ring: PageRing, dial: Callable[[], socket.socket], address: str):
+        """ring: of this rank, of which nothing is written yet;  address: of the other host, for messages
 
         dial: returns a connection that both ends trust; raises OSError, or ReplacedError where it is of no use to try
         again
         """
-        self._ring, self._dial = ring, dial
+        self._ring, self._dial, self._address = ring, dial, address
         self._number = secrets.randbits(64)
         self._num_written = 0
         self._is_for_it = np.zeros(ring.num_slots, dtype=np.bool_)  # by slot
@@ -49,7 +50,7 @@ class PageStream:
         self._ends = False
         self._connected: socket.socket | None = None
         self._warnings = RareWarnings(log)
-        self._thread = threading.Thread(target=self._run, name="pages for another host", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"pages for {address}", daemon=True)
         self._thread.start()
 
     def wrote(self, count: int, is_for_it: bool) -> None:
@@ -63,15 +64,18 @@ class PageStream:
             self._num_written += count
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Ends the connection and the thread."""
+    def end(self) -> None:
+        """Ends the connection, and has the thread end."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
             if self._connected is not None:
                 with contextlib.suppress(OSError):
                     self._connected.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
+
+    def join(self) -> None:
+        """Waits a moment for the thread, which may be in a dial yet: nothing then comes of that."""
+        self._thread.join(_END_S)
 
     def _run(self) -> None:
         while not self._ends:
@@ -89,7 +93,7 @@ class PageStream:
                 if not self._ends:
                     why = error.strerror or error
                     self._warnings.warn(
-                        "pages", "no pages reach the host of the decode ranks, which compute them: %s", why
+                        "pages", "no pages reach the decode host at %s, which computes them: %s", self._address, why
                     )
             except ReplacedError as error:
                 log.warning("%s", error)

@@ -278,7 +278,11 @@ def _page_files(config: ServeConfig, env: RankEnv) -> "PageFiles | None":
         (host.removeprefix("[").removesuffix("]"), int(port))
         for host, _, port in (each.rpartition(":") for each in env.pages_at)
     ]
-    return PageFiles([own_file], [partial(own.dial, PAGES_TAKER, each, 0, PAGES, _DIAL_S) for each in takers])
+    dials = {
+        at: partial(own.dial, PAGES_TAKER, taker, 0, PAGES, _DIAL_S)
+        for at, taker in zip(env.pages_at, takers, strict=True)
+    }
+    return PageFiles([own_file], dials)
 
 
 def _build_engine(

@@ -89,7 +89,7 @@ class Way:
             self.ended.append(str(error))
 
     def sender(self, fill: int = 1) -> PageSender:
-        self.senders.append(PageSender(self.source, cache_of(20, fill=fill), LAUNCH, [self.dial]))
+        self.senders.append(PageSender(self.source, cache_of(20, fill=fill), LAUNCH, {"10.0.0.2:30001": self.dial}))
         return self.senders[-1]
 
     def cut_all(self) -> None:
@@ -154,7 +154,14 @@ def test_each_host_gets_the_pages_for_it_and_those_for_all(seed: int) -> None:
     draw = random.Random(seed)
     with contextlib.closing(Way()) as first, contextlib.closing(Way()) as second:
         ways = [first, second]
-        first.senders.append(PageSender(first.source, cache_of(20, fill=1), LAUNCH, [way.dial for way in ways]))
+        first.senders.append(
+            PageSender(
+                first.source,
+                cache_of(20, fill=1),
+                LAUNCH,
+                {f"10.0.0.{at}:30001": way.dial for at, way in enumerate(ways)},
+            )
+        )
         sent: list[tuple[str, int, int | None]] = []
         for number in range(40):
             request = request_of(str(number), num_pages := draw.randrange(1, 4))
@@ -388,7 +395,7 @@ def test_a_request_waits_a_while_for_pages_that_are_sent_still(end: str) -> None
         assert prefill.sender is not None
         assert decode.receiver is not None
         way.senders.append(prefill.sender)
-        prefill.sender._streams = [page_stream.PageStream(prefill.sender._ring, way.dial)]
+        prefill.sender._streams = [page_stream.PageStream(prefill.sender._ring, way.dial, "10.0.0.2:30001")]
         decode.receiver._wait_s = 0.5 if end == "they are late" else 60.0
         assert eventually(lambda: decode.receiver._is_connected(0), 30)
         base = Request("r", 1, list(range(28)), [], SamplingParams(max_new_tokens=6), 3)
@@ -420,3 +427,30 @@ def test_a_request_waits_a_while_for_pages_that_are_sent_still(end: str) -> None
         }
         assert decode.receiver.counters == dict.fromkeys(COUNTERS, 0) | counts[end]
         assert decode.scheduler.blocks.num_free == decode.scheduler.blocks.num_blocks
+
+
+def test_a_sender_says_which_host_gets_no_pages_and_ends_though_dials_take_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_stream, "_END_S", 0.1)
+    monkeypatch.setattr(page_stream, "_REDIAL_S", 0.01)
+    may_end, dials = threading.Event(), threading.Event()
+
+    def refuse() -> socket.socket:
+        if len(caplog.messages) < 1:
+            raise OSError("no route to host")
+        dials.set()
+        may_end.wait(60)
+        raise OSError("no route to host")
+
+    with contextlib.closing(Way()) as way:
+        addresses = ["10.0.0.2:30001"]
+        sender = PageSender(way.source, cache_of(20, fill=1), LAUNCH, dict.fromkeys(addresses, refuse))
+        assert dials.wait(60)
+        sender.close()
+        assert sender._streams[0]._thread.is_alive(), "it was not waited for"
+        may_end.set()
+        sender._streams[0]._thread.join(60)
+    assert caplog.messages == [
+        f"no pages reach the decode host at {addresses[0]}, which computes them: no route to host"
+    ]

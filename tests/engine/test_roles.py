@@ -218,7 +218,7 @@ def _streams_pages(engine: Engine) -> None:
     pages, close = os.memfd_create("pages"), engine.close
     os.ftruncate(pages, 1 << 20)
     blocks = engine.scheduler.blocks
-    blocks.sender = PageSender(pages, engine.served.cache, LAUNCH, [_dial])
+    blocks.sender = PageSender(pages, engine.served.cache, LAUNCH, {"10.0.0.2:30001": _dial})
     (stream,) = blocks.sender._streams
     assert stream._thread.is_alive()
 

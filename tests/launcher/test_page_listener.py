@@ -53,7 +53,7 @@ class Served:
         """Sends a request of two pages as a prefill rank."""
         descriptor = os.memfd_create("pages")
         os.ftruncate(descriptor, os.fstat(self.copies[0]).st_size)
-        self.senders.append(PageSender(descriptor, CACHE, LAUNCH_ID, [self.dial(party)]))
+        self.senders.append(PageSender(descriptor, CACHE, LAUNCH_ID, {"10.0.0.2:30001": self.dial(party)}))
         os.close(descriptor)
         self.senders[-1].send(request_of(name, 2), 0, 2)
         return self.senders[-1]
