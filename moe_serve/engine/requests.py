@@ -361,8 +361,11 @@ class StepEvents:
         events[index] = _joined(events[index], self.requests.extended(request, token_id, logprobs))
 
     def _goes_on(self, event: TokenEvent, drafts: tuple[int, ...], depth: int) -> bool:
-        """Returns whether a request runs on, and the draft behind its row at this depth is what was drawn there."""
-        return event.finish is None and depth < len(drafts) and event.token_ids[depth] == drafts[depth]
+        """Returns whether a request runs on, and the draft behind its row at this depth is what was drawn there.
+
+        Behind a row that has drawn no token there is none at its depth.
+        """
+        return event.finish is None and depth < len(drafts) and event.token_ids[depth:][:1] == [drafts[depth]]
 
 
 def _rows_at(logits: Tensor, rows: list[int]) -> Tensor:

@@ -4,6 +4,7 @@ Drafts that are right, wrong and right again behind a wrong one come from `Oracl
 the product come from text; the demo model repeats itself enough to have some.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from moe_serve.engine.requests import StepEvents
 from tests.engine.offline import OTHER_FAMILIES, TINY, Served, prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import PLAIN, model_overrides, requests_for, same, submits_that_change_logits
 from tests.engine.test_structured import STARTS, compile_at_once, submits_with_forms
+from tests.engine.test_values_not_finite import poison_embedding
 from tests.models.families import WITH_STATES
 
 EVERY_DAY = ("demo", "deepseek_v3", "gpt_oss", "deepseek_v32", "llama4_text")
@@ -153,6 +155,54 @@ def numbers(blocks: list[LogprobBlock]) -> tuple[bytes, ...]:
     assert [block.start for block in blocks] == sorted(block.start for block in blocks)
     parts = ([getattr(block, name) for block in blocks] for name in ("ranks", "logprobs", "top_ids", "top"))
     return tuple(b"".join(part) for part in parts)
+
+
+class AllRight(Oracle):
+    """Three drafts of each request, all of them right."""
+
+    def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
+        drafts = []
+        for request in requests:
+            known = len(request.output_ids)
+            drafts.append(tuple(self._expected[request.request_id][known : known + min(3, num_rows)]))
+            num_rows -= len(drafts[-1])
+        return drafts
+
+
+def _nan_behind(token_id: int, expected: dict[str, list[int]] | None, engine: Engine) -> None:
+    """The row of this token is NaN. expected: tokens that are drafted, where any are"""
+    poison_embedding(engine, math.nan, token_id)
+    if expected is not None:
+        engine.scheduler.speculator = AllRight(expected)
+
+
+@pytest.mark.parametrize("logprobs", [None, 1], ids=["all rows at once", "in rounds"])
+def test_a_row_that_draws_no_token_behind_a_right_draft_ends_its_request_alone(logprobs: int | None) -> None:
+    """The row of the second draft is NaN, so there is no token for the third, whatever that is."""
+    params = SamplingParams(max_new_tokens=8, temperature=1.0, logprobs=logprobs, ignore_eos=True)
+    prompts = prompts_with_shared_beginnings(4, 2048, max_len=30)
+    submits = submits_of(prompts, params)
+    clean = serve(1, submits, PLAIN)
+    token_id = clean.tokens["0"][2]
+    assert sum(each.count(token_id) for each in (*prompts, *clean.tokens.values())) == 1, "others meet the faulty row"
+    expected = serve(1, submits, PLAIN, prepare=partial(_nan_behind, token_id, None))
+    drafted = serve(1, submits, PLAIN, prepare=partial(_nan_behind, token_id, clean.tokens))
+    same(drafted, expected)
+    assert "NaN or infinite at output token 3" in drafted.messages["0"]
+    for name in ("tokens", "finish", "messages"):
+        assert getattr(drafted, name) == getattr(expected, name)
+    assert drafted.counters["num_failed"] == 1
+
+
+def test_parameters_that_leave_no_token_behind_a_right_draft_end_their_request_alone() -> None:
+    none_left = SamplingParams(max_new_tokens=30, temperature=0, allowed_token_ids=(5,), bad_words_ids=((5,) * 6,))
+    submits = [Submit("none left", 0, [5] * 20, none_left, seed=0), *repetitive(2)]
+    expected = serve(1, submits, PLAIN)
+    drafted = serve(1, submits, [*PLAIN, "speculation.mode=lookup"], prepare=_some_are_right)
+    same(drafted, expected)
+    assert drafted.finish["none left"] == "error"
+    for name in ("tokens", "finish", "messages"):
+        assert getattr(drafted, name) == getattr(expected, name)
 
 
 class OneTooMany(StepEvents):

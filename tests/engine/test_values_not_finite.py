@@ -29,16 +29,16 @@ def submits(num_prompts: int = 12) -> list[Submit]:
     return submits_of(prompts, GREEDY)
 
 
-def poison_embedding(engine: Engine, value: float) -> None:
+def poison_embedding(engine: Engine, value: float, token_id: int = VICTIM_TOKEN) -> None:
     """The row of one token holds the value; only the table is changed, not an output matrix tied to it."""
     stack = engine.served.decoder.stack
     table = stack.embed
     if isinstance(table, RowTable):
         table = RowTable.of(unpack(table.data[0], table.num_rows, table.width))
-        table.data[VICTIM_TOKEN, 5] = value
+        table.data[token_id, 5] = value
     else:
         table = table.clone()
-        table[VICTIM_TOKEN, 5] = value
+        table[token_id, 5] = value
     object.__setattr__(stack, "embed", table)  # before the first step, which records where the table is
 
 
