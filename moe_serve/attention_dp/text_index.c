@@ -25,6 +25,7 @@ typedef struct {
     u32 text;            /* its number, as its chunks have it */
     u32 last;            /* chunk, or NONE */
     u32 source, matched; /* where what may come next begins, or NONE; equal tokens before it */
+    u32 followed;        /* the text that lay there when it was found */
     u32 offered;         /* of what was offered last, tokens that are not judged yet */
     float right, tried;
 } Text;
@@ -51,6 +52,7 @@ static u32 before(const Index *index, u32 place)
     const Chunk *chunk = chunk_of(index, place), *chunks = (Chunk *)index->chunks;
     if (place % CHUNK) return place - 1;
     if (chunk->before == NONE || chunks[chunk->before].text != chunk->text) return NONE;
+    if (chunks[chunk->before].length < CHUNK) return NONE; /* its text has taken it again */
     return chunk->before * CHUNK + CHUNK - 1;
 }
 
@@ -97,12 +99,27 @@ static void append(Index *index, Text *text, i32 token)
     ((i32 *)index->tokens)[text->last * CHUNK + chunk->length++] = token;
 }
 
-static int class_of(u32 matched) { return matched < 4 ? 0 : matched < 6 ? 1 : matched < 9 ? 2 : matched < 16 ? 3 : matched < 32 ? 4 : 5; }
+static int class_of(u32 matched)
+{
+    if (matched >= 16) return matched < 32 ? 4 : 5;
+    return matched < 4 ? 0 : matched < 6 ? 1 : matched < 9 ? 2 : 3;
+}
+
+/* Forgets the source of a text if another text, maybe of another scope, was written over it since. A text that takes
+ * the same chunk again writes over it, too: what lies beyond its length is older. */
+static void check_source(const Index *index, Text *text)
+{
+    if (text->source == NONE) return;
+    const Chunk *chunk = chunk_of(index, text->source);
+    if (chunk->text != text->followed || text->source % CHUNK >= chunk->length) text->source = NONE;
+    if (text->source == NONE) text->matched = text->offered = 0;
+}
 
 /* Adds a token, and sees whether it is what was to come next. */
 static void read_token(Index *index, Text *text, i32 token)
 {
     append(index, text, token);
+    check_source(index, text);
     if (text->source == NONE) return;
     int is_right = ((i32 *)index->tokens)[text->source] == token;
     if (text->offered) {
@@ -135,7 +152,7 @@ static void find(Index *index, Text *text)
             there = before(index, there), here = before(index, here);
         }
         if (next == NONE || equal < RUN || equal <= text->matched) continue;
-        text->source = next, text->matched = equal;
+        text->source = next, text->matched = equal, text->followed = chunk->text;
         if (equal == LONGEST) return;
     }
 }
@@ -144,7 +161,7 @@ static void find(Index *index, Text *text)
 i64 begin_text(i64 at, i64 number, i64 scope)
 {
     Index *index = (Index *)at;
-    ((Text *)index->texts)[number] = (Text){(u64)scope, (u32)index->num_texts++, NONE, NONE, 0, 0, 0, 0};
+    ((Text *)index->texts)[number] = (Text){(u64)scope, (u32)index->num_texts++, NONE, NONE, 0, 0, 0, 0, 0};
     return 0;
 }
 
@@ -168,8 +185,7 @@ i64 look(i64 at, i64 num_texts, i64 texts, i64 counts, i64 tokens, i64 most, i64
         Text *text = (Text *)index->texts + ((i32 *)texts)[i];
         i32 *found = (i32 *)drafts + i * most, number = 0;
         float *chance = (float *)chances + i * most, all_right = 1;
-        /* It may have been written over by a text of another scope. */
-        if (text->source != NONE && chunk_of(index, text->source)->scope != text->scope) text->source = NONE;
+        check_source(index, text); /* others have read since */
         if (text->source == NONE) text->matched = 0, find(index, text);
         int own = text->source != NONE && chunk_of(index, text->source)->text == text->text;
         u32 place = text->source;

@@ -21,8 +21,8 @@ from moe_serve.c_library import load_c_library, processor_flags
 CHUNK = 128  # tokens that are written over together
 _CHUNK = np.dtype([("scope", "u8"), *[(name, "u4") for name in ("text", "length", "before", "after")]])
 _TEXT = np.dtype(
-    [("scope", "u8"), *[(name, "u4") for name in ("text", "last", "source", "matched", "offered")],
-     ("right", "f4"), ("tried", "f4"), ("padding", "u4")]
+    [("scope", "u8"), *[(name, "u4") for name in ("text", "last", "source", "matched", "followed", "offered")],
+     ("right", "f4"), ("tried", "f4")]
 )  # fmt: skip
 _NUMBERS = ("num_chunks", "next_chunk", "head_bits", "num_texts", "chunks", "tokens", "earlier", "heads", "texts")
 _INDEX = np.dtype([*[(name, "i8") for name in _NUMBERS], ("right", "f4", (2, 6)), ("tried", "f4", (2, 6))])

@@ -141,3 +141,22 @@ def test_a_text_longer_than_the_memory_goes_on():
         found = index.look([text], [1], [number % 50])
         assert number < 60 or found.drafts[0].tolist() == [(number + 1 + each) % 50 for each in range(MOST)]
     assert index.look([other], [1], [7]).num_drafts[0] == 0, "it was written over, and begins anew"
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False], ids=["then looks", "then reads"])
+def test_no_token_of_another_scope_is_offered_where_the_ring_came_round_twice(is_looked_at):
+    index = TextIndex(1, MOST)
+    num_chunks = index.num_tokens // CHUNK
+    text, followed = index.begin("mine"), index.begin("mine")
+    index.read(followed, [*range(1, 20), *range(500, 600)])  # chunk 0
+    assert index.look([text], [10], list(range(1, 11))).drafts[0, 0] == 11  # chunk 1
+    index.read(index.begin("other"), [7] * (num_chunks - 2) * CHUNK)
+    index.read(index.begin("other"), [888] * CHUNK)  # chunk 0
+    index.read(index.begin("other"), [7] * (num_chunks - 1) * CHUNK)
+    index.read(index.begin("mine"), [1, 2, 3])  # chunk 0, of which the rest is still the other scope's
+    if is_looked_at:
+        assert index.look([text], [0], []).num_drafts[0] == 0
+    else:
+        rights = index._index["right"].copy()
+        index.read(text, [888])
+        assert (index._index["right"] == rights).all(), "it was told that the other scope's token came"
