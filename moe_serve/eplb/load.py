@@ -20,7 +20,7 @@ Shape words: L = MoE layers, E = logical experts, R = ranks, P = slots.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,7 +29,8 @@ from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError
 
 Floats = NDArray[np.float64]
-PHASES = ("prefill", "decode", "mixed")
+Phase = Literal["prefill", "decode", "mixed"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 MAX_EXACT = 2**53  # counts up to here are exact in float64 as well
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from moe_serve.ep.expert_form import choose_expert_form
-from moe_serve.eplb.cost.kernels import Phase
 from moe_serve.eplb.cost.step_record import KernelRecord, Layers, ModelSteps, Rate, StepRecord, Unit
+from moe_serve.eplb.load import Phase
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.part_clock import ATTENTION, EXPERTS, OTHER, PARTS
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec

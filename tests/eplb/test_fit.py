@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_engine, load_hardware, load_model_profile
 from moe_serve.eplb.files.step_times import StepTime, read_step_times
-from moe_serve.eplb.load import LoadTrace
+from moe_serve.eplb.load import LoadTrace, Phase
 from moe_serve.eplb.policies.make import plan
 from moe_serve.eplb.replay.costs import ProfileCosts, Serving
-from moe_serve.eplb.replay.fit import OVERLAPS, Group, Guess, fit, step_seconds, to_table
+from moe_serve.eplb.replay.fit import OVERLAPS, Group, Guess, fit, grouped, step_seconds, to_table
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, popularity, synthetic_trace
 from moe_serve.errors import ConfigError, TraceError
 from moe_serve.launcher.cli.app import add_balancer_commands
@@ -78,11 +78,27 @@ def test_a_csv_is_read_with_and_without_context(tmp_path: Path) -> None:
     ("row", "says"),
     [("decode,x,0.1", "line 2: invalid"), ("both,1,0.1", "phase is 'both'"), ("decode,0,0.1", "0 tokens"),
      ("mixed,1,0.1", "0 tokens of 1 in a mixed"),
+     ("decode," + 100 * "9" + ",0.1", "100 digits"), ("decode," + 5000 * "9" + ",0.1", "line 2"),
      ("decode,8,nan", "8 tokens in nan"), ("decode", "line 2"), ("decode\0", "measured"), ("", "no step times")],
 )  # fmt: skip
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, row: str, says: str) -> None:
     with pytest.raises(TraceError, match=says):
         read_step_times(written(tmp_path, f"phase,tokens,step_s\n{row}\n"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [VLLM.replace("10.99", "1.2.3").splitlines()[0], VLLM.replace(" 20 gen", " " + 5000 * "9" + " gen").splitlines()[0],
+     SGLANG.replace("1600.0", "1.6.3").replace("300.0", "3" * 400).replace("16384.0", "1.6.384")],
+)  # fmt: skip
+def test_numbers_of_a_log_that_are_none_are_no_steps(tmp_path: Path, line: str) -> None:
+    with pytest.raises(TraceError, match="no step times"):
+        read_step_times(written(tmp_path, line))
+
+
+def test_a_full_stop_behind_a_number_is_no_part_of_it(tmp_path: Path) -> None:
+    log = written(tmp_path, SGLANG.replace("1600.0, #queue", "1600.0. #queue"))
+    assert read_step_times(log) == read_step_times(written(tmp_path, SGLANG))
 
 
 CLUSTER, SLOTS = Topology(1, 8), 136
@@ -102,7 +118,8 @@ def engine_steps(factor: float, guess: Guess, sizes=SIZES, model=QWEN) -> list[S
     before, served = popularity(replace(load, skew=guess.skew))
     placement = plan(before * 1e9, CLUSTER, SLOTS).placement
     for phase, tokens, context, decoding in sizes:
-        times = step_seconds(Group(phase, tokens, context, 0.0, 1, decoding), costs, placement, served, guess.spread)
+        group = Group(phase, tokens, context, 0.0, 1, decoding / tokens)
+        times = step_seconds(group, costs, placement, served, guess.spread)
         time = factor * times[OVERLAPS.index(guess.overlap)]
         noisy = time * (1 + 0.02 * rng.standard_normal(9))
         steps += [StepTime(phase, tokens, float(one), context, decoding) for one in (*noisy, 9 * time)]
@@ -155,6 +172,28 @@ def test_a_recorded_load_leaves_the_spread_and_the_overlap_to_be_found() -> None
     empty = LoadTrace.of([next(iter(trace))], topk=QWEN.topk)
     with pytest.raises(TraceError, match="a half of the trace has no tokens"):
         fit(steps, costs_of(QWEN), SLOTS, 0.98, empty)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_mixed_step_that_is_nearly_all_decodes_costs_what_these_do(drafts: int) -> None:
+    costs = replace(costs_of(QWEN), serving=Serving(drafts=drafts, acceptance=0.5))
+    shares = np.full((QWEN.num_moe_layers, QWEN.num_logical), 1 / QWEN.num_logical)
+    placement = plan(shares * 1e9, CLUSTER, SLOTS).placement
+
+    def seconds(phase: Phase, share: float) -> float:
+        return step_seconds(Group(phase, 520, 4096.0, 0.0, 1, share), costs, placement, shares, 0.0)[0]
+
+    alone = seconds("decode", 0.0)
+    half, most = (seconds("mixed", decoding / 520) for decoding in (260, 512))
+    assert most == pytest.approx(alone, rel=0.05)
+    assert half < most, "fewer decodes read less of the cache"
+
+
+def test_steps_that_all_but_one_token_decode_are_grouped_and_fitted() -> None:
+    """The medians of (16 of 15) and (17 of 16) tokens would round to 16 of 16."""
+    steps = [StepTime("mixed", tokens, 0.01, 4096.0, tokens - 1) for tokens in (16, 17)]
+    (group,) = grouped(steps, 4096.0)
+    assert group.decode_share == pytest.approx((15 / 16 + 16 / 17) / 2)
 
 
 def test_steps_of_one_size_are_refused() -> None:

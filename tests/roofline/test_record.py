@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_serve.eplb.cost.kernels import Phase, even_amounts
+from moe_serve.eplb.cost.kernels import even_amounts
 from moe_serve.eplb.cost.step_record import Amounts, StepRecord, load_steps, total
+from moe_serve.eplb.load import Phase
 from moe_serve.errors import ConfigError
 from moe_serve.roofline.record import STEPS, record_kind, record_model
 from moe_serve.roofline.step import RankStep, Transport, record_step

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, ModelProfile
 from moe_serve.eplb.cost.step_record import Amounts, KernelRecord, Layers, ModelSteps, total
+from moe_serve.eplb.load import Phase
 
 Floats = NDArray[np.float64]
-Phase = Literal["decode", "prefill", "mixed"]
 Mode = Literal["low_latency", "normal"]  # of dispatch and combine
 WIDE = 2.0  # bytes of a bf16 value
 
@@ -63,6 +63,17 @@ class Batch:
     def kept_rows(self) -> float:
         """Tokens of prompts, with those that the cache holds; of a batch of one phase."""
         return self.tokens_per_rank / (1 - self.cache_hit) if self.phase == "prefill" else self.tokens_per_rank
+
+    @property
+    def tokens_of_request(self) -> float:
+        """Tokens over requests, where requests choose experts alike.
+
+        Mixed: as many prompts as would make a batch of prompts differ as much; decodes hardly do.
+        """
+        if self.phase == "decode":
+            return self.tokens_per_request
+        prompts = 1.0 if self.phase == "prefill" else 1 - self.decode_share
+        return max(self.context * (1 - self.cache_hit), 1.0) * prompts
 
     @property
     def sampled(self) -> float:

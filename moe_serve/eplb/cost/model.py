@@ -29,14 +29,13 @@ from moe_serve.eplb.cost.kernels import (
     Kernels,
     LayerTime,
     Mode,
-    Phase,
     RecordedKernels,
     StepKernels,
     StepTime,
 )
 from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, ModelProfile, load_engine
 from moe_serve.eplb.cost.step_record import ModelSteps, load_steps
-from moe_serve.eplb.load import own_load, slot_load
+from moe_serve.eplb.load import Phase, own_load, slot_load
 from moe_serve.eplb.migration.moves import SlotMove
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement

@@ -1,8 +1,8 @@
 """Step times that an engine has measured: a CSV, or the lines that vLLM and SGLang log.
 
     phase,tokens,step_s,context,decoding    tokens that a rank computes in the step; context may be left out
-    decode,128,0.0411,3000
-    mixed,2048,0.161,3000,96                decoding: of the tokens, those that decode beside prompts
+    decode,128,0.0411,3000                  context: tokens of a request in the cache;  prefill: of a prompt
+    mixed,2048,0.161,3000,96                decoding: of the tokens, those that decode beside prompts;  context: both
 
 vLLM (--enable-logging-iteration-details): `Iteration(515): 0 context requests, 0 context tokens, 20 generation
 requests, 20 generation tokens, iteration elapsed time: 10.99 ms`.
@@ -19,19 +19,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
+from moe_serve.eplb.load import PHASES, Phase
 from moe_serve.errors import TraceError
 
 _VLLM = re.compile(
-    r"Iteration\(\d+\): \d+ context requests, (\d+) context tokens, \d+ generation requests, (\d+) generation tokens, "
-    r"iteration elapsed time: ([\d.]+) ms"
+    r"Iteration\(\d+\): \d+ context requests, (\d{1,9}) context tokens, \d+ generation requests, "
+    r"(\d{1,9}) generation tokens, iteration elapsed time: (\d{1,9}(?:\.\d{1,20})?) ms"
 )
 _SGLANG = re.compile(r"\[[^\]]*?((?: (?:DP|TP|EP|PP)\d+)*)\] (Decode|Prefill) batch, (.*)")
-_NUMBER = re.compile(r"(#?[a-z][a-z -]*(?:\(token/s\))?): ([\d.]+)")
+_NUMBER = re.compile(r"(#?[a-z][a-z -]*(?:\(token/s\))?): (\d{1,9}(?:\.\d{1,20})?)(?!\.?\d)")  # 1.2.3 is none
 _COLUMNS = ("phase", "tokens", "step_s")
-Phase = Literal["prefill", "decode", "mixed"]
-_PHASES: dict[str, Phase] = {"prefill": "prefill", "decode": "decode", "mixed": "mixed"}
+MAX_TOKENS = 1 << 31  # of a step, or of a request in the cache
 MAX_LINES = 10_000_000
 MAX_LINE = 1 << 16  # characters of a line that are read
 
@@ -41,7 +41,7 @@ class StepTime:
     """A measured step.
 
     tokens:   that one rank computes;  decoding: of these, in a mixed step
-    context:  of a request in the cache, or of a prompt; None: not known
+    context:  of a decoding request in the cache, or of a prompt, or of both; None: not known
     """
 
     phase: Phase
@@ -87,9 +87,9 @@ def _of_csv(path: Path, file: TextIO) -> Iterator[StepTime]:
     rows.fieldnames = [name.strip() for name in rows.fieldnames or ()]
     for row in rows:
         where = f"{path}, line {rows.line_num}"
-        phase = _PHASES.get(str(row["phase"]).strip())
+        phase = next((name for name in PHASES if name == str(row["phase"]).strip()), None)
         if phase is None:
-            raise TraceError(f"{where}: phase is {row['phase']!r}; give prefill, decode or mixed")
+            raise TraceError(f"{where}: phase is {row['phase']!r}; give {', '.join(PHASES)}")
         try:
             context = (row.get("context") or "").strip()
             decoding = int((row.get("decoding") or "0").strip() or 0)
@@ -97,18 +97,24 @@ def _of_csv(path: Path, file: TextIO) -> Iterator[StepTime]:
             step = StepTime(phase, int(row["tokens"]), float(row["step_s"]), length, decoding)
         except (TypeError, ValueError) as problem:
             raise TraceError(f"{where}: {problem}; give phase, tokens (a whole number), step_s (seconds)") from None
-        if not (
-            step.tokens >= 1 and 0 < step.step_s < math.inf and (step.context is None or 1 <= step.context < math.inf)
-        ):
+        if not 1 <= step.tokens <= MAX_TOKENS or not 0 < step.step_s < math.inf:
             raise TraceError(
-                f"{where}: {step.tokens} tokens in {step.step_s:g} s; give at least 1 token and a time above 0"
+                f"{where}: {_few_digits(step.tokens)} tokens in {step.step_s:g} s; give 1 to {MAX_TOKENS:,} tokens and "
+                "a time above 0"
             )
+        if step.context is not None and not 1 <= step.context <= MAX_TOKENS:
+            raise TraceError(f"{where}: a context of {step.context:g} tokens; give 1 to {MAX_TOKENS:,}")
         if (phase == "mixed") != (step.decoding > 0) or not 0 <= step.decoding < step.tokens:
             raise TraceError(
-                f"{where}: {step.decoding} tokens of {step.tokens} in a {phase} step decode; give some, but not all, "
-                "of a mixed step in the column decoding, and none of others"
+                f"{where}: {_few_digits(step.decoding)} tokens of {step.tokens} in a {phase} step decode; give some, "
+                "but not all, of a mixed step in the column decoding, and none of others"
             )
         yield step
+
+
+def _few_digits(number: int) -> str:
+    """Returns a number of a file for a message: a long one in short."""
+    return str(number) if abs(number) < 10**18 else f"a number of {len(str(abs(number)))} digits of"
 
 
 def _of_log(lines: Iterator[str]) -> Iterator[StepTime]:
@@ -128,10 +134,10 @@ def _of_log(lines: Iterator[str]) -> Iterator[StepTime]:
             if last is None or last[0] != kind:
                 continue
             if kind == "Decode":
-                requests, rate = said.get("running-req", 0), said.get("gen throughput (token/s)", 0)
-                if requests and rate:
+                requests, rate = int(said.get("running-req", 0)), said.get("gen throughput (token/s)", 0)
+                accepted = said.get("accept len", 1)
+                if requests and rate and accepted:
                     context = said.get("token", said.get("full token", 0)) / requests
-                    step_s = requests * said.get("accept len", 1) / rate
-                    yield StepTime("decode", int(requests), step_s, context if context >= 1 else None)
+                    yield StepTime("decode", requests, requests * accepted / rate, context if context >= 1 else None)
             elif new and new == last[1] and said.get("input throughput (token/s)"):
                 yield StepTime("prefill", new, new / said["input throughput (token/s)"])

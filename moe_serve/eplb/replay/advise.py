@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
-from moe_serve.eplb.cost.kernels import Phase
 from moe_serve.eplb.cost.profile_files import HardwareProfile, ModelProfile
 from moe_serve.eplb.files.windows import cut_stretches, folded
-from moe_serve.eplb.load import LoadRecord, LoadTrace
+from moe_serve.eplb.load import LoadRecord, LoadTrace, Phase
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.names import SERVED

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.cost.batches import expected_experts, find_spread, tokens_of_batch, within_capacity
-from moe_serve.eplb.cost.kernels import Batch, Phase, gemm_flops
+from moe_serve.eplb.cost.kernels import Batch, gemm_flops
 from moe_serve.eplb.cost.model import CostModel, PredictedCost
-from moe_serve.eplb.load import LoadRecord, LoadTrace, slot_load
+from moe_serve.eplb.load import LoadRecord, LoadTrace, Phase, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.problem import holds
 from moe_serve.eplb.split.time import MAX_WEIGHT_ROWS, ExpertTime
@@ -203,13 +203,14 @@ class ProfileCosts:
         split:           returns the rows of each slot [L, P] for these tokens; None = replicas share evenly
         tokens_per_step: of all ranks
         """
-        if placement is None:
-            rows, own_rows = np.repeat(tokens.sum(axis=1, keepdims=True) / num_slots, num_slots, axis=1), None
-        else:
-            rows = slot_load(tokens, placement) if split is None else split(tokens)
-            own_rows = self.model.own_rows(tokens, placement)
+        return self.seconds_of(
+            self.rank_batch(tokens_per_step, phase), tokens, placement, num_slots, is_mean=is_mean, split=split
+        )
+
+    def rank_batch(self, tokens_per_step: float, phase: str) -> Batch:
+        """Returns the work of one rank under the conditions of `serving`. tokens_per_step: of all ranks"""
         serving, kind = self.serving, self.phase_of(phase)
-        batch = Batch(
+        return Batch(
             kind,
             tokens_per_step / self.model.topology.num_ranks,
             serving.context,
@@ -218,7 +219,23 @@ class ProfileCosts:
             decode_share=serving.decode_share,
             decode_context=serving.context + serving.answer / 2,
         )
-        tried = {"none": (False,), "two-batch": (True,), "auto": (False, True)}[serving.overlap]
+
+    def seconds_of(
+        self,
+        batch: Batch,
+        tokens: Floats,
+        placement: Placement | None,
+        num_slots: int,
+        is_mean: bool = True,
+        split: Callable[[Floats], Floats] | None = None,
+    ) -> float:
+        """Returns the same of a step in which each rank has this batch."""
+        if placement is None:
+            rows, own_rows = np.repeat(tokens.sum(axis=1, keepdims=True) / num_slots, num_slots, axis=1), None
+        else:
+            rows = slot_load(tokens, placement) if split is None else split(tokens)
+            own_rows = self.model.own_rows(tokens, placement)
+        tried = {"none": (False,), "two-batch": (True,), "auto": (False, True)}[self.serving.overlap]
         return min(self.model.step(replace(batch, two_batch=two), rows, is_mean, own_rows).total_s for two in tried)
 
     def batch_of(self, record: LoadRecord, tokens_per_step: float) -> tuple[Floats, bool]:
@@ -259,14 +276,8 @@ class ProfileCosts:
         return f"{share:.2%} of the choices are beyond that of their expert, {how}"
 
     def requests(self, tokens_per_step: float, phase: str) -> float:
-        """Returns how many requests have tokens in a step of all ranks.
-
-        Mixed: as many prompts as would make a batch of prompts differ as much; decodes hardly do.
-        """
-        serving, kind = self.serving, self.phase_of(phase)
-        if kind == "decode":
-            return tokens_per_step / (1 + serving.drafts)
-        return tokens_per_step / serving.new_prompt / (1 if kind == "prefill" else 1 - serving.decode_share)
+        """Returns how many requests have tokens in a step of all ranks, see `Batch.tokens_of_request`."""
+        return tokens_per_step / self.rank_batch(tokens_per_step, phase).tokens_of_request
 
     def served_tokens(self, tokens: float, phase: str) -> float:
         """Returns the tokens that requests get when this many are computed: cached ones too, and no wrong drafts."""

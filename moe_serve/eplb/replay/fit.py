@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from moe_serve.eplb.cost.batches import shares_of_batch
-from moe_serve.eplb.cost.kernels import Phase
+from moe_serve.eplb.cost.kernels import Batch
 from moe_serve.eplb.files.step_times import StepTime
-from moe_serve.eplb.load import LoadTrace
+from moe_serve.eplb.load import LoadTrace, Phase
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest
@@ -45,14 +45,19 @@ DRAWS = 3  # of each synthetic load: which experts are popular matters, too
 
 @dataclass(frozen=True)
 class Group:
-    """Steps of about one size. step_s: their median;  decoding: of the tokens, in a mixed step"""
+    """Steps of about one size.
+
+    step_s:       their median
+    context:      of a decoding request in the cache, and of a prompt; a mixed step has both, taken to be as long
+    decode_share: of the tokens, in a mixed step
+    """
 
     phase: Phase
     tokens: int
     context: float
     step_s: float
     num_steps: int
-    decoding: int = 0
+    decode_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -112,9 +117,10 @@ def grouped(steps: Sequence[StepTime], context: float) -> tuple[Group, ...]:
     groups = []
     for (phase, *_), same in sorted(found.items()):
         held = [context if step.context is None else step.context for step in same]
-        numbers = ([step.tokens for step in same], held, [step.step_s for step in same], [s.decoding for s in same])
-        tokens, length, seconds, decoding = (float(np.median(values)) for values in numbers)
-        groups.append(Group(phase, round(tokens), length, seconds, len(same), round(decoding)))
+        shares = [step.decoding / step.tokens for step in same]
+        numbers = ([step.tokens for step in same], held, [step.step_s for step in same], shares)
+        tokens, length, seconds, share = (float(np.median(values)) for values in numbers)
+        groups.append(Group(phase, round(tokens), length, seconds, len(same), share))
     return tuple(groups)
 
 
@@ -140,12 +146,12 @@ def fit(
         )
     spreads = SPREADS if any(group.phase != "decode" for group in groups) else (0.0,)
     loads = list(_recorded(trace, costs) if trace is not None else _synthetic(costs, rho))
-    guesses = [Guess(*load[:2], spread, overlap) for load in loads for spread in spreads for overlap in OVERLAPS]
+    guesses = [Guess(load.family, load.skew, *other) for load in loads for other in product(spreads, OVERLAPS)]
     rows: list[list[list[float]]] = []
-    for done, (_, _, before, served) in enumerate(loads):
-        placement = _planned(before, costs, num_slots)
+    for done, load in enumerate(loads):
+        placement = _planned(load.before, costs, num_slots)
         for spread in spreads:
-            rows.append([step_seconds(group, costs, placement, served, spread) for group in groups])
+            rows.append([step_seconds(group, costs, placement, load.served, spread) for group in groups])
         if progress is not None:
             progress(done + 1, len(loads))
     modelled = np.array(rows).transpose(0, 2, 1).reshape(len(guesses), len(groups))
@@ -193,7 +199,13 @@ def _best(ratios: Floats) -> tuple[int, float]:
     return best, float(medians[best])
 
 
-Load = tuple[str, float, Floats, Floats]  # family, skew, and shares [L, E] of the window of a plan and of the next one
+class Load(NamedTuple):
+    """A load that the steps may have had. before, served: shares [L, E] of the window of a plan, and of the next one"""
+
+    family: str
+    skew: float
+    before: Floats
+    served: Floats
 
 
 def _synthetic(costs: ProfileCosts, rho: float) -> Iterable[Load]:
@@ -214,7 +226,7 @@ def _synthetic(costs: ProfileCosts, rho: float) -> Iterable[Load]:
                     seed=seed,
                 )
             )
-            yield family, skew, before, served
+            yield Load(family, skew, before, served)
 
 
 def _recorded(trace: LoadTrace, costs: ProfileCosts) -> Iterable[Load]:
@@ -227,7 +239,7 @@ def _recorded(trace: LoadTrace, costs: ProfileCosts) -> Iterable[Load]:
     if not halves.any(axis=(1, 2)).all():
         raise TraceError(f"a half of {trace.source or 'the trace'} has no tokens; a fit plans from one for the other")
     before, served = halves / np.maximum(halves.sum(axis=2, keepdims=True), 1.0)
-    yield RECORDED, 0.0, before, served
+    yield Load(RECORDED, 0.0, before, served)
 
 
 def _planned(shares: Floats, costs: ProfileCosts, num_slots: int) -> Placement:
@@ -237,18 +249,23 @@ def _planned(shares: Floats, costs: ProfileCosts, num_slots: int) -> Placement:
 
 def step_seconds(group: Group, costs: ProfileCosts, placement: Placement, shares: Floats, spread: float) -> list[float]:
     """Returns the modelled time of a step of a group by each of OVERLAPS, of a batch drawn from these shares [L, E]."""
-    topology, share = costs.model.topology, group.decoding / group.tokens
-    answer = group.context * share / (1 - share) if group.phase == "mixed" else 0.0
-    serving = replace(costs.serving, phase=group.phase, context=group.context, cache_hit=0.0, answer=answer)
-    each = replace(costs, serving=serving)
-    tokens = float(group.tokens * topology.num_ranks)
+    serving = costs.serving
+    batch = Batch(
+        group.phase,
+        group.tokens,
+        group.context,
+        tokens_per_request=1 + serving.drafts if group.phase != "prefill" else 1,
+        decode_share=group.decode_share,
+        decode_context=group.context,
+    )
+    tokens = float(group.tokens * costs.model.topology.num_ranks)
     rng = np.random.default_rng(0)
-    own = shares_of_batch(shares, spread, each.requests(tokens, group.phase), tokens, rng)
+    own = shares_of_batch(shares, spread, tokens / batch.tokens_of_request, tokens, rng)
     drawn = rng.multinomial(round(tokens) * costs.model.model.topk, own).astype(np.float64)
     out = []
     for overlap in OVERLAPS:
-        priced = replace(each, serving=replace(serving, overlap=overlap))
-        out.append(priced.step_seconds(drawn, placement, placement.num_slots, tokens, group.phase, is_mean=False))
+        priced = replace(costs, serving=replace(serving, overlap=overlap))
+        out.append(priced.seconds_of(batch, drawn, placement, placement.num_slots, is_mean=False))
     return out
 
 
