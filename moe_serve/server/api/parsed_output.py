@@ -23,7 +23,7 @@ from moe_serve.server.api.tools.harmony import (
     HarmonyParser,
     analysis_tokens,
 )
-from moe_serve.server.api.tools.json_calls import InputParser, InputText, NamedCallParser, RequiredCallsParser
+from moe_serve.server.api.tools.json_calls import InputParser, NamedCallParser, RequiredCallsParser, input_of
 from moe_serve.server.api.tools.parser import (
     CallArguments,
     CallParser,
@@ -250,8 +250,9 @@ class ParsedOutput:
         self._reasoning = reasoning
         self._count_reasoning = count_reasoning
         self._held: list[str] = []  # reasoning that is not streamed
-        self._num_calls = 0
-        self._input: tuple[int, InputText] | None = None  # index and input of the last call, of a custom tool
+        self._num_calls = 0  # of the message
+        self._call: int | None = None  # whose arguments come; None: they are left out
+        self._custom: tuple[CallStart, list[str]] | None = None  # a call that is held until its arguments are whole
         self._token_ids: list[int] = []
         self._has_reasoning = False
 
@@ -286,39 +287,45 @@ class ParsedOutput:
             case Reasoning(text):
                 self._has_reasoning = True
                 if not self._reasoning.separate:
-                    return [{"content": text}]
+                    return [*self._release(), {"content": text}]
                 if self._reasoning.included:
                     self._held.append(text)
                 return self._release() if self._reasoning.streamed else []
             case Content(text):
                 return [*self._release(), {"content": text}]
-            case CallStart(index, name, call_id):
-                self._num_calls = max(self._num_calls, index + 1)
+            case CallStart():
                 before = self._release()
-                if index and not self._tools.parallel:
+                self._call = None
+                if self._num_calls and not self._tools.parallel:
                     return before
-                call = {"index": index, "id": call_id or f"call_{uuid.uuid4().hex[:24]}"}
-                if name in self._tools.inputs:
-                    self._input = index, InputText(is_whole=self._tools.only_input is not None)
-                    call |= {"type": "custom", "custom": {"name": name, "input": ""}}
-                else:
-                    call |= {"type": "function", "function": {"name": name, "arguments": ""}}
-                return [*before, {"tool_calls": [call]}]
-            case CallArguments(index, text):
-                if index and not self._tools.parallel:
+                if part.name in self._tools.inputs and self._tools.only_input is None:
+                    self._custom = part, []
+                    return before
+                return [*before, self._begun(part)]
+            case CallArguments(_, text):
+                if self._custom is not None:
+                    self._custom[1].append(text)
                     return []
-                if self._input is not None:
-                    return _of_input(index, self._input[1].push(text))
-                return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}]
+                if self._call is None:
+                    return []
+                kind, field = ("function", "arguments") if self._tools.only_input is None else ("custom", "input")
+                return [{"tool_calls": [{"index": self._call, kind: {field: text}}]}]
+
+    def _begun(self, start: CallStart, text: str = "") -> Delta:
+        """Returns the beginning of one more call. text: of its arguments"""
+        self._call, self._num_calls = self._num_calls, self._num_calls + 1
+        kind, field = ("custom", "input") if start.name in self._tools.inputs else ("function", "arguments")
+        head = {"index": self._call, "id": start.id or f"call_{uuid.uuid4().hex[:24]}", "type": kind}
+        return {"tool_calls": [{**head, kind: {"name": start.name, field: text}}]}
 
     def _release(self) -> list[Delta]:
-        """Returns what was held back: the rest of a custom tool's input, and reasoning."""
-        ended, self._input = self._input, None
-        rest = [] if ended is None else _of_input(ended[0], ended[1].finish())
+        """Returns what was held back: a call of a custom tool, whose arguments end here, and reasoning."""
+        deltas: list[Delta] = []
+        if self._custom is not None:
+            (start, parts), self._custom = self._custom, None
+            arguments = "".join(parts)
+            text = input_of(arguments)
+            deltas = [{"content": arguments}] if text is None else [self._begun(start, text)]
         text = "".join(self._held)
         self._held.clear()
-        return [*rest, {"reasoning_content": text, "reasoning": text}] if text else rest
-
-
-def _of_input(index: int, text: str) -> list[Delta]:
-    return [{"tool_calls": [{"index": index, "custom": {"input": text}}]}] if text else []
+        return [*deltas, {"reasoning_content": text, "reasoning": text}] if text else deltas

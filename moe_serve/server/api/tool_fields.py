@@ -15,7 +15,7 @@ from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
 from moe_serve.server.api.params import schema_constraint
 from moe_serve.server.edge.body import show
-from moe_serve.structured.json_schema import LENIENT, lenient, moved
+from moe_serve.structured.json_schema import LENIENT, lenient, moved, with_options
 
 MAX_TOOLS = 128
 MAX_BYTES = 1 << 20  # of all tools, as JSON
@@ -122,9 +122,12 @@ def allowed(tools: list[dict[str, Any]] | None, choice: Any) -> tuple[list[dict[
         )
     by_name = {_name_of(tool): tool for tool in tools or ()}
     names = [_name_of(tool) for tool in chosen]
-    unknown = next((name for name in names if name is None or name not in by_name), None) if names else "no tool"
-    if unknown is not None or not names:
-        raise RequestError(f"tool_choice allows {show(unknown)}, which is none of the tools", field="tool_choice")
+    if not names:
+        raise RequestError("tool_choice allows no tool; name at least one", field="tool_choice")
+    for i, name in enumerate(names):
+        if name is None or name not in by_name:
+            entry = f"tool {i}, {show(chosen[i])} without a name" if name is None else show(name)
+            raise RequestError(f"tool_choice allows {entry}, which is none of the tools", field="tool_choice")
     return [by_name[name] for name in dict.fromkeys(names)], mode
 
 
@@ -217,7 +220,8 @@ def _checked(tools: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], di
             raise RequestError(f"{path}.name is {name!r}, as of a tool before it", f"{path}.name")
         if kind == "custom":
             inputs[name] = form = _input_form(path, inner)
-            schemas[name] = _text_schema(form.text if form is not None and form.kind == "regex" else None)
+            text = _text_schema(form.text if form is not None and form.kind == "regex" else None)
+            schemas[name] = with_options(text, LENIENT)  # it has no word to leave out: functions beside it decide
             continue
         parameters = inner.get("parameters")
         if not isinstance(parameters, dict | None):

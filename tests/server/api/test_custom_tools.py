@@ -1,6 +1,7 @@
 """OpenAI's custom tools: models call them as functions of one text, which a grammar holds where the call is forced."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from openai.types.responses import Response
 from moe_serve.attention_dp.constraint import MAX_CHARS
 from moe_serve.errors import RequestError
 from moe_serve.server.api.openai_requests import parse_chat
-from moe_serve.server.api.parsed_output import merged
-from moe_serve.server.api.tools.json_calls import InputText
+from moe_serve.server.api.parsed_output import NewOutput, ParsedOutput, merged
+from moe_serve.server.api.tool_fields import ReasoningUse, tool_use
+from moe_serve.server.api.tools.json_calls import HermesParser, input_of
 from tests.server.api.calls import CHAT, HI, TEXT, answer, says, stream, with_template
 from tests.server.api.test_responses import RESPONSES, events_of
 from tests.server.fake_worker import LIMITS
@@ -122,6 +124,15 @@ def test_the_form_of_a_forced_call_is_the_tools_own_where_it_can_be():
     assert several["$defs"]["letters"]["properties"]["input"] == {"type": "string", "pattern": f"^(?:{REGEX})$"}
     named = json.loads(form_of([NOTE, FUNCTION], {"type": "custom", "custom": {"name": "note"}}).text)
     assert named["required"] == ["input"]
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    beside = json.loads(
+        form_of([NOTE, {"type": "function", "function": {"name": "f", "parameters": unique}}], "required").text
+    )
+    assert beside["x-guidance"]["lenient"], "a custom tool takes nothing from the functions beside it"
+
+
+def allowing(*tools: object) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": list(tools)}}
 
 
 WRONG = [
@@ -134,6 +145,11 @@ WRONG = [
     ([ROBOT, custom("robot")], "auto", "tools[1].custom.name", "a tool before it"),
     ([ROBOT, NOTE], "required", "tool_choice", "custom.format is a grammar"),
     ([ROBOT], {"type": "custom", "custom": {"name": "x"}}, "tool_choice", "none of the tools"),
+    ([ROBOT], allowing({"type": "function"}), "tool_choice", "none of the tools"),
+    ([ROBOT], allowing(7), "tool_choice", "tool 0, 7 without a name"),
+    ([ROBOT], allowing({"type": "custom", "custom": 7}), "tool_choice", "none of the tools"),
+    ([ROBOT, {"type": "function"}], allowing(NAMED, {"type": "web_search"}), "tool_choice", "tool 1, an object without"),
+    ([ROBOT], allowing(), "tool_choice", "at least one"),
 ]  # fmt: skip
 
 
@@ -151,13 +167,31 @@ ARGUMENTS = {
     '{"other": "x", "input": "y"}': "y",
     '{"text": "x"}': '{"text": "x"}',
     '{"input": 5}': '{"input": 5}',
-    '{"input": "cut \\u00': "cut ",
+    '{"input": "cut \\u00': None,
+    '{"input": "ls \\. b"}': None,
 }
 
 
 @pytest.mark.parametrize("text", ARGUMENTS)
-def test_an_input_is_the_same_however_its_arguments_come(text: str):
-    for size in (1, 2, 5, len(text)):
-        reader = InputText(is_whole=False)
-        parts = [text[at : at + size] for at in range(0, len(text), size)]
-        assert "".join(map(reader.push, parts)) + reader.finish() == ARGUMENTS[text]
+def test_the_input_is_a_text_of_its_arguments(text: str):
+    assert input_of(text) == ARGUMENTS[text]
+
+
+GOOD = '<tool_call>{"name": "robot", "arguments": {"input": "b"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"input": "ls \\. b"}', '{"input": "a\\u12G4 b"}', '{"input": "a" b"}', '{"input": "ls']
+)
+@pytest.mark.parametrize("size", [1, 7, 500])
+def test_a_call_whose_arguments_are_no_json_is_text(arguments: str, size: int):
+    tools = tool_use([NOTE, ROBOT], "auto", None)
+    reader = ParsedOutput([HermesParser(tools.schemas)], tools, ReasoningUse())
+    is_cut = not arguments.endswith("}")
+    text = '<tool_call>{"name": "note", "arguments": ' + arguments + ("" if is_cut else "}</tool_call>" + GOOD)
+    deltas = [reader.push(NewOutput(text[at : at + size], [], None)) for at in range(0, len(text), size)]
+    message = merged([*chain(*deltas), *reader.push(NewOutput("", [], "stop"))])
+    assert message["content"].startswith(arguments)
+    calls = [(call["index"], call["custom"]) for call in message.get("tool_calls", [])]
+    assert calls == ([] if is_cut else [(0, {"name": "robot", "input": "b"})])
+    assert reader.finish_reason("stop") == ("stop" if is_cut else "tool_calls")

@@ -8,7 +8,6 @@ forced calls:  a named function: the output is its arguments; required: a list o
 """
 
 import json
-import re
 
 from moe_serve.server.api.tools.parser import LONGEST_NAME, CallParser, Malformed, Steps, as_json
 
@@ -163,54 +162,15 @@ class RequiredCallsParser(HermesParser):
             yield from self._expect(",")
 
 
-_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_BEGIN_PIECES = 64  # of arguments, in which the text begins; else it is read at their end
-# What stands in a JSON string and is whole: the second half of a surrogate pair belongs to the first one.
-_WHOLE = re.compile(
-    r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*"
-)
+def input_of(arguments: str) -> str | None:
+    """Returns the input in the arguments by which a model calls a custom tool, {"input": "…"}.
 
-
-class InputText:
-    """Reads the input of a custom tool out of the arguments by which a model calls it: {"input": "…"}."""
-
-    def __init__(self, is_whole: bool):
-        """is_whole: the arguments are the input itself"""
-        self._is_whole = is_whole
-        self._begin: list[str] | None = None if is_whole else []  # before the text; None: it has begun
-        self._held = ""
-
-    def push(self, text: str) -> str:
-        """Returns the input that is certain with more of the arguments."""
-        if self._is_whole:
-            return text
-        if self._begin is not None:
-            self._begin.append(text)
-            text = "".join(self._begin) if len(self._begin) <= _BEGIN_PIECES else ""
-            begin = _BEGIN.match(text)
-            if begin is None:
-                return ""
-            self._begin, text = None, text[begin.end() :]
-        self._held += text
-        whole = _WHOLE.match(self._held)
-        assert whole is not None, "it matches nothing, too"
-        self._held = self._held[whole.end() :]
-        return _as_text(json.loads(f'"{whole[0]}"', strict=False))
-
-    def finish(self) -> str:
-        """Returns the input of arguments that begin otherwise: what they have of this name, or all of them."""
-        if self._begin is None:
-            return ""
-        text = "".join(self._begin)
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return text
-        found = value.get("input") if isinstance(value, dict) else None
-        return _as_text(found) if isinstance(found, str) else text
-
-
-def _as_text(text: str) -> str:
-    """Returns a text that can be sent: halves of surrogate pairs are replaced."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    Arguments without a text of this name are the input themselves. None: they are no JSON, or cut off.
+    """
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    found = value.get("input") if isinstance(value, dict) else None
+    text = found if isinstance(found, str) else arguments
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # halves of pairs cannot be sent
