@@ -250,8 +250,8 @@ static void probe_states(i64 rows, i64 groups, i64 heads, i64 state_width, i64 w
     for (int is_bounded = 0; is_bounded < 2; is_bounded++) {
         DeltaFacts own = {heads, heads, state_width, width, taps, columns, floats(taps * channels, 1), decay,
                           floats(keys, 1), floats(width, 1), eps_bits(), 1, is_bounded ? bits_of(-5) : 0};
-        delta_rule(&own, &seqs, floats(rows * wide, 2), wide, floats(rows * keys, 2), keys, floats(rows * inner, 2),
-                   inner, floats(4 * (taps - 1) * channels, 2), states, out);
+        float *steps = floats(rows * keys, 2), *gates = floats(rows * inner, 2), *last = floats(4 * (taps - 1) * channels, 2);
+        delta_rule(&own, &seqs, floats(rows * wide, 2), wide, steps, keys, gates, inner, last, states, out);
         say("delta_rule by channel", rows, heads, state_width, is_bounded, out, rows * inner * 4);
         say("delta_rule by channel: states", rows, heads, state_width, is_bounded, states, 4 * size * 4);
     }
