@@ -480,7 +480,8 @@ class SpeculationConfig(Section):
     # Of these, how many the layer for multi-token prediction guesses. It has learnt to guess one, and runs once for
     # each.
     predicted_drafts: PositiveInt = Field(default=1, le=8)
-    index_mib: PositiveFloat = 64.0  # memory of a rank's index of texts: of six million tokens
+    # Memory of a rank's index of texts, by default of six million tokens; places in it are numbers of 32 bits
+    index_mib: PositiveFloat = Field(default=64.0, le=16384)
 
     @model_validator(mode="before")
     @classmethod

@@ -35,6 +35,12 @@ def test_vllms_keys_of_speculation_mean_ours() -> None:
         load_config(overrides=['speculation={"method": "ngram", "prompt_lookup_max": 4}'])
 
 
+def test_an_index_of_texts_has_no_more_places_than_numbers_of_32_bits() -> None:
+    assert load_config(overrides=["speculation.index_mib=16384"]).speculation.index_mib * 2**20 // 8 < 2**32
+    with pytest.raises(ConfigError, match=r"index_mib.*less than or equal to 16384"):
+        load_config(overrides=["speculation.index_mib=16385"])
+
+
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("engine:\n  max_running_requests: 8\n  row_tile: 8\ncache:\n")
