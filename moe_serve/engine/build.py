@@ -41,6 +41,7 @@ from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.model.shared_weights import (
     MEMORY,
     NONE,
+    ModelFiles,
     SharedWeights,
     open_shared_weights,
     weights_made_from,
@@ -307,8 +308,10 @@ def build_served_model(
     Raises ModelError, PlacementError, ConfigError or CapacityError naming what does not fit.
     """
     started_s = time.monotonic()
+    files = ModelFiles(config)
     spec = read_spec(model_dir(config.model))
     plan = ModelPlan.of(config, spec, group.device)
+    kv_key = _kv_key(config, plan)  # before weights are read: what replaces their files meanwhile has another name
     check_agreement(RankFacts.of(plan), group)
     reloader = ExpertReloader(plan.share(group.rank), checkpoint_folder(config), config.model.seed)
     sources = ExpertSources(reloader, group.rank, group.streams, config.engine.suspect_after_s)
@@ -326,7 +329,7 @@ def build_served_model(
     progress = progress or (lambda phase, fraction: None)
     parallel = _expert_parallel(config, plan, group, num_threads)
     shared = open_shared_weights(config, plan, group, progress, weight_files)
-    share, read = plan.share(group.rank, has_experts=held is None), partial(_read_weights, config, progress)
+    share, read = plan.share(group.rank, has_experts=held is None), partial(_read_weights, config, files, progress)
     weights = read(share, None) if shared is None else shared.load(share, read, progress)
     decoder = build_decoder(plan.spec, weights, parallel, plan.device, config.engine.attention_backend)
     if shared is not None:
@@ -375,11 +378,12 @@ def build_served_model(
             "shared_weights": None if shared is None else shared.facts,
         },
         clock=parallel.clock,
-        kv_key=_kv_key(config, plan),
+        kv_key=kv_key,
     )
     if held is not None and not served.names_experts:
         own = slots_to_read(held, plan.placement, group.rank)
         sources.read(own, decoder.experts, held, lambda fraction: progress("loading experts", fraction))
+        files.check_same()
         served.info["experts_from"] = sources.read_from
     served.info["weight_load_s"] = round(time.monotonic() - started_s, 3)
     if shared is not None and group.rank == 0 and not group.is_replacement:
@@ -508,6 +512,7 @@ def pack_weights(config: ServeConfig, progress: Progress) -> SharedWeights:
         raise ConfigError(
             f"model.weight_cache is {config.model.weight_cache}, which keeps no file; set model.weight_cache: FOLDER"
         )
+    files = ModelFiles(config)
     group, spec = EpGroup(0, 1, torch.device("cpu")), read_spec(model_dir(config.model))
     plan = ModelPlan.of(config, spec, group.device)
     shared = open_shared_weights(config, plan, group, progress)
@@ -516,7 +521,7 @@ def pack_weights(config: ServeConfig, progress: Progress) -> SharedWeights:
     if shared.in_memory:
         raise CapacityError(f"{config.model.weight_cache} takes no file with packed weights; see the line above")
     parallel = _expert_parallel(config, plan, group, use_threads(config, plan.choice))
-    weights = shared.load(plan.share(0), partial(_read_weights, config, progress), progress)
+    weights = shared.load(plan.share(0), partial(_read_weights, config, files, progress), progress)
     if not shared.was_there:
         build_decoder(plan.spec, weights, parallel, plan.device)  # which packs what is dense
         shared.finish(progress)
@@ -560,9 +565,12 @@ def _begin_trace(config: ServeConfig, plan: ModelPlan, begins: bool) -> RollingT
 
 
 def _read_weights(
-    config: ServeConfig, progress: Progress, share: WeightShare, room: ExpertRoom | None
+    config: ServeConfig, files: ModelFiles, progress: Progress, share: WeightShare, room: ExpertRoom | None
 ) -> LoadedWeights:
-    """Reads or draws a share. room: for its experts; None: new memory"""
+    """Reads or draws a share. Raises ModelError where files of the model change meanwhile.
+
+    files: as they were before anything was read;  room: for its experts; None: new memory
+    """
     phase = "loading weights"
     progress(phase, 0.0)
     folder = checkpoint_folder(config)
@@ -572,7 +580,9 @@ def _read_weights(
     def report_bytes(num_done: int, num_total: int) -> None:
         progress(phase, num_done / max(num_total, 1))
 
-    return load_weights(folder, share, report_bytes, room)
+    loaded = load_weights(folder, share, report_bytes, room)
+    files.check_same()
+    return loaded
 
 
 def _expert_time(plan: ModelPlan) -> ExpertTime | None:

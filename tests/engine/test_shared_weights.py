@@ -25,7 +25,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.model_plan import ModelPlan
 from moe_serve.engine.model.shared_weights import open_shared_weights
 from moe_serve.engine.rank_memory import bytes_in_words
-from moe_serve.errors import ConfigError, MoeServeError, PeerError
+from moe_serve.errors import ConfigError, ModelError, MoeServeError, PeerError
 from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.launcher.cli import app as cli
 from moe_serve.launcher.examination.check import examine
@@ -171,6 +171,33 @@ def loads_anew(folder: Path, cache: object) -> bool:
     """Loads a model on one rank; returns whether its weights were not there packed."""
     served = build_served_model(load_config(overrides=settings(folder, "qwen3_moe", cache)), alone())
     return not served.info["shared_weights"]["was_there"]
+
+
+@pytest.mark.parametrize(("how", "cache"), [("written", ""), ("added", "none"), ("removed", "none")])
+def test_files_that_change_while_they_are_read_are_refused_and_their_weights_get_no_name(
+    how: str, cache: str, tmp_path: Path
+) -> None:
+    """cache: model.weight_cache; "": a folder"""
+    model = tmp_path / "model"
+    save(make_random("qwen3_moe", WIDE), model)
+    (model / "other.json").write_text("{}")
+    overrides = [*PLAIN, f"model.path={model}", "cache.prefix_cache=true", "cache.host_gb=0.001"]
+    config, plain = (
+        load_config(overrides=[*overrides, f"model.weight_cache={each}"]) for each in (cache or tmp_path, "none")
+    )
+    changed = model / ("more.json" if how == "added" else "other.json")
+
+    def read(phase: str, fraction: float) -> None:
+        if phase == "loading weights" and changed.exists() != (how == "added"):
+            changed.unlink() if how == "removed" else changed.write_text("[1, 2]")
+
+    with pytest.raises(ModelError, match=rf"model: {changed.name} changed while this rank read the model; start again"):
+        build_served_model(config, alone(), read)
+    assert not list(tmp_path.glob("*.weights"))
+    keys = [build_served_model(plain, alone()).kv_key for _ in range(2)]
+    assert keys[0] == keys[1]
+    changed.write_text("[1, 2, 3]")
+    assert build_served_model(plain, alone()).kv_key != keys[0]
 
 
 def test_ranks_of_both_roles_share_a_copy_in_memory_unless_the_checkpoint_has_changed(

@@ -44,6 +44,7 @@ from moe_serve.ep.expert_form import scale_of
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import ConfigError, ModelError, PeerError
 from moe_serve.log import get_logger
+from moe_serve.models.gguf_file import gguf_files
 from moe_serve.models.weight_file import ExpertPlaces, Experts, WeightReader, WeightWriter, map_file
 from moe_serve.models.weight_plan import ExpertTensor, dense_tensors
 from moe_serve.models.weight_share import WeightShare
@@ -484,16 +485,36 @@ def _find(path: Path, key: str) -> int:
         return -1
 
 
+class ModelFiles:
+    """The files of a model as they are now. marks: by name, their size in bytes and when they were changed, in ns"""
+
+    def __init__(self, config: ServeConfig):
+        """Raises ModelError where parts of a GGUF file are missing."""
+        self._config, self._source = config, model_dir(config.model)
+        files = sorted(self._source.iterdir()) if self._source.is_dir() else gguf_files(self._source)
+        self.marks: dict[str, tuple[int, int]] = {}
+        for file in files:
+            if file.suffix in (".safetensors", ".json", ".gguf"):
+                with contextlib.suppress(FileNotFoundError):  # it is removed just now
+                    facts = file.stat()
+                    self.marks[file.name] = facts.st_size, facts.st_mtime_ns
+
+    def check_same(self) -> None:
+        """Raises ModelError naming the files that others have replaced or changed since, so that what was read has no
+        name."""
+        now = ModelFiles(self._config).marks
+        changed = sorted(name for name in {*self.marks, *now} if self.marks.get(name) != now.get(name))
+        if changed:
+            raise ModelError(
+                f"{self._source}: {', '.join(changed[:4])} changed while this rank read the model; start again once "
+                "all its files are there"
+            )
+
+
 def weights_made_from(config: ServeConfig, plan: ModelPlan, has_experts: bool) -> str:
     """Returns all that decides about the bytes of packed weights, as text: equal texts, equal weights."""
-    source, folder = model_dir(config.model), checkpoint_folder(config)
-    files = sorted(source.iterdir()) if source.is_dir() else sorted(source.parent.glob("*" + source.suffix))
-    marks = [
-        (file.name, facts.st_size, facts.st_mtime_ns)
-        for file in files
-        if file.suffix in (".safetensors", ".json", ".gguf") and (facts := file.stat())
-    ]
-    drawn = config.model.seed if folder is None else None
+    drawn = config.model.seed if checkpoint_folder(config) is None else None
+    marks = list(ModelFiles(config).marks.items())
     return json.dumps([marks, drawn, repr(plan.share(0).slot_forms), repr(plan.stored), has_experts, _digest_of_code()])
 
 
