@@ -14,54 +14,112 @@ from typing import Any
 
 import httpx
 import numpy as np
+import numpy.typing as npt
 
-from moe_serve.attention_dp.page_channel import RECORD_BYTES
-from moe_serve.attention_dp.page_record import HEAD
+from moe_serve.attention_dp.host_pages import PAGE_AT, slot_bytes
+from moe_serve.attention_dp.page_record import HEAD, HEADER_BYTES, KEY_AT, PageForm, checksum_of
+from moe_serve.attention_dp.page_ring import PageRing
+from moe_serve.attention_dp.prefix_cache import KEY_BYTES
 
 _AT_ONCE = 20  # records or files that one fault damages
+_NEW_S = 0.5  # for which a fault waits for the pages that it damages
 
 
 class Memory:
-    """The memory of the prefill ranks, as a foreign process sees it."""
+    """Memory of pages, as a foreign process sees it: that of prefill ranks, and what the ranks of a host keep."""
 
-    def __init__(self, launcher: int, page_bytes: int):
-        """launcher: its process, which has the memory open"""
-        self._page_bytes = page_bytes
-        self._maps = []
+    def __init__(self, launcher: int, form: PageForm, host_bytes: int):
+        """launcher: its process, which has the memory open;  host_bytes: of `cache.host_gb`"""
+        self._form = form
+        self._rings = []
+        self._slots = np.zeros((0, slot_bytes(form.num_bytes)), dtype=np.uint8)
+        self._late: list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = []  # records and pages of before
         for link in Path(f"/proc/{launcher}/fd").iterdir():
             with contextlib.suppress(OSError):
-                if "moe_serve_pages" in os.readlink(link):
-                    with open(link, "r+b") as opened:
-                        self._maps.append(np.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=np.uint8))
+                if "moe_serve_pages" not in os.readlink(link):
+                    continue
+                with open(link, "r+b") as opened:
+                    if (size := os.fstat(opened.fileno()).st_size) == host_bytes:
+                        kept = np.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=np.uint8)
+                        width = self._slots.shape[1]
+                        self._slots = kept[: size // width * width].reshape(-1, width)
+                    else:
+                        self._rings.append(PageRing(opened.fileno(), form.num_bytes, writes=True))
 
     def damage(self, kind: str, draw: random.Random) -> bool:
-        """Does one kind of damage to records that are in use; returns whether there were any."""
-        memory = draw.choice(self._maps)
-        num_slots = (memory.nbytes - mmap.PAGESIZE) // (RECORD_BYTES + self._page_bytes)
-        records = memory[: num_slots * RECORD_BYTES].reshape(-1, RECORD_BYTES)
-        first = -(-(records.nbytes + 16) // mmap.PAGESIZE) * mmap.PAGESIZE
-        pages = memory[first : first + num_slots * self._page_bytes].reshape(-1, self._page_bytes)
-        used = np.flatnonzero(records[:, 8:16].any(axis=1)).tolist()
-        for slot in draw.sample(used, min(len(used), _AT_ONCE)):
+        """Does one kind of damage to pages that are handed over; returns whether there were any within _NEW_S.
+
+        It comes as soon as they are written, since their readers are not far behind.
+        """
+        before, until_s = [ring.fields.copy() for ring in self._rings], time.monotonic() + _NEW_S
+        while time.monotonic() < until_s:
+            for ring, seen in zip(self._rings, before, strict=True):
+                now = ring.fields.copy()
+                new = np.flatnonzero((now != seen) & (now["number"] != 0))[:_AT_ONCE].tolist()
+                if new:
+                    self._strike(kind, ring, new, draw)
+                    return True
+            time.sleep(0.0002)
+        return False
+
+    def _strike(self, kind: str, ring: PageRing, new: list[int], draw: random.Random) -> None:
+        """Damages these slots."""
+        late, self._late = self._late, [(ring.records[slot].copy(), ring.pages[slot].copy()) for slot in new]
+        for at, slot in enumerate(new):
+            record, page = ring.records[slot], ring.pages[slot]
+            other = draw.choice([each for each in range(ring.num_slots) if each != slot])
             match kind:
                 case "flipped bit":
-                    row = draw.choice((records[slot, : HEAD.size + 4], pages[slot]))
+                    row = draw.choice((record[: HEAD.size + 4], page))
                     row[draw.randrange(len(row))] ^= 1 << draw.randrange(8)
                 case "torn page":
-                    half = self._page_bytes // 2
-                    pages[slot, half:] = pages[(slot + 1) % num_slots, half:]
+                    half = len(page) // 2
+                    page[half:] = ring.pages[other, half:]
                 case "record twice":
-                    other = draw.randrange(num_slots)
-                    records[other], pages[other] = records[slot], pages[slot]
-                case "foreign key":
-                    records[slot, HEAD.size - 32 : HEAD.size] = np.frombuffer(draw.randbytes(32), dtype=np.uint8)
-                case "foreign page":
-                    pages[slot] = pages[draw.choice(used)]
-                case "records away":
-                    records[slot] = 0
+                    ring.records[other], ring.pages[other] = record, page
+                case "foreign page":  # the key that is asked for, not the checksum
+                    page[:] = ring.pages[other]
+                case "foreign key":  # the checksum of what lies there, not the key
+                    record[KEY_AT : HEAD.size] = np.frombuffer(draw.randbytes(KEY_BYTES), dtype=np.uint8)
+                    _sum_anew(record, page)
+                case "foreign page and key":
+                    record[KEY_AT : HEAD.size] = ring.records[other, KEY_AT : HEAD.size]
+                    page[:] = ring.pages[other]
+                    _sum_anew(record, page)
+                case "late record":
+                    if late:
+                        record[:], page[:] = late[at % len(late)]
+                case "record away":
+                    record[:] = 0
+                case _:
+                    raise ValueError(kind)
+
+    def damage_kept(self, kind: str, draw: random.Random) -> bool:
+        """Does one kind of damage to pages that the ranks of a host keep; returns whether there were any."""
+        rows = self._slots[:, PAGE_AT - HEADER_BYTES : PAGE_AT + self._form.num_bytes]
+        used = np.flatnonzero(self._slots[:, :8].any(axis=1)).tolist()
+        for slot in draw.sample(used, min(len(used), _AT_ONCE)):
+            row, other = rows[slot], rows[draw.choice(used)]
+            match kind:
+                case "flipped bit in memory of a host":
+                    row[draw.randrange(len(row))] ^= 1 << draw.randrange(8)
+                case "torn page in memory of a host":
+                    half = len(row) // 2
+                    row[half:] = other[half:]
+                case "another page in memory of a host":  # where the key that is asked for seems to be
+                    begins_with = row[KEY_AT : KEY_AT + 8].copy()
+                    row[:] = other
+                    row[KEY_AT : KEY_AT + 8] = begins_with
+                    _sum_anew(row[:HEADER_BYTES], row[HEADER_BYTES:])
                 case _:
                     raise ValueError(kind)
         return bool(used)
+
+
+def _sum_anew(record: npt.NDArray[np.uint8], page: npt.NDArray[np.uint8]) -> None:
+    """Writes the right checksum of a record and its page."""
+    number = checksum_of(record[: HEAD.size].tobytes(), page.data)
+    record[HEAD.size : HEAD.size + 4] = np.frombuffer(number.to_bytes(4, "little"), dtype=np.uint8)
 
 
 def damage_files(path: Path, kind: str, draw: random.Random) -> bool:

@@ -6,10 +6,13 @@ Serves a tiny model by `moe-serve serve` with prefill and decode ranks of one th
 greedy and sampled. Each kind of fault is played by itself, so many times, and has its row: what does damage to memory
 or files comes once for each request, while it runs; ranks are killed and stopped, disks filled and cables cut one after
 the other, each once all ranks serve again. Every output is compared with that of a system of one rank. Behind each kind
-no request may be open, and no block held.
+no request may be open, and no block held. Not every strike meets a reader: what readers counted is in the table, too.
 
 `files of other weights` plays a prefill rank with other weights, too. Faults of files are played on a disk of 16 MB, a
 tmpfs, which needs root; `cut link` has each role on a host of its own, two network namespaces: root and `ip netns`.
+
+`bad network between hosts` has engines of two ranks that pretend to be on different hosts and take each other's pages
+by a relay that flips, repeats and cuts (tests/engine/bad_network.py); of its strikes those are counted that were met.
 
 --add: goes on behind the requests of the table that is there, and writes the sums of both, so that a long run may come
 in portions.
@@ -35,14 +38,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+from msgspec.structs import replace
 
 from benchmarks.bench_model import write_bench_model
 from benchmarks.conditions import RESULTS, conditions, save, saved_as
 from benchmarks.fault_pages import Fates, Memory, damage_files
+from moe_serve.attention_dp.page_record import PageForm
+from moe_serve.attention_dp.request import SamplingParams
+from tests.engine.bad_network import ask_later_over_a_bad_network, on_two_hosts
+from tests.engine.offline import prompts_with_shared_beginnings, submits_of, tiny_model
+from tests.engine.offline import serve as serve_offline
 from tests.launcher.hosts import Host, make_hosts, set_cable
 from tests.launcher.running import Running, eventually
 
@@ -50,7 +60,7 @@ SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 32, "intermediate_size": 64,
     "num_attention_heads": 4, "head_dim": 16, "vocab_size": 512,
 }  # fmt: skip
-PAGE_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # layers, keys and values, heads, values, bytes, tokens of a block
+PAGE = PageForm(layers=2, tokens=16, num_bytes=2 * 2 * 2 * 16 * 4 * 16)  # … × keys and values, heads, values, bytes
 NUM_OPEN = 4
 ANSWER_S = 300.0  # a request that takes longer has no end
 WHOLE_S = 240.0  # for all ranks to serve again
@@ -58,16 +68,37 @@ _DISK_MB, _QUOTA_GB = 16, 0.004  # of which some prompts' pages fit
 _NUM_PROMPTS, _PROMPT_TOKENS = 24, 300  # of the faults of files: together larger than a cache, each comes again
 _NUM_CACHE_BLOCKS = 96
 _STOPPED_S, _CUT_S = 5.0, (6.0, 0.5)  # engine.suspect_after_s lies between
+_HOST_GB = 0.008
+_OFFLINE = (
+    "model.load_format=dummy", "cache.num_blocks=40", "cache.block_size=4", "engine.max_batch_tokens=24",
+    "engine.max_running_requests=3",
+)  # fmt: skip
 _KINDS = 100_000  # numbers of requests of one kind of fault
 
-MEMORY = ("flipped bit", "torn page", "record twice", "foreign key", "foreign page", "records away")
+# fmt: off
+MEMORY = (
+    "flipped bit", "torn page", "record twice", "foreign key", "foreign page", "foreign page and key", "late record",
+    "record away",
+)
+HOST = (
+    "flipped bit in memory of a host", "torn page in memory of a host", "another page in memory of a host"
+)
+# fmt: on
 PROCESS = ("prefill rank killed", "decode rank killed", "prefill rank stopped", "decode rank stopped")
 FILES = ("flipped bit in a file", "torn file", "truncated file", "another page's file")
 DISK, LINK, WEIGHTS, OLD_FILES = "full disk", "cut link", "prefill rank with other weights", "files of other weights"
-KINDS = (*MEMORY, *PROCESS, *FILES, DISK, LINK, WEIGHTS, OLD_FILES)
+NETWORK = "bad network between hosts"
+KINDS = (*MEMORY, *HOST, NETWORK, *PROCESS, *FILES, DISK, LINK, WEIGHTS, OLD_FILES)
+# What a reader counts that met such a fault. A record that is away or of before is not found.
+_DAMAGE, _ABSENCE = ("checksum", "version"), ("late", "peer_lost")
+MET_AS = {
+    **dict.fromkeys((*MEMORY, *HOST, *FILES, OLD_FILES, WEIGHTS), _DAMAGE), NETWORK: (*_DAMAGE, "peer_lost"),
+    **dict.fromkeys(("late record", "record away"), (*_DAMAGE, "evicted")),
+    **dict.fromkeys((*PROCESS, LINK, DISK), _ABSENCE),
+}  # fmt: skip
 NUM_FAULTS = {
-    **dict.fromkeys(MEMORY, 80), **dict.fromkeys(PROCESS, 12), **dict.fromkeys(FILES, 40), DISK: 3, LINK: 8,
-    OLD_FILES: 40,
+    **dict.fromkeys(MEMORY, 80), **dict.fromkeys(HOST, 40), **dict.fromkeys(PROCESS, 12), **dict.fromkeys(FILES, 40),
+    DISK: 3, LINK: 8, OLD_FILES: 40, NETWORK: 100,
 }  # fmt: skip
 
 
@@ -168,6 +199,7 @@ class Played:
     num_endless: int = 0
     num_held: int = 0
     outputs: dict[int, list[int] | None] = field(default_factory=dict)
+    right: dict[int, list[int]] = field(default_factory=dict)  # where they are known
     fates: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -180,19 +212,19 @@ def play(kind: str, num_faults: int, first: int, system: System) -> Played:
     """Keeps requests open, from this number on, until so many faults of a kind have been done."""
     draw, played, lock = random.Random(f"{kind} {first}"), Played(), threading.Lock()
     numbers, is_over = itertools.count(first), threading.Event()
-    memory = Memory(system.running.process.pid, PAGE_BYTES) if kind in MEMORY else None
-    is_damage = kind in (*MEMORY, *FILES)
+    memory = Memory(system.running.process.pid, PAGE, int(_HOST_GB * 1e9)) if kind in (*MEMORY, *HOST) else None
+    is_damage, striking = kind in (*MEMORY, *HOST, *FILES), threading.Lock()
 
     def damage() -> None:
-        with lock:
+        with striking:
             if memory is not None:
-                played.num_faults += memory.damage(kind, draw)
+                played.num_faults += memory.damage(kind, draw) if kind in MEMORY else memory.damage_kept(kind, draw)
             else:
                 assert system.path is not None
                 played.num_faults += damage_files(system.path, kind, draw)
 
     def ask_one(number: int) -> None:
-        damaging = threading.Timer(0.02, damage)
+        damaging = threading.Timer(0.0 if kind in MEMORY else 0.02, damage)
         if is_damage:
             damaging.start()
         try:
@@ -253,11 +285,34 @@ def play_other_weights(num_ranks: tuple[int, int], first: int, num_files: int, s
     return found
 
 
+def play_bad_network(num_faults: int, first: int, scratch: Path) -> Played:
+    """Has a rank take pages of another host over a bad network until so many of its questions failed."""
+    played, params = Played(), SamplingParams(max_new_tokens=4, temperature=0.7, ignore_eos=True)
+    for seed in itertools.count(first):
+        if played.num_faults >= num_faults:
+            return played
+        prompts = [each for each in prompts_with_shared_beginnings(24, 200, 100, seed) for _ in range(2)]
+        submits = [  # rank 1 has those with odd numbers
+            replace(each, pages_at=0 if number % 2 else None) for number, each in enumerate(submits_of(prompts, params))
+        ]
+        family = ("deepseek_v3", "qwen2_moe")[seed % 2]
+        settings = [f"model.path={tiny_model(scratch, family)}", *_OFFLINE]
+        prepare = partial(ask_later_over_a_bad_network, seed=seed)
+        across = serve_offline(2, submits, [*settings, "cache.host_gb=0.02"], prepare=prepare, placed=on_two_hosts)
+        right = serve_offline(2, submits, settings).tokens
+        for number, submit in enumerate(submits):
+            played.outputs[seed * _KINDS + number] = across.tokens[submit.request_id]
+            played.right[seed * _KINDS + number] = right[submit.request_id]
+        played.fates += across.pages
+        played.num_faults = num_met(NETWORK, played.fates)
+    raise AssertionError("unreachable")
+
+
 def body_of(number: int) -> dict[str, Any]:
     """Returns a request: some prompts begin alike, every second one is sampled; of faults of files, some are equal."""
     draw = random.Random(number)
     prompt = draw.choice(([], [9] * 64)) + draw.choices(range(3, 500), k=draw.randrange(40, 300))
-    if KINDS[number // _KINDS % len(KINDS)] in (*FILES, DISK, WEIGHTS, OLD_FILES):
+    if KINDS[number // _KINDS % len(KINDS)] in (*HOST, *FILES, DISK, WEIGHTS, OLD_FILES):
         prompt = random.Random(number % _NUM_PROMPTS).choices(range(3, 500), k=_PROMPT_TOKENS)
     params = {"max_new_tokens": 12, "ignore_eos": True, "temperature": float(number % 2), "sampling_seed": number}
     return {"input_ids": prompt, "sampling_params": params}
@@ -272,15 +327,23 @@ def ask(client: httpx.Client, number: int) -> list[int] | None:
 
 @contextlib.contextmanager
 def serve(
-    num_ranks: tuple[int, int], model: Path, path: Path | None = None, are_apart: bool = False
+    num_ranks: tuple[int, int],
+    model: Path,
+    path: Path | None = None,
+    are_apart: bool = False,
+    keeps_in_memory: bool = False,
 ) -> Iterator[System]:
-    """Yields a system. path: cache.path;  are_apart: each role is on a host of its own"""
+    """Yields a system. path: cache.path;  are_apart: each role is on a host of its own
+    keeps_in_memory: pages, as cache.host_gb says
+    """
     settings: dict[str, Any] = {
         "parallel.threads_per_rank": 1, "parallel.prefill_from_tokens": 1, "parallel.handover_gb": 0.002,
         "launcher.max_restarts": 1000,
     }  # fmt: skip
     if path is not None:
         settings |= {"cache.num_blocks": _NUM_CACHE_BLOCKS, "cache.path": path, "cache.disk_gb": _QUOTA_GB}
+    if keeps_in_memory:
+        settings |= {"cache.num_blocks": _NUM_CACHE_BLOCKS, "cache.host_gb": _HOST_GB}
     words = ["serve", "--model", str(model), "--skip-tokenizer-init", "--port", "0", "--device", "cpu"]
     words += [f"--prefill-ranks={num_ranks[0]}", f"--decode-ranks={num_ranks[1]}"]
     words += [f"--set={name}={value}" for name, value in settings.items()]
@@ -321,6 +384,7 @@ def play_all(num_ranks: tuple[int, int], counts: Mapping[str, int], firsts: Mapp
                 found[kind] = play(kind, counts[kind], firsts[kind], system)
 
     run((*MEMORY, *PROCESS))
+    run(HOST, keeps_in_memory=True)
     run([LINK], are_apart=True)
     if any(counts.get(kind) for kind in (*FILES, DISK)):
         with small_disk(scratch / f"disk {num_ranks}") as disk:
@@ -352,7 +416,8 @@ def row_of(kind: str, ranks: str, played: Played, right: Mapping[int, list[int]]
     return {
         "fault": kind,
         "prefill + decode ranks": ranks,
-        "faults": played.num_faults,
+        "strikes": played.num_faults,
+        "met by readers": num_met(kind, played.fates),
         "requests": len(played.outputs) + played.num_endless,
         "wrong outputs": sum(output != right[number] for number, output in played.answered.items()),
         "leaked blocks": played.num_held,
@@ -360,6 +425,11 @@ def row_of(kind: str, ranks: str, played: Played, right: Mapping[int, list[int]]
         "answered 5xx": len(played.outputs) - len(played.answered),
         "pages, by what became of them": _in_words(played.fates),
     }
+
+
+def num_met(kind: str, fates: Counter[str]) -> int:
+    """Returns how often readers met faults of a kind. fates: what became of pages"""
+    return sum(fates[name] for name in MET_AS[kind])
 
 
 def _in_words(counts: Counter[str]) -> str:
@@ -418,17 +488,26 @@ def main() -> None:
                 right |= right_outputs(scratch / name_of, [each for kind in kinds for each in found[kind].answered])
             for kind, played in found.items():
                 played_now.append(row_of(kind, ranks, played, right))
+        if num_faults := args.faults.get(NETWORK):
+            ranks = "2 that do both"
+            first = known.get((NETWORK, ranks), {"requests": 0})["requests"]  # another seed
+            played = play_bad_network(num_faults, first, scratch)
+            played_now.append(row_of(NETWORK, ranks, played, played.right))
     known = kept_rows(kept) if args.add else {}  # again: others may have been added meanwhile
     for row in played_now:
         key = row["fault"], row["prefill + decode ranks"]
         known[key] = added(known[key], row) if key in known else row
     table = sorted(known.values(), key=lambda row: (KINDS.index(row["fault"]), row["prefill + decode ranks"]))
-    sums = {what: sum(row[what] for row in table) for what in list(table[0])[2:8]}
+    sums = {what: sum(row[what] for row in table) for what in list(table[0])[2:9]}
     notes = (
-        f"In all {', '.join(f'{number:,} {what}' for what, number in sums.items())}. Requests that are open when the "
-        "only decode rank is killed wait until it is started again; those that come meanwhile get 503. Without an end: "
-        f"no answer within {ANSWER_S:g} s. Blocks are those held when no request is open. What a rank that was killed "
-        "did in its last second is missing in the last column."
+        f"In all {', '.join(f'{number:,} {what}' for what, number in sums.items())}. A strike damages up to 20 records "
+        "or files, or is of one rank, disk or cable. Met by readers: prompts whose pages of a hand-over were found "
+        "damaged (checksum), of something else (version) or missing (late, peer_lost), and such pages of tiers; for "
+        "late and missing records evicted as well, some since newer pages took their place. Where that is less, no "
+        "prompt needed what was struck. Pages of other weights have other names, so that nobody meets them. Requests "
+        "that are open when the only decode rank is killed wait until it is started again; those that come meanwhile "
+        f"get 503. Without an end: no answer within {ANSWER_S:g} s. Blocks are those held when no request is open. "
+        "What a rank that was killed did in its last second is missing in the last column."
     )
     print(save(name, "Hand-overs under faults", table, facts, notes, per_cpu=True))
 

@@ -25,10 +25,10 @@ from moe_serve.attention_dp.page_record import (
 )
 
 _WAYS = 8  # slots of a set
-_PAGE_AT = 128  # of a slot, in bytes; the record's header ends there
+PAGE_AT = 128  # of a slot, in bytes; the record's header ends there
 _WORD = 8
 _WRITTEN, _USED, _WRITER = range(3)  # the first words of a slot, in ns and as a process id; _WRITTEN is 0 meanwhile
-_KEY_WORD = (_PAGE_AT - HEADER_BYTES + KEY_AT) // _WORD
+_KEY_WORD = (PAGE_AT - HEADER_BYTES + KEY_AT) // _WORD
 _ALIGNMENT = 64
 
 
@@ -42,7 +42,7 @@ class HostPage:
 
 def slot_bytes(page_bytes: int) -> int:
     """Returns what a page takes."""
-    return _PAGE_AT + -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
+    return PAGE_AT + -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class HostPages:
@@ -78,7 +78,7 @@ class HostPages:
             return
         words, header = self._words, encode_header(key, self._form, page.numpy().data)
         slot = min(self._slots(key), key=lambda slot: words[slot // _WORD + _USED])
-        word, start = slot // _WORD, slot + _PAGE_AT
+        word, start = slot // _WORD, slot + PAGE_AT
         words[word + _WRITTEN] = 0
         words[word + _USED] = time.monotonic_ns()
         self._bytes[start - HEADER_BYTES : start] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -91,7 +91,7 @@ class HostPages:
         slot = self._find(key)
         if slot < 0:
             return None
-        words, word, start = self._words, slot // _WORD, slot + _PAGE_AT
+        words, word, start = self._words, slot // _WORD, slot + PAGE_AT
         written_ns = words[word + _WRITTEN]
         record = self._bytes[start - HEADER_BYTES : start + self._page_bytes].clone()
         is_own = words[word + _WRITER] == self._own
