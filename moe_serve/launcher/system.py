@@ -18,7 +18,7 @@ import signal
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -661,6 +661,7 @@ class PrefillElsewhere(RanksElsewhere):
         self._takers, self._store_port = config.nodes_of("decode"), config.page_port
         self._launch = Launch(0, "", 0)
         self._joining: list[int] = []  # node ranks that wait for what they need
+        self._asked: list[int] = []  # the one that was asked for it last
 
     @property
     def are_reached(self) -> bool:
@@ -699,7 +700,13 @@ class PrefillElsewhere(RanksElsewhere):
     def ask_for_memory(self) -> None:
         """Asks one of the hosts that serve what those need that are to join; again, since it may not have heard."""
         if self._joining:
-            self._leader.tell(TellMemory(self.launch_id), self._may_tell(self._joining[0])[:1])
+            self._asked = self._may_tell(self._joining[0])[:1]
+            self._leader.tell(TellMemory(self.launch_id), self._asked)
+
+    def note_gone(self, gone: Collection[int]) -> None:
+        """Asks another host where the one that was asked is gone. gone: node ranks"""
+        if set(self._asked) & set(gone):
+            self.ask_for_memory()
 
     def take_memory(self, message: MemoryIs) -> bool:
         """Lets hosts join that wait for this; returns False where they cannot."""
@@ -752,6 +759,7 @@ class _Prefill:
         self._launch: LaunchWatch | None = None  # None: they are not running
         self._starts_at_s: float | None = None
         self.begun_s, self.is_wrong = 0.0, False
+        self._has_served = False  # with these settings
         self._tell: Callable[[Message], None] = lambda message: None
 
     def start(self, tell: Callable[[Message], None]) -> None:
@@ -811,13 +819,16 @@ class _Prefill:
             return
         self.lose(f"the launcher of {name} was started again")
         if self._launch is None and self._starts_at_s is None:
-            self.is_wrong, self._starts_at_s = False, time.monotonic()
+            self.is_wrong = self._has_served = False
+            self._starts_at_s = time.monotonic()
 
     def hosts_are_gone(self, ranks: PrefillElsewhere, gone: Mapping[int, str]) -> None:
         """Loses them where nobody can go on: while they start, or without any of their hosts. gone: by node rank"""
         names = [gone[node] for node in ranks.nodes if node in gone]
         if names and (len(names) == len(ranks.nodes) or self._launch is None or not self._launch.has_served):
             self.lose(f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} gone")
+        else:
+            ranks.note_gone(gone)
 
     @property
     def is_ready(self) -> bool:
@@ -840,7 +851,8 @@ class _Prefill:
         for line in (str(loss), *(f"  {line}" for line in loss.last_lines)):
             self._display.note(line, style="red")
         self.ranks.end(0.0 if loss.others_run else _LOSS_GRACE_S)
-        self.is_wrong |= loss.is_setting
+        self._has_served |= loss.had_served
+        self.is_wrong |= loss.is_setting and not self._has_served  # later a rank ends so for want of a network, too
         if not self.is_wrong and self._restarts.note_loss(str(loss), loss.had_served):
             self._starts_at_s = time.monotonic() + self._restarts.pause_s
             again = f"they are started again{in_a_while(self._restarts.pause_s)} ({self._restarts.describe()})"

@@ -385,6 +385,35 @@ def test_a_prefill_host_that_is_back_joins_the_other_one_which_tells_what_it_nee
     assert system.hosts.told[-1] == joined, "once"
 
 
+def test_another_prefill_host_is_asked_where_the_one_that_was_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = OnHosts(monkeypatch, nnodes=4, prefill_nnodes=3)
+    is_ready(system)
+    asks = TellMemory(system.ranks.launch_id)
+    system.turn((3, HostIsNew("d", None)))
+    assert system.hosts.told[-1] == (asks, [1])
+    system.hosts.missing, system.hosts.are_gone = [1], {1: "b"}
+    for _ in range(3):
+        system.turn(after_s=5)
+    assert [ranks for message, ranks in system.hosts.told if message == asks] == [[1], [2]], "each once"
+
+
+@pytest.mark.parametrize("has_served", [False, True])
+def test_a_rank_that_cannot_start_has_a_wrong_setting_unless_others_have_served_with_it(
+    monkeypatch: pytest.MonkeyPatch, has_served: bool
+) -> None:
+    system = OnHosts(monkeypatch)
+    if has_served:  # later the network between hosts may fail while ranks look for each other
+        is_ready(system)
+        system.lose()
+        system.turn(after_s=30)
+    launch = system.prefill._launch
+    assert launch is not None
+    monkeypatch.setattr(launch, "find_loss", lambda: Loss(ended(0, 2), None, had_served=False))
+    system.turn()
+    assert system.prefill.is_wrong != has_served
+    assert any("they are started again in" in line for line in system.display.notes[-1:]) == has_served
+
+
 @pytest.mark.parametrize(
     "loss", ["all hosts are gone", "the other one has nothing left", "the other one waits", "while they start"]
 )
