@@ -686,13 +686,14 @@ class ServeConfig(Section):
             if number % hosts:
                 raise ValueError(
                     f"{setting} is {number} on {hosts} hosts ({count}), and every host of a role has as many ranks; "
-                    f"set it to a multiple of {hosts}, or give each role other hosts by launcher.prefill_nnodes"
+                    f"set it to a multiple of {hosts}, or change launcher.prefill_nnodes"
                 )
 
     def of_role(self, role: Literal["prefill", "decode"]) -> "ServeConfig":
         """Returns the configuration of the ranks with a role; `parallel.num_ranks` is how many they are."""
         if role == self.parallel.role:
             return self
+        assert self.parallel.role != "prefill", "how many ranks decode is not known there"
         number = self.parallel.num_prefill_ranks if role == "prefill" else self.parallel.num_ranks
         parallel = self.parallel.model_copy(update={"role": role, "num_ranks": number})
         return self.model_copy(update={"parallel": parallel})
