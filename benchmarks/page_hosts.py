@@ -51,9 +51,14 @@ def serve(model: Path, rate: str) -> Iterator[httpx.Client]:
             yield client
 
 
+def found_in(client: httpx.Client, pattern: str) -> list[float]:
+    """Returns the values of the series whose names and labels match; a rank that has not measured has none."""
+    return [float(value) for value in re.findall(rf"^{pattern} (\S+)$", client.get("/metrics").text, re.MULTILINE)]
+
+
 def total(client: httpx.Client, pattern: str) -> float:
     """Returns the sum of the series whose names and labels match."""
-    return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", client.get("/metrics").text, re.MULTILINE))
+    return sum(found_in(client, pattern))
 
 
 def wait_for(client: httpx.Client, pattern: str, least: float) -> None:
@@ -110,7 +115,7 @@ def main() -> None:
         for rate in args.rates.split(","):
             with serve(model, rate) as client:
                 found = [measure(client, args.tokens, draw) for _ in range(args.rounds + 1)][1:]
-                cost = total(client, r'moe_serve_rank_page_cost{rank="\d"}') / 2
+                cost = statistics.mean(found_in(client, r'moe_serve_rank_page_cost{rank="\d"}'))
             fetched, computed, pages = zip(*found, strict=True)
             rows.append(
                 {
