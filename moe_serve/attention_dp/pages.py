@@ -70,16 +70,7 @@ class PageFolder:
         self.path, self.quota_bytes = path, quota_bytes
         self.folder = path / blake2b(identity, digest_size=8).hexdigest()
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not is_private(path.stat()):
-                raise ConfigError(not_private("cache.path", path))
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            probe = self.folder / f"probe-{os.getpid()}"
-            try:
-                probe.write_bytes(b"1")
-            finally:
-                probe.unlink(missing_ok=True)
-            self._count = os.open(path / "used", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._open()
         except OSError as error:
             if error.errno in _FULL:
                 raise
@@ -87,12 +78,30 @@ class PageFolder:
                 f"cache.path {path} cannot be written ({error.strerror}); name a folder that can, or leave out "
                 "cache.disk_gb"
             ) from None
+
+    def _open(self) -> None:
+        """Makes the folder, tries it, and counts what is there."""
+        path = self.path
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_private(path.stat()):
+            raise ConfigError(not_private("cache.path", path))
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        probe = self.folder / f"probe-{os.getpid()}"
+        try:
+            probe.write_bytes(b"1")
+        finally:
+            probe.unlink(missing_ok=True)
         for part in self.folder.glob("*.[0-9]*"):  # of ranks that were killed while they wrote
             with contextlib.suppress(OSError):
                 if time.time() - part.stat().st_mtime > _WRITTEN_S:
                     part.unlink()
         self._part = f".{os.getpid()}{secrets.token_hex(4)}"  # a process id alone is not unique where containers share
-        self._use(0, anew=True)
+        self._count = os.open(path / "used", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            self._use(0, anew=True)
+        except OSError:
+            os.close(self._count)
+            raise
 
     def has(self, key: bytes) -> bool:
         """Returns whether there is a file for this page, which may be damaged."""

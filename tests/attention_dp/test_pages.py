@@ -257,6 +257,20 @@ def test_a_rank_that_starts_beside_a_full_disk_goes_without_files_and_says_so_in
     assert open_folder(tmp_path, b"model", 1 << 20) is not None
 
 
+def test_a_disk_that_cannot_lock_is_refused_as_one_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr("fcntl.flock", fail)
+        with pytest.raises(ConfigError, match=r"cannot be written \(No locks available\); name a folder that can"):
+            open_folder(tmp_path, b"model", 1 << 20)
+    assert len(os.listdir("/proc/self/fd")) == before, "nothing stays open"
+
+
 def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = PageFolder(tmp_path, b"model", 1 << 20)
     monkeypatch.setattr(folder, "read", lambda *given: time.sleep(0.3))
