@@ -43,7 +43,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 # What these attributes are, what these calls return, and calls that do nothing, where neither is used.
 ATTRIBUTES: dict[str, Any] = {
     "tiers": None, "sender": None, "receiver": None, "handover": None, "hand_over_from": None, "handed_over_s": None,
-    "hand_over_to": None,
+    "hand_over_to": None, "pages_at": None, "holder": None,
     "prefill_launch": None, "expected": (), "awaits_pages": False, "num_handed_over": 0, "num_prefill_ranks": 0,
 }  # fmt: skip
 RETURNED: dict[str, Any] = {

@@ -137,9 +137,8 @@ class RequestRouter:
         self.load_gap = load_gap
         self.block_size = block_size
         self.max_keys = max_keys
-        self._ranks = {
-            rank: _RankState() for rank in range(first_rank, first_rank + num_ranks)
-        }  # those that are not lost
+        # Those that are not lost.
+        self._ranks = {rank: _RankState() for rank in range(first_rank, first_rank + num_ranks)}
         self._sent: dict[str, _Sent] = {}
         self._first_of: dict[str, str] = {}  # group -> its first request that is not finished
         # Block key -> bit mask of the ranks that were sent a prompt with this block. Least recently used first.
@@ -151,9 +150,8 @@ class RequestRouter:
         self._siblings = {sum(1 << rank for rank, name in names if name == one) for one in set(sharing.siblings)}
         self._with_siblings = {rank for rank, name in names if sharing.siblings.count(name) > 1}
         self._between_hosts = sharing.between_hosts
-        self._page_cost = (
-            1.0  # of a token whose page comes from another host: from FETCH_COST to 1, until it is known 1
-        )
+        # Of a token whose page comes from another host: from FETCH_COST to 1, until it is known 1.
+        self._page_cost = 1.0
 
     @property
     def ranks(self) -> tuple[int, ...]:
