@@ -142,7 +142,7 @@ function showPages(pages) {
   const text = (some) => some.map(([fate, count]) => `${fate.replace("from_", "").replaceAll("_", " ")} ${whole(count)}`).join(", ");
   const up = fates.filter(came), others = fates.filter((each) => !came(each));
   put("pages", whole(up.reduce((total, [, count]) => total + count, 0)));
-  put("pages-more", `came up${up.length ? `, from: ${text(up)}` : ""}${others.length ? `; others: ${text(others)}` : ""}`);
+  put("pages-more", `came${up.length ? `, from: ${text(up)}` : ""}${others.length ? `; others: ${text(others)}` : ""}`);
 }
 
 const SOURCES = { own: "own text", shared: "other texts", form: "forms", mtp: "layer" };
