@@ -25,6 +25,7 @@ _LOOK_SHARE, _LOSS_SHARE, _LAYER_SHARE = 0.006, 0.004, 0.004
 # few steps that waited for something else do not end them.
 _LENT_LOOKS, _LENT_LOSS, _LENT_LAYER_LOSS, _MOST_LOSS = 3.0, 4.0, 8.0, 12.0
 _TRIAL = 2.0  # steps without drafts, of which the time is to be saved before drafts are tried again that have lost
+_LONGEST_LOOK = 4.0  # steps without drafts, as reading long prompts may take; a look of more has waited for something
 _LAYER_STEPS = 16  # with the layer, before it is judged
 # Looks at drafts that do not pay, before some are verified to see whether they still do not: at first, and at most.
 _EXPLORE_LOOKS, _MOST_EXPLORE_LOOKS = 4, 256
@@ -250,7 +251,7 @@ class DraftGate:
     def looked(self, look_s: float) -> None:
         """Learns how long a look took, whatever came of it."""
         if not self.pays:
-            self._looks.spend(min(look_s, self._plain_s))
+            self._looks.spend(min(look_s, _LONGEST_LOOK * self._plain_s))
 
     def lengths(self, num_decodes: int, chances: NDArray[np.float32], num_rows: int) -> list[int]:
         """Returns how many of the drafts that were found to verify. Arguments as of `best_lengths`; num_rows: of drafts
@@ -328,6 +329,8 @@ class DraftGate:
                 self._losses.spend(min(seconds, most_s) - step.num_tokens / num * plain_s)
                 trust = self._trust.setdefault(num.bit_length(), _Trust())
                 trust.add(step.num_tokens / num * plain_s / counted_s, self._promised)
+            elif self.pays:  # looks between drafts that pay are borne by what these save
+                self._losses.spend(min(step.look_s, _LONGEST_LOOK * plain_s))
         if self.pays and not self._losses.is_left:
             self.pays = False
             self._losses.spend(_TRIAL * plain_s)

@@ -92,13 +92,23 @@ def test_a_budget_is_a_share_of_the_time_of_which_little_is_kept():
 class World:
     """Decode steps of a machine on which a plain step takes 1 s, a look look_s, and each draft row_s.
 
-    Every look finds 4 drafts of each request, each right where those before it are, by `right` in turn.
-    noise: factors of the times of steps, in turn
+    A look finds `most` drafts of each request, each right where those before it are, by `right` in turn.
+    noise: factors of the times of steps, in turn;  gap: steps in which looks find none, behind each in which they do
     """
 
-    def __init__(self, gate: DraftGate, look_s: float, row_s: float, right: list[bool], chance: float, noise=(1.0,)):
+    def __init__(
+        self,
+        gate: DraftGate,
+        look_s: float,
+        row_s: float,
+        right: list[bool],
+        chance: float,
+        noise=(1.0,),
+        most: int = 4,
+        gap: int = 0,
+    ):
         self.gate, self.look_s, self.row_s, self.right, self.chance = gate, look_s, row_s, right, chance
-        self.num = 4
+        self.num, self.most, self.gap = 4, most, gap
         self.seconds = self.tokens = 0.0
         self.verified: list[int] = []
         self.num_looks = 0
@@ -106,13 +116,16 @@ class World:
 
     def run(self, num_steps: int) -> None:
         gate, num = self.gate, self.num
-        for _ in range(num_steps):
+        for number in range(num_steps):
             seconds, lengths, tokens, factor = 1.0, [0] * num, num, next(self._noise)
             looked = gate.is_due
             if looked:
                 self.num_looks += 1
                 seconds += self.look_s
-                lengths = gate.lengths(num, chances_of([self.chance] * num, [4] * num), 4 * num)
+                if number % (self.gap + 1):
+                    gate.found_none()
+                else:
+                    lengths = gate.lengths(num, chances_of([self.chance] * num, [self.most] * num), self.most * num)
                 gate.looked(self.look_s * factor)
             for length in lengths:
                 for _ in range(length):
@@ -142,6 +155,31 @@ def test_drafts_never_cost_much_whatever_is_promised_and_whatever_rows_and_looks
     world = World(DraftGate(), look_s, row_s, list(right), chance, noise)
     world.run(2000)
     assert world.tokens / world.seconds > 0.98
+
+
+@pytest.mark.parametrize("look_s", [0.05, 0.1, 0.2])
+@pytest.mark.parametrize("gap", [1, 3, 6, 7])
+@pytest.mark.parametrize("row_s", [0.08, 0.12, 0.15])
+def test_looks_between_drafts_that_pay_cost_no_more_than_these_save(row_s, gap, look_s):
+    """Drafts are right as often as was promised, but come rarely."""
+    world = World(DraftGate(), look_s, row_s, [True] * 9 + [False], 0.9, most=1, gap=gap)
+    world.run(4000)
+    assert world.tokens / world.seconds > 0.98
+
+
+def test_a_look_takes_what_it_took_out_of_its_budget_but_waits_of_a_second_are_not_its_own():
+    for look_s, num_steps in ((3.5, 84), (1000.0, 167)):  # of three steps that were lent: 0.5 / 0.006 and 1 / 0.006
+        gate = DraftGate()
+        plain = DecodeStep(1, 0, 1, 1.0, 0.0, *NO_LAYER)
+        for _ in range(3):
+            gate.ended(plain)
+        gate.looked(look_s)
+        for _ in range(num_steps - 2):
+            gate.ended(plain)
+        assert not gate.is_due
+        for _ in range(4):
+            gate.ended(plain)
+        assert gate.is_due
 
 
 def test_looks_that_take_more_than_drafts_save_are_left_out():
