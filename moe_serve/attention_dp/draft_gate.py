@@ -318,8 +318,9 @@ class DraftGate:
         self._plain_s = plain_s
         # A step that took much longer than expected has waited for something else.
         counted_s = min(seconds, 2 * plain_s * (self._multiple if step.num_drafts else 1.0))
+        passed_s = counted_s + (num_like - 1) * min(counted_s, plain_s)
         for budget in (self._looks, self._losses, self._layer_losses):
-            budget.passed(num_like * counted_s, plain_s)
+            budget.passed(passed_s, plain_s)
         if step.look_s or step.num_drafts:
             saved_s = step.num_tokens / num * plain_s - (seconds if self._always else counted_s)
             self.saved_s += saved_s - step.layer_s

@@ -182,6 +182,15 @@ def test_a_look_takes_what_it_took_out_of_its_budget_but_waits_of_a_second_are_n
         assert gate.is_due
 
 
+def test_of_steps_of_which_one_is_measured_only_that_one_has_waited():
+    gate = DraftGate()
+    for _ in range(3):
+        gate.ended(DecodeStep(1, 0, 1, 1.0, 0.0, *NO_LAYER))
+    gate.looked(3.3)
+    gate.ended(DecodeStep(1, 0, 1, 2.0, 0.0, *NO_LAYER), num_like=32)
+    assert not gate.is_due, "33 s give 0.2 s, and 64 s would give 0.38 s"
+
+
 def test_looks_that_take_more_than_drafts_save_are_left_out():
     """A tenth more tokens are promised, but each look takes a fifth of a step."""
     world = World(DraftGate(), look_s=0.2, row_s=0.1, right=[True, False, False, False], chance=0.5)
