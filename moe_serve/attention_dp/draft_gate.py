@@ -344,12 +344,15 @@ class DraftGate:
         has_prompt: the step begins one; going on with one is not enough
         """
         if not self.layer_runs and has_prompt and self._has_layer and self._layer_losses.is_left:
-            self.layer_runs, self._layer_gain, self._layer_steps = True, 0.0, 0
+            self.layer_runs = True
         return self.layer_runs
 
     def layer_ran(self, layer_s: float) -> None:
-        """Learns how long the layer ran in a step that was not of decodes alone."""
+        """Learns how long the layer ran in a step that was not of decodes alone. It rests where its budget is spent."""
         self._layer_losses.spend(layer_s)
+        if self._layer_losses.left_s is not None and not self._layer_losses.is_left:
+            self._settle_layer()
+            self.layer_runs = False
 
     def _judge_layer(self, step: DecodeStep, plain_s: float) -> None:
         """Counts what the layer has given and taken in a step, and ends its runs where they do not pay.
@@ -365,9 +368,11 @@ class DraftGate:
             cost += of_rows * step.num_layer_drafts / step.num_drafts
         self._layer_gain += step.num_layer_right / max(1, step.num_layer_requests) - min(cost, 2.0)
         self._layer_steps += 1
-        if self._layer_steps < _LAYER_STEPS:
-            return
-        self._layer_losses.spend(-self._layer_gain * plain_s)
-        if self._layer_gain < 0:
-            self.layer_runs = False
+        if self._layer_steps == _LAYER_STEPS:
+            self.layer_runs = self._layer_gain >= 0
+            self._settle_layer()
+
+    def _settle_layer(self) -> None:
+        """Takes out of the layer's budget what it has lost in this trial, or puts in what it has gained."""
+        self._layer_losses.spend(-self._layer_gain * self._plain_s)
         self._layer_gain, self._layer_steps = 0.0, 0

@@ -281,6 +281,14 @@ def test_what_the_layer_takes_in_steps_with_prompts_counts():
     gate = DraftGate(has_layer=True)
     for _ in range(3):
         gate.ended(DecodeStep(1, 0, 1, 1.0, 0.0, *NO_LAYER))
-    gate.layer_runs = False
-    gate.layer_ran(9.0)
-    assert not gate.wants_layer(has_prompt=True)
+    for number in range(20):
+        assert gate.wants_layer(has_prompt=True) == (number < 16), "eight steps are lent"
+        gate.layer_ran(0.5)
+
+
+def test_what_the_layer_takes_in_steps_with_prompts_is_borne_by_what_its_drafts_save():
+    gate = DraftGate(has_layer=True)
+    layer_steps(gate, 100, layer_s=0.2, is_right=True)
+    for _ in range(50):
+        gate.layer_ran(7.0)
+        assert all(layer_steps(gate, 64, layer_s=0.2, is_right=True))
