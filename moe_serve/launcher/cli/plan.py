@@ -134,6 +134,11 @@ class PlanCommandOptions(opt.ReportOptions, PlanOptions, opt.TraceOptions, opt.C
 
     def rules(self) -> "PlanRules":
         """Returns the fields of the request. Raises ConfigError for a split that the policy does not plan for."""
+        if self.planned_split != "even" and self.target != "moe_serve":
+            raise ConfigError(
+                f"--planned-split {self.planned_split} is for our own server; the engine of --for {self.target} shares "
+                "an expert's tokens evenly over its replicas, so drop --planned-split"
+            )
         if self.planned_split != "even" and self.policy != "refined":
             raise ConfigError(
                 f"policy {self.policy} plans for the even split alone; use -p refined, or drop --planned-split"
