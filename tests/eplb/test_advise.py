@@ -305,6 +305,18 @@ def test_commands_are_what_engines_take(advice, policy):
             assert not re.search(r"\bNone\b|\bnan\b", line)
 
 
+@pytest.mark.parametrize("policy", ["incremental", ONCE])
+def test_commands_have_the_split_that_was_asked_for_and_others_say_that_they_have_none(advice, policy):
+    advised = next(c for c in advice.choices if c.num_slots == 40 and c.policy in (policy, "incremental"))
+    advised = replace(advised, policy=policy, interval=None if policy == ONCE else 3)
+    for split in ("window", "even", "exact", "time"):
+        found = commands(replace(advice, advised=advised, split=split), "load.npz", "/models/m")
+        own = split in ("exact", "time")
+        assert (f"--set eplb.split={split}" in found["moe-serve"][-1]) == own
+        for name in ("vLLM", "SGLang", "TensorRT-LLM"):
+            assert found[name][0].startswith("# shares tokens evenly over replicas") == own
+
+
 def test_without_a_gain_eplb_stays_off(advice):
     assert "leave EPLB off" in commands(replace(advice, advised=advice.baseline), "a", "b")["any engine"][0]
 

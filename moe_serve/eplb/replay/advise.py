@@ -37,6 +37,7 @@ from moe_serve.errors import ConfigError, TraceError
 
 Floats = NDArray[np.float64]
 IN_ORDER, ONCE = "in order", "planned once"
+OWN_SPLITS = ("nearest", "exact", "time")  # of our server alone
 TOLERANCE = 0.005  # of the throughput: choices this close to the best one are as good, and the smallest is advised
 RESAMPLES = 1000
 LEAST_BLOCKS = 6  # fewer say nothing about other days
@@ -118,6 +119,7 @@ class Advice:
     phase: str
     window_steps: int
     gpu_hour_price: float | None
+    split: str
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,7 @@ def advise(
         phase=phases[0] if len(phases) == 1 else "",
         window_steps=round(float(np.median([r.num_steps for stretch in stretches for r in stretch]))),
         gpu_hour_price=settings.gpu_hour_price,
+        split=settings.replay.split,
     )
 
 
@@ -551,7 +554,7 @@ def advice_verdict(advice: Advice) -> list[str]:
 def commands(advice: Advice, trace: str, model: str) -> dict[str, list[str]]:
     """Returns what to type, by engine. trace: the file;  model: name or path for the engine
 
-    How the nodes of an engine find each other is left to its user.
+    How the nodes of an engine find each other is left to its user. Where only our server has the split, others say so.
     """
     best, extra = advice.advised, advice.advised.num_redundant
     trace, model = shlex.quote(trace), shlex.quote(model)
@@ -571,25 +574,31 @@ def commands(advice: Advice, trace: str, model: str) -> dict[str, list[str]]:
     sglang += f"--enable-dp-attention --ep-size {ranks} --ep-num-redundant-experts {extra}"
     balancer = "moe_config: {load_balancer: lb.yaml}    # in the extra LLM API options"
     serve = f"moe-serve serve --model {model} --ep {ranks}"
+    others: list[str] = []
+    if advice.split in OWN_SPLITS:
+        serve += f" --set eplb.split={advice.split}"
+        others = [f"# shares tokens evenly over replicas: less balanced than said, by the split {advice.split}"]
     if best.policy == ONCE:
         once = f'{{"num_redundant_experts": {extra}, "window_size": {window}, "step_interval": {40 * window}}}'
         return {
             "vLLM": [
+                *others,
                 start["vllm"],
                 "# its first rebalance, a quarter of step_interval after the start, installs the file; later ones edit",
                 f"MOE_SERVE_EPLB=incremental MOE_SERVE_EPLB_PLACEMENT=start.json {vllm}'{once}'",
             ],
-            "SGLang": [start["sglang"], f"{sglang} --init-expert-location experts.json"],
-            "TensorRT-LLM": [start["tensorrt_llm"], balancer],
+            "SGLang": [*others, start["sglang"], f"{sglang} --init-expert-location experts.json"],
+            "TensorRT-LLM": [*others, start["tensorrt_llm"], balancer],
             "moe-serve": [
                 f"{plan} -o placement.json",
                 f"{serve} --set eplb.init_expert_location=placement.json",
             ],
         }
     return {
-        "vLLM": [f"{ours}{vllm}'{config}'"],
-        "SGLang": [f"{ours}{sglang} --enable-eplb --eplb-rebalance-num-iterations {steps}"],
+        "vLLM": [*others, f"{ours}{vllm}'{config}'"],
+        "SGLang": [*others, f"{ours}{sglang} --enable-eplb --eplb-rebalance-num-iterations {steps}"],
         "TensorRT-LLM": [
+            *others,
             start["tensorrt_llm"],
             "# layer_updates_per_iter above 0 in it: it moves experts on",
             balancer,
