@@ -69,16 +69,19 @@ def test_few_slots_per_rank_reach_the_goals_of_the_joint_search():
     assert plan(zipf(2, 128, 1.0), 64, 192).balancedness.mean() >= 0.99
 
 
-def test_two_slots_on_each_of_144_ranks_are_planned_in_a_third_of_a_second():
+@pytest.mark.skipif(find_library() is None, reason="the search is in C")
+def test_two_slots_on_each_of_144_ranks_take_at_most_80_times_as_long_as_greedy():
+    """27 times, measured as 0.13 s against 0.005 s; what this search has replaced took 1.0 to 1.7 s."""
     load = lognormal(58, 256, 0.6)
     plan(load[:1], 144, 288)  # builds the search
-    begin = time.process_time()
-    balance = plan(load, 144, 288).balancedness.mean()
-    took_s = time.process_time() - begin
-    print(f"{took_s:.2f} s of CPU time, balancedness {balance:.4f}")
-    if find_library() is not None:
-        assert balance >= 0.941
-        assert took_s <= 4 * 0.3, "for slower and busy machines"
+
+    def seconds(policy):
+        begin = time.process_time()
+        plan(load, 144, 288, policy)
+        return time.process_time() - begin
+
+    assert plan(load, 144, 288).balancedness.mean() >= 0.941
+    assert min(seconds("refined") for _ in range(2)) <= 80 * min(seconds("greedy") for _ in range(3))
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
