@@ -71,6 +71,7 @@ def test_windows_without_single_passes_of_prompts_show_no_spread() -> None:
     assert find_spread(passes(steps), 4, 16, 8) is not None
     assert find_spread(passes(steps[:6]), 4, 16, 8) is None, "too few"
     assert find_spread(passes(steps, "decode"), 4, 16, 8) is None
+    assert find_spread(passes(steps), 4, 1, 8) is None, "prompts of one token"
     assert find_spread(LoadTrace.of([record_of(steps, keep=False)], topk=4), 4, 16, 8) is None
     whole = find_spread(LoadTrace.of([record_of(steps, keep=True)], topk=4), 4, 16, 8)
     assert whole == find_spread(passes(steps), 4, 16, 8)
@@ -200,6 +201,23 @@ def test_a_trace_of_tokens_is_limited_as_the_ranks_limit_them(moves: bool, tmp_p
     said = costs.capacity_words(trace)
     assert said.startswith(f"{changed / total:.2%} of the choices")
     assert said.endswith("counted on each rank in each step")
+
+
+def test_the_share_beyond_a_capacity_is_that_of_steps_and_says_where_it_was_counted() -> None:
+    layers, experts = DEMO.num_moe_layers, DEMO.num_logical
+    skewed, even = np.zeros((layers, experts), dtype=np.int64), np.full((layers, experts), 400)
+    skewed[:, 0] = 400 * experts
+    costs = ProfileCosts(CostModel(load_hardware("H800"), DEMO, Topology(1, 4)), Serving(expert_capacity=1.25))
+    by_rank = np.repeat(skewed[:, None] // 4, 4, axis=1)
+    windows = [LoadRecord(0, 1, "decode", skewed, by_source=by_rank), LoadRecord(1, 999, "decode", 999 * even)]
+    said = costs.capacity_words(LoadTrace.of(windows, topk=DEMO.topk))
+    beyond = (1 - 1.25 / experts) / 1000
+    assert said.startswith(f"{beyond:.2%} of the choices"), said
+    assert said.endswith(
+        "counted on each rank in each step in 1 of 2 windows, estimated from the load of all ranks in the others"
+    )
+    empty = LoadTrace.of([LoadRecord(0, 1, "decode", np.zeros_like(even))], topk=DEMO.topk)
+    assert costs.capacity_words(empty).startswith("no choices")
 
 
 def test_a_capacity_makes_steps_of_an_uneven_load_shorter_and_reports_what_is_beyond_it() -> None:

@@ -91,6 +91,7 @@ class RequestSpread:
     spread, low, high: by all passes, and what holds it in 90 % of the resamples of them
     measured:  busiest rank over the mean one, in every other pass, on ranks that are level for the passes between
     drawn:     the same of batches drawn around the passes between, with the spread of those;  by_chance: without
+    tokens_per_request: that was assumed of prompts; the spread is by it
     """
 
     spread: float
@@ -100,35 +101,37 @@ class RequestSpread:
     measured: float
     drawn: float
     by_chance: float
+    tokens_per_request: float
 
     def words(self) -> str:
         """Returns one line for reports."""
         return (
-            f"requests differ by a spread of {self.spread:.3g} ({self.low:.3g} to {self.high:.3g} in 90 % of the "
-            f"resamples of {self.num_passes} passes); on ranks that are level for half of them the busiest has "
-            f"{self.measured:.2f} of the mean in the others, {self.drawn:.2f} if drawn with it, {self.by_chance:.2f} "
-            "by chance alone"
+            f"requests of {self.tokens_per_request:,.0f} tokens (--context) differ by a spread of {self.spread:.3g} "
+            f"({self.low:.3g} to {self.high:.3g} in 90 % of the resamples of {self.num_passes} passes); on ranks that are "
+            f"level for half of them the busiest has {self.measured:.2f} of the mean in the others, {self.drawn:.2f} if "
+            f"drawn with it, {self.by_chance:.2f} by chance alone"
         )
 
 
 def find_spread(
     trace: LoadTrace, topk: int, tokens_per_request: float, num_ranks: int, phases: tuple[str, ...] = ("prefill",)
 ) -> RequestSpread | None:
-    """Returns the spread of requests in a trace that holds single passes of these phases; None for fewer than 8.
+    """Returns the spread of requests in a trace that holds single passes of these phases.
 
-    tokens_per_request: of one request in a pass: the length of prompts
+    None for fewer than 8 passes, and for prompts of one token, which show none.
+
+    tokens_per_request: of one request in a pass: the length of prompts, which passes do not say
 
     Passes are compared with their neighbours only, so that a load which changes over time is no spread. A large one of
     few requests comes out too small, as shares are drawn and then made to sum to 1.
     """
+    if tokens_per_request <= 1:
+        return None
     rng = np.random.default_rng(_STREAM)
-    terms: tuple[list[Floats], list[Floats]] = (
-        [],
-        [],
-    )  # of every other pass: excess over chance, and that of a spread 1
-    windows: list[
-        tuple[Floats, Floats]
-    ] = []  # shares by the first half, and rows [S, L] of the passes of the second one
+    # Of every other pass: its excess over chance, and that of a spread of 1.
+    terms: tuple[list[Floats], list[Floats]] = ([], [])
+    # Shares by the first half of a window, and rows [S, L] of the passes of its second one.
+    windows: list[tuple[Floats, Floats]] = []
     measured: list[float] = []
     num_passes = 0
     for steps in _windows_of_passes(trace, phases):
@@ -152,7 +155,7 @@ def find_spread(
         for spread in (_spread_of(first), 0.0)
     ]
     return RequestSpread(
-        _spread_of(every), float(low), float(high), num_passes, float(np.mean(measured)), drawn[0], drawn[1]
+        _spread_of(every), float(low), float(high), num_passes, float(np.mean(measured)), *drawn, tokens_per_request
     )
 
 

@@ -258,7 +258,7 @@ class ProfileCosts:
         return tokens, is_mean
 
     def capacity_words(self, trace: LoadTrace) -> str:
-        """Returns what share of a trace's choices is beyond the capacity of an expert, and whether it was counted."""
+        """Returns what share of a trace's choices is beyond the capacity of an expert, and where it was counted."""
         free, dropping = (
             replace(self, serving=replace(self.serving, over_capacity="drop", expert_capacity=factor))
             for factor in (None, self.serving.expert_capacity)
@@ -267,13 +267,19 @@ class ProfileCosts:
         num = num_counted = 0
         assert trace.topk
         for record in trace:
-            per_step = float(record.tokens.sum(axis=1).max(initial=0)) / trace.topk / max(record.busy_steps, 1)
-            chosen += free.batch_of(record, per_step)[0].sum()
-            served += dropping.batch_of(record, per_step)[0].sum()
+            if not record.busy_steps:
+                continue
+            per_step = float(record.tokens.sum(axis=1).max()) / trace.topk / record.busy_steps
+            chosen += free.batch_of(record, per_step)[0].sum() * record.busy_steps
+            served += dropping.batch_of(record, per_step)[0].sum() * record.busy_steps
             num, num_counted = num + 1, num_counted + _knows_ranks(record)
-        share = 1 - served / chosen if chosen else 0.0
-        how = "counted on each rank in each step" if num_counted == num else "estimated from the load of all ranks"
-        return f"{share:.2%} of the choices are beyond that of their expert, {how}"
+        if not chosen:
+            return "no choices, so none is beyond the capacity of an expert"
+        how = "counted on each rank in each step"
+        if num_counted < num:
+            how = f"{how} in {num_counted} of {num} windows, " if num_counted else ""
+            how += "estimated from the load of all ranks" + (" in the others" if num_counted else "")
+        return f"{1 - served / chosen:.2%} of the choices are beyond that of their expert, {how}"
 
     def requests(self, tokens_per_step: float, phase: str) -> float:
         """Returns how many requests have tokens in a step of all ranks, see `Batch.tokens_of_request`."""
