@@ -282,15 +282,11 @@ def rank_traffic(by_source: NDArray[np.number], placement: Placement) -> Floats:
 
     Lines are the ranks of the tokens, columns those of the experts, whose replicas share evenly.
     """
-    layers, ranks, experts = placement.num_layers, placement.num_ranks, placement.num_logical
-    rank_of_slot = np.arange(placement.num_slots) // placement.slots_per_rank
-    # One cell per (layer, rank, expert); the last column of experts counts empty slots.
-    cells = (np.arange(layers)[:, None] * ranks + rank_of_slot) * (experts + 1) + (
-        placement.physical_to_logical % (experts + 1)
-    )
-    replicas = np.bincount(cells.ravel(), minlength=layers * ranks * (experts + 1)).reshape(layers, ranks, -1)
-    share = replicas[:, :, :-1] / np.maximum(placement.replica_count, 1)[:, None]
-    traffic: Floats = np.tensordot(np.asarray(by_source, dtype=np.float64), share, axes=([0, 2], [0, 2]))
+    ranks = placement.num_ranks
+    traffic = np.zeros((ranks, ranks))
+    for tokens, table, count in zip(by_source, placement.physical_to_logical, placement.replica_count, strict=True):
+        each = tokens / np.maximum(count, 1)  # of a replica
+        traffic += np.where(table < 0, 0.0, each[:, table]).reshape(ranks, ranks, -1).sum(axis=2)
     return traffic
 
 

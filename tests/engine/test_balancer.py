@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from moe_serve.config import load_config
-from moe_serve.eplb.load import rank_load
+from moe_serve.engine.balancing.balancer import MAX_TRAFFIC_RANKS, window_report
+from moe_serve.eplb.load import LoadRecord, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.planner_process import PlannerProcess
 from moe_serve.eplb.policies.names import POLICIES, SERVED
@@ -205,3 +206,11 @@ def test_a_request_that_one_turn_could_not_carry_keeps_an_idle_engine_turning():
     assert not engine.balancer.has_work
     engine.planner.has_more_to_send = True
     assert engine.balancer.has_work
+
+
+@pytest.mark.parametrize("num_ranks", [MAX_TRAFFIC_RANKS, 2 * MAX_TRAFFIC_RANKS])
+def test_a_window_reports_the_traffic_of_so_many_ranks_as_cost_no_serving_time(num_ranks: int) -> None:
+    by_source = np.ones((1, num_ranks, 2 * num_ranks), dtype=np.int64)
+    record = LoadRecord(0, 1, "decode", by_source.sum(axis=1), by_source=by_source)
+    report = window_report(record, Placement.trivial(1, 2 * num_ranks, num_ranks))
+    assert report.traffic == ([[2.0] * num_ranks] * num_ranks if num_ranks <= MAX_TRAFFIC_RANKS else [])

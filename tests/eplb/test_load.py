@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load, slot_load
+from moe_serve.eplb.load import LoadRecord, LoadTrace, balancedness, rank_load, rank_traffic, slot_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.errors import TraceError
 from tests.eplb.test_placement import EXAMPLE
@@ -13,6 +13,18 @@ def test_loads_of_the_example_that_opens_the_module():
     load = rank_load(tokens, EXAMPLE)
     assert load[0].tolist() == [80, 40, 40]
     assert balancedness(load)[0] == pytest.approx(0.667, abs=5e-4)
+
+
+def test_traffic_is_that_of_a_loop_over_slots_with_empty_ones() -> None:
+    by_source = np.random.default_rng(0).integers(0, 50, (EXAMPLE.num_layers, EXAMPLE.num_ranks, EXAMPLE.num_logical))
+    expected = np.zeros((EXAMPLE.num_ranks, EXAMPLE.num_ranks))
+    for layer, table in enumerate(EXAMPLE.physical_to_logical):
+        for slot, expert in enumerate(table):
+            if expert >= 0:
+                share = by_source[layer, :, expert] / EXAMPLE.replica_count[layer, expert]
+                expected[:, slot // EXAMPLE.slots_per_rank] += share
+    np.testing.assert_allclose(rank_traffic(by_source, EXAMPLE), expected)
+    assert (EXAMPLE.physical_to_logical < 0).any()
 
 
 def test_uneven_shares_move_load_between_the_copies_of_an_expert():

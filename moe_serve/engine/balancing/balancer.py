@@ -121,12 +121,16 @@ class BalanceReports:
                 self.totals["realised_gain_seconds"] += decision.realised_s
 
 
+MAX_TRAFFIC_RANKS = 64  # of more, a report has no traffic: the engine waits for it, and nobody reads so large a table
+
+
 def window_report(record: LoadRecord, placement: Placement) -> WindowReport:
     """Returns the load of a window, shared evenly over replicas.
 
     placement: at its end; also at its beginning, unless the record knows that one
     """
     first = record.placement or placement
+    by_source = record.by_source if first.num_ranks <= MAX_TRAFFIC_RANKS else None
     load, load_at_end = rank_load(record.tokens, first), rank_load(record.tokens, placement)
     return WindowReport(
         first_step=record.first_step,
@@ -137,7 +141,7 @@ def window_report(record: LoadRecord, placement: Placement) -> WindowReport:
         rank_load=load.tolist(),
         tokens=record.tokens.tolist(),
         mean_at_end=float(balancedness(load_at_end, placement.live_ranks).mean()),
-        traffic=[] if record.by_source is None else rank_traffic(record.by_source, first).tolist(),
+        traffic=[] if by_source is None else rank_traffic(by_source, first).tolist(),
     )
 
 

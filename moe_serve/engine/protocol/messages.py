@@ -406,7 +406,7 @@ class WindowReport(msgspec.Struct, frozen=True, array_like=True):
 
     balancedness: mean / max of rank load, of each layer, on the placement in use at its beginning
     mean_at_end:  mean over layers on the placement in use at its end: what a move within it has brought
-    traffic:      of all layers, from the rank of a token to that of its expert; [] = not known
+    traffic:      of all layers, from the rank of a token to that of its expert; [] = not known, or too many ranks
     """
 
     first_step: int

@@ -107,9 +107,9 @@ class RequestSpread:
         """Returns one line for reports."""
         return (
             f"requests of {self.tokens_per_request:,.0f} tokens (--context) differ by a spread of {self.spread:.3g} "
-            f"({self.low:.3g} to {self.high:.3g} in 90 % of the resamples of {self.num_passes} passes); on ranks that are "
-            f"level for half of them the busiest has {self.measured:.2f} of the mean in the others, {self.drawn:.2f} if "
-            f"drawn with it, {self.by_chance:.2f} by chance alone"
+            f"({self.low:.3g} to {self.high:.3g} in 90 % of the resamples of {self.num_passes} passes); on ranks that "
+            f"are level for half of them the busiest has {self.measured:.2f} of the mean in the others, "
+            f"{self.drawn:.2f} if drawn with it, {self.by_chance:.2f} by chance alone"
         )
 
 
