@@ -148,14 +148,19 @@ def find_spread(
     every = np.concatenate([first, second])
     resamples = every[rng.integers(len(every), size=(_RESAMPLES, len(every)))].sum(axis=1)
     low, high = np.quantile(np.maximum(resamples[:, 0], 0) / resamples[:, 1], (0.05, 0.95))
-    drawn = [
-        float(
-            np.mean([drawn_imbalance(*window, spread, topk, tokens_per_request, num_ranks, rng) for window in windows])
-        )
+    drawn, by_chance = (
+        float(np.mean([drawn_imbalance(*each, spread, topk, tokens_per_request, num_ranks, rng) for each in windows]))
         for spread in (_spread_of(first), 0.0)
-    ]
+    )
     return RequestSpread(
-        _spread_of(every), float(low), float(high), num_passes, float(np.mean(measured)), *drawn, tokens_per_request
+        _spread_of(every),
+        float(low),
+        float(high),
+        num_passes,
+        measured=float(np.mean(measured)),
+        drawn=drawn,
+        by_chance=by_chance,
+        tokens_per_request=tokens_per_request,
     )
 
 
