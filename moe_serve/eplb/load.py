@@ -157,6 +157,11 @@ class LoadRecord:
         return (self.tokens > 0).astype(np.int64) if self.num_steps == 1 else None
 
     @property
+    def activation_share(self) -> Floats | None:
+        """Share of the steps with tokens in which each expert has some, [L, E]; None: not recorded."""
+        return None if self.activations is None else np.minimum(self.activations / max(self.busy_steps, 1), 1.0)
+
+    @property
     def busy_steps(self) -> int:
         """The number of steps that share the tokens: those with a forward where the record says it, else all."""
         return self.num_steps if self.num_forwards is None else self.num_forwards

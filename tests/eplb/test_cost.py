@@ -182,7 +182,7 @@ def test_gate_cost_prices_layers_and_moves():
     placement = Placement.trivial(2, 16, 8)
     tokens = np.full((2, 16), 64.0)
     tokens[1, :2] *= 20
-    layers = gate.layer_seconds(tokens, placement)
+    layers = gate.layer_seconds(tokens, None, placement)
     assert layers[1] > layers[0] > 0
     rows = placement.physical_to_logical.copy()
     rows[0, [0, 2]] = rows[0, [2, 0]]
@@ -335,7 +335,7 @@ def test_a_constant_load_leaves_the_assumed_share_and_nothing_below_zero():
     for _ in range(50):
         cost.learn_window(world(load, START, rng, 0.05), START)
     assert 0.2 * cost.token_s <= cost.skew_s <= 2 * cost.token_s
-    predicted = cost.layer_seconds(load, START).sum() + cost.other_seconds(load, START)
+    predicted = cost.layer_seconds(load, None, START).sum() + cost.other_seconds(load, None, START)
     assert predicted == pytest.approx(world(load, START).step_time_s, rel=0.05)
     for _ in range(100):  # ranks that share a core: the busiest one does not matter
         cost.learn_window(world(draw(rng), START, rng, 0.02, -SKEW_S), START)

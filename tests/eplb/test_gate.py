@@ -75,13 +75,13 @@ def lost_shares(records: Callable[[Rebalancer], Iterator[LoadRecord]]) -> list[f
         while events and events[0].step <= record.first_step:
             handle(events.pop(0))
         tokens = record.tokens / record.num_steps
-        unmoved = [score.layer_seconds(tokens, start).sum() * record.num_steps for score in SCORES]
+        unmoved = [score.layer_seconds(tokens, None, start).sum() * record.num_steps for score in SCORES]
         idle += unmoved
         if rebalancer.placement is start:
             gated += unmoved
         else:
             placement = rebalancer.placement
-            gated += [score.layer_seconds(tokens, placement).sum() * record.num_steps for score in SCORES]
+            gated += [score.layer_seconds(tokens, None, placement).sum() * record.num_steps for score in SCORES]
         handle(WindowClosed(record.first_step + record.num_steps, record))
     return (gated / idle).tolist()
 

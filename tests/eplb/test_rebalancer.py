@@ -36,7 +36,7 @@ class LinearPrices(GateCost):
     token_s: float = 1e-6
     transfer_s: float = 1e-4
 
-    def layer_seconds(self, tokens, placement):
+    def layer_seconds(self, tokens, activations, placement):
         return rank_load(tokens, placement).max(axis=1) * self.token_s
 
     def migration_seconds(self, plan, topology):
@@ -108,7 +108,7 @@ def test_a_skewed_load_is_planned_moved_and_done():
     assert [r.is_last for r in rounds] == [False] * (len(rounds) - 1) + [True]
     assert rebalancer.placement.version == len(rounds) > 0
     assert rebalancer.state == "watching"
-    before, after = (LinearPrices().layer_seconds(SKEWED, p) for p in (START, rebalancer.placement))
+    before, after = (LinearPrices().layer_seconds(SKEWED, None, p) for p in (START, rebalancer.placement))
     assert (after[[0, 2]] < 0.7 * before[[0, 2]]).all()
     assert after[1] == before[1]
     assert [d.kind for d in rebalancer.decisions] == ["plan", "move", "done"]

@@ -285,7 +285,7 @@ class Prices(GateCost):
 
     per_expert: float
 
-    def layer_seconds(self, tokens: np.ndarray, placement: Placement) -> np.ndarray:
+    def layer_seconds(self, tokens: np.ndarray, activations: np.ndarray | None, placement: Placement) -> np.ndarray:
         return np.asarray(rank_load(tokens, placement).max(axis=1) * 1e-6)
 
     def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:

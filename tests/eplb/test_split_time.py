@@ -218,7 +218,8 @@ def test_plans_count_time_on_many_ranks_with_redundant_experts(ranks, slots, pla
     assert planned_time(None, ranks, slots, 48) is None
 
 
-def test_a_balancer_plans_and_prices_the_time_that_its_facts_name():
+@pytest.mark.parametrize("active", [None, np.array([[10, 100, 10, 100, 1, 1, 1, 1]])], ids=["unknown", "recorded"])
+def test_a_balancer_plans_and_prices_the_time_that_its_facts_name(active):
     facts = SystemFacts(1, 1000, 1e-6, 1e-6, survives_loss=False, expert_time=ExpertTime(10))
     assert SystemFacts.from_event(json.loads(json.dumps(facts.to_event()))) == facts
     with pytest.raises(TraceError, match="balancer_started has weight_rows 'x'"):
@@ -229,9 +230,10 @@ def test_a_balancer_plans_and_prices_the_time_that_its_facts_name():
         rebalancer = make_rebalancer(start, BalancerSettings(), replace(facts, expert_time=time))
         actions = ()
         for index in range(3):
-            record = LoadRecord(100 * index, 100, "decode", tokens, step_time_s=1e-3)
+            record = LoadRecord(100 * index, 100, "decode", tokens, activations=active, step_time_s=1e-3)
             actions = actions or rebalancer.handle(WindowClosed(100 * (index + 1), record))
-        load = tokens / 100 if time is None else time.mean_rows(tokens / 100)
+        share = record.activation_share
+        load = tokens / 100 if time is None else time.mean_rows(tokens / 100, share)
         assert actions[0].request.tokens == pytest.approx(load)
-        seconds = rebalancer.cost.layer_seconds(tokens / 100, start)
+        seconds = rebalancer.cost.layer_seconds(tokens / 100, share, start)
         assert seconds == pytest.approx(rebalancer.cost.skew_s * load[:, :4].sum(axis=1))

@@ -26,15 +26,19 @@ class GateCost(Protocol):
 
     learns: bool = False
 
-    def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
-        """Returns the seconds of a step that depend on the placement, by layer: tokens [L, E] of all ranks -> [L]."""
+    def layer_seconds(self, tokens: Floats, activations: Floats | None, placement: Placement) -> Floats:
+        """Returns the seconds of a step that depend on the placement, by layer, [L].
+
+        tokens:      [L, E] of all ranks
+        activations: [L, E] share of the steps in which the expert has tokens; None = not recorded
+        """
         ...
 
     def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:
         """Returns the serving time that all rounds of the plan cost."""
         ...
 
-    def other_seconds(self, tokens: Floats, placement: Placement) -> float:
+    def other_seconds(self, tokens: Floats, activations: Floats | None, placement: Placement) -> float:
         """Returns the seconds of a step beside those of `layer_seconds`, as far as they are known."""
         return 0.0
 

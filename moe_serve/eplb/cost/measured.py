@@ -110,12 +110,12 @@ class MeasuredCost(GateCost):
         near_s, far_s = self.expert_s, self.off_node_s
         return far_s / near_s if far_s > near_s > 0 else 1.0
 
-    def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
-        busiest: Floats = rank_load(self._load(tokens), placement).max(axis=1)
+    def layer_seconds(self, tokens: Floats, activations: Floats | None, placement: Placement) -> Floats:
+        busiest: Floats = rank_load(self._load(tokens, activations), placement).max(axis=1)
         return self.skew_s * busiest
 
-    def other_seconds(self, tokens: Floats, placement: Placement) -> float:
-        mean = float(self._load(tokens).sum()) / len(placement.live_ranks)
+    def other_seconds(self, tokens: Floats, activations: Floats | None, placement: Placement) -> float:
+        mean = float(self._load(tokens, activations).sum()) / len(placement.live_ranks)
         return self.base_s + (self.token_s - self.skew_s) * mean
 
     def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:
@@ -124,7 +124,8 @@ class MeasuredCost(GateCost):
     def learn_window(self, record: LoadRecord, placement: Placement) -> bool:
         if record.step_time_s is None or not record.busy_steps:
             return False
-        load = rank_load(self._load(record.tokens / record.busy_steps), placement)[:, placement.live_ranks]
+        rows = self._load(record.tokens / record.busy_steps, record.activation_share)
+        load = rank_load(rows, placement)[:, placement.live_ranks]
         mean = float(load.mean(axis=1).sum())
         self._rows.append(np.array([1.0, mean, float(load.max(axis=1).sum()) - mean]))
         self._step_s.append(record.step_time_s)
@@ -138,8 +139,8 @@ class MeasuredCost(GateCost):
         else:
             self._expert_s.append(cost_s / max(finished.busiest(), 1))
 
-    def _load(self, tokens: Floats) -> Floats:
-        return tokens if self._time is None else self._time.mean_rows(tokens)
+    def _load(self, tokens: Floats, activations: Floats | None) -> Floats:
+        return tokens if self._time is None else self._time.mean_rows(tokens, activations)
 
     def _in_ranks_s(self, moves: MigrationRound) -> float:
         return self.expert_s * max(moves.busiest(), 1)

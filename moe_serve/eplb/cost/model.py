@@ -238,8 +238,8 @@ class PredictedCost(GateCost):
     costs: CostModel
     phase: Phase = "decode"
 
-    def layer_seconds(self, tokens: Floats, placement: Placement) -> Floats:
-        """Returns the seconds of the MoE part of each layer, without overlap: tokens [L, E] of all ranks -> [L]."""
+    def layer_seconds(self, tokens: Floats, activations: Floats | None, placement: Placement) -> Floats:
+        """Returns the seconds of the MoE part of each layer, without overlap, [L]; as if tokens were draws."""
         own_rows = self.costs.own_rows(tokens, placement)
         times = self.costs.moe_layer(slot_load(tokens, placement), Batch(self.phase, 0, 0), True, own_rows)
         return times.total_s * self.costs.engine.step_factor

@@ -173,14 +173,14 @@ class Gate:
             tokens,
             steps,
             None if record.by_source is None else record.by_source / steps,
-            None if record.activations is None else np.minimum(record.activations / steps, 1.0),
+            record.activation_share,
         )
         self._memory.add(window)
         self._now += 1
         baseline_s = self._seconds(window, self.baseline)
         # It is not known how many steps each placement served, so each layer counts its slower one.
         lost = (np.maximum(self._seconds(window, first), self._seconds(window, last)) - baseline_s) * window.num_steps
-        other_s = self.cost.other_seconds(tokens, self.baseline)
+        other_s = self.cost.other_seconds(tokens, window.activations, self.baseline)
         self._elapsed_s += (float(baseline_s.sum()) + other_s) * window.num_steps
         self._lost_s += float(np.where(lost > 0, lost, lost / np.sqrt(self._margin)).sum())
         moved = self._moved(last)
@@ -271,10 +271,15 @@ class Gate:
         tokens = np.einsum("lw,wle->le", weights, np.array([w.tokens for w in windows]))
         steps = weights @ np.array([float(w.num_steps) for w in windows])
         levelled = expected_maximum(len(planned.live_ranks)) * self._chance(planned)
-        slower = self.cost.layer_seconds(tokens * (1 + levelled)[:, None], planned)
         chance = np.minimum(self._chance(current), 1.0)
-        faster = self.cost.layer_seconds(tokens * (1 - chance)[:, None], current)
-        noise = slower - self.cost.layer_seconds(tokens, planned) + self.cost.layer_seconds(tokens, current) - faster
+        active = self.planning_load()[2]
+
+        def seconds(share: Floats, placement: Placement) -> Floats:
+            return self.cost.layer_seconds(tokens * share[:, None], active, placement)
+
+        as_drawn = np.ones_like(chance)
+        noise = seconds(1 + levelled, planned) - seconds(as_drawn, planned)
+        noise += seconds(as_drawn, current) - seconds(1 - chance, current)
         return np.where(moved, self._saved(current, planned) - noise * steps, 0.0) * self._trust
 
     def _chance(self, placement: Placement) -> Floats:
@@ -343,7 +348,7 @@ class Gate:
 
     def _seconds(self, window: Window, placement: Placement) -> Floats:
         if placement not in window.known:
-            window.known[placement] = self.cost.layer_seconds(window.tokens, placement)
+            window.known[placement] = self.cost.layer_seconds(window.tokens, window.activations, placement)
         return window.known[placement]
 
 
