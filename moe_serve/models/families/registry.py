@@ -40,7 +40,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
     generation = path.with_name("generation_config.json")
     extra = read_json(generation, "correct or remove it") if generation.exists() else {}
     config = HfConfig(_with_defaults(_of_text(values), extra), str(path))
-    if (why_not := REFUSED.get(str(values.get("model_type")))) is not None:
+    if (why_not := REFUSED.get(str(values.get("model_type")).removesuffix("_text"))) is not None:
         raise config.refuse(why_not)
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
@@ -127,8 +127,14 @@ def _declared(what: str) -> Iterator[tuple[str, Any]]:
             yield from getattr(found, what, {}).items()
 
 
-REFUSED = dict.fromkeys(("mimo_v2_flash", "laguna"), "heads of other numbers in windowed layers")
-REFUSED |= dict.fromkeys(("nllb-moe", "switch_transformers"), "an encoder in front of the decoder")
+_ALIKE = (  # why models of several types are not served
+    (("mimo_v2_flash", "laguna", "step3p5", "step3p7"), "heads of other numbers in windowed layers"),
+    (("nllb-moe", "switch_transformers"), "an encoder in front of the decoder"),
+    (("glm5_next", "hy_v4", "qwen4_exp"), "a model of several residual streams"),
+    (("inkling", "inkling_mm_model", "inkling2"), "attention by relative positions, with short convolutions,"),
+    (("deepseek_ocr2", "unlimited_ocr", "aria"), "a model made to read pictures"),
+)
+REFUSED = {model_type: why_not for types, why_not in _ALIKE for model_type in types}
 REFUSED |= {
     "minimax": "linear attention that is neither Qwen3-Next's nor Kimi's",
     "jamba": "a state-space layer of Mamba's first version",
@@ -138,6 +144,15 @@ REFUSED |= {
     "dbrx": "layer norms without biases, and attention as one matrix,",
     "jetmoe": "attention whose heads are chosen as experts are",
     "longcat_flash": "two attentions in a layer, and experts that do nothing,",
+    "beam": "residual sums that are weighted by depth",
+    "diffusion_gemma": "a model that writes blocks by diffusion, not token by token,",
+    "ernie4_5_vl_moe": "a layer with experts of its own for pictures",
+    "gemma4": "an MLP beside the experts of a layer, each with norms of its own,",
+    "minimax_m3_vl": "grouped-query attention to blocks that an indexer chooses",
+    "doge": "experts of one row each, which product keys choose,",
+    "dots3_note": "latent attention of other sizes in some layers, and experts of other numbers,",
+    "muse_spark": "gates of the residual stream",
+    "zaya": "keys and values that are convolved before attention, and a router that reads the one before it,",
     "mistral_large4": "a layer that reads the cache of another one",
     "openai_privacy_filter": "a model that labels tokens and generates none",
 }
