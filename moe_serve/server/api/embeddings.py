@@ -166,7 +166,8 @@ def parse_rerank(body: bytes, max_prompts: int) -> RerankRequest:
     """Returns the checked request in a JSON body, as `parse_embeddings` does."""
     given = read_body(body, RerankBody)
     texts = [each if isinstance(each, str) else each.text for each in given.documents]
-    documents = prompts_of("documents", texts, max_prompts - 1)
+    documents = prompts_of("documents", texts, max_prompts)
+    _check_sum(["query", "documents"], 1 + len(documents), max_prompts)
     names = ["query", *(None for _ in documents)]
     call = given.call([(given.query, None), *documents], _VECTOR, names)
     return RerankRequest(given.model, given.top_n or None, None if given.return_documents is False else texts, call)
@@ -183,8 +184,8 @@ def parse_pairs(body: bytes, max_prompts: int) -> PairsRequest:
             what = f"{found[0]} and {found[1]} are both given; send one of them" if found else f"{side[0]} is missing"
             raise RequestError(what, field=found[1] if found else side[0])
         names += found
-        num_before = sum(map(len, sides))
-        sides.append(prompts_of(found[0], getattr(given, found[0]), max_prompts - num_before))
+        sides.append(prompts_of(found[0], getattr(given, found[0]), max_prompts))
+    _check_sum(names, sum(map(len, sides)), max_prompts)
     ones, others = map(len, sides)
     if ones not in (1, others):
         raise RequestError(
@@ -195,12 +196,22 @@ def parse_pairs(body: bytes, max_prompts: int) -> PairsRequest:
     return PairsRequest(given.model, ones, given.call([*sides[0], *sides[1]], _VECTOR, of_each))
 
 
+def _check_sum(names: Sequence[str], num_texts: int, max_prompts: int) -> None:
+    if num_texts > max_prompts:
+        raise RequestError(
+            f"{names[0]} and {names[1]} have {num_texts} texts together but at most {max_prompts} requests are held at "
+            "a time (engine.max_running_requests x ranks + engine.max_queued_requests); send fewer at once",
+            field=names[1],
+        )
+
+
 def names_pairs(body: bytes) -> bool:
-    """Returns whether a JSON body has a field of pairs, which those of SGLang's scores have not."""
+    """Returns whether a JSON body has a field of pairs, which those of SGLang's scores have not or as null."""
     try:
-        return not set(_PAIRED[0]).isdisjoint(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError):
         return False
+    return any(bytes(fields[name]) != b"null" for name in _PAIRED[0] if name in fields)
 
 
 class EmbeddingAnswers(WholeAnswers):
@@ -268,7 +279,8 @@ def _vectors_of(call: Call) -> list[np.ndarray]:
 
 
 def _likeness(one: np.ndarray, other: np.ndarray) -> float:
-    return float(np.dot(one.astype(np.float64), other))
+    """Returns the product of two vectors, which rounding may have made a little longer than 1."""
+    return min(1.0, max(-1.0, float(np.dot(one.astype(np.float64), other))))
 
 
 def _usage_of(call: Call) -> dict[str, int]:

@@ -44,6 +44,13 @@ class ScoreBody(TextsBody, kw_only=True):
     ]
     apply_softmax: bool | None = None
     item_first: bool | None = None
+    # Names of pairs of texts, which another form has: as null they say nothing.
+    text_1: None = None
+    text_2: None = None
+    queries: None = None
+    documents: None = None
+    data_1: None = None
+    data_2: None = None
 
 
 @dataclass(frozen=True)

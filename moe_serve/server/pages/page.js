@@ -308,7 +308,10 @@ async function rebalance() {
   let words;
   try {
     const response = await fetch("eplb/rebalance", { method: "POST", headers, signal: AbortSignal.timeout(60_000) }), answer = await response.json();
-    if (response.status === 401) element("key-row").hidden = false;
+    if (response.status === 401) {
+      element("key-row").hidden = false;
+      element("key").focus();
+    }
     words = response.ok ? answer.message : answer.error.message;
   } catch (error) {
     words = `no answer: ${error.message}`;
@@ -418,7 +421,8 @@ element("experts").addEventListener("click", (event) => known.load && choose(und
 element("experts").addEventListener("keydown", (event) => event.key === "Enter" && view.cursor.experts && choose(view.cursor.experts));
 element("expert-close").addEventListener("click", () => choose(null));
 element("rebalance").addEventListener("click", rebalance);
-element("key").addEventListener("change", rebalance);
+// Not on "change", which leaving the field fires as well: nobody asked for a move then.
+element("key").addEventListener("keydown", (event) => event.key === "Enter" && rebalance());
 element("range").addEventListener("change", (event) => {
   view.range = Number(event.target.value) || Infinity;
   select("curve", null, null);

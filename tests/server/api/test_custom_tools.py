@@ -148,7 +148,7 @@ WRONG = [
     ([ROBOT], allowing({"type": "function"}), "tool_choice", "none of the tools"),
     ([ROBOT], allowing(7), "tool_choice", "tool 0, 7 without a name"),
     ([ROBOT], allowing({"type": "custom", "custom": 7}), "tool_choice", "none of the tools"),
-    ([ROBOT, {"type": "function"}], allowing(NAMED, {"type": "web_search"}), "tool_choice", "tool 1, an object without"),
+    ([ROBOT, {"type": "function"}], allowing(NAMED, {"type": "web_search"}), "tool_choice", "tool 1, an object"),
     ([ROBOT], allowing(), "tool_choice", "at least one"),
 ]  # fmt: skip
 

@@ -1,13 +1,23 @@
 """`/v1/embeddings` as OpenAI's own client reads it, and what is made of its vectors: rerank and score."""
 
+import json
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import openai
 import pytest
 from msgspec import structs
 
-from moe_serve.server.api.embeddings import EmbeddingAnswers, EmbeddingRequest
+from moe_serve.errors import RequestError
+from moe_serve.server.api.embeddings import (
+    EmbeddingAnswers,
+    EmbeddingRequest,
+    _likeness,
+    parse_pairs,
+    parse_rerank,
+    unit_vector,
+)
 from tests.server.api.calls import TEXT, post
 from tests.server.fake_worker import LIMITS
 from tests.server.served import in_event_loop, serving
@@ -79,6 +89,8 @@ async def test_a_text_is_scored_against_each_of_others_and_two_lists_pair_by_pai
         ]  # fmt: skip
         pairs = (await post(served, "/score", text_1=others, text_2=others[::-1])).json()
         single = (await post(served, "/v1/score", text_1=[5, 6], text_2=[[7]])).json()
+        label = {"query": "a", "items": ["b"], "label_token_ids": [5]}
+        neutral = await post(served, "/v1/score", text_1=None, queries=None, **label)
     assert [each["score"] for each in first["data"]] == pytest.approx([likeness(one, other) for other in others])
     assert [(each["index"], each["object"]) for each in first["data"]] == [(0, "score"), (1, "score")]
     assert (first["object"], first["model"]) == ("list", "demo")
@@ -86,6 +98,7 @@ async def test_a_text_is_scored_against_each_of_others_and_two_lists_pair_by_pai
     assert all(data == first["data"] for data in same)
     assert [each["score"] for each in pairs["data"]] == pytest.approx([likeness(*others)] * 2)
     assert len(single["data"]) == 1
+    assert "scores" in neutral.json(), "a null says nothing of the form"
 
 
 WRONG = [
@@ -120,6 +133,24 @@ WRONG_PAIRS = [
     ({"queries": "a" * 1_000, "documents": "b"}, "queries"),
     ({"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
 ]
+
+
+def test_texts_of_both_sides_are_counted_together_and_the_limit_is_the_true_one():
+    for parse, fields in (
+        (parse_rerank, {"query": "a", "documents": ["b"] * 3}),
+        (parse_pairs, {"text_1": ["a"] * 2, "text_2": ["b"] * 2}),
+        (parse_pairs, {"text_1": "a", "text_2": ["b"] * 3}),
+    ):
+        body = json.dumps(fields).encode()
+        parse(body, max_prompts=4)
+        with pytest.raises(RequestError, match="have 4 texts together but at most 3 requests") as caught:
+            parse(body, max_prompts=3)
+        assert caught.value.field == list(fields)[1]
+
+
+def test_a_text_is_not_more_like_itself_than_1():
+    rows = [unit_vector(np.float32([1.0 / n, 0.3, n]).tobytes()) for n in range(1, 50)]
+    assert max(_likeness(row, row) for row in rows) == 1.0
 
 
 @in_event_loop

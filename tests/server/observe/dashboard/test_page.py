@@ -237,19 +237,27 @@ async def test_without_a_window_the_page_waits_for_it():
 def test_an_admin_gives_the_key_where_the_server_has_one(monkeypatch: pytest.MonkeyPatch):
     """The button could not be used there."""
     monkeypatch.setenv(ADMIN_KEY_VARIABLE, "secret")
-    story = short_story(num_ranks=2)
+    story, asked = short_story(num_ranks=2), []
+
+    def answer(call: int) -> Answer:
+        asked.append(call)
+        return Answer(0, 0, call, True, "done")
 
     @in_browser_loop
     async def check_key():
-        async with serving(2, DYNAMIC, info=story.info, answer=lambda call: Answer(0, 0, call, True, "done")) as served:
+        async with serving(2, DYNAMIC, info=story.info, answer=answer) as served:
             tell(served, story)
             async with browser_page(f"{served.client.base_url}/dashboard") as page:
                 await drawn(page, story.totals["num_rounds"])
                 await page.page.click("#rebalance")
                 await page.shows("#answered", "this needs the admin key")
-                await page.page.fill("#key", "secret")
+                await page.page.keyboard.type("secret")  # the field has the focus
+                await page.page.press("#key", "Tab")
+                await page.page.focus("#key")
+                assert await page.page.text_content("#answered") != "done", "nobody asked"
                 await page.page.press("#key", "Enter")
                 await page.shows("#answered", "done")
+                assert len(asked) == 2, "one of each rank: leaving the field asks for nothing"
                 assert all("401" in problem for problem in page.problems)
 
     check_key()
