@@ -166,7 +166,7 @@ def _working_memory(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
 def _rotations(plan: ModelPlan) -> Memory:
     ropes, max_position = plan.spec.ropes, plan.spec.max_position
     num_bytes = rope_table_bytes(ropes, max_position, plan.spec.attention.temperature is not None)
-    dims = sum(rope.dim for rope in ropes)
+    dims = sum(rope.dim for rope in ropes if rope.rotates)
     return Memory("rotations of positions", num_bytes, f"{max_position} positions x {dims} dimensions, float32")
 
 

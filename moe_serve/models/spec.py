@@ -149,6 +149,7 @@ class RopeSpec:
 
     dim: rotated width of a head
     interleaved: pairs are (0,1), (2,3), ..; else (0, dim/2), (1, dim/2 + 1), ..
+    rotates: whether any pair turns at any position
     """
 
     dim: int
@@ -160,6 +161,7 @@ class RopeSpec:
     softmax_factor: float = 1.0  # on the softmax scale of MLA
     long: LongRopeSpec | None = None
     divisors: tuple[float, ...] = ()  # of each pair's frequency; empty: none
+    rotates: bool = True
 
     def in_context(self, max_model_len: int) -> "RopeSpec":
         """Returns the rotations for requests of up to max_model_len tokens."""

@@ -30,7 +30,8 @@ class RopeTable:
         device: torch.device | str,
         temperature: QueryTemperature | None = None,
     ):
-        """ropes: the rotations of a model; `tables` has one of each, [max_position, dim / 2] complex64
+        """ropes: the rotations of a model; `tables` has one of each, [max_position, dim / 2] complex64, or the one row
+        of all positions where nothing rotates
 
         temperature: of the queries; then query_scales [max_position, 1] float32 holds what they are multiplied by
         """
@@ -43,10 +44,15 @@ class RopeTable:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, ...]:
         """positions: [T] int64 -> [T, dim / 2] complex64 of each table"""
-        return tuple(table.index_select(0, positions) for table in self.tables)
+        return tuple(
+            table.index_select(0, positions) if len(table) > 1 else table.repeat(len(positions), 1)
+            for table in self.tables
+        )
 
 
 def _turns(rope: RopeSpec, positions: Tensor) -> Tensor:
+    if not rope.rotates:
+        positions = positions[:1]  # all turn as little as the first
     angles = positions[:, None] * rope_frequencies(rope)
     return torch.complex(angles.cos() * rope.table_factor, angles.sin() * rope.table_factor)
 
@@ -54,7 +60,9 @@ def _turns(rope: RopeSpec, positions: Tensor) -> Tensor:
 def rope_table_bytes(ropes: Sequence[RopeSpec], max_position: int, has_temperature: bool) -> int:
     """Returns the size of a RopeTable. has_temperature: of the queries"""
     scale_bytes = torch.float32.itemsize if has_temperature else 0
-    return max_position * (sum(rope.dim // 2 for rope in ropes) * torch.complex64.itemsize + scale_bytes)
+    rows = [max_position if rope.rotates else 1 for rope in ropes]
+    turns = sum(count * (rope.dim // 2) for count, rope in zip(rows, ropes, strict=True))
+    return turns * torch.complex64.itemsize + max_position * scale_bytes
 
 
 def rope_frequencies(rope: RopeSpec) -> Tensor:

@@ -276,7 +276,9 @@ class RecordedStep(Step, Recorder):
         self.project_rows(stack.head, self.last)
 
     def _turns(self, name: str, table: Tensor) -> Tensor:
-        """Records the rows' turns. name: of their buffer;  table: of all positions"""
+        """Records the rows' turns. name: of their buffer;  table: of all positions, or the row that is that of each"""
+        if len(table) == 1:
+            return table.repeat(self.capacity, 1)
         turns: Tensor = self.gather(name, RowTable.of(torch.view_as_real(table).flatten(1)), self.positions)
         return torch.view_as_complex(turns.view(self.capacity, -1, 2))
 

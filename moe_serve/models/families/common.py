@@ -21,7 +21,7 @@ from moe_serve.models.spec import (
 )
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-NO_ROPE = RopeSpec(dim=2, theta=1e4, interleaved=True)  # of models in which nothing rotates: the smallest table
+NO_ROPE = RopeSpec(dim=2, theta=1e4, interleaved=True, rotates=False)
 W1_W3_W2 = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")  # as Mixtral's
 
 

@@ -3,7 +3,6 @@
 Router, shared experts and dense first layers are those of DeepSeek-V3.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -49,13 +48,12 @@ def read(config: HfConfig) -> ModelSpec:
     spec, moe_layer_ids = read_v3(config), moe_layers_of_list(config, dense)
     heads, width = config.size("linear_num_heads"), config.size("linear_head_dim", largest=WIDEST_HEAD)
     taps = config.size("linear_conv_kernel_dim", minimum=2, largest=16)
-    unmoved = (math.inf,) * (spec.rope.dim // 2)  # no pair turns at any position
     return replace(
         spec,
         moe_layer_ids=moe_layer_ids,
         dense_intermediate=dense_width(config, moe_layer_ids),
         num_predictors=0,
-        rope=RopeSpec(spec.rope.dim, 1e4, interleaved=True, divisors=unmoved),
+        rope=RopeSpec(spec.rope.dim, 1e4, interleaved=True, rotates=False),
         expert_names=ExpertNames(
             "block_sparse_moe", gate="w1", up="w3", down="w2", shared="block_sparse_moe.shared_experts",
             mlp=("gate_proj", "up_proj", "down_proj"),

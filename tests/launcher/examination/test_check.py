@@ -181,7 +181,7 @@ def test_a_capacity_of_experts_is_no_batch_invariant_server_and_takes_16_bytes_a
     assert sizes(limited)["KV cache"] - sizes(plain)["KV cache"] == 64 * 16 * 16
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama4_text", "kimi_linear"])
 def test_tables_of_rotations_and_logits_of_prompts_are_counted(family: str, tmp_path: Path) -> None:
     path = tiny_model(tmp_path, family)
     found = sizes(checked(f"model.path={path}", "model.load_format=dummy", "model.max_model_len=100"))
@@ -191,6 +191,8 @@ def test_tables_of_rotations_and_logits_of_prompts_are_counted(family: str, tmp_
     scales = 0 if table.query_scales is None else table.query_scales.nbytes
     assert (family == "llama4_text") == (scales > 0)
     assert found["rotations of positions"] == table.tables[0].nbytes + scales
+    assert len(table.tables[0]) == (1 if family == "kimi_linear" else 100), "all positions share a row of ones"
+    assert (table.tables[0] == 1).all() == (family == "kimi_linear")
     rows = load_config().engine.max_batch_tokens
     assert found["logits of prompts"] == rows * spec.vocab_size * 4, "the words are few, so all rows of a step fit"
 
