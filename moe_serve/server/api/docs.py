@@ -5,7 +5,6 @@ Swagger UI would load megabytes of scripts from other servers.
 
 import html
 import json
-from collections.abc import Iterable
 from importlib import resources
 from typing import Any
 
@@ -34,21 +33,6 @@ def docs_page(document: dict[str, Any]) -> str:
     used = [name for name in schemas if name != "Error"]
     bodies = [_body(name, schemas[name]) for name in used]
     return "\n".join([_head(document["info"]["title"], "docs/page.css"), *routes, "<h2>Bodies</h2>", *bodies, _END])
-
-
-def front_page(routes: Iterable[tuple[str, str, str]]) -> str:
-    """Returns the page at / as HTML. routes: (method, path, what is there)
-
-    A link asks by GET, so a route that takes only POST links to its place at /docs.
-    """
-    rows = []
-    for method, path, words in routes:
-        if method == "GET":
-            link = f'<a href="{_text(path[1:])}">{_text(path)}</a>'
-        else:
-            link = f'<span class="method">{method}</span> <a href="docs#{_id(method, path)}">{_text(path)}</a>'
-        rows.append(f"<li>{link} {_text(words)}</li>")
-    return "\n".join([_head("moe_serve", "docs/page.css"), "<ul>", *rows, "</ul>", _END])
 
 
 _END = "</body></html>\n"
@@ -169,15 +153,14 @@ def add_docs(app: FastAPI, document: dict[str, Any]) -> None:
     docs = docs_page(document).encode()
     listed = document["paths"]  # all others are pages
     methods = {path: "POST" if path in listed and "get" not in listed[path] else "GET" for path in LINKS}
-    front = front_page([(methods[path], path, words) for path, words in LINKS.items()]).encode()
     paths = {path: words if methods[path] == "GET" else f"{words} (POST)" for path, words in LINKS.items()}
     style = (resources.files("moe_serve.server") / "pages" / "docs.css").read_bytes()
 
     @app.get("/", tags=[OPEN], include_in_schema=False)
     async def root(request: Request) -> Response:
-        """Lists the routes, for browsers as a page, else as JSON. It is open to all, and says nothing of the model."""
+        """Sends browsers to the chat, and lists the routes for programs. It is open, and says nothing of the model."""
         if "text/html" in request.headers.get("accept", ""):
-            return Response(front, media_type="text/html", headers=_HEADERS)
+            return Response(status_code=307, headers={**_HEADERS, "Location": "chat"})
         return json_response({"server": "moe_serve", "paths": paths}, headers=_HEADERS)
 
     add_pages(app, {"/chat": "chat.html", "/chat/chat.css": "chat.css", "/chat/chat.js": "chat.js"})

@@ -1,4 +1,4 @@
-"""The pages at / and /docs: complete, for browsers and programs, with nothing loaded from elsewhere."""
+"""What is at /, and the page at /docs: complete, for browsers and programs, with nothing loaded from elsewhere."""
 
 import re
 from html.parser import HTMLParser
@@ -38,36 +38,27 @@ async def test_docs_has_every_route_field_and_error_of_the_openapi_document():
 
 
 @in_event_loop
-async def test_the_pages_run_no_script_and_all_their_links_are_of_this_server():
+async def test_the_page_runs_no_script_and_all_its_links_are_of_this_server():
     async with serving() as served:
-        for path in ("/", "/docs"):
-            answer = await served.client.get(path, headers={"accept": "text/html,*/*"})
-            assert answer.headers["content-type"].startswith("text/html")
-            assert "default-src 'none'" in answer.headers["content-security-policy"]
-            links = Links(answer.text)
-            assert not links.tags & {"script", "iframe", "img", "form"}
-            for target in links.targets:
-                if target.startswith("#"):
-                    assert f'id="{target[1:]}"' in answer.text
-                elif target != "data:,":
-                    assert re.fullmatch(r"[\w./#]+", target), target
-                    assert (await served.client.get(f"/{target}")).status_code == 200, target
+        answer = await served.client.get("/docs", headers={"accept": "text/html,*/*"})
+        assert answer.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        links = Links(answer.text)
+        assert not links.tags & {"script", "iframe", "img", "form"}
+        for target in links.targets:
+            if target.startswith("#"):
+                assert f'id="{target[1:]}"' in answer.text
+            elif target != "data:,":
+                assert re.fullmatch(r"[\w./#]+", target), target
+                assert (await served.client.get(f"/{target}")).status_code == 200, target
 
 
 @in_event_loop
-async def test_a_route_that_takes_only_post_is_a_link_to_its_place_in_the_docs():
+async def test_root_is_the_chat_for_browsers():
     async with serving() as served:
-        front = (await served.client.get("/", headers={"accept": "text/html"})).text
-        docs = (await served.client.get("/docs")).text
-        for path in LINKS:
-            answer = await served.client.get(path)
-            if answer.status_code == 405:
-                place = f"post{path.replace('/', '_')}"
-                assert f'<span class="method">POST</span> <a href="docs#{place}">{path}</a>' in front
-                assert docs.count(f'id="{place}"') == 1
-            else:
-                assert answer.status_code == 200
-                assert f'<a href="{path[1:]}">{path}</a>' in front
+        answer = await served.client.get("/", headers={"accept": "text/html,*/*;q=0.8"})
+        assert (answer.status_code, answer.headers["location"], answer.headers["vary"]) == (307, "chat", "Accept")
+        assert "<title>moe_serve: chat</title>" in (await served.client.get("/chat")).text
 
 
 @in_event_loop
@@ -102,9 +93,10 @@ def test_what_a_document_says_is_text_on_the_page():
 
 
 @in_browser_loop
-async def test_a_browser_unfolds_the_route_that_a_link_of_the_front_page_names():
+async def test_a_browser_comes_from_root_to_the_chat_and_unfolds_the_route_that_a_link_names():
     async with serving() as served, browser_page(f"{served.client.base_url}/") as page:
-        await page.page.get_by_role("link", name="/generate").click()
+        await page.page.get_by_role("link", name="docs").click()
+        await page.page.goto(f"{served.client.base_url}/docs#post_generate")
         await page.shows("#post_generate", "SGLang's native generation")
         assert page.problems == []
 
