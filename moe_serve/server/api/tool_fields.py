@@ -24,6 +24,8 @@ EXAMPLE_CHOICE = '{"type": "function", "function": {"name": "f"}}'
 KINDS = ("function", "custom")
 INPUT = "input"  # the parameter by which a model calls a custom tool
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
+_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")  # and -x: the end of a comment would close no group
+_TOKENS = re.compile(r"\\.|\[\^?\]?|[\]()]", re.DOTALL)  # of a regular expression, that tell where its groups end
 _SYNTAXES = {"lark": "grammar", "regex": "regex"}  # kinds of constraints
 _FORMAT = '{"type": "grammar", "grammar": {"syntax": "lark" or "regex", "definition": "…"}}, or {"type": "text"}'
 
@@ -242,7 +244,28 @@ def _input_form(path: str, custom: dict[str, Any]) -> Constraint | None:
         raise RequestError(f"{path}.format is {show(given)}, expected {_FORMAT}", field=f"{path}.format")
     form = Constraint(_SYNTAXES[syntax], definition, path=f"{path}.format")
     form.validate()
+    if form.kind == "regex" and (wrong := _ungrouped(definition)):
+        raise RequestError(f"{form.name} is a regular expression with {wrong}; correct it", form.name)
     return form
+
+
+def _ungrouped(pattern: str) -> str:
+    """Returns why a regular expression is another one in a group, where it stands beside other tools; "": it is not."""
+    if _VERBOSE.search(pattern):
+        return "the flag x, which is not served here"
+    depth = in_class = 0
+    for token in _TOKENS.findall(pattern):
+        if token[0] == "[":
+            in_class += 1
+        elif in_class:
+            in_class -= token == "]"
+        elif token == "(":
+            depth += 1
+        elif token == ")":
+            depth -= 1
+            if depth < 0:
+                return "a ) that closes no group"
+    return "a group that is not closed" if depth else ""
 
 
 def _grammar_of(custom: dict[str, Any]) -> tuple[str, str | None]:

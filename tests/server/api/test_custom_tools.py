@@ -111,6 +111,11 @@ async def test_the_output_of_a_forced_call_is_the_input_alone(tmp_path: Path):
     assert len(forms) == 1, "compiled once"
 
 
+@pytest.mark.parametrize("text", [r"a\)|b", "[)(]", "[]()]+", "[^])]", "[a[)]b](c)", "(?i:a)", r"\[(a)", r"(?P<x>a)"])
+def test_a_group_is_told_from_its_brackets(text: str):
+    assert form_of([custom("a", "regex", text)], "required").text == text
+
+
 def form_of(tools: list[dict[str, Any]], choice: object):
     body = json.dumps({"messages": HI, "tools": tools, "tool_choice": choice})
     return parse_chat(body.encode()).options.taken.params.constraint
@@ -142,6 +147,9 @@ WRONG = [
     ([{"type": "custom", "custom": {"name": "a", "format": 5}}], "auto", "tools[0].custom.format", "is 5"),
     ([{"type": "custom", "name": "a"}], "auto", "tools[0].custom", "is null"),
     ([{"type": "custom", "custom": {"name": "a b"}}], "auto", "tools[0].custom.name", "letters"),
+    *[([custom("a", "regex", text), *more], "required", "tools[0].custom.format", said)
+      for more in ([], [NOTE])  # the same alone and beside another
+      for text, said in (("a|b)(c", "closes no group"), ("(a", "not closed"), ("(?x) a b # c", "flag x"))],
     ([ROBOT, custom("robot")], "auto", "tools[1].custom.name", "a tool before it"),
     ([ROBOT, NOTE], "required", "tool_choice", "custom.format is a grammar"),
     ([ROBOT], {"type": "custom", "custom": {"name": "x"}}, "tool_choice", "none of the tools"),
