@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from io import BufferedReader
 
 import torch
 from torch import Tensor
 
+from moe_serve.attention_dp.bytes_over_tcp import end, receive, receive_into, send
 from moe_serve.attention_dp.page_record import (
     HEADER_BYTES,
     DamagedPage,
@@ -83,7 +83,7 @@ class PageServer:
         with self._lock:
             self._ends = True
             for connected in self._connected.values():
-                _end(connected)
+                end(connected)
 
     def _take(self, connected: socket.socket, rank: int) -> None:
         with self._lock:
@@ -91,7 +91,7 @@ class PageServer:
                 connected.close()
                 return
             if (earlier := self._connected.get(rank)) is not None:
-                _end(earlier)
+                end(earlier)
             self._connected[rank] = connected
         try:
             name = f"pages for rank {rank}"
@@ -102,33 +102,32 @@ class PageServer:
     def _serve(self, connected: socket.socket, rank: int) -> None:
         with connected, contextlib.suppress(OSError):
             _prepare(connected)
-            with connected.makefile("rb") as stream:
-                is_same = _receive(stream, len(self._hello)) == self._hello
-                connected.sendall(_YES if is_same else _NO)
-                while is_same and self._answer(connected, stream):
-                    pass
+            is_same = receive(connected, len(self._hello)) == self._hello
+            send(connected, _YES if is_same else _NO)
+            while is_same and self._answer(connected):
+                pass
         with self._lock:
             if self._connected.get(rank) is connected:
                 del self._connected[rank]
 
-    def _answer(self, connected: socket.socket, stream: BufferedReader) -> bool:
+    def _answer(self, connected: socket.socket) -> bool:
         """Answers one question. Returns False where the reader has ended instead. Raises OSError."""
         connected.settimeout(_IDLE_S)
-        if len(asked := stream.read(_NUMBER.size)) < _NUMBER.size:
+        if not (asked := receive(connected, _NUMBER.size, may_end=True)):
             return False
         connected.settimeout(_QUIET_S)
         (num_keys,) = _NUMBER.unpack(asked)
         if num_keys > MOST_ASKED:
             raise OSError(f"it asks for {num_keys} pages")
-        keys = _receive(stream, num_keys * KEY_BYTES)
+        keys = receive(connected, num_keys * KEY_BYTES)
         for at in range(0, len(keys), KEY_BYTES):
             key = keys[at : at + KEY_BYTES]
             if (page := self._find(key)) is None:
-                connected.sendall(_NO)
+                send(connected, _NO)
                 break
             data = page.numpy().data
-            connected.sendall(_YES + encode_header(key, self._form, data))
-            connected.sendall(data)
+            send(connected, _YES + encode_header(key, self._form, data))
+            send(connected, data)
         return True
 
 
@@ -137,13 +136,7 @@ class _Stream:
     """used_s: when it was made, or used last"""
 
     connected: socket.socket
-    reader: BufferedReader
     used_s: float
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.reader.close()
-        self.connected.close()
 
 
 class PeerPages:
@@ -165,26 +158,25 @@ class PeerPages:
         """
         with self._noting_failure(rank):
             stream = self._stream_to(rank)
-            stream.connected.sendall(_NUMBER.pack(len(keys)) + b"".join(keys))
+            send(stream.connected, _NUMBER.pack(len(keys)) + b"".join(keys))
         return self._pages(rank, stream, keys)
 
     def close(self) -> None:
         """Ends all streams; from any thread."""
         self._ends = True
         for stream in list(self._streams.values()):
-            _end(stream.connected)
+            end(stream.connected)
 
     def _pages(self, rank: int, stream: _Stream, keys: Sequence[bytes]) -> Generator[Tensor, None, None]:
         is_whole = False
         try:
             with self._noting_failure(rank):
                 for key in keys:
-                    if _receive(stream.reader, len(_NO)) == _NO:
+                    if receive(stream.connected, len(_NO)) == _NO:
                         break
-                    record = bytearray(HEADER_BYTES + self._form.num_bytes)
-                    if stream.reader.readinto(record) < len(record):
-                        raise OSError("it closed the connection")
-                    yield torch.frombuffer(decode_page(memoryview(record), key, self._form), dtype=torch.uint8)
+                    record = memoryview(bytearray(HEADER_BYTES + self._form.num_bytes))
+                    receive_into(stream.connected, record)
+                    yield torch.frombuffer(decode_page(record, key, self._form), dtype=torch.uint8)
             is_whole, stream.used_s = True, time.monotonic()
         finally:
             if not is_whole:
@@ -199,12 +191,12 @@ class PeerPages:
             return stream
         self._drop(rank)
         connected = self._dial(rank)
-        stream = self._streams[rank] = _Stream(connected, connected.makefile("rb"), now_s)
+        stream = self._streams[rank] = _Stream(connected, now_s)
         if self._ends:
             raise OSError("this rank ends")
         _prepare(connected)
-        connected.sendall(self._hello)
-        if _receive(stream.reader, len(_YES)) != _YES:
+        send(connected, self._hello)
+        if receive(connected, len(_YES)) != _YES:
             raise DamagedPage("version")
         return stream
 
@@ -236,23 +228,9 @@ class PeerPages:
     def _drop(self, rank: int) -> None:
         stream = self._streams.pop(rank, None)
         if stream is not None:
-            stream.close()
+            stream.connected.close()
 
 
 def _prepare(connected: socket.socket) -> None:
     connected.settimeout(_QUIET_S)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _receive(stream: BufferedReader, size: int) -> bytes:
-    """Returns so many bytes. Raises OSError where they do not come."""
-    data = stream.read(size)
-    if len(data) < size:
-        raise OSError("it closed the connection")
-    return data
-
-
-def _end(connected: socket.socket) -> None:
-    """Ends a connection, in whatever thread it is read."""
-    with contextlib.suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)

@@ -9,7 +9,6 @@ last page that has come. What was written over meanwhile, or is for other hosts,
     then:   pages that were written before, number, so many records, so many pages; none as a sign of life
 """
 
-import contextlib
 import os
 import secrets
 import socket
@@ -19,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from moe_serve.attention_dp.bytes_over_tcp import end, receive, receive_into, send
 from moe_serve.attention_dp.page_ring import RECORD_BYTES, PageRing
 from moe_serve.errors import ConfigError, ReplacedError
 from moe_serve.log import RareWarnings, get_logger
@@ -70,8 +70,7 @@ class PageStream:
             self._ends = True
             self._changed.notify_all()
             if self._connected is not None:
-                with contextlib.suppress(OSError):
-                    self._connected.shutdown(socket.SHUT_RDWR)
+                end(self._connected)
 
     def join(self) -> None:
         """Waits a moment for the thread, which may be in a dial yet: nothing then comes of that."""
@@ -105,8 +104,8 @@ class PageStream:
     def _send_all(self, connected: socket.socket) -> None:
         """Sends pages as they are written. Raises OSError when the connection ends."""
         ring = self._ring
-        _send(connected, _BEGIN.pack(_MAGIC, ring.num_slots, ring.pages.shape[1], self._number))
-        magic, num_sent = _ANSWER.unpack(_receive(connected, _ANSWER.size))
+        send(connected, _BEGIN.pack(_MAGIC, ring.num_slots, ring.pages.shape[1], self._number))
+        magic, num_sent = _ANSWER.unpack(receive(connected, _ANSWER.size))
         if magic != _MAGIC or num_sent > self._num_written:
             raise OSError("another program takes them")
         while True:
@@ -123,8 +122,8 @@ class PageStream:
             elif not is_for_it.all():
                 count = int(is_for_it.argmin())
             records, pages = ring.records[slot : slot + count], ring.pages[slot : slot + count]
-            _send(connected, _HEAD.pack(oldest, count) + records.tobytes())
-            _send(connected, pages.reshape(-1).data)
+            send(connected, _HEAD.pack(oldest, count) + records.tobytes())
+            send(connected, pages.reshape(-1).data)
             num_sent = oldest + count
 
     def _wait_for_more(self, num_sent: int) -> int:
@@ -152,14 +151,14 @@ class PageMirror:
         """
         with self._alone, connected:
             connected.settimeout(QUIET_S)
-            magic, num_slots, page_bytes, number = _BEGIN.unpack(_receive(connected, _BEGIN.size))
+            magic, num_slots, page_bytes, number = _BEGIN.unpack(receive(connected, _BEGIN.size))
             ring = self._ring_for(page_bytes)
             if magic != _MAGIC or ring is None or ring.num_slots != num_slots:
                 raise OSError(f"it sends {num_slots} slots of {page_bytes} bytes, which is not what lies here")
             if number != self._number:
                 ring.records[:] = 0  # of the process before
                 self._number, self._num_received = number, 0
-            _send(connected, _ANSWER.pack(_MAGIC, self._num_received))
+            send(connected, _ANSWER.pack(_MAGIC, self._num_received))
             ring.connected[0] = 1
             try:
                 while self._take_part(connected, ring):
@@ -180,50 +179,18 @@ class PageMirror:
 
     def _take_part(self, connected: socket.socket, ring: PageRing) -> bool:
         """Takes some pages; returns False where the connection has ended before them."""
-        head = _receive(connected, _HEAD.size, may_end=True)
+        head = receive(connected, _HEAD.size, may_end=True)
         if not head:
             return False
         first, count = _HEAD.unpack(head)
         slot = first % ring.num_slots
         if count > _MOST_PAGES or slot + count > ring.num_slots:
             raise OSError(f"it sends slots {slot} to {slot + count} of {ring.num_slots}")
-        records = _receive(connected, count * RECORD_BYTES)
+        records = receive(connected, count * RECORD_BYTES)
         slots = slice(slot, slot + count)
         ring.records[slots] = 0
-        _receive_into(connected, ring.pages[slots].reshape(-1).data)
+        receive_into(connected, ring.pages[slots].reshape(-1).data)
         ring.records[slots].reshape(-1).data[:] = records
         self._num_received = first + count
         ring.num_sent += count
         return True
-
-
-def _send(connected: socket.socket, data: bytes | memoryview) -> None:
-    """Sends all. Raises OSError where the other end takes nothing for QUIET_S."""
-    left = memoryview(data)
-    while left:
-        try:
-            left = left[connected.send(left) :]
-        except TimeoutError:
-            raise OSError(f"it took nothing for {QUIET_S:g} s") from None
-
-
-def _receive(connected: socket.socket, size: int, may_end: bool = False) -> bytes:
-    """Returns so many bytes, or where it may end and does so before the first one, none. Raises OSError."""
-    data = bytearray(size)
-    is_there = _receive_into(connected, memoryview(data), may_end)
-    return bytes(data) if is_there else b""
-
-
-def _receive_into(connected: socket.socket, left: memoryview, may_end: bool = False) -> bool:
-    size = len(left)
-    while left:
-        try:
-            num = connected.recv_into(left)
-        except TimeoutError:
-            raise OSError(f"it sent nothing for {QUIET_S:g} s") from None
-        if not num:
-            if may_end and len(left) == size:
-                return False
-            raise OSError("it closed the connection")
-        left = left[num:]
-    return True

@@ -46,7 +46,8 @@ _SUFFIX = ".page"
 _FETCHED_BYTES = 256 << 20  # of pages that have been read and not taken yet, over all requests
 _QUEUED_PAGES = 16384  # blocks to be copied down; more are left out
 _COPIED_BYTES = 256 << 20  # of pages that were copied since their blocks are written, and wait for the thread
-_PATIENCE_S = 1.0  # for which a prefill waits for its next page
+_PATIENCE_S = 1.0  # for which a prefill waits for its next page, and for all beyond what computing them takes
+_COMPUTING_S = 0.02  # a page, as long as that is not known
 _SLOW_PAGES = 100  # that were left out since they take longer than computing; then the way is tried again
 _ASKED_BYTES = 8 << 20  # of pages that another host is asked for at once
 _WRITTEN_S = 60.0  # after which a file that is not finished never will be
@@ -208,6 +209,8 @@ class Fetch:
 
     keys: of the pages that it would take, in order;  holder: the rank of another host that is asked, too; None: none is
     done: no more will come
+    heard_s: when the last page came;  waited_s: for which the prefill had none to take
+    waits_s: since when it has none; None: there are some
     """
 
     keys: Sequence[bytes]
@@ -218,6 +221,8 @@ class Fetch:
     done: bool = False
     given_up: bool = False
     heard_s: float = field(default_factory=time.monotonic)
+    waited_s: float = 0.0
+    waits_s: float | None = None
 
 
 # fmt: off
@@ -247,9 +252,10 @@ class Price:
         """
         if self._num_left_out >= _SLOW_PAGES:
             self.page_s, self._num_left_out = None, 0
-        if self.page_s is None or computing_s is None:
+        page_s = self.page_s  # which another thread may forget meanwhile
+        if page_s is None or computing_s is None:
             return True
-        return self._delay_s + num_pages * self.page_s <= num_pages * computing_s
+        return self._delay_s + num_pages * page_s <= num_pages * computing_s
 
     def leave_out(self, num_pages: int) -> None:
         """Notes that pages were left out."""
@@ -364,6 +370,9 @@ class PageTiers:
             num_taken += 1
         if num_taken:
             fetch.num_taken += num_taken
+            if fetch.waits_s is not None:  # until they came, not until this step
+                fetch.waited_s += max(0.0, fetch.heard_s - fetch.waits_s)
+                fetch.waits_s = None
             with self._lock:
                 self._fetched_bytes -= num_taken * self.page_bytes
                 self._lock.notify()
@@ -371,13 +380,23 @@ class PageTiers:
         return num_taken
 
     def is_coming(self, fetch: Fetch) -> bool:
-        """Returns whether a prefill should wait for more pages; not, where it has waited too long for the next one."""
-        if fetch.pages or fetch.done:
-            return bool(fetch.pages)
-        if time.monotonic() - fetch.heard_s < _PATIENCE_S:
+        """Returns whether a prefill should wait for more pages; not, where it has waited too long for the next one, or
+        for all so far: about as long again as they would have taken to compute."""
+        if fetch.pages:
+            fetch.waits_s = None
             return True
-        self._count("late")
-        self.drop(fetch)
+        now_s = time.monotonic()
+        if fetch.waits_s is not None:
+            fetch.waited_s += now_s - fetch.waits_s
+        fetch.waits_s = now_s
+        with self._lock:
+            if fetch.pages or fetch.done:
+                return bool(fetch.pages)
+            page_s = _COMPUTING_S if self.computing_s is None else self.computing_s
+            if now_s - fetch.heard_s < _PATIENCE_S and fetch.waited_s < _PATIENCE_S + fetch.num_taken * page_s:
+                return True
+            self._count("late")
+            self.drop(fetch)
         return False
 
     def drop(self, fetch: Fetch) -> None:
@@ -553,9 +572,11 @@ class PageTiers:
                 if self._closed:
                     return
                 fetch = self._across.popleft()
-            while not fetch.done and self._ask(peers, fetch):
-                pass
-            fetch.done = True
+            try:
+                while not fetch.done and self._ask(peers, fetch):
+                    pass
+            finally:
+                fetch.done = True
 
     def _ask(self, peers: PeerPages, fetch: Fetch) -> bool:
         """Asks for some pages of a fetch, and leaves them for the step loop; returns whether to ask for more."""
@@ -575,18 +596,20 @@ class PageTiers:
             pages, began_s = peers.read(fetch.holder, keys), time.perf_counter()
             with contextlib.closing(pages):
                 for page in pages:
-                    if not self._add(fetch, page, "from_other_host"):
-                        return False
                     num_read += 1
+                    if not self._add(fetch, page, "from_other_host"):
+                        break
             if num_read:
                 self._of_network.learn(num_read, time.perf_counter() - began_s)
         except DamagedPage as error:
             why = error.reason
         except OSError:
             why = "peer_lost"
-        if num_read < len(keys):
-            self._count(why)
-        return num_read == len(keys)
+        with self._lock:
+            if num_read < len(keys) and not fetch.given_up:  # which is counted, where its prompt is computed
+                self._count(why)
+                fetch.done = True
+        return not fetch.done
 
     def _give(self, key: bytes) -> Tensor | None:
         """Returns a page for a rank of another host; None: it is not here."""

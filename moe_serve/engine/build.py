@@ -434,8 +434,6 @@ def _other_hosts(group: EpGroup, served: ServedModel) -> OtherHosts | None:
         return None
 
     def dial(rank: int) -> socket.socket:
-        if rank in link.local_ranks:
-            raise OSError("it is on this host")
         if rank in (down := link.down()):
             raise OSError(down[rank])
         return link.dial(rank, PREFIXES, _DIAL_S)

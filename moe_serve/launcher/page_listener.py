@@ -5,12 +5,12 @@ who dials proves to be a rank of the prefill ranks' launch, and the newest proce
 the copy of its memory, which the decode ranks have mapped.
 """
 
-import contextlib
 import socket
 import threading
 import time
 from collections.abc import Sequence
 
+from moe_serve.attention_dp.bytes_over_tcp import end
 from moe_serve.attention_dp.page_stream import PageMirror
 from moe_serve.dispatch.hosts.handshake import PAGES, PAGES_TAKER, Party, key_of_launch
 from moe_serve.errors import ReplacedError
@@ -51,17 +51,17 @@ class PageListener:
             self._party = Party(PAGES_TAKER, 0, key_of_launch(self._token, launch_id), self._own)
             self._numbers.clear()
             for connected in self._connected.values():
-                _end(connected)
+                end(connected)
 
     def close(self) -> None:
         """Ends all connections."""
         self._ends = True
-        _end(self._listener)
+        end(self._listener)
         self._thread.join()
         self._listener.close()
         with self._lock:
             for connected in (*self._unproved, *self._connected.values()):
-                _end(connected)
+                end(connected)
 
     def _accept(self) -> None:
         while not self._ends:
@@ -76,7 +76,7 @@ class PageListener:
                 if len(self._unproved) >= _MOST_UNPROVED:
                     oldest = next(iter(self._unproved))
                     del self._unproved[oldest]
-                    _end(oldest)
+                    end(oldest)
                 self._unproved[connected] = None
             try:
                 threading.Thread(target=self._serve, args=(connected, address), name="pages", daemon=True).start()
@@ -118,16 +118,10 @@ class PageListener:
                 raise OSError("its launch is over")
             self._numbers[visit.rank] = max(visit.number, self._numbers.get(visit.rank, 0))
             if (earlier := self._connected.get(visit.rank)) is not None:
-                _end(earlier)
+                end(earlier)
             self._connected[visit.rank] = connected
             self._unproved.pop(connected, None)
         return visit.rank
 
     def _newest(self, rank: int) -> int | None:
         return self._numbers.get(rank, 0) if rank < len(self._mirrors) else None
-
-
-def _end(connected: socket.socket) -> None:
-    """Ends a connection, in whatever thread it is read."""
-    with contextlib.suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)

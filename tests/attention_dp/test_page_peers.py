@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -12,7 +13,7 @@ import torch
 from moe_serve.attention_dp import page_peers, pages
 from moe_serve.attention_dp.page_peers import MOST_ASKED, OtherHosts
 from moe_serve.attention_dp.page_record import HEADER_BYTES
-from moe_serve.attention_dp.pages import PageTiers, Price
+from moe_serve.attention_dp.pages import Fetch, PageTiers, Price
 from tests.attention_dp.steps import make_request
 from tests.attention_dp.test_page_stream import cut, pump
 from tests.attention_dp.test_pages import KEYS, OneRank, in_memory, small_cache, until
@@ -44,7 +45,7 @@ class Network:
 
     def dial(self, own: int, rank: int) -> socket.socket:
         self.num_dialled += 1
-        if not self.may_connect:
+        if not self.may_connect or rank not in self._takes:
             raise OSError("no route to host")
         near, far = self.pair()
         if self.meddles:
@@ -259,6 +260,7 @@ def test_a_rank_that_is_not_reached_costs_the_way_alone(network: Network, caplog
     assert reasons(own) == {"peer_lost": 1}
     assert "no route to host" in caplog.text
     network.may_connect = True
+    assert fetched(own, holder=77) == 2, "nor one that there is not"
     assert fetched(own) == 5
 
 
@@ -279,6 +281,80 @@ def test_a_prefill_waits_a_while_for_pages_of_another_host(network: Network, mon
     release.set()
     assert here.computed == {"again": 22}, "all of it, since nothing came in time"
     assert reasons(own) == {"late": 1}
+
+
+@pytest.mark.parametrize(
+    ("page_s", "computing_s", "num_pages"),
+    [(0.75, 0.01, 1), (0.75, None, 1), (0.2, 0.05, 6), (0.2, 0.3, 60), (0.01, 0.001, 60), (1.25, 9.0, 0)],
+)
+def test_all_pages_together_take_a_second_longer_than_computing_at_most(
+    page_s: float, computing_s: float | None, num_pages: int, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next one of them a second; what a step takes after its page has come does not count."""
+    monkeypatch.setattr(pages, "_PATIENCE_S", 1.0)
+    own, now_s = network.tiers(0), [100.0]
+    own.computing_s = computing_s
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    fetch = Fetch(KEYS[:1] * 60, 1, heard_s=now_s[0])
+    while fetch.num_taken < 60 and own.is_coming(fetch):
+        now_s[0] += page_s
+        if not own.is_coming(fetch):
+            break
+        own._add(fetch, torch.zeros(PAGE_BYTES, dtype=torch.uint8), "from_other_host")
+        now_s[0] += 0.5  # a step of others
+        assert own.take(fetch, [0]) == 1
+    assert (fetch.num_taken, reasons(own)) == (num_pages, {"late": 1} if num_pages < 60 else {})
+    assert own._fetched_bytes == 0
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_pages_that_come_too_late_are_counted_once_and_teach_what_the_way_takes(
+    network: Network, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, _ = network.tiers(0), filled(network.tiers(1))
+    release = threading.Event()
+
+    def hold(source: socket.socket, to: socket.socket) -> None:
+        to.sendall(source.recv(1))
+        to.sendall(source.recv(PAGE, socket.MSG_WAITALL))
+        release.wait(60)
+        pump(source, to) if goes_on else cut(source, to)
+
+    network.meddles = [hold]
+    fetch = own.fetch(KEYS[:5], 1)
+    until(lambda: len(fetch.pages) == 1)
+    assert own.take(fetch, [0]) == 1
+    monkeypatch.setattr(pages, "_PATIENCE_S", 0.0)
+    assert not own.is_coming(fetch)
+    release.set()
+    assert fetched(own) == 5
+    assert reasons(own) == {"late": 1}
+    assert own.counters["from_other_host"] == 6
+    assert own._of_network.page_s is not None
+
+
+def test_a_reader_that_takes_little_at_a_time_is_not_given_up(network: Network) -> None:
+    filled(network.tiers(1))
+
+    class Narrow(socket.socket):
+        def send(self, data: memoryview) -> int:
+            return super().send(data[:100])
+
+        def sendall(self, data: bytes) -> None:
+            raise TimeoutError("its timeout would be that of all")
+
+    dial = network.dial
+
+    def narrow(own: int, rank: int) -> socket.socket:
+        near, far = network.pair()
+        network.take(Narrow(fileno=far.detach()), rank, own)
+        return near
+
+    network.dial = narrow  # type: ignore[method-assign]
+    own = network.tiers(0)
+    network.dial = dial  # type: ignore[method-assign]
+    assert fetched(own) == 5
+    assert reasons(own) == {}
 
 
 def test_tokens_of_a_prompt_that_another_host_has_are_not_computed_again(network: Network) -> None:

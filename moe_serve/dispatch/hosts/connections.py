@@ -129,7 +129,9 @@ class Connections:
         """Returns a connection with a rank that has proved to be of this launch. Raises OSError."""
         if self.replaced is not None:
             raise OSError(str(self.replaced))
-        peer = self._peers[rank]
+        peer = self._peers.get(rank)
+        if peer is None:
+            raise OSError(f"there is no rank {rank} on another host")
         try:
             return self.own.dial(rank, peer.address, peer.number, purpose, deadline_s)
         except ReplacedError as error:

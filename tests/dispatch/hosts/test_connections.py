@@ -390,6 +390,9 @@ def test_who_stands_in_for_a_rank_takes_votes_and_no_rows() -> None:
             data = connected.recv(1000)
         assert ANSWER_HEAD.unpack_from(data) == (0, 0b1)
         assert list(log.format.decode(data[ANSWER_HEAD.size :])) == [log.answer(asked)]
+        for rank in (-1, 1, 2):
+            with pytest.raises(OSError, match=f"there is no rank {rank} on another host"):
+                link.dial(rank, VOTES, 5.0)
         stand_in.close()
         link.close()
 
