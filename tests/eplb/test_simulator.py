@@ -129,6 +129,14 @@ def test_a_trace_that_does_not_say_its_top_k_takes_it_from_the_model() -> None:
     assert all(row["tokens_per_s"] > 0 for row in silent["rows"])
 
 
+def test_a_recorded_trace_is_replayed_in_windows_of_each_length_with_each_interval() -> None:
+    sweep = Sweep((1,), redundant=(8,), window_steps=(10, 20))
+    cases = simulate(replace(SMALL, trace=recorded(), sweep=sweep, intervals=(1, 2)))
+    assert [(case.window_steps, case.report.num_steps.tolist()) for case in cases] == [(10, [10] * 3), (20, [20])]
+    names = [{result.name for result in case.report.results} for case in cases]
+    assert all({"greedy, every 1", "greedy, every 2"} <= each for each in names), names
+
+
 def test_a_window_without_steps_does_not_hide_the_times_of_the_others() -> None:
     [case] = simulate(swept(nodes=(1,), redundant=(8,), trace=recorded(idle=range(2, 3))))
     floor, _, ceiling = case.report.results

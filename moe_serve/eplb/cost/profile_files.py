@@ -23,13 +23,8 @@ from moe_serve.errors import ConfigError
 OURS = "moe_serve"  # the profile of our engine
 Kind = Literal["hardware", "models", "engines"]
 ReplicaChoice = Literal["", "own_first"]
-_WORDS = (
-    "attention",
-    "compute",
-    "expert_compute",
-    "attention_compute",
-    "replica_choice",
-)  # all other fields are numbers
+# All other fields are numbers.
+_WORDS = ("attention", "compute", "expert_compute", "attention_compute", "replica_choice")
 
 
 @dataclass(frozen=True)
