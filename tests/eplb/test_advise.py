@@ -313,6 +313,7 @@ def test_commands_have_the_split_that_was_asked_for_and_others_say_that_they_hav
         found = commands(replace(advice, advised=advised, split=split), "load.npz", "/models/m")
         own = split in ("exact", "time")
         assert (f"--set eplb.split={split}" in found["moe-serve"][-1]) == own
+        assert ("--planned-split exact" in found["moe-serve"][0]) == (own and policy == ONCE)
         for name in ("vLLM", "SGLang", "TensorRT-LLM"):
             assert found[name][0].startswith("# shares tokens evenly over replicas") == own
 

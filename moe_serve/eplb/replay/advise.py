@@ -590,7 +590,7 @@ def commands(advice: Advice, trace: str, model: str) -> dict[str, list[str]]:
             "SGLang": [*others, start["sglang"], f"{sglang} --init-expert-location experts.json"],
             "TensorRT-LLM": [*others, start["tensorrt_llm"], balancer],
             "moe-serve": [
-                f"{plan} -o placement.json",
+                f"{plan}{' --planned-split exact' if advice.split in ('exact', 'time') else ''} -o placement.json",
                 f"{serve} --set eplb.init_expert_location=placement.json",
             ],
         }
