@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -136,23 +137,27 @@ def read_answered(path: Path) -> Answered:
 
 def _opened(path: Path, found: Answered) -> RawIOBase:
     """Returns a file open behind the answers that stay. Raises ConfigError where it cannot be written."""
-    num_bytes = found.num_bytes
+    num_bytes, path = found.num_bytes, path.resolve()
     try:
         if found.refused:
-            kept = path.with_name(f"{path.name}.kept")
-            with kept.open("wb") as file:
-                for _, text in _lines_of(path):
-                    is_answer = text.endswith(b"\n") and text.strip()
-                    if is_answer and msgspec.json.decode(text, type=_AnswerOf).custom_id in found.ids:
-                        file.write(text)
-            num_bytes = kept.stat().st_size
-            kept.replace(path)
+            with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
+                kept = Path(folder) / path.name
+                with kept.open("wb") as file:
+                    for _, text in _lines_of(path):
+                        if text.endswith(b"\n") and text.strip() and not _is_refused(text):
+                            file.write(text)
+                num_bytes = kept.stat().st_size
+                kept.replace(path)
         opened = path.open("r+b" if path.exists() else "wb", buffering=0)
         opened.truncate(num_bytes)
         opened.seek(num_bytes)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror})") from None
     return opened
+
+
+def _is_refused(text: bytes) -> bool:
+    return msgspec.json.decode(text, type=_AnswerOf).response.status_code == 503
 
 
 def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:

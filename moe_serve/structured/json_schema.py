@@ -12,7 +12,8 @@ _BRANCHES = ("properties", "anyOf", "oneOf")  # words of a schema whose values s
 _DATA = ("const", "enum", "default", "examples")  # words of a schema whose values are no schemas
 _DEFINITIONS = ("$defs", "definitions")
 _DESCRIPTIONS = ("title", "description", "markdownDescription", "default", "examples", "deprecated", "$comment")
-_BY_NAME = ("properties", "patternProperties", "dependentSchemas", *_DEFINITIONS)  # and those that have some
+# Words whose values hold schemas, or properties, by name.
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies", *_DEFINITIONS)
 
 
 def rewritten(schema: Any, change: Callable[[Schema], Schema]) -> Any:

@@ -140,13 +140,17 @@ def test_a_line_that_no_rank_can_serve_gets_its_answer_and_is_asked_again_by_the
         json.dumps(kept) if json.loads(text)["custom_id"] == "id 2" else text
         for text in target.read_text().splitlines()
     ]
-    written(target, *lines)
-    num_errors, seen = run(source, target)
+    written(target, *lines, next(text for text in target.read_text().splitlines() if "id 2" in text))
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    num_errors, seen = run(source, link)
+    assert target.read_text().count("id 2") == 1, "its refusal is gone"
+    assert link.is_symlink()
     assert (num_errors, seen[0], seen[-1]) == (0, (2, 6), (6, 6)), "they are asked again, and their answers replaced"
     answers = answers_of(target)
     assert answers["id 2"] == kept
     assert all(each["response"]["status_code"] == 200 for each in answers.values())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "never.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "link.jsonl", "never.jsonl"]
 
 
 class FullDisk(io.RawIOBase):

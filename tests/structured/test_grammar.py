@@ -204,6 +204,12 @@ def test_a_lenient_schema_leaves_out_references_to_other_documents_and_names_the
     assert matcher.may_end
 
 
+def test_a_lenient_schema_keeps_properties_that_are_called_as_descriptions_are() -> None:
+    schema = {"dependentRequired": {"title": ["a"]}, "dependencies": {"default": ["b"]}, "properties": {"title": {}}}
+    assert schema.items() <= lenient({**schema, "title": "T"}).items()
+    assert "title" not in lenient({**schema, "title": "T"})
+
+
 def test_a_lenient_schema_may_describe_a_reference_to_a_schema_around_it() -> None:
     """As check-jsonschema's schema of CircleCI does."""
     around = {"$ref": "#/$defs/logic", "markdownDescription": "the opposite of a statement", "description": "not"}
