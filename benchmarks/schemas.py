@@ -64,11 +64,7 @@ def is_schema(text: str) -> bool:
         value = json.loads(text)
     except ValueError:
         return False
-    return (
-        isinstance(value, dict)
-        and ("$schema" in value or "$id" in value)
-        and bool({"properties", "$ref", "anyOf", "oneOf", "allOf", "type", "items"} & set(value))
-    )
+    return isinstance(value, dict) and ("$schema" in value or "$id" in value) and bool(_WORDS & set(value))
 
 
 def asked(client: httpx.Client, schema: dict[str, Any], strict: bool) -> tuple[str, str]:

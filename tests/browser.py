@@ -61,6 +61,8 @@ class Browser:
             pytest.skip("no chromium on this machine (Debian: apt-get install --no-install-recommends chromium)")
         assert self.runner is not None, "tests with pages run by in_browser_loop"
         assert asyncio.get_running_loop() is self.runner.get_loop(), "tests with pages run by in_browser_loop"
+        if self.chromium is not None and not self.chromium.is_connected():
+            await self.end()  # it has died, in a test before this one
         if self.chromium is None:
             self.manager = await api.async_playwright().start()
             self.chromium = await self.manager.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)

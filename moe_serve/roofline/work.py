@@ -182,8 +182,8 @@ def unavoidable_bytes(step: RankStep) -> float:
     keys = step.sequences * step.length
     cache = float(keys) * sum(layout.slot_bytes(step.cache_dtype) for layout in kv_layouts(spec))
     row = 2 * spec.hidden
-    row_there = spec.hidden if step.expert_form == "fp8" else row
-    carried = spec.num_moe_layers * load.rows * 2.0 * (row_there + row)
+    there, back = spec.expert_hidden * (1 if step.expert_form == "fp8" else 2), spec.expert_hidden * 2
+    carried = spec.num_moe_layers * load.rows * 2.0 * (there + back)
     return dense + experts + cache + spec.num_layers * step.tokens * 2 * row + carried
 
 

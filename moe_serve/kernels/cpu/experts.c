@@ -11,11 +11,11 @@ typedef struct { /* as experts.py fills it */
     i64 slots, hidden, width, kind, by_channel /* E4M3: where scales are not by block */, activation;
     const char *gate_up; /* [slots][width / 32][hidden][32 of gate, 32 of up]; without a gate up, [slots][packed] */
     const char *down;    /* [slots][packed] */
-    /* Without a gate, 2 is 1 below. 0, or INT8, and E4M3 by channel: [slots, 2 width] and [slots, hidden]; E4M3 by 128 x 128:
-       [slots, 2 ceil(width), ceil(hidden)] and [slots, ceil(hidden), ceil(width)]; MXFP4: their exponents, packed as
-       bytes [2 width, hidden / 32] and [hidden, width / 32] of each slot */
+    /* 0, or INT8, and E4M3 by channel: [slots, stacks width] and [slots, hidden]; E4M3 by 128 x 128: [slots, stacks
+       ceil(width), ceil(hidden)] and [slots, ceil(hidden), ceil(width)]; MXFP4: their exponents, packed as bytes
+       [stacks width, hidden / 32] and [hidden, width / 32] of each slot. stacks: 2, or 1 without a gate */
     const void *gate_up_scale, *down_scale;
-    const float *gate_up_bias, *down_bias; /* 0, or [slots, 2 width] and [slots, hidden] */
+    const float *gate_up_bias, *down_bias; /* 0, or [slots, stacks width] and [slots, hidden] */
     const i64 *held; /* 0, or [slots]: the expert of each slot, by which all that is [slots, ...] above is found */
     double alpha, limit;                   /* of CLAMPED_SWIGLU */
     const Groups *gate_up_groups, *down_groups; /* GROUPS: their forms; activations are quantised for both, or for none */

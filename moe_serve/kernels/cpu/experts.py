@@ -30,19 +30,19 @@ class GroupedExperts:
 class PackedExperts:
     """The weights of S slots, packed. They are widened as they are read: the products are those of float32 weights.
 
-    gate_up holds two matrices of that width, "2 x" below; of an activation without a gate it holds one, up.
+    gate_up holds two matrices of that width, so stacks is 2; of an activation without a gate it holds one, up.
 
     gate_up: [S, gate_up_size(width, hidden)], down: [S, packed_size(hidden, width)]
     scales:  float32, contiguous: None for float32 and bfloat16; int8, and float8_e4m3fn by output channel:
-             gate_up_scale [S, 2 x width], down_scale [S, hidden]; float8_e4m3fn by 128 x 128 as
-             kernels/quantised.py has them: gate_up_scale [S, 2 x ceil(width / 128), ceil(hidden / 128)], down_scale
-             [S, ceil(hidden / 128), ceil(width / 128)];
+             gate_up_scale [S, stacks x width], down_scale [S, hidden]; float8_e4m3fn by 128 x 128 as
+             kernels/quantised.py has them: gate_up_scale [S, stacks x ceil(width / 128), ceil(hidden / 128)],
+             down_scale [S, ceil(hidden / 128), ceil(width / 128)];
              MXFP4 (kernels/quantised.py): hidden and width are multiples of 32, weights are uint8 of two numbers each,
              gate_up [S, gate_up_size(width, hidden / 2)] and down [S, packed_size(hidden, width / 2)]; scales are uint8
              exponents, packed too: [S, gate_up_size(width, hidden / 32)], [S, packed_size(hidden, width / 32)]
-    groups:  of weights in groups, which are uint8 with their scales among them: gate_up [S, group_packed_size(2 x
+    groups:  of weights in groups, which are uint8 with their scales among them: gate_up [S, group_packed_size(stacks x
              padded(width), hidden, form)], down [S, group_packed_size(hidden, width, form)]; None: of all others
-    biases:  float32, contiguous: gate_up_bias [S, 2 x width], gate first, and down_bias [S, hidden]; None: none
+    biases:  float32, contiguous: gate_up_bias [S, stacks x width], gate first, and down_bias [S, hidden]; None: none
     held:    [slots] int64, the expert of each slot, where slots only name theirs; S is the number of experts then
     """
 

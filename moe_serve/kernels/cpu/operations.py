@@ -229,6 +229,7 @@ class Operations:
 
     @operation(rows.gate_heads_, lambda draw: [(draw(EXAMPLE_ROWS, 3, 22), draw(EXAMPLE_ROWS, 9)[:, 2:5])])
     def gate_heads_(tape: Tape, x: Tensor, logits: Tensor) -> None:
+        assert x.is_contiguous(), f"heads with strides {x.stride()}"
         tape.call("gate_heads", x, ROWS, x.shape[1], x.shape[2], logits, logits.stride(0))
 
     @operation(

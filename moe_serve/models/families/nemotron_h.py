@@ -26,7 +26,7 @@ def read(config: HfConfig) -> ModelSpec:
     own = {"num_hidden_layers": len(kinds), "rms_norm_eps": config.get("layer_norm_epsilon"), "hidden_act": None}
     own["tie_word_embeddings"] = False  # transformers ties nothing, whatever it says
     config = HfConfig({**config.values, **renamed, **own}, config.where)
-    for key, value in (*_ONLY.items(), ("sliding_window", None)):
+    for key, value in (*_ONLY.items(), ("n_shared_experts", 1), ("sliding_window", None)):
         config.only(key, value)
     layers = range(config.num_layers)
     ids = {kind: tuple(layer for layer in layers if kinds[layer] == kind) for kind in _KINDS.values()}
