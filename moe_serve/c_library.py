@@ -78,9 +78,9 @@ def load_c_library(
         library = ctypes.CDLL(str(path))
     except subprocess.CalledProcessError as error:
         said = " ".join(error.stderr.split())[-300:] or f"it said nothing and ended with status {error.returncode}"
-        raise ConfigError(f"{compiler} could not build {source.name}: {said}; use its plain twin") from None
+        raise ConfigError(f"{compiler} could not build {source.name}: {said}; install another one") from None
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"{compiler} could not build {source.name}: {error}; use its plain twin") from None
+        raise ConfigError(f"{compiler} could not build {source.name}: {error}; install another one") from None
     for name, num_arguments in arguments.items():
         function = getattr(library, name)
         function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64] * num_arguments

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.c_library import load_c_library, processor_flags
+from moe_serve.errors import ConfigError
 
 CHUNK = 128  # tokens that are written over together
 _CHUNK = np.dtype([("scope", "u8"), *[(name, "u4") for name in ("text", "length", "before", "after")]])
@@ -31,10 +32,13 @@ _LEAST_BYTES = 1 << 14
 
 
 @cache
-def _library() -> CDLL:
-    """Returns the compiled index. Raises ConfigError where there is no compiler."""
+def index_library() -> CDLL:
+    """Returns the compiled index. Raises ConfigError where it cannot be built: there is no other."""
     source = Path(__file__).with_name("text_index.c")
-    return load_c_library(source, {"begin_text": 3, "look": 10}, processor_flags())[0]
+    try:
+        return load_c_library(source, {"begin_text": 3, "look": 10}, processor_flags())[0]
+    except ConfigError as error:
+        raise ConfigError(f"drafts from text have a compiled index: {error}; or set speculation.mode: off") from None
 
 
 class Found(NamedTuple):
@@ -58,7 +62,7 @@ class TextIndex:
 
     def __init__(self, max_bytes: int, most: int):
         """most: drafts of one text. Raises ConfigError where there is no compiler."""
-        self._library = _library()
+        self._library = index_library()
         self._most = most
         max_bytes = max(max_bytes, _LEAST_BYTES)
         head_bits = (max_bytes // 16).bit_length() - 1  # a quarter of the memory, or half as much

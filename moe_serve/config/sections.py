@@ -483,6 +483,11 @@ class SpeculationConfig(Section):
     # Memory of a rank's index of texts, by default of six million tokens; places in it are numbers of 32 bits
     index_mib: PositiveFloat = Field(default=64.0, le=16384)
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether guesses come from text."""
+        return self.mode in ("auto", "lookup")
+
     @model_validator(mode="before")
     @classmethod
     def _by_vllms_keys(cls, values: object) -> object:

@@ -212,9 +212,11 @@ def _make_speculator(config: ServeConfig, sampler: Sampler, has_layer: bool) -> 
     if speculation.mode == "off":
         return None
     index_bytes, shares_text = int(speculation.index_mib * 2**20), config.cache.prefix_cache
-    always, reads_text = speculation.mode in ("lookup", "mtp"), speculation.mode != "mtp"
+    always = speculation.mode in ("lookup", "mtp")
     predicted = min(speculation.predicted_drafts, speculation.max_drafts) if has_layer else 0
-    return Speculator(speculation.max_drafts, index_bytes, shares_text, always, sampler.forced, predicted, reads_text)
+    return Speculator(
+        speculation.max_drafts, index_bytes, shares_text, always, sampler.forced, predicted, speculation.reads_text
+    )
 
 
 def _trace_drafts(served: ServedModel, scheduler: Scheduler) -> None:

@@ -113,7 +113,7 @@ def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
 
 
 def _index_of_texts(config: ServeConfig) -> Iterator[Memory]:
-    if config.speculation.mode in ("auto", "lookup"):
+    if config.speculation.reads_text:
         index_mib = config.speculation.index_mib
         yield Memory("index of texts", int(index_mib * 2**20), f"speculation.index_mib {index_mib:g}, as texts come")
 

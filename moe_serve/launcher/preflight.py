@@ -65,6 +65,10 @@ def look_for_files(config: "ServeConfig") -> None:
             "parallel.num_prefill_ranks is above 0 and this machine has a GPU, but prefill ranks are on CPUs; set "
             "parallel.num_prefill_ranks: 0, or parallel.device: cpu"
         )
+    if config.speculation.reads_text:
+        from moe_serve.attention_dp.text_index import index_library
+
+        index_library()
     look_at_secrets(config)
     look_where_to_write(config)
     if config.parallel.device == "cuda" and not any(map(os.path.exists, _GPU_DEVICES)):

@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_serve import c_library
+from moe_serve.attention_dp.text_index import TextIndex, index_library
 from moe_serve.config import load_config, model_dir
 from moe_serve.engine.model import model_plan
 from moe_serve.engine.rank_memory import lasting_memory, page_memory
+from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.library import find_cpu_library
 from moe_serve.launcher.examination import check
 from moe_serve.launcher.examination.check import Report, examine, print_check
+from moe_serve.launcher.preflight import look_for_files
 from moe_serve.models.decoder.gqa import RopeTable
 from moe_serve.models.families.registry import read_spec
 from tests.engine.offline import tiny_model
@@ -70,6 +74,26 @@ def test_drafts_take_an_index_and_rows_of_logits():
     assert sizes(drafting)["index of texts"] == 32 * 2**20
     rows = sizes(drafting)["a step at its largest"] - sizes(plain)["a step at its largest"]
     assert rows >= 15 * 2048 * 4
+
+
+def test_drafts_from_text_without_a_c_compiler_are_refused_by_check_as_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(c_library, "find_compiler", lambda: None)
+    index_library.cache_clear()
+    request.addfinalizer(index_library.cache_clear)
+    for mode in ("auto", "lookup"):
+        settings = "parallel.device=cpu", "engine.cpu_kernels=torch", f"speculation.mode={mode}"
+        (problem,) = checked(*settings).problems
+        assert problem == (
+            "drafts from text have a compiled index: no C compiler for text_index.c; install gcc or clang, or run: pip "
+            "install ziglang; or set speculation.mode: off"
+        )
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            look_for_files(load_config(overrides=list(settings)))
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            TextIndex(1 << 20, 8)
+    assert checked("speculation.mode=off").problems == []
 
 
 def test_a_layer_that_predicts_counts_like_others(tmp_path):
