@@ -21,7 +21,6 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from moe_serve.attention_dp.bytes_over_tcp import end, receive, receive_into, send
 from moe_serve.attention_dp.page_record import (
     HEADER_BYTES,
     DamagedPage,
@@ -34,6 +33,7 @@ from moe_serve.attention_dp.page_record import (
 )
 from moe_serve.attention_dp.prefix_cache import KEY_BYTES
 from moe_serve.log import RareWarnings, get_logger
+from moe_serve.socket_bytes import end, receive, receive_into, send
 
 MOST_ASKED = 1024  # keys of one question
 _MAGIC = b"moekept1"

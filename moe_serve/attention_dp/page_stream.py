@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moe_serve.attention_dp.bytes_over_tcp import end, receive, receive_into, send
 from moe_serve.attention_dp.page_ring import RECORD_BYTES, PageRing
 from moe_serve.errors import ConfigError, ReplacedError
 from moe_serve.log import RareWarnings, get_logger
+from moe_serve.socket_bytes import end, receive, receive_into, send
 
 _MAGIC = b"moeflow1"
 _BEGIN, _ANSWER, _HEAD = struct.Struct("<8sQQQ"), struct.Struct("<8sQ"), struct.Struct("<QI")

@@ -23,6 +23,7 @@ from moe_serve.dispatch.peer_streams import PeerStreams
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.expert_transfer import Checksum, IncomingExpert, pieces_of
 from moe_serve.eplb.placement import Placement
+from moe_serve.socket_bytes import receive, receive_into
 
 PIECE_BYTES = 1 << 20
 _ASK = struct.Struct("<I")  # how many experts follow; 0: where experts are
@@ -98,7 +99,7 @@ class ExpertServer:
         with stream, contextlib.suppress(OSError, ValueError):
             while True:
                 stream.settimeout(_IDLE_S)
-                (num,) = _ASK.unpack(_receive(stream, _ASK.size))
+                (num,) = _ASK.unpack(receive(stream, _ASK.size))
                 stream.settimeout(self._deadline_s)
                 if not num:
                     said = self._now()
@@ -106,7 +107,7 @@ class ExpertServer:
                     continue
                 if num > _MOST_ASKED:
                     raise ValueError(f"{num} experts at once")
-                for row, expert in _EXPERT.iter_unpack(_receive(stream, num * _EXPERT.size)):
+                for row, expert in _EXPERT.iter_unpack(receive(stream, num * _EXPERT.size)):
                     self._send(stream, row, expert)
         self._streams.discard(stream)
 
@@ -163,8 +164,8 @@ class PeerExperts:
         try:
             stream = self._stream(rank)
             stream.sendall(_ASK.pack(0))
-            (size,) = _SIZE.unpack(_receive(stream, _SIZE.size))
-            return bytes(_receive(stream, size))
+            (size,) = _SIZE.unpack(receive(stream, _SIZE.size))
+            return receive(stream, size)
         except OSError:
             self._give_up(rank)
             return None
@@ -213,26 +214,12 @@ class PeerExperts:
 
 def _take(stream: socket.socket, row: int, slot: Mapping[str, Tensor]) -> bool:
     """Takes one expert in; returns whether it was there, and its bytes are those that were summed."""
-    if _receive(stream, 1) != _HERE:
+    if receive(stream, 1) != _HERE:
         return False
     expert = IncomingExpert(row, -1, 0, pieces_of(slot, PIECE_BYTES))
     while not expert.is_written:
-        _fill(stream, memoryview(expert.next_piece.numpy().data))
+        receive_into(stream, memoryview(expert.next_piece.numpy().data))
         expert.accept()
-    was_there = _receive(stream, 1) == _HERE
-    expert.compare(torch.frombuffer(_receive(stream, _SUM_BYTES), dtype=torch.int64))
+    was_there = receive(stream, 1) == _HERE
+    expert.compare(torch.frombuffer(bytearray(receive(stream, _SUM_BYTES)), dtype=torch.int64))
     return was_there and bool(expert.is_right())
-
-
-def _receive(stream: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    _fill(stream, memoryview(data))
-    return data
-
-
-def _fill(stream: socket.socket, part: memoryview) -> None:
-    while part:
-        num = stream.recv_into(part)
-        if not num:
-            raise OSError("it closed the stream")
-        part = part[num:]

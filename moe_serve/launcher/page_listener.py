@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Sequence
 
-from moe_serve.attention_dp.bytes_over_tcp import end
 from moe_serve.attention_dp.page_stream import PageMirror
 from moe_serve.dispatch.hosts.handshake import PAGES, PAGES_TAKER, Party, key_of_launch
 from moe_serve.errors import ReplacedError
 from moe_serve.log import RareWarnings, get_logger
+from moe_serve.socket_bytes import end
 
 _MOST_UNPROVED = 64  # connections whose other ends have proved nothing yet: the oldest makes room for the next
 _PAUSE_S = 0.05

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moe_serve.errors import LARGE_PACKETS_LOST, ReplacedError
+from moe_serve.socket_bytes import receive
 
 Address = tuple[str, int]
 PURPOSES = ROWS, VOTES, SPEED, EXPERTS, PREFIXES = 1, 2, 3, 4, 6  # what a connection between ranks is for
@@ -89,8 +90,8 @@ class Party:
             numbers, nonce = (self.number, peer_number), secrets.token_bytes(_NONCE_BYTES)
             hello = _HELLO.pack(_MAGIC, self.rank, peer, purpose, *numbers, nonce, port, host.encode())
             connected.sendall(hello)
-            nonce = receive(connected, _NONCE_BYTES, until_s)
-            proof = receive(connected, _PROOF_BYTES, until_s)
+            nonce = receive(connected, _NONCE_BYTES, until_s=until_s)
+            proof = receive(connected, _PROOF_BYTES, until_s=until_s)
             if hmac.compare_digest(proof, self._proof(_REPLACED, hello, nonce)):
                 raise self.replaced()
             if not hmac.compare_digest(proof, self._proof(_ACCEPTS, hello, nonce)):
@@ -115,7 +116,7 @@ class Party:
         Raises ReplacedError where that rank knows a newer process in the place of this one, else OSError.
         """
         until_s, nonce = time.monotonic() + HANDSHAKE_S, secrets.token_bytes(_NONCE_BYTES)
-        hello = receive(connected, _HELLO.size, until_s)
+        hello = receive(connected, _HELLO.size, until_s=until_s)
         magic, rank, here, purpose, number, own_number, _, port, host = _HELLO.unpack(hello)
         seen = newest(rank) if magic == _MAGIC and here == self.rank and purpose in purposes else None
         if seen is None:
@@ -123,7 +124,7 @@ class Party:
         connected.sendall(nonce + self._proof(_REPLACED if number < seen else _ACCEPTS, hello, nonce))
         if number < seen:
             raise OSError(f"process {number} of rank {rank} was replaced by process {seen}")
-        proof = receive(connected, _PROOF_BYTES, until_s)
+        proof = receive(connected, _PROOF_BYTES, until_s=until_s)
         if not hmac.compare_digest(proof, self._proof(_CONNECTS, hello, nonce)):
             raise OSError("it has not proved to be of this launch")
         if self.number < own_number:
@@ -149,23 +150,11 @@ def _probe(connected: socket.socket, until_s: float) -> None:
     try:
         connected.settimeout(max(until_s - time.monotonic(), 0.001))
         connected.sendall(_PROBE)
-        receive(connected, len(_PROBE), until_s)
+        receive(connected, len(_PROBE), until_s=until_s)
     except TimeoutError:
         raise OSError(LARGE_PACKETS_LOST) from None
     except OSError as error:
         raise OSError(f"{error.strerror or error}, as where {LARGE_PACKETS_LOST}") from None
-
-
-def receive(connected: socket.socket, size: int, until_s: float) -> bytes:
-    """Returns so many bytes. Raises OSError where they do not come by then."""
-    data = b""
-    while len(data) < size:
-        connected.settimeout(max(until_s - time.monotonic(), 0.001))
-        part = connected.recv(size - len(data))
-        if not part:
-            raise OSError("it closed the connection")
-        data += part
-    return data
 
 
 def key_of_launch(token: str, launch_id: int) -> bytes:

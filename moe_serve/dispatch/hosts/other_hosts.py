@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moe_serve.dispatch.hosts.handshake import VOTES, receive
+from moe_serve.dispatch.hosts.handshake import VOTES
 from moe_serve.dispatch.hosts.link import HostLink, Space
 from moe_serve.dispatch.hosts.stand_in import ANSWER_HEAD, answer_votes
 from moe_serve.dispatch.votes import Decision, Electorate, Kind, Log, Proposer, Vote, VoteFormat
+from moe_serve.socket_bytes import receive
 
 Int64Array = npt.NDArray[np.int64]
 PAGE_WORDS = 16  # of a page that others see; the first one, written last, is the epoch that the rank proposes
@@ -208,7 +209,7 @@ class Voters:
                 generations = [self._link.generation(rank) for rank in range(len(self._link.hosts.of_rank))]
                 connected.sendall(self._format.encode(request))
                 size = ANSWER_HEAD.size + self._format.num_bytes
-                data = receive(connected, size, time.monotonic() + _DIAL_S)
+                data = receive(connected, size, until_s=time.monotonic() + _DIAL_S)
                 incarnation, ended = ANSWER_HEAD.unpack_from(data)
                 self.ended[host] = ended, generations
                 for vote in self._format.decode(data[ANSWER_HEAD.size :]):

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
+from moe_serve.socket_bytes import receive, receive_into
+
 _TIMEOUT_S = 5.0  # of each call
 _PINGS = 30
 _LEAST_S = 0.05  # of the transfer that counts: the connection has found its pace by then
@@ -48,7 +50,7 @@ def measure(connected: socket.socket) -> tuple[Speed, float]:
 
 def answer(connected: socket.socket) -> None:
     """Answers whoever measures, until it closes the connection."""
-    buffer = bytearray(len(_CHUNK))
+    buffer = memoryview(bytearray(len(_CHUNK)))
     with contextlib.suppress(OSError):
         _prepare(connected)
         while True:
@@ -58,22 +60,13 @@ def answer(connected: socket.socket) -> None:
                 case b"b":
                     (left,) = _SIZE.unpack(receive(connected, _SIZE.size))
                     while left > 0:
-                        left -= _some(connected.recv_into(buffer, min(left, len(buffer))))
+                        receive_into(connected, buffer[: min(left, len(buffer))])
+                        left -= len(buffer)
                     connected.sendall(_BULK)
                 case b"t":
                     connected.sendall(_CLOCK.pack(time.time()))
                 case _:
                     return
-
-
-def receive(connected: socket.socket, size: int) -> bytes:
-    """Returns so many bytes. Raises OSError where the connection ends before."""
-    data = b""
-    while len(data) < size:
-        part = connected.recv(size - len(data))
-        _some(len(part))
-        data += part
-    return data
 
 
 def _prepare(connected: socket.socket) -> None:
@@ -97,9 +90,3 @@ def _send_bulk(connected: socket.socket, num_bytes: int) -> float:
         left -= connected.send(memoryview(_CHUNK)[:left])
     receive(connected, 1)
     return time.perf_counter() - started_s
-
-
-def _some(size: int) -> int:
-    if not size:
-        raise ConnectionResetError("the connection was closed")
-    return size

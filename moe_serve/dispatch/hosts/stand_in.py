@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from moe_serve.dispatch.hosts.handshake import MOST_NUMBER, VOTES, Party, receive
+from moe_serve.dispatch.hosts.handshake import MOST_NUMBER, VOTES, Party
 from moe_serve.dispatch.votes import Log
+from moe_serve.socket_bytes import receive
 
 _IDLE_S = 30.0  # a connection without requests ends
 _PATIENCE_S = 0.2  # for which a connection waits for its rank, which takes it within microseconds
@@ -27,7 +28,7 @@ def answer_votes(connected: socket.socket, log: Log, ended: Callable[[], int] = 
     votes = log.format
     with connected, contextlib.suppress(OSError, ValueError):
         while True:
-            for request in votes.decode(receive(connected, votes.num_bytes, time.monotonic() + _IDLE_S)):
+            for request in votes.decode(receive(connected, votes.num_bytes, until_s=time.monotonic() + _IDLE_S)):
                 answer = log.answer(request)
                 connected.sendall(ANSWER_HEAD.pack(log.incarnation, ended()) + votes.encode(answer))
 

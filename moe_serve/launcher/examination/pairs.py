@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from moe_serve.dispatch.hosts.speed import answer, receive
+from moe_serve.dispatch.hosts.speed import answer
 from moe_serve.dispatch.hosts.speed import measure as measure_speed
+from moe_serve.socket_bytes import receive
 
 SECRET_BYTES = 16
 _TIMEOUT_S = 5.0
