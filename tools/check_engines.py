@@ -1,10 +1,11 @@
 """Holds the interfaces that our adapters fill against the newest packages of the engines, without their dependencies.
 
-    python tools/check_engines.py            # downloads three wheels (about 400 MB) into a temporary folder
-    python tools/check_engines.py FOLDER     # takes the wheels that are there
+    python -m tools.check_engines            # downloads three wheels (about 400 MB) into a temporary folder
+    python -m tools.check_engines FOLDER     # takes the wheels that are there
 
 Nothing of an engine is run or installed: the functions and names that an adapter needs are read from the sources in the
-wheels. Prints a line for each engine; exit code 1 where one does not fit.
+wheels. Prints a line for each engine, and the row of docs/adapters.md where all fit; exit code 1 where one does not.
+`.ci/engines` is the job that runs it.
 """
 
 import ast
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from datetime import date
 from inspect import signature
 from pathlib import Path
 
@@ -82,13 +84,16 @@ def engines() -> tuple[Engine, ...]:
 
 def main(folder: Path | None) -> int:
     """Returns the number of engines that do not fit."""
+    wrong, versions = 0, []
     with tempfile.TemporaryDirectory() as temporary:
-        wrong = 0
         for engine in engines():
             wheel = wheel_of(engine.package, folder or Path(temporary), download=folder is None)
             missing = missing_in(engine, wheel)
-            print(f"{engine.package} {wheel.name.split('-')[1]}: " + ("; ".join(missing) if missing else "fits"))
+            versions.append(wheel.name.split("-")[1])
+            print(f"{engine.package} {versions[-1]}: " + ("; ".join(missing) if missing else "fits"), flush=True)
             wrong += bool(missing)
+    if not wrong:
+        print(f"| {' | '.join(versions)} | {date.today():%-d %B %Y} |")
     return wrong
 
 

@@ -1,6 +1,6 @@
-"""The check of the engines' newest packages sees a changed interface. Real wheels are checked where asked."""
+"""The check of the engines' newest packages sees a changed interface, and prints what fits as a row."""
 
-import os
+import re
 import zipfile
 from pathlib import Path
 
@@ -31,7 +31,13 @@ def test_the_interface_is_read_from_a_wheel(tmp_path: Path) -> None:
     assert words.startswith("AbstractEplbPolicy.rebalance_experts takes weight, placement, ours weight, num_replicas")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("MOE_SERVE_ENGINE_WHEELS" not in os.environ, reason="names a folder with the engines' wheels")
-def test_the_newest_engines_fit() -> None:
-    assert check_engines.main(Path(os.environ["MOE_SERVE_ENGINE_WHEELS"])) == 0
+def test_versions_that_fit_are_printed_as_a_row_and_one_that_does_not_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check_engines, "engines", lambda: (VLLM,))
+    wheel(tmp_path, ", ".join(VLLM.function[2]))
+    assert check_engines.main(tmp_path) == 0
+    assert re.fullmatch(r"vllm 9\.9: fits\n\| 9\.9 \| \d+ \w+ \d{4} \|\n", capsys.readouterr().out)
+    wheel(tmp_path, "weight")
+    assert check_engines.main(tmp_path) == 1
+    assert "|" not in capsys.readouterr().out
