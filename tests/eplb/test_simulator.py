@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moe_serve.eplb.cost.kernels import Batch
+from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_engine, load_hardware, load_model_profile
 from moe_serve.eplb.load import LoadTrace
-from moe_serve.eplb.replay.costs import Serving
+from moe_serve.eplb.replay.costs import ProfileCosts, Serving
 from moe_serve.eplb.replay.simulator import (
     Simulation,
     Sweep,
@@ -21,6 +23,7 @@ from moe_serve.eplb.replay.simulator import (
 )
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 from moe_serve.errors import ConfigError, TraceError
+from moe_serve.topology import Topology
 
 SMALL = Simulation(
     load_model_profile("Mixtral-8x7B"),
@@ -233,3 +236,27 @@ def test_batches_of_prompts_and_answers_hold_as_many_rows_of_each_as_requests_br
     ours = replace(SMALL, serving=serving, engine=load_engine("moe_serve"))
     with pytest.raises(ConfigError, match="recorded of prompts and of decodes, not of both"):
         simulate(ours)
+
+
+def test_whole_prompts_are_computed_in_few_steps_beside_all_decodes() -> None:
+    serving = Serving(phase="mixed", context=1024, answer=2048.0, overlap="none")
+    model = load_model_profile("DeepSeek-V3")
+    chunks, whole = (
+        ProfileCosts(CostModel(load_hardware("H200"), model, Topology(1, 8), engine), serving)
+        for engine in (load_engine("ideal"), replace(load_engine("ideal"), prompts="whole"))
+    )
+
+    def tokens(rows: float) -> Any:
+        return np.full((model.num_moe_layers, 256), 8 * rows * 8 / 256)
+
+    def seconds(costs: ProfileCosts, rows: float) -> float:
+        return costs.step_seconds(tokens(rows), None, 256, 8 * rows, "mixed")
+
+    decodes = Batch("decode", 128, 2048)
+    both = Batch("mixed", 1152, 1024, decode_share=1 / 9, decode_context=2048)
+    one, other = (whole.seconds_of(batch, tokens(batch.tokens_per_rank), None, 256) for batch in (decodes, both))
+    assert seconds(whole, 192) == pytest.approx((15 * one + other) / 16), "a prompt comes every 16 steps"
+    assert seconds(whole, 192) > seconds(chunks, 192)
+    assert seconds(whole, 3072) == seconds(chunks, 3072), "each step has a prompt"
+    with pytest.raises(ConfigError, match="give whole, or leave it out"):
+        replace(load_engine("ideal"), prompts="half")

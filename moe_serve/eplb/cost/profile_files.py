@@ -23,8 +23,9 @@ from moe_serve.errors import ConfigError
 OURS = "moe_serve"  # the profile of our engine
 Kind = Literal["hardware", "models", "engines"]
 ReplicaChoice = Literal["", "own_first"]
+Prompts = Literal["", "whole"]
 # All other fields are numbers.
-_WORDS = ("attention", "compute", "expert_compute", "attention_compute", "replica_choice")
+_WORDS = ("attention", "compute", "expert_compute", "attention_compute", "replica_choice", "prompts")
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,8 @@ class EngineProfile:
     host_launch_s: of such an engine: the host's time for a launch outside of graphs
     steps:         its recorded launches; None: those that are packaged for the model
     replica_choice: own_first, where a rank that holds a replica sends its tokens there; "" = evenly to all replicas
+    prompts:       whole, where a prompt is computed in one step, beside all decodes of its rank; "" = in chunks, so that
+                   all steps have as many rows
     Raises ConfigError for another choice.
     """
 
@@ -188,11 +191,14 @@ class EngineProfile:
     host_launch_s: float = 0.0
     steps: ModelSteps | None = None
     replica_choice: ReplicaChoice = ""
+    prompts: Prompts = ""
     sources: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     def __post_init__(self) -> None:
         if self.replica_choice not in get_args(ReplicaChoice):
             raise ConfigError(f"replica_choice is {self.replica_choice!r}; give own_first, or leave it out")
+        if self.prompts not in get_args(Prompts):
+            raise ConfigError(f"prompts is {self.prompts!r}; give whole, or leave it out")
 
 
 def load_hardware(name_or_path: str | Path) -> HardwareProfile:

@@ -1,7 +1,7 @@
 """Predicted times for replays and simulations, from a model profile and a hardware profile, and counts of moves."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -196,16 +196,35 @@ class ProfileCosts:
         is_mean: bool = True,
         split: Callable[[Floats], Floats] | None = None,
     ) -> float:
-        """Returns the time of one step in seconds.
+        """Returns the mean time of a step in seconds.
 
         tokens:          [L, E] routed in it, or with is_mean the means over a window's steps
         placement:       None = every slot has the same load
         split:           returns the rows of each slot [L, P] for these tokens; None = replicas share evenly
         tokens_per_step: of all ranks
         """
-        return self.seconds_of(
-            self.rank_batch(tokens_per_step, phase), tokens, placement, num_slots, is_mean=is_mean, split=split
+        mean = self.rank_batch(tokens_per_step, phase)
+        return sum(
+            share * self.seconds_of(batch, tokens * rows, placement, num_slots, is_mean=is_mean, split=split)
+            for share, batch, rows in self._kinds_of_step(mean)
         )
+
+    def _kinds_of_step(self, mean: Batch) -> Iterator[tuple[float, Batch, float]]:
+        """Yields the steps whose mean is a batch: the share of each, what it has, and its rows over the mean ones.
+
+        Where prompts are computed whole and a mean batch holds less than one, a rank decodes in most steps, and in the
+        others beside a prompt. Ranks are taken to get their prompts in the same steps, as of a benchmark that starts as
+        many requests on each rank at once.
+        """
+        prompts = mean.parts[0].tokens_per_rank / self.serving.new_prompt
+        if mean.phase != "mixed" or self.model.engine.prompts != "whole" or prompts >= 1:
+            yield 1.0, mean, 1.0
+            return
+        decodes = mean.parts[1]
+        rows = self.serving.new_prompt + decodes.tokens_per_rank
+        both = replace(mean, tokens_per_rank=rows, decode_share=decodes.tokens_per_rank / rows)
+        for share, batch in ((1 - prompts, decodes), (prompts, both)):
+            yield share, batch, batch.tokens_per_rank / mean.tokens_per_rank
 
     def rank_batch(self, tokens_per_step: float, phase: str) -> Batch:
         """Returns the work of one rank under the conditions of `serving`. tokens_per_step: of all ranks"""

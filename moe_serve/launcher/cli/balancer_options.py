@@ -179,9 +179,9 @@ class ServingOptions:
 
     engine: str = option(
         default="SGLang",
-        help="Engine profile: SGLang, DeepSeek, vLLM, ATOM, CloudMatrix-Infer, ideal (the modelled kernels alone), "
-        "moe_serve (our recorded launches; none was timed on a GPU), a YAML file, or a file of `moe-serve roofline "
-        "--save`.",
+        help="Engine profile: SGLang, DeepSeek, vLLM, TensorRT-LLM, ATOM, CloudMatrix-Infer, ideal (the modelled "
+        "kernels alone), moe_serve (our recorded launches; none was timed on a GPU), a YAML file, or a file of "
+        "`moe-serve roofline --save`.",
     )
     context: float = option(
         default=4096,
