@@ -14,13 +14,12 @@ from moe_serve.attention_dp import page_peers, pages
 from moe_serve.attention_dp.page_peers import MOST_ASKED, OtherHosts
 from moe_serve.attention_dp.page_record import HEADER_BYTES
 from moe_serve.attention_dp.pages import Fetch, PageTiers, Price
+from tests.attention_dp.connections import Connections, Meddle, cut, pump
 from tests.attention_dp.steps import make_request
-from tests.attention_dp.test_page_stream import cut, pump
 from tests.attention_dp.test_pages import KEYS, OneRank, in_memory, small_cache, until
 
 PAGE_BYTES = small_cache().page_bytes
 PAGE = 1 + HEADER_BYTES + PAGE_BYTES  # of an answer, behind the byte that says that pages are named alike
-Meddle = Callable[[socket.socket, socket.socket], object]  # (from the rank that is asked, to the one that asks)
 
 
 class Network:
@@ -28,10 +27,9 @@ class Network:
 
     def __init__(self) -> None:
         self.meddles: list[Meddle] = []
-        self.may_connect = True
         self.num_dialled = 0
+        self.connections = Connections()
         self._takes: dict[int, Callable[[socket.socket, int], object]] = {}
-        self._sockets: list[socket.socket] = []
         self._tiers: list[PageTiers] = []
 
     def others_of(self, rank: int, names: bytes = b"model", page_s: float | None = None) -> OtherHosts:
@@ -45,40 +43,24 @@ class Network:
 
     def dial(self, own: int, rank: int) -> socket.socket:
         self.num_dialled += 1
-        if not self.may_connect or rank not in self._takes:
+        if rank not in self._takes:
             raise OSError("no route to host")
-        near, far = self.pair()
-        if self.meddles:
-            ours, theirs = self.pair()
-            start(pump, far, ours)
-            start(self.meddles.pop(0), ours, far)
-            far = theirs
+        meddle = [self.meddles.pop(0)] if self.connections.may_connect and self.meddles else []
+        near, far = self.connections.pair(pump, *meddle)
         self._takes[rank](far, own)
         return near
-
-    def pair(self) -> tuple[socket.socket, socket.socket]:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            near = socket.create_connection(listener.getsockname())
-            far, _ = listener.accept()
-        self._sockets += [near, far]
-        return near, far
 
     def take(self, connected: socket.socket, rank: int, source: int) -> None:
         """Hands a connection of `source` to a rank."""
         self._takes[rank](connected, source)
 
     def close(self) -> None:
-        cut(*[each for each in self._sockets if each.fileno() >= 0])
+        self.connections.cut_all()
         for each in self._tiers:
             each.close()
             assert each._asking is not None
             assert not each._asking.is_alive()
-        for each in self._sockets:
-            each.close()
-
-
-def start(function: Callable[..., object], *arguments: object) -> None:
-    threading.Thread(target=function, args=arguments, daemon=True).start()
+        self.connections.close()
 
 
 @pytest.fixture
@@ -255,11 +237,11 @@ def test_a_rank_that_says_nothing_is_given_up_and_rests(network: Network, monkey
 
 def test_a_rank_that_is_not_reached_costs_the_way_alone(network: Network, caplog: pytest.LogCaptureFixture) -> None:
     own, _ = filled(network.tiers(0), 2), filled(network.tiers(1))
-    network.may_connect = False
+    network.connections.may_connect = False
     assert fetched(own) == 2
     assert reasons(own) == {"peer_lost": 1}
     assert "no route to host" in caplog.text
-    network.may_connect = True
+    network.connections.may_connect = True
     assert fetched(own, holder=77) == 2, "nor one that there is not"
     assert fetched(own) == 5
 
@@ -346,7 +328,7 @@ def test_a_reader_that_takes_little_at_a_time_is_not_given_up(network: Network) 
     dial = network.dial
 
     def narrow(own: int, rank: int) -> socket.socket:
-        near, far = network.pair()
+        near, far = network.connections.pair()
         network.take(Narrow(fileno=far.detach()), rank, own)
         return near
 
@@ -388,7 +370,7 @@ def test_a_strange_reader_is_left_within_bounds(
 ) -> None:
     monkeypatch.setattr(page_peers, "_QUIET_S", 0.2 if says == b"" else 60.0)
     other = filled(network.tiers(1))
-    near, far = network.pair()
+    near, far = network.connections.pair()
     network.take(far, 1, 0)
     hello = network.others_of(0).hello(other._cache.page_form)
     near.sendall(hello + page_peers._NUMBER.pack(MOST_ASKED + 1) if isinstance(says, str) else says)
@@ -406,7 +388,7 @@ def test_a_strange_reader_is_left_within_bounds(
 def test_the_newest_connection_of_a_rank_counts(network: Network) -> None:
     """So those of processes that were replaced are not kept."""
     filled(network.tiers(1))
-    first, far = network.pair()
+    first, far = network.connections.pair()
     network.take(far, 1, 0)
     assert fetched(network.tiers(0)) == 5
     first.settimeout(60)

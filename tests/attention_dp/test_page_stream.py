@@ -17,27 +17,13 @@ from moe_serve.attention_dp.page_channel import COUNTERS, PageReceiver, PageSend
 from moe_serve.attention_dp.page_ring import RECORD_BYTES
 from moe_serve.attention_dp.page_stream import PageMirror
 from moe_serve.attention_dp.request import Handover, Request, SamplingParams
+from tests.attention_dp.connections import Connections, Meddle, cut, pump, start
 from tests.attention_dp.test_page_channel import LAUNCH, Rank, _again, _to_prefill, cache_of, request_of, run_alone
 from tests.launcher.running import eventually
 
 NUM_SLOTS, MAGIC = 7, page_stream._MAGIC
 PAGE_BYTES = cache_of(1).page_bytes
 BEGIN, HEAD = page_stream._BEGIN.size, page_stream._HEAD.size
-Meddle = Callable[[socket.socket, socket.socket], object]  # (from the sender, to the mirror)
-
-
-def pump(source: socket.socket, to: socket.socket) -> None:
-    """Passes bytes on until one of both ends."""
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            to.sendall(data)
-    cut(source, to)
-
-
-def cut(*connected: socket.socket) -> None:
-    for each in connected:
-        with contextlib.suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
 
 
 class Way:
@@ -51,35 +37,15 @@ class Way:
         self.mirror = PageMirror(self.copy)
         self.meddles: list[Meddle] = []
         self.ended: list[str] = []  # why connections of the mirror ended
-        self.may_connect = True
-        self._sockets: list[socket.socket] = []
+        self.connections = Connections()
         self._threads: list[threading.Thread] = []
         self.senders: list[PageSender] = []
 
     def dial(self) -> socket.socket:
-        if not self.may_connect:
-            raise OSError("no route to host")
-        near, far = self.pair()
-        if self.meddles:
-            ours, theirs = self.pair()
-            meddle = self.meddles.pop(0)
-            self.start(pump, theirs, far)
-            self.start(meddle, far, theirs)
-            far = ours
-        self.start(self.take, far)
+        meddle = [self.meddles.pop(0)] if self.meddles else []
+        near, far = self.connections.pair(*meddle)
+        self._threads.append(start(self.take, far))
         return near
-
-    def pair(self) -> tuple[socket.socket, socket.socket]:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            near = socket.create_connection(listener.getsockname())
-            far, _ = listener.accept()
-        self._sockets += [near, far]
-        return near, far
-
-    def start(self, function: Callable[..., object], *arguments: object) -> None:
-        thread = threading.Thread(target=function, args=arguments, daemon=True)
-        self._threads.append(thread)
-        thread.start()
 
     def take(self, connected: socket.socket) -> None:
         try:
@@ -92,21 +58,17 @@ class Way:
         self.senders.append(PageSender(self.source, cache_of(20, fill=fill), LAUNCH, {"10.0.0.2:30001": self.dial}))
         return self.senders[-1]
 
-    def cut_all(self) -> None:
-        cut(*self._sockets)
-
     def num_here(self) -> int:
         return self.mirror._num_received
 
     def close(self) -> None:
         for sender in self.senders:
             sender.close()
-        self.cut_all()
+        self.connections.cut_all()
         for thread in self._threads:
             thread.join(60)
             assert not thread.is_alive()
-        for each in self._sockets:
-            each.close()
+        self.connections.close()
         for descriptor in (self.source, self.copy):
             os.close(descriptor)
 
@@ -169,11 +131,11 @@ def test_each_host_gets_the_pages_for_it_and_those_for_all(seed: int) -> None:
             first.senders[0].send(request, 0, num_pages)
             sent.append((request.request_id, num_pages, request.hand_over_to))
             way = draw.choice(ways)
-            way.may_connect = draw.random() < 0.7
-            if not way.may_connect:
-                way.cut_all()
+            way.connections.may_connect = draw.random() < 0.7
+            if not way.connections.may_connect:
+                way.connections.cut_all()
         for way in ways:
-            way.may_connect = True
+            way.connections.may_connect = True
         num_sent = first.senders[0].num_sent
         assert eventually(lambda: [way.num_here() for way in ways] == [num_sent] * 2, 30)
         left = NUM_SLOTS
@@ -198,7 +160,7 @@ def cut_after(num_bytes: int, way: Way, seen: Callable[[], object]) -> Meddle:
         while left and (data := source.recv(left)):
             to.sendall(data)
             left -= len(data)
-        way.may_connect = False
+        way.connections.may_connect = False
         cut(to)
         seen()
         cut(source)
@@ -212,13 +174,13 @@ def test_a_connection_that_ends_in_the_middle_loses_no_page_and_none_is_half(way
 
     def see() -> None:
         found.append(take(way))
-        way.may_connect = True  # or what it sees might be sent again before it looks
+        way.connections.may_connect = True  # or what it sees might be sent again before it looks
 
-    way.may_connect = False
+    way.connections.may_connect = False
     sender = way.sender()
     sender.send(request_of("a", 5), 0, 5)
     way.meddles = [cut_after(num_bytes, way, see)]
-    way.may_connect = True
+    way.connections.may_connect = True
     assert eventually(lambda: way.num_here() == 5, 30)
     assert found in ([(0, "peer_lost")], [(0, "late")]), "it may not have noticed yet that the connection has ended"
     assert take(way) == (5, "")
@@ -241,11 +203,11 @@ def test_a_flipped_bit_is_seen(way: Way, at: int) -> None:
             to.sendall(data)
         cut(to)
 
-    way.may_connect = False
+    way.connections.may_connect = False
     sender = way.sender()
     sender.send(request_of("a", 5), 0, 5)
     way.meddles = [flip]
-    way.may_connect = True
+    way.connections.may_connect = True
     assert eventually(lambda: way.num_here() == 5, 30)
     num, reason = take(way)
     assert num <= 1, "of two records with one index, neither need be taken"
@@ -259,22 +221,22 @@ def test_pages_that_come_twice_are_the_same_pages(way: Way) -> None:
         to.sendall(part + part)
         pump(source, to)
 
-    way.may_connect = False
+    way.connections.may_connect = False
     sender = way.sender()
     sender.send(request_of("a", 5), 0, 5)
     way.meddles = [twice]
-    way.may_connect = True
+    way.connections.may_connect = True
     receiver = PageReceiver([way.copy], cache_of(1))
     assert eventually(lambda: receiver.num_sent(0) == 10, 30)
     assert take(way) == (5, "")
 
 
 def test_what_is_written_over_before_it_is_sent_is_left_out(way: Way) -> None:
-    way.may_connect = False
+    way.connections.may_connect = False
     sender = way.sender()
     for name in "abc":
         sender.send(request_of(name, 5), 0, 5)
-    way.may_connect = True
+    way.connections.may_connect = True
     assert eventually(lambda: way.num_here() == 15, 30)
     assert take(way, "c") == (5, "")
     assert take(way, "a") == (0, "late")
@@ -311,8 +273,8 @@ def test_a_foreign_sender_is_refused_within_bounds_and_writes_nothing(
 ) -> None:
     monkeypatch.setattr(page_stream, "QUIET_S", 0.2)
     before = os.pread(way.copy, os.fstat(way.copy).st_size, 0)
-    near, far = way.pair()
-    way.start(way.take, far)
+    near, far = way.connections.pair()
+    start(way.take, far)
     near.sendall(sent)
     assert eventually(lambda: way.ended, 30)
     assert why in way.ended[0]
@@ -386,7 +348,7 @@ def test_a_request_waits_a_while_for_pages_that_are_sent_still(end: str) -> None
         release.wait(30)
         if end in ("they come", "the first ones are not sent"):
             pump(source, to)
-        way.may_connect = False  # or the pages might come by another connection before a step looks
+        way.connections.may_connect = False  # or the pages might come by another connection before a step looks
         cut(to)
 
     with contextlib.closing(way):

@@ -3,12 +3,11 @@
 import contextlib
 import random
 import socket
-import threading
 from collections.abc import Iterator
 
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.engine import Engine
-from tests.attention_dp.test_page_stream import cut, pump
+from tests.attention_dp.connections import cut, pump, start, tcp_pair
 from tests.dispatch.hosts.pretended import on_hosts
 from tests.engine.offline import ScriptedMailbox
 
@@ -50,11 +49,9 @@ def ask_later_over_a_bad_network(engine: Engine, seed: int = 0) -> None:
     def dial_badly(rank: int) -> socket.socket:
         there = dial(rank)
         there.settimeout(None)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            near = socket.create_connection(listener.getsockname())
-            far, _ = listener.accept()
-        for target, ends in ((pump, (far, there)), (meddle, (there, far, *next(faults)))):
-            threading.Thread(target=target, args=ends, daemon=True).start()
+        near, far = tcp_pair()
+        start(pump, far, there)
+        start(meddle, there, far, *next(faults))
         return near
 
     tiers._peers._dial = dial_badly
