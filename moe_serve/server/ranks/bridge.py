@@ -56,7 +56,7 @@ from moe_serve.engine.protocol.messages import (
     Wake,
     decode_to_front_end,
 )
-from moe_serve.errors import RequestError
+from moe_serve.errors import RequestError, name_ranks
 from moe_serve.links.link import Link, find_link
 from moe_serve.log import RareWarnings, get_logger
 from moe_serve.process_facts import core_seconds
@@ -65,7 +65,6 @@ from moe_serve.server.ranks.calls import ApiServers, Command, CommandBook
 from moe_serve.server.ranks.rank_table import Liveness, RankTable, RankView
 from moe_serve.server.ranks.request_book import GroupRequests, PrefillLaunch, PrefillRequests, RequestBook, RestartWait
 from moe_serve.server.ranks.router_socket import RouterSocket
-from moe_serve.server.ranks.void_reports import VoidReports
 from moe_serve.server.requests.open_request import Changes, Notifier, OpenRequest, RequestSpec, UnavailableError
 from moe_serve.server.workers.grammar_check import GrammarCheck
 
@@ -96,7 +95,7 @@ class RankGroup:
         self.workers = RankTable(config.parallel.num_ranks)
         self.balance = BalanceBook(config.eplb.mode)
         self._requests = requests
-        self._voids = VoidReports()
+        self._voids: dict[int, Voided] = {}  # what ranks say of the void step, the last of each
         self._commands = CommandBook(self.send_to_rank, secrets.randbits(52))
         self._link = link
         self._supervisors = Supervisors(observer, self._send)
@@ -329,7 +328,7 @@ class RankGroup:
                 view.status = message
                 self._requests.take_status(message)
             case Voided():
-                self._voids.add(message)
+                self._voids[message.rank] = message
             case Members():
                 self._regroup(message)
                 self._explain_void(message.members)
@@ -439,9 +438,10 @@ class RankGroup:
 
     def _explain_void(self, members: list[int]) -> None:
         """Logs why a step was void, once all ranks that go on have said what they know of it."""
-        sentence = self._voids.settle(members, self.workers.host_of)
-        if sentence is not None:
-            log.warning("%s", sentence)
+        if self._voids.keys() >= set(members):
+            reports, self._voids = self._voids, {}
+            if (sentence := why_void(reports.values(), self.workers.host_of)) is not None:
+                log.warning("%s", sentence)
 
     def _end_launch(self, reason: str, lost_rank: int | None, wait_s: float = 0.0) -> None:
         """Ends the launch: no requests are taken. After wait_s the open ones end, or wait for the next launch."""
@@ -814,3 +814,31 @@ class Condition:
             await asyncio.wait_for(self._event.wait(), timeout_s)
             return True
         return False
+
+
+def why_void(reports: Iterable[Voided], host_of: Callable[[int], str]) -> str | None:
+    """Returns which ranks waited in which call for which others; None where none waited."""
+    told = {report.rank: report for report in reports}
+    waiting = {rank: report for rank, report in told.items() if report.missing}
+    if not waiting:
+        return None
+    last = max(waiting.values(), key=lambda report: (report.step, report.layer, report.sequence))
+    layer = "" if last.layer < 0 else f", layer {last.layer}"
+    where = f"step {last.step}{layer}, {last.phase}{f' {last.sequence}' if last.sequence >= 0 else ''}"
+    missed = {rank for report in waiting.values() for rank in report.missing}
+    silent = missed - waiting.keys()
+    blamed = silent or missed
+    waiters = [rank for rank, report in waiting.items() if blamed & set(report.missing)]
+    text = f"{where}: {name_ranks(waiters, host_of)} waited for {name_ranks(blamed, host_of)}"
+    if silent:
+        look_at = f"{'its' if len(silent) == 1 else 'their'} last lines"
+        unheard = sorted({host_of(rank) for rank in silent} - {host_of(rank) for rank in told})
+        if unheard:
+            return (
+                f"{text}, of which nothing was heard: look at {look_at}, and at the network to {' and '.join(unheard)}"
+            )
+        return f"{text}, which waited for nobody: look at {look_at}"
+    apart = all(host_of(rank) != host_of(missing) for rank, report in waiting.items() for missing in report.missing)
+    if apart:
+        return f"{text}, all of them for ranks of other hosts: look at the network between these"
+    return f"{text}, so they wait for each other: look at what each logged of this step"

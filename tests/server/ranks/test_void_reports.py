@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from moe_serve.engine.protocol.messages import Members, Voided
-from moe_serve.server.ranks.void_reports import VoidReports, explain
+from moe_serve.server.ranks.bridge import why_void
 from tests.server.served import in_event_loop, serving, until
 
 
@@ -54,27 +54,21 @@ def host_of(rank: int) -> str:
     ids=["a rank", "a host", "a cable", "each other", "a call without a number", "nobody"],
 )
 def test_the_sentence_follows_from_whom_all_waited_for(reports: list[Voided], sentence: str | None) -> None:
-    assert explain(reports, host_of) == sentence
-    assert explain(reports[::-1], host_of) == sentence
-
-
-def test_a_sentence_waits_for_all_ranks_that_go_on() -> None:
-    reports = VoidReports()
-    assert reports.settle([0, 1], host_of) is None
-    reports.add(void(0, [2]))
-    assert reports.settle([0, 1], host_of) is None
-    reports.add(void(1, [2]))
-    assert reports.settle([0, 1], host_of) is not None
-    assert reports.settle([0, 1], host_of) is None, "said once"
+    assert why_void(reports, host_of) == sentence
+    assert why_void(reports[::-1], host_of) == sentence
 
 
 @in_event_loop
-async def test_the_front_end_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_front_end_says_it_once_when_all_ranks_that_go_on_have_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.WARNING)
     async with serving(3, info={"on_lost_rank": "mask"}) as served:
         for rank in (0, 1):
+            assert "waited for" not in caplog.text
             served.workers[rank].say(void(rank, [2]))
             served.workers[rank].say(Members(rank, 0, 1, [0, 1], "rank 2 died"))
+            await until(lambda: 2 in served.bridge.workers.masked)
         await until(lambda: "waited for rank 2 on testhost" in caplog.text)
     assert caplog.text.count("waited for rank 2 on testhost") == 1
     assert "step 7, layer 3, dispatch receive 93: ranks 0, 1 on testhost waited" in caplog.text
