@@ -7,7 +7,7 @@ to a multiple of 16. So whoever moves blocks moves scales with them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -148,6 +148,7 @@ class KvCache:
                 f"the states of {num_states} requests and snapshots need {need:.1f} GiB on {device} "
                 f"({str(error).splitlines()[0]}); lower engine.max_running_requests or cache.snapshot_gib"
             ) from None
+        self.num_state_pages = -(-state_bytes(states) // self.page_bytes) if states else 0
 
     def layer(self, index: int) -> Tensor:
         """Returns the rows of one layer by slot, [num_slots + 1, *row_shape]: values written here are cached."""
@@ -218,6 +219,33 @@ class KvCache:
             rows = memory[first : first + self.block_size]
             rows.copy_(page[start : start + rows.numel()].view(rows.shape))
             start += rows.numel()
+
+    def read_state_page(self, slot: int, index: int, page: Tensor) -> None:
+        """Writes to `page`, [page_bytes] uint8 on the CPU, one of the num_state_pages pages that a state takes.
+
+        What layers keep in a slot lies in them one behind the other; the last page ends in zeros.
+        """
+        start = 0
+        for part in self._state_parts(slot, index):
+            page[start : start + part.numel()] = part
+            start += part.numel()
+        page[start:] = 0
+
+    def write_state_page(self, slot: int, index: int, page: Tensor) -> None:
+        """Writes to a slot what `read_state_page` read from another."""
+        start = 0
+        for part in self._state_parts(slot, index):
+            part.copy_(page[start : start + part.numel()])
+            start += part.numel()
+
+    def _state_parts(self, slot: int, index: int) -> Iterator[Tensor]:
+        """Yields the bytes of a slot that one page holds, in order, as views: uint8."""
+        first, end = index * self.page_bytes, (index + 1) * self.page_bytes
+        for pool in (pool for pools in self._states for pool in pools):
+            row = pool[slot].view(-1).view(torch.uint8)
+            if first < row.numel() and end > 0:
+                yield row[max(first, 0) : end]
+            first, end = first - row.numel(), end - row.numel()
 
     def gather(self, layer: int, rows: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
         """Returns copies of keys [num_seqs, heads, num_keys, width] and values [.., value_width].

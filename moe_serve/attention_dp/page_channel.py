@@ -9,6 +9,9 @@ The reader copies a page into a block that only its request holds, and believes 
 one that it asked for, and the checksum over record and page is that of the bytes that it has stored. Whatever a late,
 foreign or dying writer does meanwhile, the block is computed again then. The number is drawn from request, attempt and
 launch: where a request leaves a rank, its attempt rises, and nobody asks for the records of before.
+
+Of a model that keeps states, the state behind the last whole block in front of the prompt's last token goes behind the
+pages, cut into pages of the same size: their keys follow from the block's, their indices from STATE_AT.
 """
 
 import ctypes
@@ -23,16 +26,19 @@ import numpy.typing as npt
 import torch
 
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.attention_dp.page_record import HEAD, INDEX_AT, KEY_AT, head_of, library, magic_of
+from moe_serve.attention_dp.page_record import HEAD, INDEX_AT, KEY_AT, STATE_AT, checksum_of, head_of, library, magic_of
 from moe_serve.attention_dp.page_ring import RECORD_BYTES, PageRing
 from moe_serve.attention_dp.page_stream import PageStream
-from moe_serve.attention_dp.prefix_cache import KEY_BYTES
+from moe_serve.attention_dp.prefix_cache import KEY_BYTES, state_keys
 from moe_serve.attention_dp.request import Handover, Request
+from moe_serve.errors import ConfigError
 
 _SENT_AT_ONCE = 16  # pages whose records are written together, so that a reader can copy those while others follow
 _HERE: Mapping[str, Callable[[], socket.socket]] = {}  # the decode ranks are on this host
 _NEAR = 1024  # slots behind the last one taken, where the next hand-over's pages are as a rule
 Heads = npt.NDArray[np.uint8]
+# Copies the pages from this one on, of those that are asked for, from or to rows [n, page_bytes]; returns checksums.
+_Copy = Callable[[Heads, Heads, int], npt.NDArray[np.int64]]
 
 
 class PageCopier:
@@ -109,15 +115,57 @@ class PageSender:
 
     def send(self, request: Request, first: int, end: int) -> None:
         """Writes the pages of a request's blocks first..end, which are full."""
-        while first < end:
-            slot, count = self._next, min(end - first, self._ring.num_slots - self._next, _SENT_AT_ONCE)
-            self._send(request, first, first + count, slot)
+
+        def copy(heads: Heads, pages: Heads, at: int) -> npt.NDArray[np.int64]:
+            blocks = request.block_ids[first + at : first + at + len(heads)]
+            return self._copier.copy(heads, pages, blocks, into_pool=False)
+
+        self._send_all(request, first, request.block_keys[first:end], copy)
+
+    def send_state(self, request: Request, key: bytes, slot: int | None) -> None:
+        """Writes the state behind the block with this key, after the pages of the request.
+
+        slot: that holds it; None: none does. An empty page behind all of a state tells the reader, who may wait
+        """
+
+        def copy(heads: Heads, pages: Heads, at: int) -> npt.NDArray[np.int64]:
+            sums = np.empty(len(heads), dtype=np.int64)
+            for number, (head, page) in enumerate(zip(heads, pages, strict=True)):
+                if slot is None:
+                    page[:] = 0
+                else:
+                    self._cache.read_state_page(slot, at + number, torch.from_numpy(page))
+                sums[number] = checksum_of(head.tobytes(), page.data)
+            return sums
+
+        num_pages = self._cache.num_state_pages
+        if slot is None:
+            self._send_all(request, STATE_AT + num_pages, [bytes(KEY_BYTES)], copy)
+        else:
+            self._send_all(request, STATE_AT, state_keys(key, range(num_pages)), copy)
+
+    def _send_all(self, request: Request, index: int, keys: Sequence[bytes], copy: _Copy) -> None:
+        """Writes pages with these keys, the first of which has this index."""
+        at = 0
+        while at < len(keys):
+            slot, count = self._next, min(len(keys) - at, self._ring.num_slots - self._next, _SENT_AT_ONCE)
+            heads = heads_of(
+                self._copier.magic, self._cache, self._launch_id, request.request_id, request.attempt, index + at,
+                keys[at : at + count],
+            )  # fmt: skip
+            slots = slice(slot, slot + count)
+            self._ring.records[slots] = 0
+            sums = copy(heads, self._ring.pages[slots], at)
+            records = np.zeros((count, RECORD_BYTES), dtype=np.uint8)
+            records[:, : HEAD.size] = heads
+            records[:, HEAD.size : HEAD.size + 4] = sums.astype("<u4").view(np.uint8).reshape(-1, 4)
+            self._ring.records[slots] = records
             self._next = (slot + count) % self._ring.num_slots
             self.num_sent += count
             self._ring.num_sent += count
             for host, stream in enumerate(self._streams):
                 stream.wrote(count, is_for_it=request.hand_over_to in (None, host))
-            first += count
+            at += count
 
     def close(self) -> None:
         """Ends the connections with other hosts."""
@@ -126,21 +174,8 @@ class PageSender:
         for stream in self._streams:
             stream.join()
 
-    def _send(self, request: Request, first: int, end: int, slot: int) -> None:
-        heads = heads_of(
-            self._copier.magic, self._cache, self._launch_id, request.request_id, request.attempt, first,
-            request.block_keys[first:end],
-        )  # fmt: skip
-        slots = slice(slot, slot + end - first)
-        self._ring.records[slots] = 0
-        sums = self._copier.copy(heads, self._ring.pages[slots], request.block_ids[first:end], into_pool=False)
-        records = np.zeros((end - first, RECORD_BYTES), dtype=np.uint8)
-        records[:, : HEAD.size] = heads
-        records[:, HEAD.size : HEAD.size + 4] = sums.astype("<u4").view(np.uint8).reshape(-1, 4)
-        self._ring.records[slots] = records
 
-
-COUNTERS = ("from_prefill", "late", "checksum", "peer_lost", "elsewhere", "version", "evicted")
+COUNTERS = ("from_prefill", "late", "checksum", "peer_lost", "elsewhere", "version", "evicted", "no_snapshot")
 
 
 class PageReceiver:
@@ -169,12 +204,43 @@ class PageReceiver:
     def take(self, request: Request, handover: Handover, first: int, blocks: Sequence[int]) -> int:
         """Copies the pages of a request from index `first` on into blocks that only it holds; returns how many are
         right. Where that is not all, the reason is counted."""
-        slots = self.find(request.request_id, handover, first, len(blocks))
+        keys = request.block_keys[first : first + len(blocks)]
+        return self._take(request, handover, first, keys, self._into(blocks))
+
+    def take_state(self, request: Request, handover: Handover, key: bytes, first: int, count: int, slot: int) -> int:
+        """Copies pages first..first+count of the state behind the block with this key into a slot that nobody reads;
+        returns, and counts, as `take` does."""
+
+        def copy(heads: Heads, pages: Heads, at: int) -> npt.NDArray[np.int64]:
+            sums = np.empty(len(heads), dtype=np.int64)
+            for number, (head, row) in enumerate(zip(heads, pages, strict=True)):
+                page = row.copy()  # which nobody changes between check and use
+                sums[number] = checksum_of(head.tobytes(), page.data)
+                self._cache.write_state_page(slot, first + at + number, torch.from_numpy(page))
+            return sums
+
+        keys = state_keys(key, range(first, first + count))
+        return self._take(request, handover, STATE_AT + first, keys, copy)
+
+    def copy_block(self, block: int, to: int) -> None:
+        """Copies what a block of the cache holds to another."""
+        self._cache.write_page(to, self._cache.read_page(block))
+
+    @property
+    def num_state_pages(self) -> int:
+        """The pages of a state; 0: the model keeps none."""
+        return self._cache.num_state_pages
+
+    def _into(self, blocks: Sequence[int]) -> _Copy:
+        return lambda heads, pages, at: self._copier.copy(heads, pages, blocks[at : at + len(heads)], into_pool=True)
+
+    def _take(self, request: Request, handover: Handover, first: int, keys: Sequence[bytes], copy: _Copy) -> int:
+        slots = self.find(request.request_id, handover, first, len(keys))
         num_right, damage = 0, None
         if slots:
-            num_right, damage = self._copy(request, handover, first, blocks, slots)
+            num_right, damage = self._copy(request, handover, first, keys, slots, copy)
         self.counters["from_prefill"] += num_right
-        if num_right < len(blocks):
+        if num_right < len(keys):
             self.counters[damage or handover.why_short or self._why_missing(request, handover, first)] += 1
         return num_right
 
@@ -225,7 +291,8 @@ class PageReceiver:
 
         slots: from `find`, as many as blocks
         """
-        num_right, _ = self._copy(request, handover, first, blocks, slots)
+        keys = request.block_keys[first : first + len(slots)]
+        num_right, _ = self._copy(request, handover, first, keys, slots, self._into(blocks))
         self.counters["from_prefill"] += num_right
         return num_right
 
@@ -253,13 +320,13 @@ class PageReceiver:
         return slots
 
     def _copy(
-        self, request: Request, handover: Handover, first: int, blocks: Sequence[int], slots: list[int]
+        self, request: Request, handover: Handover, first: int, keys: Sequence[bytes], slots: list[int], copy: _Copy
     ) -> tuple[int, str | None]:
         """Copies pages; returns how many are right, and what is wrong with the next one, if there is a next one."""
         ring = self._rings[handover.rank]
         asked = heads_of(
             self._copier.magic, self._cache, handover.launch_id, request.request_id, handover.attempt, first,
-            request.block_keys[first : first + len(slots)],
+            keys[: len(slots)],
         )  # fmt: skip
         records = ring.records[slots]  # a copy, as they are now
         heads = records[:, : HEAD.size]
@@ -271,7 +338,7 @@ class PageReceiver:
                 end += 1
             run = slice(begin, end)
             pages = ring.pages[slots[begin] : slots[end - 1] + 1]
-            sums[run] = self._copier.copy(heads[run], pages, blocks[begin:end], into_pool=True)
+            sums[run] = copy(heads[run], pages, begin)
             begin = end
         given = np.ascontiguousarray(records[:, HEAD.size : HEAD.size + 4]).view("<u4").reshape(-1)
         right, same = are_right(given, sums), are_what_was_asked(heads, asked)
@@ -280,6 +347,17 @@ class PageReceiver:
             return len(slots), None
         number = int(taken.argmin())  # the first that is not
         return number, "version" if right[number] else "checksum"
+
+
+def check_room_for_state(num_pages: int, cache: KvCache) -> None:
+    """Raises ConfigError where a front end's share of a prefill rank's memory, num_pages, holds no prompt with its
+    state."""
+    need = 1 + cache.num_state_pages
+    if cache.num_state_pages and num_pages < need:
+        raise ConfigError(
+            f"parallel.handover_gb has room for {num_pages} pages of a front end on their way, but a request's state "
+            f"and one block take {need}, of {cache.page_bytes / 1e9:.3g} GB each; raise parallel.handover_gb"
+        )
 
 
 def are_right(given: npt.NDArray[np.uint32], computed: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

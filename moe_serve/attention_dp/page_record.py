@@ -21,6 +21,7 @@ from moe_serve.errors import ConfigError
 HEAD = struct.Struct(f"<8sQQIIIIQ{KEY_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = HEAD.size + _CHECKSUM.size
+STATE_AT = 1 << 31  # index of the first page of a state, on its way to a decode rank
 INDEX_AT = struct.calcsize("<8sQQI")
 KEY_AT = HEAD.size - KEY_BYTES
 

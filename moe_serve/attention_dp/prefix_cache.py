@@ -40,6 +40,13 @@ def block_keys(root: bytes, token_ids: Sequence[int], block_size: int) -> list[b
     return keys
 
 
+def state_keys(key: bytes, pages: range) -> list[bytes]:
+    """Returns the keys of these pages of the state behind the block with this key."""
+    return [
+        blake2b(key + index.to_bytes(8, "little"), digest_size=KEY_BYTES, person=b"state").digest() for index in pages
+    ]
+
+
 class PrefixCache:
     """The published blocks by key. BlockPool keeps reference counts and the order of eviction."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_serve.attention_dp.block_tables import BlockTables
+from moe_serve.attention_dp.page_record import STATE_AT
 from moe_serve.attention_dp.prefix_cache import PrefixCache, next_key, root_key
 from moe_serve.attention_dp.request import Handover, Request
 from moe_serve.attention_dp.state_slots import StateSlots
@@ -104,6 +105,19 @@ class _Coming:
     num_sent: int = -1
 
 
+@dataclass
+class _Arriving:
+    """A state that comes from a prefill rank, behind the pages of its prompt.
+
+    slot: of the snapshot that it will be;  num_pages: of it that have come
+    num_blocks: leading blocks of the request whose values are there; beyond its tokens they count once the state is
+    """
+
+    slot: int
+    num_blocks: int
+    num_pages: int = 0
+
+
 class RequestBlocks:
     """The blocks of one rank's KV cache, and the requests that hold them.
 
@@ -132,6 +146,7 @@ class RequestBlocks:
         self.tiers, self.sender, self.receiver = tiers, sender, receiver
         self._fetches: dict[str, Fetch] = {}  # by request
         self._coming: dict[str, _Coming] = {}  # by request, too
+        self._arriving: dict[str, _Arriving] = {}
         self.block_size = block_size
         self.tables = BlockTables(block_size)
         self._model_key = model_key
@@ -318,6 +333,12 @@ class RequestBlocks:
         start, offset = divmod(request.num_computed, self.block_size)
         end = request.num_reusable // self.block_size
         handover, request.handover = request.handover, None
+        if self.states is not None and handover is not None and self.receiver is not None:
+            if self._take_over_with_state(request, self.receiver, self.states, handover, most_bytes):
+                request.handover = handover
+                return True
+            self._end_arriving(request)
+            return False
         if handover is None or self.receiver is None or offset or start >= end:
             return False
         self._extend_keys(request, end)
@@ -336,14 +357,88 @@ class RequestBlocks:
         request.handover = handover
         return True
 
+    def _take_over_with_state(
+        self,
+        request: Request,
+        receiver: "PageReceiver",
+        states: StateSlots,
+        handover: Handover,
+        most_bytes: int,
+    ) -> bool:
+        """Takes pages, and then the state behind them, without which they are of no use; returns whether there may be
+        more. They become published blocks and a snapshot, from which the request goes on as behind any prefix."""
+        (start, offset), end = divmod(request.num_computed, self.block_size), self._blocks_before_state(request)
+        if self._cache is None or offset or start >= end or request.num_reusable < end * self.block_size:
+            return False
+        arriving = self._arriving.get(request.request_id)
+        if arriving is None:
+            slot = states.begin_filling()
+            if slot < 0:
+                receiver.counters["no_snapshot"] += 1
+                return False
+            arriving = self._arriving[request.request_id] = _Arriving(slot, start)
+        arriving.num_blocks = max(arriving.num_blocks, start)
+        num_left = max(1, most_bytes // receiver.page_bytes)
+        keys = request.block_keys
+        while num_left and arriving.num_blocks < end:
+            first = arriving.num_blocks
+            if found := self._cache.match(keys[first : min(end, first + num_left)]):  # came early, or are of others
+                for block, own in zip(found, request.block_ids[first:], strict=False):
+                    receiver.copy_block(block, own)
+                num_taken = len(found)
+            else:
+                count = next(
+                    (n for n in range(1, min(end - first, num_left)) if self._cache.has_key(keys[first + n])),
+                    min(end - first, num_left),
+                )
+                count = receiver.num_there(request, handover, first, count)
+                if not count:
+                    return True
+                num_taken = receiver.take(request, handover, first, request.block_ids[first : first + count])
+                if num_taken < count:
+                    return False
+            arriving.num_blocks += num_taken
+            num_left -= num_taken
+        if not num_left:
+            return True
+        count = min(num_left, receiver.num_state_pages - arriving.num_pages)
+        count = receiver.num_there(request, handover, STATE_AT + arriving.num_pages, count)
+        if not count:
+            return True
+        num_taken = receiver.take_state(request, handover, keys[end - 1], arriving.num_pages, count, arriving.slot)
+        arriving.num_pages += num_taken
+        if arriving.num_pages < receiver.num_state_pages:
+            return num_taken == count
+        for index in range(start, end):
+            self._cache.publish(keys[index], request.block_ids[index])
+        states.end_filling(self._arriving.pop(request.request_id).slot, keys[end - 1])
+        self.reuse(request)
+        request.num_handed_over += request.num_computed - start * self.block_size
+        return False
+
+    def _end_arriving(self, request: Request) -> None:
+        arriving = self._arriving.pop(request.request_id, None)
+        if self.states is not None and arriving is not None:
+            self.states.end_filling(arriving.slot, None)
+
+    def _blocks_before_state(self, request: Request) -> int:
+        """Returns behind which block of a prompt its state is handed over."""
+        return (len(request.prompt_ids) - 1) // self.block_size
+
     def hand_over(self, request: Request) -> None:
-        """Sends the pages of a request that are full now and were not sent, if a decode rank goes on with it."""
+        """Sends the pages of a request that are full now and were not sent, if a decode rank goes on with it, and with
+        the last ones of its prompt the state behind them."""
         first, end = request.hand_over_from, request.num_computed // self.block_size
-        if self.sender is None or first is None or first >= end:
+        if self.sender is None or first is None:
             return
-        self._extend_keys(request, end)
-        self.sender.send(request, first, end)
-        request.hand_over_from = end
+        if first < end:
+            self._extend_keys(request, end)
+            self.sender.send(request, first, end)
+            request.hand_over_from = end
+        num_before = self._blocks_before_state(request)
+        if self.states is not None and num_before and request.num_computed == len(request.prompt_ids):
+            key = request.block_keys[num_before - 1]
+            self.sender.send_state(request, key, self.states.find(key))
 
     def _end_fetch(self, request: Request) -> None:
         fetch = self._fetches.pop(request.request_id, None)
@@ -400,6 +495,7 @@ class RequestBlocks:
                     self.tiers.keep(self._cache.key_of(block), block)
         self.tables.drop(request)
         if self.states is not None:
+            self._end_arriving(request)
             self.states.release(request)
 
     def withdraw(self, request: Request) -> None:

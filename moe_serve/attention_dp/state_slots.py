@@ -35,12 +35,34 @@ class StateSlots:
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # snapshots by key, the one used longest ago first
         self._num_readers: dict[int, int] = {}  # requests whose next step reads a snapshot's slot
         self._dropped: set[int] = set()  # slots of dropped snapshots that are still to be read
+        self._filled: set[int] = set()  # slots of snapshots that are being taken from elsewhere
 
     def num_covered(self, keys: list[bytes], num_blocks: int) -> int:
         """Returns behind how many of the first num_blocks blocks, which have these keys, the last snapshot is."""
         while num_blocks and keys[num_blocks - 1] not in self._slot_of:
             num_blocks -= 1
         return num_blocks
+
+    def find(self, key: bytes) -> int | None:
+        """Returns the slot of the snapshot with this key, which is then the one used last; None: there is none."""
+        if key in self._slot_of:
+            self._slot_of.move_to_end(key)
+        return self._slot_of.get(key)
+
+    def begin_filling(self) -> int:
+        """Returns a slot into which a snapshot is copied from elsewhere; -1: there is none."""
+        slot = self._take()
+        if slot >= 0:
+            self._filled.add(slot)
+        return slot
+
+    def end_filling(self, slot: int, key: bytes | None) -> None:
+        """Keeps the snapshot that is now in a slot of `begin_filling`. key: None: it has not come whole"""
+        self._filled.remove(slot)
+        if key is None or key in self._slot_of:
+            self._free_snapshots.append(slot)
+        else:
+            self._slot_of[key] = slot
 
     def admit(self, request: Request) -> None:
         """Gives a request that starts its own slot. The caller has seen that fewer than max_running have one."""
@@ -122,7 +144,7 @@ class StateSlots:
         assert readers == self._num_readers, f"{readers} read snapshots, counted are {self._num_readers}"
         assert sorted([request.state_slot for request in running] + self._free) == list(range(self._first_snapshot))
         planned = [request.snapshot_slot for request in running if request.snapshot_slot >= 0]
-        kept = [*self._slot_of.values(), *self._dropped, *planned, *self._free_snapshots]
+        kept = [*self._slot_of.values(), *self._dropped, *self._filled, *planned, *self._free_snapshots]
         assert sorted(kept) == list(range(self._first_snapshot, self.num_slots)), f"snapshots are in {kept}"
         assert self._dropped <= set(readers), "slots that nobody reads are not free"
 

@@ -17,7 +17,7 @@ import torch
 from moe_serve.attention_dp.batch import BatchBuilder
 from moe_serve.attention_dp.host_pages import HostPages
 from moe_serve.attention_dp.kv_cache import KvCache
-from moe_serve.attention_dp.page_channel import PageReceiver, PageSender
+from moe_serve.attention_dp.page_channel import PageReceiver, PageSender, check_room_for_state
 from moe_serve.attention_dp.page_peers import OtherHosts
 from moe_serve.attention_dp.page_ring import PageFiles
 from moe_serve.attention_dp.pages import PageTiers, open_folder
@@ -458,7 +458,8 @@ def _page_channel(
     if config.parallel.role == "prefill":
         (own,) = files.descriptors
         sender = PageSender(own, served.cache, launch_id, files.dials)
-        served.info["handover_pages"] = sender.num_slots
+        check_room_for_state(sender.num_slots // config.num_front_ends, served.cache)
+        served.info |= {"handover_pages": sender.num_slots, "handover_state_pages": served.cache.num_state_pages}
         return sender, None
     wait_s = config.engine.suspect_after_s if files.are_copies else None
     return None, PageReceiver(files.descriptors, served.cache, wait_s)

@@ -1,7 +1,8 @@
 """Pages that are handed over arrive whole and right, or a decode rank computes them, to the same tokens.
 
 In `play` the values that a model would cache are a hash of all tokens up to theirs, and the next token is a hash of all
-cached values that it would attend to. So one wrong byte in one page shows as a wrong token.
+cached values that it would attend to. So one wrong byte in one page shows as a wrong token. A model with states goes on
+from all bytes of a slot, too.
 """
 
 import mmap
@@ -17,13 +18,14 @@ import numpy as np
 import pytest
 import torch
 
-from moe_serve.attention_dp import page_channel, page_record
+from moe_serve.attention_dp import page_channel, page_record, request_blocks
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.attention_dp.page_channel import RECORD_BYTES, PageCopier, PageReceiver, PageSender, heads_of
 from moe_serve.attention_dp.page_record import HEAD
 from moe_serve.attention_dp.request import Handover, Request, SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.attention_dp.state_slots import StateSlots
 from moe_serve.errors import ConfigError
 
 LAYOUTS = [KvLayout.gqa(1, 2), KvLayout.mla(3, 2)]
@@ -134,18 +136,29 @@ def test_memory_that_holds_no_page_is_refused_with_the_setting():
 
 WORD = 8  # bytes of a cached token of `Rank`: one layer of one float64 in the place of two float32
 PROMPT, OUTPUT, NUM_BLOCKS = 30, 6, 64
+STATE_BYTES = 4 * (3 + 2 * 4 + 4)  # almost two pages, between which no part of a state ends
 
 
 class Rank:
     """A rank with its scheduler and its 'model'. weights: of the model; other ones cache other values"""
 
-    def __init__(self, weights: bytes = b"", sender: int | None = None, receivers: list[int] | None = None):
+    def __init__(
+        self,
+        weights: bytes = b"",
+        sender: int | None = None,
+        receivers: list[int] | None = None,
+        has_states: bool = False,
+    ):
         self.weights = weights
-        self.cache = KvCache([KvLayout.mla(1, 1)], NUM_BLOCKS, 4, torch.float32, "cpu")
+        shapes, num_snapshots = [((3,), (2, 4)), ((4,),)] if has_states else [], 6
+        self.cache = KvCache(
+            [KvLayout.mla(1, 1)], NUM_BLOCKS, 4, torch.float32, "cpu", states=shapes, num_states=8 + num_snapshots
+        )
         self.values = self.cache.layer(0).view(torch.int64).view(-1)  # by slot
         self.sender = None if sender is None else PageSender(sender, self.cache, LAUNCH)
         self.receiver = None if receivers is None else PageReceiver(receivers, self.cache)
-        blocks = RequestBlocks(NUM_BLOCKS, 4, True, b"model" + weights, None, self.sender, self.receiver)
+        states = StateSlots(8, num_snapshots, 16) if has_states else None
+        blocks = RequestBlocks(NUM_BLOCKS, 4, True, b"model" + weights, None, self.sender, self.receiver, states=states)
         self.scheduler = Scheduler(blocks, 8, 8, PROMPT + OUTPUT + 1)
 
     def step(self) -> dict[str, list[int]]:
@@ -156,6 +169,8 @@ class Rank:
             request = chunk.request
             for position in range(chunk.start, chunk.start + chunk.length):
                 self.values[self._slot(request, position)] = _hash(request.token_ids(0, position + 1), self.weights)
+            if request.state_slot >= 0:
+                self._go_on(request, chunk.start, chunk.length)
             token = self._sample(request, chunk.start + chunk.length) if chunk.samples else None
             self.scheduler.complete(chunk, token)
             if len(request.output_ids) == request.params.max_new_tokens:
@@ -164,12 +179,33 @@ class Rank:
         self.scheduler.check()
         return ended
 
+    def _go_on(self, request: Request, start: int, length: int) -> None:
+        """Makes every byte of a request's state follow from all that it was, and the tokens."""
+        source, to, kept_after, kept_in = request.state_row(start, length)
+        state = bytes(STATE_BYTES) if source < 0 else self._state(source)
+        for number in range(length):
+            known = request.token_ids(start + number, start + number + 1)
+            state = blake2b(state + repr(known).encode() + self.weights, digest_size=STATE_BYTES).digest()
+            for slot in [to] * (number + 1 == length) + [kept_in] * (number + 1 == kept_after):
+                rest = state
+                for pool in self._pools():
+                    part, rest = rest[: pool.shape[1]], rest[pool.shape[1] :]
+                    pool[slot] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+
+    def _pools(self) -> list[torch.Tensor]:
+        pools = (pool for pools in self.cache._states for pool in pools)
+        return [pool.view(len(pool), -1).view(torch.uint8) for pool in pools]
+
+    def _state(self, slot: int) -> bytes:
+        return b"".join(pool[slot].numpy().tobytes() for pool in self._pools())
+
     def _slot(self, request: Request, position: int) -> int:
         return request.block_ids[position // 4] * 4 + position % 4
 
     def _sample(self, request: Request, end: int) -> int:
         attended = [int(self.values[self._slot(request, position)]) for position in range(end)]
-        return _hash(attended, str(request.seed).encode()) % 1000
+        state = b"" if request.state_slot < 0 else self._state(request.state_slot)
+        return _hash(attended, str(request.seed).encode() + state) % 1000
 
 
 def _hash(numbers: list[int], salt: bytes) -> int:
@@ -207,17 +243,17 @@ class Played:
     counters: Counter[str] = field(default_factory=Counter)
 
 
-def play(num_faults: int, num_prefill: int, num_decode: int, seed: int) -> Played:
+def play(num_faults: int, num_prefill: int, num_decode: int, seed: int, has_states: bool = False) -> Played:
     """Hands prompts over, with one fault each, and compares the tokens with those of one rank that does all."""
     draw, played = random.Random(seed), Played()
     small = mmap.PAGESIZE + 40 * (RECORD_BYTES + 4 * WORD)
-    alone = Rank()
+    alone = Rank(has_states=has_states)
     files = [os.memfd_create("pages") for _ in range(num_prefill)]
     try:
         for each in files:
             os.ftruncate(each, small)
-        prefill = [Rank(sender=each) for each in files]
-        decode = [Rank(receivers=files) for _ in range(num_decode)]
+        prefill = [Rank(sender=each, has_states=has_states) for each in files]
+        decode = [Rank(receivers=files, has_states=has_states) for _ in range(num_decode)]
         for number in range(num_faults):
             fault = FAULTS[number % len(FAULTS)]
             played.faults[fault] += 1
@@ -251,7 +287,8 @@ def play(num_faults: int, num_prefill: int, num_decode: int, seed: int) -> Playe
             played.num_without_end += base.request_id not in ended
             played.num_wrong += ended.get(base.request_id, right) != right
             if fault == "none" and not begin and played.num_wrong == 0:
-                assert goes_on.num_handed_over == (len(prompt) // 4) * 4, "all of it came, and did not count as cached"
+                whole = (len(prompt) - has_states) // 4 * 4  # a state is that in front of the last token, or before it
+                assert goes_on.num_handed_over == whole, "all of it came, and did not count as cached"
                 assert goes_on.num_cached_prompt == 0 or ranks[0] is ranks[-1]
         ranks_of_both = [*prefill, *decode]
         played.num_leaked = sum(NUM_BLOCKS - rank.scheduler.blocks.num_free for rank in ranks_of_both)
@@ -272,7 +309,9 @@ def _prefill(
     ranks: list[Rank], files: list[int], base: Request, fault: str, by: int, expecting: list[Rank]
 ) -> tuple[list[int], str]:
     """Computes a prompt on a prefill rank; returns its first token, and why there is none. expecting: take it early"""
-    rank = Rank(b"other", sender=files[by]) if fault == "other weights" else ranks[by]
+    rank, has_states = ranks[by], bool(ranks[by].cache.num_state_pages)
+    if fault == "other weights":
+        rank = Rank(b"other", sender=files[by], has_states=has_states)
     if fault == "lapped":
         run_alone(rank, _to_prefill(_again(base, "before" + base.request_id)))
     request = _to_prefill(base)
@@ -282,7 +321,7 @@ def _prefill(
         for each in expecting:
             each.step()
         if fault == "restarted":
-            ranks[by] = Rank(sender=files[by])
+            ranks[by] = Rank(sender=files[by], has_states=has_states)
         if fault in ("killed", "aborted"):
             rank.scheduler.abort(request.request_id)
         if fault == "late":  # it goes on after its request was taken from it, and nobody listens
@@ -349,28 +388,32 @@ RANKS = [(1, 1), (1, 2), (2, 2)]
     "num_faults", [44, pytest.param(700, marks=pytest.mark.slow)], ids=lambda number: f"{number} faults"
 )
 @pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: f"{ranks[0]}+{ranks[1]}")
-def test_no_fault_changes_a_token_or_keeps_a_block(ranks: tuple[int, int], num_faults: int):
-    played = play(num_faults, *ranks, seed=ranks[0] + 2 * ranks[1])
+@pytest.mark.parametrize("has_states", [False, True], ids=["", "with states"])
+def test_no_fault_changes_a_token_or_keeps_a_block(ranks: tuple[int, int], num_faults: int, has_states: bool):
+    played = play(num_faults, *ranks, seed=ranks[0] + 2 * ranks[1], has_states=has_states)
     assert (played.num_wrong, played.num_leaked, played.num_without_end) == (0, 0, 0)
     assert set(played.faults) == set(FAULTS)
     assert min(played.counters[name] for name in ("from_prefill", "checksum", "version", "peer_lost", "evicted")) > 0
 
 
-def test_without_the_check_of_what_was_asked_for_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("has_states", [False, True], ids=["", "with states"])
+def test_without_the_check_of_what_was_asked_for_tokens_are_wrong(has_states: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(page_channel, "are_what_was_asked", lambda heads, asked: np.ones(len(heads), dtype=bool))
-    assert play(60, 1, 1, seed=1).num_wrong > 0
+    assert play(60, 1, 1, seed=1, has_states=has_states).num_wrong > 0
 
 
-def test_without_the_checksum_tokens_are_wrong(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("has_states", [False, True], ids=["", "with states"])
+def test_without_the_checksum_tokens_are_wrong(has_states: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(page_channel, "are_right", lambda given, computed: np.ones(len(given), dtype=bool))
-    assert play(60, 1, 1, seed=1).num_wrong > 0
+    assert play(60, 1, 1, seed=1, has_states=has_states).num_wrong > 0
 
 
-def early(num_free: int = NUM_BLOCKS) -> tuple[Rank, Rank, Request, Handover]:
+def early(num_free: int = NUM_BLOCKS, has_states: bool = False) -> tuple[Rank, Rank, Request, Handover]:
     """Returns a prefill rank with a prompt of 28 tokens, and a decode rank with free blocks that expects it."""
     descriptor = os.memfd_create("pages")
     os.ftruncate(descriptor, mmap.PAGESIZE + 40 * (RECORD_BYTES + 4 * WORD))
-    prefill, decode = Rank(sender=descriptor), Rank(receivers=[descriptor])
+    prefill = Rank(sender=descriptor, has_states=has_states)
+    decode = Rank(receivers=[descriptor], has_states=has_states)
     os.close(descriptor)
     base = Request("r", 1, list(range(28)), [], SamplingParams(max_new_tokens=OUTPUT), 3)
     handover = Handover(0, LAUNCH, 1)
@@ -443,3 +486,87 @@ def test_a_damaged_page_is_not_taken_early_and_looked_at_a_few_times():
         pass
     assert ended["r"] == run_alone(Rank(), _again(base, "alone"))
     assert decode.receiver.counters["checksum"] == 1
+
+
+def go_on(prefill: Rank, decode: Rank, base: Request, handover: Handover) -> Request:
+    """Computes a prompt on one rank and the rest on the other; returns the request there, which has ended right."""
+    outputs: list[int] = []
+    while not outputs:
+        outputs = prefill.step().get("r", [])
+    goes_on = _again(base, "r", attempt=2, output_ids=outputs)
+    goes_on.handover = handover
+    decode.scheduler.add(goes_on)
+    for _ in range(20):
+        if ended := decode.step():
+            assert ended["r"] == run_alone(Rank(has_states=True), _again(base, "alone"))
+            return goes_on
+    raise AssertionError("it has not ended")
+
+
+def test_a_state_comes_with_pages_that_came_before_it_and_serves_later_prompts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(request_blocks, "_BYTES_UP", 4 * WORD)  # a page in each step
+    prefill, decode, base, handover = early(has_states=True)
+    assert decode.receiver is not None
+    prefill.step()
+    decode.step()
+    assert decode.receiver.counters["from_prefill"] == 2, "of the first chunk"
+    goes_on = go_on(prefill, decode, base, handover)
+    assert decode.receiver.counters == dict.fromkeys(page_channel.COUNTERS, 0) | {"from_prefill": 6 + 2}
+    assert (goes_on.num_handed_over, goes_on.num_cached_prompt) == (24, 0), "up to the block of the last token"
+    later = _again(base, "later")
+    assert run_alone(decode, later) == run_alone(Rank(has_states=True), _again(base, "alone"))
+    assert later.num_cached_prompt == 24
+
+
+@pytest.mark.parametrize("missing", ["there", "here", "damaged"])
+def test_without_the_state_the_prompt_is_computed_again_at_once(missing: str, monkeypatch: pytest.MonkeyPatch):
+    prefill, decode, base, handover = early(has_states=True)
+    assert prefill.sender is not None
+    assert decode.receiver is not None
+    sender, receiver, states = prefill.sender, decode.receiver, decode.scheduler.blocks.states
+    receiver._wait_s, sender._ring.connected[0] = 600.0, 1  # as between hosts, where a request waits for pages
+    reason = "evicted"
+    if missing == "there":
+        monkeypatch.setattr(StateSlots, "find", lambda self, key: None)
+    elif missing == "here":
+        assert states is not None
+        reason = "no_snapshot"
+        while states.begin_filling() >= 0:
+            pass
+    else:
+        reason, send = "checksum", sender.send_state
+
+        def damaged(request: Request, key: bytes, slot: int | None) -> None:
+            send(request, key, slot)
+            sender._ring.pages[sender._next - 1, 0] ^= 1
+
+        monkeypatch.setattr(sender, "send_state", damaged)
+    goes_on = go_on(prefill, decode, base, handover)
+    counters = receiver.counters | {"from_prefill": 0}
+    assert counters == dict.fromkeys(page_channel.COUNTERS, 0) | {reason: 1}
+    assert goes_on.num_handed_over == 0
+
+
+def test_a_request_that_ends_before_its_state_has_come_leaves_its_slot(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(request_blocks, "_BYTES_UP", 4 * WORD)
+    prefill, decode, base, handover = early(has_states=True)
+    while not (ended := prefill.step()):
+        pass
+    goes_on = _again(base, "r", attempt=2, output_ids=ended["r"])
+    goes_on.handover = handover
+    decode.scheduler.add(goes_on)
+    assert decode.step() == {}
+    states = decode.scheduler.blocks.states
+    assert states is not None
+    assert len(states._filled) == 1
+    decode.scheduler.abort("r")
+    decode.scheduler.check()
+    assert len(states._filled) == 0
+    assert decode.scheduler.blocks.num_free == NUM_BLOCKS
+
+
+def test_memory_that_holds_no_state_is_refused_with_the_setting():
+    cache = Rank(has_states=True).cache
+    page_channel.check_room_for_state(3, cache)
+    with pytest.raises(ConfigError, match=r"room for 2 pages .* take 3, .* raise parallel\.handover_gb"):
+        page_channel.check_room_for_state(2, cache)

@@ -179,12 +179,13 @@ def test_cpu_ranks_split_by_time_unless_told_otherwise_and_gpus_never(tmp_path: 
 @pytest.mark.parametrize(("override", "why"), [
     ("speculation.mode=auto", r"guessed tokens would spoil; set speculation\.mode: off"),
     ("cache.host_gb=1", r"pages .* do not hold; leave cache\.host_gb and cache\.disk_gb out"),
-    ("parallel.num_prefill_ranks=1", r"set parallel\.num_prefill_ranks: 0"),
+    ("parallel.num_prefill_ranks=1 cache.prefix_cache=false", r"there are none; set cache\.prefix_cache: true"),
+    ("parallel.num_prefill_ranks=1 cache.snapshot_gib=0", r"and cache\.snapshot_gib to 2.\d+e-05 at least"),
     (None, "computes on cuda; they run on CPUs alone"),
 ])  # fmt: skip
 def test_what_does_not_go_with_states_of_requests_is_refused(override: str | None, why: str, tmp_path: Path) -> None:
     model_type, keys = FAMILIES["qwen3_next"]
-    overrides, device = ([], GPU) if override is None else ([override], CPU)
+    overrides, device = ([], GPU) if override is None else (override.split(), CPU)
     with pytest.raises(ConfigError, match=f"qwen3_next has layers that keep a state of each request.* {why}"):
         plan_of(tmp_path, keys | {"model_type": model_type}, *overrides, device=device)
 

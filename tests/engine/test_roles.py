@@ -29,7 +29,6 @@ from tests.engine.moving import DYNAMIC, move_in_every_step
 from tests.engine.offline import OTHER_FAMILIES, TINY, Prepare, serve, tiny_model
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.engine.test_live_balancing import count_activations
-from tests.models.families import WITH_STATES
 from tests.ranks import run_ranks
 
 LAUNCH = 77  # of the prefill ranks
@@ -118,8 +117,8 @@ def run_role(
     overrides: list[str],
     folder: Path,
     prepare: Prepare | None,
-) -> tuple[int, dict[str, int]]:
-    """Runs one rank; returns how many rounds of moves it has activated, and what became of pages."""
+) -> tuple[int, dict[str, int], int]:
+    """Runs one rank; returns how many rounds of moves it has activated, what became of pages, and pages of a state."""
     numbers = range(ways.num_prefill), range(ways.num_prefill, group.num_ranks)
     groups = [dist.new_group(list(each)) for each in numbers]
     role = "prefill" if rank < ways.num_prefill else "decode"
@@ -143,7 +142,7 @@ def run_role(
         os.close(each)
     dist.destroy_process_group(groups[role == "decode"])
     counters = {} if blocks.receiver is None else blocks.receiver.counters
-    return getattr(engine.counters, "num_activations", 0), counters
+    return getattr(engine.counters, "num_activations", 0), counters, engine.served.cache.num_state_pages
 
 
 def check_apart(
@@ -167,25 +166,28 @@ def check_apart(
         got[each.request_id] = [*map(int, first.read_text().split()), *map(int, rest.read_text().split())]
     alone = [each for each in every if not each.startswith(("eplb.", "dispatch."))]
     assert got == serve(1, submits, [*alone, "eplb.mode=off"]).tokens
-    counters = {name: sum(counters[name] for _, counters in parts[ways.num_prefill :]) for name in COUNTERS}
+    counters = {name: sum(counters[name] for _, counters, _ in parts[ways.num_prefill :]) for name in COUNTERS}
     pages = sum(len(each.prompt_ids) // BLOCK for each in submits)
-    assert counters == dict.fromkeys(COUNTERS, 0) | {"from_prefill": pages}
-    return [num_activations for num_activations, _ in parts]
+    came = counters.pop("from_prefill")
+    assert not any(counters.values()), counters
+    if num_state_pages := parts[0][2]:  # states are those in front of the last token; pages behind them may come early
+        borders = [(len(each.prompt_ids) - 1) // BLOCK for each in submits]
+        of_states = num_state_pages * sum(map(bool, borders))
+        assert sum(borders) + of_states <= came <= pages + of_states
+    else:
+        assert came == pages
+    return [num_activations for num_activations, *_ in parts]
 
 
-# Heads, a latent, a latent with an indexer's keys, a sliding window, chunks of attention.
-EVERY_DAY = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "llama4_text")
+# Heads, a latent, a latent with an indexer's keys, a sliding window, chunks of attention, states beside heads.
+EVERY_DAY = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "llama4_text", "qwen3_next")
 
 
 @pytest.mark.parametrize(
     "family",
     [
         *EVERY_DAY,
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (*TINY, *OTHER_FAMILIES)
-            if name not in (*EVERY_DAY, *WITH_STATES)  # states are not handed over
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (*TINY, *OTHER_FAMILIES) if name not in EVERY_DAY),
     ],
 )
 def test_a_decode_rank_goes_on_from_the_cache_of_a_prefill_rank(family: str, tmp_path: Path) -> None:

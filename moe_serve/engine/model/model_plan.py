@@ -289,13 +289,16 @@ def check_states(config: ServeConfig, spec: ModelSpec, device: torch.device) -> 
     if not state_shapes(spec):
         return
     of_model = f"{spec.model_type} has layers that keep a state of each request"
+    size = state_bytes(state_shapes(spec))
+    keeps_snapshots = config.cache.prefix_cache and config.cache.snapshot_gib * 2**30 >= size
     reasons = (
         (device.type != "cpu", f"and this rank computes on {device.type}; they run on CPUs alone: serve on CPU ranks"),
         (config.speculation.mode != "off", "which guessed tokens would spoil; set speculation.mode: off"),
         (config.cache.host_gb is not None or config.cache.disk_gb is not None,
          "which pages outside the pool do not hold; leave cache.host_gb and cache.disk_gb out"),
-        (config.parallel.num_prefill_ranks > 0,
-         "which prefill ranks do not hand over; set parallel.num_prefill_ranks: 0"),
+        (config.parallel.num_prefill_ranks > 0 and not keeps_snapshots,
+         f"which prefill ranks hand over as snapshots, and there are none; set cache.prefix_cache: true and "
+         f"cache.snapshot_gib to {size / 2**30:.3g} at least"),
     )  # fmt: skip
     for applies, why in reasons:
         if applies:

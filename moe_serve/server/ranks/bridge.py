@@ -691,7 +691,8 @@ class Bridge(RankGroup):
             return
         is_same = own == theirs  # else their launcher ends them, and says in what they differ
         num_pages = int(self.prefill.workers.info.get("handover_pages", 0)) // self.config.num_front_ends
-        launch = PrefillLaunch(self.prefill.workers.launch_id, num_pages) if is_same else None
+        state_pages = int(self.prefill.workers.info.get("handover_state_pages", 0))
+        launch = PrefillLaunch(self.prefill.workers.launch_id, num_pages, state_pages) if is_same else None
         self.prefill.is_alike = is_same
         self.book.trust_prefill(launch)
 

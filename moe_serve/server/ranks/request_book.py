@@ -517,10 +517,12 @@ class PrefillLaunch:
     """Prefill ranks that compute the same as the decode ranks. num_pages: for which each has memory, for this front end
 
     A page has the tokens of a block. It counts from the moment in which its prompt is sent until a decode rank has it.
+    state_pages: that a prompt has beside those, of a model that keeps states
     """
 
     launch_id: int
     num_pages: int
+    state_pages: int
 
 
 class RankCapacity:
@@ -632,8 +634,7 @@ class RankCapacity:
             if source.holder is not None:
                 request.pages_at = source.holder - (0 if why else self._first_prefill)
             if why is None and spec.params.max_new_tokens > 1:
-                num_pages = len(spec.prompt_ids) // router.block_size - request.hand_over_from
-                self._pages[request.request_id] = rank, num_pages
+                self._pages[request.request_id] = rank, self._num_pages(request)
             if not request.attempt:
                 self.sources[source.where] += 1
                 if self._config.parallel.num_prefill_ranks:
@@ -684,6 +685,11 @@ class RankCapacity:
             used[rank] += number
         return [rank for rank in self._with_room(self._prefill) if used[rank] + num_pages <= most]
 
+    def _num_pages(self, request: OpenRequest) -> int:
+        """Returns how many pages of a prompt a prefill rank hands over."""
+        state_pages = 0 if self.prefill_launch is None else self.prefill_launch.state_pages
+        return len(request.spec.prompt_ids) // self._router.block_size - request.hand_over_from + state_pages
+
     def handover_of(self, rank: int, attempt: int) -> Handover:
         """Returns where a prefill rank leaves pages of a request, which it has not come to the end of."""
         launch_id = 0 if self.prefill_launch is None else self.prefill_launch.launch_id
@@ -701,8 +707,7 @@ class RankCapacity:
             return "prefill_full", local
         most_cached, least_cached = self._router.cached(spec.prompt_ids, spec.salt)
         request.hand_over_from = least_cached // self._router.block_size
-        num_pages = len(spec.prompt_ids) // self._router.block_size - request.hand_over_from
-        among = self._with_pages(num_pages if spec.params.max_new_tokens > 1 else 0)
+        among = self._with_pages(self._num_pages(request) if spec.params.max_new_tokens > 1 else 0)
         if not among:
             return "pages_full", local
         why = why_local(

@@ -93,6 +93,15 @@ def test_a_rank_that_is_lost_offers_no_slot():
     assert send(capacity, 10) == 0
 
 
+@pytest.mark.parametrize(("state_pages", "route"), [(5, "prefill"), (6, "pages_full")])
+def test_a_state_on_its_way_counts_beside_the_pages_of_its_prompt(state_pages: int, route: str):
+    capacity = capacity_of(1, "parallel.num_prefill_ranks=1")
+    capacity.begin_prefill(16, ())
+    capacity.prefill_launch = PrefillLaunch(7, 30, state_pages)
+    capacity.send(request(0), may_choose=True)  # of 25 pages
+    assert capacity.routes == {route: 1}
+
+
 @pytest.mark.parametrize("is_prefill", [False, True], ids=["decode", "prefill"])
 def test_a_request_names_the_rank_of_another_host_that_has_its_prefix(is_prefill: bool):
     sharing = PageSharing(("a", "b"), between_hosts=True)
@@ -102,7 +111,7 @@ def test_a_request_names_the_rank_of_another_host_that_has_its_prefix(is_prefill
     capacity.begin_launch(16, (), sharing)
     if is_prefill:
         capacity.begin_prefill(16, (), sharing)
-        capacity.prefill_launch = PrefillLaunch(7, 1000)
+        capacity.prefill_launch = PrefillLaunch(7, 1000, state_pages=0)
     requests = [request(0), request(1)]
     ranks = [capacity.send(each, may_choose=True) for each in requests]
     assert [capacity.is_prefill(rank) for rank in ranks] == [is_prefill] * 2
