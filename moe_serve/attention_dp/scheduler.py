@@ -53,9 +53,6 @@ class Proposal(NamedTuple):
 
     decodes: tuple[ScheduledChunk, ...] = ()
     prefills: tuple[ScheduledChunk, ...] = ()
-    # Ids of requests that lost their blocks to this proposal. It may admit them again at once, with a prefill in other
-    # blocks: where they share more of them by now, or a void step spoiled their states.
-    preempted: tuple[str, ...] = ()
     num_tokens: int = 0
 
     @property
@@ -190,14 +187,14 @@ class Scheduler:
         """
         order = list(self._running.values())
         self._left_since_proposal = False
-        spoiled = [] if self.blocks.states is None else self._preempt_spoiled(order)
-        decodes, prefilling, preempted = self._propose_decodes(order)
-        preempted = spoiled + preempted
+        if self.blocks.states is not None:
+            self._preempt_spoiled(order)
+        decodes, prefilling = self._propose_decodes(order)
         if not self._waiting:  # for blocks, maybe
             self.blocks.take_early(beside_decodes=bool(decodes))
         self._admit(prefilling)
         num_prefilling = len(prefilling)
-        prefilling = [request for request in prefilling if not self._reuse(request, beside_decodes=bool(decodes))]
+        prefilling = [request for request in prefilling if not self._bring(request, beside_decodes=bool(decodes))]
         self.awaits_pages = len(prefilling) < num_prefilling
         num_left = [request.num_known - request.num_computed for request in prefilling]
         keys = [self.blocks.next_key(request) for request in prefilling]
@@ -221,7 +218,7 @@ class Scheduler:
         if self.speculator is not None and decodes and self.speculator.gate.is_due:
             num_rows = min(self.max_batch_tokens - num_tokens, most_yielding_rows(self.max_running) - len(decodes))
             num_tokens += self._add_drafts(self.speculator, decodes, num_rows)
-        return Proposal(tuple(decodes), tuple(prefills), tuple(preempted), num_tokens)
+        return Proposal(tuple(decodes), tuple(prefills), num_tokens)
 
     def commit(self, proposal: Proposal, hold_prefill: bool = False) -> tuple[ScheduledChunk, ...]:
         """Returns the chunks to run, decodes first: those of the newest proposal, without requests aborted since.
@@ -277,19 +274,16 @@ class Scheduler:
             assert num_left > 0
             assert num_left == 1 or len(request.block_ids) * self.blocks.block_size >= request.num_known
 
-    def _preempt_spoiled(self, order: list[Request]) -> list[str]:
+    def _preempt_spoiled(self, order: list[Request]) -> None:
         """Preempts requests whose states a step has left in the middle, and the younger ones, which stay behind them;
-        drops them from `order`, and returns their ids."""
-        preempted = []
+        drops them from `order`. They may be admitted again at once."""
         while any(request.num_in_state != request.num_computed for request in order):
-            preempted.append(self._preempt(order.pop()))
-        return preempted
+            self._preempt(order.pop())
 
-    def _propose_decodes(self, order: list[Request]) -> tuple[list[ScheduledChunk], list[Request], list[str]]:
-        """Returns (decode chunks, requests that still prefill, ids preempted); drops the preempted from `order`."""
+    def _propose_decodes(self, order: list[Request]) -> tuple[list[ScheduledChunk], list[Request]]:
+        """Returns (decode chunks, requests that still prefill); drops from `order` those that it preempts."""
         decodes: list[ScheduledChunk] = []
         prefilling: list[Request] = []
-        preempted: list[str] = []
         blocks, block_size = self.blocks, self.blocks.block_size
         for request in order:  # which loses requests at its end meanwhile
             start, output_ids = request.num_computed, request.output_ids
@@ -297,16 +291,19 @@ class Scheduler:
                 prefilling.append(request)
                 continue
             if start == len(request.block_ids) * block_size:
+                blocks.make_room(1)
+                if blocks.num_free == 0:  # prefills of equal prompts may hold blocks for what one of them has published
+                    for other in order:
+                        self._reuse(other)
                 # The youngest first, so that victims have no chunk yet. The last victim may be the request itself: it
                 # is then the youngest, so its last block is not shared and becomes free.
-                blocks.make_room(1)
                 while blocks.num_free == 0:
-                    preempted.append(self._preempt(order.pop()))
-                if preempted and preempted[-1] == request.request_id:
+                    self._preempt(order.pop())
+                if not self.is_running(request):
                     break
                 blocks.reserve(request, start + 1)
             decodes.append(_chunk((request, start, 1, True, ())))
-        return decodes, prefilling, preempted
+        return decodes, prefilling
 
     def _add_drafts(self, speculator: Speculator, decodes: list[ScheduledChunk], num_rows: int) -> int:
         """Puts drafts behind the tokens of decodes, as far as their blocks are free; returns how many.
@@ -360,20 +357,29 @@ class Scheduler:
             self._count_admission(request)
             prefilling.append(request)
 
-    def _reuse(self, request: Request, beside_decodes: bool) -> bool:
-        """Takes blocks that others have published since the request was admitted, such as those of an equal prompt,
-        and pages that have come up from a tier, or from a prefill rank; these do not count as cached. Returns whether
-        the request should wait for more of these."""
+    def _reuse(self, request: Request) -> None:
+        """Takes blocks that others have published since a prefill was admitted, such as those of an equal prompt, and
+        frees its own."""
+        num_before = request.num_computed
+        if self.blocks.reuse(request):
+            self._count_found(request, num_before, request.num_computed - num_before)
+
+    def _bring(self, request: Request, beside_decodes: bool) -> bool:
+        """Takes blocks that others have published, and pages that have come up from a tier, or from a prefill rank;
+        these do not count as cached. Returns whether the request should wait for more of these."""
+        self._reuse(request)
         num_before, handed_before = request.num_computed, request.num_handed_over
-        self.blocks.reuse(request)
         waits = self.blocks.bring(request, beside_decodes)
-        num_found = request.num_computed - num_before - (request.num_handed_over - handed_before)
+        num_handed_over = request.num_handed_over - handed_before
+        self._count_found(request, num_before, request.num_computed - num_before - num_handed_over)
+        return waits
+
+    def _count_found(self, request: Request, num_before: int, num_found: int) -> None:
         if num_found > 0 and not request.was_preempted:
             num_prompt = len(request.prompt_ids)
             num_cached = min(num_before + num_found, num_prompt) - min(num_before, num_prompt)
             request.num_cached_prompt += num_cached
             self._stats.num_cached_prompt_tokens += num_cached
-        return waits
 
     def _count_admission(self, request: Request) -> None:
         stats = self._stats
@@ -385,8 +391,8 @@ class Scheduler:
         stats.num_prompt_tokens += len(request.prompt_ids)
         stats.num_cached_prompt_tokens += request.num_cached_prompt
 
-    def _preempt(self, request: Request) -> str:
-        """Frees the blocks of a running request and puts it at the front of the queue; returns its id."""
+    def _preempt(self, request: Request) -> None:
+        """Frees the blocks of a running request and puts it at the front of the queue."""
         del self._running[request.request_id]
         request.was_preempted = True
         request.num_lost = request.num_computed
@@ -395,7 +401,6 @@ class Scheduler:
         self.blocks.begin(request)
         self._waiting[request.request_id] = request
         self._waiting.move_to_end(request.request_id, last=False)
-        return request.request_id
 
 
 def most_yielding_rows(max_running: int) -> int:

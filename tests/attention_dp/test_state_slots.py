@@ -90,7 +90,6 @@ def test_a_void_step_spoils_the_states_of_its_requests_alone(flushed: bool) -> N
         scheduler.blocks.flush()
     scheduler.commit(scheduler.propose())  # and nothing is completed
     again = scheduler.propose()
-    assert again.preempted == ("b", "a")
     assert [chunk[1] for chunk in again.prefills] == ([0, 0] if flushed else [8, 8])
     scheduler.check()
     assert scheduler.stats.num_preempted == 2
