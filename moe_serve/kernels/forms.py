@@ -220,6 +220,44 @@ class MambaShape:
 
 
 @dataclass(frozen=True)
+class LightningShape:
+    """A layer of lightning attention (MiniMax-01, arXiv:2501.08313): a state space whose decays are those of heads.
+
+    width:      of a head's query, key and value
+    num_layers: of the model, which decays depend on
+    """
+
+    heads: int
+    width: int
+    num_layers: int
+
+    @property
+    def inner(self) -> int:
+        """Returns the columns of all heads."""
+        return self.heads * self.width
+
+    @property
+    def row_width(self) -> int:
+        """Returns the columns of a projected row: values, keys, queries and gates of all heads."""
+        return 4 * self.inner
+
+    def slopes(self, layer_id: int) -> list[float]:
+        """Returns the slope of each head, whose state decays by exp(-slope) with every token."""
+        share = 1 - layer_id / (self.num_layers - 1 + 1e-5) + 1e-5
+        return [2 ** (-8 * (head + 1) / self.heads) * share for head in range(self.heads)]
+
+    @property
+    def space(self) -> MambaShape:
+        """Returns it as a state space without a convolution, each head with keys and queries of its own."""
+        return MambaShape(self.heads, self.heads, self.width, self.width, taps=1, conv_bias=False, bias=False)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int, int, int]]:
+        """Returns the shape of a request's state: each head's matrix in tiles of columns."""
+        return (self.space.state_shapes[1],)
+
+
+@dataclass(frozen=True)
 class RouterSpec:
     """The router of a model: its gate turns logits into experts and weights.
 

@@ -8,9 +8,18 @@ Shape words: H = hidden, E = num_logical, I = moe_intermediate.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_serve.kernels.forms import SILU, Activation, DeltaShape, Fp8Block, GatedConvShape, MambaShape, RouterSpec
+from moe_serve.kernels.forms import (
+    SILU,
+    Activation,
+    DeltaShape,
+    Fp8Block,
+    GatedConvShape,
+    LightningShape,
+    MambaShape,
+    RouterSpec,
+)
 
-AnyStateful = DeltaShape | GatedConvShape | MambaShape
+AnyStateful = DeltaShape | GatedConvShape | LightningShape | MambaShape
 
 
 @dataclass(frozen=True)
@@ -222,6 +231,18 @@ class NormNames:
 
 
 @dataclass(frozen=True)
+class NormedResidual:
+    """The residual of a model that goes on with what a norm gives, not with what goes in (MiniMax-01).
+
+    Each pair has the factors on that, and on what a sublayer adds: attention, a layer with a state, MLP or experts.
+    """
+
+    attention: tuple[float, float]
+    stateful: tuple[float, float]
+    fed: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class IntegerCoding:
     """How matrices are packed as whole numbers (models/packed_integers.py).
 
@@ -264,6 +285,7 @@ class ModelSpec:
     has_shared_gate: bool = False  # the shared expert's rows are multiplied by sigmoid(x W), one number each
     embedding_factor: float = 1.0  # on embeddings
     residual_factor: float = 1.0  # on what a sublayer adds to the residual
+    normed_residual: NormedResidual | None = None
     logits_factor: float = 1.0  # on the rows that are projected to logits
     eos_token_ids: tuple[int, ...] = ()
     expert_names: ExpertNames = ExpertNames()

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_serve.kernels.forms import MXFP4_BLOCK, DeltaShape, GatedConvShape, MambaShape
+from moe_serve.kernels.forms import MXFP4_BLOCK, DeltaShape, GatedConvShape, LightningShape, MambaShape
 from moe_serve.models.spec import AnyStateful, GqaSpec, MlaSpec, ModelSpec
 
 _BODY = "model."
@@ -226,6 +226,7 @@ def _together(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"], n: 
         yield ExpertTensor(bias, layer, (n,), (), biases, interleaved=alternate)
 
 
+_COMPUTED = ("rotary_emb.inv_freq", ".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
 _SCALES_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
 
 
@@ -243,7 +244,7 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
         return spec.tie_embeddings
     body = stored_name(spec, _BODY)
     name = _BODY + name.removeprefix(body) if name.startswith(body) else name
-    if name.endswith(("rotary_emb.inv_freq", ".masked_bias")) or name.startswith(("model.mtp_", "mtp.")):
+    if name.endswith((*_COMPUTED, ".masked_bias")) or name.startswith(("model.mtp_", "mtp.")):
         return True
     if spec.fp8_block is not None and name.endswith(_SCALES_OF_ACTIVATIONS):
         return True
@@ -354,6 +355,8 @@ def _stateful(shape: AnyStateful, hidden: int, ours: str, theirs: str) -> Iterat
         yield from _delta(shape, hidden, ours, theirs)
     elif isinstance(shape, MambaShape):
         yield from _mamba(shape, hidden, ours, theirs)
+    elif isinstance(shape, LightningShape):
+        yield from _lightning(shape, hidden, ours, theirs)
     else:
         yield from _gated_conv(shape, hidden, ours, theirs)
 
@@ -384,6 +387,15 @@ def _mamba(shape: MambaShape, hidden: int, ours: str, theirs: str) -> Iterator[D
     if shape.bias:
         yield DenseTensor(ours + "mamba_in_bias", (Part(theirs + "in_proj.bias", (shape.row_width,)),), "bias")
         yield DenseTensor(ours + "mamba_out_bias", (Part(theirs + "out_proj.bias", (hidden,)),), "bias")
+
+
+def _lightning(shape: LightningShape, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    """Yields the tensors of lightning attention; a head's query, key and value lie side by side."""
+    inner = shape.inner
+    parts = Part(theirs + "qkv_proj.weight", (3 * inner, hidden)), Part(theirs + "output_gate.weight", (inner, hidden))
+    yield DenseTensor(ours + "lightning_in", parts)
+    yield _norm(ours + "lightning_norm", theirs + "norm.weight", inner)
+    yield DenseTensor(ours + "lightning_out", (Part(theirs + "out_proj.weight", (hidden, inner)),))
 
 
 def _delta(shape: DeltaShape, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:

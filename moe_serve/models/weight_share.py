@@ -143,7 +143,8 @@ def _dense_groups(spec: ModelSpec, parts: CheckpointParts) -> dict[str, tuple[Gr
 
 _PROJECTIONS = (
     "qkv", "q_kv_a", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down", "delta_in", "delta_out",
-    "conv_in", "conv_out", "mamba_in", "mamba_out", "latent_in", "latent_out",
+    "conv_in", "conv_out", "mamba_in", "mamba_out", "lightning_in", "lightning_out",
+    "latent_in", "latent_out",
 )  # fmt: skip
 
 
@@ -179,6 +180,8 @@ def fp8_projections(spec: ModelSpec, folder: Path | None) -> frozenset[str]:
 
 def _rotation_keeps_blocks(spec: ModelSpec, name: str) -> bool:
     attention = spec.attention
+    if name == "lightning_in":  # whose rows are brought into another order
+        return False
     has_gate = isinstance(attention, GqaSpec) and attention.has_gate
     if name not in ("qkv", "q_kv_a", "q_b") or (spec.rope.interleaved and not has_gate):  # nothing is reordered
         return True

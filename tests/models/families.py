@@ -45,6 +45,12 @@ GRANITE: dict[str, Any] = COMMON | {
 MINIMAX: dict[str, Any] = COMMON | {
     "num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 40,
 }  # fmt: skip
+LIGHTNING: dict[str, Any] = COMMON | {
+    "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40, "block_size": 32,
+    "full_attn_alpha_factor": 1.3, "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 1.6,
+    "linear_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.4, "mlp_beta_factor": 1.2,
+}  # fmt: skip
 HYBRID: dict[str, Any] = GRANITE | {
     "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 8,
     "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 2, "mamba_chunk_size": 32,
@@ -218,6 +224,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2": ("minimax_m2", MINIMAX),
     "minimax_m2-mha-whole": ("minimax_m2", MINIMAX | {"num_key_value_heads": 4, "rotary_dim": 16}),
+    "minimax": ("minimax", LIGHTNING),
+    # Attention first and last, heads of an uneven width, factors of 1.
+    "minimax-odd": (
+        "minimax",
+        LIGHTNING
+        | {"layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"], "num_key_value_heads": 1}
+        | {"num_attention_heads": 3, "head_dim": 34, "block_size": 7, "mlp_beta_factor": 1}
+        | {"linear_attn_alpha_factor": 1, "tie_word_embeddings": True},
+    ),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "gpt_oss-long-window-mha": (
         "gpt_oss",
@@ -374,9 +389,11 @@ WITH_STATES = (
     "nemotron_h",
     "kimi_linear",
     "bailing_hybrid",
+    "minimax",
 )
 
 
+LIGHTNING_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # computed from the configuration
 ANOTHERS_FORM = {name for name, (kind, _) in FAMILIES.items() if kind not in FAMILIES}
 
 
@@ -411,7 +428,7 @@ def make_random(model_type: str, keys: dict[str, Any], seed: int = 0) -> Any:
                 tensor.copy_(1 + 0.3 * noise)
             elif "e_score_correction_bias" in key or key.endswith(".bias"):
                 tensor.copy_(0.2 * noise)  # partly negative
-            elif "inv_freq" not in key:
+            elif not key.endswith(("inv_freq", *LIGHTNING_BUFFERS)):
                 tensor.copy_(noise * tensor.shape[-1] ** -0.5)
     return model
 

@@ -131,6 +131,15 @@ MINIMAX_M2: dict[str, Any] = {
                             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
 }  # fmt: skip
 
+MINIMAX_TEXT_01: dict[str, Any] = {
+    "architectures": ["MiniMaxForCausalLM"], "model_type": "minimax", "vocab_size": 200064, "hidden_size": 6144,
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64,
+    "intermediate_size": 9216, "num_local_experts": 32, "num_experts_per_tok": 2, "rope_theta": 10000000,
+    "layer_types": [*["linear_attention"] * 7, "full_attention"] * 10, "block_size": 256, "rms_norm_eps": 1e-5,
+    "full_attn_alpha_factor": 3.5565588200778455, "full_attn_beta_factor": 1.0, "mlp_beta_factor": 1.0,
+    "linear_attn_alpha_factor": 3.5565588200778455, "linear_attn_beta_factor": 1.0, "hidden_act": "silu",
+    "mlp_alpha_factor": 3.5565588200778455, "max_position_embeddings": 10240000, "tie_word_embeddings": False,
+}  # fmt: skip
 HUNYUAN_A13B: dict[str, Any] = {
     "architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe", "vocab_size": 128167,
     "hidden_size": 4096, "intermediate_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -338,6 +347,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Granite-3.1-1B-A400M": (GRANITE_1B, 1.33e9),
     "Granite-3.1-3B-A800M": (GRANITE_3B, 3.30e9),
     "MiniMax-M2": (MINIMAX_M2, 230e9),
+    "MiniMax-Text-01": (MINIMAX_TEXT_01, 456e9),
     "Hunyuan-A13B": (HUNYUAN_A13B, 80e9),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT_80B, 80e9),
     "LFM2-8B-A1B": (LFM2_8B, 8.34e9),

@@ -220,7 +220,6 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         ),
         (PHI_35_MOE, {"rope_scaling": PHI_35_MOE["rope_scaling"] | {"long_factor": [1.0]}}, "a list of 64 numbers"),
         (ERNIE_45_21B, {"use_bias": True}, "use_bias true"),
-        (ERNIE_45_21B, {"model_type": "minimax"}, "linear attention that is neither Qwen3-Next's nor Kimi's"),
         (ERNIE_45_21B, {"model_type": "deepseek_v4"}, "a cache of compressed tokens, several residual streams"),
         (ERNIE_45_21B, {"model_type": "minimax_m3_vl_text"}, "attention to blocks that an indexer chooses is not"),
         (ERNIE_45_21B, {"model_type": "step3p7"}, "heads of other numbers"),

@@ -18,7 +18,7 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
-from moe_serve.kernels.forms import AttendShape, GatedConvShape, MambaShape
+from moe_serve.kernels.forms import AttendShape, GatedConvShape, LightningShape, MambaShape
 from moe_serve.kernels.linear import LARGEST_TILE
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.models.decoder.mla import expand_from
@@ -159,6 +159,9 @@ def _stateful(spec: ModelSpec, sizes: StepSizes) -> int:
     if isinstance(shape, MambaShape):
         conv, state = shape.conv.channels, 4 * shape.inner * shape.state_width
         return sizes.rows * (shape.row_width * (sizes.itemsize + 4) + 6 * 4 * conv + 4 * 4 * shape.inner) + 4 * state
+    if isinstance(shape, LightningShape):
+        state = 4 * shape.inner * shape.width
+        return sizes.rows * (shape.row_width * (2 * sizes.itemsize + 4) + 6 * 4 * shape.inner) + 4 * state
     given = shape.value_heads * shape.value_width
     state = 4 * shape.value_heads * shape.key_width * shape.value_width  # of one token at a time
     apart = 0 if shape.rank is None else shape.num_steps + given  # steps and gates, in rows of their own

@@ -17,13 +17,14 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout, StateShapes, id_dtype
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
-from moe_serve.kernels.forms import DeltaShape, MambaShape
+from moe_serve.kernels.forms import DeltaShape, LightningShape, MambaShape
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rows import LayerNorm
 from moe_serve.models.decoder.conv import ConvLayer, conv_layer
 from moe_serve.models.decoder.delta import DeltaLayer, delta_layer
 from moe_serve.models.decoder.gqa import GqaAttention, GqaLayer, RopeTable
 from moe_serve.models.decoder.graphs import GraphRunner
+from moe_serve.models.decoder.lightning import LightningLayer, lightning_layer
 from moe_serve.models.decoder.mamba import MambaLayer, mamba_layer
 from moe_serve.models.decoder.mla import MlaAttention, MlaLayer
 from moe_serve.models.decoder.runners import RecordedRunner, TorchRunner
@@ -42,7 +43,7 @@ from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp, PackedMlp, W
 from moe_serve.models.spec import AnyStateful, GqaSpec, ModelSpec
 from moe_serve.models.weights import LoadedWeights
 
-AnyAttention = GqaLayer | MlaLayer | DeltaLayer | ConvLayer | MambaLayer
+AnyAttention = GqaLayer | MlaLayer | DeltaLayer | ConvLayer | LightningLayer | MambaLayer
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +119,7 @@ def build_decoder(
         prefix = f"layers.{layer_id}."
         mine = {name.removeprefix(prefix): dense.pop(name) for name in list(dense) if name.startswith(prefix)}
         if layer_id in spec.stateful_layer_ids and spec.stateful is not None:
-            index = spec.stateful_layer_ids.index(layer_id)
-            attention_layer: AnyAttention | None = _stateful_layer(spec.stateful, spec.norm_eps, index, mine, forms)
+            attention_layer: AnyAttention | None = _stateful_layer(spec, spec.stateful, layer_id, mine, forms)
         elif layer_id in spec.unattended_layer_ids:
             attention_layer = None
         elif isinstance(attention, GqaAttention):
@@ -151,7 +151,7 @@ def build_decoder(
     head_weight = None if spec.tie_embeddings else dense.pop("lm_head")
     embedding, head = forms.embedding(embed, head_weight, dense.pop("lm_head_bias", None))
     table = RopeTable(spec.ropes, spec.max_position, device, spec.attention.temperature)
-    factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor)
+    factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor, spec.normed_residual)
     prediction = None
     if spec.predictor_id is not None:
         prediction = _prediction(layers.pop(), joined, spec.norm_eps, embedding, forms)
@@ -246,12 +246,15 @@ def make_attention(
 
 
 def _stateful_layer(
-    shape: AnyStateful, eps: float, index: int, weights: dict[str, Any], forms: WeightForms
-) -> DeltaLayer | ConvLayer | MambaLayer:
+    spec: ModelSpec, shape: AnyStateful, layer_id: int, weights: dict[str, Any], forms: WeightForms
+) -> DeltaLayer | ConvLayer | LightningLayer | MambaLayer:
+    index, eps = spec.stateful_layer_ids.index(layer_id), spec.norm_eps
     if isinstance(shape, DeltaShape):
         return delta_layer(shape, eps, index, weights, forms)
     if isinstance(shape, MambaShape):
         return mamba_layer(shape, eps, index, weights, forms)
+    if isinstance(shape, LightningShape):
+        return lightning_layer(shape, eps, index, layer_id, weights, forms)
     return conv_layer(shape, index, weights, forms)
 
 

@@ -146,7 +146,7 @@ class TorchStep(Step):
         return causal_conv_reference(rows, weights, self.cache.states_of(layer)[0], self._sequences)
 
     def state_space_of(self, mixed: Tensor, steps: Tensor, weights: StateSpaceWeights, layer: int) -> Tensor:
-        states = self.cache.states_of(layer)[1]
+        states = self.cache.states_of(layer)[-1]
         return state_space_reference(mixed, steps, weights, states, self._sequences)
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
@@ -310,7 +310,7 @@ class RecordedStep(Step, Recorder):
         return self.causal_conv(rows, weights, self.cache.states_of(layer)[0])
 
     def state_space_of(self, mixed: Tensor, steps: Tensor, weights: StateSpaceWeights, layer: int) -> Tensor:
-        return self.state_space(mixed, steps, weights, self.cache.states_of(layer)[1])
+        return self.state_space(mixed, steps, weights, self.cache.states_of(layer)[-1])
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         yield from ()  # turns are taken when it runs

@@ -21,9 +21,11 @@ from moe_serve.kernels.rows import LayerNorm
 from moe_serve.models.decoder.conv import ConvLayer
 from moe_serve.models.decoder.delta import DeltaLayer
 from moe_serve.models.decoder.gqa import GqaLayer
+from moe_serve.models.decoder.lightning import LightningLayer
 from moe_serve.models.decoder.mamba import MambaLayer
 from moe_serve.models.decoder.mla import MlaLayer
 from moe_serve.models.decoder.step import SharedExpert, Step
+from moe_serve.models.spec import NormedResidual
 
 AnyNorm = Tensor | LayerNorm  # the weight of an RMS norm, or a layer norm
 
@@ -38,7 +40,7 @@ class DecoderLayer:
     """
 
     input_norm: AnyNorm | None
-    attention: GqaLayer | MlaLayer | DeltaLayer | ConvLayer | MambaLayer | None
+    attention: GqaLayer | MlaLayer | DeltaLayer | ConvLayer | LightningLayer | MambaLayer | None
     attention_out_norm: Tensor | None
     post_norm: AnyNorm | None
     moe: MoeLayer | None
@@ -49,11 +51,15 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class StackFactors:
-    """Factors on embeddings, on what sublayers add to the residual, and on the rows that are projected to logits."""
+    """Factors on embeddings, on what sublayers add to the residual, and on the rows that are projected to logits.
+
+    normed: of a model whose residual is what norms give; None: it is what they take
+    """
 
     embedding: float
     residual: float
     logits: float
+    normed: NormedResidual | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,16 +87,21 @@ class DecoderStack:
             if layer.attention is not None and do.has_rows:
                 do.begin(ATTENTION)
                 delta = layer.attention(self._normed(x, delta, layer.input_norm, do), do)
+                if (normed := self.factors.normed) is not None:
+                    attends = isinstance(layer.attention, GqaLayer | MlaLayer)
+                    _weigh(x, delta, normed.attention if attends else normed.stateful, do)
                 if layer.attention_out_norm is not None:
                     do.rms_norm_(delta, layer.attention_out_norm, self.eps)
             if layer.moe is None and layer.mlp is None:
                 continue
             do.begin(MLP if layer.moe is None else GATE)
-            normed = self._normed(x, delta, layer.post_norm, do)
+            rows = self._normed(x, delta, layer.post_norm, do)
             if layer.moe is None:
-                delta = do.mlp(layer.mlp, normed)
+                delta = do.mlp(layer.mlp, rows)
             else:
-                delta = yield from do.moe(layer.moe, layer.shared, normed)
+                delta = yield from do.moe(layer.moe, layer.shared, rows)
+            if self.factors.normed is not None:
+                _weigh(x, delta, self.factors.normed.fed, do)
             if layer.mlp_out_norm is not None:
                 do.rms_norm_(delta, layer.mlp_out_norm, self.eps)
         do.begin(VOCABULARY)
@@ -105,7 +116,16 @@ class DecoderStack:
         return next((layer.moe for layer in self.layers if layer.moe is not None), None)
 
     def _normed(self, x: Tensor, delta: Tensor | None, weight: AnyNorm | None, do: Step) -> Tensor:
-        """Adds `delta` to x in place, and returns x as it goes into a sublayer; without a norm that is x itself."""
+        """Adds `delta` to x in place, and returns x as it goes into a sublayer; without a norm that is x itself.
+
+        So it is where the residual is what a norm gives.
+        """
+        if self.factors.normed is not None:
+            assert isinstance(weight, Tensor)
+            if delta is not None:
+                do.add_gated_(x, delta, None)
+            do.rms_norm_(x, weight, self.eps)
+            return x
         if weight is None:
             assert self.factors.residual == 1, "a factor goes with a norm"
             if delta is not None:
@@ -116,6 +136,13 @@ class DecoderStack:
         if delta is None:
             return do.rms_norm(x, weight, self.eps)
         return do.add_rms_norm(x, delta, weight, self.eps, self.factors.residual)
+
+
+def _weigh(x: Tensor, delta: Tensor, factors: tuple[float, float], do: Step) -> None:
+    """Multiplies the residual and what is added to it next, in place."""
+    for rows, factor in zip((x, delta), factors, strict=True):
+        if factor != 1:
+            do.scale_(rows, factor)
 
 
 @dataclass(frozen=True, eq=False)

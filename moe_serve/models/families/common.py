@@ -77,6 +77,15 @@ def gqa(config: HfConfig) -> GqaSpec:
     return GqaSpec(num_heads, num_kv_heads, head_dim)
 
 
+def within_longest_context(config: HfConfig) -> HfConfig:
+    """Returns the configuration with at most as many positions as a server knows the rotations of.
+
+    Some models say ten million tokens.
+    """
+    longest = min(config.size("max_position_embeddings", largest=LARGEST_SIZE), LONGEST_CONTEXT)
+    return HfConfig({**config.values, "max_position_embeddings": longest}, config.where)
+
+
 def windowed(attention: GqaSpec, config: HfConfig) -> GqaSpec:
     """Returns the attention with the sliding window of config.json in every layer."""
     longest = config.size("max_position_embeddings")

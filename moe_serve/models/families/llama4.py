@@ -3,16 +3,21 @@
 from dataclasses import replace
 
 from moe_serve.kernels.forms import RouterSpec
-from moe_serve.models.families.common import dense_width, gqa, layers_of_kind, model_of, read_rope
-from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, HfConfig
+from moe_serve.models.families.common import (
+    dense_width,
+    gqa,
+    layers_of_kind,
+    model_of,
+    read_rope,
+    within_longest_context,
+)
+from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec, QueryTemperature
 
 
 def read(config: HfConfig) -> ModelSpec:
-    # Scout says ten million tokens; a server knows the rotations of as many as any other model's.
-    longest = min(config.size("max_position_embeddings", largest=LARGEST_SIZE), LONGEST_CONTEXT)
-    config = HfConfig({**config.values, "max_position_embeddings": longest}, config.where)
-    unrotated = _unrotated(config)
+    config = within_longest_context(config)
+    longest, unrotated = config.size("max_position_embeddings"), _unrotated(config)
     chunk = config.size("attention_chunk_size", default=longest)
     bias = config.flag("attention_bias")
     attention = replace(

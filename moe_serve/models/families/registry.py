@@ -136,7 +136,6 @@ _ALIKE = (  # why models of several types are not served
 )
 REFUSED = {model_type: why_not for types, why_not in _ALIKE for model_type in types}
 REFUSED |= {
-    "minimax": "linear attention that is neither Qwen3-Next's nor Kimi's",
     "jamba": "a state-space layer of Mamba's first version",
     "deepseek_v4": "a cache of compressed tokens, several residual streams, and experts that a token's id chooses,",
     "axk2": "norms and attention that are gated by the rows that went in",
