@@ -39,7 +39,7 @@ def figures(kind: str, use: str) -> list[dict[str, Any]]:
 def arguments(figure: dict[str, Any]) -> list[str]:
     """Returns the options of `moe-serve simulate` for the conditions of a serving figure."""
     given = ["model", "hardware", "engine", "nodes", "ranks_per_node", "slots", "phase", "tokens_per_rank", "context",
-             "overlap", "utilisation", "cache_hit", "drafts", "acceptance", "answer"]  # fmt: skip
+             "overlap", "utilisation", "cache_hit", "drafts", "acceptance", "answer", "attention_tp"]  # fmt: skip
     out = ["simulate", "--json", "--jobs", "1", "--policy", "greedy", "--windows", "3", "--window", "1"]
     for name in given:
         if name in figure:

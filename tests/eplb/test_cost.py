@@ -28,6 +28,41 @@ def cluster(num_ranks, hardware=H800, model=V3):
     return CostModel(hardware, model, Topology(max(1, num_ranks // 8), min(num_ranks, 8)))
 
 
+@pytest.mark.parametrize(
+    ("model", "shapes", "read_more"),
+    [
+        # latents for all tokens on every rank, an eighth of the 128 heads; latents are read by every rank
+        ("DeepSeek-V3", [(576, 7168), (1536, 7168), (16 * 192, 1536), (16 * 256, 512), (7168, 16 * 128)], 8),
+        # 8 of 64 heads, and one of 4 heads of keys and values, which 2 ranks hold each
+        ("Qwen3-235B-A22B", [(8 * 128 + 2 * 128, 4096), (4096, 8 * 128)], 2),
+    ],
+)
+def test_ranks_that_share_attention_have_a_part_of_the_heads_for_the_tokens_of_all(model, shapes, read_more):
+    costs = cluster(8, model=load_model_profile(model))
+    kernels, alone = costs.kernels, Batch("decode", 64, 4096)
+    shared = replace(alone, attention_ranks=8)
+    projections = sum(kernels.gemm(8 * 64, n, k) for n, k in shapes)
+    assert kernels.attention(shared) - kernels._attention_core(shared) == pytest.approx(projections)
+    slow = CostModel(H800.scaled(attention_flops=1e9), costs.model, costs.topology).kernels
+    cores = [slow._attention_core(batch) for batch in (shared, alone)]
+    assert cores[0] == pytest.approx(read_more * cores[1]), "where reading bounds it"
+    fast = CostModel(H800.scaled(attention_bytes_per_s=1e9), costs.model, costs.topology).kernels
+    assert fast._attention_core(shared) == pytest.approx(fast._attention_core(alone)), "where computing bounds it"
+    each_way = 7 * 64 * costs.model.hidden * 2 / (H800.link_bytes_per_s * H800.link_efficiency)
+    others = kernels.attention(shared) + kernels.elementwise(shared)[0]
+    assert kernels.attention_part(shared) - others == pytest.approx(2 * each_way)
+    assert kernels.shared_tokens_s(alone) == 0
+
+
+def test_ranks_that_cannot_share_attention_are_refused():
+    for ranks in (3, 16):
+        with pytest.raises(ConfigError, match="give a number that divides both"):
+            cluster(16).step(Batch("decode", 8, 100, attention_ranks=ranks))
+    ours = CostModel(H800, V3, Topology(1, 8), load_engine("moe_serve"))
+    with pytest.raises(ConfigError, match="shares no attention between ranks"):
+        ours.step(Batch("decode", 8, 100, attention_ranks=8))
+
+
 def even_rows(num_ranks, tokens_per_rank, topk=8):
     return np.full(num_ranks, float(tokens_per_rank * topk))
 

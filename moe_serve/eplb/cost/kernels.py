@@ -32,6 +32,7 @@ class Batch:
     cache_hit:       prefill: share of each prompt that the cache holds
     tokens_per_request: decode: a request's next one, and drafts behind it; its cached tokens are read once for them
     decode_share, decode_context: mixed: share of the tokens that decode, and tokens in the cache of their requests
+    attention_ranks: ranks that share attention: each has a part of the heads, for the tokens of all of them
     """
 
     phase: Phase
@@ -42,6 +43,7 @@ class Batch:
     tokens_per_request: float = 1.0
     decode_share: float = 0.0
     decode_context: float = 0.0
+    attention_ranks: int = 1
 
     @property
     def parts(self) -> tuple["Batch", ...]:
@@ -193,7 +195,16 @@ class Kernels(StepKernels):
         self._bytes = {phase: elementwise_bytes(model, phase, ranks_of_token) for phase in ("decode", "prefill")}
 
     def attention_part(self, batch: Batch) -> float:
-        return self.attention(batch) + self.elementwise(batch)[0]
+        return self.attention(batch) + self.elementwise(batch)[0] + self.shared_tokens_s(batch)
+
+    def shared_tokens_s(self, batch: Batch) -> float:
+        """Returns the time on links of what ranks that share attention exchange around it.
+
+        Each gathers the tokens of the others before, and the sums of all heads' outputs for its own tokens behind: an
+        all-gather and a reduce-scatter, together the bytes of an all-reduce.
+        """
+        each_way = (batch.attention_ranks - 1) * batch.tokens_per_rank * self.model.hidden * WIDE
+        return 2 * each_way / (self.hardware.link_bytes_per_s * self.hardware.link_efficiency)
 
     def gate_part(self, batch: Batch) -> float:
         return self.elementwise(batch)[1]
@@ -269,37 +280,38 @@ class Kernels(StepKernels):
 
         A prompt of which the cache holds a share attends to all of it: each new token sees the cached ones and half of
         the new ones, and MLA expands the cached latents anew. Prompts and decodes of one batch are projected together;
-        the core of their attention is a kernel for each.
+        the core of their attention is a kernel for each. Ranks that share attention each compute the latents of MLA for
+        all their tokens, and read them all from the cache.
         """
-        m, tokens = self.model, batch.tokens_per_rank
+        m, ranks = self.model, batch.attention_ranks
+        tokens, heads = ranks * batch.tokens_per_rank, m.num_heads // ranks
         if m.attention == "mla":
             head = m.nope_dim + m.rope_dim
-            shapes = [(m.kv_lora + m.rope_dim, m.hidden), (m.hidden, m.num_heads * m.v_dim)]
-            shapes += (
-                [(m.q_lora, m.hidden), (m.num_heads * head, m.q_lora)] if m.q_lora else [(m.num_heads * head, m.hidden)]
-            )
+            shapes = [(m.kv_lora + m.rope_dim, m.hidden), (m.hidden, heads * m.v_dim)]
+            shapes += [(m.q_lora, m.hidden), (heads * head, m.q_lora)] if m.q_lora else [(heads * head, m.hidden)]
             projections = sum(self.gemm(tokens, n, k) for n, k in shapes)
-            kept_rows = sum(part.kept_rows for part in batch.parts)
-            projections += self.gemm(kept_rows, m.num_heads * (m.nope_dim + m.v_dim), m.kv_lora)
+            kept_rows = ranks * sum(part.kept_rows for part in batch.parts)
+            projections += self.gemm(kept_rows, heads * (m.nope_dim + m.v_dim), m.kv_lora)
         else:
-            projections = sum(self.gemm(tokens, n, k) for n, k in m.gqa_projections())
+            projections = sum(self.gemm(tokens, n, k) for n, k in m.gqa_projections(ranks))
         return projections + sum(self._attention_core(part) for part in batch.parts)
 
     def _attention_core(self, batch: Batch) -> float:
         """Returns the time of attention behind the projections, of a batch of one phase."""
-        m, context, decodes = self.model, batch.context, batch.phase == "decode"
+        m, context, decodes, ranks = self.model, batch.context, batch.phase == "decode", batch.attention_ranks
         if m.attention == "mla":
             kv_bytes = (m.kv_lora + m.rope_dim) * m.kv_bytes
             # Absorbed for decode: every head reads the latent. Expanded for prefill.
             widths = 2 * m.kv_lora + m.rope_dim if decodes else m.nope_dim + m.rope_dim + m.v_dim
         else:
-            kv_bytes = 2 * m.num_kv_heads * m.head_dim * m.kv_bytes
+            kv_bytes = 2 * m.kv_heads_of(ranks) * m.head_dim * m.kv_bytes
             widths = 2 * m.head_dim
         # Causal: a new token of a prompt sees half of the new ones on average.
         seen = context if decodes else context * (1 + batch.cache_hit) / 2
         seen = min(seen, m.attended or seen)
         flops = 2.0 * m.num_heads * widths * batch.tokens_per_rank * seen
-        read = kv_bytes * (batch.tokens_per_rank / batch.tokens_per_request * seen if decodes else batch.kept_rows)
+        rows = batch.tokens_per_rank / batch.tokens_per_request * seen if decodes else batch.kept_rows
+        read = ranks * kv_bytes * rows
         return max(flops / self._attention_flops, read / self.hardware.attention_bytes_per_s)
 
 

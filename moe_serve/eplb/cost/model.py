@@ -149,6 +149,8 @@ class CostModel:
                 "prefill or decode, or another --engine"
             )
         m = self.model
+        if batch.attention_ranks > 1:
+            self._check_shared_attention(batch.attention_ranks)
         if slot_rows is None:
             slots = -(-m.num_logical // self.topology.num_ranks) * self.topology.num_ranks
             rows = batch.tokens_per_rank * self.topology.num_ranks * m.topk / slots
@@ -186,6 +188,18 @@ class CostModel:
             shared_s=parts * shared * m.num_moe_layers,
             other_s=float(dense - parts * num_dense * attention + head),
         )
+
+    def _check_shared_attention(self, ranks: int) -> None:
+        """Raises ConfigError where so many ranks cannot share attention."""
+        if self._steps is not None:
+            raise ConfigError(
+                f"{self.engine.name} shares no attention between ranks; give --attention-tp 1, or another --engine"
+            )
+        if self.model.num_heads % ranks or self.topology.ranks_per_node % ranks:
+            raise ConfigError(
+                f"attention_tp is {ranks}, but {self.model.name} has {self.model.num_heads} heads and a node "
+                f"{self.topology.ranks_per_node} ranks; give a number that divides both"
+            )
 
     def migration_seconds(self, plan: MigrationPlan, topology: Topology | None = None) -> float:
         """Returns the time of all rounds of a migration without overlap.

@@ -139,13 +139,18 @@ class ModelProfile:
         """Weights of one expert of one layer: gate, up and down."""
         return round(3 * self.hidden * self.moe_intermediate * (self.expert_weight_bytes or self.weight_bytes))
 
-    def gqa_projections(self) -> list[tuple[int, int]]:
-        """Returns the [k] x [k, n] of queries, keys, values and outputs as (n, k), of GQA."""
-        h, wide = self.hidden, self.num_heads * self.head_dim
-        keys = 2 * self.num_kv_heads * self.head_dim
+    def gqa_projections(self, ranks: int = 1) -> list[tuple[int, int]]:
+        """Returns the [k] x [k, n] of queries, keys, values and outputs as (n, k), of GQA. ranks: share the heads"""
+        h, all_heads = self.hidden, self.num_heads * self.head_dim
+        wide, keys = all_heads // ranks, 2 * self.kv_heads_of(ranks) * self.head_dim
         queries = [(self.q_lora + keys, h), (wide, self.q_lora)] if self.q_lora else [(wide + keys, h)]
-        outputs = [(self.o_lora, wide // max(self.o_groups, 1)), (h, self.o_lora)] if self.o_lora else [(h, wide)]
+        low = self.o_lora // ranks
+        outputs = [(low, all_heads // max(self.o_groups, 1)), (h, low)] if self.o_lora else [(h, wide)]
         return queries + outputs
+
+    def kv_heads_of(self, ranks: int) -> int:
+        """Returns the heads of keys and values that each of these ranks holds, of GQA."""
+        return max(self.num_kv_heads // ranks, 1)
 
     @property
     def other_bytes(self) -> int:
@@ -180,8 +185,8 @@ class EngineProfile:
     host_launch_s: of such an engine: the host's time for a launch outside of graphs
     steps:         its recorded launches; None: those that are packaged for the model
     replica_choice: own_first, where a rank that holds a replica sends its tokens there; "" = evenly to all replicas
-    prompts:       whole, where a prompt is computed in one step, beside all decodes of its rank; "" = in chunks, so that
-                   all steps have as many rows
+    prompts:       whole, where a prompt is computed in one step, beside all decodes of its rank; "" = in chunks, so
+                   that all steps have as many rows
     Raises ConfigError for another choice.
     """
 

@@ -56,6 +56,7 @@ class Serving:
     acceptance:  chance of a draft to be right, where those before it are
     answer:      mixed: tokens of an answer. Batches hold prompts and decodes as these follow from each other: as many
                  requests begin as end
+    attention_tp: ranks that share attention (tensor parallel); 1: each computes its own tokens' (data parallel)
     Raises ConfigError for impossible values.
     """
 
@@ -70,6 +71,7 @@ class Serving:
     drafts: int = 0
     acceptance: float = 0.0
     answer: float = 0.0
+    attention_tp: int = 1
 
     def __post_init__(self) -> None:
         if self.phase not in get_args(Phase):
@@ -134,6 +136,8 @@ class Serving:
                 f"prompts of {self.context:,.0f} tokens and answers of {self.answer:,.0f} ({self.decode_share:.0%} of "
             )
             length += "the rows decode)"
+        if self.attention_tp > 1:
+            hit += f", {self.attention_tp} ranks share attention"
         return f"{self.phase} unless the trace says it, {length}, {overlap[self.overlap]}, {used}{hit}"
 
 
@@ -237,6 +241,7 @@ class ProfileCosts:
             tokens_per_request=1 + serving.drafts if kind != "prefill" else 1,
             decode_share=serving.decode_share,
             decode_context=serving.context + serving.answer / 2,
+            attention_ranks=serving.attention_tp,
         )
 
     def seconds_of(

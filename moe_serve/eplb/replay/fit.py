@@ -257,6 +257,7 @@ def step_seconds(group: Group, costs: ProfileCosts, placement: Placement, shares
         tokens_per_request=1 + serving.drafts if group.phase != "prefill" else 1,
         decode_share=group.decode_share,
         decode_context=group.context,
+        attention_ranks=serving.attention_tp,
     )
     tokens = float(group.tokens * costs.model.topology.num_ranks)
     rng = np.random.default_rng(0)

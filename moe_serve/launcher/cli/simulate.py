@@ -53,6 +53,13 @@ class SimulateOptions(opt.PageOptions, opt.WindowOptions, opt.ServingOptions):
     tokens_per_rank: int | None = option(
         min=1, help="Tokens that one rank computes in one step.", show_default="128 decode, 16384 prefill, 2048 mixed"
     )
+    attention_tp: int = option(
+        default=1,
+        min=1,
+        max=1024,
+        help="Ranks of a node that share attention, each with a part of the heads (tensor parallel); 1: each rank "
+        "computes that of its own tokens (data parallel). Experts stay whole.",
+    )
     off_home: float = opt.off_home()
     plan_latency_ms: float = option(default=100, min=0, max=1e9, help="Time a plan takes to arrive (gated policies).")
     sources: bool = option(default=False, help="Also draw where tokens come from, for off-node traffic.")
@@ -85,7 +92,7 @@ class SimulateOptions(opt.PageOptions, opt.WindowOptions, opt.ServingOptions):
             load=self._load(profile, hardware, sweep.nodes),
             trace=opt.TraceOptions().open_trace(self.trace) if self.trace else None,
             tokens_per_rank=self.tokens_per_rank or {"prefill": 16384, "mixed": 2048}.get(self.phase, 128),
-            serving=self.serving(),
+            serving=replace(self.serving(), attention_tp=self.attention_tp),
             engine=self.engine_profile(),
             policies=tuple(self.policy or ("greedy", "refined")),
             history=self.history,
