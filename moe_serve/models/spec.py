@@ -296,7 +296,10 @@ class ModelSpec:
     fp8_block: Fp8Block | None = None  # what shares a scale in an FP8 checkpoint
     integers: IntegerCoding | None = None  # of matrices that are packed in the checkpoint
     experts_in_mxfp4: bool = False  # the matrices of experts are stored so (kernels/quantised.py)
-    layer_norm: bool = False  # norms of whole rows take the mean out, and have biases
+    layer_norm: bool = False  # norms of whole rows take the mean out
+    layer_norm_bias: bool = True  # which have biases then
+    is_parallel: bool = False  # MLP or experts read the rows that attention reads, and both are added to the residual
+    moe_factor: float = 1.0  # on what experts and a shared one give together
     tensor_prefix: str = ""  # in front of the checkpoint's names
     body_prefix: str = "model."  # then, of all but the projection to logits
     other_models: tuple[str, ...] = ()  # beginnings of names of those for images and sound, which are not read

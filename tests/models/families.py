@@ -103,6 +103,11 @@ PHI: dict[str, Any] = COMMON | {
         "short_mscale": 1.2, "long_mscale": 1.3,
     },
 }  # fmt: skip
+COHERE: dict[str, Any] = QWEN | {
+    "num_experts_per_tok": 3, "num_hidden_layers": 3, "intermediate_size": 40, "prefix_dense_intermediate_size": 72,
+    "first_k_dense_replace": 1, "sliding_window_pattern": 2, "sliding_window": 20, "num_shared_experts": 2,
+    "logit_scale": 0.4, "layer_norm_eps": 1e-4,
+}  # fmt: skip
 ERNIE: dict[str, Any] = COMMON | {
     "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "num_hidden_layers": 3,
     "moe_layer_start_index": 1, "tie_word_embeddings": False, "head_dim": 16,
@@ -280,6 +285,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         PHI
         | {"attention_bias": False, "lm_head_bias": False, "num_key_value_heads": 4, "sliding_window": 33}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "router_jitter_noise": 0.3},
+    ),
+    "cohere2_moe": ("cohere2_moe", COHERE),
+    "cohere2_moe-rms-sigmoid-lists": (
+        "cohere2_moe",
+        COHERE
+        | {"rms_norm_eps": 1e-5, "expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "sum"}
+        | {"layer_types": [*["full_attention"] * 2, "sliding_attention"], "prefix_dense_sliding_window_pattern": 2}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True, "tie_word_embeddings": False},
     ),
     "ernie4_5_moe": ("ernie4_5_moe", ERNIE),
     "ernie4_5_moe-by-turns-mha": (

@@ -107,7 +107,7 @@ def build_decoder(
     numerics = parallel.numerics
     dense: dict[str, Any] = weights.dense
     forms = WeightForms(numerics, weights.memory, spec.activation, weights.activations)
-    embed, norm = dense.pop("embed"), _norm(dense, "norm")
+    embed, norm = dense.pop("embed"), _norm(spec, dense, "norm")
     if isinstance(spec.attention, GqaSpec):
         attention: GqaAttention | MlaAttention = GqaAttention(spec.attention, spec.norm_eps)
     else:
@@ -144,18 +144,20 @@ def build_decoder(
             mlp = _mlp(mine, "", forms)
         if layer_id == spec.predictor_id:
             joined = {name: mine.pop(name) for name in ("embed_norm", "hidden_norm", "join", "head_norm", "head")}
-        norms = [_norm(mine, name) if name in mine else None for name in ("input_norm", "post_norm")]
+        norms = [_norm(spec, mine, name) if name in mine else None for name in ("input_norm", "post_norm")]
         out_norms = [mine.pop(name, None) for name in ("attention_out_norm", "mlp_out_norm")]
         layers.append(DecoderLayer(norms[0], attention_layer, out_norms[0], norms[1], moe, mlp, shared, out_norms[1]))
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
     head_weight = None if spec.tie_embeddings else dense.pop("lm_head")
     embedding, head = forms.embedding(embed, head_weight, dense.pop("lm_head_bias", None))
     table = RopeTable(spec.ropes, spec.max_position, device, spec.attention.temperature)
-    factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor, spec.normed_residual)
+    factors = StackFactors(
+        spec.embedding_factor, spec.residual_factor, spec.moe_factor, spec.logits_factor, spec.normed_residual
+    )
     prediction = None
     if spec.predictor_id is not None:
         prediction = _prediction(layers.pop(), joined, spec.norm_eps, embedding, forms)
-    stack = DecoderStack(embedding, layers, norm, spec.norm_eps, head, factors)
+    stack = DecoderStack(embedding, layers, norm, spec.norm_eps, head, factors, spec.is_parallel)
     stacks: list[AnyStack] = [stack] if prediction is None else [stack, prediction]
     if numerics.compiled:
         runs: list[StackRunner] = [
@@ -263,9 +265,11 @@ def _shared_expert(weights: dict[str, Any], forms: WeightForms) -> SharedExpert:
     return SharedExpert(_mlp(weights, "shared_", forms), None if gate is None else forms.linear(gate))
 
 
-def _norm(weights: dict[str, Any], name: str) -> AnyNorm:
-    weight, bias = weights.pop(name), weights.pop(name + "_bias", None)
-    return weight if bias is None else LayerNorm(weight, bias)
+def _norm(spec: ModelSpec, weights: dict[str, Any], name: str) -> AnyNorm:
+    weight = weights.pop(name)
+    if not spec.layer_norm:
+        return weight
+    return LayerNorm(weight, weights.pop(name + "_bias") if spec.layer_norm_bias else torch.zeros_like(weight))
 
 
 def _mlp(weights: dict[str, Any], prefix: str, forms: WeightForms) -> GatedMlp | Fp8Mlp | PackedMlp:

@@ -51,13 +51,14 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class StackFactors:
-    """Factors on embeddings, on what sublayers add to the residual, and on the rows that are projected to logits.
+    """Factors on embeddings, on what sublayers and MoE layers add, and on the rows that are projected to logits.
 
     normed: of a model whose residual is what norms give; None: it is what they take
     """
 
     embedding: float
     residual: float
+    moe: float
     logits: float
     normed: NormedResidual | None
 
@@ -66,7 +67,7 @@ class StackFactors:
 class DecoderStack:
     """Embedding, all layers, the norm behind them, and the projection to logits.
 
-    factors: as in ModelSpec
+    factors, is_parallel: as in ModelSpec
     """
 
     embed: AnyTable
@@ -75,6 +76,7 @@ class DecoderStack:
     eps: float
     head: AnyLinear
     factors: StackFactors
+    is_parallel: bool
 
     def __call__(self, do: Step) -> Turns[Tensor]:
         """Returns the rows that the head projects to logits, [T, H]."""
@@ -84,9 +86,11 @@ class DecoderStack:
             do.scale_(x, self.factors.embedding)
         delta = None  # what the last sublayer adds to the residual
         for layer in self.layers:
+            rows = x
             if layer.attention is not None and do.has_rows:
                 do.begin(ATTENTION)
-                delta = layer.attention(self._normed(x, delta, layer.input_norm, do), do)
+                rows = self._normed(x, delta, layer.input_norm, do)
+                delta = layer.attention(rows, do)
                 if (normed := self.factors.normed) is not None:
                     attends = isinstance(layer.attention, GqaLayer | MlaLayer)
                     _weigh(x, delta, normed.attention if attends else normed.stateful, do)
@@ -95,11 +99,16 @@ class DecoderStack:
             if layer.moe is None and layer.mlp is None:
                 continue
             do.begin(MLP if layer.moe is None else GATE)
-            rows = self._normed(x, delta, layer.post_norm, do)
+            if not self.is_parallel:
+                rows = self._normed(x, delta, layer.post_norm, do)
+            elif delta is not None:
+                do.add_gated_(x, delta, None)
             if layer.moe is None:
                 delta = do.mlp(layer.mlp, rows)
             else:
                 delta = yield from do.moe(layer.moe, layer.shared, rows)
+                if self.factors.moe != 1:
+                    do.scale_(delta, self.factors.moe)
             if self.factors.normed is not None:
                 _weigh(x, delta, self.factors.normed.fed, do)
             if layer.mlp_out_norm is not None:

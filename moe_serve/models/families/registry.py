@@ -139,7 +139,6 @@ REFUSED |= {
     "jamba": "a state-space layer of Mamba's first version",
     "deepseek_v4": "a cache of compressed tokens, several residual streams, and experts that a token's id chooses,",
     "axk2": "norms and attention that are gated by the rows that went in",
-    "cohere2_moe": "attention and experts side by side in a layer",
     "dbrx": "layer norms without biases, and attention as one matrix,",
     "jetmoe": "attention whose heads are chosen as experts are",
     "longcat_flash": "two attentions in a layer, and experts that do nothing,",
