@@ -98,11 +98,11 @@ class DecoderStack:
                     do.rms_norm_(delta, layer.attention_out_norm, self.eps)
             if layer.moe is None and layer.mlp is None:
                 continue
+            if self.is_parallel and delta is not None:
+                do.add_gated_(x, delta, None)
             do.begin(MLP if layer.moe is None else GATE)
             if not self.is_parallel:
                 rows = self._normed(x, delta, layer.post_norm, do)
-            elif delta is not None:
-                do.add_gated_(x, delta, None)
             if layer.moe is None:
                 delta = do.mlp(layer.mlp, rows)
             else:
