@@ -150,7 +150,7 @@ def build_engine(
     kept = None
     if served.cache.keeps_experts:
         spec = served.spec
-        kept = KeptExperts(served.cache, spec.num_moe_layers, spec.topk, spec.num_logical)
+        kept = KeptExperts(served.cache, spec.num_moe_layers, spec.topk, spec.router.num_choices)
     changed = ChangedCounts(served.cache) if served.cache.keeps_changed else None
     requests = OpenRequests(scheduler, served.limits, counters, make_grammars(config, served.limits), kept, changed)
     own = Rank(group.rank, launch_id, exchange, mailbox, requests.drop_all)

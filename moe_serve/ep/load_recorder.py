@@ -27,7 +27,8 @@ class Taken(NamedTuple):
 class LoadRecorder:
     """Expert counts since the start, and how much of them is in records so far.
 
-    Exact: every real token counts topk times per layer, nothing else counts. A record holds the growth of the totals
+    Exact: every real token counts topk times per layer, less the experts that give back what they take; nothing else
+    counts. A record holds the growth of the totals
     since the record before. A voided step resets both to the last `step_done` and `confirm`.
     """
 

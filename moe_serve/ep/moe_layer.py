@@ -43,7 +43,8 @@ from moe_serve.kernels.forms import RouterSpec
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.packed_memory import OWN_MEMORY, PackedMemory
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, GATE, MLP, PartClock
-from moe_serve.kernels.rows import multiply_rows
+from moe_serve.kernels.rows import add_gated_, multiply_rows
+from moe_serve.kernels.topk_gate import take_identity_
 
 Form = Literal["rounds", "local", "fused"]
 T = TypeVar("T")
@@ -181,7 +182,7 @@ class MoeLayer:
     def ids_shape(self) -> tuple[int, int, int]:
         """Returns layers, experts of a token, and experts of a layer."""
         router = self._parallel.router
-        return self._parallel.replica_map.num_layers, router.topk, router.num_logical
+        return self._parallel.replica_map.num_layers, router.topk, router.num_choices
 
     @property
     def needs_counts(self) -> bool:
@@ -220,7 +221,7 @@ class MoeLayer:
             load = (self.new_load() if step_load is None else step_load)[self._layer_row]
             chosen = gate(rows, self._load_row, cached_at=cached_at, step_load=load)
             self._keep(chosen.ids, kept)
-        elif kept is not None or parallel.limit is not None:
+        elif self._looks_at_ids(kept):
             chosen = gate(rows, self._load_row, cached_at=cached_at)
             self._keep(chosen.ids, kept)
         else:
@@ -229,7 +230,8 @@ class MoeLayer:
         if parallel.limit is not None:
             gate.limit(chosen, parallel.limit, self._changed(kept))
             load = None  # has counted what the gate chose
-        if not replicas.needs_counts and (kept is not None or parallel.limit is not None):
+        own = take_identity_(ids, weights, parallel.router.num_logical) if parallel.router.num_identity else None
+        if not replicas.needs_counts and self._looks_at_ids(kept):
             ids = replicas.first_slot[ids]  # that of -1 is the last, -1
         if parallel.router.scales_input:
             rows, weights = multiply_rows(rows, weights), parallel.ones(num_tokens)
@@ -237,6 +239,9 @@ class MoeLayer:
         parts, shared = yield from self._rounds(Gated(rows, ids, weights, load), num_chunks, x)
         if self._latent is not None:
             parts = [self._latent[1](torch.cat(parts))]
+        if own is not None:
+            parts = [torch.cat(parts)]
+            add_gated_(parts[0], multiply_rows(x[:num_tokens], own), None)
         if num_tokens < x.shape[0]:
             parts.append(x.new_zeros(x.shape[0] - num_tokens, x.shape[1]))
         routed = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -244,6 +249,11 @@ class MoeLayer:
             return routed
         parallel.clock.turn(MLP)
         return shared(routed)
+
+    def _looks_at_ids(self, kept: Kept | None) -> bool:
+        """Whether somebody reads the experts that the gate chose before they become slots."""
+        parallel = self._parallel
+        return kept is not None or parallel.limit is not None or parallel.router.num_identity > 0
 
     def _keep(self, ids: Tensor, kept: Kept | None) -> None:
         if kept is not None and kept.ids is not None:
@@ -269,8 +279,12 @@ class MoeLayer:
             recorder.keep_ids(ids, kept.slots, kept.ids[:, self._layer_row])
         if parallel.limit is not None:
             gate.record_limit(recorder, chosen, parallel.limit, self._changed(kept))
+        own = None
+        if parallel.router.num_identity:
+            own = recorder.take_identity_(ids, weights, parallel.router.num_logical)
+        rows = x
         if parallel.router.scales_input:
-            x = recorder.multiply_rows(x, weights)
+            rows = recorder.multiply_rows(x, weights)
             weights = torch.ones(recorder.capacity, 1)
         load = None
         if replicas.needs_counts:
@@ -278,9 +292,13 @@ class MoeLayer:
         else:
             ids = recorder.look_up(replicas.first_slot, ids)
         if self._latent is not None:
-            out = self._record_routed(recorder, recorder.linear("latent_in", self._latent[0], x), ids, weights, load)
-            return recorder.linear("latent_out", self._latent[1], out)
-        return self._record_routed(recorder, x, ids, weights, load)
+            rows = recorder.linear("latent_in", self._latent[0], rows)
+        out = self._record_routed(recorder, rows, ids, weights, load)
+        if self._latent is not None:
+            out = recorder.linear("latent_out", self._latent[1], out)
+        if own is not None:
+            recorder.add_gated_(out, recorder.multiply_rows(x, own), None)
+        return out
 
     def _record_routed(
         self, recorder: Recorder, x: Tensor, ids: Tensor, weights: Tensor, load: Tensor | None

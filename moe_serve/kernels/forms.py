@@ -272,8 +272,11 @@ class RouterSpec:
     Llama-4:     sigmoid_of_chosen, one expert, scales_input
     Kolibri:     sigmoid_of_chosen, has_bias=True
     Phi-MoE:     sparsemixer, two experts, jitter
+    LongCat-Flash: softmax, has_bias=True, norm_topk=False, scaling, num_identity
 
     num_logical: experts of one layer.  topk: experts of one token
+    num_identity: choices behind those, each of which stands for an expert that gives back what it takes: it has no
+                 weights and no slot, and is neither dispatched nor counted
     scoring:     "softmax" over all experts, or "sigmoid" of each logit; "sigmoid_of_chosen": the same, chosen by
                  logits, which differ where sigmoids are both 1; "sparsemixer" (arXiv:2409.12136): two experts by
                  logits, each weighed by a softmax over those not far below it, the first left out for the second
@@ -301,11 +304,17 @@ class RouterSpec:
     group_score: GroupScore = "best_two"
     jitter: float = 0.0
     scales_input: bool = False
+    num_identity: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """Returns how many logits a token has."""
+        return self.num_logical + self.num_identity
 
     def __post_init__(self) -> None:
-        if not 1 <= self.topk <= self.num_logical:
+        if not 1 <= self.topk <= self.num_choices:
             raise ModelError(
-                f"top-k is {self.topk} with {self.num_logical} experts; it must be between 1 and {self.num_logical}: "
+                f"top-k is {self.topk} with {self.num_choices} experts; it must be between 1 and {self.num_choices}: "
                 "correct num_experts_per_tok in the model's config.json"
             )
         if self.num_groups < 1 or self.num_logical % self.num_groups:
@@ -318,11 +327,12 @@ class RouterSpec:
                 f"topk_group is {self.topk_groups} with {self.num_groups} groups; it must be between 1 and "
                 f"{self.num_groups}: correct topk_group in the model's config.json"
             )
-        if self.topk > self.topk_groups * (self.num_logical // self.num_groups):
+        if self.topk > self.topk_groups * (self.num_choices // self.num_groups):
             raise ModelError(
                 f"top-k is {self.topk} but {self.topk_groups} groups of {self.num_logical // self.num_groups} experts "
                 "hold fewer; correct n_group or topk_group in the model's config.json"
             )
+        assert self.num_groups == 1 or not self.num_identity, "groups of experts that give back what they take"
         if self.num_groups > 1 and self.num_logical // self.num_groups < 2 and self.group_score == "best_two":
             raise ModelError(
                 f"{self.num_groups} groups of one expert: a group's score needs its two best experts; "

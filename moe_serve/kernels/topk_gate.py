@@ -25,6 +25,7 @@ def topk_gate_reference(
     """Returns ids [T, topk] int64, best first, and weights [T, topk] float32, and adds every choice to load.
 
     logits: [T, E] float32;  bias: [E] float32, added for the choice only, or None;  load: [E] int64
+            The router's num_identity is added to E of logits and bias. Choices of those are not counted.
     slots:  [E or more] int64, returned in place of each chosen expert; None: the ids of experts are
     cached_at: [T] int64, below 0 in padding rows, which have no experts: their ids are -1, and nothing is counted;
             None: there are none
@@ -41,9 +42,26 @@ def topk_gate_reference(
     if cached_at is not None:
         is_real *= (cached_at >= 0)[:, None]
         named = torch.where(is_real > 0, named, -1)
+    if spec.num_identity:
+        is_real *= ids < spec.num_logical
+        ids = ids.clamp(max=spec.num_logical - 1)
     for counts in (load,) if step_load is None else (load, step_load):
         counts.index_add_(0, ids.flatten(), is_real.flatten())
     return named, weights * spec.scaling
+
+
+def take_identity_(ids: Tensor, weights: Tensor, num_logical: int) -> Tensor:
+    """Takes out choices of experts that give back their input, and returns the sum of their weights, [T, 1] float32.
+
+    ids: [T, topk] int64, from num_logical on where a choice is such; it becomes -1
+    weights: [T, topk] float32
+    """
+    taken = ids >= num_logical
+    total = torch.zeros_like(weights[:, :1])
+    for k in range(ids.shape[1]):  # in order, as the kernel adds
+        total += torch.where(taken[:, k : k + 1], weights[:, k : k + 1], 0)
+    ids.masked_fill_(taken, -1)
+    return total
 
 
 def scores_and_choice(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:

@@ -115,6 +115,7 @@ class MlaSpec:
     block: str = "self_attn"  # in the checkpoint, below the layer
     out_name: str = "o_proj"  # likewise, below the block
     gate_name: str | None = None  # of a projection to a gate of each head, whose values are times its sigmoid
+    latent_factor: float = 1.0  # on normed latents
 
     @property
     def query_dim(self) -> int:
@@ -186,6 +187,8 @@ class RopeSpec:
 @dataclass(frozen=True)
 class ExpertNames:
     """The names of a family's MoE block, its router and an expert's three matrices in its checkpoint.
+
+    In models of paired layers "{half}" in these and other names below a layer is the number of a layer in its pair.
 
     block:  below the layer;  router: below the block;  shared: the shared experts, below the layer
     linears: of gate and up together, and of down, where a shared expert stores them so (Granite)
@@ -315,6 +318,9 @@ class ModelSpec:
     windowed_rope: RopeSpec | None = None  # of windowed layers, where they do not share `rope`
     norms_from_zero: bool = False  # norms of rows and of query and key heads multiply by 1 + weight
     may_lack_router_bias: bool = False  # checkpoints may leave it out: it is 0 in all layers then
+    # Two layers are one of the checkpoint. The first has an MLP beside its experts, whose rows are added behind the MLP
+    # of the second (LongCat-Flash, arXiv:2509.01322, section 2.2).
+    is_paired: bool = False
 
     @property
     def default_context(self) -> int:

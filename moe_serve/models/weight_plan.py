@@ -16,6 +16,7 @@ from moe_serve.kernels.forms import MXFP4_BLOCK, DeltaShape, GatedConvShape, Lig
 from moe_serve.models.spec import AnyStateful, GqaSpec, MlaSpec, ModelSpec
 
 _BODY = "model."
+_LAYERS = _BODY + "layers."
 HEAD = "lm_head.weight"
 JOIN = "eh_proj.weight"  # of a layer for multi-token prediction
 
@@ -114,6 +115,9 @@ def embedding_of(spec: ModelSpec) -> str:
 
 def stored_name(spec: ModelSpec, name: str) -> str:
     """Returns the checkpoint's name of a tensor that is called "model.…" or "lm_head.…" in the text model alone."""
+    if spec.is_paired and name.startswith(_LAYERS):
+        layer, _, rest = name.removeprefix(_LAYERS).partition(".")
+        name = f"{_LAYERS}{int(layer) // 2}.{rest.replace('{half}', str(int(layer) % 2))}"
     body = spec.body_prefix + name.removeprefix(_BODY) if name.startswith(_BODY) else name
     return spec.tensor_prefix + body
 
@@ -160,7 +164,7 @@ def _fed(spec: ModelSpec, is_moe: bool, ours: str, theirs: str) -> Iterator[Dens
     yield from _named_norm(spec, ours + "post_norm", theirs, names.post)
     if is_moe:
         yield from _moe(spec, ours, theirs)
-    else:
+    if not is_moe or spec.is_paired:
         yield from _mlp(spec, ours, f"{theirs}{spec.expert_names.dense}.", spec.dense_intermediate)
     yield from _named_norm(spec, ours + "mlp_out_norm", theirs, names.behind_moe if is_moe else names.behind_dense)
 
@@ -235,8 +239,8 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
 
     These are the parts for images and sound of a model whose text model is served, layers for multi-token prediction
     behind the last layer, and the embedding of one that is read, computed buffers, a copy of tied embeddings, norms of
-    MoE layers that dense ones have, too, and beside FP8 weights the scales of activations and of the KV cache, which
-    are not quantised here.
+    MoE layers that dense ones have, too, halves of experts that give back what they take, as transformers writes them,
+    and beside FP8 weights the scales of activations and of the KV cache, which are not quantised here.
     """
     if name.startswith(spec.other_models):
         return True
@@ -244,17 +248,19 @@ def is_ignored(spec: ModelSpec, name: str) -> bool:
         return spec.tie_embeddings
     body = stored_name(spec, _BODY)
     name = _BODY + name.removeprefix(body) if name.startswith(body) else name
-    if name.endswith((*_COMPUTED, ".masked_bias")) or name.startswith(("model.mtp_", "mtp.")):
+    if name.endswith((*_COMPUTED, ".masked_bias")) or name.startswith(("model.mtp_", "model.mtp.", "mtp.")):
         return True
     if spec.fp8_block is not None and name.endswith(_SCALES_OF_ACTIVATIONS):
         return True
-    prefix = _BODY + "layers."
     names = spec.norm_names
+    expert = name.partition(f".{spec.expert_names.block}.experts.")[2].partition(".")[0]
+    if spec.router.num_identity and expert.isdigit() and int(expert) >= spec.num_logical:
+        return True
     if names.behind_dense is None and names.behind_moe is not None and name.endswith(f".{names.behind_moe}.weight"):
         return True
-    if name == f"{prefix}{spec.predictor_id}.embed_tokens.weight":
+    if name == f"{_LAYERS}{spec.predictor_id}.embed_tokens.weight":
         return True
-    layer = name[len(prefix) :].split(".", 1)[0] if name.startswith(prefix) else ""
+    layer = name[len(_LAYERS) :].split(".", 1)[0] if name.startswith(_LAYERS) else ""
     return layer.isdigit() and int(layer) >= spec.num_layers
 
 
@@ -310,14 +316,15 @@ def has_predictor(spec: ModelSpec, names: Container[str]) -> bool:
 def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
     block, router = spec.expert_names.block, f".{spec.expert_names.router}"
     # transformers 5 names every family's block "mlp" in memory, and some exporters write that name.
-    shape, other_name = (spec.num_logical, spec.hidden), f"{theirs}mlp{router}.weight"
+    num_choices = spec.router.num_choices
+    shape, other_name = (num_choices, spec.hidden), f"{theirs}mlp{router}.weight"
     yield DenseTensor(ours + "router", (Part(theirs + block + router + ".weight", shape, (other_name,)),))
     if spec.router.has_bias:
-        bias_shape = (1, spec.num_logical) if spec.expert_names.router_bias_is_row else (spec.num_logical,)
+        bias_shape = (1, num_choices) if spec.expert_names.router_bias_is_row else (num_choices,)
         bias = Part(f"{theirs}{spec.expert_names.bias_block or block}.{spec.expert_names.router_bias}", bias_shape)
         yield DenseTensor(ours + "router_bias", (bias,), "bias32")
     if spec.router.has_logit_bias:
-        bias = Part(theirs + block + router + ".bias", (spec.num_logical,))
+        bias = Part(theirs + block + router + ".bias", (num_choices,))
         yield DenseTensor(ours + "router_logit_bias", (bias,), "bias32")
     if spec.latent is not None:
         latent_in, latent_out = (f"{theirs}{block}.{name}.weight" for name in ("fc1_latent_proj", "fc2_latent_proj"))

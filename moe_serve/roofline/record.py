@@ -103,6 +103,8 @@ def record_model(
         raise ConfigError(f"{spec.model_type} has an indexer, which reads its keys in bfloat16; record with auto")
     if spec.stateful is not None:
         raise ConfigError(f"{spec.model_type} keeps states of requests, for which there is no GPU kernel: no steps")
+    if spec.router.num_identity:
+        raise ConfigError(f"{spec.model_type} has experts that give back what they take, which no GPU runs: no steps")
     experts = choose_expert_form(
         "auto", spec.fp8_block, "cuda", True, in_mxfp4=spec.experts_in_mxfp4, has_narrow_rows=True
     )

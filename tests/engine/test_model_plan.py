@@ -190,6 +190,15 @@ def test_what_does_not_go_with_states_of_requests_is_refused(override: str | Non
         plan_of(tmp_path, keys | {"model_type": model_type}, *overrides, device=device)
 
 
+def test_experts_that_give_back_what_they_take_are_refused_on_gpus_and_with_a_capacity(tmp_path: Path) -> None:
+    model_type, keys = FAMILIES["longcat_flash"]
+    config = keys | {"model_type": model_type}
+    with pytest.raises(ConfigError, match=r"longcat_flash has experts that give back .*: serve on CPU ranks"):
+        plan_of(tmp_path, config, device=GPU)
+    with pytest.raises(ConfigError, match=r"no capacity limits; leave engine\.expert_capacity out"):
+        plan_of(tmp_path, config, "engine.expert_capacity=1.5")
+
+
 def test_snapshots_are_as_many_as_their_memory_holds_and_none_without_a_prefix_cache(tmp_path: Path) -> None:
     model_type, keys = FAMILIES["qwen3_next"]
     config = keys | {"model_type": model_type}

@@ -18,7 +18,8 @@ from tests.engine.test_speculation import drafting
 from tests.models.families import make_oracle, save
 
 KEEPS = ["engine.return_routed_experts=true", "model.dtype=float32"]
-FAMILIES = ("qwen3_moe", "deepseek_v3")  # the second has a dense layer, groups and a correction bias
+# The second has a dense layer, groups and a correction bias, the third experts that give back what they take.
+FAMILIES = ["qwen3_moe", "deepseek_v3", pytest.param("longcat_flash", marks=pytest.mark.slow)]
 SMALL_CACHE = [
     "cache.num_blocks=24", "cache.block_size=8", "cache.prefix_cache=true", "engine.max_batch_tokens=24",
     "engine.max_running_requests=24",
@@ -57,7 +58,8 @@ def reference(model: tuple[Any, list[str]]) -> Served:
 
 def test_they_are_those_of_transformers(model: tuple[Any, list[str]], reference: Served) -> None:
     oracle, seen = model[0], []
-    gates = [layer.mlp.gate for layer in oracle.model.layers if hasattr(layer.mlp, "gate")]
+    blocks = [layer.mlp for layer in oracle.model.layers]
+    gates = [getattr(mlp, name) for mlp in blocks for name in ("gate", "router") if hasattr(mlp, name)]
     hooks = [gate.register_forward_hook(lambda _gate, _x, out: seen.append(out[2])) for gate in gates]
     for request in requests():
         seen.clear()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from moe_serve.kernels.cpu.operations import recorded_once
 from moe_serve.kernels.forms import RouterSpec
-from moe_serve.kernels.topk_gate import topk_gate_reference
+from moe_serve.kernels.topk_gate import take_identity_, topk_gate_reference
 from tests.kernels.conftest import RunCheck
 from tests.kernels.data import randn, relative_error
 
@@ -42,6 +43,25 @@ def test_a_row_that_is_not_finite_has_experts_and_changes_no_other_row(name: str
         others = torch.arange(9) != 4
         assert torch.equal(ids[others], clean_ids[others])
         assert torch.equal(weights[others], clean_weights[others])
+
+
+def test_choices_of_experts_that_give_back_their_input_are_not_counted_and_leave_with_their_weights() -> None:
+    spec = RouterSpec(EXPERTS - 9, 6, norm_topk=False, num_identity=9)
+    logits, load = randn("cpu", 13, EXPERTS, dtype=torch.float32), torch.zeros(EXPERTS - 9, dtype=torch.int64)
+    ids, weights = topk_gate_reference(logits, None, spec, load)
+    as_usual = topk_gate_reference(logits, None, RouterSpec(EXPERTS, 6, norm_topk=False), new_load())
+    assert torch.equal(ids, as_usual[0])
+    assert torch.equal(weights, as_usual[1])
+    expert_ids = ids[ids < EXPERTS - 9]
+    assert 0 < len(expert_ids) < ids.numel()
+    assert torch.equal(load, torch.bincount(expert_ids, minlength=EXPERTS - 9))
+    total = take_identity_(ids, weights, EXPERTS - 9)
+    assert torch.equal(ids, as_usual[0].masked_fill(as_usual[0] >= EXPERTS - 9, -1))
+    assert relative_error(total, weights.masked_fill(ids >= 0, 0).sum(1, keepdim=True)) < 1e-6
+    compiled = new_load()[: EXPERTS - 9].zero_()
+    found = recorded_once(13, lambda recorder: recorder.gate(logits, None, spec, compiled))
+    assert torch.equal(found[0], as_usual[0])
+    assert torch.equal(compiled, load)
 
 
 def check_gate(device: str, name: str, rows: int, with_bias: bool, ties: bool) -> None:

@@ -79,6 +79,12 @@ LFM2: dict[str, Any] = COMMON | {
     "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1, "routed_scaling_factor": 1.5,
     "tie_word_embeddings": False,
 }  # fmt: skip
+LONGCAT: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "q_lora_rank": 32, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8,
+    "zero_expert_num": 5, "moe_topk": 4, "expert_ffn_hidden_size": 32, "ffn_hidden_size": 48,
+}  # fmt: skip
 HUNYUAN: dict[str, Any] = COMMON | {"num_experts": 8, "moe_topk": 3, "head_dim": 16, "intermediate_size": 40}
 SPARSE: dict[str, Any] = MLA | {"index_n_heads": 16, "index_head_dim": 24, "index_topk": 17}
 YARN = {
@@ -378,6 +384,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SEEING | {"text_config": SIGMOID | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}},
     ),
     "kimi_k25-text": ("kimi_k25", SEEING | {"text_config": MLA}),
+    "longcat_flash": ("longcat_flash", LONGCAT),
+    "longcat_flash-bias-yarn": (
+        "longcat_flash",
+        LONGCAT
+        | {"zero_expert_num": 1, "attention_bias": True, "rope_parameters": YARN, "tie_word_embeddings": True}
+        | {"q_lora_rank": 31, "kv_lora_rank": 15, "routed_scaling_factor": 1.5},
+    ),
     "deepseek_v3": ("deepseek_v3", MLA),
     "deepseek_v3-no-q-lora": (
         "deepseek_v3",
@@ -404,6 +417,7 @@ WITH_STATES = (
     "bailing_hybrid",
     "minimax",
 )
+ON_CPUS_ALONE = (*WITH_STATES, "longcat_flash")
 
 
 LIGHTNING_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # computed from the configuration

@@ -321,6 +321,15 @@ KIMI_K25 = _SEEING | {
     "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
     "text_config": KIMI_K2 | {"max_position_embeddings": 262144, "quantization_config": None},
 }  # fmt: skip
+LONGCAT_FLASH: dict[str, Any] = {
+    "architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash", "vocab_size": 131072,
+    "hidden_size": 6144, "num_layers": 28, "num_attention_heads": 64, "attention_method": "MLA", "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True, "n_routed_experts": 512, "moe_topk": 12, "zero_expert_num": 256,
+    "zero_expert_type": "identity", "expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12288, "router_bias": False,
+    "routed_scaling_factor": 6.0, "max_position_embeddings": 131072, "rope_theta": 10000000.0, "rms_norm_eps": 1e-5,
+    "attention_bias": False, "torch_dtype": "bfloat16", "eos_token_id": 2,
+}  # fmt: skip
 # name -> (config.json, parameters as its authors say)
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Qwen3-VL-30B-A3B": (QWEN3_VL_30B, 30.5e9),  # without what sees images, as the next three
@@ -353,6 +362,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "LFM2-8B-A1B": (LFM2_8B, 8.34e9),
     "Granite-4.0-H-Tiny": (GRANITE_4_H_TINY, 6.94e9),
     "Granite-4.0-H-Small": (GRANITE_4_H_SMALL, 32.2e9),
+    "LongCat-Flash": (LONGCAT_FLASH, 560e9),
     "Nemotron-3-Nano-30B-A3B": (NEMOTRON_3_NANO, 31.6e9),
 }
 # Those that the cost model prices (moe_serve/eplb/cost/profiles/models).

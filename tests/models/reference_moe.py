@@ -46,8 +46,10 @@ class ReferenceMoe:
         total = torch.zeros_like(rows, dtype=torch.float32)
         for expert, weight in zip(*(each.unbind(1) for each in routes), strict=True):
             row = rows * weight[:, None] if self.router.scales_input else rows
+            own = expert >= self.router.num_logical  # gives back what it takes
+            expert = expert.clamp(max=self.router.num_logical - 1)
             middle = self._activate(self._project("gate_up", expert, row))
-            result = self._project("down", expert, middle).float()
+            result = torch.where(own[:, None], row, self._project("down", expert, middle)).float()
             total += result if self.router.scales_input else weight[:, None] * result
         total = total if self.latent is None else self.latent[1](total.to(x.dtype)).float()
         out[:num_tokens] = (out[:num_tokens].float() + total).to(x.dtype)

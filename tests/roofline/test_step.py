@@ -21,11 +21,11 @@ from moe_serve.roofline.launches import HostCopy, HostRead, Recording, fake_gpu,
 from moe_serve.roofline.step import GPU, RankStep, ReadyStep, record_step
 from moe_serve.roofline.work import total, unavoidable_bytes, work_of
 from tests.kernels.sampling_rows import rows_of
-from tests.models.families import ANOTHERS_FORM, FAMILIES, WITH_STATES, spec_of
+from tests.models.families import ANOTHERS_FORM, FAMILIES, ON_CPUS_ALONE, spec_of
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.mxfp4_checkpoint import write_mxfp4_config
 
-ON_GPUS = [name for name, (model_type, _) in FAMILIES.items() if model_type not in WITH_STATES]
+ON_GPUS = [name for name, (model_type, _) in FAMILIES.items() if model_type not in ON_CPUS_ALONE]
 FIRST_OF_TYPE = {FAMILIES[name][0]: name for name in reversed(ON_GPUS)}
 DAILY = set(FIRST_OF_TYPE.values()) - ANOTHERS_FORM
 EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.slow) for name in ON_GPUS]

@@ -102,6 +102,7 @@ class ModelPlan:
         cache_dtype = choose_cache_dtype(config, spec, device, dtype)
         check_attention_backend(config, spec, device, cache_dtype)
         check_states(config, spec, device)
+        check_identity_experts(config, spec, device)
         num_blocks = num_cache_blocks(config, spec, cache_dtype, max_model_len)
         return cls(
             spec=spec.in_context(max_model_len),
@@ -303,6 +304,19 @@ def check_states(config: ServeConfig, spec: ModelSpec, device: torch.device) -> 
     for applies, why in reasons:
         if applies:
             raise ConfigError(f"{of_model}, {why}")
+
+
+def check_identity_experts(config: ServeConfig, spec: ModelSpec, device: torch.device) -> None:
+    """Raises ConfigError for what does not go with experts that give back what they take."""
+    if not spec.router.num_identity:
+        return
+    of_model = f"{spec.model_type} has experts that give back what they take"
+    if device.type != "cpu":
+        raise ConfigError(
+            f"{of_model}, and this rank computes on {device.type}; they are built for CPUs alone: serve on CPU ranks"
+        )
+    if config.engine.expert_capacity is not None:
+        raise ConfigError(f"{of_model}, which no capacity limits; leave engine.expert_capacity out")
 
 
 def num_snapshots(config: ServeConfig, spec: ModelSpec, num_blocks: int) -> int:

@@ -97,6 +97,8 @@ def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, 
         between += rows * sum(rope.dim // 2 for rope in spec.ropes) * torch.complex64.itemsize
     else:
         between += _plan(spec, numerics, sizes)
+    if spec.is_paired:
+        between += rows * spec.hidden * spec_bytes  # what experts add behind the next layer
     phases = {
         f"attention of {rows} tokens over {sizes.keys} keys": _attention(spec, numerics, sizes),
         f"experts of {rows} tokens": _experts(spec, numerics, sizes),
@@ -123,10 +125,12 @@ def _experts(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
         biases = max(hidden, width) if spec.expert_bias else 0  # repeated for the rows of either product
         routed = rows * (2 * hidden + 3 * width + tiled + biases) * sizes.itemsize
     shared = 3 * sizes.rows * spec.shared_intermediate * sizes.itemsize
-    gate = sizes.rows * spec.num_logical * 3 * 4 + rows * 4 * _INDEX  # logits, scores, choice; ids and their orders
+    # Logits, scores and choice; ids and their orders.
+    gate = sizes.rows * spec.router.num_choices * 3 * 4 + rows * 4 * _INDEX
     scaled = sizes.rows * hidden * sizes.itemsize if spec.router.scales_input else 0
     latent = sizes.rows * (hidden + spec.hidden) * sizes.itemsize if spec.latent is not None else 0
-    return routed + shared + gate + scaled + latent
+    given_back = 2 * sizes.rows * hidden * sizes.itemsize if spec.router.num_identity else 0
+    return routed + shared + gate + scaled + latent + given_back
 
 
 def _attention(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:

@@ -11,7 +11,7 @@ typedef i32 i8h __attribute__((vector_size(32), aligned(4), may_alias));
 
 enum { SOFTMAX, SIGMOID, SIGMOID_OF_CHOSEN, SPARSEMIXER }; /* Scoring of gate_shape.py */
 typedef struct { /* gate_facts in gate.py */
-    i64 experts, topk, scoring, norm_topk, groups, topk_groups, by_best;
+    i64 experts, topk, scoring, norm_topk, groups, topk_groups, by_best, counted;
     double scaling, norm_eps, norm_min, far;
 } GateShape;
 typedef struct {
@@ -194,12 +194,28 @@ static void gate_piece(const void *about, i64 piece)
     }
 }
 
-/* logits [rows, experts] with `step` floats from row to row -> ids and weights [rows, topk]; load [experts] counts */
+/* logits [rows, experts] with `step` floats from row to row -> ids and weights [rows, topk]; load [counted] counts the
+   first ones */
 i64 gate(const GateShape *shape, const float *bias, const float *logits, i64 rows, i64 step, i64 *ids, float *weights,
          i64 *load)
 {
     GateJob job = {shape, bias, logits, rows, step, ids, weights};
     pool_run(gate_piece, &job, (rows + GATE_ROWS - 1) / GATE_ROWS);
-    for (i64 i = 0; i < rows * shape->topk; i++) load[ids[i]]++;
+    for (i64 i = 0; i < rows * shape->topk; i++)
+        if (ids[i] < shape->counted) load[ids[i]]++;
+    return 0;
+}
+
+/* Choices from `experts` on leave ids [rows, topk], where they become -1; total [rows] gets the sum of their weights. */
+i64 take_identity(i64 *ids, const float *weights, i64 rows, i64 topk, i64 experts, float *total)
+{
+    for (i64 i = 0; i < rows; i++, ids += topk, weights += topk) {
+        total[i] = 0;
+        for (i64 k = 0; k < topk; k++)
+            if (ids[k] >= experts) {
+                total[i] += weights[k];
+                ids[k] = -1;
+            }
+    }
     return 0;
 }

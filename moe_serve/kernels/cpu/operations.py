@@ -46,6 +46,7 @@ from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, PartClock
 from moe_serve.kernels.rows import LayerNorm
 from moe_serve.kernels.state_space import StateSpaceWeights
+from moe_serve.kernels.topk_gate import take_identity_
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -343,6 +344,14 @@ class Operations:
         sizes = ROWS, q.stride(0), *q.shape[1:], 2 * turns.shape[1]
         tape.call("index_write", q, *sizes, k, k.stride(0), turns, slots, cache_layer)
 
+    @operation(
+        take_identity_, lambda draw: [(torch.arange(EXAMPLE_ROWS * 4).view(-1, 4) % 9, draw(EXAMPLE_ROWS, 4), 5)]
+    )
+    def take_identity_(tape: Tape, ids: Tensor, weights: Tensor, num_logical: int) -> Tensor:
+        total = tape.buffer("identity_weights", 1)
+        tape.call("take_identity", ids, weights, ROWS, ids.shape[1], num_logical, total)
+        return total
+
     @operation(_mlp, lambda draw: [])  # the digest has experts of every kind of weight
     def mlp(tape: Tape, weights: AnyMlp, x: Tensor) -> Tensor:
         return _record_ffn(tape, "mlp", x, ctypes.addressof(tape.num_rows), weights.experts)
@@ -547,13 +556,13 @@ def _facts(*numbers: int) -> Tensor:
 @functools.lru_cache
 def _gate_facts(spec: RouterSpec) -> Tensor:
     """Returns the block of int64 that gate.c reads."""
-    assert spec.num_logical <= MOST_EXPERTS, f"{spec.num_logical} experts, at most {MOST_EXPERTS}"
+    assert spec.num_choices <= MOST_EXPERTS, f"{spec.num_choices} experts, at most {MOST_EXPERTS}"
     assert spec.num_groups <= MOST_GROUPS, f"{spec.num_groups} groups, at most {MOST_GROUPS}"
     doubles = [spec.scaling, spec.norm_eps, spec.norm_min, 2 * spec.jitter]
     numbers = torch.tensor(doubles, dtype=torch.float64)
     scoring, by_best = get_args(Scoring).index(spec.scoring), int(spec.group_score == "best")
-    sizes = [spec.num_logical, spec.topk, scoring, int(spec.norm_topk), spec.num_groups, spec.topk_groups, by_best]
-    return torch.cat((torch.tensor(sizes), numbers.view(torch.int64)))
+    sizes = [spec.num_choices, spec.topk, scoring, int(spec.norm_topk), spec.num_groups, spec.topk_groups, by_best]
+    return torch.cat((torch.tensor([*sizes, spec.num_logical]), numbers.view(torch.int64)))
 
 
 def _cached_form(cache: Tensor, scales: Tensor | None) -> Tensor:

@@ -190,6 +190,7 @@ def _shape_lines(config: ServeConfig, spec: ModelSpec) -> list[Line]:
     total, active = dense + spec.num_logical * per_choice, dense + spec.topk * per_choice
     router = spec.router
     groups = "" if router.num_groups == 1 else f"{router.topk_groups} of {router.num_groups} groups are chosen first"
+    groups = f"of these and {router.num_identity} that give back what they take" if router.num_identity else groups
     return [
         Line("path", str(model_dir(config.model))),
         Line("type", spec.model_type, f"{spec.num_layers} layers, {spec.num_moe_layers} of them with experts"),

@@ -71,7 +71,7 @@ class MlaAttention:
             q_kv_a=forms.linear(q_kv_a, a_bias, a_scale),
             q_a_norm=weights.pop("q_a_norm") if q_b is not None else None,
             q_b=forms.linear(q_b, scale=b_scale) if q_b is not None else None,
-            kv_a_norm=weights.pop("kv_a_norm"),
+            kv_a_norm=weights.pop("kv_a_norm") * spec.latent_factor,
             absorb=forms.per_head(absorb),
             expand=forms.per_head(expand),
             out=forms.take_linear(weights, "o"),

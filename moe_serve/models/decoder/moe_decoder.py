@@ -140,7 +140,7 @@ def build_decoder(
             mine_moe = MoeWeights(router, bias, experts, own, logit_bias, weights.memory, latent)
             moe = MoeLayer(parallel, layer_rows[layer_id], mine_moe)
             shared = shared if numerics.compiled else None
-        elif layer_id not in spec.unfed_layer_ids:
+        if (layer_id not in layer_rows and layer_id not in spec.unfed_layer_ids) or spec.is_paired:
             mlp = _mlp(mine, "", forms)
         if layer_id == spec.predictor_id:
             joined = {name: mine.pop(name) for name in ("embed_norm", "hidden_norm", "join", "head_norm", "head")}
@@ -207,7 +207,7 @@ def kv_layouts(spec: ModelSpec, keeps_experts: bool = False, keeps_changed: bool
     """
     beside: tuple[KvLayout, ...] = ()
     if keeps_experts:
-        beside += (KvLayout.ids(spec.num_moe_layers, spec.topk, spec.num_logical),)
+        beside += (KvLayout.ids(spec.num_moe_layers, spec.topk, spec.router.num_choices),)
     if keeps_changed:
         beside += (KvLayout.changed(),)
     attention = spec.attention
@@ -223,7 +223,7 @@ def kv_layouts(spec: ModelSpec, keeps_experts: bool = False, keeps_changed: bool
 
 def expert_id_bytes(spec: ModelSpec) -> int:
     """Returns the size of the experts of one token, as they are kept."""
-    return spec.num_moe_layers * spec.topk * id_dtype(spec.num_logical).itemsize
+    return spec.num_moe_layers * spec.topk * id_dtype(spec.router.num_choices).itemsize
 
 
 def state_shapes(spec: ModelSpec) -> tuple[StateShapes, ...]:

@@ -34,6 +34,7 @@ AnyNorm = Tensor | LayerNorm  # the weight of an RMS norm, or a layer norm
 class DecoderLayer:
     """One layer's weights; it has either `moe` or `mlp`, or `attention` alone. Without `attention` it is those alone.
 
+    With both, the rows of `mlp` are added now, and those of `moe` behind the next layer.
     shared: the shared expert, where the MoE layer leaves it to the operations
     attention_out_norm, mlp_out_norm: over what attention, and MLP or experts with a shared one, add to the residual
     Norms that are None are not there.
@@ -85,6 +86,7 @@ class DecoderStack:
         if self.factors.embedding != 1:
             do.scale_(x, self.factors.embedding)
         delta = None  # what the last sublayer adds to the residual
+        late: Tensor | None = None  # what experts of the layer before add behind this one
         for layer in self.layers:
             rows = x
             if layer.attention is not None and do.has_rows:
@@ -103,12 +105,19 @@ class DecoderStack:
             do.begin(MLP if layer.moe is None else GATE)
             if not self.is_parallel:
                 rows = self._normed(x, delta, layer.post_norm, do)
-            if layer.moe is None:
-                delta = do.mlp(layer.mlp, rows)
-            else:
-                delta = yield from do.moe(layer.moe, layer.shared, rows)
+            added: Tensor | None = None
+            if layer.moe is not None:
+                added = yield from do.moe(layer.moe, layer.shared, rows)
                 if self.factors.moe != 1:
-                    do.scale_(delta, self.factors.moe)
+                    do.scale_(added, self.factors.moe)
+            if layer.mlp is None:
+                delta = added
+            else:
+                do.begin(MLP)
+                delta = do.mlp(layer.mlp, rows)
+                if late is not None:
+                    do.add_gated_(delta, late, None)
+                late = added
             if self.factors.normed is not None:
                 _weigh(x, delta, self.factors.normed.fed, do)
             if layer.mlp_out_norm is not None:

@@ -141,7 +141,6 @@ REFUSED |= {
     "axk2": "norms and attention that are gated by the rows that went in",
     "dbrx": "layer norms without biases, and attention as one matrix,",
     "jetmoe": "attention whose heads are chosen as experts are",
-    "longcat_flash": "two attentions in a layer, and experts that do nothing,",
     "beam": "residual sums that are weighted by depth",
     "diffusion_gemma": "a model that writes blocks by diffusion, not token by token,",
     "ernie4_5_vl_moe": "a layer with experts of its own for pictures",
