@@ -12,8 +12,8 @@ FITTED = published.figures("serving", "fitted")
 GOAL = 0.15
 TABLE_OF_GAINS = published.TABLE["eplb_gain"]
 # gb200-decode-june: the conditions of gb200-decode three months before, and no engine with one factor meets both.
-# ant-h20-prefill: a factor that was fitted where kernels are seven times as short. The others: one expert a rank, so that
-# the assumed load decides.
+# ant-h20-prefill: a factor that was fitted where kernels are seven times as short. The others: one expert a rank, so
+# that the assumed load decides.
 CLOUDMATRIX = {f"cloudmatrix-decode-{batch}": 0.25 for batch in (96, 8)}
 OUTSIDE = {"gb200-decode-june": 0.20, "ant-h20-prefill": 0.24, **CLOUDMATRIX}
 
