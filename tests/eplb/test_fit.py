@@ -29,6 +29,19 @@ VLLM = """\
 (EngineCore_DP0 pid=20) INFO 12-22 21:44:40 [core.py:349] Iteration(517): 2 context requests, 8192 context tokens, \
 0 generation requests, 0 generation tokens, iteration elapsed time: 212.5 ms
 """
+# vLLM 0.32.0 on a CPU, a random Qwen3-MoE of 8 layers (`LLM(…, enable_logging_iteration_details=True,
+# disable_log_stats=False)`): lines as it wrote them.
+VLLM_0_32 = """\
+(MainProcess pid=4203) INFO 11-28 19:46:56 [loggers.py:199] Engine 000: \
+Iteration(229): 1 context requests, 1000 context tokens, 0 generation requests, 0 generation tokens, \
+iteration elapsed time: 1882.07 ms, CPU KV cache usage: 0.0%
+(MainProcess pid=4203) INFO 11-28 19:46:30 [loggers.py:199] Engine 000: \
+Iteration(91): 7 context requests, 112 context tokens, 1 generation requests, 1 generation tokens, \
+iteration elapsed time: 204.35 ms, CPU KV cache usage: 1.6%
+(MainProcess pid=4203) INFO 11-28 19:46:44 [loggers.py:199] Engine 000: \
+Iteration(185): 0 context requests, 0 context tokens, 64 generation requests, 64 generation tokens, \
+iteration elapsed time: 364.06 ms, CPU KV cache usage: 12.5%
+"""
 SGLANG = """\
 [2026-04-05 20:02:51 DP0 TP0] Decode batch, #running-req: 32, #token: 11200, token usage: 0.08, cuda graph: True, \
 gen throughput (token/s): 9999.0, #queue-req: 0
@@ -66,6 +79,14 @@ def test_vllms_iterations_count_those_of_prompts_and_answers_at_once_too(tmp_pat
 def test_sglangs_lines_count_where_nothing_else_came_between(tmp_path: Path) -> None:
     found = read_step_times(written(tmp_path, SGLANG))
     assert found == [StepTime("decode", 32, pytest.approx(0.03), 400.0), StepTime("prefill", 8192, 0.5)]
+
+
+def test_lines_that_a_vllm_of_today_wrote_are_read(tmp_path: Path) -> None:
+    assert read_step_times(written(tmp_path, VLLM_0_32)) == [
+        StepTime("prefill", 1000, pytest.approx(1.88207)),
+        StepTime("mixed", 113, pytest.approx(0.20435), decoding=1),
+        StepTime("decode", 64, pytest.approx(0.36406)),
+    ]
 
 
 def test_a_csv_is_read_with_and_without_context(tmp_path: Path) -> None:
