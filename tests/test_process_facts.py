@@ -3,10 +3,12 @@ import platform
 import resource
 import signal
 import subprocess
+import threading
+import time
 
 import pytest
 
-from moe_serve.process_facts import give_freed_memory_back, resident_bytes, runs
+from moe_serve.process_facts import ProcessorWaits, give_freed_memory_back, resident_bytes, runs
 
 
 def test_a_process_runs_until_it_has_ended_also_while_it_is_stopped_and_while_nobody_can_look():
@@ -37,3 +39,32 @@ def test_what_was_freed_below_a_piece_that_is_kept_goes_back_to_the_system() -> 
     give_freed_memory_back()
     assert before - resident_bytes() > 48 << 20
     assert kept
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="Linux tells it")
+def test_a_thread_waits_for_its_processor_while_another_process_has_it():
+    core = min(os.sched_getaffinity(0))
+    beside = subprocess.Popen(["sh", "-c", "read line; while :; do :; done"], stdin=subprocess.PIPE)
+    os.sched_setaffinity(beside.pid, {core})
+    found: list[float] = []
+
+    def measure() -> None:
+        os.sched_setaffinity(0, {core})  # of this thread
+        waits = ProcessorWaits()
+        began_s, wall_s, cpu_s = waits.seconds(), time.perf_counter(), time.thread_time()
+        assert beside.stdin is not None
+        beside.stdin.write(b"go\n")
+        beside.stdin.flush()
+        while time.perf_counter() - wall_s < 0.1 or waits.seconds() == began_s:
+            pass
+        found.extend((waits.seconds() - began_s, time.perf_counter() - wall_s - (time.thread_time() - cpu_s)))
+
+    try:
+        thread = threading.Thread(target=measure)
+        thread.start()
+        thread.join()
+    finally:
+        beside.kill()
+        beside.communicate()
+    waited_s, without_s = found
+    assert waited_s == pytest.approx(without_s, abs=0.02)

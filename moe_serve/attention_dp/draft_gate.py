@@ -30,6 +30,9 @@ _LAYER_STEPS = 16  # with the layer, before it is judged
 # Looks at drafts that do not pay, before some are verified to see whether they still do not: at first, and at most.
 _EXPLORE_LOOKS, _MOST_EXPLORE_LOOKS = 4, 256
 _TRIED_STEPS = 3  # in a row: what the first one runs is in no cache of the processor
+# Steps from one look to the next where looks have found nothing to verify. In a step of a larger model a look takes ten
+# times what it takes in a loop, since nothing that it runs is in a cache of the processor then.
+_LONGEST_PAUSE = 16
 
 Floats = NDArray[np.float64]
 
@@ -235,21 +238,34 @@ class DraftGate:
         self._promised = 1.0  # by the newest look: tokens per second over those without drafts
         self._multiple = 1.0  # of the time of a step without, that it expects
         self._num_empty = 0  # looks in a row without drafts to verify, while drafts pay
+        self._pause = 1  # steps to the next look, after one without drafts to verify
+        self._steps_to_look = 0  # that are left of these
         self._num_looks = 0  # in a row, at drafts that do not pay
         self._explore_looks = _EXPLORE_LOOKS
         self._tried_steps = 0  # that are left of a trial
         self._had_drafts = False  # the step before
+        self._leaves_out = True  # the first step with drafts behind one without, from what such steps cost
+        self._last_excess = 0.0  # of the step with drafts before: its time, over what was expected
         self._layer_gain = 0.0  # of this trial, in steps without drafts
         self._layer_steps = 0  # of this trial
 
     @property
     def is_due(self) -> bool:
         """Whether to look for drafts in this step."""
-        may_look = self._looks.is_left and self._losses.is_left
-        return may_look or self.pays or self._always or self.layer_runs
+        if self.pays or self._always or self.layer_runs:
+            return True
+        return self._steps_to_look <= 0 and self._looks.is_left and self._losses.is_left
+
+    def step_passed(self) -> None:
+        """Learns that a step has run, of whatever kind."""
+        self._steps_to_look -= 1
+
+    def requests_changed(self) -> None:
+        """Learns that a request has ended: others may repeat what was there, so pauses between looks begin anew."""
+        self._pause, self._steps_to_look = 1, 0
 
     def looked(self, look_s: float) -> None:
-        """Learns how long a look took, whatever came of it."""
+        """Learns how long a look took, whatever came of it, or what it learnt from the step that followed."""
         if not self.pays:
             self._looks.spend(min(look_s, _LONGEST_LOOK * self._plain_s))
 
@@ -272,6 +288,7 @@ class DraftGate:
             if any(lengths):
                 self._expect(num_decodes, chances, lengths, multiples)
                 self.pays, self._num_empty, self._num_looks, self._explore_looks = True, 0, 0, _EXPLORE_LOOKS
+                self._pause = 1
                 return lengths
             trust.fade()
             self._num_looks += 1
@@ -297,6 +314,9 @@ class DraftGate:
         """Learns that a look has found no drafts to verify."""
         self._num_empty += 1
         self.pays = self.pays and self._num_empty < _PATIENCE
+        if not self.pays:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._steps_to_look = self._pause
 
     def _expect(
         self, num_decodes: int, chances: NDArray[np.float32], lengths: Sequence[int], multiples: Floats
@@ -310,8 +330,12 @@ class DraftGate:
         """Learns what a step of decodes alone took and yielded. num_like: steps that it stands for, itself included"""
         num, plain_s = step.num_requests, self.costs.plain_s(step.num_requests)
         seconds = step.seconds - step.layer_s
-        if not step.num_drafts or self._had_drafts:
-            self.costs.add(num, step.num_drafts, seconds if step.num_drafts else seconds - step.look_s)
+        if not step.num_drafts:
+            self.costs.add(num, 0, seconds - step.look_s)
+        elif self._had_drafts or not self._leaves_out:
+            self.costs.add(num, step.num_drafts, seconds)
+        # Where such steps stand alone again and again, all are of that kind, and count.
+        self._leaves_out = self._had_drafts if step.num_drafts else self._leaves_out
         self._had_drafts = step.num_drafts > 0
         if plain_s is None:
             return
@@ -325,9 +349,13 @@ class DraftGate:
             saved_s = step.num_tokens / num * plain_s - (seconds if self._always else counted_s)
             self.saved_s += saved_s - step.layer_s
             if step.num_drafts:
-                # Rows may cost more than was expected, but hardly twice what as many other decodes would.
+                # One step that took far longer than expected has waited for something else; two in a row cost so much,
+                # but hardly twice what as many other decodes would.
+                excess = seconds / counted_s
                 most_s = 2 * plain_s * (1 + step.num_drafts / num)
-                self._losses.spend(min(seconds, most_s) - step.num_tokens / num * plain_s)
+                lost_s = min(counted_s * max(1.0, min(excess, self._last_excess)), most_s)
+                self._last_excess = excess
+                self._losses.spend(lost_s - step.num_tokens / num * plain_s)
                 trust = self._trust.setdefault(num.bit_length(), _Trust())
                 trust.add(step.num_tokens / num * plain_s / counted_s, self._promised)
             elif self.pays:  # looks between drafts that pay are borne by what these save
@@ -337,6 +365,18 @@ class DraftGate:
             self._losses.spend(_TRIAL * plain_s)
         if self._has_layer:
             self._judge_layer(step, plain_s)
+
+    def ran_beside(self, num_decodes: int, num_drafts: int, num_right: int, look_s: float) -> None:
+        """Learns what came of a look in a step that was not of decodes alone, whose time says nothing of drafts: they
+        count as in other steps.
+
+        num_decodes: of the step;  num_drafts, num_right: verified in it
+        """
+        if num_drafts:
+            of_rows = float(self.costs.of(num_decodes, num_drafts)[num_drafts]) - 1
+            self._losses.spend(look_s + (of_rows - num_right / num_decodes) * self._plain_s)
+        elif self.pays:
+            self._losses.spend(min(look_s, _LONGEST_LOOK * self._plain_s))
 
     def wants_layer(self, has_prompt: bool) -> bool:
         """Returns whether the layer should run in this step. It begins again with a prompt, whose rows it needs.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from moe_serve.attention_dp.draft_gate import DecodeStep, DraftGate
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.text_index import TextIndex
+from moe_serve.process_facts import ProcessorWaits
 
 _READ_AT_ONCE = 8192  # tokens in one step, less than 1 ms
 _STEPS_ALIKE = 32
@@ -110,10 +111,13 @@ class Speculator:
         self._right = {FORM: 1.0, MTP: 1.0}  # of all requests
         self._tried = {FORM: 2.0, MTP: 2.0}
         self._num_since = 0  # steps since one was measured
+        self._waits = ProcessorWaits()
+        self._waited_s: float | None = None  # by this thread, until the step that is measured next began
         self._without_layer: set[Request] = set()  # that began before the model's layer did, of which it has no keys
         # Of this step:
-        self._look_s = 0.0
-        self._num_drafts = self._num_layer_drafts = self._num_layer_requests = self._num_layer_right = 0
+        self._look_s, self._num_decodes = 0.0, 0
+        self._num_drafts = self._num_right = 0
+        self._num_layer_drafts = self._num_layer_requests = self._num_layer_right = 0
 
     def num_predictions(self, has_prompt: bool, going_on: Iterable[Request]) -> int:
         """Returns how many tokens the model's layer should predict of each request behind this step; 0: it may rest.
@@ -136,8 +140,9 @@ class Speculator:
 
     def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
         """Returns tokens that may come next in each request, together at most `num_rows`."""
-        began_s = time.perf_counter()
+        began_s, self._waited_s = time.perf_counter(), self._waits.seconds()
         self._drafted.clear()  # of a step that was void
+        self._num_decodes = len(requests)
         if self._predicted_drafts:
             self._num_layer_requests = len(requests) - len(self._without_layer.intersection(requests))
         drafts, chances, are_own, number = self._from_text(requests)
@@ -175,6 +180,7 @@ class Speculator:
         kind = self._drafted.pop(request)
         self.counters.count(kind, num_drafts, num_accepted)
         self._num_drafts += num_drafts
+        self._num_right += num_accepted
         if kind == MTP:
             self._num_layer_drafts += num_drafts
             self._num_layer_right += 0 if request in self._without_layer else num_accepted
@@ -184,21 +190,35 @@ class Speculator:
 
         num_requests: 0 in steps that did not decode alone; of those only the layer's time counts
 
-        Of steps without looks, one stands for several, since a step may take a quarter of a millisecond.
+        Of steps without looks, one stands for several, since a step may take a quarter of a millisecond. What this
+        thread has waited for its processor is left out: other processes would make steps with drafts, which are longer
+        and so wait more often, look dear.
         """
+        self.gate.step_passed()
         self._num_since += num_requests > 0
         is_known = not num_requests or self.gate.costs.plain_s(num_requests) is not None
         if is_known and self._num_since < _STEPS_ALIKE and not (self._look_s or layer_s or self.gate.pays):
+            if self._num_since == _STEPS_ALIKE - 1:
+                self._waited_s = self._waits.seconds()
             return
+        began_s, look_s = time.perf_counter(), self._look_s
+        waited_s = self._waits.seconds()
+        if self._waited_s is not None:
+            seconds = max(look_s, seconds - (waited_s - self._waited_s))
+        self._waited_s = waited_s
         if num_requests:
             of_layer = layer_s, self._num_layer_drafts, self._num_layer_requests, self._num_layer_right
-            step = DecodeStep(num_requests, self._num_drafts, num_tokens, seconds, self._look_s, *of_layer)
+            step = DecodeStep(num_requests, self._num_drafts, num_tokens, seconds, look_s, *of_layer)
             self.gate.ended(step, self._num_since)
             self._num_since = 0
         else:
             self.gate.layer_ran(layer_s)
+            self.gate.ran_beside(self._num_decodes, self._num_drafts, self._num_right, look_s)
         self._look_s = 0.0
-        self._num_drafts = self._num_layer_drafts = self._num_layer_requests = self._num_layer_right = 0
+        self._num_drafts = self._num_right = 0
+        self._num_layer_drafts = self._num_layer_requests = self._num_layer_right = 0
+        if look_s:
+            self.gate.looked(time.perf_counter() - began_s)
 
     def totals(self) -> dict[str, float]:
         """Returns its counters by name, and the time that drafts have saved."""
@@ -207,6 +227,7 @@ class Speculator:
     def end(self, request: Request) -> None:
         """Forgets what it knows about a request, which has left; its text stays in the index."""
         self._without_layer.discard(request)
+        self.gate.requests_changed()
         follower = self._followers.pop(request, None)
         if follower is None or self._index is None:
             return
