@@ -20,8 +20,9 @@ The demo model writes its own outputs. Those of the bench model, whose weights a
 letter: it would repeat itself. Everything else runs as it would, the drawing of tokens included.
 
 Model `predicting` is the bench model with a layer for multi-token prediction that is made to be right about 7 times of
-10; it has no prompts but random ids. `--models predicting --modes auto,mtp` writes a table of its own, with what the
-parts of a step take. `--models index` does so with the index of texts.
+10; it has no prompts but random ids. `--models predicting,demo --modes auto,mtp --batches 1,4` writes a table of its
+own, with what the parts of a step take; the demo model has such a layer, too. `--models index` does so with the index
+of texts.
 """
 
 import argparse
@@ -170,7 +171,7 @@ def main() -> None:
                 make = {"demo": None, "bench": write_bench_model, "predicting": write_predicting_model}[model]
                 path = model if make is None else str(make(Path(folder) / model))
                 rows += compare(model, path, args)
-        if args.models == "predicting":
+        if "mtp" in args.modes.split(","):
             name, title = "speculation_predicting", "Drafts of a layer for multi-token prediction"
             notes += PARTS
     notes += f"Load average at the end: {os.getloadavg()[0]:.2f}."

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk
 from moe_serve.attention_dp.speculation import MTP, Speculator
-from moe_serve.config import load_config
+from moe_serve.config import load_config, model_dir
 from moe_serve.engine.build import pack_weights
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.model_plan import ModelPlan
@@ -24,6 +24,7 @@ from moe_serve.engine.model.prediction import TokenPredictor
 from moe_serve.eplb.files.placements import write_placement
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.models.families.registry import read_spec
+from moe_serve.models.tokenizer import Tokenizer
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import PLAIN, same
 from tests.engine.test_speculation import SMALL_CACHE, greedy_and_sampled
@@ -276,3 +277,31 @@ def test_auto_goes_without_the_layer_where_files_are_of_the_own_layers(predictin
     path.write_text("{}")
     with pytest.raises(PlacementError, match="not a placement"):
         plan_of("auto", f"eplb.init_expert_location={path}")
+
+
+@pytest.mark.parametrize(("temperature", "least"), [(0.0, 0.35), (0.7, 0.25)])
+def test_the_layer_of_the_demo_model_is_right_about_its_own_text(temperature: float, least: float) -> None:
+    tokenizer = Tokenizer.from_folder(model_dir(load_config().model))
+    texts = (
+        "def read(self, size=-1):\n", "The following example shows how to", "class Queue:\n    ", "Return a new ",
+        "    def __init__(self, name, value=None):\n", "If the argument is omitted, ",
+    )  # fmt: skip
+    params = SamplingParams(max_new_tokens=60, temperature=temperature, ignore_eos=True)
+    submits = submits_of([tokenizer.encode(text) for text in texts], params)
+    expected = serve(1, submits, PLAIN)
+    drafted = serve(1, submits, [*PLAIN, "speculation.mode=mtp"], prepare=partial(_right, least))
+    same(drafted, expected)
+    assert drafted.tokens == expected.tokens
+
+
+def _right(least: float, engine: Engine) -> None:
+    """Fails where the layer's drafts are right less often."""
+    run, speculator = engine.run, engine.scheduler.speculator
+    assert isinstance(speculator, Speculator)
+
+    def checked() -> None:
+        run()
+        share = speculator.counters.num_accepted[MTP] / speculator.counters.num_drafts[MTP]
+        assert share >= least, f"{share:.1%} of {speculator.counters.num_drafts[MTP]} drafts were right"
+
+    engine.run = checked  # type: ignore[method-assign]

@@ -145,7 +145,7 @@ def test_training_is_deterministic_also_when_interrupted_and_resumed(run, made, 
 
 def test_a_layer_that_predicts_is_trained_beside_the_model_and_served(run, made, docs, tmp_path):
     import torch
-    from demo_training.export import load_exported
+    from demo_training.export import few_bits, load_exported, prediction_tensors
     from demo_training.prediction import train_prediction
     from demo_training.text import load_corpus
     from demo_training.training import TrainSettings
@@ -176,8 +176,8 @@ def test_a_layer_that_predicts_is_trained_beside_the_model_and_served(run, made,
     model = load_exported(folder)
     layer = train_prediction(model, load_corpus(tmp_path / "work"), TrainSettings(6, 2, 32), lambda report: None)
     with torch.no_grad():
-        for weight in layer.parameters():  # as they are stored
-            weight.copy_(weight.to(torch.bfloat16))
+        for name, weight in prediction_tensors(layer, model).items():  # as they are stored
+            weight.copy_(weight if name.endswith("bias") else few_bits(name, weight).to(torch.bfloat16))
         row = torch.tensor([ids])
         expected = layer(model, model.hidden(row)[:, :-1], row[:, 1:])[0]
     assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
