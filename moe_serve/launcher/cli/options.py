@@ -107,8 +107,11 @@ class ModelOptions(ConfigOptions):
         base: Mapping[str, Any] = {}
         if self.config is None:
             two_ranks = {"parallel": {"num_ranks": 2}}
-            is_demo = load_config(overrides=above, base=two_ranks).model.path == DEMO_MODEL
+            asked = load_config(overrides=above, base=two_ranks)
+            is_demo = asked.model.path == DEMO_MODEL
             base = DEMO_SETTINGS if is_demo else two_ranks  # a model other than the demo may use GPUs
+            if is_demo and asked.speculation.mode == "mtp":
+                base = {**base, "engine": {}}  # experts of tokens are not kept beside the layer that predicts
         return load_config(self.config, above, base)
 
 

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from rich.text import Text
 from typer.testing import CliRunner
 
 from moe_serve import __version__
-from moe_serve.config import load_config
+from moe_serve.config import load_config, model_dir
+from moe_serve.engine.model.model_plan import why_no_predictor
 from moe_serve.errors import ConfigError
 from moe_serve.launcher import preflight, system
 from moe_serve.launcher.cli import app as cli
@@ -19,6 +21,7 @@ from moe_serve.launcher.cli import command as commands
 from moe_serve.launcher.cli.app import add_balancer_commands
 from moe_serve.launcher.cli.options import DEMO_SETTINGS, ModelOptions, ServeOptions
 from moe_serve.launcher.preflight import refusal, refuse_unsupported
+from moe_serve.models.families.registry import read_spec
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -98,6 +101,15 @@ def test_without_arguments_the_demo_model_is_served_on_two_ranks(served):
     (config,) = served
     assert (config.model.path, config.parallel.num_ranks, config.parallel.device) == ("demo", 2, "cpu")
     assert (config.server.host, config.server.port) == ("127.0.0.1", 30000)
+
+
+@pytest.mark.parametrize("flags", [("--speculation", "mtp"), ("--speculative-config", '{"method": "mtp"}')], ids=str)
+def test_the_demo_models_layer_predicts_with_one_flag(served, flags):
+    assert serve(*flags) == 0
+    (config,) = served
+    assert (config.speculation.mode, config.engine.return_routed_experts) == ("mtp", False)
+    spec = read_spec(model_dir(config.model))
+    assert why_no_predictor(config, spec, model_dir(config.model), torch.device("cpu")) is None
 
 
 def test_the_demo_configuration_file_says_what_serve_does_without_arguments():
