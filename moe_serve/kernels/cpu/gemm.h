@@ -11,24 +11,27 @@
 
 /* Registers of columns that a tile of R rows has, so that its sums, its weights and a number of x fit. */
 #if defined(__AVX512F__)
-#define WIDEST(R) 4 /* of 32 registers */
+#define WIDEST(R) ((R) <= MOST_ROWS ? 4 : 2) /* of 32 registers */
 #elif defined(__aarch64__)
 #define WIDEST(R) ((R) <= 3 ? 8 : 4) /* of 32 registers, of 4 floats each */
 #else
 #define WIDEST(R) ((R) == 1 ? 8 : (R) <= 3 ? 4 : 2) /* of 16 registers */
 #endif
 
-enum { MOST_ROWS = 6, STRIP = WIDEST(MOST_ROWS) * VL /* columns of a tile of so many rows */ };
+enum { MOST_ROWS = 6, MOST_DIRECT = VL == 16 ? 8 : MOST_ROWS /* rows of a tile that reads from memory */ };
+enum { STRIP = WIDEST(MOST_ROWS) * VL /* columns of a tile of MOST_ROWS */ };
 enum { STRIPS = (int)PANEL / (int)STRIP /* of a panel */ };
-/* Of a block of k the first cache keeps a strip for all rows; where a strip is a panel, the second one does. Few rows take
-   one panel of a small block, strip by strip, so that its lines come from memory in their order. */
-enum { K_BLOCK = STRIPS > 1 ? 256 : 512, FEW_ROWS_K_BLOCK = 64, PREFETCH = 8192 /* bytes ahead */ };
+/* Of a block of k the first cache keeps a strip for all rows; where a strip is a panel, the second one does. Where memory
+   takes longer than products, strips take a small block by turns, so that its lines come from memory in their order. */
+enum { K_BLOCK = STRIPS > 1 ? 256 : 512, ORDERED_K_BLOCK = 64, PREFETCH = 8192 /* bytes ahead */ };
 enum { WIDE_K = 64 /* of k of GROUPS that are widened at once: they stay in the nearest cache */ };
 
-/* How a tile reads its weights. DIRECT: from memory, of up to 6 rows. It fetches the line 8 KB ahead into the second cache,
-   since the first one would drop what is read now for lines a multiple of 4 KB ahead; AMD's processors read line by line a
-   third faster if nobody fetches for them. Where there are several strips, it fetches the next block. KEEP: the same for the first of several blocks of rows; it keeps what it widened. AGAIN: as
-   float32, from what was kept. */
+/* How a tile reads its weights. DIRECT: from memory, of up to 6 rows (MOST_DIRECT of float32 and bfloat16, since others
+   take long to widen in each of its strips). It fetches the line 8 KB ahead into the second cache, since the first one
+   would drop what is read now for lines a multiple of 4 KB ahead. AMD's processors read line by line a third faster if
+   nobody fetches for them, but wait for memory between products where these take as long as reading: rows of two products
+   for each byte. Where there are several strips, it fetches the next block. KEEP: the same for the first of several
+   blocks of rows; it keeps what it widened. AGAIN: as float32, from what was kept. */
 enum { DIRECT, KEEP, AGAIN };
 
 /* One panel of a packed weight. */
@@ -50,10 +53,10 @@ typedef struct {
     float *const *y;       /* [rows], each at the first column of the panel */
 } Rows;
 
-/* Up to 6 rows, one panel or one strip of it, one block of k. */
+/* Up to MOST_DIRECT rows, one panel or one strip of it, one block of k. */
 typedef struct {
-    const float *x[MOST_ROWS];
-    float *y[MOST_ROWS];
+    const float *x[MOST_DIRECT];
+    float *y[MOST_DIRECT];
     const char *w;
     const float *scale; /* see load_weights, [width]; MXFP4: [k / 32][width] */
     float *wide;        /* [k][STRIP], see KEEP */
@@ -66,21 +69,21 @@ typedef struct {
 /* Adds R rows by V registers of products of one k. 16 registers have no room for the weights and x beside the sums: of few
    rows x is in them, else the weights are. */
 INLINE void add_products(const int R, const int V, const int kind, const int second, const float *const *x, i64 at,
-                         const char *w, const float *scale, float *keep, vf acc[MOST_ROWS][8])
+                         const char *w, const float *scale, const int keeps, float *keep, vf acc[MOST_DIRECT][8])
 {
     const int word = word_bytes(kind);
-    vf a[MOST_ROWS], b[8];
+    vf a[MOST_DIRECT], b[8];
     if (R <= 3 && VL < 16) {
         UNROLL for (int r = 0; r < R; r++) a[r] = splat(x[r][at]);
         UNROLL for (int v = 0; v < V; v++) {
             b[v] = load_weights(kind, second, w + v * VL * word, scale + v * VL);
-            if (keep) *(vf *)(keep + v * VL) = b[v];
+            if (keeps) *(vf *)(keep + v * VL) = b[v];
             UNROLL for (int r = 0; r < R; r++) add_product(&acc[r][v], a[r], b[v]);
         }
     } else {
         UNROLL for (int v = 0; v < V; v++) {
             b[v] = load_weights(kind, second, w + v * VL * word, scale + v * VL);
-            if (keep) *(vf *)(keep + v * VL) = b[v];
+            if (keeps) *(vf *)(keep + v * VL) = b[v];
         }
         UNROLL for (int r = 0; r < R; r++) {
             a[r] = splat(x[r][at]);
@@ -98,10 +101,10 @@ INLINE void fetch_lines(const char *from, const int bytes)
 INLINE void tile(const int R, const int V, const int strips, const int kind, const int way, const Tile *t, i64 first)
 {
     const int word = word_bytes(kind), pairs = k_per_word(kind) == 2, read = V * VL * word;
-    vf acc[MOST_ROWS][8]; /* of constant size, and every loop over it unrolled: it lives in registers */
-    const float *x[MOST_ROWS], *scale = t->scale + first;
+    vf acc[MOST_DIRECT][8]; /* of constant size, and every loop over it unrolled: it lives in registers */
+    const float *x[MOST_DIRECT], *scale = t->scale + first;
     i64 step = t->width * word, x_step = t->x_step, ahead_step = t->ahead_step, i = 0, at = 0;
-    i64 fetches = strips > 1 || !is_amd;
+    i64 fetches = strips > 1 || !is_amd || R * k_per_word(kind) >= 2 * word;
     const char *w = t->w + first * word, *ahead = t->ahead + first / (V * VL) * (pairs ? t->k / 2 : t->k) * read;
     float *wide = t->wide;
     UNROLL for (int r = 0; r < R; r++) {
@@ -109,10 +112,10 @@ INLINE void tile(const int R, const int V, const int strips, const int kind, con
         UNROLL for (int v = 0; v < V; v++) acc[r][v] = t->more ? *(const vf *)(t->y[r] + first + v * VL) : (vf){};
     }
     for (; i + 2 <= t->k; i += 2, at += 2 * x_step) {
-        add_products(R, V, kind, 0, x, at, w, scale, way == KEEP ? wide : 0, acc);
+        add_products(R, V, kind, 0, x, at, w, scale, way == KEEP, wide, acc);
         if (way == DIRECT && !pairs && fetches) fetch_lines(strips == 1 ? w + PREFETCH : ahead, read), ahead += read;
         if (!pairs) w += step;
-        add_products(R, V, kind, 1, x, at + x_step, w, scale, way == KEEP ? wide + STRIP : 0, acc);
+        add_products(R, V, kind, 1, x, at + x_step, w, scale, way == KEEP, wide + STRIP, acc);
         if (way == DIRECT) {
             if (fetches) fetch_lines(strips == 1 ? w + PREFETCH : ahead, read), ahead += read;
         } else {
@@ -125,7 +128,7 @@ INLINE void tile(const int R, const int V, const int strips, const int kind, con
         w += step, wide += 2 * STRIP;
         if (kind == MXFP4 && i % MX_BLOCK == MX_BLOCK - 2) scale += t->width;
     }
-    if (i < t->k) add_products(R, V, kind, 0, x, at, w, scale, way == KEEP ? wide : 0, acc);
+    if (i < t->k) add_products(R, V, kind, 0, x, at, w, scale, way == KEEP, wide, acc);
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < V; v++) *(vf *)(t->y[r] + first + v * VL) = acc[r][v];
 }
@@ -137,16 +140,21 @@ INLINE void tile(const int R, const int V, const int strips, const int kind, con
         for (i64 first = 0; first < WIDTH; first += V_OF(R, WIDTH) * VL)                                              \
             tile(R, V_OF(R, WIDTH), STRIPS_OF(R, WIDTH), kind, way, t, first);                                        \
         break;
-#define ALL_TILES(WIDTH) TILES(1, WIDTH) TILES(2, WIDTH) TILES(3, WIDTH) TILES(4, WIDTH) TILES(5, WIDTH) TILES(6, WIDTH)
+#define UP_TO_6(WIDTH) TILES(1, WIDTH) TILES(2, WIDTH) TILES(3, WIDTH) TILES(4, WIDTH) TILES(5, WIDTH) TILES(6, WIDTH)
+#if defined(__AVX512F__)
+#define UP_TO_MOST(WIDTH) UP_TO_6(WIDTH) TILES(7, WIDTH) TILES(8, WIDTH)
+#else
+#define UP_TO_MOST(WIDTH) UP_TO_6(WIDTH)
+#endif
 #define STRIP_TILE(R) case R: tile(R, STRIP / VL, 1, kind, way, t, 0); break;
 
 /* Not inlined: one copy for each kind and way. Several blocks of rows have 3 rows or more each, being cut evenly. */
-#define DIRECT_TILES(name, KIND)                                                                                      \
+#define DIRECT_TILES(name, KIND, ROWS)                                                                                \
     static __attribute__((noinline)) void name(const Tile *t, i64 rows)                                               \
     {                                                                                                                 \
         const int kind = KIND, way = DIRECT;                                                                          \
-        if (t->width == PANEL) switch (rows) { ALL_TILES(64) }                                                        \
-        else switch (rows) { ALL_TILES(32) }                                                                          \
+        if (t->width == PANEL) switch (rows) { ROWS(64) }                                                             \
+        else switch (rows) { ROWS(32) }                                                                               \
     }
 #define STRIP_TILES(name, KIND, WAY)                                                                                  \
     static __attribute__((noinline)) void name(const Tile *t, i64 rows)                                               \
@@ -154,11 +162,11 @@ INLINE void tile(const int R, const int V, const int strips, const int kind, con
         const int kind = KIND, way = WAY;                                                                             \
         switch (rows) { STRIP_TILE(3) STRIP_TILE(4) STRIP_TILE(5) STRIP_TILE(6) }                                     \
     }
-DIRECT_TILES(float32_direct, FLOAT32)
-DIRECT_TILES(bfloat16_direct, BFLOAT16)
-DIRECT_TILES(int8_direct, INT8)
-DIRECT_TILES(e4m3_direct, E4M3)
-DIRECT_TILES(mxfp4_direct, MXFP4)
+DIRECT_TILES(float32_direct, FLOAT32, UP_TO_MOST)
+DIRECT_TILES(bfloat16_direct, BFLOAT16, UP_TO_MOST)
+DIRECT_TILES(int8_direct, INT8, UP_TO_6)
+DIRECT_TILES(e4m3_direct, E4M3, UP_TO_6)
+DIRECT_TILES(mxfp4_direct, MXFP4, UP_TO_6)
 STRIP_TILES(float32_keep, FLOAT32, KEEP)
 STRIP_TILES(bfloat16_keep, BFLOAT16, KEEP)
 STRIP_TILES(int8_keep, INT8, KEEP)
@@ -184,19 +192,16 @@ INLINE void channel_scales(const float *scale, i64 wanted, i64 count, float *to)
 INLINE i64 k_block(i64 kind) { return kind == E4M3 ? SCALE_GROUP : kind == GROUPS ? WIDE_K : K_BLOCK; }
 INLINE i64 row_blocks(i64 rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 
-/* Whether a tile of so many rows is as wide as the panel, whose lines it then reads one after the other. */
-INLINE int is_wide(i64 rows, i64 width)
-{
-    return width <= VL * (rows == 1 ? WIDEST(1) : rows <= 3 ? WIDEST(3) : WIDEST(MOST_ROWS));
-}
-
 /* y[r][0 .. width) = x[r] W^T. The panel comes from memory once: in blocks of k, of which a strip stays in the cache for
    all rows, which meanwhile fetch the next block. */
 static void panel_product(const Panel *p, const Rows *g)
 {
-    i64 blocks = row_blocks(g->rows), step = bytes_per_k(p->width, p->kind), block = k_block(p->kind);
+    i64 blocks = p->kind <= BFLOAT16 && g->rows <= MOST_DIRECT ? 1 : row_blocks(g->rows);
+    i64 step = bytes_per_k(p->width, p->kind), block = k_block(p->kind);
     i64 direct = blocks == 1 || p->width < STRIP, strips = direct ? 1 : p->width / STRIP;
-    if (blocks == 1 && !is_wide(g->rows, p->width)) block = FEW_ROWS_K_BLOCK;
+    i64 in_order = g->rows <= 2 || (p->kind == FLOAT32 && blocks == 1);
+    if (in_order && p->width > VL * (g->rows == 1 ? WIDEST(1) : g->rows <= 3 ? WIDEST(3) : WIDEST(MOST_ROWS)))
+        block = ORDERED_K_BLOCK;
     _Alignas(64) float wide[K_BLOCK * STRIP], scale[K_BLOCK / MX_BLOCK * PANEL];
     for (i64 r = 0; r < g->rows && !p->k; r++) memset(g->y[r], 0, p->width * 4);
     for (i64 start = 0; start < p->k; start += block) {

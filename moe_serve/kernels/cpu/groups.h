@@ -176,8 +176,8 @@ INLINE void widen_values(const int bits, const Groups *g, const GroupChunk *chun
 static __attribute__((noinline)) void wide_tiles(const Tile *t, i64 rows)
 {
     const int kind = FLOAT32, way = AGAIN;
-    if (t->width == PANEL) switch (rows) { ALL_TILES(64) }
-    else switch (rows) { ALL_TILES(32) }
+    if (t->width == PANEL) switch (rows) { UP_TO_6(64) }
+    else switch (rows) { UP_TO_6(32) }
 }
 
 /* As panel_product, of float activations: the chain of fused multiply-adds of the weight's values. */
