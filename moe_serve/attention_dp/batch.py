@@ -50,7 +50,7 @@ class ForwardBatch(NamedTuple):
     num_tokens:   real rows;  num_decodes: leading sequences with one row
     num_seqs:     of the tensors; a padded step of decodes has sequences behind its own, of which the host has no sizes
     prompt_rows:  the rows whose logits are wanted, too, but too many to be computed at once
-    state_slots:  [num_seqs, 4], as SequenceStates takes them; None: the model keeps no state of a request
+    state_slots:  [num_seqs, 4 or more], as SequenceStates takes them; None: the model keeps no state of a request
     host_*:       sizes as Python ints, so that no code waits for the device to learn one
     """
 
@@ -160,12 +160,13 @@ class BatchBuilder:
         if all(chunk.length == 1 and chunk.samples for chunk in chunks):
             return self._build_decodes(chunks, has_states)
         lens, num_drafts = [chunk.length for chunk in chunks], sum(len(chunk.drafts) for chunk in chunks)
+        most_copies = max(1, *(len(chunk.drafts) for chunk in chunks)) if has_states else 0
         order = sorted(range(len(lens)), key=lens.__getitem__)
         ordered = [chunks[i] for i in order]
         lens.sort()
         ends = list(accumulate(lens))
         num_tokens, num_decodes = sum(lens), bisect_right(lens, 1)
-        host = self._memory_for(num_tokens, len(lens), num_drafts, has_states=has_states).host
+        host = self._memory_for(num_tokens, len(lens), num_drafts, most_copies=most_copies).host
         host.input_ids[:num_tokens] = _token_ids(ordered)
         self._place_rows(ordered, num_decodes)
         host.input_ids[num_tokens:] = host.positions[num_tokens:] = 0
@@ -203,7 +204,7 @@ class BatchBuilder:
         """Returns the batch of one row of each request, at a position in a block that it holds, with this token."""
         num_rows, block_size = len(requests), self._tables.block_size
         bucket = bucket_of(num_rows) if self._pads_decodes else num_rows
-        memory = self._memory_for(bucket, bucket, decodes_only=True, has_states=has_states)
+        memory = self._memory_for(bucket, bucket, decodes_only=True, most_copies=int(has_states))
         host = memory.host
         if num_rows < bucket:  # padding sequences have one token, in a block that somebody owns
             host.input_ids[num_rows:] = host.positions[num_rows:] = 0
@@ -223,10 +224,10 @@ class BatchBuilder:
         return batch if num_rows == bucket else batch._replace(logit_rows=batch.logit_rows[:num_rows])
 
     def _memory_for(
-        self, num_tokens: int, num_seqs: int, num_drafts: int = 0, decodes_only: bool = False, has_states: bool = False
+        self, num_tokens: int, num_seqs: int, num_drafts: int = 0, decodes_only: bool = False, most_copies: int = 0
     ) -> "_Memory":
         num_padded, width = self._numerics.padded(num_tokens), self._tables.rows.shape[1]
-        sizes = _Sizes(num_padded, num_seqs, num_seqs + num_drafts, width, decodes_only, has_states)
+        sizes = _Sizes(num_padded, num_seqs, num_seqs + num_drafts, width, decodes_only, most_copies)
         if self._memory.sizes != sizes:
             self._memory = self._static.get(sizes) or _Memory(sizes, pinned=self._device.type == "cuda")
             if self._pads_decodes and decodes_only:
@@ -266,7 +267,9 @@ class BatchBuilder:
         """Writes where the sequences of these chunks, in order, find their states."""
         slots = self._memory.state_slots
         assert slots is not None, "memory for a model without states"
-        slots.numpy()[:] = [chunk.request.state_row(chunk.start, chunk.length) for chunk in chunks]
+        width = slots.shape[1]
+        rows = [chunk.request.state_row(chunk.start, chunk.length) for chunk in chunks]
+        slots.numpy()[:] = [(*row, *[0] * (width - len(row))) for row in rows]
         return slots
 
     def _place_rows(self, chunks: "Sequence[ScheduledChunk]", num_decodes: int) -> None:
@@ -304,14 +307,16 @@ _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # in t
 
 
 class _Sizes(NamedTuple):
-    """decodes_only: each sequence has one row, which samples;  has_states: the model keeps a state of each"""
+    """decodes_only: each sequence has one row, which samples
+    most_copies: of the state of a sequence, that rows of a step may keep; 0: the model keeps no states
+    """
 
     num_padded: int
     num_seqs: int
     num_logits: int
     table_width: int
     decodes_only: bool
-    has_states: bool = False
+    most_copies: int = 0
 
 
 class _Arrays(NamedTuple):
@@ -339,8 +344,8 @@ class _Memory:
         """pinned: for copies to a GPU that the host does not wait for"""
         self.sizes = sizes
         self._on_device: tuple[Tensor, _Tensors] | None = None
-        num_padded, num_seqs, num_logits, width, decodes_only, has_states = sizes
-        self.state_slots = torch.zeros(num_seqs, 4, dtype=torch.int64) if has_states else None
+        num_padded, num_seqs, num_logits, width, decodes_only, most_copies = sizes
+        self.state_slots = torch.zeros(num_seqs, 3 + most_copies, dtype=torch.int64) if most_copies else None
         self._int64_parts, self._end = _slices(num_padded, num_padded, num_padded, num_seqs, num_logits)
         self._int32_parts, num_int32 = _slices(num_seqs + 1, num_seqs * width)
         self._block = torch.zeros(self._end + (num_int32 + 1) // 2, dtype=torch.int64, pin_memory=pinned)
@@ -381,8 +386,11 @@ def _behind(slots: Tensor, skipped: Sequence[int]) -> Tensor:
     slots = slots.clone()
     for row, number in zip(slots, skipped, strict=True):
         if number:
+            after = int(row[2])
             row[0] = row[1]
-            row[2] = max(int(row[2]) - number, 0)
+            row[2] = max(after - number, 0) if after > 0 else min(after + number, 0)
+            if after + number < 0:
+                row[3 : 3 - after - number] = row[3 + number : 3 - after].clone()
     return slots
 
 

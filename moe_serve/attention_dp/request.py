@@ -115,6 +115,7 @@ class Request:
     state_from: int = -1
     num_in_state: int = 0
     snapshot_slot: int = -1
+    draft_slots: list[int] = field(default_factory=list)  # of a chunk with drafts: where the state is behind each row
     snapshot_at: int = -1
     branches_at: int = 0  # tokens whose keys and values were cached for others, beyond the last snapshot
     output_snapshot: bytes | None = None  # key of the last snapshot that was kept in the output
@@ -123,8 +124,11 @@ class Request:
     arrived_s: float = 0.0  # time.monotonic() of its submit
     queued_us: int = 0  # from there to its first chunk, until that is reported with its first token
 
-    def state_row(self, start: int, length: int) -> tuple[int, int, int, int]:
+    def state_row(self, start: int, length: int) -> tuple[int, ...]:
         """Returns where the state of tokens start..start+length is, as SequenceStates takes it."""
+        if self.draft_slots:
+            *copies, to = self.draft_slots
+            return self.state_from, to, -len(copies), *copies
         kept_after = self.snapshot_at - start
         if not 0 < kept_after <= length:
             return self.state_from, self.state_slot, 0, 0

@@ -558,6 +558,12 @@ class RequestBlocks:
             num_left = min(num_left, request.branches_at - request.num_computed)
         return num_left
 
+    def most_drafts(self, request: Request) -> int | None:
+        """Returns how many drafts a decode may have in front of the next place of a snapshot; None: any number."""
+        if self.states is None or not self.states.num_snapshots:
+            return None
+        return max(0, self.num_until_snapshot(request) - 2) if request.snapshot_slot < 0 else 0
+
     def plan_snapshot(self, request: Request, end: int) -> None:
         """Has the next chunk of a request, up to `end`, keep a snapshot of its state where one is wanted.
 

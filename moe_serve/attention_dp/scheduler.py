@@ -188,6 +188,7 @@ class Scheduler:
         order = list(self._running.values())
         self._left_since_proposal = False
         if self.blocks.states is not None:
+            self.blocks.states.end_drafts()
             self._preempt_spoiled(order)
         decodes, prefilling = self._propose_decodes(order)
         if not self._waiting:  # for blocks, maybe
@@ -321,7 +322,10 @@ class Scheduler:
             num_left = request.params.max_new_tokens - len(request.output_ids)
             room = (len(request.block_ids) + max(0, blocks.num_free - len(self._running))) * block_size - start - 1
             drafts = drafts[: max(0, min(num_left - 1, self.max_model_len - request.num_known - 1, room))]
+            drafts = drafts[: blocks.most_drafts(request)]
             blocks.reserve(request, start + 1 + len(drafts))
+            if blocks.states is not None and drafts:
+                blocks.states.begin_drafts(request, len(drafts))
             decodes[index] = _chunk((request, start, 1 + len(drafts), True, drafts))
             num_added += len(drafts)
         return num_added

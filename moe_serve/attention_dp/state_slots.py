@@ -7,6 +7,9 @@ Snapshots are kept behind every SNAPSHOT_TOKENS tokens, where a second request h
 and behind the last whole block of each prompt; chunks end at these places, but for the last one. The snapshot that was
 used longest ago makes room for the next.
 
+A chunk with drafts keeps a copy of the state behind each of its rows, and the request goes on with that behind the last
+row that counts: its slot and those of the copies change places.
+
 A step that ends in the middle, because a rank was lost, leaves states of which nobody knows how far they are: from
 `begin` to `complete` a state counts as spoiled, and its request starts again from a snapshot, or from its first token.
 """
@@ -20,18 +23,20 @@ SNAPSHOT_TOKENS = 512  # rounded up to whole blocks
 
 
 class StateSlots:
-    """Slots 0..max_running-1 are for running requests, num_snapshots slots behind them for snapshots.
+    """The first max_running + num_drafts slots are for running requests and drafts of a step, the num_snapshots behind
+    them for snapshots.
 
     interval: tokens from one snapshot of a long sequence to the next, a multiple of the block size
     """
 
-    def __init__(self, max_running: int, num_snapshots: int, interval: int):
-        self.num_slots = max_running + num_snapshots
+    def __init__(self, max_running: int, num_drafts: int, num_snapshots: int, interval: int):
+        self.num_slots = max_running + num_drafts + num_snapshots
         self.num_snapshots = num_snapshots
         self.interval = interval
-        self._first_snapshot = max_running
-        self._free = list(range(max_running))[::-1]
-        self._free_snapshots = list(range(max_running, self.num_slots))[::-1]
+        self._first_snapshot = max_running + num_drafts
+        self._free = list(range(self._first_snapshot))[::-1]
+        self._free_snapshots = list(range(self._first_snapshot, self.num_slots))[::-1]
+        self._drafting: dict[Request, list[int]] = {}  # what is left of draft_slots, the next one last
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # snapshots by key, the one used longest ago first
         self._num_readers: dict[int, int] = {}  # requests whose next step reads a snapshot's slot
         self._dropped: set[int] = set()  # slots of dropped snapshots that are still to be read
@@ -79,6 +84,22 @@ class StateSlots:
             request.state_from = slot
         request.num_in_state = num_tokens
 
+    def begin_drafts(self, request: Request, num_drafts: int) -> None:
+        """Gives the next chunk of a request, which has so many drafts, a slot for the state behind each of its rows."""
+        copies = [self._free.pop() for _ in range(num_drafts)]
+        request.draft_slots = [*copies, request.state_slot]
+        self._drafting[request] = request.draft_slots[::-1]
+
+    def end_drafts(self) -> None:
+        """Takes back slots of the step before: behind rows that did not count, or have not run."""
+        for request in list(self._drafting):
+            self._end_drafts(request)
+
+    def _end_drafts(self, request: Request) -> None:
+        if self._drafting.pop(request, None) is not None:
+            self._free += [slot for slot in request.draft_slots if slot != request.state_slot]
+            request.draft_slots = []
+
     def plan(self, request: Request, position: int, key: bytes | None) -> None:
         """Has the next chunk of a request keep a snapshot behind `position` tokens, if there is a slot for it.
 
@@ -99,12 +120,14 @@ class StateSlots:
             request.num_in_state = -1
 
     def complete(self, request: Request, key: bytes | None, decodes: bool) -> None:
-        """The chunk of a request has run.
+        """The chunk of a request has run, or with drafts its next row counts.
 
         key: of the block behind which it has kept a snapshot; None: it has kept none, or that is not to be used
         decodes: the chunk was one of the output, whose snapshots replace each other
         """
         self._end_reading(request)
+        if request in self._drafting:
+            request.state_slot = self._drafting[request].pop()
         request.state_from, request.num_in_state = request.state_slot, request.num_computed
         if key is not None and key not in self._slot_of:
             self._slot_of[key] = request.snapshot_slot
@@ -119,6 +142,7 @@ class StateSlots:
         if request.state_slot >= 0:
             self._end_reading(request)
             self._forget_plan(request)
+            self._end_drafts(request)
             self._free.append(request.state_slot)
             request.state_slot = -1
             request.output_snapshot = None
@@ -142,7 +166,9 @@ class StateSlots:
             if request.state_from >= self._first_snapshot:
                 readers[request.state_from] = readers.get(request.state_from, 0) + 1
         assert readers == self._num_readers, f"{readers} read snapshots, counted are {self._num_readers}"
-        assert sorted([request.state_slot for request in running] + self._free) == list(range(self._first_snapshot))
+        own = [request.state_slot for request in running if not request.draft_slots]
+        own += [slot for request in self._drafting for slot in request.draft_slots]
+        assert sorted(own + self._free) == list(range(self._first_snapshot)), f"{own} are used, {self._free} free"
         planned = [request.snapshot_slot for request in running if request.snapshot_slot >= 0]
         kept = [*self._slot_of.values(), *self._dropped, *self._filled, *planned, *self._free_snapshots]
         assert sorted(kept) == list(range(self._first_snapshot, self.num_slots)), f"snapshots are in {kept}"

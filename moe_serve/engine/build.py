@@ -35,7 +35,13 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.agreement import RankFacts, check_agreement
 from moe_serve.engine.model.expert_sources import ExpertSources
 from moe_serve.engine.model.load_windows import LoadWindows, TraceWriter
-from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, cache_layouts, checkpoint_folder
+from moe_serve.engine.model.model_plan import (
+    ModelPlan,
+    NumericsChoice,
+    cache_layouts,
+    checkpoint_folder,
+    num_draft_states,
+)
 from moe_serve.engine.model.prediction import TokenPredictor
 from moe_serve.engine.model.served_model import ServedModel
 from moe_serve.engine.model.shared_weights import (
@@ -202,8 +208,9 @@ def _state_slots(config: ServeConfig, served: ServedModel) -> StateSlots | None:
     """Returns the slots of the requests' states; None: the model keeps none."""
     if not served.cache.num_states:
         return None
-    size, max_running = config.cache.block_size, config.engine.max_running_requests
-    return StateSlots(max_running, served.cache.num_states - max_running, -(-SNAPSHOT_TOKENS // size) * size)
+    size, running, drafts = config.cache.block_size, config.engine.max_running_requests, num_draft_states(config)
+    num_snapshots = served.cache.num_states - running - drafts
+    return StateSlots(running, drafts, num_snapshots, -(-SNAPSHOT_TOKENS // size) * size)
 
 
 def _make_speculator(config: ServeConfig, sampler: Sampler, has_layer: bool) -> Speculator | None:
@@ -349,6 +356,7 @@ def build_served_model(
         # A step that a GPU replays from a graph leaves no rows.
         embedding_size=plan.spec.hidden if plan.device.type == "cpu" else 0,
     )
+    num_states = config.engine.max_running_requests + num_draft_states(config) + plan.num_snapshots
     served = ServedModel(
         rank=group.rank,
         spec=plan.spec,
@@ -361,7 +369,7 @@ def build_served_model(
             plan.device,
             plan.dtype,
             state_shapes(plan.spec),
-            config.engine.max_running_requests + plan.num_snapshots if state_shapes(plan.spec) else 0,
+            num_states if state_shapes(plan.spec) else 0,
         ),
         limits=limits,
         numerics=plan.numerics,

@@ -15,7 +15,7 @@ from moe_serve.attention_dp.kv_cache import bytes_per_block, state_bytes
 from moe_serve.attention_dp.scheduler import most_yielding_rows
 from moe_serve.config import ServeConfig
 from moe_serve.dispatch.buffer_sizes import BufferSizes
-from moe_serve.engine.model.model_plan import ModelPlan, cache_layouts
+from moe_serve.engine.model.model_plan import ModelPlan, cache_layouts, num_draft_states
 from moe_serve.engine.model.shared_weights import Sharing
 from moe_serve.engine.model.working_memory import StepSizes, working_memory
 from moe_serve.engine.output.row_logprobs import rows_at_once
@@ -106,6 +106,9 @@ def _cache(config: ServeConfig, plan: ModelPlan) -> Iterator[Memory]:
         running, size = config.engine.max_running_requests, state_bytes(shapes)
         why = f"engine.max_running_requests {running} x {bytes_in_words(size)}, of layers that keep one"
         yield Memory("states of requests", running * size, why)
+        if number := num_draft_states(config):
+            why = f"{number} x {bytes_in_words(size)}, of which wrong drafts leave the right ones"
+            yield Memory("states behind drafts", number * size, why)
         why = f"{plan.num_snapshots} x {bytes_in_words(size)}, from which requests with an equal beginning go on"
         if not plan.num_snapshots:
             why = f"cache.snapshot_gib {config.cache.snapshot_gib:g} holds none, so no prefix is reused"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.kernels.forms import ConvShape
-from moe_serve.kernels.sequence_states import NO_SLOT, SequenceStates
+from moe_serve.kernels.sequence_states import NO_SLOT, SequenceStates, copies_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ def causal_conv_reference(rows: Tensor, weights: ConvWeights, states: Tensor, se
     for (start, end), slots in zip(pairwise(starts), sequences.slots.tolist(), strict=True):
         if start == end:
             continue
-        from_slot, to_slot, kept_after, kept_slot = slots
+        from_slot, to_slot = slots[:2]
         before = torch.zeros_like(states[0]) if from_slot == NO_SLOT else states[from_slot]
         window = torch.cat((before, x[start:end]))
         mixed = weights.bias.expand(end - start, -1)
@@ -50,8 +50,9 @@ def causal_conv_reference(rows: Tensor, weights: ConvWeights, states: Tensor, se
             mixed = mixed + window[tap : tap + end - start] * weights.weight[tap]
         out[start:end] = mixed
         states[to_slot] = window[end - start :]
-        if kept_after:
-            states[kept_slot] = window[kept_after : kept_after + shape.taps - 1]
+        for kept_after, slot in copies_of(slots).items():
+            if kept_after <= end - start:
+                states[slot] = window[kept_after : kept_after + shape.taps - 1]
     if shape.silu:  # the column of zeros ends the CPU loop with every row, as in rows.gate_
         out = functional.silu(functional.pad(out, (0, 1))[:, :-1])
     if shape.after is not None:

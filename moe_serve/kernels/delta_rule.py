@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from moe_serve.kernels.forms import DeltaShape
 from moe_serve.kernels.rows import rms_norm
-from moe_serve.kernels.sequence_states import NO_SLOT, SequenceStates
+from moe_serve.kernels.sequence_states import NO_SLOT, SequenceStates, copies_of
 
 _LENGTH_EPS = 1e-6
 
@@ -92,7 +92,7 @@ def delta_rule_reference(
     for (start, end), slots in zip(pairwise(starts), sequences.slots.tolist(), strict=True):
         if start == end:
             continue
-        from_slot, to_slot, kept_after, kept_slot = slots
+        (from_slot, to_slot), copies = slots[:2], copies_of(slots)
         for pool in pools:
             pool[to_slot] = 0 if from_slot == NO_SLOT else pool[from_slot]
         for row in range(start, end):
@@ -103,9 +103,9 @@ def delta_rule_reference(
                 gates = gates.sigmoid().view(shape.value_heads, -1)
             given = _token(wide[row], steps, weights, columns, *(pool[to_slot] for pool in pools))
             out[row] = (given * gates).to(rows.dtype)
-            if row + 1 - start == kept_after:
+            if (slot := copies.get(row + 1 - start)) is not None:
                 for pool in pools:
-                    pool[kept_slot] = pool[to_slot]
+                    pool[slot] = pool[to_slot]
     return out.flatten(1)
 
 

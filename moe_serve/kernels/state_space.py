@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.kernels.forms import MambaShape
-from moe_serve.kernels.sequence_states import NO_SLOT, SequenceStates
+from moe_serve.kernels.sequence_states import NO_SLOT, SequenceStates, copies_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +46,12 @@ def state_space_reference(
     for (start, end), slots in zip(pairwise(starts), sequences.slots.tolist(), strict=True):
         if start == end:
             continue
-        from_slot, to_slot, kept_after, kept_slot = slots
+        (from_slot, to_slot), copies = slots[:2], copies_of(slots)
         states[to_slot] = 0 if from_slot == NO_SLOT else states[from_slot]
         for row in range(start, end):
             out[row] = _token(wide[row], wide_steps[row], weights, states[to_slot]).to(mixed.dtype)
-            if row + 1 - start == kept_after:
-                states[kept_slot] = states[to_slot]
+            if (slot := copies.get(row + 1 - start)) is not None:
+                states[slot] = states[to_slot]
     return out.flatten(1)
 
 

@@ -10,6 +10,7 @@ from moe_serve.attention_dp.block_tables import BlockTables
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk
 from moe_serve.kernels.numerics import FAST, Numerics
+from moe_serve.kernels.sequence_states import copies_of
 from tests.attention_dp.steps import tables_of
 
 
@@ -47,6 +48,22 @@ def test_logit_rows_follow_the_chunks_first_those_that_sample() -> None:
     assert batch.input_ids.tolist() == [5, 0, 1, 6, 7, 8, 6, 7, 8, 9]
     assert batch.logit_rows.tolist() == [9, 0, 5, 2]
     assert batch.num_decodes == 1
+
+
+def test_halves_of_a_chunk_with_drafts_keep_the_state_behind_each_row_once() -> None:
+    drafting, decode = request("drafting", [1, 2], [0, 1], (5,)), request("decode", [3, 4], [2], (6,))
+    drafting.state_slot = drafting.state_from = 0
+    drafting.draft_slots, decode.state_slot, decode.state_from = [5, 6, 7, 0], 1, 1
+    chunks = [ScheduledChunk(drafting, 2, 4, True, (7, 8, 9)), ScheduledChunk(decode, 2, 1, True)]
+    batch = ForwardBatch.build(chunks, tables_of(4, [drafting, decode]), "cpu", FAST)
+    first, second = batch.halves(FAST)  # of three rows and two
+    wanted = (batch, [[1, 1], [0, 0, 5, 6, 7]]), (first, [[1, 1], [0, 0, 5, 6]]), (second, [[0, 0, 7]])
+    for part, rows in wanted:
+        assert part.state_slots is not None
+        lens = part.host_query_lens
+        found = [[*row[:2], *(to for after, to in copies_of(row).items() if after <= length)]
+                 for row, length in zip(part.state_slots.tolist(), lens, strict=True)]  # fmt: skip
+        assert found == rows
 
 
 @pytest.mark.parametrize("numerics", [FAST, Numerics(row_tile=4)], ids=["fast", "invariant"])

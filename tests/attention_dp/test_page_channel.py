@@ -157,7 +157,7 @@ class Rank:
         self.values = self.cache.layer(0).view(torch.int64).view(-1)  # by slot
         self.sender = None if sender is None else PageSender(sender, self.cache, LAUNCH)
         self.receiver = None if receivers is None else PageReceiver(receivers, self.cache)
-        states = StateSlots(8, num_snapshots, 16) if has_states else None
+        states = StateSlots(8, 0, num_snapshots, 16) if has_states else None
         blocks = RequestBlocks(NUM_BLOCKS, 4, True, b"model" + weights, None, self.sender, self.receiver, states=states)
         self.scheduler = Scheduler(blocks, 8, 8, PROMPT + OUTPUT + 1)
 

@@ -27,6 +27,7 @@ from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
 from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.attention_dp.state_slots import StateSlots
+from moe_serve.kernels.sequence_states import copies_of
 
 MAX_NEW_TOKENS = 6
 
@@ -255,25 +256,32 @@ class TieredMachine(SchedulerMachine):
 
 
 class StatefulMachine(SchedulerMachine):
-    """The same, of a model with states: a slot holds the tokens that its state has seen. Some steps are void."""
+    """The same, of a model with states: a slot holds the tokens that its state has seen. Some steps are void.
+
+    Some drafts are right, and the states behind the others are left.
+    """
 
     def states(self, max_running: int, block_size: int) -> StateSlots | None:
         self.draw = random.Random(0)
         self.seen: dict[int, tuple[int, ...]] = {}
         self.num_void = 0
-        return StateSlots(max_running, num_snapshots=2, interval=2 * block_size)
+        return StateSlots(max_running, num_drafts=15, num_snapshots=2, interval=2 * block_size)
+
+    def speculator(self) -> Speculator | None:
+        return RandomDrafts()
 
     def compute(self, chunks: tuple[ScheduledChunk, ...]) -> list[int | None]:
         rows = [chunk.request.state_row(chunk.start, chunk.length) for chunk in chunks]
-        written = [slot for _, to, after, kept in rows for slot in ((to, kept) if after else (to,))]
+        written = [slot for row in rows for slot in (row[1], *copies_of(row).values())]
         assert len(set(written)) == len(written), f"a state is written twice: {written}"
-        for chunk, (source, to, after, kept) in zip(chunks, rows, strict=True):
-            tokens = tuple(chunk.request.token_ids(0, chunk.start + chunk.length))
+        for chunk, row in zip(chunks, rows, strict=True):
+            source, to = row[:2]
+            tokens = (*chunk.request.token_ids(0, chunk.start + chunk.num_known), *chunk.drafts)
             assert source == to or source not in written, f"state {source} is written while it is read"
             state = () if source < 0 else self.seen[source]
             assert state == tokens[: chunk.start], f"{chunk.request.request_id} reads the state of other tokens"
             self.seen[to] = tokens
-            if after:
+            for after, kept in copies_of(row).items():
                 self.seen[kept] = tokens[: chunk.start + after]
         if self.draw.random() < 0.1:
             self.num_void += 1

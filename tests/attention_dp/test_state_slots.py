@@ -1,17 +1,20 @@
 """Snapshots of states: where they are kept, what they make of a cached prefix, and what a void step leaves."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.attention_dp.state_slots import StateSlots
-from tests.attention_dp.steps import run_step
+from tests.attention_dp.steps import next_token, run_step
 
 
 def scheduler_of(num_snapshots: int = 8, interval: int = 16) -> Scheduler:
     """Returns a scheduler of a model with states, over blocks of 4 tokens."""
-    blocks = RequestBlocks(64, 4, states=StateSlots(4, num_snapshots, interval))
+    blocks = RequestBlocks(64, 4, states=StateSlots(4, 15, num_snapshots, interval))
     return Scheduler(blocks, max_running=4, max_batch_tokens=64, max_model_len=256)
 
 
@@ -102,3 +105,67 @@ def test_what_was_withdrawn_leaves_no_snapshot() -> None:
     scheduler.discard("a")  # its values were not finite
     scheduler.check()
     assert serve(scheduler, request_of("b", prompt))[0] == [("b", 0, 11)]
+
+
+class SixDrafts(Speculator):
+    """Six drafts of each request."""
+
+    def __init__(self) -> None:
+        super().__init__(max_drafts=6, index_bytes=1, shares_text=False, always=True, reads_text=False)
+
+    def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
+        return [(0,) * 6] * len(requests)
+
+
+def test_a_request_goes_on_from_the_state_behind_the_last_draft_that_counts() -> None:
+    for num_right in range(4):
+        scheduler, request = scheduler_of(interval=64), request_of("a", list(range(5)), 30)
+        scheduler.add(request)
+        run_step(scheduler)
+        scheduler.speculator = SixDrafts()
+        (chunk,) = scheduler.commit(scheduler.propose())
+        source, to, number, *copies = request.state_row(chunk.start, chunk.length)
+        assert (source, number) == (to, -6), "in place, with a copy behind each row but the last"
+        assert len({to, *copies}) == 7
+        scheduler.complete(chunk, 0)
+        for _ in range(num_right):
+            scheduler.accept(request, 0)
+        scheduler.check()
+        scheduler.speculator = None
+        (then,) = scheduler.commit(scheduler.propose())
+        assert request.state_row(then.start, then.length) == (copies[num_right], copies[num_right], 0, 0)
+        scheduler.check()
+
+
+def test_drafts_that_have_not_run_leave_the_state_alone() -> None:
+    scheduler, request = scheduler_of(), request_of("a", list(range(5)), 30)
+    scheduler.add(request)
+    run_step(scheduler)
+    scheduler.speculator = SixDrafts()
+    slot = request.state_slot
+    for _ in range(20):  # proposals that the ranks do not run
+        (chunk,) = scheduler.propose().decodes
+        assert request.state_row(chunk.start, chunk.length)[:2] == (slot, slot)
+        scheduler.check()
+    scheduler.abort("a")
+    scheduler.check()
+
+
+def test_drafts_end_in_front_of_the_places_of_snapshots() -> None:
+    scheduler, request = scheduler_of(), request_of("a", [1, 2, 3], 45)
+    scheduler.speculator = SixDrafts()
+    scheduler.add(request)
+    lengths = []
+    while scheduler.has_work:
+        for chunk in scheduler.commit(scheduler.propose()):
+            lengths.append(chunk.length)
+            scheduler.complete(chunk, next_token(request))
+            for _ in chunk.drafts:  # which are right
+                scheduler.accept(request, next_token(request))
+        scheduler.check()
+        if len(request.output_ids) == 45:
+            scheduler.finish("a")
+    assert lengths == [3, 7, 5, 1, 7, 7, 1, 1, 7, 7, 1]
+    scheduler.speculator = None
+    later = request_of("b", [*request.token_ids(0, 45), 7])
+    assert serve(scheduler, later)[0][0] == ("b", 32, 12), "as without drafts"

@@ -177,7 +177,6 @@ def test_cpu_ranks_split_by_time_unless_told_otherwise_and_gpus_never(tmp_path: 
 
 
 @pytest.mark.parametrize(("override", "why"), [
-    ("speculation.mode=auto", r"guessed tokens would spoil; set speculation\.mode: off"),
     ("cache.host_gb=1", r"pages .* do not hold; leave cache\.host_gb and cache\.disk_gb out"),
     ("parallel.num_prefill_ranks=1 cache.prefix_cache=false", r"there are none; set cache\.prefix_cache: true"),
     ("parallel.num_prefill_ranks=1 cache.snapshot_gib=0", r"and cache\.snapshot_gib to 2.\d+e-05 at least"),

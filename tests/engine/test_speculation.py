@@ -22,17 +22,20 @@ from tests.engine.offline import OTHER_FAMILIES, TINY, Served, prompts_with_shar
 from tests.engine.test_identity import PLAIN, model_overrides, requests_for, same, submits_that_change_logits
 from tests.engine.test_structured import STARTS, compile_at_once, submits_with_forms
 from tests.engine.test_values_not_finite import poison_embedding
-from tests.models.families import WITH_STATES
 
-EVERY_DAY = ("demo", "deepseek_v3", "gpt_oss", "deepseek_v32", "llama4_text")
-STATELESS = [name for name in OTHER_FAMILIES if name not in WITH_STATES]  # guesses would spoil a state
+# Of those with states one of each kind: the gated delta rule, state spaces, and convolutions.
+EVERY_DAY = ("demo", "deepseek_v3", "gpt_oss", "deepseek_v32", "llama4_text", "qwen3_next", "nemotron_h", "lfm2_moe")
 FAMILIES = [
-    pytest.param(model, marks=() if model in EVERY_DAY else pytest.mark.slow) for model in ("demo", *TINY, *STATELESS)
+    pytest.param(model, marks=() if model in EVERY_DAY else pytest.mark.slow)
+    for model in ("demo", *TINY, *OTHER_FAMILIES)
 ]
 SMALL_CACHE = [
     "cache.num_blocks=24", "cache.block_size=8", "cache.prefix_cache=true", "engine.max_batch_tokens=40",
     "engine.max_running_requests=24", "dispatch.max_tokens_per_rank=16",
 ]  # fmt: skip
+
+
+VERIFIES = "speculation.mode=lookup"  # so that there are states behind drafts; what drafts then is replaced
 
 
 class Oracle(Speculator):
@@ -79,7 +82,7 @@ def test_drafts_change_no_bit_in_any_family(model: str, tmp_path) -> None:
     overrides = [*PLAIN, *model_overrides(model, tmp_path)]
     submits = requests_for(model, "small")[:24]
     expected = serve(1, submits, overrides)
-    drafted = serve(2, submits, [*overrides, *SMALL_CACHE], stagger=1, prepare=drafting(expected))
+    drafted = serve(2, submits, [*overrides, *SMALL_CACHE, VERIFIES], stagger=1, prepare=drafting(expected))
     same(drafted, expected)
     assert drafted.tokens == expected.tokens
     assert drafted.stats["num_preempted"] > 0, "the cache was not small enough to preempt anybody"
@@ -242,7 +245,7 @@ def greedy_and_sampled(model: str, num: int) -> list[Submit]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ("demo", *TINY, *STATELESS))
+@pytest.mark.parametrize("model", ("demo", *TINY, *OTHER_FAMILIES))
 def test_drafts_change_no_bit_of_5000_requests(model: str, tmp_path) -> None:
     """Of each family 3 x 96 requests, which is more than 5,000 over all of them."""
     overrides = [*PLAIN, *model_overrides(model, tmp_path)]
@@ -250,10 +253,10 @@ def test_drafts_change_no_bit_of_5000_requests(model: str, tmp_path) -> None:
     expected = serve(1, submits, overrides)
     for num_ranks, stagger in ((1, 1), (2, None), (4, 2)):
         cache = SMALL_CACHE if num_ranks == 2 else []
-        drafted = serve(num_ranks, submits, [*overrides, *cache], stagger, prepare=drafting(expected))
+        drafted = serve(num_ranks, submits, [*overrides, *cache, VERIFIES], stagger, prepare=drafting(expected))
         same(drafted, expected)
         assert (drafted.tokens, drafted.finish) == (expected.tokens, expected.finish)
-    mutated = serve(2, submits, overrides, prepare=partial(_one_too_many, expected.tokens))
+    mutated = serve(2, submits, [*overrides, VERIFIES], prepare=partial(_one_too_many, expected.tokens))
     assert mutated.tokens != expected.tokens, "one draft too many would not be noticed"
 
 

@@ -10,6 +10,7 @@ import torch
 from moe_serve.attention_dp.host_pages import slot_bytes
 from moe_serve.attention_dp.kv_cache import KvLayout, bytes_per_block, state_bytes
 from moe_serve.attention_dp.page_record import HEADER_BYTES, check_size
+from moe_serve.attention_dp.scheduler import most_yielding_rows
 from moe_serve.c_library import processor_features
 from moe_serve.config import ServeConfig, model_dir
 from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_activations, choose_expert_form, has_e4m3
@@ -294,7 +295,6 @@ def check_states(config: ServeConfig, spec: ModelSpec, device: torch.device) -> 
     keeps_snapshots = config.cache.prefix_cache and config.cache.snapshot_gib * 2**30 >= size
     reasons = (
         (device.type != "cpu", f"and this rank computes on {device.type}; they run on CPUs alone: serve on CPU ranks"),
-        (config.speculation.mode != "off", "which guessed tokens would spoil; set speculation.mode: off"),
         (config.cache.host_gb is not None or config.cache.disk_gb is not None,
          "which pages outside the pool do not hold; leave cache.host_gb and cache.disk_gb out"),
         (config.parallel.num_prefill_ranks > 0 and not keeps_snapshots,
@@ -317,6 +317,12 @@ def check_identity_experts(config: ServeConfig, spec: ModelSpec, device: torch.d
         )
     if config.engine.expert_capacity is not None:
         raise ConfigError(f"{of_model}, which no capacity limits; leave engine.expert_capacity out")
+
+
+def num_draft_states(config: ServeConfig) -> int:
+    """Returns how many states one rank keeps behind drafts of a step, of a model that keeps any."""
+    running = config.engine.max_running_requests
+    return 0 if config.speculation.mode == "off" else most_yielding_rows(running) - 1
 
 
 def num_snapshots(config: ServeConfig, spec: ModelSpec, num_blocks: int) -> int:

@@ -19,15 +19,15 @@ typedef struct {
 } Conv;
 
 /* Columns at..at + 16 of a sequence, of which `count` exist. The rows before a token are in `window`, oldest first. */
-INLINE void convolve_columns(const Conv *job, const Sequence *s, i64 at, const i64 count)
+INLINE void convolve_columns(const Conv *job, Sequence s, i64 at, const i64 count)
 {
     ConvFacts a = job->a;
     i64 before = a.taps - 1, size = before * a.channels;
     vf window[CONV_TAPS][SPAN];
     for (i64 tap = 0; tap < before; tap++)
         UNROLL for (int j = 0; j < SPAN; j++)
-            window[tap][j] = s->from < 0 ? (vf){} : get(job->states + s->from * size + tap * a.channels + at, j, count);
-    for (i64 t = s->first; t < s->end; t++) {
+            window[tap][j] = s.from < 0 ? (vf){} : get(job->states + s.from * size + tap * a.channels + at, j, count);
+    for (i64 t = s.first; t < s.end; t++) {
         const float *row = job->rows + t * job->step;
         UNROLL for (int j = 0; j < SPAN; j++) {
             vf x = get(row + a.first + at, j, count), sum = get(a.bias + at, j, count);
@@ -40,7 +40,8 @@ INLINE void convolve_columns(const Conv *job, const Sequence *s, i64 at, const i
             if (a.after >= 0) sum = sum * get(row + a.after + at, j, count);
             put(job->out + t * a.channels + at, j, sum, count);
         }
-        i64 slots[2] = {t + 1 == s->end ? s->to : -1, t + 1 == s->copied ? s->copy : -1};
+        i64 slots[2] = {t + 1 == s.end ? s.to : -1, t + 1 == s.copied ? s.copy : -1};
+        if (t + 1 == s.copied) next_copy(&s);
         for (int k = 0; k < 2; k++)
             if (slots[k] >= 0)
                 for (i64 tap = 0; tap < before; tap++)
@@ -55,8 +56,8 @@ static void conv_piece(const void *about, i64 piece)
     i64 channels = job->a.channels, parts = (channels + CONV_PIECE - 1) / CONV_PIECE;
     Sequence s = sequence_of(&job->seqs, piece / parts);
     i64 at = piece % parts * CONV_PIECE, end = least(at + CONV_PIECE, channels);
-    for (; at + 16 <= end; at += 16) convolve_columns(job, &s, at, 16);
-    if (at < end) convolve_columns(job, &s, at, end - at);
+    for (; at + 16 <= end; at += 16) convolve_columns(job, s, at, 16);
+    if (at < end) convolve_columns(job, s, at, end - at);
 }
 
 /* rows [tokens of all sequences, step] -> out [tokens, channels]. states: [slots, taps - 1, channels], read and written

@@ -196,7 +196,10 @@ static void delta_piece(const void *about, i64 piece)
         i64 count = rows_at_once(&s, s.first, DELTA_TOKENS);
         delta_tokens(job, head, s.to, s.first, count);
         s.first += count;
-        if (s.first == s.copied) copy_state(job, head, s.to, s.copy);
+        if (s.first == s.copied) {
+            copy_state(job, head, s.to, s.copy);
+            next_copy(&s);
+        }
     }
 }
 

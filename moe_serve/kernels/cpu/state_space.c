@@ -79,7 +79,10 @@ static void state_space_piece(const void *about, i64 piece)
         i64 count = rows_at_once(&s, s.first, STATE_TOKENS);
         state_tokens(job, head, state, s.first, count);
         s.first += count;
-        if (s.first == s.copied) memcpy(job->states + (s.copy * a.heads + head) * size, state, size * 4);
+        if (s.first == s.copied) {
+            memcpy(job->states + (s.copy * a.heads + head) * size, state, size * 4);
+            next_copy(&s);
+        }
     }
 }
 

@@ -216,7 +216,7 @@ static void probe_states(i64 rows, i64 groups, i64 heads, i64 state_width, i64 w
     i64 inner = heads * width, keys = groups * state_width, channels = inner + 2 * keys, step = inner + channels + heads;
     i64 size = heads * ((width + 31) / 32) * state_width * 32, slots[] = {2, 0, 0, 0, -1, 1, 2, 3};
     i32 starts[] = {0, rows / 3, rows};
-    Sequences seqs = {2, starts, slots};
+    Sequences seqs = {2, starts, slots, 4};
     float *row = floats(rows * step, 2), *before = floats(4 * (taps - 1) * channels, 2);
     float *mixed = get_room(rows * channels * 4), *out = get_room(rows * inner * 4);
     float *decay = floats(heads, 1), *bias = floats(heads, 1), *states = floats(4 * size, 1);

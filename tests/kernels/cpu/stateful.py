@@ -42,7 +42,9 @@ class StatefulLayer(ABC):
 
 
 def states_of(starts: list[int], slots: list[list[int]]) -> SequenceStates:
-    return SequenceStates(torch.tensor(starts, dtype=torch.int32), torch.tensor(slots))
+    width = max(map(len, slots))
+    padded = [[*row, *[0] * (width - len(row))] for row in slots]
+    return SequenceStates(torch.tensor(starts, dtype=torch.int32), torch.tensor(padded))
 
 
 def compare_with_plain(ours: StatefulLayer, theirs: StatefulLayer) -> None:
@@ -50,7 +52,8 @@ def compare_with_plain(ours: StatefulLayer, theirs: StatefulLayer) -> None:
     rows = ours.draw(24, ours.row_width)
     first = [0, 1, 1, 3, 24], [[-1, 0, 0, 0], [-1, 4, 0, 0], [-1, 1, 0, 0], [-1, 2, 17, 3]]
     then = [0, 1, 2, 24], [[0, 0, 1, 4], [3, 1, 0, 0], [2, 2, 0, 0]]  # the second goes on from the copy
-    for starts, slots in (first, then):
+    drafts = [0, 2, 4, 24], [[0, 0, -1, 4], [1, 5, -2, 1, 3], [2, 2, 0]]  # a copy behind each row
+    for starts, slots in (first, then, drafts):
         got, wanted = ours.compiled(rows, starts, slots), theirs.by_torch(rows.clone(), starts, slots)
         for one, other in zip([got, *ours.pools], [wanted, *theirs.pools], strict=True):
             assert relative_error(one, other) < FLOAT32
@@ -74,5 +77,11 @@ def hold_bits(layer: StatefulLayer, run: Run, set_threads: Callable[[int], objec
     # A copy is the state after exactly so many tokens: what goes on from it has the same bits.
     run(rows, [0, 50], [[-1, 0, 19, 4]])
     assert torch.equal(run(rows[19:], [0, 31], [[4, 1, 0, 0]]), wanted[19:])
+    # So is each of several, of chunks with drafts of which some do not count.
+    run(rows, [0, 19], [[-1, 0, 0, 0]])
+    guessed = torch.cat((rows[19:22], others[:2]))
+    run(guessed, [0, 5], [[0, 0, -4, 1, 2, 3, 4]])
+    for number, slot in enumerate((1, 2, 3), start=20):
+        assert torch.equal(run(rows[number:], [0, 50 - number], [[slot, 5, 0, 0]]), wanted[number:])
     run(rows, [0, 50], [[-1, 0, 20, 4]])  # one token late
     assert not torch.equal(run(rows[19:], [0, 31], [[4, 1, 0, 0]]), wanted[19:])
