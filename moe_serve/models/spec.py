@@ -116,6 +116,8 @@ class MlaSpec:
     out_name: str = "o_proj"  # likewise, below the block
     gate_name: str | None = None  # of a projection to a gate of each head, whose values are times its sigmoid
     latent_factor: float = 1.0  # on normed latents
+    # Queries are projected from their latent as it was normed and as it was, and so is a gate of each value (A.X-K2).
+    gates_values: bool = False
 
     @property
     def query_dim(self) -> int:
@@ -223,6 +225,7 @@ class NormNames:
     input, post: of a layer, in front of attention and of the MLP or experts
     behind_attention, behind_moe, behind_dense: over what these add to the residual, a shared expert included
     last: behind all layers, below the model
+    With gates a row y goes on as y * sigmoid(B silu(A y)), where A has gate_rank rows.
     """
 
     input: str | None = "input_layernorm"
@@ -231,6 +234,7 @@ class NormNames:
     behind_moe: str | None = None
     behind_dense: str | None = None
     last: str = "norm"
+    gate_rank: int | None = None  # of the gates of the norms in front of attention and of experts; None: there are none
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
 
 def _attention(spec: ModelSpec, layer: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
     """Yields what a layer attends with, or keeps a state with, and its norms."""
-    yield from _named_norm(spec, ours + "input_norm", theirs, spec.norm_names.input)
+    yield from _named_norm(spec, ours + "input_norm", theirs, spec.norm_names.input, may_be_gated=True)
     if layer in spec.stateful_layer_ids and spec.stateful is not None:
         yield from _stateful(spec.stateful, spec.hidden, ours, f"{theirs}{spec.stateful_block}.")
     elif isinstance(spec.attention, GqaSpec):
@@ -161,7 +161,7 @@ def _attention(spec: ModelSpec, layer: int, ours: str, theirs: str) -> Iterator[
 def _fed(spec: ModelSpec, is_moe: bool, ours: str, theirs: str) -> Iterator[DenseTensor]:
     """Yields an MLP, or what all ranks have of experts, and their norms."""
     names = spec.norm_names
-    yield from _named_norm(spec, ours + "post_norm", theirs, names.post)
+    yield from _named_norm(spec, ours + "post_norm", theirs, names.post, may_be_gated=is_moe)
     if is_moe:
         yield from _moe(spec, ours, theirs)
     if not is_moe or spec.is_paired:
@@ -274,10 +274,19 @@ def _layer_norm(spec: ModelSpec, name: str, source: str) -> Iterator[DenseTensor
         yield DenseTensor(name + "_bias", (Part(source + ".bias", (spec.hidden,)),), "bias")
 
 
-def _named_norm(spec: ModelSpec, name: str, layer: str, source: str | None) -> Iterator[DenseTensor]:
-    """Yields a norm of a layer; None: there is none."""
-    if source is not None:
+def _named_norm(
+    spec: ModelSpec, name: str, layer: str, source: str | None, may_be_gated: bool = False
+) -> Iterator[DenseTensor]:
+    """Yields a norm of a layer, and its gate where it has one; None: there is none."""
+    if source is None:
+        return
+    rank, hidden = spec.norm_names.gate_rank, spec.hidden
+    if rank is None or not may_be_gated:
         yield from _layer_norm(spec, name, layer + source)
+        return
+    yield from _layer_norm(spec, name, f"{layer}{source}.norm")
+    yield DenseTensor(name + "_gate_in", (Part(f"{layer}{source}.W_down.weight", (rank, hidden)),))
+    yield DenseTensor(name + "_gate_out", (Part(f"{layer}{source}.W_up.weight", (hidden, rank)),))
 
 
 def _mlp(spec: ModelSpec, ours: str, theirs: str, width: int) -> Iterator[DenseTensor]:
@@ -451,7 +460,11 @@ def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
         if spec.bias:
             yield DenseTensor(ours + "q_kv_a_bias", (Part(theirs + "q_a_proj.bias", (rank,)), kv_a_bias), "bias")
         yield _norm(ours + "q_a_norm", theirs + "q_a_layernorm.weight", rank)
-        yield DenseTensor(ours + "q_b", (Part(theirs + "q_b_proj.weight", (q, rank)),))
+        if spec.gates_values:
+            q_gate = Part(theirs + "q_b_proj.weight", (q + spec.num_heads * spec.value_dim, 2 * rank))
+            yield DenseTensor(ours + "q_gate", (q_gate,))
+        else:
+            yield DenseTensor(ours + "q_b", (Part(theirs + "q_b_proj.weight", (q, rank)),))
     if spec.indexer is not None and rank is not None:
         heads, width, source = spec.indexer.num_heads, spec.indexer.width, theirs + "indexer."
         yield DenseTensor(ours + "index_q", (Part(source + "wq_b.weight", (heads * width, rank)),))

@@ -87,6 +87,9 @@ LONGCAT: dict[str, Any] = {
 }  # fmt: skip
 HUNYUAN: dict[str, Any] = COMMON | {"num_experts": 8, "moe_topk": 3, "head_dim": 16, "intermediate_size": 40}
 SPARSE: dict[str, Any] = MLA | {"index_n_heads": 16, "index_head_dim": 24, "index_topk": 17}
+AXK2: dict[str, Any] = {
+    key: value for key, value in SPARSE.items() if key not in ("first_k_dense_replace", "n_group", "topk_group")
+} | {"gated_norm_rank": 6}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -371,6 +374,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SWA | {"layer_rope_theta": [5000.0, 0, 5000.0], "layer_types": ["sliding_attention", *["full_attention"] * 2]},
     ),
     "axk1": ("axk1", MLA | {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "axk2": ("axk2", AXK2 | {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "axk2-groups-bias": (
+        "axk2",
+        AXK2 | {"n_group": 4, "topk_group": 2, "attention_bias": True, "gated_norm_rank": 5, "rope_parameters": YARN},
+    ),
     "mistral4-heated": ("mistral4", MLA | {"rope_parameters": HEATED, "n_shared_experts": 2}),
     "mistral4-no-q-lora": (
         "mistral4",

@@ -37,6 +37,8 @@ WITH_REPLICAS = [
     pytest.param(name, marks=[] if name in FAST_WITH_REPLICAS else pytest.mark.slow) for name in FIRST_OF_TYPE.values()
 ]
 NORM = GATE, "norm_kernel"
+NORM_GATE = 8  # launches of the gate of a norm: two products, and three of each sigmoid
+VALUE_GATES = 5  # and of those of values in latent attention: another product of the latent, its sum, a sigmoid
 CHOICE = 2  # launches beside that of attention where an indexer scores and chooses its keys
 
 
@@ -80,9 +82,14 @@ def test_a_decode_step_never_waits_and_launches_little(
     attention = [each.name for each in recording.launches if each.part == ATTENTION]
     assert attention.count("attend_kernel") == layers
     num_moe = num_moe_launches(recording, spec)
-    assert num_moe <= MOE_LAUNCHES * moe_layers
+    assert num_moe <= most_moe_launches(spec)
     most = LAUNCHES + (CHOICE if getattr(spec.attention, "indexer", None) else 0)
+    most += VALUE_GATES + 2 * NORM_GATE if spec.norm_names.gate_rank else 0
     assert len(attention) + num_moe + moe_layers + dense <= most * layers
+
+
+def most_moe_launches(spec: ModelSpec) -> int:
+    return (MOE_LAUNCHES + (NORM_GATE if spec.norm_names.gate_rank else 0)) * spec.num_moe_layers
 
 
 def num_moe_launches(recording: Recording, spec: ModelSpec) -> int:
@@ -180,7 +187,7 @@ def test_replicas_are_chosen_without_a_wait_and_by_one_launch(
     recording = record_step(step)
     chosen = [each.name for each in recording.launches if each.name == "split_replicas_kernel"]
     assert len(chosen) == spec.num_moe_layers
-    assert num_moe_launches(recording, spec) <= MOE_LAUNCHES * spec.num_moe_layers
+    assert num_moe_launches(recording, spec) <= most_moe_launches(spec)
 
 
 @pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])

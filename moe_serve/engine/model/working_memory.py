@@ -187,6 +187,8 @@ def _mla(spec: MlaSpec, numerics: Numerics, sizes: StepSizes) -> int:
     heads, size, border = spec.num_heads, sizes.itemsize, expand_from(spec)
     first = spec.q_lora_rank or 0
     projected = sizes.rows * (first + spec.latent_dim + 2 * heads * spec.query_dim) * size
+    if spec.gates_values:
+        projected += sizes.rows * heads * (spec.query_dim + 3 * spec.value_dim) * size  # of the latent before its norm
     if spec.indexer is not None:
         return projected + _indexed(spec, spec.indexer, sizes)
     expands = border is not None and not numerics.invariant

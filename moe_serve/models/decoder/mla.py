@@ -50,7 +50,10 @@ class MlaAttention:
         if "kv_a_bias" in weights:  # without q-LoRA the queries have no bias
             kv_a_bias = weights.pop("kv_a_bias")
             a_bias = torch.cat((kv_a_bias.new_zeros(len(q_kv_a) - len(kv_a_bias)), kv_a_bias))
-        q_b = weights.pop("q_b") if spec.q_lora_rank is not None else None
+        q_b = weights.pop("q_b") if spec.q_lora_rank is not None and not spec.gates_values else None
+        q_raw = None
+        if spec.gates_values:
+            q_b, q_raw = self._queries_and_gates(weights.pop("q_gate"))
         if not rope.interleaved:
             # Query heads end with the rotated part, and so does the last projection to the cache.
             order = pair_order(spec.rope_dim, q_kv_a.device)
@@ -76,9 +79,20 @@ class MlaAttention:
             expand=forms.per_head(expand),
             out=forms.take_linear(weights, "o"),
             gates=None if spec.gate_name is None else forms.take_linear(weights, "head_gates"),
+            q_raw=None if q_raw is None else forms.linear(q_raw),
             indexer=None if spec.indexer is None else self._indexer(spec.indexer, index, weights, rope, forms),
             projections=None if self._only_absorbed else HeadProjections(absorb, expand),
         )
+
+    def _queries_and_gates(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the projections of a query latent as it was normed, and as it was, to all queries, then all gates.
+
+        weight: [heads x (query_dim + value_dim), 2 x q_lora_rank], of each head's query and gates
+        """
+        spec = self.spec
+        heads = weight.view(spec.num_heads, spec.query_dim + spec.value_dim, 2, -1)
+        rows = torch.cat((heads[:, : spec.query_dim].flatten(0, 1), heads[:, spec.query_dim :].flatten(0, 1)))
+        return rows[:, 0].contiguous(), rows[:, 1].contiguous()
 
     def _indexer(
         self, spec: IndexerSpec, index: int, weights: dict[str, Any], rope: RopeSpec, forms: WeightForms
@@ -131,7 +145,8 @@ class MlaLayer:
     """Multi-head latent attention of one layer.
 
     q_kv_a: x -> (queries, or their latent with q-LoRA; then latent and unrotated key)
-    q_b:    with q-LoRA, the query latent -> queries
+    q_b:    with q-LoRA, the query latent -> queries, and gates of values where q_raw is given
+    q_raw:  adds to these what the latent gives as it was before its norm
     absorb: [heads, nope_dim, kv_lora_rank], projects queries into the latent space
     expand: [heads, kv_lora_rank, value_dim], projects latents to values
     gates:  x -> a logit of each head, whose values are times its sigmoid
@@ -143,6 +158,7 @@ class MlaLayer:
     q_kv_a: AnyLinear
     q_a_norm: Tensor | None
     q_b: AnyLinear | None
+    q_raw: AnyLinear | None
     kv_a_norm: Tensor
     absorb: AnyHeads
     expand: AnyHeads
@@ -159,11 +175,15 @@ class MlaLayer:
         # Before the query latent is normed, whose buffer may be that of x.
         keys = None if self.indexer is None else self.indexer.keys(x, do)
         gates = None if self.gates is None else do.linear("head_gates", self.gates, x)
-        index = None
+        index, value_gates = None, None
         if self.q_b is not None:
             assert self.q_a_norm is not None
             latent = do.rms_norm(q, self.q_a_norm, LATENT_EPS)
-            q = do.linear("q_b", self.q_b, latent)
+            raw, q = q, do.linear("q_b", self.q_b, latent)
+            if self.q_raw is not None:
+                do.add_gated_(q, do.linear("q_raw", self.q_raw, raw), None)
+                width = spec.num_heads * spec.query_dim
+                q, value_gates = q[:, :width], q[:, width:]
             index = None if self.indexer is None or keys is None else self.indexer.rows(latent, keys, do)
         if spec.temperature is not None:
             assert do.query_scales is not None
@@ -175,11 +195,15 @@ class MlaLayer:
             do.index_write(index.q, index.k, do.turns[0], do.slots, do.cache.layer(index.layer))
             latent_q = do.absorb(self.absorb, q, spec.nope_dim)
             attended = do.attend_indexed(latent_q[:, None], self.index, index)
-            return do.linear("attention_out", self.out, do.expand(self.expand, attended[:, 0]).flatten(1))
-        values = self._absorbed(q, do) if not do.expanded_rows else self._by_length(q, do)
+            values = do.expand(self.expand, attended[:, 0])
+        else:
+            values = self._absorbed(q, do) if not do.expanded_rows else self._by_length(q, do)
         if gates is not None:
             do.gate_heads_(values, gates)
-        return do.linear("attention_out", self.out, values.flatten(1))
+        values = values.flatten(1)
+        if value_gates is not None:
+            do.gate_(values, value_gates)
+        return do.linear("attention_out", self.out, values)
 
     def _by_length(self, q: Tensor, do: Step) -> Tensor:
         """q: [T, heads, nope + rope] -> [T, heads, value_dim], long chunks in the expanded form"""

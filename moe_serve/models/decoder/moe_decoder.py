@@ -33,6 +33,7 @@ from moe_serve.models.decoder.stack import (
     AnyStack,
     DecoderLayer,
     DecoderStack,
+    GatedNorm,
     PredictionStack,
     StackFactors,
     StackRunner,
@@ -107,7 +108,7 @@ def build_decoder(
     numerics = parallel.numerics
     dense: dict[str, Any] = weights.dense
     forms = WeightForms(numerics, weights.memory, spec.activation, weights.activations)
-    embed, norm = dense.pop("embed"), _norm(spec, dense, "norm")
+    embed, norm = dense.pop("embed"), _norm(spec, dense, "norm", forms)
     if isinstance(spec.attention, GqaSpec):
         attention: GqaAttention | MlaAttention = GqaAttention(spec.attention, spec.norm_eps)
     else:
@@ -144,7 +145,7 @@ def build_decoder(
             mlp = _mlp(mine, "", forms)
         if layer_id == spec.predictor_id:
             joined = {name: mine.pop(name) for name in ("embed_norm", "hidden_norm", "join", "head_norm", "head")}
-        norms = [_norm(spec, mine, name) if name in mine else None for name in ("input_norm", "post_norm")]
+        norms = [_norm(spec, mine, name, forms) if name in mine else None for name in ("input_norm", "post_norm")]
         out_norms = [mine.pop(name, None) for name in ("attention_out_norm", "mlp_out_norm")]
         layers.append(DecoderLayer(norms[0], attention_layer, out_norms[0], norms[1], moe, mlp, shared, out_norms[1]))
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
@@ -265,8 +266,10 @@ def _shared_expert(weights: dict[str, Any], forms: WeightForms) -> SharedExpert:
     return SharedExpert(_mlp(weights, "shared_", forms), None if gate is None else forms.linear(gate))
 
 
-def _norm(spec: ModelSpec, weights: dict[str, Any], name: str) -> AnyNorm:
+def _norm(spec: ModelSpec, weights: dict[str, Any], name: str, forms: WeightForms) -> AnyNorm:
     weight = weights.pop(name)
+    if name + "_gate_in" in weights:
+        return GatedNorm(weight, *(forms.take_linear(weights, name + part) for part in ("_gate_in", "_gate_out")))
     if not spec.layer_norm:
         return weight
     return LayerNorm(weight, weights.pop(name + "_bias") if spec.layer_norm_bias else torch.zeros_like(weight))

@@ -27,7 +27,17 @@ from moe_serve.models.decoder.mla import MlaLayer
 from moe_serve.models.decoder.step import SharedExpert, Step
 from moe_serve.models.spec import NormedResidual
 
-AnyNorm = Tensor | LayerNorm  # the weight of an RMS norm, or a layer norm
+
+@dataclass(frozen=True, eq=False)
+class GatedNorm:
+    """An RMS norm whose rows are multiplied by sigmoid(up(silu(down(row)))). weight: of the norm"""
+
+    weight: Tensor
+    down: AnyLinear
+    up: AnyLinear
+
+
+AnyNorm = Tensor | LayerNorm | GatedNorm  # the weight of an RMS norm, or another norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +161,12 @@ class DecoderStack:
             return x
         if isinstance(weight, LayerNorm):
             return do.layer_norm(x, delta, weight, self.eps)
+        if isinstance(weight, GatedNorm):
+            normed = self._normed(x, delta, weight.weight, do)
+            middle = do.linear("norm_gate_in", weight.down, normed)
+            do.gate_(middle, middle)  # silu
+            do.gate_(normed, do.linear("norm_gate_out", weight.up, middle))
+            return normed
         if delta is None:
             return do.rms_norm(x, weight, self.eps)
         return do.add_rms_norm(x, delta, weight, self.eps, self.factors.residual)

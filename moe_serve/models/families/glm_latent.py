@@ -1,7 +1,8 @@
-"""GLM-4.7-Flash, GLM-5 and A.X-K1: DeepSeek-V3 and V3.2 with a list of dense layers.
+"""GLM-4.7-Flash, GLM-5, A.X-K1 and A.X-K2: DeepSeek-V3 and V3.2 with a list of dense layers.
 
 GLM-5's indexer rotates adjacent pairs; A.X-K1 norms what a MoE layer adds, and is published without the router's bias,
-and with such a norm of dense layers, which do not use it.
+and with such a norm of dense layers, which do not use it. A.X-K2 gates its norms, but those in front of MLPs, and what
+it attends.
 """
 
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 from moe_serve.models.families.common import dense_width, moe_layers_of_list
 from moe_serve.models.families.deepseek import V3_DEFAULTS, read_v3, with_indexer
 from moe_serve.models.hf_config import HfConfig
-from moe_serve.models.spec import ModelSpec, NormNames
+from moe_serve.models.spec import MlaSpec, ModelSpec, NormNames
 
 
 def read_lite(config: HfConfig) -> ModelSpec:
@@ -34,6 +35,14 @@ def read_axk1(config: HfConfig) -> ModelSpec:
     return replace(spec, norm_names=names, may_lack_router_bias=True, num_predictors=0)
 
 
+def read_axk2(config: HfConfig) -> ModelSpec:
+    config.only("layer_types", ["indexed_attention"] * config.num_layers)
+    spec = with_indexer(_listed(config, config.size("first_k_dense_replace", default=1, minimum=0)), config)
+    assert isinstance(spec.attention, MlaSpec)
+    names = NormNames(gate_rank=config.size("gated_norm_rank"))
+    return replace(spec, attention=replace(spec.attention, gates_values=True), norm_names=names, num_predictors=0)
+
+
 def _listed(config: HfConfig, num_dense: int) -> ModelSpec:
     """Returns a DeepSeek-V3 whose dense layers are those of mlp_layer_types, or the first ones."""
     moe_layer_ids = moe_layers_of_list(config, num_dense)
@@ -54,6 +63,8 @@ _LITE = {
 DEFAULTS = {
     "glm4_moe_lite": _LITE,
     "glm_moe_dsa": _LITE | {"first_k_dense_replace": 3, "q_lora_rank": 2048, "routed_scaling_factor": 2.5},
+    "axk2": {**V3_DEFAULTS, "eos_token_id": 163691, "first_k_dense_replace": 1, "gated_norm_rank": 16}
+    | {"n_group": None, "topk_group": None, "q_lora_rank": 384},
     "axk1": {**V3_DEFAULTS, "eos_token_id": 163691, "first_k_dense_replace": 1},
 }
-READERS = {"glm4_moe_lite": read_lite, "glm_moe_dsa": read_dsa, "axk1": read_axk1}
+READERS = {"glm4_moe_lite": read_lite, "glm_moe_dsa": read_dsa, "axk1": read_axk1, "axk2": read_axk2}

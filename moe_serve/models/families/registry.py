@@ -138,7 +138,6 @@ REFUSED = {model_type: why_not for types, why_not in _ALIKE for model_type in ty
 REFUSED |= {
     "jamba": "a state-space layer of Mamba's first version",
     "deepseek_v4": "a cache of compressed tokens, several residual streams, and experts that a token's id chooses,",
-    "axk2": "norms and attention that are gated by the rows that went in",
     "dbrx": "layer norms without biases, and attention as one matrix,",
     "jetmoe": "attention whose heads are chosen as experts are",
     "beam": "residual sums that are weighted by depth",
@@ -150,7 +149,7 @@ REFUSED |= {
     "dots3_note": "latent attention of other sizes in some layers, and experts of other numbers,",
     "muse_spark": "gates of the residual stream",
     "zaya": "keys and values that are convolved before attention, and a router that reads the one before it,",
-    "mistral_large4": "a layer that reads the cache of another one",
+    "mistral_large4": "latents and choices of an indexer that several layers share, and scales of queries by position,",
     "openai_privacy_filter": "a model that labels tokens and generates none",
 }
 TIES_INSIDE = ("llama4",)  # whose text model says whether its embeddings are tied, not the model around it
