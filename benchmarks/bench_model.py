@@ -1,7 +1,10 @@
 """The model of the serving benchmarks: a Qwen3-MoE of 114 M parameters (26 M active) with random weights."""
 
 import json
+import os
 import random
+import statistics
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -165,3 +168,24 @@ class BenchLLM:
 
         params = SamplingParams(max_new_tokens=num_output, temperature=0, ignore_eos=True)
         return [list(output.token_ids) for output in self._llm.generate(prompts, params)]
+
+
+def compare(of: dict[str, BenchLLM], batch: int, rounds: int, what: str) -> dict[str, Any]:
+    """Returns a row of a table: tokens a second of two, by name, in turn, and the times of the second over the first's.
+
+    what: the ratio's name
+    """
+    times: dict[str, list[float]] = {name: [] for name in of}
+    for number in range(rounds + 1):
+        prompts = draw_prompts(batch, seed=1000 * batch + number)
+        for name, llm in of.items():
+            started = time.perf_counter()
+            llm.generate(prompts)
+            if number:  # the first round warms up
+                times[name].append(time.perf_counter() - started)
+    ratios = [b / a for a, b in zip(*times.values(), strict=True)]
+    speeds = {f"{name} tok/s": round(batch * NUM_OUTPUT / statistics.median(each)) for name, each in times.items()}
+    return {
+        "batch": batch, **speeds, f"{what} (median)": round(statistics.median(ratios), 2),
+        f"{what} (min … max)": f"{min(ratios):.2f} … {max(ratios):.2f}", "load": round(os.getloadavg()[0], 2),
+    }  # fmt: skip

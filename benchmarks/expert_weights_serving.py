@@ -6,14 +6,10 @@ Both run as one rank with one thread, in turn; the gain is the median of ratios.
 """
 
 import argparse
-import os
-import statistics
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
-from benchmarks.bench_model import NUM_OUTPUT, BenchLLM, draw_prompts, write_bench_model
+from benchmarks.bench_model import BenchLLM, compare, write_bench_model
 from benchmarks.conditions import add_isa, conditions, save
 
 BATCHES = (1, 16)
@@ -27,8 +23,8 @@ def main() -> None:
     facts = conditions("moe-serve")
     with tempfile.TemporaryDirectory() as folder:
         path = write_bench_model(Path(folder))
-        with BenchLLM(path, 1, 1) as dense, BenchLLM(path, 1, 1, expert_weights="int8") as int8:
-            rows = [compare(dense, int8, batch, args.rounds) for batch in BATCHES]
+        with BenchLLM(path, 1, 1, expert_weights="int8") as int8, BenchLLM(path, 1, 1) as dense:
+            rows = [compare({"int8": int8, "dense": dense}, batch, args.rounds, "gain") for batch in BATCHES]
     print(
         save(
             "expert_weights_serving",
@@ -40,26 +36,6 @@ def main() -> None:
             "time). `load` is the machine's load average after the row ran.",
         )
     )
-
-
-def compare(dense: BenchLLM, int8: BenchLLM, batch: int, rounds: int) -> dict[str, Any]:
-    times: dict[str, list[float]] = {"dense": [], "int8": []}
-    for number in range(rounds + 1):
-        prompts = draw_prompts(batch, seed=1000 * batch + number)
-        for name, llm in (("dense", dense), ("int8", int8)):
-            started = time.perf_counter()
-            llm.generate(prompts)
-            if number:  # the first round warms up
-                times[name].append(time.perf_counter() - started)
-    ratios = [a / b for a, b in zip(times["dense"], times["int8"], strict=True)]
-    return {
-        "batch": batch,
-        "dense tok/s": round(batch * NUM_OUTPUT / statistics.median(times["dense"])),
-        "int8 tok/s": round(batch * NUM_OUTPUT / statistics.median(times["int8"])),
-        "gain (median)": round(statistics.median(ratios), 2),
-        "gain (min … max)": f"{min(ratios):.2f} … {max(ratios):.2f}",
-        "load": round(os.getloadavg()[0], 2),
-    }
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Random calls of every POST route: a body that is served, with some of its values replaced by hostile ones."""
 
-import asyncio
 import copy
 import json
 import random
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from tests.launcher.answered import Answers, send_all
 
 Body = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -157,44 +156,18 @@ def _places(value: Any, path: Path = ()) -> Iterator[Path]:
             yield from _places(item, (*path, key))
 
 
-@dataclass
-class Answers:
-    """What came back. statuses: by route;  wrong: what was not answered as it should have been, with its body"""
-
-    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
-    longest_s: float = 0.0
-    wrong: list[str] = field(default_factory=list)
+async def send_calls(address: str, seed: int, count: int, limit_s: float) -> Answers:
+    """Sends `count` calls, and waits `limit_s` at most for each answer."""
+    draw = random.Random(seed)
+    return await send_all(address, (random_call(draw) for _ in range(count)), _ask, limit_s)
 
 
-async def send_calls(address: str, seed: int, count: int, num_clients: int, limit_s: float) -> Answers:
-    """Sends `count` calls, `num_clients` at a time, and waits `limit_s` at most for each answer."""
-    draw, answers = random.Random(seed), Answers()
-    calls = (random_call(draw) for _ in range(count))
-    limits = httpx.Limits(max_connections=num_clients)
-    async with httpx.AsyncClient(base_url=address, timeout=None, trust_env=False, limits=limits) as client:
-        await asyncio.gather(*[_send_next(client, calls, limit_s, answers) for _ in range(num_clients)])
-    return answers
-
-
-async def _send_next(
-    client: httpx.AsyncClient, calls: Iterator[tuple[str, bytes]], limit_s: float, answers: Answers
-) -> None:
-    loop = asyncio.get_running_loop()
-    for route, data in calls:
-        started_s = loop.time()
-        try:
-            async with asyncio.timeout(limit_s):
-                answer = await client.post(route, content=data, headers={"content-type": "application/json"})
-                if route == "/pause_generation":
-                    await client.post("/continue_generation")
-            answers.statuses[route, answer.status_code] += 1
-            problem = _problem(answer)
-        except (TimeoutError, httpx.HTTPError, ValueError) as error:
-            problem = repr(error)
-        took_s = loop.time() - started_s
-        answers.longest_s = max(answers.longest_s, took_s)
-        if problem:
-            answers.wrong.append(f"{route}: {problem} after {took_s:.1f} s: {data[:3000].decode(errors='replace')}")
+async def _ask(client: httpx.AsyncClient, call: tuple[str, bytes]) -> str:
+    route, data = call
+    answer = await client.post(route, content=data, headers={"content-type": "application/json"})
+    if route == "/pause_generation":
+        await client.post("/continue_generation")
+    return _problem(answer)
 
 
 def _problem(answer: httpx.Response) -> str:

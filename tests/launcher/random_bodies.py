@@ -1,13 +1,12 @@
 """Random valid bodies of `/generate`, and clients that send them and wait for every answer."""
 
-import asyncio
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from tests.launcher.answered import Answers, send_all
 
 VOCAB_SIZE, MODEL_LEN = 2048, 1024  # of the demo model
 MAX_NEW = 770
@@ -80,50 +79,20 @@ def _params(draw: random.Random) -> dict[str, Any]:
     return params
 
 
-@dataclass
-class Outcome:
-    """What became of the bodies. wrong: what was not answered as it should have been, each with its body"""
-
-    num_answered: int = 0
-    num_tokens: int = 0
-    longest_s: float = 0.0
-    wrong: list[str] = field(default_factory=list)
+async def send_bodies(address: str, seed: int, count: int, limit_s: float) -> Answers:
+    """Sends `count` bodies, and waits `limit_s` at most for each answer."""
+    draw = random.Random(seed)
+    return await send_all(address, (random_body(draw) for _ in range(count)), _ask, limit_s)
 
 
-async def send_bodies(address: str, seed: int, count: int, num_clients: int, limit_s: float) -> Outcome:
-    """Sends `count` bodies, `num_clients` at a time, and waits `limit_s` at most for each answer."""
-    draw, outcome = random.Random(seed), Outcome()
-    bodies = (random_body(draw) for _ in range(count))
-    limits = httpx.Limits(max_connections=num_clients)
-    async with httpx.AsyncClient(base_url=address, timeout=None, trust_env=False, limits=limits) as client:
-        await asyncio.gather(*[_send_next(client, bodies, limit_s, outcome) for _ in range(num_clients)])
-    return outcome
+async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
+    return _problem(body, await client.post("/generate", json=body))
 
 
-async def _send_next(
-    client: httpx.AsyncClient, bodies: Iterator[dict[str, Any]], limit_s: float, outcome: Outcome
-) -> None:
-    loop = asyncio.get_running_loop()
-    for body in bodies:
-        started_s = loop.time()
-        try:
-            async with asyncio.timeout(limit_s):
-                answer = await client.post("/generate", json=body)
-            num_tokens, problem = _check(body, answer)
-        except (TimeoutError, httpx.HTTPError) as error:
-            num_tokens, problem = 0, repr(error)
-        took_s = loop.time() - started_s
-        outcome.longest_s = max(outcome.longest_s, took_s)
-        outcome.num_tokens += num_tokens
-        outcome.num_answered += 1
-        if problem:
-            outcome.wrong.append(f"{problem} after {took_s:.1f} s: {json.dumps(body)}")
-
-
-def _check(body: dict[str, Any], answer: httpx.Response) -> tuple[int, str]:
-    """Returns how many tokens came out, and what is wrong with the answer; "" = nothing."""
+def _problem(body: dict[str, Any], answer: httpx.Response) -> str:
+    """Returns what is wrong with an answer, "" for nothing."""
     if answer.status_code != 200:
-        return 0, f"{answer.status_code} {answer.text}"
+        return f"{answer.status_code} {answer.text}"
     prompts = body.get("text", body.get("input_ids"))
     is_list = isinstance(prompts, list) and isinstance(prompts[0], list | str)
     params = body["sampling_params"]
@@ -132,19 +101,17 @@ def _check(body: dict[str, Any], answer: httpx.Response) -> tuple[int, str]:
     if body.get("stream"):
         events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
         if events.pop() != "[DONE]":
-            return 0, "the stream does not end with [DONE]"
+            return "the stream does not end with [DONE]"
         last = {event.get("index", 0): event for event in map(json.loads, events)}
         results = [last[index] for index in sorted(last)]
     else:
         content = answer.json()
         results = content if isinstance(content, list) else [content]
     if len(results) != len(allowed):
-        return 0, f"{len(results)} outputs for {len(allowed)} requests"
-    total = 0
+        return f"{len(results)} outputs for {len(allowed)} requests"
     for result, most in zip(results, allowed, strict=True):
         meta = result["meta_info"]
         count, reason = meta["completion_tokens"], meta["finish_reason"]
-        total += count
         if reason is None or count > most or (reason["type"] == "length" and count != most):
-            return total, f"{count} of {most} tokens, ended by {reason}"
-    return total, ""
+            return f"{count} of {most} tokens, ended by {reason}"
+    return ""
