@@ -78,7 +78,9 @@ def test_fp8_checkpoints_mean_what_their_blocks_say(fused: bool, oracle: Oracle,
     assert_equal(load(fp8, placed(spec, 2), 1), load(wanted, placed(spec, 2), 1))
 
 
-@pytest.mark.parametrize("name", ["minimax_m2", "glm4_moe", "qwen2_moe", "granitemoeshared", "olmoe", "dots1"])
+@pytest.mark.parametrize(
+    "name", ["minimax_m2", "glm4_moe", "qwen2_moe", "granitemoeshared", "olmoe", "dots1", "longcat_flash", "axk2"]
+)
 def test_fp8_checkpoints_of_other_families_mean_what_their_blocks_say(
     name: str, oracle: Oracle, tmp_path: Path
 ) -> None:

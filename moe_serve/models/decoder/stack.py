@@ -96,7 +96,7 @@ class DecoderStack:
         if self.factors.embedding != 1:
             do.scale_(x, self.factors.embedding)
         delta = None  # what the last sublayer adds to the residual
-        late: Tensor | None = None  # what experts of the layer before add behind this one
+        late: Tensor | None = None  # what the experts of a layer add behind the MLP of the next one
         for layer in self.layers:
             rows = x
             if layer.attention is not None and do.has_rows:
@@ -115,19 +115,19 @@ class DecoderStack:
             do.begin(MLP if layer.moe is None else GATE)
             if not self.is_parallel:
                 rows = self._normed(x, delta, layer.post_norm, do)
-            added: Tensor | None = None
-            if layer.moe is not None:
-                added = yield from do.moe(layer.moe, layer.shared, rows)
-                if self.factors.moe != 1:
-                    do.scale_(added, self.factors.moe)
-            if layer.mlp is None:
-                delta = added
-            else:
-                do.begin(MLP)
+            if layer.moe is None:
                 delta = do.mlp(layer.mlp, rows)
                 if late is not None:
                     do.add_gated_(delta, late, None)
-                late = added
+                    late = None
+            else:
+                delta = yield from do.moe(layer.moe, layer.shared, rows)
+                if self.factors.moe != 1:
+                    do.scale_(delta, self.factors.moe)
+                if layer.mlp is not None:
+                    late = delta
+                    do.begin(MLP)
+                    delta = do.mlp(layer.mlp, rows)
             if self.factors.normed is not None:
                 _weigh(x, delta, self.factors.normed.fed, do)
             if layer.mlp_out_norm is not None:
