@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
-from moe_serve.structured.json_schema import Schema, names_white_space, rewritten, with_options
+from moe_serve.structured.json_schema import Schema, is_lenient, names_white_space, rewritten, with_options
+from moe_serve.structured.other_words import in_known_words
 from moe_serve.structured.vocabulary import Vocabulary
 
 _MAX_TAGS = 256  # structures of a structural tag
@@ -52,8 +53,15 @@ class _Limits:
 # takes 25,000 items and 10 ms with vocabularies of 130,000 to 151,000 words.
 _OF_RULES, _OF_OTHERS = _Limits(), _Limits(max_items_in_row=2_000, step_max_items=50_000)
 _TRIED = 0.75  # of what a mask may take: a form that keeps to this on some outputs keeps to all of it on others
-# What a compiler's message means, where it does not say so: a pattern, the reason with the pattern's groups, the limit.
+# What a compiler's message means, where it does not say so: a pattern, the reason with the pattern's groups, the limit,
+# "" where words of a schema have none.
+_WAY_OUT = (
+    'leave that out, or "strict": true, and the answer says what is not held; where a field has no strict, put '
+    '"x-guidance": {"lenient": true, "coerce_one_of": true} into the schema'
+)
 _REASONS = (
+    (r"Unimplemented keys: \[(.*?)\]", "its {} cannot be held to the letter", ""),
+    (r"oneOf constraints are not supported", 'options of a "oneOf" in it may hold together', ""),
     (r"Current row has (\d+) items", "at one place of an output {} items of its rules apply", "max_items_in_row"),
     (r"Too many items", "to say what may come at one place of an output takes too many items of its rules",
      "step_max_items"),
@@ -97,9 +105,9 @@ def to_grammar(constraint: Constraint) -> str:
         match constraint.kind:
             case "json_schema":
                 schema = json.loads(text)
-                if '"format"' in text or '"$ref"' in text:
-                    schema = _as_llguidance_reads(schema)
-                    text = json.dumps(schema, ensure_ascii=False)
+                read = _as_llguidance_reads(schema, text)
+                if read is not schema:
+                    schema, text = read, json.dumps(read, ensure_ascii=False)
                 if schema is True:
                     schema, text = {}, "{}"  # the same, and takes options
                 ours = isinstance(schema, dict) and not names_white_space(schema)
@@ -125,11 +133,15 @@ def to_grammar(constraint: Constraint) -> str:
         ) from None
 
 
-def _as_llguidance_reads(schema: Any) -> Any:
-    """Returns a JSON schema without formats that llguidance does not know, such as pydantic's path and uuid4.
+def _as_llguidance_reads(schema: Any, text: str) -> Any:
+    """Returns a JSON schema in words that llguidance knows, without formats that it does not, such as pydantic's path.
+
+    A lenient one keeps its words, so that it costs what it did: llguidance leaves out what it does not know.
 
     By JSON Schema 2020-12 (validation, section 7.2.3) a format that is not known is an annotation, and no error.
     References are URIs: what may not stand in one is escaped, such as RowCol<Title>.
+
+    text: of the schema; where it has no word to change, the schema itself is returned
     """
 
     def change(schema: Schema) -> Schema:
@@ -141,7 +153,8 @@ def _as_llguidance_reads(schema: Any) -> Any:
             schema["$ref"] = quote(reference, safe=_OF_URIS)
         return schema
 
-    return rewritten(schema, change)
+    known = rewritten(schema, change) if '"format"' in text or '"$ref"' in text else schema
+    return known if is_lenient(known) else in_known_words(text, known)
 
 
 def _words(text: str, field: str) -> list[str]:
@@ -172,7 +185,7 @@ def _tags_to_lark(text: str, field: str) -> str:
             raise RequestError(f"{field} needs texts in triggers, and as begin and end of each structure", field=field)
         if not isinstance(schema, dict | bool | None):
             raise RequestError(f"{field} has a schema that is neither an object nor true or false", field=field)
-        schema = {} if schema is None else _as_llguidance_reads(schema)
+        schema = {} if schema is None else _as_llguidance_reads(schema, text)
         trigger = next((word for word in triggers if word and begin.startswith(word)), None)
         if trigger is None:
             raise RequestError(f"{field}: no trigger begins {begin!r:.60}; add one to triggers", field=field)
@@ -251,7 +264,10 @@ def _refused(name: str, reason: str, limits: _Limits) -> RequestError:
     """Returns the error of a form, in words that its client can act on. reason: a compiler's message"""
     for pattern, said, limit in _REASONS:
         if (found := re.search(pattern, reason)) is not None:
-            said = f"{said.format(*found.groups())}, and llguidance's limit {limit} is {getattr(limits, limit)}"
+            said = said.format(*found.groups())
+            if not limit:
+                return RequestError(f"{name} cannot be served: {said}; {_WAY_OUT}", field=name)
+            said = f"{said}, and llguidance's limit {limit} is {getattr(limits, limit)}"
             return FormTooComplex(f"{name} cannot be served: {said}; send a simpler one", field=name)
     said = " ".join(reason.replace("<non-verbose/>", "").split())[:_SHOWN]
     if said == "NoExtensionBias":  # llguidance's

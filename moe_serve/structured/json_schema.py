@@ -9,11 +9,11 @@ Schema = dict[str, Any]
 _OPTIONS = "x-guidance"  # of a schema, in llguidance's words
 _WHITE_SPACE = ("whitespace_pattern", "whitespace_flexible")  # of them
 _BRANCHES = ("properties", "anyOf", "oneOf")  # words of a schema whose values say what may come at one place
-_DATA = ("const", "enum", "default", "examples")  # words of a schema whose values are no schemas
-_DEFINITIONS = ("$defs", "definitions")
-_DESCRIPTIONS = ("title", "description", "markdownDescription", "default", "examples", "deprecated", "$comment")
+DATA = ("const", "enum", "default", "examples")  # words of a schema whose values are no schemas
+DEFINITIONS = ("$defs", "definitions")
+DESCRIPTIONS = ("title", "description", "markdownDescription", "default", "examples", "deprecated", "$comment")
 # Words whose values hold schemas, or properties, by name.
-_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies", *_DEFINITIONS)
+BY_NAME = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies", *DEFINITIONS)
 
 
 def rewritten(schema: Any, change: Callable[[Schema], Schema]) -> Any:
@@ -27,10 +27,10 @@ def rewritten(schema: Any, change: Callable[[Schema], Schema]) -> Any:
         return schema
     found: Schema = {}
     for key, part in schema.items():
-        if key in _BY_NAME and isinstance(part, dict):
-            found[key] = {own: rewritten(inner, change) for own, inner in part.items()}
+        if key in BY_NAME and isinstance(part, dict):
+            found[key] = {own: rewritten(each, change) for own, each in part.items()}
         else:
-            found[key] = part if key in _DATA else rewritten(part, change)
+            found[key] = part if key in DATA else rewritten(part, change)
     return change(found)
 
 
@@ -57,12 +57,33 @@ def with_options(schema: Schema | bool, options: Schema) -> Schema:
 LENIENT = {"lenient": True, "coerce_one_of": True}
 
 
+def is_lenient(schema: Any) -> bool:
+    """Returns whether words of a schema that llguidance cannot hold are left out."""
+    options = schema.get(_OPTIONS) if isinstance(schema, dict) else None
+    return isinstance(options, dict) and options.get("lenient") is True
+
+
+def undescribed(schema: Schema | bool) -> Schema | bool:
+    """Returns a schema without its descriptions, which hold nothing.
+
+    They may be most of its characters, and beside a reference to a schema around it llguidance refuses any.
+    """
+
+    def change(part: Schema) -> Schema:
+        for word in DESCRIPTIONS:  # an object may be a schema of this name, in a group of definitions
+            if isinstance(part.get("$ref"), str) or not isinstance(part.get(word), dict):
+                part.pop(word, None)
+        return part
+
+    result: Schema | bool = rewritten(schema, change)
+    return result
+
+
 def lenient(schema: Schema | bool) -> Schema:
     """Returns a schema whose words that llguidance cannot hold are left out, instead of refused.
 
     So are references to other documents, which nobody fetches. They become $dynamicRef, a word that llguidance leaves
-    out and names. Descriptions are dropped: beside a reference to a schema around it llguidance refuses any, and they
-    may be most of a schema's characters.
+    out and names.
     """
     own: set[str] = set()
 
@@ -74,9 +95,6 @@ def lenient(schema: Schema | bool) -> Schema:
         reference = part.get("$ref")
         if isinstance(reference, str) and not reference.startswith("#") and reference.partition("#")[0] not in own:
             part["$dynamicRef"] = part.pop("$ref")
-        for word in _DESCRIPTIONS:  # an object may be a schema of this name, in a group of definitions
-            if isinstance(reference, str) or not isinstance(part.get(word), dict):
-                part.pop(word, None)
         return part
 
     rewritten(schema, note)
@@ -107,20 +125,20 @@ def largest_parts(schema: Any, least: int, most: int) -> list[tuple[Schema, str]
     seen, waiting = {""}, [("", schema)]
     while waiting:
         pointer, part = waiting.pop()
-        for inner_pointer, inner in _inner(part, pointer):
-            branches = [inner[key] for key in _BRANCHES if isinstance(inner.get(key), dict | list)]
+        for inner_pointer, each in inner(part, pointer):
+            branches = [each[key] for key in _BRANCHES if isinstance(each.get(key), dict | list)]
             sizes[inner_pointer] = max(map(len, branches), default=0)
-            reference = inner.get("$ref")
+            reference = each.get("$ref")
             if isinstance(reference, str) and reference.startswith("#/") and reference[1:] not in seen:
                 seen.add(reference[1:])
-                waiting.append((reference[1:], _at(schema, reference[1:])))
+                waiting.append((reference[1:], at(schema, reference[1:])))
     large = sorted((pointer for pointer in sizes if sizes[pointer] >= least), key=lambda each: -sizes[each])[:most]
     if not large:
         return []
     whole, options = moved(schema, "whole"), {key: schema[key] for key in (_OPTIONS,) if key in schema}
     parts = []
     for pointer in large:
-        part, begin = _at(whole, pointer), ""
+        part, begin = at(whole, pointer), ""
         if part.get("properties"):
             part["additionalProperties"] = False
             begin = "{" + json.dumps(next(iter(part["properties"])), ensure_ascii=False) + ":"
@@ -128,22 +146,26 @@ def largest_parts(schema: Any, least: int, most: int) -> list[tuple[Schema, str]
     return parts
 
 
-def _inner(schema: Any, pointer: str) -> Iterator[tuple[str, Schema]]:
-    """Yields the schemas within a schema with their pointers, itself too, but no definitions: others refer to them."""
+def inner(schema: Any, pointer: str, definitions: bool = False) -> Iterator[tuple[str, Schema]]:
+    """Yields the schemas within a schema with their pointers, itself too.
+
+    definitions: also those that others refer to
+    """
     if isinstance(schema, list):
         for index, part in enumerate(schema):
-            yield from _inner(part, f"{pointer}/{index}")
+            yield from inner(part, f"{pointer}/{index}", definitions)
     if isinstance(schema, dict):
         yield pointer, schema
         for key, part in schema.items():
-            if key in _BY_NAME and isinstance(part, dict):
-                for own, inner in part.items() if key not in _DEFINITIONS else ():
-                    yield from _inner(inner, f"{pointer}/{key}/{own.replace('~', '~0').replace('/', '~1')}")
-            elif key not in _DATA:
-                yield from _inner(part, f"{pointer}/{key}")
+            if key in BY_NAME and isinstance(part, dict):
+                for own, each in part.items() if definitions or key not in DEFINITIONS else ():
+                    step = own.replace("~", "~0").replace("/", "~1")
+                    yield from inner(each, f"{pointer}/{key}/{step}", definitions)
+            elif key not in DATA:
+                yield from inner(part, f"{pointer}/{key}", definitions)
 
 
-def _at(schema: Any, pointer: str) -> Any:
+def at(schema: Any, pointer: str) -> Any:
     """Returns the part of a schema that a pointer names; None where there is none."""
     for key in pointer.split("/")[1:]:
         if isinstance(schema, list):

@@ -35,7 +35,7 @@ from moe_serve.config import ServeConfig, model_dir
 from moe_serve.errors import ModelError, RequestError
 from moe_serve.models.model_files import read_json
 from moe_serve.server.edge.body import Body, Count, OnlyEmpty, OnlyFalse, OnlyOne, OnlyZero, TokenId, read_values, show
-from moe_serve.structured.json_schema import lenient, names_white_space, with_options
+from moe_serve.structured.json_schema import lenient, names_white_space, undescribed, with_options
 
 MAX_CHOICES = 10_000
 ANY_OBJECT = '{"type":"object"}'
@@ -114,7 +114,8 @@ def openai_constraint(given: Any) -> Constraint | None:
 
 def schema_constraint(schema: dict[str, Any] | bool, path: str) -> Constraint:
     """Returns the constraint of a JSON schema. path: the client's field that holds it, for errors"""
-    return Constraint("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")), path=path)
+    text = json.dumps(undescribed(schema), ensure_ascii=False, separators=(",", ":"))
+    return Constraint("json_schema", text, path=path)
 
 
 def _sglang_forms(given: SglangForm, prefix: str) -> dict[str, Constraint | None]:
