@@ -142,7 +142,8 @@ def page_data(
     """Returns what is new for a page. system: name of the model, state, requests, passed on as they are
 
     prefill: ranks that are shown behind the others;  None: there are none
-    points, events: those that the page has not seen;  load: of the newest window, None = the page has it;
+    points, events: those that the page has not seen;  load: of the newest window, None = the page has it;  phases: the
+    tokens of the newest window of each phase, [layers][experts], those that the page has not seen;
     placement: None = the page has it, or none is known
     """
     if seen.start != start:
@@ -165,6 +166,7 @@ def page_data(
         "events": [event_json(event) for event in _newest(book.events, book.num_events - seen.events)],
         "moves": [move_json(move) for move in book.moves],
         "load": _load(workers, book) if is_new else None,
+        "phases": {phase: window.tokens for phase, (number, window) in book.newest.items() if number > seen.windows},
         "placement": book.placement if book.num_placements != seen.placements else None,
     }
 

@@ -4,12 +4,14 @@
 const PERIOD_MS = 1000, DEADLINE_MS = 5000, MAX_POINTS = 720, MAX_EVENTS = 300, MAX_LOADS = 240, SHOWN_EVENTS = 60, RATE_S = 8;
 const KINDS = { plan: "plan", move: "move", done: "live", keep: "keep", failed: "failed", watch: "measured", leader: "leader", alarm: "alarm" };
 
+const PHASES = ["prefill", "decode"];
+
 const known = nothing();
-const view = { curve: null, heat: {}, expert: null, range: Infinity, cursor: { curve: null, experts: null, ranks: null, traffic: null, before: null }, drawn: "", timeline: "" };
+const view = { curve: null, heat: {}, expert: null, range: Infinity, cursor: { curve: null, experts: null, ranks: null, traffic: null, before: null, prefill: null, decode: null }, drawn: "", timeline: "" };
 const element = (id) => document.getElementById(id);
 
 function nothing() {
-  return { start: "", windows: 0, events: 0, placements: 0, points: [], timeline: [], load: null, loads: [], placement: null, answer: null, totals: [], heardMs: 0 };
+  return { start: "", windows: 0, events: 0, placements: 0, points: [], timeline: [], load: null, loads: [], phases: {}, placement: null, answer: null, totals: [], heardMs: 0 };
 }
 
 // --- news from the server
@@ -31,6 +33,7 @@ function take(answer) {
     known.loads.push({ at: answer.now_s, tokens: answer.load.tokens });
     known.loads.splice(0, known.loads.length - MAX_LOADS);
   }
+  Object.assign(known.phases, answer.phases);
   if (answer.placement) known.placement = answer.placement;
   known.totals.push([answer.now_s, new Map(answer.ranks.map((rank) => [rank.rank, rank.output_tokens || 0]))]);
   while (known.totals.length > 2 && answer.now_s - known.totals[0][0] > RATE_S) known.totals.shift();
@@ -267,7 +270,14 @@ function draw() {
   element("before-part").hidden = !shown.includes("before");
   if (shown.includes("traffic")) drawScale(element("traffic-scale"), colors.hot);
   for (const id of shown) view.heat[id] = drawHeat(element(id), timesMean(id), (value) => value / 2, ranksOf(id), colors.hot, view.cursor[id]);
-  for (const id of ["experts", "ranks", ...shown]) if (!view.cursor[id]) put(`${id}-text`, hottest(id));
+  const phases = PHASES.every((id) => known.phases[id]) ? PHASES : [];
+  element("phases-section").hidden = !phases.length;
+  if (phases.length) drawScale(element("phases-scale"), colors.hot);
+  for (const id of phases) {
+    view.heat[id] = drawHeat(element(id), timesMean(id), (value) => value / 4, load.layers, colors.hot, view.cursor[id]);
+    put(`${id}-more`, phaseText(id, points));
+  }
+  for (const id of ["experts", "ranks", ...shown, ...phases]) if (!view.cursor[id]) put(`${id}-text`, hottest(id));
   element("expert").hidden = !view.expert;
   if (view.expert) showExpert(...view.expert);
 }
@@ -276,6 +286,14 @@ function draw() {
 function shownPoints() {
   const { points } = known, first = points.findIndex((point) => known.answer.now_s - point.at <= view.range);
   return first < 0 ? points.slice(-1) : points.slice(first);
+}
+
+/** Returns what the shown windows of a phase were like, in words. */
+function phaseText(phase, points) {
+  const own = points.filter((point) => point.phase === phase), mean = (name) => own.reduce((sum, point) => sum + point[name], 0) / own.length;
+  if (!own.length) return `${phase}: no window of the shown time; the newest one before it`;
+  const lowest = Math.min(...own.map((point) => point.lowest)), windows = `${whole(own.length)} ${own.length === 1 ? "window" : "windows"}`;
+  return `${phase}: balancedness ${share(mean("mean"))}, lowest layer ${share(lowest)}; ${windows}, ${milliseconds(mean("step_s"))} a step`;
 }
 
 /** Shows a chosen expert: where it lies, and its load in the windows that this page has seen. */
@@ -328,7 +346,7 @@ function waiting() {
 }
 
 /** Returns the rows of a picture as the server counts them. */
-const rowsOf = (id) => ({ experts: known.load.tokens, ranks: known.load.ranks, traffic: known.load.traffic, before: known.load.traffic_before })[id];
+const rowsOf = (id) => ({ experts: known.load.tokens, ranks: known.load.ranks, traffic: known.load.traffic, before: known.load.traffic_before, ...known.phases })[id];
 const isTraffic = (id) => id === "traffic" || id === "before";
 
 /** Returns each value over the mean of its row, traffic over an even share; 0 without load. A rank without any load counts as masked. */
@@ -353,7 +371,7 @@ function cellText(id, row, column) {
   const { load, placement } = known, values = rowsOf(id)[row];
   const times = timesMean(id)[row][column].toFixed(2);
   if (isTraffic(id)) return `rank ${row} → rank ${column}: ${whole(values[column])} tokens of experts, ${times} × an even share`;
-  const text = `layer ${load.layers[row]}, ${id === "experts" ? "expert" : "rank"} ${column}: ${whole(values[column])} tokens, ${times} × the mean`;
+  const text = `layer ${load.layers[row]}, ${id === "ranks" ? "rank" : "expert"} ${column}: ${whole(values[column])} tokens, ${times} × the mean`;
   if (id === "ranks") return `${text}; balancedness of the layer ${share(load.balancedness[row])}`;
   if (!placement || !placement[row]) return text;
   const perRank = placement[row].length / load.ranks[row].length;
@@ -404,7 +422,7 @@ function moved(id, key) {
   return view.cursor[id] ? [clamp(row + step[0], area.rows), clamp(column + step[1], area.columns)] : [row, column];
 }
 
-for (const id of ["curve", "experts", "ranks", "traffic", "before"]) {
+for (const id of Object.keys(view.cursor)) {
   const canvas = element(id);
   for (const name of ["pointermove", "pointerdown"]) canvas.addEventListener(name, (event) => known.answer && select(id, under(id, event), event));
   // A finger that is lifted leaves too: what it has tapped stays, until another tap or the page scrolls.

@@ -213,6 +213,7 @@ class BalanceBook:
     decisions:   how many of each kind there were
     rank_tokens: for each rank, the tokens of all windows and layers
     by_phase:    for each phase, the number of windows and the sum of their mean balancedness
+    newest:      for each phase, its newest window and how many there were in all up to it
     heard_s:     when the newest report came;  progress_s: when one last said something new
     """
 
@@ -238,6 +239,7 @@ class BalanceBook:
         self.last_decision: Event | None = None
         self.rank_tokens: list[float] = []
         self.by_phase: dict[str, tuple[int, float]] = {}
+        self.newest: dict[str, tuple[int, WindowReport]] = {}
         self.heard_s: float | None = None
         self.progress_s: float | None = None
         self._totals: dict[str, float] = {}  # of the leader
@@ -307,6 +309,7 @@ class BalanceBook:
         lowest, middle, mean = summary_of(window.balancedness)
         count, total = self.by_phase.get(window.phase, (0, 0.0))
         self.by_phase[window.phase] = (count + 1, total + mean)
+        self.newest[window.phase] = (self.num_windows, window)
         self.points.append(
             WindowPoint(
                 now_s,

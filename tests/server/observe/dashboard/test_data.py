@@ -28,6 +28,7 @@ def test_a_page_gets_only_what_it_has_not_seen():
     assert len(first["events"]) == first["num_events"] == book.num_events >= 3
     assert first["placement"] == book.placement
     assert first["load"]["tokens"] == book.window.tokens
+    assert first["phases"] == {"decode": book.window.tokens}
     now, before = (np.array(first["load"][name]) for name in ("traffic", "traffic_before"))
     assert now.shape == before.shape == (4, 4)
     assert now.sum(axis=0) == pytest.approx(np.sum(book.window.rank_load, axis=0), abs=4), "to the ranks of the experts"
@@ -35,6 +36,7 @@ def test_a_page_gets_only_what_it_has_not_seen():
     seen = {"windows": first["num_windows"], "events": first["num_events"], "placements": first["num_placements"]}
     second = ask("now", **seen)
     assert (second["points"], second["events"], second["load"], second["placement"]) == ([], [], None, None)
+    assert second["phases"] == {}
     for at_s, one in reports[-3:]:
         book.take(one, at_s)
     third = ask("now", **seen)

@@ -188,12 +188,26 @@ async def test_a_click_shows_an_expert_over_time_and_a_button_asks_for_a_plan():
 
     async with serving(4, DYNAMIC, info=story.info, answer=answer) as served:
         tell(served, story)
-        async with browser_page(f"{served.client.base_url}/dashboard") as page:
+        async with browser_page(f"{served.client.base_url}/dashboard", 400, 800) as page:
             await drawn(page, story.totals["num_rounds"])
+            assert not await page.page.locator("#phases-section").is_visible(), "all windows are of decodes"
+            prefill = next(each for _, each in reversed(list(story.reports())) if each.window is not None)
+            assert prefill.window is not None
+            window = msgspec.structs.replace(prefill.window, phase="prefill", step_time_s=0.1)
+            served.workers[0].say(msgspec.structs.replace(prefill, window=window, decisions=[]))
+            await page.shows("#prefill-more", "prefill: balancedness ")
+            await page.shows("#prefill-more", "1 window, 100.0\u00a0ms a step")
+            await page.shows("#decode-more", "decode: balancedness ")
+            await page.shows("#prefill-text", "Busiest: layer ")
+            assert await colors(page, "prefill") > 30
+            await page.page.focus("#decode")
+            await page.page.keyboard.press("ArrowRight")
+            await page.shows("#decode-text", "layer 1, expert 0: ")
             placement, window = served.bridge.balance.placement, served.bridge.balance.window
             assert placement is not None
             assert window is not None
             assert not await page.page.locator("#expert").is_visible()
+            await page.page.locator("#experts").scroll_into_view_if_needed()
             box = await page.page.locator("#experts").bounding_box()
             await page.page.mouse.click(box["x"] + box["width"] - 2, box["y"] + 3)
             await page.shows("#expert-title", "Expert 31 of layer 1")
@@ -202,7 +216,7 @@ async def test_a_click_shows_an_expert_over_time_and_a_button_asks_for_a_plan():
             where = ", ".join(f"rank {slot // per_rank} (slot {slot})" for slot in slots)
             now = window.tokens[0][31] / (sum(window.tokens[0]) / 32)
             await page.shows("#expert-text", f"{len(slots)} replica")
-            await page.shows("#expert-text", f": {where}. 1 window since")
+            await page.shows("#expert-text", f": {where}. 2 windows since")
             await page.shows("#expert-text", f"now {now:.2f}")
             assert await colors(page, "expert-curve") > 3
             await page.page.click("#expert-close")
