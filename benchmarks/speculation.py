@@ -3,11 +3,12 @@
     python -m benchmarks.speculation [--models demo,bench] [--batches 1,4,16,64] [--kinds "code edit,..."]
                                      [--seconds 12] [--modes auto] [--threads 1] [--max-drafts 8]
 
-Engines of one rank in this process, without front end, one for each mode. They take turns of some prompts, the same for
-all, of which `batch` run at once until none waits; their tokens are compared, and must be equal. Only steps are timed:
-by the CPU time of their thread where there is one, which other work on the machine hardly changes. A row takes about
---seconds, at least three turns; the first row of a model has a turn more, which warms up. With both models it takes
-about ten minutes.
+An engine of one rank in this process, without front end, for each mode. It takes turns of some prompts with drafts and
+without, the same prompts, of which `batch` run at once until none waits; the tokens are compared, and must be equal.
+One engine for both, since of two without drafts one may be 3 % faster, by where their weights lie in memory. Only steps
+are timed: by the CPU time of their thread where there is one, which other work on the machine hardly changes. A row
+takes about --seconds, at least three turns; the first row of a model has a turn more, which warms up. With both models
+it takes about ten minutes.
 
     code edit   code, and the beginning of it with two words changed; the output goes on
     quotes      sentences; the output quotes three of them
@@ -22,7 +23,7 @@ letter: it would repeat itself. Everything else runs as it would, the drawing of
 Model `predicting` is the bench model with a layer for multi-token prediction that is made to be right about 7 times of
 10; it has no prompts but random ids. `--models predicting,demo --modes auto,mtp --batches 1,4` writes a table of its
 own, with what the parts of a step take; the demo model has such a layer, too. `--models index` does so with the index
-of texts.
+of texts: what looks at it take, and how many there are where outputs do not repeat themselves.
 """
 
 import argparse
@@ -164,7 +165,10 @@ def main() -> None:
     )
     if args.models == "index":
         name, title, rows = "speculation_index", "The index of texts that drafts come from", index_rows()
-        notes = "A look of one batch of requests that decode, in an index that is full, and what it adds to a step. "
+        notes = (
+            "Looks at a batch of requests that decode, in an index that is full: in a loop, where outputs repeat their "
+            "prompts and where they are random; and in steps of prompts and outputs of random ids, with mode auto. "
+        )
     else:
         with tempfile.TemporaryDirectory() as folder:
             for model in args.models.split(","):
@@ -185,7 +189,12 @@ PARTS = (
 
 
 class Rank:
-    """An engine of one rank in this process, and the time of its steps."""
+    """An engine of one rank in this process, with drafts or without, and the time of its steps.
+
+    plain, decodes: of steps of decodes alone without drafts, requests and seconds; of those that the gate was told of,
+                    requests, drafts, seconds, and those of the layer
+    looks:          seconds of each look for drafts
+    """
 
     def __init__(self, path: str, mode: str, threads: int, max_drafts: int = MAX_DRAFTS):
         self._mailbox = QueueMailbox(end_when_idle=False)
@@ -199,24 +208,37 @@ class Rank:
         self._written = Written(self.engine.sampler)
         self.engine.sampler = self._written  # type: ignore[assignment]
         self.tokenizer = load_tokenizer(config)
-        self.decodes: list[tuple[int, int, float, float]] = []  # requests, drafts, seconds, those of the layer
+        self.plain: list[tuple[int, float]] = []
+        self.decodes: list[tuple[int, int, float, float]] = []
+        self.looks: list[float] = []
         self._clock = time.thread_time if threads == 1 else time.perf_counter
         self._number = 0
         speculator = self.engine.scheduler.speculator
-        if speculator is not None:
-            self._log(speculator)
+        assert speculator is not None, "drafts are made"
+        self.speculator, self._predictor = speculator, self.engine.predictor
+        self._log(speculator)
 
     def _log(self, speculator: Speculator) -> None:
-        ended = speculator.gate.ended
+        ended, draft = speculator.gate.ended, speculator.draft
 
         def logged(step: Any, num_like: int) -> None:
             self.decodes.append((step.num_requests, step.num_drafts, step.seconds - step.layer_s, step.layer_s))
             ended(step, num_like)
 
-        speculator.gate.ended = logged  # type: ignore[method-assign]
+        def timed(requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
+            began_s = self._clock()
+            found = draft(requests, num_rows)
+            self.looks.append(self._clock() - began_s)
+            return found
 
-    def turn(self, prompts: Sequence[Asked], batch: int) -> tuple[float, list[list[int]]]:
-        """Returns the seconds of all steps, and the tokens of each prompt."""
+        speculator.gate.ended = logged  # type: ignore[method-assign]
+        speculator.draft = timed  # type: ignore[method-assign]
+
+    def turn(self, prompts: Sequence[Asked], batch: int, drafts: bool) -> tuple[float, list[list[int]]]:
+        """Returns the seconds of all steps, and the tokens of each prompt. Nothing is cached of turns before."""
+        self.engine.requests.flush_cache()
+        self.engine.scheduler.speculator = self.speculator if drafts else None
+        self.engine.predictor = self._predictor if drafts else None
         waiting, found, seconds = deque(prompts), {}, 0.0
         first, num_open, engine = self._number, 0, self.engine
         while waiting or num_open:
@@ -234,8 +256,8 @@ class Rank:
             num_running, wall_s, began_s = engine.scheduler.num_running, time.perf_counter(), self._clock()
             plan = engine.run_step()
             seconds += self._clock() - began_s
-            if engine.scheduler.speculator is None and plan.phase == "decode":
-                self.decodes.append((num_running, 0, time.perf_counter() - wall_s, 0.0))
+            if not drafts and plan.phase == "decode":
+                self.plain.append((num_running, time.perf_counter() - wall_s))
             for message in self._mailbox.sent:
                 for event in message.events if isinstance(message, Tokens) else ():
                     found[event.request_id] += event.token_ids
@@ -247,46 +269,45 @@ class Rank:
 
 def compare(model: str, path: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    modes = ["off", *args.modes.split(",")]
+    modes = args.modes.split(",")
     ranks = {mode: Rank(path, mode, args.threads, args.max_drafts) for mode in modes}
     for batch in map(int, args.batches.split(",")):
         for kind in args.kinds.split(","):
             if (kind == "JSON keys" and model != "demo") or (model == "predicting" and kind != "random ids"):
                 continue
-            seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+            seconds: dict[tuple[str, bool], list[float]] = {(mode, on): [] for mode in modes for on in (False, True)}
             began_s, number, num_tokens = time.perf_counter(), 0 if rows else -1, 0
             while number < 3 or time.perf_counter() - began_s < args.seconds:
                 draw = random.Random(f"{kind} {batch} {number}")
                 num_prompts = batch if batch > 16 else 2 * batch if batch > 1 else 1
-                prompts = [prompt(kind, draw, model, ranks["off"]) for _ in range(num_prompts)]
+                prompts = [prompt(kind, draw, model, ranks[modes[0]]) for _ in range(num_prompts)]
                 expected = None
-                for mode in modes if number % 2 else reversed(modes):
-                    taken_s, found = ranks[mode].turn(prompts, batch)
+                for mode, on in seconds if number % 2 else reversed(seconds):
+                    taken_s, found = ranks[mode].turn(prompts, batch, on)
                     expected = found if expected is None else expected
                     assert found == expected, f"drafts have changed tokens: {model}, {kind}, batch {batch}"
                     if number >= 0:
-                        seconds[mode].append(taken_s)
+                        seconds[mode, on].append(taken_s)
                 num_tokens += sum(map(len, found)) if number >= 0 else 0
                 number += 1
             row: dict[str, Any] = {"model": model, "batch": batch, "prompts": kind, "turns": number}
-            row["tok/s"] = f"{num_tokens / sum(seconds['off']):.0f}"
-            for mode in modes[1:]:
-                row[f"speed {mode}"] = speed(seconds["off"], seconds[mode])
+            row["tok/s"] = f"{num_tokens / sum(seconds[modes[0], False]):.0f}"
+            for mode in modes:
+                row[f"speed {mode}"] = speed(seconds[mode, False], seconds[mode, True])
             if "mtp" in modes:
-                row |= parts_of(ranks["off"], ranks["mtp"], batch)
+                row |= parts_of(ranks["mtp"], batch)
             rows.append(row)
             print(row, flush=True)
     return rows
 
 
-def parts_of(off: Rank, mtp: Rank, batch: int) -> dict[str, str]:
+def parts_of(mtp: Rank, batch: int) -> dict[str, str]:
     """Returns what the parts of a step with a draft for each request take, and the speed that follows."""
-    plain_s = statistics.median(step_s for num, _, step_s, _ in off.decodes if num == batch)
+    plain_s = statistics.median(step_s for num, step_s in mtp.plain if num == batch)
     steps = [(step_s, layer_s) for num, drafts, step_s, layer_s in mtp.decodes if num == drafts == batch]
     rows, layer = (statistics.median(each) / plain_s for each in zip(*steps, strict=True))
-    speculator = mtp.engine.scheduler.speculator
-    assert speculator is not None
-    right = speculator.counters.num_accepted[MTP] / speculator.counters.num_drafts[MTP]
+    counters = mtp.speculator.counters
+    right = counters.num_accepted[MTP] / counters.num_drafts[MTP]
     return {
         "plain step, ms": f"{1e3 * plain_s:.2f}", "rows": f"{rows:.2f}", "layer": f"{layer:.2f}",
         "right": f"{right:.0%}", "bound": f"{(1 + right) / (rows + layer):.2f}",
@@ -294,29 +315,39 @@ def parts_of(off: Rank, mtp: Rank, batch: int) -> dict[str, str]:
 
 
 def index_rows() -> list[dict[str, Any]]:
-    """Returns what a look takes in an index that is full, and what that is of a decode step."""
+    """Returns what a look takes in an index that is full, in a loop and in steps, and its share of their time."""
     before, draw = resident_bytes(), np.random.default_rng(0)
     speculator = Speculator(MAX_DRAFTS, INDEX_BYTES, shares_text=True, always=True)
+    fill(speculator, draw)
+    memory, rows = resident_bytes() - before, []
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"demo": "demo", "bench": str(write_bench_model(Path(folder)))}
+        ranks = {model: Rank(path, "auto", 1) for model, path in paths.items()}
+        for rank in ranks.values():
+            fill(rank.speculator, draw)
+        for batch in (1, 4, 16, 64):
+            in_loop = [looks(speculator, batch, repeats, draw) for repeats in (True, False)]
+            row = {"batch": batch, "in a loop, us": " to ".join(f"{1e6 * each:.0f}" for each in sorted(in_loop))}
+            for model, rank in ranks.items():
+                pick, seconds = random.Random(batch), 0.0
+                rank.looks.clear()
+                first = rank.engine.step
+                for _ in range(max(2, 24 // batch)):
+                    prompts = [prompt("random ids", pick, model, rank) for _ in range(batch)]
+                    seconds += rank.turn(prompts, batch, drafts=True)[0]
+                row[f"in a step, us, {model}"] = f"{1e6 * statistics.median(rank.looks):.0f}" if rank.looks else "none"
+                row[f"steps that look, {model}"] = f"{len(rank.looks) / (rank.engine.step - first):.0%}"
+                row[f"of their time, {model}"] = f"{sum(rank.looks) / seconds:.2%}"
+            rows.append(row | {"memory of the index, MiB": f"{memory / 2**20:.1f}"})
+    return rows
+
+
+def fill(speculator: Speculator, draw: np.random.Generator) -> None:
+    """Fills an index with texts of others."""
     for _ in range(7000):
         text = Request("", 0, draw.integers(3, 8192, 999).tolist(), [7], SamplingParams(), 0)
         speculator.draft([text], 0)
         speculator.end(text)
-    memory, rows = resident_bytes() - before, []
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {"demo": "demo", "bench": str(write_bench_model(Path(folder)))}
-        off = {model: Rank(path, "off", 1) for model, path in paths.items()}
-        for batch in (1, 4, 16, 64):
-            for model, rank in off.items():
-                pick = random.Random(batch)
-                rank.turn([prompt("random ids", pick, model, rank) for _ in range(batch)], batch)
-            for what in ("repeats its prompt", "random"):
-                look_s = looks(speculator, batch, what != "random", draw)
-                row = {"batch": batch, "output": what, "look, us": f"{1e6 * look_s:.0f}"}
-                for model, rank in off.items():
-                    step_s = statistics.median(step_s for num, _, step_s, _ in rank.decodes if num == batch)
-                    row[f"of a step, {model}"] = f"{look_s / step_s:.1%}"
-                rows.append(row | {"memory of the index, MiB": f"{memory / 2**20:.1f}"})
-    return rows
 
 
 def looks(speculator: Speculator, batch: int, repeats: bool, draw: np.random.Generator) -> float:

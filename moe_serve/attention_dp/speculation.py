@@ -201,10 +201,11 @@ class Speculator:
             if self._num_since == _STEPS_ALIKE - 1:
                 self._waited_s = self._waits.seconds()
             return
-        began_s, look_s = time.perf_counter(), self._look_s
+        # A look that took longer, and waits that did, were of a step that was void.
+        began_s, look_s = time.perf_counter(), self._look_s if self._look_s < seconds else 0.0
         waited_s = self._waits.seconds()
-        if self._waited_s is not None:
-            seconds = max(look_s, seconds - (waited_s - self._waited_s))
+        if self._waited_s is not None and look_s < (own_s := seconds - (waited_s - self._waited_s)):
+            seconds = own_s
         self._waited_s = waited_s
         if num_requests:
             of_layer = layer_s, self._num_layer_drafts, self._num_layer_requests, self._num_layer_right

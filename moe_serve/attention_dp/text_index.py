@@ -66,7 +66,8 @@ class TextIndex:
         self._most = most
         max_bytes = max(max_bytes, _LEAST_BYTES)
         head_bits = (max_bytes // 16).bit_length() - 1  # a quarter of the memory, or half as much
-        num_chunks = (max_bytes - 4 * 2**head_bits) // _CHUNK_BYTES
+        # A 128th is left for what else it has: the open texts, what looks return, the compiled code.
+        num_chunks = (max_bytes - max_bytes // 128 - 4 * 2**head_bits) // _CHUNK_BYTES
         self.num_bytes = num_chunks * _CHUNK_BYTES + 4 * 2**head_bits
         self.num_tokens = num_chunks * CHUNK
         # Zeros of the system, which become memory where they are first written to. Heads do at once: tokens write to

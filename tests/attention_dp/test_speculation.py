@@ -110,6 +110,13 @@ def test_drafts_that_are_right_are_verified_as_long_as_rows_cost_little():
         assert sum(map(bool, verified)) < 12 or is_worth_it, "they are tried rarely"
 
 
+def test_a_look_of_a_step_that_was_void_is_no_part_of_the_next_one():
+    speculator = Speculator(4, MIB, shares_text=False, always=True)
+    speculator.draft([request("a", [1, 2, 3], [4])], 99)
+    speculator.ended(1, 1, 1e-9)
+    assert speculator.gate.costs.plain_s(1) == 1e-9
+
+
 def test_a_request_that_has_left_is_forgotten():
     speculator = Speculator(4, MIB, shares_text=True)
     mine = request("a", [1, 2, 3, 4], [5])
