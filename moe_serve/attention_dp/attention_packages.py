@@ -47,8 +47,8 @@ class _OverTriton:
     """The attention of all layers; what a package leaves out goes by the Triton kernels."""
 
     def __init__(self, shape: AttentionShape, numerics: Numerics, dtype: torch.dtype, device: torch.device):
-        self._shape, self._dtype, self._device = shape, dtype, device
-        self._triton = TritonAttention(shape, numerics, dtype)
+        self._shape, self._dtype = shape, dtype
+        self._triton = TritonAttention(shape, numerics)
 
     def __call__(self, q: Tensor, cache: KvCache, layer: int, plan: PackagePlan, sinks: Tensor | None = None) -> Tensor:
         """Returns the attention of the rows, as PagedAttention does."""

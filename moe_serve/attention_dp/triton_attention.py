@@ -6,7 +6,6 @@ gathered, no mask is built, and no size comes from the device. So a step whose b
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moe_serve.attention_dp.attention import AttentionShape, HeadProjections, IndexedRows
@@ -44,9 +43,8 @@ class TritonAttention:
     where the chunk was cut.
     """
 
-    def __init__(self, shape: AttentionShape, numerics: Numerics, dtype: torch.dtype):
+    def __init__(self, shape: AttentionShape, numerics: Numerics):
         self._shape = shape
-        self._dtype = dtype
         self._kernel_shape = shape.for_kernels
         self._numerics = numerics
 

@@ -291,7 +291,6 @@ class OneRank:
         self.cache, self.tiers = cache, tiers
         self.scheduler = Scheduler(RequestBlocks(8, 4, True, b"", tiers), 2, 16, 64)
         self.computed: dict[str, int] = {}
-        self._first: dict[str, int] = {}
 
     def run(self, name: str, first: int, num_new: int = 2, until_output: int = 2) -> None:
         """Runs a request whose prompt begins with the id `first`, until it has some of its output."""

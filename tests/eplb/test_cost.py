@@ -63,10 +63,6 @@ def test_ranks_that_cannot_share_attention_are_refused():
         ours.step(Batch("decode", 8, 100, attention_ranks=8))
 
 
-def even_rows(num_ranks, tokens_per_rank, topk=8):
-    return np.full(num_ranks, float(tokens_per_rank * topk))
-
-
 @pytest.mark.parametrize("kind", ["hardware", "models", "engines"])
 def test_every_number_of_every_profile_has_a_source(kind):
     load = {"hardware": load_hardware, "models": load_model_profile, "engines": load_engine}[kind]

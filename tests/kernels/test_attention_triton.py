@@ -310,7 +310,7 @@ def check_steps(device: str, kind: str, mode: str, case: str, seeing: dict[str, 
     from moe_serve.attention_dp.triton_attention import TritonAttention
 
     def make(shape: AttentionShape, numerics: Numerics, dtype: torch.dtype, _: str) -> TritonAttention:
-        return TritonAttention(shape, numerics, dtype)
+        return TritonAttention(shape, numerics)
 
     got, wanted = run(*LAYOUTS[kind], MODES[mode], BATCHES[case], stale=float("nan"), make=make, **seeing)
     assert relative_error(got, wanted) < FLOAT32
@@ -345,8 +345,7 @@ def check_expanded_steps(device: str) -> None:
     heads = HeadProjections(*(torch.randn(num_heads, *of, generator=draw) for of in ((5, 12), (12, 6))))
     shape = AttentionShape(layout, num_heads, 0.3, expand_from=10)
     results = []
-    for make in (TritonAttention, lambda *facts: PagedAttention(*facts, "cpu")):
-        attention = make(shape, FAST, torch.float32)
+    for attention in (TritonAttention(shape, FAST), PagedAttention(shape, FAST, torch.float32, "cpu")):
         plan = attention.plan(batch)
         assert plan.expanded_rows == range(3, 22)  # of the whole prompt and the long chunk
         results.append(torch.zeros(batch.num_padded, num_heads, 6))
@@ -380,10 +379,10 @@ def check_indexed_steps(device: str) -> None:
     q = torch.randn(rows, 1, 5, 16, generator=draw)
     index = (torch.randint(-2, 3, shape, generator=draw).float() for shape in ((rows, 3, 8), (rows, 3)))
     chosen = IndexedRows(*index, layer=1, topk=6)
-    shape = AttentionShape(layouts[0], 5, 0.3)
+    shape, invariant = AttentionShape(layouts[0], 5, 0.3), MODES["invariant"]
     ours, plain = (
-        make(shape, MODES["invariant"], torch.float32).attend_indexed(q, cache, 0, chosen, batch)
-        for make in (TritonAttention, lambda *facts: PagedAttention(*facts, "cpu"))
+        attention.attend_indexed(q, cache, 0, chosen, batch)
+        for attention in (TritonAttention(shape, invariant), PagedAttention(shape, invariant, torch.float32, "cpu"))
     )
     assert relative_error(ours, plain) < FLOAT32
     assert not ours[batch.num_tokens :].any()

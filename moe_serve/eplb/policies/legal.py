@@ -206,7 +206,7 @@ class _Mending:
         """table: [R, K], edited in place;  home: [E]"""
         assert problem.current is not None
         request, num_experts = problem.request, problem.weight.shape[1]
-        self._table, self._home, self._node_of = table, home, problem.node_of
+        self._table, self._node_of = table, problem.node_of
         self._least, self._budget = problem.min_replicas, request.off_home
         self._weight = problem.weight[row]
         self._own = np.zeros(num_experts) if problem.fixed is None else problem.fixed[row]

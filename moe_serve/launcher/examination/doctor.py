@@ -121,13 +121,6 @@ def run_doctor(env: RankEnv, config: ServeConfig, deadline_s: float) -> Diagnosi
     return Diagnosis(reports, pairs, judge(config, reports, pairs))
 
 
-class _Call(msgspec.Struct, frozen=True):
-    """door: of a rank;  secret: rank 0's counts, in hexadecimal"""
-
-    door: Door
-    secret: str
-
-
 class _Measured(msgspec.Struct, frozen=True):
     pairs: list[Pair]
 

@@ -244,7 +244,7 @@ def make_attention(
             return make(shape, numerics, dtype, device)
         from moe_serve.attention_dp.triton_attention import TritonAttention
 
-        return TritonAttention(shape, numerics, dtype)
+        return TritonAttention(shape, numerics)
     return PagedAttention(shape, numerics, dtype, device)
 
 

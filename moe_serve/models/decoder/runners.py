@@ -55,7 +55,6 @@ class TorchRunner:
                 replace(step, batch=batch),
                 self.attention,
                 self.rope,
-                self.numerics,
                 self.clock,
                 None if counting is None else counting.new_load(),
             )
@@ -83,7 +82,6 @@ class TorchStep(Step):
         step: StepInputs,
         attention: Attention,
         rope: RopeTable,
-        numerics: Numerics,
         clock: PartClock,
         load: Tensor | None = None,
     ):
@@ -95,7 +93,6 @@ class TorchStep(Step):
         self.has_rows = batch.num_tokens > 0
         self._step = step
         self._attention = attention
-        self._numerics = numerics
         self._clock = clock
         self._plans: dict[tuple[int | None, int | None], StepPlan] = {}  # by window and chunk, as layers ask
         self._load = load
