@@ -15,6 +15,10 @@ A thread reads and writes files, another one asks other hosts, and the step loop
             come, and takes a bounded number of bytes in each step
     across  behind the last page that this host has, the prefill asks the rank of another host that its front end names
 
+Of a model that keeps states, snapshots of them go down and come up too, cut into pages whose keys follow from that of
+the block in front. Pages come up to the last block of a prefix behind which its state is there. Other hosts are not
+asked then.
+
 Files: a header, then the page. Ranks of one host share a folder, and so its pages and its quota.
 """
 
@@ -38,6 +42,7 @@ from moe_serve.attention_dp.host_pages import HostPages
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.attention_dp.page_peers import MOST_ASKED, OtherHosts, PageServer, PeerPages
 from moe_serve.attention_dp.page_record import HEADER_BYTES, DamagedPage, PageForm, decode_page, encode_header
+from moe_serve.attention_dp.prefix_cache import state_keys
 from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 from moe_serve.process_facts import is_private, not_private
@@ -208,6 +213,8 @@ class Fetch:
     """Pages that a prefill waits for. Its thread appends to `pages`, the step loop takes from their begin.
 
     keys: of the pages that it would take, in order;  holder: the rank of another host that is asked, too; None: none is
+    num_blocks: of a model with states: how many of the first pages are of blocks, behind which those of a state follow;
+                None: it is not known yet, and keys are of all blocks
     done: no more will come
     heard_s: when the last page came;  waited_s: for which the prefill had none to take
     waits_s: since when it has none; None: there are some
@@ -215,6 +222,7 @@ class Fetch:
 
     keys: Sequence[bytes]
     holder: int | None = None
+    num_blocks: int | None = None
     pages: "deque[Tensor]" = field(default_factory=deque)
     num_read: int = 0
     num_taken: int = 0
@@ -331,6 +339,27 @@ class PageTiers:
             self._key_of[block] = key
             self._lock.notify()
 
+    def keep_state(self, key: bytes, slot: int) -> int:
+        """Copies the state in a slot, which is that behind the block with this key, for the thread to take it down;
+        returns how many bytes it has copied."""
+        keys = state_keys(key, range(self._cache.num_state_pages))
+        if self._has_state(keys):
+            return 0
+        with self._lock:
+            if keys[-1] in self._down or keys[-1] == self._copied:
+                return 0
+            if self._num_copied and (self._num_copied + len(keys)) * self.page_bytes > _COPIED_BYTES:
+                self.counters["no_room"] += 1
+                return 0
+        pages = [torch.empty(self.page_bytes, dtype=torch.uint8) for _ in keys]
+        for index, page in enumerate(pages):
+            self._cache.read_state_page(slot, index, page)
+        with self._lock:
+            self._num_copied += len(keys) - len(self._down.keys() & set(keys))
+            self._down.update(zip(keys, pages, strict=True))
+            self._lock.notify()
+        return len(keys) * self.page_bytes
+
     def written(self, blocks: Iterable[int]) -> None:
         """Says that these blocks will be written now: what the thread has not copied yet is copied here, if it fits."""
         with self._lock:
@@ -368,6 +397,25 @@ class PageTiers:
             page = fetch.pages.popleft()
             self._cache.write_page(blocks[num_taken], page)
             num_taken += 1
+        self._have_taken(fetch, num_taken)
+        return num_taken
+
+    def take_state(self, fetch: Fetch, slot: int, first: int, count: int) -> int:
+        """Copies the pages of a state that have come, from page `first` of it on and at most `count`, to a slot that
+        nobody reads; returns how many."""
+        num_taken = 0
+        while num_taken < count and fetch.pages:
+            self._cache.write_state_page(slot, first + num_taken, fetch.pages.popleft())
+            num_taken += 1
+        self._have_taken(fetch, num_taken)
+        return num_taken
+
+    @property
+    def num_state_pages(self) -> int:
+        """The pages of a state; 0: the model keeps none."""
+        return self._cache.num_state_pages
+
+    def _have_taken(self, fetch: Fetch, num_taken: int) -> None:
         if num_taken:
             fetch.num_taken += num_taken
             if fetch.waits_s is not None:  # until they came, not until this step
@@ -377,7 +425,6 @@ class PageTiers:
                 self._fetched_bytes -= num_taken * self.page_bytes
                 self._lock.notify()
                 self._news_across.notify()
-        return num_taken
 
     def is_coming(self, fetch: Fetch) -> bool:
         """Returns whether a prefill should wait for more pages; not, where it has waited too long for the next one, or
@@ -458,6 +505,8 @@ class PageTiers:
 
     def _read_next(self, fetch: Fetch) -> None:
         """Reads one page of a fetch, or ends it here: another host may have the next one."""
+        if fetch.num_blocks is None and self.num_state_pages:
+            self._choose_border(fetch)
         page, where = self._find(fetch.keys[fetch.num_read]) if fetch.num_read < len(fetch.keys) else (None, "")
         if page is not None:
             self._add(fetch, page, where)
@@ -469,6 +518,30 @@ class PageTiers:
             else:
                 self._across.append(fetch)
                 self._news_across.notify()
+
+    def _choose_border(self, fetch: Fetch) -> None:
+        """Has a fetch bring the pages up to the last block behind which there seems to be a state, and that."""
+        keys = fetch.keys
+        num_here = next((number for number, key in enumerate(keys) if not self._has(key)), len(keys))
+        for number in range(num_here, 0, -1):
+            of_state = state_keys(keys[number - 1], range(self.num_state_pages))
+            if not self._has_state(of_state):
+                continue
+            folder, last, num_pages = self._folder, of_state[-1], number + len(of_state)
+            is_in_memory = self._host is not None and self._host.has(last)
+            if not (is_in_memory or folder is None or self._is_worth_reading(folder, last, num_pages, number)):
+                break
+            fetch.keys, fetch.num_blocks = [*keys[:number], *of_state], number
+            return
+        fetch.keys, fetch.num_blocks = [], 0
+
+    def _has_state(self, keys: Sequence[bytes]) -> bool:
+        return all(self._has(key) for key in reversed(keys))  # the last one is written last
+
+    def _has(self, key: bytes) -> bool:
+        """Returns whether there seems to be this page. Safe from any thread."""
+        folder = self._folder
+        return (self._host is not None and self._host.has(key)) or (folder is not None and folder.has(key))
 
     def _add(self, fetch: Fetch, page: Tensor, where: str) -> bool:
         """Leaves a page for the step loop. Returns False where nobody takes it any more. where: its counter"""
@@ -513,13 +586,15 @@ class PageTiers:
         with self._lock:
             self.counters[fate] += number
 
-    def _is_worth_reading(self, folder: PageFolder, key: bytes) -> bool:
-        """Returns whether a file brings a page sooner than computing it. Now and then one is read all the same."""
-        if self._of_files.is_worth_it(1, self.computing_s):
+    def _is_worth_reading(self, folder: PageFolder, key: bytes, num_pages: int = 1, num_blocks: int = 1) -> bool:
+        """Returns whether files bring so many pages, one of them this, sooner than so many blocks are computed. Now and
+        then some are read all the same."""
+        computing_s = None if self.computing_s is None else self.computing_s * num_blocks / num_pages
+        if self._of_files.is_worth_it(num_pages, computing_s):
             return True
         if folder.has(key):
-            self._of_files.leave_out(1)
-            self._count("slow")
+            self._of_files.leave_out(num_pages)
+            self._count("slow", num_pages)
         return False
 
     def _copy_next(self) -> None:

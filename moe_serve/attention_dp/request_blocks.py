@@ -107,7 +107,7 @@ class _Coming:
 
 @dataclass
 class _Arriving:
-    """A state that comes from a prefill rank, behind the pages of its prompt.
+    """A state that comes from a prefill rank, or from a tier, behind the pages of blocks.
 
     slot: of the snapshot that it will be;  num_pages: of it that have come
     num_blocks: leading blocks of the request whose values are there; beyond its tokens they count once the state is
@@ -313,6 +313,12 @@ class RequestBlocks:
         fetch = self._fetches.get(request.request_id)
         if self.tiers is None or fetch is None:
             return False
+        if self.states is not None:
+            if self._bring_with_state(request, fetch, self.tiers, self.states, most_bytes):
+                return True
+            self._end_fetch(request)
+            self._end_arriving(request)
+            return False
         start, offset = divmod(request.num_computed, self.block_size)
         next_key = request.block_keys[start : start + 1]
         if offset or next_key != list(fetch.keys[fetch.num_taken : fetch.num_taken + 1]):
@@ -409,12 +415,44 @@ class RequestBlocks:
         arriving.num_pages += num_taken
         if arriving.num_pages < receiver.num_state_pages:
             return num_taken == count
-        for index in range(start, end):
-            self._cache.publish(keys[index], request.block_ids[index])
-        states.end_filling(self._arriving.pop(request.request_id).slot, keys[end - 1])
-        self.reuse(request)
+        self._go_on_behind(request, end)
         request.num_handed_over += request.num_computed - start * self.block_size
         return False
+
+    def _bring_with_state(
+        self, request: Request, fetch: "Fetch", tiers: "PageTiers", states: StateSlots, most_bytes: int
+    ) -> bool:
+        """Takes pages, and then the state behind them, from a tier; returns whether it should wait for more."""
+        start, offset = divmod(request.num_computed, self.block_size)
+        if fetch.pages:
+            if offset or fetch.keys[0] != request.block_keys[start]:  # a sibling has computed some meanwhile
+                return False
+            arriving = self._arriving.get(request.request_id)
+            if arriving is None:
+                slot = states.begin_filling()
+                if slot < 0:
+                    return False
+                arriving = self._arriving[request.request_id] = _Arriving(slot, start)
+            end, num_left = start + (fetch.num_blocks or 0), max(1, most_bytes // tiers.page_bytes)
+            at = arriving.num_blocks
+            num_taken = tiers.take(fetch, request.block_ids[at : min(end, at + num_left)])
+            arriving.num_blocks += num_taken
+            if arriving.num_blocks == end:
+                num_left -= num_taken
+                arriving.num_pages += tiers.take_state(fetch, arriving.slot, arriving.num_pages, num_left)
+            if arriving.num_pages == tiers.num_state_pages:
+                self._go_on_behind(request, end)
+                return False
+        return tiers.is_coming(fetch)
+
+    def _go_on_behind(self, request: Request, end: int) -> None:
+        """Publishes the blocks of a request up to `end`, which have come, and their state, and has it go on there."""
+        assert self._cache is not None
+        assert self.states is not None
+        for index in range(request.num_computed // self.block_size, end):
+            self._cache.publish(request.block_keys[index], request.block_ids[index])
+        self.states.end_filling(self._arriving.pop(request.request_id).slot, request.block_keys[end - 1])
+        self.reuse(request)
 
     def _end_arriving(self, request: Request) -> None:
         arriving = self._arriving.pop(request.request_id, None)
@@ -482,6 +520,7 @@ class RequestBlocks:
             for block in request.block_ids[: request.num_published]:
                 if block in self._cache:
                     self.tiers.keep(self._cache.key_of(block), block)
+            self._keep_states(self.tiers, request)
 
     def release(self, request: Request) -> None:
         """Frees the blocks of a request. Published ones stay reusable until they are allocated again."""
@@ -493,10 +532,21 @@ class RequestBlocks:
             for block in request.block_ids:
                 if block in self._cache and self._pool.num_references(block) == 0:
                     self.tiers.keep(self._cache.key_of(block), block)
+            self._keep_states(self.tiers, request)
         self.tables.drop(request)
         if self.states is not None:
             self._end_arriving(request)
             self.states.release(request)
+
+    def _keep_states(self, tiers: "PageTiers", request: Request) -> None:
+        """Has snapshots behind published blocks of a request copied to the tiers, that of the longest prefix first; one
+        at least, and as many as a step may copy."""
+        if self.states is None:
+            return
+        num_left = _BYTES_UP
+        for key in reversed(request.block_keys[: request.num_published]):
+            if num_left > 0 and (slot := self.states.find(key)) is not None:
+                num_left -= tiers.keep_state(key, slot)
 
     def withdraw(self, request: Request) -> None:
         """Removes all blocks of a request from the prefix cache, so that no later request reuses them."""

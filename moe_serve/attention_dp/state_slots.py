@@ -49,9 +49,7 @@ class StateSlots:
         return num_blocks
 
     def find(self, key: bytes) -> int | None:
-        """Returns the slot of the snapshot with this key, which is then the one used last; None: there is none."""
-        if key in self._slot_of:
-            self._slot_of.move_to_end(key)
+        """Returns the slot of the snapshot with this key; None: there is none."""
         return self._slot_of.get(key)
 
     def begin_filling(self) -> int:

@@ -440,7 +440,7 @@ def _page_tiers(config: ServeConfig, served: ServedModel, pages_fd: int | None, 
 def _other_hosts(group: EpGroup, served: ServedModel) -> OtherHosts | None:
     """Returns how this rank reaches the pages of other hosts; None: there are none, or no connections of our own."""
     link, page_bytes = group.link, served.cache.page_bytes
-    if link is None:
+    if link is None or served.cache.num_state_pages:
         return None
 
     def dial(rank: int) -> socket.socket:

@@ -26,6 +26,7 @@ from moe_serve.attention_dp.page_record import (
     library,
 )
 from moe_serve.attention_dp.pages import PageFolder, PageTiers, open_folder
+from moe_serve.attention_dp.prefix_cache import state_keys
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
@@ -421,6 +422,51 @@ def test_writers_of_few_slots_never_make_a_reader_take_a_wrong_page() -> None:
         thread.join()
     os.close(descriptor)
     assert not wrong
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_pages_come_up_to_the_last_block_behind_which_there_is_a_state(where: str, tmp_path: Path) -> None:
+    cache = KvCache([KvLayout.gqa(1, 2)], 8, 4, torch.float32, "cpu", states=[((40,), (3, 5))], num_states=4)
+    assert cache.num_state_pages == 4, "of 64 bytes each, for 220"
+    for pool in cache.states_of(0):
+        pool += torch.arange(4).view(-1, *[1] * (pool.dim() - 1)) + torch.rand(pool.shape)
+    for block in range(4):
+        cache.write_page(block, torch.full((cache.page_bytes,), block + 1, dtype=torch.uint8))
+    host = in_memory(cache) if where == "host" else None
+    folder = PageFolder(tmp_path, b"model", 1 << 20) if where == "disk" else None
+    tiers = PageTiers(cache, host, folder)
+    for block in range(4):
+        tiers.keep(KEYS[block], block)
+    copied = [tiers.keep_state(KEYS[1], 2), tiers.keep_state(KEYS[3], 3)]
+    assert copied == [4 * 64] * 2
+    until(lambda: tiers.counters["down"] == 4 + 8)
+    assert tiers.keep_state(KEYS[3], 3) == 0, "it is there"
+
+    def bring(number: int, slot: int) -> int:
+        fetch = tiers.fetch(KEYS[:number])
+        until(lambda: fetch.done)
+        num_blocks = fetch.num_blocks
+        assert num_blocks is not None
+        assert tiers.take(fetch, range(4, 4 + num_blocks)) == num_blocks
+        assert tiers.take_state(fetch, slot, 0, 99) == (4 if num_blocks else 0)
+        assert all(torch.equal(cache.read_page(4 + block), cache.read_page(block)) for block in range(num_blocks))
+        return num_blocks
+
+    def forget(key: bytes) -> None:
+        if host is not None:
+            host._words[host._find(key) // 8] = 0
+        if folder is not None:
+            folder._file(key).unlink()
+
+    assert bring(4, 0) == 4
+    assert all(torch.equal(pool[0], pool[3]) for pool in cache.states_of(0))
+    assert bring(3, 1) == 2
+    assert all(torch.equal(pool[1], pool[2]) for pool in cache.states_of(0))
+    forget(state_keys(KEYS[3], range(4))[2])
+    assert bring(4, 0) == 2, "a part of the state is gone"
+    forget(KEYS[1])
+    assert bring(4, 0) == 0, "there is a state, but the keys and values in front of it are gone"
+    tiers.close()
 
 
 @pytest.mark.parametrize("at", ["page", "key", "half written"])

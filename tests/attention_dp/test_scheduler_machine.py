@@ -54,7 +54,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, num_blocks, block_size, max_running, spare_tokens, prefix_cache):
         self.kv: dict[int, tuple[int, ...]] = {}  # slot -> the tokens its content was computed from
-        tiers, states = self.tiers(num_blocks, block_size), self.states(max_running, block_size)
+        self.seen: dict[int, tuple[int, ...]] | None = None  # the same of slots of states, where there are any
+        states, tiers = self.states(max_running, block_size), self.tiers(num_blocks, block_size)
         self.blocks = RequestBlocks(num_blocks, block_size, prefix_cache, b"", tiers, states=states)
         self.scheduler = Scheduler(self.blocks, max_running, max_running + spare_tokens, 64, self.speculator())
         self.alive: dict[str, Request] = {}
@@ -218,15 +219,15 @@ class TieredMachine(SchedulerMachine):
     """
 
     def tiers(self, num_blocks: int, block_size: int) -> PageTiers | None:
-        cache = SimulatedCache(self.kv, block_size)
+        cache = SimulatedCache(self.kv, block_size, self.seen)
         host = HostPages(None, 16 * slot_bytes(cache.page_bytes), cache.page_form)
         self.page_tiers = PageTiers(cast(KvCache, cache), host, None)
-        self.draw = random.Random(0)
+        self.pace = random.Random(0)
         self.page_tiers._lock.acquire()
         return self.page_tiers
 
     def propose_with_pages(self) -> Proposal:
-        if self.draw.random() < 0.7:
+        if self.pace.random() < 0.7:
             self.settle()
         while (proposal := self.scheduler.propose()).is_empty and self.scheduler.awaits_pages:
             self.settle()
@@ -234,7 +235,7 @@ class TieredMachine(SchedulerMachine):
 
     def complete(self, chunks, results):
         super().complete(chunks, results)
-        if self.draw.random() < 0.7:
+        if self.pace.random() < 0.7:
             self.settle()
 
     def settle(self) -> None:
@@ -263,7 +264,7 @@ class StatefulMachine(SchedulerMachine):
 
     def states(self, max_running: int, block_size: int) -> StateSlots | None:
         self.draw = random.Random(0)
-        self.seen: dict[int, tuple[int, ...]] = {}
+        self.seen = {}
         self.num_void = 0
         return StateSlots(max_running, num_drafts=15, num_snapshots=2, interval=2 * block_size)
 
@@ -297,6 +298,10 @@ class StatefulMachine(SchedulerMachine):
         super().watch_the_oldest(counts and not self.num_void)  # behind a void step it begins again
 
 
+class StatefulTieredMachine(StatefulMachine, TieredMachine):
+    """Both: snapshots of states go down and come up with pages."""
+
+
 class DraftingMachine(SchedulerMachine):
     """The same, with drafts of which some are right."""
 
@@ -325,8 +330,9 @@ class SimulatedCache:
     page_bytes = 8
     layouts = ()
 
-    def __init__(self, kv: dict[int, tuple[int, ...]], block_size: int):
-        self._kv, self._size = kv, block_size
+    def __init__(self, kv: dict[int, tuple[int, ...]], block_size: int, seen: dict[int, tuple[int, ...]] | None = None):
+        self._kv, self._size, self._seen = kv, block_size, {} if seen is None else seen
+        self.num_state_pages = 0 if seen is None else 2
         self.page_form = PageForm(0, block_size, self.page_bytes)
         self._pages: dict[int, list[tuple[int, ...]]] = {}
         self._numbers = itertools.count()
@@ -335,6 +341,17 @@ class SimulatedCache:
         number = next(self._numbers)
         self._pages[number] = [self._kv[block * self._size + offset] for offset in range(self._size)]
         return torch.tensor([number]).view(torch.uint8)
+
+    def read_state_page(self, slot: int, index: int, page: Tensor) -> None:
+        number = next(self._numbers)
+        self._pages[number] = [self._seen[slot], (index,)]
+        page.copy_(torch.tensor([number]).view(torch.uint8))
+
+    def write_state_page(self, slot: int, index: int, page: Tensor) -> None:
+        state, part = self._pages[int.from_bytes(page.numpy().tobytes(), "little")]
+        assert part == (index,)
+        assert index == 0 or self._seen[slot] == (*state, -1), "the pages are of two states"
+        self._seen[slot] = state if index else (*state, -1)
 
     def write_page(self, block: int, page: Tensor) -> None:
         held = self._pages[int.from_bytes(page.numpy().tobytes(), "little")]
@@ -351,10 +368,12 @@ LIMITS = {"stateful_step_count": 40, "deadline": None, "suppress_health_check": 
 SchedulerMachine.TestCase.settings = settings(max_examples=70, **LIMITS)
 StatefulMachine.TestCase.settings = settings(max_examples=70, **LIMITS)
 TieredMachine.TestCase.settings = settings(max_examples=50, **LIMITS)
+StatefulTieredMachine.TestCase.settings = settings(max_examples=50, **LIMITS)
 DraftingMachine.TestCase.settings = settings(max_examples=50, **LIMITS)
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestStatefulMachine = StatefulMachine.TestCase
 TestTieredMachine = TieredMachine.TestCase
+TestStatefulTieredMachine = StatefulTieredMachine.TestCase
 TestDraftingMachine = DraftingMachine.TestCase
 
 

@@ -295,8 +295,9 @@ def check_states(config: ServeConfig, spec: ModelSpec, device: torch.device) -> 
     keeps_snapshots = config.cache.prefix_cache and config.cache.snapshot_gib * 2**30 >= size
     reasons = (
         (device.type != "cpu", f"and this rank computes on {device.type}; they run on CPUs alone: serve on CPU ranks"),
-        (config.cache.host_gb is not None or config.cache.disk_gb is not None,
-         "which pages outside the pool do not hold; leave cache.host_gb and cache.disk_gb out"),
+        ((config.cache.host_gb is not None or config.cache.disk_gb is not None) and not keeps_snapshots,
+         "which tiers hold as snapshots, and there are none; set cache.snapshot_gib to "
+         f"{size / 2**30:.3g} at least, or leave cache.host_gb and cache.disk_gb out"),
         (config.parallel.num_prefill_ranks > 0 and not keeps_snapshots,
          f"which prefill ranks hand over as snapshots, and there are none; set cache.prefix_cache: true and "
          f"cache.snapshot_gib to {size / 2**30:.3g} at least"),
@@ -374,10 +375,13 @@ def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, m
     """
     block_size = config.cache.block_size
     size_bytes = bytes_per_block(cache_layouts(config, spec), block_size, dtype)
+    of_state = -(-state_bytes(state_shapes(spec)) // size_bytes)
     if config.cache.host_gb is not None:
-        check_size("cache.host_gb", int(config.cache.host_gb * 1e9), slot_bytes(size_bytes))
+        least_bytes = (1 + of_state) * slot_bytes(size_bytes)
+        check_size("cache.host_gb", int(config.cache.host_gb * 1e9), least_bytes, of_state > 0)
     if config.cache.disk_gb is not None:
-        check_size("cache.disk_gb", int(config.cache.disk_gb * 1e9), HEADER_BYTES + size_bytes)
+        least_bytes = (1 + of_state) * (HEADER_BYTES + size_bytes)
+        check_size("cache.disk_gb", int(config.cache.disk_gb * 1e9), least_bytes, of_state > 0)
     num_blocks = config.cache.num_blocks or int(config.cache.memory_gib * 2**30 // size_bytes)
     # More than every running request at full length, twice over for reusable prefixes, would never be touched.
     if config.cache.num_blocks is None:
