@@ -124,7 +124,7 @@ def decode_case(name: str, shape: AttendShape, num_keys: int, batch: int) -> Cas
     tables = torch.randperm(batch * per_seq).view(batch, per_seq)
     q = torch.randn(batch, shape.heads, shape.group, shape.width)
     starts = torch.arange(batch + 1, dtype=torch.int32)
-    rows = AttendRows(shape, torch.full((batch,), num_keys - 1), starts, tables.to(torch.int32), BLOCK)
+    rows = AttendRows([shape], torch.full((batch,), num_keys - 1), starts, tables.to(torch.int32), BLOCK)
     slots = (tables[:, :, None] * BLOCK + torch.arange(BLOCK)).view(batch, num_keys)
     mask = torch.zeros(batch * shape.heads, 1, num_keys)
     group = DecodeGroup(None, batch, num_keys, layout.gather_rows(slots), mask)
@@ -164,7 +164,7 @@ def prefill_case(name: str, shape: AttendShape, context: int, length: int) -> Ca
     q = torch.randn(length, shape.heads, shape.group, shape.width)
     positions = torch.arange(context, total)
     starts = torch.tensor([0, length], dtype=torch.int32)
-    rows = AttendRows(shape, positions, starts, table[None].to(torch.int32), BLOCK)
+    rows = AttendRows([shape], positions, starts, table[None].to(torch.int32), BLOCK)
     slots = (table[:, None] * BLOCK + torch.arange(BLOCK)).view(1, total)
     keys, values = cache.gather(0, layout_of(shape).gather_rows(slots), 1)
     if shape.latent is not None:

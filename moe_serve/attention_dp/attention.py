@@ -60,7 +60,7 @@ def attention_reference(
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The shape of attention that all layers of a model share.
+    """The shape of attention that layers of a model share.
 
     group:     query heads per key/value head;  scale: factor on the scores
     has_sinks: every query head has a score beside those of the keys (gqa only)
@@ -78,7 +78,8 @@ class AttentionShape:
     def for_kernels(self) -> AttendShape:
         layout = self.layout
         latent = layout.value_width if layout.kind == "mla" else None
-        return AttendShape(layout.num_heads, self.group, layout.width, self.scale, latent)
+        values = layout.value_width if layout.kind == "gqa" and layout.value_width < layout.width else None
+        return AttendShape(layout.num_heads, self.group, layout.width, self.scale, latent, values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,8 +243,11 @@ class PagedAttention:
         if sinks is not None:
             parts = with_sink_key(q, keys[0], values[0], sinks / self._scale)
             return attend_chunk(*parts, chunk, self._scale)[..., : self._layout.value_width]
+        # The fused kernel needs one width for keys and values; the excess is cut off below.
         if self._layout.kind == "mla":
-            values = keys  # the fused kernel needs one width for keys and values; the excess is cut off below
+            values = keys
+        elif values.shape[-1] < keys.shape[-1]:
+            values = functional.pad(values, (0, keys.shape[-1] - values.shape[-1]))
         out = attend_chunk(q, keys[0], values[0], chunk, self._scale)
         return out[..., : self._layout.value_width]
 

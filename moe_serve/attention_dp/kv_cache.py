@@ -28,7 +28,8 @@ StateShapes = tuple[tuple[int, ...], ...]  # of the tensors that one layer keeps
 class KvLayout:
     """The values that one layer caches for one token.
 
-    gqa: a key and a value for each of `num_heads` heads of `width`; a row is [2 * num_heads, width], keys first
+    gqa: a key and a value for each of `num_heads` heads of `width`; a row is [2 * num_heads, width], keys first. Values
+         may have fewer elements, `value_width`, at the beginning
     mla: one normed latent of `value_width` and one rotated key, together `width` wide; a row is [1, width]
     ids: no values but the experts of the token in all MoE layers, in `width` bytes; behind all layers with values
     changed: how many of these the capacity of experts has changed, in two bytes; behind all others
@@ -40,8 +41,9 @@ class KvLayout:
     value_width: int
 
     @classmethod
-    def gqa(cls, num_heads: int, head_dim: int) -> "KvLayout":
-        return cls("gqa", num_heads, head_dim, head_dim)
+    def gqa(cls, num_heads: int, head_dim: int, value_dim: int | None = None) -> "KvLayout":
+        """value_dim: None: head_dim"""
+        return cls("gqa", num_heads, head_dim, value_dim or head_dim)
 
     @classmethod
     def mla(cls, latent: int, rope_dim: int) -> "KvLayout":
@@ -69,7 +71,12 @@ class KvLayout:
     @property
     def num_scales(self) -> int:
         """Scales of a head of a slot in 8 bits: one, but two of a latent and its rotated key, whose sizes differ."""
-        return 2 if self.kind == "mla" and self.width > self.value_width else 1
+        return 2 if self.has_tail else 1
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether a row is a latent with a rotated key behind it."""
+        return self.kind == "mla" and self.width > self.value_width
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
         """Returns the size of one slot."""
@@ -258,7 +265,7 @@ class KvCache:
             keys = found.view(num_seqs, 1, -1, layout.width)
             return keys, keys[..., : layout.value_width]
         both = found.view(2, num_seqs, layout.num_heads, -1, layout.width)
-        return both[0], both[1]
+        return both[0], both[1, ..., : layout.value_width]
 
     def _found(self, layer: int, rows: Tensor) -> Tensor:
         """Returns copies of rows [n] of the flattened cache, [n, width]."""
@@ -268,7 +275,8 @@ class KvCache:
         heads = layout.row_shape[0]
         where = rows // heads, rows % heads
         found = values.view(torch.uint8)[where].view(values.dtype)  # torch indexes no FP8
-        return widen_cached(found, scales[where], layout.value_width).to(self._computed)
+        width = layout.value_width if layout.has_tail else layout.width
+        return widen_cached(found, scales[where], width).to(self._computed)
 
 
 def _parts(memory: Tensor, layout: KvLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -66,6 +66,7 @@ class AttendShape:
     heads: key/value heads;  group: query heads of each;  width: of a key;  scale: factor on the scores
     latent: None where a slot holds the heads' keys, then their values (gqa); else it holds one row for the one
             key/value head, whose first `latent` elements are the value (mla)
+    values: elements of a value in slots of heads, at its beginning; None: width
     """
 
     heads: int
@@ -73,10 +74,11 @@ class AttendShape:
     width: int
     scale: float
     latent: int | None = None
+    values: int | None = None
 
     @property
     def value_width(self) -> int:
-        return self.width if self.latent is None else self.latent
+        return self.latent or self.values or self.width
 
     @property
     def row_shape(self) -> tuple[int, int]:

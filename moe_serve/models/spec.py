@@ -53,8 +53,12 @@ class GqaSpec:
     sinks_name: str = "sinks"  # in the checkpoint
     out_name: str = "o_proj"  # of the projection behind attention, in the checkpoint
     block: str = "self_attn"  # in the checkpoint, below the layer
+    value_dim: int | None = None  # of a head's values, which are padded with zeros; None: head_dim
+    value_scale: float = 1.0  # on values
     window: int | None = None  # keys that a token sees in windowed layers, its own included
     windowed_layer_ids: tuple[int, ...] = ()
+    windowed_kv_heads: int | None = None  # of windowed layers; None: num_kv_heads
+    sinks_in_windows: bool = False  # no other layers have sinks
     chunk: int | None = None  # in chunked layers a token sees those from the last multiple of it on
     chunked_layer_ids: tuple[int, ...] = ()
     unrotated_layer_ids: tuple[int, ...] = ()
@@ -73,6 +77,15 @@ class GqaSpec:
             return 0, 0
         heads = (self.num_heads, self.num_kv_heads) if self.qk_norm == "projection" else (1, 1)
         return heads[0] * self.head_dim, heads[1] * self.head_dim
+
+    def in_layer(self, layer_id: int) -> "GqaSpec":
+        """Returns the attention with the heads and the sinks of a layer."""
+        is_windowed = layer_id in self.windowed_layer_ids
+        kv_heads = self.windowed_kv_heads if is_windowed else None
+        has_sinks = self.has_sinks and (is_windowed or not self.sinks_in_windows)
+        if kv_heads in (None, self.num_kv_heads) and has_sinks == self.has_sinks:
+            return self
+        return replace(self, num_kv_heads=kv_heads or self.num_kv_heads, has_sinks=has_sinks)
 
     def window_of(self, layer_id: int) -> int | None:
         """Returns how many keys a token sees in a layer, its own included; None: all up to its own."""

@@ -152,7 +152,7 @@ def _attention(spec: ModelSpec, layer: int, ours: str, theirs: str) -> Iterator[
     if layer in spec.stateful_layer_ids and spec.stateful is not None:
         yield from _stateful(spec.stateful, spec.hidden, ours, f"{theirs}{spec.stateful_block}.")
     elif isinstance(spec.attention, GqaSpec):
-        yield from _gqa(spec.attention, spec, ours, f"{theirs}{spec.attention.block}.")
+        yield from _gqa(spec.attention.in_layer(layer), spec, ours, f"{theirs}{spec.attention.block}.")
     else:
         yield from _mla(spec.attention, spec.hidden, ours, f"{theirs}{spec.attention.block}.")
     yield from _named_norm(spec, ours + "attention_out_norm", theirs, spec.norm_names.behind_attention)
@@ -348,11 +348,14 @@ def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
 
 def _gqa(spec: GqaSpec, model: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
     hidden, q, kv = model.hidden, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    widths = [("q_proj", 2 * q if spec.has_gate and spec.gate_name is None else q), ("k_proj", kv), ("v_proj", kv)]
+    value_dim = spec.value_dim or spec.head_dim
+    queries = 2 * q if spec.has_gate and spec.gate_name is None else q
+    widths = [("q_proj", queries), ("k_proj", kv), ("v_proj", spec.num_kv_heads * value_dim)]
     if spec.gate_name is not None:
         widths.append((spec.gate_name, q))
     yield DenseTensor(ours + "qkv", tuple(Part(f"{theirs}{n}.weight", (width, hidden)) for n, width in widths))
-    yield DenseTensor(ours + "o", (Part(f"{theirs}{spec.out_name}.weight", (hidden, q)),))
+    attended = spec.num_heads * value_dim
+    yield DenseTensor(ours + "o", (Part(f"{theirs}{spec.out_name}.weight", (hidden, attended)),))
     if spec.qkv_bias:
         parts = tuple(Part(f"{theirs}{n}.bias", (width,)) for n, width in widths)
         yield DenseTensor(ours + "qkv_bias", parts, "bias")

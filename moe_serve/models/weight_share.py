@@ -156,6 +156,9 @@ def _keeps_projection(spec: ModelSpec, plan: DenseTensor) -> bool:
     block, name = spec.fp8_block, plan.name.rpartition(".")[2]
     if block is None or not block.is_kept or name not in _PROJECTIONS:
         return False
+    attention = spec.attention
+    if name == "qkv" and isinstance(attention, GqaSpec) and attention.value_dim is not None:  # whose rows are padded
+        return False
     if block.by_channel:
         return True
     if name.endswith("gate_up"):  # of which the kernel takes a stack of blocks for each of both

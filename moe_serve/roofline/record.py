@@ -105,6 +105,8 @@ def record_model(
         raise ConfigError(f"{spec.model_type} keeps states of requests, for which there is no GPU kernel: no steps")
     if spec.router.num_identity:
         raise ConfigError(f"{spec.model_type} has experts that give back what they take, which no GPU runs: no steps")
+    if isinstance(spec.attention, GqaSpec) and spec.attention.value_dim is not None:
+        raise ConfigError(f"{spec.model_type} has values narrower than keys, which no GPU kernel has: no steps")
     experts = choose_expert_form(
         "auto", spec.fp8_block, "cuda", True, in_mxfp4=spec.experts_in_mxfp4, has_narrow_rows=True
     )

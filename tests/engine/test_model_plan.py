@@ -223,6 +223,12 @@ def test_packages_that_are_not_there_are_named(
         plan_of(tmp_path, PHI_35_MOE, *overrides)
 
 
+def test_a_gpu_is_refused_where_values_are_narrower_than_keys(tmp_path: Path) -> None:
+    model_type, keys = FAMILIES["mimo_v2_flash"]
+    with pytest.raises(ConfigError, match="values narrower than keys, for which there is no GPU kernel; serve on CPU"):
+        plan_of(tmp_path, keys | {"model_type": model_type}, device=GPU)
+
+
 @pytest.mark.parametrize(("family", "overrides", "why"), [
     ("gpt_oss", [], "gpt_oss has attention sinks"),
     ("llama4_text", [], "llama4_text attends within chunks of positions"),

@@ -147,6 +147,13 @@ MELLUM: dict[str, Any] = QWEN | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }  # fmt: skip
+MIMO: dict[str, Any] = QWEN | {
+    "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "sliding_window": 20, "head_dim": 18,
+    "v_head_dim": 12, "routed_scaling_factor": 1.7, "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.45},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.67},
+    },
+}  # fmt: skip
 SOLAR = SIGMOID | {"first_k_dense_replace": 0}
 HY_V3: dict[str, Any] = QWEN | {"num_experts_per_tok": 3, "router_scaling_factor": 2.1, "rms_norm_eps": 1e-5}
 SWA: dict[str, Any] = GRANITE | {"num_hidden_layers": 3, "sliding_window": 20, "shared_intermediate_size": 40}
@@ -368,6 +375,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         HY_V3 | {"attention_bias": True, "mlp_layer_types": ["sparse", "dense"], "num_shared_experts": 2},
     ),
     "mellum": ("mellum", MELLUM),
+    "mimo_v2_flash": ("mimo_v2_flash", MIMO),
+    # A dense layer in the middle, values as wide as keys, biases, groups of experts.
+    "mimo_v2_flash-bias-lists": (
+        "mimo_v2_flash",
+        MIMO
+        | {"v_head_dim": 18, "attention_bias": True, "attention_value_scale": None, "num_key_value_heads": 1}
+        | {"layer_types": ["sliding_attention", *["full_attention"] * 2], "sliding_window": 70, "n_group": 4}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "topk_group": 2, "tie_word_embeddings": True},
+    ),
     "granitemoe_swa": ("granitemoe_swa", SWA),
     "granitemoe_swa-unrotated": (
         "granitemoe_swa",
@@ -428,6 +444,8 @@ WITH_STATES = (
 ON_CPUS_ALONE = (*WITH_STATES, "longcat_flash")
 
 
+# Values are narrower than keys, which no kernel of GPUs has.
+ON_CPUS_ALONE = (*WITH_STATES, "mimo_v2_flash")
 LIGHTNING_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # computed from the configuration
 ANOTHERS_FORM = {name for name, (kind, _) in FAMILIES.items() if kind not in FAMILIES}
 

@@ -140,6 +140,19 @@ MINIMAX_TEXT_01: dict[str, Any] = {
     "linear_attn_alpha_factor": 3.5565588200778455, "linear_attn_beta_factor": 1.0, "hidden_act": "silu",
     "mlp_alpha_factor": 3.5565588200778455, "max_position_embeddings": 10240000, "tie_word_embeddings": False,
 }  # fmt: skip
+MIMO_V2_FLASH: dict[str, Any] = {
+    "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "vocab_size": 152576,
+    "hidden_size": 4096, "num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192,
+    "v_head_dim": 128, "swa_num_key_value_heads": 8, "intermediate_size": 16384, "moe_intermediate_size": 2048,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": None, "routed_scaling_factor": None,
+    "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "sliding_window_size": 128,
+    "rope_theta": 5000000, "swa_rope_theta": 10000, "partial_rotary_factor": 0.334, "layernorm_epsilon": 1e-5,
+    "hybrid_layer_pattern": [0, *[int((layer + 1) % 6 != 0) for layer in range(1, 48)]], "hidden_act": "silu",
+    "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "attention_value_scale": 0.707,
+    "max_position_embeddings": 262144, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                            "weight_block_size": [128, 128]},
+}  # fmt: skip
 HUNYUAN_A13B: dict[str, Any] = {
     "architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe", "vocab_size": 128167,
     "hidden_size": 4096, "intermediate_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -356,6 +369,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Granite-3.1-1B-A400M": (GRANITE_1B, 1.33e9),
     "Granite-3.1-3B-A800M": (GRANITE_3B, 3.30e9),
     "MiniMax-M2": (MINIMAX_M2, 230e9),
+    "MiMo-V2-Flash": (MIMO_V2_FLASH, 309e9),
     "MiniMax-Text-01": (MINIMAX_TEXT_01, 456e9),
     "Hunyuan-A13B": (HUNYUAN_A13B, 80e9),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT_80B, 80e9),

@@ -17,7 +17,7 @@ from tests.models.runner import Runner, load_decoder
 Oracle = Callable[[str], tuple[Any, Path]]
 DTYPES = pytest.mark.parametrize("dtype", CACHED_DTYPES, ids=str)
 # int8 and e4m3 round a number by up to 1/254 and 1/16 of the largest of its head and of itself.
-FAMILIES = ["qwen3_moe", "gpt_oss", "llama4_text", "deepseek_v3", "deepseek_v3-odd"]
+FAMILIES = ["qwen3_moe", "gpt_oss", "llama4_text", "mimo_v2_flash", "deepseek_v3", "deepseek_v3-odd"]
 SHIFTED, TWINS = 0.1, 0.01  # of most positions: in a few, another expert is chosen
 
 

@@ -258,8 +258,12 @@ def cache_layouts(config: ServeConfig, spec: ModelSpec) -> tuple[KvLayout, ...]:
 
 
 def check_attention_backend(config: ServeConfig, spec: ModelSpec, device: torch.device, cache: torch.dtype) -> None:
-    """Raises ConfigError where a package of attention kernels is asked for that cannot attend for this model."""
+    """Raises ConfigError where a device, or a package of kernels that is asked for, cannot attend for this model."""
     name, attention = config.engine.attention_backend, spec.attention
+    if device.type == "cuda" and isinstance(attention, GqaSpec) and attention.value_dim is not None:
+        raise ConfigError(
+            f"{spec.model_type} has values narrower than keys, for which there is no GPU kernel; serve on CPU ranks"
+        )
     if name in ("auto", "triton"):
         return
     module, install = _PACKAGES[name]
@@ -272,6 +276,8 @@ def check_attention_backend(config: ServeConfig, spec: ModelSpec, device: torch.
         (config.engine.numerics != "fast", "its sums depend on the batch; set engine.numerics: fast"),
         (cache != torch.bfloat16, "it reads bfloat16 alone here; set cache.dtype: auto and model.dtype: bfloat16"),
         (heads is not None and heads.has_sinks, f"{spec.model_type} has attention sinks; {back}"),
+        (heads is not None and heads.windowed_kv_heads is not None,
+         f"windowed layers of {spec.model_type} have heads of their own; {back}"),
         (heads is not None and any(map(heads.chunk_of, range(spec.num_layers))),
          f"{spec.model_type} attends within chunks of positions; {back}"),
         (latents is not None and (latents.kv_lora_rank, latents.rope_dim) != (512, 64),

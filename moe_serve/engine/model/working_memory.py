@@ -137,11 +137,18 @@ def _attention(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
     if sizes.on_gpu:
         before = sizes.rows * spec.hidden * sizes.itemsize  # the rows of the MLP before, which the loop still holds
         if isinstance(spec.attention, GqaSpec):
-            return before + _gqa_on_gpu(spec.attention, spec.num_layers, sizes)
+            kinds = _kinds(spec, spec.attention)
+            return before + max(_gqa_on_gpu(kind, spec.num_layers, sizes) for kind in kinds)
         return before + _mla_on_gpu(spec.attention, numerics, sizes)
     if isinstance(spec.attention, GqaSpec):
-        return max(_gqa(spec.attention, numerics, sizes), _stateful(spec, sizes))
+        kinds = _kinds(spec, spec.attention)
+        return max(*(_gqa(kind, numerics, sizes) for kind in kinds), _stateful(spec, sizes))
     return max(_mla(spec.attention, numerics, sizes), _stateful(spec, sizes))
+
+
+def _kinds(spec: ModelSpec, heads: GqaSpec) -> set[GqaSpec]:
+    """Returns the attention of each kind of layer."""
+    return {heads.in_layer(layer) for layer in spec.attention_layer_ids}
 
 
 def _gqa(spec: GqaSpec, numerics: Numerics, sizes: StepSizes) -> int:
@@ -267,9 +274,11 @@ def _plan(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
     """Returns the bytes of attention_plan.py: rows of the cache and masks of all sequences, for all layers."""
     if isinstance(spec.attention, MlaSpec) and spec.attention.indexer is not None:
         return 0
-    heads, indices = (spec.attention.num_kv_heads, 2) if isinstance(spec.attention, GqaSpec) else (1, 1)
-    mask_heads = 1 if numerics.invariant else heads
-    decodes = sizes.sequences * sizes.keys * (indices * heads * _INDEX + mask_heads * sizes.itemsize)
+    heads, indices = [1], 1
+    if isinstance(spec.attention, GqaSpec):
+        heads, indices = [kind.num_kv_heads for kind in _kinds(spec, spec.attention)], 2
+    mask_heads = len(heads) if numerics.invariant else sum(heads)
+    decodes = sizes.sequences * sizes.keys * (indices * sum(heads) * _INDEX + mask_heads * sizes.itemsize)
     chunk_mask = sizes.rows * sizes.keys * (sizes.itemsize + 1)  # numbers, and for a moment their bools
     return decodes + chunk_mask
 

@@ -293,11 +293,13 @@ i64 attend_plan(Attend *a)
     return a->query_starts[0] || a->query_starts[a->num_seqs] != a->num_rows ? -1 : a->piece_starts[a->num_seqs];
 }
 
-/* q: [T, heads, group, width] with q_step floats from token to token; out: [T, heads, group, value_width]; window, sinks
-   and chunk as in Job; form of the cache. Returns -1 where there is no memory to work in. */
-i64 attend(const Attend *step, const float *q, i64 q_step, const float *cache, float *out, i64 window,
+/* steps: of each shape of the model's layers, this one's at `shape`; q: [T, heads, group, width] with q_step floats from
+   token to token; out: [T, heads, group, value_width]; window, sinks and chunk as in Job; form of the cache. Returns -1
+   where there is no memory to work in. */
+i64 attend(const Attend *steps, i64 shape, const float *q, i64 q_step, const float *cache, float *out, i64 window,
            const float *sinks, i64 chunk, const CachedForm *form)
 {
+    const Attend *step = steps + shape;
     _Atomic i64 failed = 0;
     Job job = {step, q, q_step, cache, out, window, sinks, chunk, *form, &failed};
     pool_run(attend_piece, &job, step->piece_starts[step->num_seqs]);

@@ -251,7 +251,7 @@ def _sequences() -> SequenceStates:
 def _attend_rows(shape: AttendShape) -> AttendRows:
     positions, starts = torch.tensor([80, 3, 4, 15]), torch.tensor([0, 1, 4], dtype=torch.int32)
     tables = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 0, 0, 0, 0, 0]], dtype=torch.int32)
-    return AttendRows(shape, positions, starts, tables, 16)
+    return AttendRows([shape], positions, starts, tables, 16)
 
 
 def _operations() -> list[Tensor]:

@@ -376,6 +376,7 @@ class Recorder(Operations, Tape):
         sinks: Tensor | None = None,
         chunk: int | None = None,
         scales: Tensor | None = None,
+        number: int = 0,
     ) -> Tensor:
         """Returns the attention of the step's AttendRows, [rows, heads, group, value width].
 
@@ -385,10 +386,11 @@ class Recorder(Operations, Tape):
         window: how many keys a row sees, its own included; None: all up to its own
         chunk:  a row sees the keys from the last multiple of it up to its own; None: from the first
         sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
+        number: of the shape among those of the AttendRows
         """
         out = self.buffer("attended", shape.heads, shape.group, shape.value_width)
         options = *attend_options(shape, window, sinks, chunk), _cached_form(cache, scales)
-        self.call("attend", ATTEND, q, q.stride(0), cache, out, *options, keep=(sinks, scales))
+        self.call("attend", ATTEND, number, q, q.stride(0), cache, out, *options, keep=(sinks, scales))
         return out
 
     def attend_chosen(

@@ -95,12 +95,12 @@ def _yarn_ramp(rope: RopeSpec) -> tuple[float, float]:
 
 
 class GqaAttention:
-    """Grouped-query attention of one model; makes its layers."""
+    """Grouped-query attention of one shape; makes the layers that have it."""
 
     def __init__(self, spec: GqaSpec, norm_eps: float):
         self.spec = spec
         self.norm_eps = norm_eps
-        layout = KvLayout.gqa(spec.num_kv_heads, spec.head_dim)
+        layout = KvLayout.gqa(spec.num_kv_heads, spec.head_dim, spec.value_dim)
         group = spec.num_heads // spec.num_kv_heads
         self.shape = AttentionShape(layout, group, spec.softmax_scale, has_sinks=spec.has_sinks)
 
@@ -113,6 +113,8 @@ class GqaAttention:
         """
         spec = self.spec
         qkv, bias, scale = weights.pop("qkv"), weights.pop("qkv_bias", None), weights.pop("qkv_scale", None)
+        if spec.value_dim is not None:
+            qkv, bias = self._padded(qkv), None if bias is None else self._padded(bias)
         norm = None
         turned_by = len(ropes) - 1 if index in spec.windowed_layer_ids else 0
         rope, rotates = ropes[turned_by], index not in spec.unrotated_layer_ids
@@ -135,6 +137,15 @@ class GqaAttention:
         visible = spec.window_of(index), spec.chunk_of(index)
         turns = turned_by if rotates else None
         return GqaLayer(self, cached_as, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, turns)
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """Returns the rows of the fused projection, or its biases, with zeros behind those of each value."""
+        spec = self.spec
+        values = spec.num_kv_heads * (spec.value_dim or spec.head_dim)
+        of_heads = rows[-values:].view(spec.num_kv_heads, -1, *rows.shape[1:])
+        padded = of_heads.new_zeros(spec.num_kv_heads, spec.head_dim, *rows.shape[1:])
+        padded[:, : of_heads.shape[1]] = of_heads
+        return torch.cat((rows[:-values], padded.flatten(0, 1)))
 
     def _rows_in(self, order: Tensor) -> Tensor:
         """Returns the order of the fused projection's rows with those of every query and key head reordered.
@@ -197,8 +208,10 @@ class GqaLayer:
         do.rope_write(rotated, norm, eps, turns, do.slots, cache, *heads, norm_last, scales)
         q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
         q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        attended = do.attend(q, self.index, self.window, self.sinks, self.chunk)
+        attended = do.attend(q, self.form.shape, self.index, self.window, self.sinks, self.chunk)
         attended = attended.flatten(1)
+        if spec.value_scale != 1:
+            do.scale_(attended, spec.value_scale)
         if gates is not None:
             do.gate_(attended, gates)
         return do.linear("attention_out", self.out, attended)

@@ -219,7 +219,7 @@ class MlaLayer:
     def _absorbed(self, q: Tensor, do: Step) -> Tensor:
         """q: [T, heads, nope + rope] -> [T, heads, value_dim]"""
         latent_q = do.absorb(self.absorb, q, self.form.spec.nope_dim)
-        return do.expand(self.expand, do.attend(latent_q[:, None], self.index)[:, 0])
+        return do.expand(self.expand, do.attend(latent_q[:, None], self.form.shape, self.index)[:, 0])
 
 
 def expand_from(spec: MlaSpec) -> int | None:

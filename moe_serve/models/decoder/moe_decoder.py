@@ -109,10 +109,14 @@ def build_decoder(
     dense: dict[str, Any] = weights.dense
     forms = WeightForms(numerics, weights.memory, spec.activation, weights.activations)
     embed, norm = dense.pop("embed"), _norm(spec, dense, "norm", forms)
+    attentions: dict[int, GqaAttention] | MlaAttention
     if isinstance(spec.attention, GqaSpec):
-        attention: GqaAttention | MlaAttention = GqaAttention(spec.attention, spec.norm_eps)
+        heads = spec.attention
+        attentions = {layer: GqaAttention(heads.in_layer(layer), spec.norm_eps) for layer in spec.attention_layer_ids}
+        shapes = list(dict.fromkeys(each.shape for each in attentions.values()))
     else:
-        attention = MlaAttention(spec.attention, numerics, len(spec.attention_layer_ids))
+        attentions = MlaAttention(spec.attention, numerics, len(spec.attention_layer_ids))
+        shapes = [attentions.shape]
     layer_rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layer_ids)}
     layers: list[DecoderLayer] = []
     joined: dict[str, Any] = {}  # of the layer that predicts
@@ -123,11 +127,11 @@ def build_decoder(
             attention_layer: AnyAttention | None = _stateful_layer(spec, spec.stateful, layer_id, mine, forms)
         elif layer_id in spec.unattended_layer_ids:
             attention_layer = None
-        elif isinstance(attention, GqaAttention):
+        elif isinstance(attentions, dict):
             cached_as = spec.attention_layer_ids.index(layer_id)
-            attention_layer = attention.layer(layer_id, mine, spec.ropes, forms, cached_as)
+            attention_layer = attentions[layer_id].layer(layer_id, mine, spec.ropes, forms, cached_as)
         else:
-            attention_layer = attention.layer(spec.attention_layer_ids.index(layer_id), mine, spec.rope, forms)
+            attention_layer = attentions.layer(spec.attention_layer_ids.index(layer_id), mine, spec.rope, forms)
         moe, mlp, shared = None, None, None
         if layer_id in layer_rows:
             shared = _shared_expert(mine, forms) if spec.shared_intermediate else None
@@ -162,10 +166,11 @@ def build_decoder(
     stacks: list[AnyStack] = [stack] if prediction is None else [stack, prediction]
     if numerics.compiled:
         runs: list[StackRunner] = [
-            RecordedRunner(each, table, attention.shape, spec.vocab_size, parallel.clock) for each in stacks
+            RecordedRunner(each, table, shapes, spec.vocab_size, parallel.clock) for each in stacks
         ]
     else:
-        attend = make_attention(attention.shape, numerics, embed.dtype, torch.device(device), attention_backend)
+        of_device = numerics, embed.dtype, torch.device(device), attention_backend
+        attend = {shape: make_attention(shape, *of_device) for shape in shapes}
         eager = [TorchRunner(each, table, attend, numerics, parallel.clock) for each in stacks]
         captures = captures_decodes(spec, numerics, device, attention_backend)
         runs = [GraphRunner(eager[0], parallel)] if captures else list(eager)
@@ -213,13 +218,12 @@ def kv_layouts(spec: ModelSpec, keeps_experts: bool = False, keeps_changed: bool
         beside += (KvLayout.changed(),)
     attention = spec.attention
     if isinstance(attention, GqaSpec):
-        layout = KvLayout.gqa(attention.num_kv_heads, attention.head_dim)
-    else:
-        layout = KvLayout.mla(attention.kv_lora_rank, attention.rope_dim)
-        if attention.indexer is not None:  # its keys lie behind the latents of all layers
-            num_layers = len(spec.attention_layer_ids)
-            return (layout,) * num_layers + (KvLayout.mla(attention.indexer.width, 0),) * num_layers + beside
-    return (layout,) * len(spec.attention_layer_ids) + beside
+        in_layers = map(attention.in_layer, spec.attention_layer_ids)
+        return tuple(KvLayout.gqa(each.num_kv_heads, each.head_dim, each.value_dim) for each in in_layers) + beside
+    layouts = (KvLayout.mla(attention.kv_lora_rank, attention.rope_dim),) * len(spec.attention_layer_ids)
+    if attention.indexer is not None:  # its keys lie behind the latents of all layers
+        layouts += (KvLayout.mla(attention.indexer.width, 0),) * len(layouts)
+    return layouts + beside
 
 
 def expert_id_bytes(spec: ModelSpec) -> int:
@@ -267,7 +271,7 @@ def _shared_expert(weights: dict[str, Any], forms: WeightForms) -> SharedExpert:
 
 
 def _norm(spec: ModelSpec, weights: dict[str, Any], name: str, forms: WeightForms) -> AnyNorm:
-    weight = weights.pop(name)
+    weight: Tensor = weights.pop(name)
     if name + "_gate_in" in weights:
         return GatedNorm(weight, *(forms.take_linear(weights, name + part) for part in ("_gate_in", "_gate_out")))
     if not spec.layer_norm:

@@ -1,6 +1,6 @@
 """Runs a decoder for a step: by torch at once, or by the compiled CPU kernels, recorded once and run for every step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -38,7 +38,7 @@ class TorchRunner:
 
     stack: AnyStack
     rope: RopeTable
-    attention: Attention
+    attentions: Mapping[AttentionShape, Attention]
     numerics: Numerics
     clock: PartClock
     _rows: Tensor | None = None  # of the last step
@@ -53,7 +53,7 @@ class TorchRunner:
         steps = [
             TorchStep(
                 replace(step, batch=batch),
-                self.attention,
+                self.attentions,
                 self.rope,
                 self.clock,
                 None if counting is None else counting.new_load(),
@@ -80,7 +80,7 @@ class TorchStep(Step):
     def __init__(
         self,
         step: StepInputs,
-        attention: Attention,
+        attentions: Mapping[AttentionShape, Attention],
         rope: RopeTable,
         clock: PartClock,
         load: Tensor | None = None,
@@ -92,9 +92,10 @@ class TorchStep(Step):
         self.query_scales = None if scales is None else scales.index_select(0, batch.positions)
         self.has_rows = batch.num_tokens > 0
         self._step = step
-        self._attention = attention
+        self._attentions = attentions
         self._clock = clock
-        self._plans: dict[tuple[int | None, int | None], StepPlan] = {}  # by window and chunk, as layers ask
+        # By shape, window and chunk, as layers ask
+        self._plans: dict[tuple[AttentionShape, int | None, int | None], StepPlan] = {}
         self._load = load
 
     def hidden(self, width: int) -> Tensor:
@@ -104,16 +105,28 @@ class TorchStep(Step):
 
     @property
     def expanded_rows(self) -> range:
-        return self._plan(None, None).expanded_rows if self.has_rows else range(0)
+        return self._plan(self._only_shape).expanded_rows if self.has_rows else range(0)
 
     def begin(self, part: int) -> None:
         self._clock.turn(part)
 
     def attend(
-        self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None, chunk: int | None = None
+        self,
+        q: Tensor,
+        shape: AttentionShape,
+        layer: int,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
         assert self.has_rows, "nothing to attend"
-        return self._attention(q, self.cache, layer, self._plan(window, chunk), sinks)
+        return self._attentions[shape](q, self.cache, layer, self._plan(shape, window, chunk), sinks)
+
+    @property
+    def _only_shape(self) -> AttentionShape:
+        """The shape of all layers, where they attend latents."""
+        [shape] = self._attentions
+        return shape
 
     @cached_property
     def _sequences(self) -> SequenceStates:
@@ -121,18 +134,19 @@ class TorchStep(Step):
         assert batch.state_slots is not None, "the batch was built for a model without states"
         return SequenceStates(batch.query_starts, batch.state_slots)
 
-    def _plan(self, window: int | None, chunk: int | None) -> StepPlan:
-        key = window, chunk
+    def _plan(self, shape: AttentionShape, window: int | None = None, chunk: int | None = None) -> StepPlan:
+        key = shape, window, chunk
         if key not in self._plans:
-            self._plans[key] = self._attention.plan(self._step.batch, window, chunk)
+            self._plans[key] = self._attentions[shape].plan(self._step.batch, window, chunk)
         return self._plans[key]
 
     def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
         rows = IndexedRows(index.q, index.weights, index.layer, index.shape.topk)
-        return self._attention.attend_indexed(q, self.cache, layer, rows, self._step.batch)
+        return self._attentions[self._only_shape].attend_indexed(q, self.cache, layer, rows, self._step.batch)
 
     def attend_expanded(self, q: Tensor, layer: int, heads: HeadProjections, out: Tensor) -> None:
-        self._attention.attend_expanded(q, self.cache, layer, self._plan(None, None), heads, out)
+        shape = self._only_shape
+        self._attentions[shape].attend_expanded(q, self.cache, layer, self._plan(shape), heads, out)
 
     def delta_rule_of(
         self, rows: Tensor, apart: tuple[Tensor, Tensor] | None, weights: DeltaWeights, layer: int
@@ -182,12 +196,15 @@ class RecordedRunner:
     Logits of a step hold until the next one whose batch is in the same tensors.
     """
 
-    def __init__(self, stack: AnyStack, rope: RopeTable, shape: AttentionShape, vocab_size: int, clock: PartClock):
+    def __init__(
+        self, stack: AnyStack, rope: RopeTable, shapes: Sequence[AttentionShape], vocab_size: int, clock: PartClock
+    ):
+        """shapes: of the layers, each once"""
         self._stack = stack
         self._clock = clock
         self._rope = rope
         self._vocab_size = vocab_size
-        self._shape = shape.for_kernels
+        self._shapes = tuple(dict.fromkeys(shape.for_kernels for shape in shapes))
         self._recorded: list[RecordedStep] = []  # for whole batches and first halves; for second halves
         self._rows: Tensor | None = None  # [capacity, H], what the head projects, until the next step
         self._inputs: BatchInputs | None = None
@@ -198,7 +215,7 @@ class RecordedRunner:
         recorded = self._recorded_for(step.batch, 0, step.cache)
         inputs = self._inputs
         if inputs is None or not inputs.is_of(step.batch):
-            inputs = self._inputs = BatchInputs(step.batch, self._shape, self._vocab_size)
+            inputs = self._inputs = BatchInputs(step.batch, self._shapes, self._vocab_size)
         elif inputs.attend is not None:
             inputs.attend.plan()
         if step.hidden is not None:
@@ -210,7 +227,7 @@ class RecordedRunner:
     def _run_halves(self, step: StepInputs) -> Tensor:
         halves = step.batch.halves(COMPILED)
         recorded = [self._recorded_for(half, number, step.cache) for number, half in enumerate(halves)]
-        inputs = [BatchInputs(half, self._shape, self._vocab_size) for half in halves]
+        inputs = [BatchInputs(half, self._shapes, self._vocab_size) for half in halves]
         runs = [RecordedRun(each.rows, step.num_chunks, step.overlap) for each in inputs]
         take_turns([each.run_in_turns(run) for each, run in zip(recorded, runs, strict=True)])
         self._rows = _together([each.last for each in recorded], halves)
@@ -241,7 +258,7 @@ class RecordedRunner:
     def record(self, num_rows: int, cache: KvCache) -> "RecordedStep":
         """Returns the layers, recorded for steps of at least num_rows rows over this cache."""
         capacity = max(SMALLEST, 1 << (max(num_rows, 1) - 1).bit_length())
-        return RecordedStep(self._stack, capacity, cache, self._rope, self._shape, self._clock)
+        return RecordedStep(self._stack, capacity, cache, self._rope, self._shapes, self._clock)
 
 
 class RecordedStep(Step, Recorder):
@@ -259,12 +276,12 @@ class RecordedStep(Step, Recorder):
         capacity: int,
         cache: KvCache,
         rope: RopeTable,
-        shape: AttendShape,
+        shapes: Sequence[AttendShape],
         clock: PartClock,
     ):
         Recorder.__init__(self, cpu_library(), capacity, clock, rope.tables[0].device)
         self.cache = cache
-        self._shape = shape
+        self._shapes = shapes
         self.turns = tuple(self._turns(f"turns{number}", table) for number, table in enumerate(rope.tables))
         scales = rope.query_scales
         self.query_scales = None if scales is None else self.gather("scales", RowTable.of(scales), self.positions)
@@ -286,14 +303,21 @@ class RecordedStep(Step, Recorder):
         return self.buffer("hidden", width)
 
     def attend(
-        self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None, chunk: int | None = None
+        self,
+        q: Tensor,
+        shape: AttentionShape,
+        layer: int,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
-        scales = self.cache.scales(layer)
-        return self.attend_rows(q, self.cache.layer(layer), self._shape, window, sinks, chunk, scales)
+        cache, scales, of_layer = self.cache.layer(layer), self.cache.scales(layer), shape.for_kernels
+        number = self._shapes.index(of_layer)
+        return self.attend_rows(q, cache, of_layer, window, sinks, chunk, scales, number)
 
     def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
         chosen = index.q, index.weights, self.cache.layer(index.layer)
-        return self.attend_chosen(q, self.cache.layer(layer), self._shape, chosen, index.shape)
+        return self.attend_chosen(q, self.cache.layer(layer), self._shapes[0], chosen, index.shape)
 
     def attend_expanded(self, q: Tensor, layer: int, heads: HeadProjections, out: Tensor) -> None:
         raise AssertionError("the kernels attend long chunks as any other")
@@ -326,13 +350,13 @@ class BatchInputs:
     attend: None where the batch has no rows;  logits: where they go
     """
 
-    def __init__(self, batch: ForwardBatch, shape: AttendShape, vocab_size: int):
+    def __init__(self, batch: ForwardBatch, shapes: Sequence[AttendShape], vocab_size: int):
         self._batch = batch
         self.logits = torch.empty(batch.logit_rows.shape[0], vocab_size)
         self.attend: AttendRows | None = None
         if batch.num_tokens:
             tables = batch.query_starts, batch.block_tables
-            self.attend = AttendRows(shape, batch.positions, *tables, batch.block_size)
+            self.attend = AttendRows(shapes, batch.positions, *tables, batch.block_size)
         slots = batch.state_slots
         self._sequences = None if slots is None else SequenceStates(batch.query_starts, slots)
         self.rows = RowInputs(

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_serve.attention_dp.attention import HeadProjections
+from moe_serve.attention_dp.attention import AttentionShape, HeadProjections
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer, Turns
 from moe_serve.kernels.causal_conv import ConvWeights
@@ -92,11 +92,18 @@ class Step(Operations, ABC):
 
     @abstractmethod
     def attend(
-        self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None, chunk: int | None = None
+        self,
+        q: Tensor,
+        shape: AttentionShape,
+        layer: int,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
         """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and expanded_rows.
 
         q:      [T, heads, group, D]. The keys and values of these rows are already in the cache.
+        shape:  of the layer, one of the model's
         window: keys that a row sees, its own included; None: all up to its own
         chunk:  a row sees the keys from the last multiple of it up to its own; None: from the first
         sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none

@@ -225,11 +225,11 @@ def read_rope(
 
 
 def ropes_by_kind(
-    config: HfConfig, attention: GqaSpec, thetas: Mapping[str, float]
+    config: HfConfig, attention: GqaSpec, thetas: Mapping[str, float], partial_default: float | None = None
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """Returns the rotations of full layers and of windowed ones, where there are any; rope_parameters has both by kind.
 
-    thetas: by kind, where rope_parameters is missing
+    thetas: by kind, where rope_parameters is missing;  partial_default: as of read_rope
     Raises ModelError as read_rope does.
     """
     given = config.get("rope_parameters", {kind: {"rope_theta": theta} for kind, theta in thetas.items()})
@@ -240,7 +240,8 @@ def ropes_by_kind(
         if not isinstance(of_kind, Mapping) or "rope_theta" not in of_kind:
             raise config.wrong("rope_parameters", given, f"an object with the rope_theta of {' and of '.join(kinds)}")
         values = {**config.values, "rope_scaling": None, "rope_parameters": of_kind}
-        found.append(read_rope(HfConfig(values, config.where), attention.head_dim))
+        of_kind_alone = HfConfig(values, config.where)
+        found.append(read_rope(of_kind_alone, attention.head_dim, partial_default=partial_default))
     return found[0], found[1] if len(kinds) > 1 else None
 
 

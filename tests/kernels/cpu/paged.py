@@ -17,6 +17,7 @@ SHAPES = {
     "one head of odd width": AttendShape(1, 1, 7, 0.4),
     "odd group": AttendShape(3, 5, 80, 0.1),
     "wide group": AttendShape(2, 9, 128, 0.1),
+    "narrow values": AttendShape(2, 3, 40, 0.15, values=20),
     "demo mla": AttendShape(1, 6, 64, 0.125, latent=48),
     "mla": AttendShape(1, 16, 576, 0.05, latent=512),
     "odd mla": AttendShape(1, 3, 37, 0.2, latent=21),
@@ -71,14 +72,14 @@ class Sequences:
     def attend(self, chunks: list[tuple[int, int, int]]) -> list[Tensor]:
         """Returns the attention of chunks, computed in one call of the compiled kernels."""
         q, positions, starts, tables = self.batch(chunks)
-        rows = AttendRows(self.shape, positions, starts, tables, self.block_size)
+        rows = AttendRows([self.shape], positions, starts, tables, self.block_size)
         options = self.window, self.sinks, self.chunk, self.scales
         attended = recorded_once(len(q), lambda do: do.attend_rows(q, self.cache, self.shape, *options), rows.address)
         return list(attended.split([end - first for _, first, end in chunks]))
 
     def in_8_bits(self, dtype: torch.dtype) -> "tuple[Sequences, Sequences]":
         """Returns the same sequences in a cache of 8 bits, and in one that holds what is read from it."""
-        layout = KvLayout.gqa(self.shape.heads, self.shape.width)
+        layout = KvLayout.gqa(self.shape.heads, self.shape.width, self.shape.values)
         if self.shape.latent is not None:
             layout = KvLayout.mla(self.shape.latent, self.shape.width - self.shape.latent)
         kept = KvCache([layout], len(self.cache) // self.block_size, self.block_size, dtype, "cpu")
@@ -97,9 +98,8 @@ class Sequences:
     def reference(self, seq: int, first: int, end: int, of_magnitudes: bool = False) -> Tensor:
         """Returns the attention of a chunk; of_magnitudes: over values without their signs, which no sum makes small"""
         rows = self.cache[self.slots(seq)[:end]].double().transpose(0, 1)
-        keys, values = rows, rows[..., : self.shape.value_width]
-        if self.shape.latent is None:
-            keys, values = rows.split(self.shape.heads)
+        keys, values = (rows, rows) if self.shape.latent is not None else rows.split(self.shape.heads)
+        values = values[..., : self.shape.value_width]
         values = values.abs() if of_magnitudes else values
         queries, scale = self.queries[seq][first:end], self.shape.scale
         return attention_reference(queries, keys, values, scale, first, self.window, self.sinks, self.chunk)

@@ -95,7 +95,7 @@ def test_rows_outside_of_the_block_tables_are_refused():
     shape, tables = SHAPES["gqa"], torch.zeros(1, 2, dtype=torch.int32)
 
     def rows(positions: list[int], starts: list[int]) -> AttendRows:
-        return AttendRows(shape, torch.tensor(positions), torch.tensor(starts, dtype=torch.int32), tables, 16)
+        return AttendRows([shape], torch.tensor(positions), torch.tensor(starts, dtype=torch.int32), tables, 16)
 
     rows([31], [0, 1])
     for positions, starts in [([32], [0, 1]), ([-1], [0, 1]), ([3], [0, 2]), ([3], [0, 0]), ([3, 4], [1, 2])]:

@@ -47,7 +47,7 @@ def random_step(name: str, chunks: list[tuple[int, int]]) -> dict[str, Tensor]:
 
 def run(name: str, made: dict[str, Tensor]) -> Tensor:
     attention, indexer = SHAPES[name]
-    rows = AttendRows(attention, made["positions"], made["starts"], made["tables"], BLOCK)
+    rows = AttendRows([attention], made["positions"], made["starts"], made["tables"], BLOCK)
     index = made["index_q"], made["weights"], made["index_cache"]
     return recorded_once(
         len(made["q"]), lambda do: do.attend_chosen(made["q"], made["cache"], attention, index, indexer), rows.address
