@@ -1,7 +1,7 @@
 """Two slots per rank: the search in Python and in C, how its pool is placed, and the plans it makes."""
 
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.eplb.load import balancedness, rank_load
-from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.placement import Placement, count_moves
 from moe_serve.eplb.policies import pairs
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.pairs import Effort, PairLayer, place_pairs, search_pairs
@@ -260,3 +260,22 @@ def test_a_deadline_cuts_the_search_between_layers():
     made = plan(later, 24, current, time_budget_s=1e-9)
     assert made.truncated
     assert same_slots(made.placement, replace(current, version=1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_move_brings_what_the_best_one_would_even_after_a_large_change(seed):
+    """New pairs take more moves than one; a replica over another one, or two in exchange, need no more."""
+    rng = np.random.default_rng(seed)
+    first, then = (rng.lognormal(4, 0.8, (1, 8)).astype(np.int64) for _ in range(2))
+    topology = Topology(1, 8)
+    current = make_policy("greedy").plan(PlanRequest(first, topology, 16)).placement
+    plan = make_policy("incremental").plan(PlanRequest(then, topology, 16, current=current, max_moves=1)).placement
+    reached = []
+    for slot, expert in product(range(16), range(8)):
+        table = current.physical_to_logical.copy()
+        table[0, slot] = expert
+        legal = len(set(table[0].tolist())) == 8 and table[0, slot ^ 1] != expert
+        if legal:
+            reached.append(balancedness(rank_load(then, Placement(table, 8, 8)))[0])
+    assert (count_moves(current.by_rank, plan.by_rank) <= 1).all()
+    assert balancedness(rank_load(then, plan))[0] >= max(reached) * 0.985

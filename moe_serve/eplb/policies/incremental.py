@@ -48,11 +48,16 @@ FAR = 0.08
 REPAIRED = "experts without a slot, or on too few ranks, got one whatever that moves"
 # Of a move with two slots per rank, see `pairs.PairRules`; within `max_moves`, those end the edits.
 PAIR_PRICE, PAIR_PRICE_WITHIN_MOVES = 0.2, 0.01
+PAIR_STEEPNESS = 20.0
+# Few moves do not pay for new pairs where the load has changed a lot: single edits that are this share more even serve.
+SINGLES_LEAD = 0.01
 
 
 @dataclass(frozen=True)
 class IncrementalPolicy:
     """The fewest moves from the placement in use to a good one.
+
+    With two slots per rank and a limit of moves, layers that single edits level better keep those.
 
     slack:     a layer is done when its balancedness is within this share of what a fresh greedy plan reaches. None =
                0 with one slot per rank (`edit_one_slot`, the exact minimum), 0.003 where `max_moves` is given; else
@@ -140,39 +145,31 @@ class IncrementalPolicy:
             unit,
             table,
             holds(problem.current, unit.shape[1]),
-            self.steepness or (20.0 if pairs else STEEPNESS),
+            self.steepness or STEEPNESS,
             None if problem.fixed is None else problem.fixed / mean,
             problem.min_replicas,
             problem.request.max_rank_moves,
         )
         target = self._target(problem)
         before = balance_reached(state)
-        most, total = problem.request.max_moves, problem.request.max_total_moves
+        most = problem.request.max_moves
         budget = np.full(len(table), problem.num_slots if most is None else most)
         todo = np.flatnonzero((before < target) & (state.num_moved < budget))
         if len(todo) == 0:
             return table, False
-        if pairs:
-            price = PAIR_PRICE if most is None else PAIR_PRICE_WITHIN_MOVES
-            rules = PairRules(budget - state.num_moved, state.steepness, self.risk, price)
-            return table, edit_pairs(problem, table, todo, rules)
-        work = state.rows(todo)
-        if rule is None and total is None:
-            _fill_empty_slots(work, target[todo], budget[todo])
-        some = None if rule is None else rule.rows(todo)
         least = MIN_GAIN if problem.request.min_gain is None else problem.request.min_gain
         goal = EditGoal(target[todo], budget[todo], least, self.max_edits)
-        moved = work.num_moved
-        log, truncated = edit_layers(work, goal, some, problem.deadline)
-        if total is not None:
-            total -= int(state.num_moved.sum() - moved.sum())
-            work.table = table[todo]
-            replay_edits(work.table, log, edits_within(log, moved, mean[todo, 0], total))
-            work.refresh()
-        # A lower smooth maximum over ranks is nearly always a lower maximum; where it is not, nothing is gained.
-        better = balance_reached(work) > before[todo] * (1 + ROUNDING)
-        table[todo[better]] = work.table[better]
-        return table, truncated
+        if pairs:
+            paired = table.copy()
+            price = PAIR_PRICE if most is None else PAIR_PRICE_WITHIN_MOVES
+            rules = PairRules(budget - state.num_moved, self.steepness or PAIR_STEEPNESS, self.risk, price)
+            truncated = edit_pairs(problem, paired, todo, rules)
+            if most is None:
+                return paired, truncated
+            single, cut = _edited_singly(problem, rule, state, todo, goal)
+            better = balance_of(problem, single) > balance_of(problem, paired) * (1 + SINGLES_LEAD)
+            return np.where(better[:, None, None], single, paired), truncated | cut
+        return _edited_singly(problem, rule, state, todo, goal)
 
     def _slack(self, problem: Problem) -> float:
         """Returns the share of the balancedness that a layer may lack."""
@@ -189,6 +186,28 @@ class IncrementalPolicy:
             bound = balancedness_bound(problem.weight, problem.num_ranks, problem.slots_per_rank)
             return bound * (1 - slack)
         return balance_of(problem, greedy_table(problem)) * (1 - slack)
+
+
+def _edited_singly(
+    problem: Problem, rule: HomeRule | None, state: EditState, todo: Ints, goal: EditGoal
+) -> tuple[Ids, bool]:
+    """Returns the table after single edits of these layers, and whether the deadline passed."""
+    table, before, total = state.table.copy(), balance_reached(state)[todo], problem.request.max_total_moves
+    work = state.rows(todo)
+    if rule is None and total is None:
+        _fill_empty_slots(work, goal.target, goal.budget)
+    moved = work.num_moved
+    log, truncated = edit_layers(work, goal, None if rule is None else rule.rows(todo), problem.deadline)
+    if total is not None:
+        total -= int(state.num_moved.sum() - moved.sum())
+        work.table = table[todo]
+        mean = problem.weight[todo].sum(axis=1) / problem.num_ranks
+        replay_edits(work.table, log, edits_within(log, moved, np.where(mean > 0, mean, 1.0), total))
+        work.refresh()
+    # A lower smooth maximum over ranks is nearly always a lower maximum; where it is not, nothing is gained.
+    better = balance_reached(work) > before * (1 + ROUNDING)
+    table[todo[better]] = work.table[better]
+    return table, truncated
 
 
 def balance_of(problem: Problem, table: Ids) -> Floats:
