@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from copy import deepcopy
@@ -14,7 +15,7 @@ import pytest
 from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import Fp8Block
 from moe_serve.models.families.common import mscale_of
-from moe_serve.models.families.registry import FAMILIES, read_spec
+from moe_serve.models.families.registry import FAMILIES, REFUSED, read_spec
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_plan import dense_parameters
 from tests.models.families import MLA, QWEN, YARN
@@ -178,6 +179,26 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         assert word in str(error.value)
 
 
+def test_all_types_of_transformers_with_experts_that_write_text_are_served_or_refused_by_name() -> None:
+    import transformers
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    tasks = "CAUSAL_LM", "MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM"
+    writing = {kind for task in tasks for kind in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
+    models = Path(transformers.__file__).parent / "models"
+    has_experts = re.compile(r"^class \w*(Experts?|SparseM\w+|MoE|Moe\w*Block)\w*\(", re.MULTILINE)
+    found = {
+        kind
+        for kind in writing
+        for source in models.glob(f"{model_type_to_module_name(kind)}/modeling_*.py")
+        if has_experts.search(source.read_text(encoding="utf-8"))
+    }
+    assert {"mixtral", "qwen3_5_moe", "dbrx", "switch_transformers", "gemma4"} <= found
+    assert not REFUSED.keys() & FAMILIES.keys()
+    assert [kind for kind in sorted(found) if not {kind, kind.removesuffix("_text")} & {*FAMILIES, *REFUSED}] == []
+
+
 @pytest.mark.parametrize(
     ("base", "change", "words"),
     [
@@ -222,7 +243,7 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         (ERNIE_45_21B, {"use_bias": True}, "use_bias true"),
         (ERNIE_45_21B, {"model_type": "deepseek_v4"}, "a cache of compressed tokens, several residual streams"),
         (ERNIE_45_21B, {"model_type": "minimax_m3_vl_text"}, "attention to blocks that an indexer chooses is not"),
-        (ERNIE_45_21B, {"model_type": "step3p7"}, "heads of other numbers"),
+        (ERNIE_45_21B, {"model_type": "step3p7"}, "query heads of other numbers"),
         (KIMI_LINEAR_48B, {"mla_use_output_gate": True}, "mla_use_output_gate"),
         (
             KIMI_LINEAR_48B,
