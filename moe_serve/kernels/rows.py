@@ -144,9 +144,13 @@ def gate_(x: Tensor, logits: Tensor) -> None:
     x.mul_(functional.pad(logits, (0, 1))[:, :-1].sigmoid())
 
 
-def gate_heads_(x: Tensor, logits: Tensor) -> None:
-    """Multiplies each head of x [rows, heads, width] by the sigmoid of its logit, [rows, heads], as gate_ does."""
-    x.mul_(functional.pad(logits, (0, 1))[:, :-1].sigmoid()[..., None])
+def gate_heads_(x: Tensor, logits: Tensor, softplus: bool = False) -> None:
+    """Multiplies each head of x [rows, heads, width] by the sigmoid of its logit, [rows, heads], as gate_ does.
+
+    softplus: or by the softplus of it
+    """
+    wide = functional.pad(logits, (0, 1))[:, :-1]
+    x.mul_((functional.softplus(wide) if softplus else wide.sigmoid())[..., None])
 
 
 def multiply_by_sigmoid_(x: Tensor, logits: Tensor) -> Tensor:

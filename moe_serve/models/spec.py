@@ -57,7 +57,7 @@ class GqaSpec:
     value_scale: float = 1.0  # on values
     window: int | None = None  # keys that a token sees in windowed layers, its own included
     windowed_layer_ids: tuple[int, ...] = ()
-    windowed_kv_heads: int | None = None  # of windowed layers; None: num_kv_heads
+    windowed_heads: tuple[int, int] | None = None  # of queries, and of keys and values, in windowed layers
     sinks_in_windows: bool = False  # no other layers have sinks
     chunk: int | None = None  # in chunked layers a token sees those from the last multiple of it on
     chunked_layer_ids: tuple[int, ...] = ()
@@ -65,6 +65,7 @@ class GqaSpec:
     temperature: QueryTemperature | None = None
     has_gate: bool = False  # what heads attend is multiplied by sigmoid of a gate
     gate_name: str | None = None  # of a projection to gates, in the checkpoint; None: they lie behind each head's query
+    head_gate_name: str | None = None  # likewise, to a number of each head; what it attends is times softplus of that
 
     @property
     def softmax_scale(self) -> float:
@@ -80,12 +81,11 @@ class GqaSpec:
 
     def in_layer(self, layer_id: int) -> "GqaSpec":
         """Returns the attention with the heads and the sinks of a layer."""
-        is_windowed = layer_id in self.windowed_layer_ids
-        kv_heads = self.windowed_kv_heads if is_windowed else None
+        is_windowed, heads = layer_id in self.windowed_layer_ids, (self.num_heads, self.num_kv_heads)
+        if is_windowed and self.windowed_heads is not None:
+            heads = self.windowed_heads
         has_sinks = self.has_sinks and (is_windowed or not self.sinks_in_windows)
-        if kv_heads in (None, self.num_kv_heads) and has_sinks == self.has_sinks:
-            return self
-        return replace(self, num_kv_heads=kv_heads or self.num_kv_heads, has_sinks=has_sinks)
+        return replace(self, num_heads=heads[0], num_kv_heads=heads[1], has_sinks=has_sinks)
 
     def window_of(self, layer_id: int) -> int | None:
         """Returns how many keys a token sees in a layer, its own included; None: all up to its own."""

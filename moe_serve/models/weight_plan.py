@@ -356,6 +356,9 @@ def _gqa(spec: GqaSpec, model: ModelSpec, ours: str, theirs: str) -> Iterator[De
     yield DenseTensor(ours + "qkv", tuple(Part(f"{theirs}{n}.weight", (width, hidden)) for n, width in widths))
     attended = spec.num_heads * value_dim
     yield DenseTensor(ours + "o", (Part(f"{theirs}{spec.out_name}.weight", (hidden, attended)),))
+    if spec.head_gate_name is not None:
+        gates = Part(f"{theirs}{spec.head_gate_name}.weight", (spec.num_heads, hidden))
+        yield DenseTensor(ours + "head_gates", (gates,))
     if spec.qkv_bias:
         parts = tuple(Part(f"{theirs}{n}.bias", (width,)) for n, width in widths)
         yield DenseTensor(ours + "qkv_bias", parts, "bias")

@@ -154,6 +154,14 @@ MIMO: dict[str, Any] = QWEN | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.67},
     },
 }  # fmt: skip
+LAGUNA: dict[str, Any] = QWEN2 | {
+    "num_hidden_layers": 3, "head_dim": 16, "sliding_window": 20, "moe_routed_scaling_factor": 1.7,
+    "layer_types": ["full_attention", *["sliding_attention"] * 2], "num_attention_heads_per_layer": [4, 6, 6],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}  # fmt: skip
 SOLAR = SIGMOID | {"first_k_dense_replace": 0}
 HY_V3: dict[str, Any] = QWEN | {"num_experts_per_tok": 3, "router_scaling_factor": 2.1, "rms_norm_eps": 1e-5}
 SWA: dict[str, Any] = GRANITE | {"num_hidden_layers": 3, "sliding_window": 20, "shared_intermediate_size": 40}
@@ -383,6 +391,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"v_head_dim": 18, "attention_bias": True, "attention_value_scale": None, "num_key_value_heads": 1}
         | {"layer_types": ["sliding_attention", *["full_attention"] * 2], "sliding_window": 70, "n_group": 4}
         | {"mlp_layer_types": ["sparse", "dense", "sparse"], "topk_group": 2, "tie_word_embeddings": True},
+    ),
+    "laguna": ("laguna", LAGUNA),
+    "laguna-bias-lists": (
+        "laguna",
+        LAGUNA
+        | {"attention_bias": True, "layer_types": ["sliding_attention", *["full_attention"] * 2], "gating": "per-head"}
+        | {"num_attention_heads_per_layer": [2, 6, 6], "mlp_layer_types": ["sparse", "dense", "sparse"]}
+        | {"tie_word_embeddings": True},
     ),
     "granitemoe_swa": ("granitemoe_swa", SWA),
     "granitemoe_swa-unrotated": (

@@ -243,7 +243,7 @@ def test_all_types_of_transformers_with_experts_that_write_text_are_served_or_re
         (ERNIE_45_21B, {"use_bias": True}, "use_bias true"),
         (ERNIE_45_21B, {"model_type": "deepseek_v4"}, "a cache of compressed tokens, several residual streams"),
         (ERNIE_45_21B, {"model_type": "minimax_m3_vl_text"}, "attention to blocks that an indexer chooses is not"),
-        (ERNIE_45_21B, {"model_type": "step3p7"}, "query heads of other numbers"),
+        (ERNIE_45_21B, {"model_type": "step3p7"}, "activations with other limits in some layers"),
         (KIMI_LINEAR_48B, {"mla_use_output_gate": True}, "mla_use_output_gate"),
         (
             KIMI_LINEAR_48B,

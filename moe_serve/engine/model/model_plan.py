@@ -276,7 +276,7 @@ def check_attention_backend(config: ServeConfig, spec: ModelSpec, device: torch.
         (config.engine.numerics != "fast", "its sums depend on the batch; set engine.numerics: fast"),
         (cache != torch.bfloat16, "it reads bfloat16 alone here; set cache.dtype: auto and model.dtype: bfloat16"),
         (heads is not None and heads.has_sinks, f"{spec.model_type} has attention sinks; {back}"),
-        (heads is not None and heads.windowed_kv_heads is not None,
+        (heads is not None and heads.windowed_heads is not None,
          f"windowed layers of {spec.model_type} have heads of their own; {back}"),
         (heads is not None and any(map(heads.chunk_of, range(spec.num_layers))),
          f"{spec.model_type} attends within chunks of positions; {back}"),

@@ -228,10 +228,15 @@ class Operations:
     def gate_(tape: Tape, x: Tensor, logits: Tensor) -> None:
         tape.call("multiply_by_sigmoid", x, ROWS, x.shape[1], x.stride(0), logits, logits.stride(0))
 
-    @operation(rows.gate_heads_, lambda draw: [(draw(EXAMPLE_ROWS, 3, 22), draw(EXAMPLE_ROWS, 9)[:, 2:5])])
-    def gate_heads_(tape: Tape, x: Tensor, logits: Tensor) -> None:
+    @operation(
+        rows.gate_heads_,
+        lambda draw: [
+            (draw(EXAMPLE_ROWS, 3, 22), draw(EXAMPLE_ROWS, 9)[:, 2:5], softplus) for softplus in (False, True)
+        ],
+    )
+    def gate_heads_(tape: Tape, x: Tensor, logits: Tensor, softplus: bool = False) -> None:
         assert x.is_contiguous(), f"heads with strides {x.stride()}"
-        tape.call("gate_heads", x, ROWS, x.shape[1], x.shape[2], logits, logits.stride(0))
+        tape.call("gate_heads", x, ROWS, x.shape[1], x.shape[2], logits, logits.stride(0), int(softplus))
 
     @operation(
         rows.gated_rms_norm_,

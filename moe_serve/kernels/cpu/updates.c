@@ -1,5 +1,6 @@
 /* Rows changed in place. A row's bits depend on that row only. */
 #include "pool.h"
+#include "sequences.h"
 
 typedef struct {
     float *x;
@@ -97,7 +98,7 @@ typedef struct {
     float *x;
     i64 rows, n, step;
     const float *logits;
-    i64 logits_step;
+    i64 logits_step, is_softplus;
 } Gates;
 
 static void sigmoid_piece(const void *about, i64 piece)
@@ -118,15 +119,17 @@ static void head_gates_piece(const void *about, i64 piece)
     for (i64 r = piece * rows_of_piece(heads * n); r < end; r++)
         for (i64 h = 0; h < heads; h++) {
             float *x = job->x + (r * heads + h) * n;
-            vf by = 1.0f / (1.0f + exp_vf(splat(-job->logits[r * job->logits_step + h])));
+            float logit = job->logits[r * job->logits_step + h];
+            vf by = 1.0f / (1.0f + exp_vf(splat(-logit)));
+            if (job->is_softplus) by = splat(softplus(logit));
             BY_REGISTER(n, put(x + i, j, get(x + i, j, count) * by, count);)
         }
 }
 
-/* x[r][h] *= sigmoid(logits[r][h]), heads of n floats without gaps */
-i64 gate_heads(float *x, i64 rows, i64 heads, i64 n, const float *logits, i64 logits_step)
+/* x[r][h] *= sigmoid(logits[r][h]), or softplus of it; heads of n floats without gaps */
+i64 gate_heads(float *x, i64 rows, i64 heads, i64 n, const float *logits, i64 logits_step, i64 is_softplus)
 {
-    Gates job = {x, rows, n, heads, logits, logits_step};
+    Gates job = {x, rows, n, heads, logits, logits_step, is_softplus};
     pool_run(head_gates_piece, &job, pieces_of(rows, heads * n));
     return 0;
 }
@@ -134,7 +137,7 @@ i64 gate_heads(float *x, i64 rows, i64 heads, i64 n, const float *logits, i64 lo
 /* x[r] *= sigmoid(logits[r]), rows of n floats, with steps from row to row */
 i64 multiply_by_sigmoid(float *x, i64 rows, i64 n, i64 step, const float *logits, i64 logits_step)
 {
-    Gates job = {x, rows, n, step, logits, logits_step};
+    Gates job = {x, rows, n, step, logits, logits_step, 0};
     pool_run(sigmoid_piece, &job, pieces_of(rows, n));
     return 0;
 }

@@ -136,7 +136,8 @@ class GqaAttention:
         sinks = weights.pop("sinks") if spec.has_sinks else None
         visible = spec.window_of(index), spec.chunk_of(index)
         turns = turned_by if rotates else None
-        return GqaLayer(self, cached_as, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, turns)
+        gates = None if spec.head_gate_name is None else forms.take_linear(weights, "head_gates")
+        return GqaLayer(self, cached_as, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, turns, gates)
 
     def _padded(self, rows: Tensor) -> Tensor:
         """Returns the rows of the fused projection, or its biases, with zeros behind those of each value."""
@@ -171,6 +172,7 @@ class GqaLayer:
     norm: [query and key heads, head_dim], over each head or over all, as the spec says; or None
     window, chunk, sinks: as `attend` of step.py takes them
     turned_by: which of the model's rotations; None: none
+    head_gates: x -> a number of each head
     """
 
     form: GqaAttention
@@ -182,11 +184,13 @@ class GqaLayer:
     chunk: int | None
     sinks: Tensor | None
     turned_by: int | None
+    head_gates: AnyLinear | None
 
     def __call__(self, x: Tensor, do: Step) -> Tensor:
         """x: [T, H], normed -> [T, H]. Writes the rows' keys and values into the cache."""
         spec, eps = self.form.spec, self.form.norm_eps
         qkv = do.linear("qkv", self.qkv, x)
+        head_gates = None if self.head_gates is None else do.linear("head_gates", self.head_gates, x)
         norm = self.norm
         if norm is not None and spec.qk_norm == "projection":
             width, end = spec.num_heads * spec.head_dim, norm.numel()
@@ -209,6 +213,8 @@ class GqaLayer:
         q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
         q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
         attended = do.attend(q, self.form.shape, self.index, self.window, self.sinks, self.chunk)
+        if head_gates is not None:
+            do.gate_heads_(attended.view(x.shape[0], spec.num_heads, -1), head_gates, softplus=True)
         attended = attended.flatten(1)
         if spec.value_scale != 1:
             do.scale_(attended, spec.value_scale)

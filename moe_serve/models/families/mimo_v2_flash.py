@@ -35,7 +35,7 @@ def read(config: HfConfig) -> ModelSpec:
         has_sinks=bool(attention.windowed_layer_ids),
         sinks_in_windows=True,
         sinks_name="attention_sink_bias",
-        windowed_kv_heads=2 * heads.num_kv_heads,
+        windowed_heads=(heads.num_heads, 2 * heads.num_kv_heads),
         value_dim=None if value_dim == heads.head_dim else value_dim,
         value_scale=config.positive("attention_value_scale", 1.0),
     )

@@ -128,7 +128,7 @@ def _declared(what: str) -> Iterator[tuple[str, Any]]:
 
 
 _ALIKE = (  # why models of several types are not served
-    (("laguna", "step3p5", "step3p7"), "query heads of other numbers in windowed layers"),
+    (("step3p5", "step3p7"), "activations with other limits in some layers"),
     (("nllb-moe", "switch_transformers"), "an encoder in front of the decoder"),
     (("glm5_next", "hy_v4", "qwen4_exp"), "a model of several residual streams"),
     (("inkling", "inkling_mm_model", "inkling2"), "attention by relative positions, with short convolutions,"),
