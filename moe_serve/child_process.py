@@ -39,5 +39,6 @@ def describe_exit(code: int) -> str:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the module has a handler of its own: no traceback of imports
     module, sys.argv = sys.argv[2], sys.argv[2:]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

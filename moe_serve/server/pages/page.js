@@ -60,6 +60,7 @@ async function ask() {
 
 const whole = (value) => Math.round(value).toLocaleString("en");
 const share = (value) => (value === null || value === undefined ? "–" : value.toFixed(2));
+const windowsOf = (points) => `${whole(points.length)} ${points.length === 1 ? "window" : "windows"}`;
 const milliseconds = (value) => (value ? `${(value * 1000).toFixed(1)}\u00a0ms` : "–");
 
 function seconds(value) {
@@ -261,7 +262,7 @@ function draw() {
     if (view.cursor.curve !== null) view.cursor.curve = Math.min(view.cursor.curve, points.length - 1);
     view.curve = drawCurve(element("curve"), points, bands, marks, known.answer.now_s, view.cursor.curve);
     const last = points[points.length - 1];
-    if (view.cursor.curve === null) put("curve-text", `Now ${share(last.mean)}; lowest layer ${share(last.lowest)}. ${whole(points.length)} windows, the last of ${last.steps} steps, ${milliseconds(last.step_s)} a step.`);
+    if (view.cursor.curve === null) put("curve-text", `Now ${share(last.mean)}; lowest layer ${share(last.lowest)}. ${windowsOf(points)}, the last of ${last.steps} steps, ${milliseconds(last.step_s)} a step.`);
   }
   view.heat.experts = drawHeat(element("experts"), timesMean("experts"), (value) => value / 4, load.layers, colors.hot, view.cursor.experts);
   view.heat.ranks = drawHeat(element("ranks"), timesMean("ranks"), (value) => value - 0.5, load.layers, colors.even, view.cursor.ranks);
@@ -292,8 +293,8 @@ function shownPoints() {
 function phaseText(phase, points) {
   const own = points.filter((point) => point.phase === phase), mean = (name) => own.reduce((sum, point) => sum + point[name], 0) / own.length;
   if (!own.length) return `${phase}: no window of the shown time; the newest one before it`;
-  const lowest = Math.min(...own.map((point) => point.lowest)), windows = `${whole(own.length)} ${own.length === 1 ? "window" : "windows"}`;
-  return `${phase}: balancedness ${share(mean("mean"))}, lowest layer ${share(lowest)}; ${windows}, ${milliseconds(mean("step_s"))} a step`;
+  const lowest = Math.min(...own.map((point) => point.lowest));
+  return `${phase}: balancedness ${share(mean("mean"))}, lowest layer ${share(lowest)}; ${windowsOf(own)}, ${milliseconds(mean("step_s"))} a step`;
 }
 
 /** Shows a chosen expert: where it lies, and its load in the windows that this page has seen. */
@@ -310,7 +311,7 @@ function showExpert(row, column) {
   if (placement && placement[row]) placement[row].forEach((expert, slot) => expert === column && slots.push(slot));
   const perRank = placement && placement[row] ? placement[row].length / known.load.ranks[row].length : 1;
   const where = slots.map((slot) => `rank ${Math.floor(slot / perRank)} (slot ${slot})`).join(", ");
-  const history = `${points.length} ${points.length === 1 ? "window" : "windows"} since this page was opened: ${share(Math.min(...values))} to ${share(Math.max(...values))} × the mean, now ${share(values[values.length - 1])}`;
+  const history = `${windowsOf(points)} since this page was opened: ${share(Math.min(...values))} to ${share(Math.max(...values))} × the mean, now ${share(values[values.length - 1])}`;
   put("expert-text", where ? `${slots.length} ${slots.length === 1 ? "replica" : "replicas"}: ${where}. ${history}` : history);
 }
 
