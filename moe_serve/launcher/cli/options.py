@@ -122,7 +122,11 @@ class NamedModelOptions(ModelOptions):
     model: str | None = field(
         default=None,
         metadata={
-            "typer": typer.Argument(help="model.path, as --model", metavar="[MODEL]"),
+            "typer": typer.Argument(
+                help="a folder, a GGUF file, a name of the Hugging Face Hub whose files are on this machine, or demo; "
+                "the same as --model",
+                metavar="[MODEL]",
+            ),
             "names": ("MODEL",), "key": "model.path", "sets": None,
         },
     )  # fmt: skip
