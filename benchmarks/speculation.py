@@ -54,6 +54,7 @@ from moe_serve.engine.engine import Engine
 from moe_serve.engine.output.sampler import Sampler
 from moe_serve.engine.protocol.messages import Submit, Tokens
 from moe_serve.engine.step.exchange import OneRankExchange
+from moe_serve.kernels.sampling import LogitChanges
 from moe_serve.launcher.preflight import load_tokenizer
 from moe_serve.process_facts import resident_bytes
 from tests.engine.queue_mailbox import QueueMailbox
@@ -132,8 +133,11 @@ class Written:
     def __call__(self, logits: Tensor, requests: list[Request]) -> list[int]:
         return self._instead(self._sampler(logits, requests), requests, [0] * len(requests))
 
-    def again(self, logits: Tensor, requests: list[Request], ahead: Sequence[int]) -> list[int]:
-        return self._instead(self._sampler.again(logits, requests, ahead), requests, ahead)
+    def again(self, logits: Tensor, requests: list[Request], ahead: Sequence[int], changes: Any = None) -> list[int]:
+        return self._instead(self._sampler.again(logits, requests, ahead, changes), requests, ahead)
+
+    def behind(self, request: Request, drafts: Sequence[int]) -> list[LogitChanges]:
+        return self._sampler.behind(request, drafts)
 
     def _instead(self, drawn: list[int], requests: list[Request], ahead: Sequence[int]) -> list[int]:
         if not self.outputs:

@@ -301,8 +301,8 @@ class StepEvents:
         """Goes on with requests whose drafts are the tokens that were drawn: a row behind such a draft is that of the
         next step, and draws what that step would. Returns the events of failures.
 
-        Where tokens before it change neither logits nor what is told of them, all rows of a request draw at once, those
-        behind a wrong draft for nobody. Of the others each round draws one more token.
+        Where tokens before it change neither logits nor what is told of them, or by a form alone, all rows of a request
+        draw at once, those behind a wrong draft for nobody. Of the others each round draws one more token.
 
         chunks: those that sample;  logits: [num_drafts, vocab];  events: of these chunks; tokens are added to them
         """
@@ -325,6 +325,7 @@ class StepEvents:
                         break
                     self._accept(chunk.request, token_id, None, events, index, failures)
             going = [each for each in going if not draws_alike(each[1].request)]
+        going = self._verify_forms(going, logits, events, sampler, failures)
         for depth in range(max((len(chunk.drafts) for _, chunk, _ in going), default=0)):
             going = [each for each in going if self._goes_on(events[each[0]], each[1].drafts, depth)]
             if not going:
@@ -343,6 +344,43 @@ class StepEvents:
             if chunk.drafts:
                 speculator.verified(chunk.request, len(chunk.drafts), max(0, len(event.token_ids) - 1))
         return failures
+
+    def _verify_forms(
+        self,
+        going: list[tuple[int, ScheduledChunk, int]],
+        logits: Tensor,
+        events: list[TokenEvent],
+        sampler: Sampler,
+        failures: list[TokenEvent],
+    ) -> list[tuple[int, ScheduledChunk, int]]:
+        """Draws at once for requests of which only a form depends on the tokens before: what it takes behind each draft
+        is known. Returns the other ones. Arguments as in `_verify`."""
+        others, numbers, asking, depths, changes = [], [], [], [], []
+        at_once: list[tuple[int, ScheduledChunk, int]] = []  # and how many rows
+        for index, chunk, start in going:
+            if not self._goes_on(events[index], chunk.drafts, 0):
+                continue
+            of_form = sampler.behind(chunk.request, chunk.drafts)
+            if not of_form:
+                others.append((index, chunk, start))
+                continue
+            numbers += range(start, start + len(of_form))
+            asking += [chunk.request] * len(of_form)
+            depths += range(len(of_form))
+            changes += of_form
+            at_once.append((index, chunk, len(of_form)))
+        if not asking:
+            return others
+        self.clock.turn(SAMPLE)
+        rows = logits if len(numbers) == len(logits) else _rows_at(logits, numbers)
+        drawn = iter(sampler.again(rows, asking, depths, changes))
+        self.clock.turn(OTHER)
+        for index, chunk, num_rows in at_once:
+            for depth, token_id in enumerate(list(islice(drawn, num_rows))):
+                if not self._goes_on(events[index], chunk.drafts, depth):
+                    break
+                self._accept(chunk.request, token_id, None, events, index, failures)
+        return others
 
     def _accept(
         self,

@@ -233,6 +233,15 @@ class Matcher:
         if token_ids and not self._inner.consume_tokens(list(token_ids)):
             raise _refused(self.name, self._inner.get_error(), self._limits)
 
+    def num_fitting(self, token_ids: Sequence[int]) -> int:
+        """Returns how many of these tokens may come next, one after the other."""
+        number: int = self._inner.validate_tokens(list(token_ids))
+        return number
+
+    def go_back(self, num_tokens: int) -> bool:
+        """Forgets the newest tokens; returns whether that was possible."""
+        return bool(self._inner.rollback(num_tokens)) and not self._inner.is_error()
+
     @property
     def may_end(self) -> bool:
         return bool(self._inner.is_accepting())

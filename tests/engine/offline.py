@@ -26,6 +26,7 @@ from moe_serve.engine.protocol.mailbox import Inbound
 from moe_serve.engine.protocol.messages import Answer, LogprobBlock, Members, Shutdown, Submit, Tokens
 from moe_serve.engine.step.exchange import make_exchange
 from moe_serve.eplb.load import LoadRecord
+from moe_serve.kernels.sampling import LogitChanges
 from tests.conftest import _descendants
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.ep.received import count_received
@@ -307,9 +308,18 @@ class DigestingSampler:
         self._note(logits, requests, [0] * len(requests))
         return self.sampler(logits, requests)
 
-    def again(self, logits: Tensor, requests: list[Request], ahead: Sequence[int]) -> list[int]:
+    def again(
+        self,
+        logits: Tensor,
+        requests: list[Request],
+        ahead: Sequence[int],
+        changes: Sequence[LogitChanges | None] | None = None,
+    ) -> list[int]:
         self._note(logits, requests, ahead)
-        return self.sampler.again(logits, requests, ahead)
+        return self.sampler.again(logits, requests, ahead, changes)
+
+    def behind(self, request: Request, drafts: Sequence[int]) -> list[LogitChanges]:
+        return self.sampler.behind(request, drafts)
 
     def _note(self, logits: Tensor, requests: list[Request], ahead: Sequence[int]) -> None:
         for row, request, later in zip(logits, requests, ahead, strict=True):

@@ -20,7 +20,9 @@ from transformers import (
 from moe_serve.attention_dp.constraint import Constraint, FormStart
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.engine.output.sampler import RequestChanges, changes_logits, mask_of
-from moe_serve.kernels.sampling import change_logits
+from moe_serve.kernels.sampling import LogitChanges, change_logits
+from moe_serve.structured.grammar import Matcher
+from moe_serve.structured.vocabulary import Vocabulary
 
 VOCAB = 40
 
@@ -234,3 +236,31 @@ def test_a_form_holds_from_its_start_and_the_end_waits_for_it(start, output_ids,
     allowed = [*range(40), *([52] if start is not None and start.opens and not output_ids else [])]
     for each in (changes, again):
         assert each.mask.tolist() == mask_of(allowed, FORM_VOCAB).tolist()
+
+
+@pytest.mark.parametrize("output", ["abacbaabc", "abacbabcc", "acc", "abacbaaba"])
+@pytest.mark.parametrize("drafts", ["a", "ab", "abacbaab", "abacc", "abx"])
+def test_masks_behind_drafts_are_those_of_the_output_anew_also_where_drafts_were_wrong(drafts: str, output: str):
+    """Of drafts those behind the first that has not the form are left out; what comes later may differ from them."""
+    letters = "abcx"
+    constraint = Constraint("regex", "(a[abc]|b)*c?")
+    compiled = Matcher.compiled(constraint, Vocabulary([*(each.encode() for each in letters), None], [4]))
+    params = SamplingParams(50, constraint=constraint, stop_token_ids=(3,))
+
+    def asking(output_ids: list[int]) -> RequestChanges:
+        made = request(params, [0], output_ids)
+        made.matcher = compiled
+        return RequestChanges(made, [4], 5)
+
+    def mask(changes: LogitChanges | None) -> list[int]:
+        assert changes is not None
+        assert changes.mask is not None
+        return changes.mask.tolist()
+
+    ids, growing = [letters.index(each) for each in drafts], [0]
+    changes = asking(growing)
+    behind = [mask(each) for each in changes.behind(ids)]
+    assert behind == [mask(asking(ids[: number + 1]).now()) for number in range(len(drafts.rstrip("x")))]
+    for letter in output[1:]:
+        growing.append(letters.index(letter))
+        assert mask(changes.now()) == mask(asking(list(growing)).now())

@@ -56,14 +56,36 @@ class Sampler:
             self._row_changes[row] = changes.now()
         return self._choose(logits)
 
-    def again(self, logits: Tensor, requests: list[Request], ahead: Sequence[int]) -> list[int]:
+    def again(
+        self,
+        logits: Tensor,
+        requests: list[Request],
+        ahead: Sequence[int],
+        changes: Sequence[LogitChanges | None] | None = None,
+    ) -> list[int]:
         """Returns as a call does, for some requests of the newest one, whose outputs have grown since.
 
-        ahead: how many tokens each row's place is behind the output; 0 but for requests that `draws_alike` names
+        ahead:   how many tokens each row's place is behind the output; 0 but for requests that `draws_alike` names, or
+                 where their changes are given
+        changes: of each row; None: those of its request's output as it is now
         """
-        changes = [self._changes[each].now() if each in self._changes else None for each in requests]
-        sampling = SamplingRows(_rows(requests, ahead), changes if any(each is not None for each in changes) else [])
+        if changes is None:
+            changes = [self._changes[each].now() if each in self._changes else None for each in requests]
+        sampling = SamplingRows(
+            _rows(requests, ahead), list(changes) if any(each is not None for each in changes) else []
+        )
         return self._chooser(sampling)(logits)
+
+    def behind(self, request: Request, drafts: Sequence[int]) -> list[LogitChanges]:
+        """Returns the changes of a request of the newest call behind each of its drafts, as far as these have its form.
+
+        drafts: the first is the newest token of the output
+        Returns [] where its form has not begun, or more than that changes its logits or is told of them.
+        """
+        changes = self._changes.get(request)
+        if changes is None or request.params.logprobs is not None:
+            return []
+        return changes.behind(drafts)
 
     def forced(self, request: Request) -> tuple[int, ...]:
         """Returns tokens that the form of a request of the newest call forces next, as far as they are known."""
@@ -141,6 +163,7 @@ class RequestChanges:
         self._ending = _within((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)), vocab)
         self._mask = mask_of(params.allowed_token_ids, vocab) if params.allowed_token_ids else None
         self._form = _Form(request, eos_token_ids, vocab) if params.constraint is not None else None
+        self._has_others = params.changes_logits
 
     def now(self) -> LogitChanges | None:
         """Returns the changes for the token after the output as it is now; None where there are none."""
@@ -159,6 +182,15 @@ class RequestChanges:
         if not edits.size and not banned.size and mask is None:
             return None
         return LogitChanges(edits, banned, mask)
+
+    def behind(self, drafts: Sequence[int]) -> list[LogitChanges]:
+        """Returns the changes behind each of these drafts; [] where others than those of the form depend on them.
+
+        drafts: as of Sampler.behind
+        """
+        if self._form is None or self._has_others or len(self._output_ids) < self._may_end_from:
+            return []
+        return [LogitChanges(NO_EDITS, NO_IDS, mask) for mask in self._form.behind(drafts)]
 
     def forced(self) -> tuple[int, ...]:
         """Returns tokens of the text that the form forces after the output as it is now."""
@@ -183,6 +215,7 @@ class _Form:
         self._matcher = request.matcher.copy(request.params.constraint.name)
         self._start = _Start(start, request.output_ids)
         self._num_matched = 0
+        self._ahead: list[int] = []  # tokens behind these that the matcher has taken, as drafts
         self._opens = mask_of([] if start is None or start.opens is None else [start.opens], vocab)
         self.not_before = _within([] if start is None or start.may_end else eos_token_ids, vocab)
         self._stops = mask_of(request.params.stop_token_ids, vocab)
@@ -214,12 +247,46 @@ class _Form:
             mask |= self._stops
         return mask if self._request.output_ids else mask | self._opens
 
+    def behind(self, drafts: Sequence[int]) -> list[NDArray[np.int32]]:
+        """Returns the tokens that may come behind each of these drafts, as far as they have the form; [] before it
+        begins. A stop token would end the request.
+
+        drafts: as of Sampler.behind
+        """
+        first = self.mask(may_stop=True)
+        if first is None:
+            return []
+        masks = [first]
+        try:
+            for token in drafts[1 : 1 + self._matcher.num_fitting(drafts[1:])]:
+                self._matcher.advance([token])
+                self._ahead.append(token)
+                mask: NDArray[np.int32] = self._matcher.mask()
+                masks.append(mask | self._stops if self._matcher.may_end else mask)
+        except RequestError:
+            self._begin_anew()  # a draft that may never come must not end the request
+        return masks
+
+    def _begin_anew(self) -> None:
+        matcher, constraint = self._request.matcher, self._request.params.constraint
+        assert matcher is not None
+        assert constraint is not None
+        self._matcher, self._num_matched, self._ahead = matcher.copy(constraint.name), 0, []
+
     def _advance(self) -> bool:
         """Takes the tokens that have come; returns whether the form has begun. Raises as the matcher does."""
         begin = self._start.index()
         if begin is None:
             return False
         output_ids = self._request.output_ids
+        if self._ahead:
+            came = output_ids[self._num_matched :]
+            num_right = next((i for i, (a, b) in enumerate(zip(self._ahead, came, strict=False)) if a != b), len(came))
+            num_right = min(num_right, len(self._ahead))
+            if num_right == len(self._ahead) or self._matcher.go_back(len(self._ahead) - num_right):
+                self._num_matched, self._ahead = self._num_matched + num_right, []
+            else:
+                self._begin_anew()
         self._matcher.advance(output_ids[max(begin, self._num_matched) :])
         self._num_matched = len(output_ids)
         return True
