@@ -26,12 +26,12 @@ enum { STRIPS = (int)PANEL / (int)STRIP /* of a panel */ };
 enum { K_BLOCK = STRIPS > 1 ? 256 : 512, ORDERED_K_BLOCK = 64, PREFETCH = 8192 /* bytes ahead */ };
 enum { WIDE_K = 64 /* of k of GROUPS that are widened at once: they stay in the nearest cache */ };
 
-/* How a tile reads its weights. DIRECT: from memory, of up to 6 rows (MOST_DIRECT of float32 and bfloat16, since others
-   take long to widen in each of its strips). It fetches the line 8 KB ahead into the second cache, since the first one
-   would drop what is read now for lines a multiple of 4 KB ahead. AMD's processors read line by line a third faster if
-   nobody fetches for them, but wait for memory between products where these take as long as reading: rows of two products
-   for each byte. Where there are several strips, it fetches the next block. KEEP: the same for the first of several
-   blocks of rows; it keeps what it widened. AGAIN: as float32, from what was kept. */
+/* How a tile reads its weights. DIRECT: from memory, of up to 6 rows; of float32 and bfloat16, which are soon widened,
+   of up to MOST_DIRECT, and of twice as many in two blocks. It fetches the line 8 KB ahead into the second cache,
+   since the first one would drop what is read now for lines a multiple of 4 KB ahead. AMD's processors read line by
+   line a third faster if nobody fetches for them, but wait for memory between products where these take as long as
+   reading: rows of two products for each byte. Where there are several strips, it fetches the next block. KEEP: the
+   same for the first of several blocks of rows; it keeps what it widened. AGAIN: as float32, from what was kept. */
 enum { DIRECT, KEEP, AGAIN };
 
 /* One panel of a packed weight. */
@@ -196,9 +196,10 @@ INLINE i64 row_blocks(i64 rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
    all rows, which meanwhile fetch the next block. */
 static void panel_product(const Panel *p, const Rows *g)
 {
-    i64 blocks = p->kind <= BFLOAT16 && g->rows <= MOST_DIRECT ? 1 : row_blocks(g->rows);
+    i64 few = p->kind <= BFLOAT16 && g->rows <= 2 * MOST_DIRECT; /* widening twice takes less time than keeping */
+    i64 blocks = few ? (g->rows + MOST_DIRECT - 1) / MOST_DIRECT : row_blocks(g->rows);
     i64 step = bytes_per_k(p->width, p->kind), block = k_block(p->kind);
-    i64 direct = blocks == 1 || p->width < STRIP, strips = direct ? 1 : p->width / STRIP;
+    i64 direct = few || blocks == 1 || p->width < STRIP, strips = direct ? 1 : p->width / STRIP;
     i64 in_order = g->rows <= 2 || (p->kind == FLOAT32 && blocks == 1);
     if (in_order && p->width > VL * (g->rows == 1 ? WIDEST(1) : g->rows <= 3 ? WIDEST(3) : WIDEST(MOST_ROWS)))
         block = ORDERED_K_BLOCK;

@@ -109,13 +109,13 @@ def test_the_bits_of_a_row_depend_on_that_row_only(kind, library, avx2, use):
     experts = make_experts(kind, 2, 300, 150, activation, biased=activation == CLAMPED)
     x = torch.randn(250, 310)[:, :300]
     alone = torch.cat([packed_ffn(row[None], torch.tensor([0, 1]), experts.packed) for row in x])
-    for rows, threads in itertools.product((2, 6, 7, 8, 13, 64, 65, 200, 250), (1, 2)):
+    for rows, threads in itertools.product((2, 6, 7, 8, 9, 13, 16, 64, 65, 200, 250), (1, 2)):
         library.set_threads(threads)
         for counts in ([0, rows], [3, rows]):
             got = packed_ffn(torch.cat([x[: counts[0]], x[:rows]]), torch.tensor(counts), experts.packed)
             assert torch.equal(got[counts[0] :], alone[:rows]), (rows, threads)
     use(avx2)
-    for rows in (1, 3, 6, 8, 250):
+    for rows in (1, 3, 6, 8, 12, 250):
         assert torch.equal(packed_ffn(x[:rows], torch.tensor([0, rows]), experts.packed), alone[:rows]), rows
 
 
