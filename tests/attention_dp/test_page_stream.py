@@ -114,21 +114,16 @@ def test_pages_come_around_the_end_of_the_memory_as_on_one_host(way: Way) -> Non
 def test_each_host_gets_the_pages_for_it_and_those_for_all(seed: int) -> None:
     """Also where its connection is cut meanwhile: the newest pages, which lie in the memory still."""
     draw = random.Random(seed)
-    with contextlib.closing(Way()) as first, contextlib.closing(Way()) as second:
-        ways = [first, second]
-        first.senders.append(
-            PageSender(
-                first.source,
-                cache_of(20, fill=1),
-                LAUNCH,
-                {f"10.0.0.{at}:30001": way.dial for at, way in enumerate(ways)},
-            )
-        )
+    with contextlib.ExitStack() as opened:
+        ways = [opened.enter_context(contextlib.closing(Way())) for _ in range(2)]
+        dials = {f"10.0.0.{at}:30001": way.dial for at, way in enumerate(ways)}
+        sender = PageSender(ways[0].source, cache_of(20, fill=1), LAUNCH, dials)
+        opened.enter_context(contextlib.closing(sender))  # closed first: it dials again where a way has ended
         sent: list[tuple[str, int, int | None]] = []
         for number in range(40):
             request = request_of(str(number), num_pages := draw.randrange(1, 4))
             request.hand_over_to = draw.choice([0, 1, None])
-            first.senders[0].send(request, 0, num_pages)
+            sender.send(request, 0, num_pages)
             sent.append((request.request_id, num_pages, request.hand_over_to))
             way = draw.choice(ways)
             way.connections.may_connect = draw.random() < 0.7
@@ -136,8 +131,7 @@ def test_each_host_gets_the_pages_for_it_and_those_for_all(seed: int) -> None:
                 way.connections.cut_all()
         for way in ways:
             way.connections.may_connect = True
-        num_sent = first.senders[0].num_sent
-        assert eventually(lambda: [way.num_here() for way in ways] == [num_sent] * 2, 30)
+        assert eventually(lambda: [way.num_here() for way in ways] == [sender.num_sent] * 2, 30)
         left = NUM_SLOTS
         for name, num_pages, host in reversed(sent):
             left -= num_pages
