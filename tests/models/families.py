@@ -457,11 +457,8 @@ WITH_STATES = (
     "bailing_hybrid",
     "minimax",
 )
-ON_CPUS_ALONE = (*WITH_STATES, "longcat_flash")
-
-
-# Values are narrower than keys, which no kernel of GPUs has.
-ON_CPUS_ALONE = (*WITH_STATES, "mimo_v2_flash")
+# Experts that give back their input, and values narrower than keys, which no kernel of GPUs has.
+ON_CPUS_ALONE = (*WITH_STATES, "longcat_flash", "mimo_v2_flash")
 LIGHTNING_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # computed from the configuration
 ANOTHERS_FORM = {name for name, (kind, _) in FAMILIES.items() if kind not in FAMILIES}
 
