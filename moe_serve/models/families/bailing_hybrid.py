@@ -6,10 +6,9 @@ Decays have a lower bound; router, shared experts and dense first layers are tho
 from dataclasses import replace
 
 from moe_serve.kernels.forms import DeltaShape
-from moe_serve.models.families.common import dense_width, layers_of_kind, moe_layers_of_list
+from moe_serve.models.families.common import WIDEST_HEAD, dense_width, moe_layers_of_list, stateful_layers
 from moe_serve.models.families.deepseek import read_v3
 from moe_serve.models.families.kimi_linear import named_as_v3
-from moe_serve.models.families.qwen3_next import WIDEST_HEAD
 from moe_serve.models.hf_config import HfConfig, is_positive
 from moe_serve.models.spec import ExpertNames, MlaSpec, ModelSpec
 
@@ -19,9 +18,7 @@ def read(config: HfConfig) -> ModelSpec:
     dense = config.size("first_k_dense_replace", minimum=0)
     own = {"first_k_dense_replace": 0, "q_lora_rank": None, "rope_interleave": True, "tie_word_embeddings": False}
     config = HfConfig({**named_as_v3(config), **own}, config.where)
-    linear_ids = layers_of_kind(config, "linear_attention", lambda layer: (layer + 1) % group != 0)
-    if len(linear_ids) == config.num_layers:
-        raise config.refuse("a model without a layer of full_attention")
+    linear_ids = stateful_layers(config, "linear_attention", lambda layer: (layer + 1) % group != 0)
     spec, moe_layer_ids = read_v3(config), moe_layers_of_list(config, dense)
     assert isinstance(spec.attention, MlaSpec)
     heads, width = spec.attention.num_heads, config.size("linear_head_dim", "head_dim", largest=WIDEST_HEAD)

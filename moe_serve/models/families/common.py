@@ -21,6 +21,7 @@ from moe_serve.models.spec import (
 )
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+WIDEST_HEAD = 256  # of layers with a state, that the kernels' buffers hold
 NO_ROPE = RopeSpec(dim=2, theta=1e4, interleaved=True, rotates=False)
 W1_W3_W2 = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")  # as Mixtral's
 
@@ -115,6 +116,14 @@ def layers_of_kind(config: HfConfig, kind: str, is_usual: Callable[[int], bool])
     if unknown := [each for each in kinds if each not in known]:
         raise config.refuse(f"attention {shown(unknown[0])} ({kind} and full_attention are)")
     return tuple(layer for layer, each in enumerate(kinds) if each == kind)
+
+
+def stateful_layers(config: HfConfig, kind: str, is_usual: Callable[[int], bool]) -> tuple[int, ...]:
+    """Returns the layers of a kind that keeps a state, as layers_of_kind. Raises ModelError where all of them are."""
+    found = layers_of_kind(config, kind, is_usual)
+    if len(found) == config.num_layers:
+        raise config.refuse("a model without a layer of full_attention")
+    return found
 
 
 def sparse_layers(config: HfConfig) -> tuple[int, ...]:

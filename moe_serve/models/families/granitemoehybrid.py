@@ -9,12 +9,11 @@ from dataclasses import replace
 from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import MambaShape
 from moe_serve.models.families import granitemoe
-from moe_serve.models.families.common import NO_ROPE, layers_of_kind
+from moe_serve.models.families.common import NO_ROPE, WIDEST_HEAD, stateful_layers
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.model_files import shown
 from moe_serve.models.spec import GqaSpec, ModelSpec
 
-WIDEST_HEAD = 256  # that the kernel's buffers hold
 _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # as published, and as transformers says now
 
 
@@ -23,9 +22,7 @@ def read(config: HfConfig) -> ModelSpec:
     if isinstance(kinds, list):
         kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
     config = HfConfig({**config.values, "layer_types": kinds}, config.where)
-    stateful = layers_of_kind(config, "linear_attention", lambda layer: True)
-    if len(stateful) == config.num_layers:
-        raise config.refuse("a model without a layer of attention")
+    stateful = stateful_layers(config, "linear_attention", lambda layer: True)
     spec = granitemoe.read(config)
     assert isinstance(spec.attention, GqaSpec)
     if config.get("position_embedding_type") != "rope":

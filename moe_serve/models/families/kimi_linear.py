@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from moe_serve.kernels.forms import DeltaShape
-from moe_serve.models.families.common import dense_width, layers_of_kind, moe_layers_of_list
+from moe_serve.models.families.common import WIDEST_HEAD, dense_width, moe_layers_of_list, stateful_layers
 from moe_serve.models.families.deepseek import read_v3
-from moe_serve.models.families.qwen3_next import WIDEST_HEAD
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.model_files import shown
 from moe_serve.models.spec import ExpertNames, ModelSpec, RopeSpec
@@ -42,9 +41,7 @@ def read(config: HfConfig) -> ModelSpec:
     if config.get("layer_types") is None:
         values["layer_types"] = _kinds_of_layers(config, linear)
     config = HfConfig(values, config.where)
-    linear_ids = layers_of_kind(config, "linear_attention", lambda layer: True)
-    if len(linear_ids) == config.num_layers:
-        raise config.refuse("a model without a layer of full_attention")
+    linear_ids = stateful_layers(config, "linear_attention", lambda layer: True)
     spec, moe_layer_ids = read_v3(config), moe_layers_of_list(config, dense)
     heads, width = config.size("linear_num_heads"), config.size("linear_head_dim", largest=WIDEST_HEAD)
     taps = config.size("linear_conv_kernel_dim", minimum=2, largest=16)

@@ -6,7 +6,7 @@ The first layers are dense; sigmoid scores, with a correction bias where config.
 from dataclasses import replace
 
 from moe_serve.kernels.forms import GatedConvShape, RouterSpec
-from moe_serve.models.families.common import gqa, layers_of_kind, model_of
+from moe_serve.models.families.common import gqa, model_of, stateful_layers
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec, NormNames
 
@@ -19,9 +19,7 @@ def read(config: HfConfig) -> ModelSpec:
     }
     config = HfConfig(values, config.where)
     config.require("layer_types")
-    convolved = layers_of_kind(config, "conv", lambda layer: True)
-    if len(convolved) == config.num_layers:
-        raise config.refuse("a model without a layer of full_attention")
+    convolved = stateful_layers(config, "conv", lambda layer: True)
     norms = ("q_layernorm", "k_layernorm")
     attention = replace(gqa(config), qk_norm="head", norm_names=norms, out_name="out_proj")
     has_bias = config.flag("use_expert_bias", True)

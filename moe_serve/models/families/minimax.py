@@ -9,23 +9,21 @@ from dataclasses import replace
 from moe_serve.kernels.forms import LightningShape, RouterSpec
 from moe_serve.models.families.common import (
     W1_W3_W2,
+    WIDEST_HEAD,
     gqa,
-    layers_of_kind,
     model_of,
     read_rope,
+    stateful_layers,
     windowed,
     within_longest_context,
 )
-from moe_serve.models.families.qwen3_next import WIDEST_HEAD
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ModelSpec, NormedResidual
 
 
 def read(config: HfConfig) -> ModelSpec:
     config = within_longest_context(config)
-    linear = layers_of_kind(config, "linear_attention", lambda layer: layer % 2 == 1)
-    if len(linear) == config.num_layers:
-        raise config.refuse("a model without a layer of full_attention")
+    linear = stateful_layers(config, "linear_attention", lambda layer: layer % 2 == 1)
     attention = windowed(gqa(config), config)
     rotated = config.size("rotary_dim", default=attention.head_dim) / attention.head_dim
     router = RouterSpec(config.size("num_local_experts", "num_experts"), config.size("num_experts_per_tok"))

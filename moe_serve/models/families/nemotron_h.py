@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import RELU2, MambaShape
-from moe_serve.models.families.common import NO_ROPE, deepseek_v3_router, gqa, model_of
-from moe_serve.models.families.granitemoehybrid import WIDEST_HEAD, check_time_steps
+from moe_serve.models.families.common import NO_ROPE, WIDEST_HEAD, deepseek_v3_router, gqa, model_of
+from moe_serve.models.families.granitemoehybrid import check_time_steps
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec, NormNames
 

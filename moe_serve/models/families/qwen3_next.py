@@ -9,17 +9,16 @@ from dataclasses import replace
 from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import DeltaShape
 from moe_serve.models.families.common import (
+    WIDEST_HEAD,
     gqa,
-    layers_of_kind,
     model_of,
     read_rope,
     softmax_router,
     sparse_layers,
+    stateful_layers,
 )
 from moe_serve.models.hf_config import HfConfig
 from moe_serve.models.spec import ExpertNames, ModelSpec
-
-WIDEST_HEAD = 256  # that the kernel's buffers hold
 
 
 def read(config: HfConfig) -> ModelSpec:
@@ -27,9 +26,7 @@ def read(config: HfConfig) -> ModelSpec:
     attention = replace(gqa(config), qk_norm="head", qkv_bias=bias, out_bias=bias, has_gate=True)
     rope = read_rope(config, attention.head_dim, partial_default=0.25)
     interval = config.size("full_attention_interval", default=4)
-    linear = layers_of_kind(config, "linear_attention", lambda layer: (layer + 1) % interval != 0)
-    if len(linear) == config.num_layers:
-        raise config.refuse("a model without a layer of full_attention")
+    linear = stateful_layers(config, "linear_attention", lambda layer: (layer + 1) % interval != 0)
     width = config.size("moe_intermediate_size")
     return replace(
         model_of(config, attention, softmax_router(config), width, sparse_layers(config), rope),
