@@ -245,6 +245,7 @@ async function showModel() {
     const response = await fetch("v1/models", { headers: headers() });
     if (!response.ok) throw new Error(await problemOf(response));
     keepsExperts = (await (await fetch("server_info", { headers: headers() })).json()).config.engine.return_routed_experts;
+    at("no-experts").hidden = keepsExperts;
     at("model").textContent = (await response.json()).data[0].id;
     at("key-row").hidden = true;
     showProblem("");

@@ -57,6 +57,7 @@ def test_each_token_of_an_answer_shows_the_experts_and_ranks_that_computed_it(ki
             per_rank = len(placement[0]) // story.num_ranks
             async with browser_page(f"{served.client.base_url}/chat", width=400) as page:
                 await page.shows("#model", "demo")
+                assert not await page.page.is_visible("#no-experts")
                 await page.page.click("footer summary")
                 await page.page.fill("#length", "2")
                 await page.page.select_option("#kind", kind)
@@ -89,6 +90,7 @@ def test_each_token_of_an_answer_shows_the_experts_and_ranks_that_computed_it(ki
 async def test_text_is_continued_and_problems_are_told():
     async with serving(1, reply=says(" world")) as served, browser_page(f"{served.client.base_url}/chat") as page:
         await page.shows("#model", "demo")
+        await page.shows("#no-experts", "--enable-return-routed-experts")
         await page.page.fill("#text", "hello")
         await page.page.click("footer summary")
         await page.page.fill("#length", "5000")
