@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
 from moe_serve.structured.json_schema import Schema, is_lenient, names_white_space, rewritten, with_options
-from moe_serve.structured.other_words import in_known_words
+from moe_serve.structured.other_words import REPEATED, in_known_words
 from moe_serve.structured.vocabulary import Vocabulary
 
 _MAX_TAGS = 256  # structures of a structural tag
@@ -61,6 +61,7 @@ _WAY_OUT = (
 )
 _REASONS = (
     (r"Unimplemented keys: \[(.*?)\]", "its {} cannot be held to the letter", ""),
+    (REPEATED, 'its "minProperties" cannot be held to the letter, since names may repeat', ""),
     (r"oneOf constraints are not supported", 'options of a "oneOf" in it may hold together', ""),
     (r"Current row has (\d+) items", "at one place of an output {} items of its rules apply", "max_items_in_row"),
     (r"Too many items", "to say what may come at one place of an output takes too many items of its rules",

@@ -42,6 +42,9 @@ _OWN_TYPE = {
 }  # fmt: skip
 
 
+REPEATED = "names that a schema leaves open may repeat"  # and count once; llguidance counts each
+
+
 class _NoForm(Exception):
     """A word has no form in words that llguidance knows."""
 
@@ -54,6 +57,8 @@ def in_known_words(text: str, schema: Any) -> Any:
     """Returns a JSON schema that takes the same values, in words that llguidance knows, as far as there are any.
 
     text: the schema, which need not be read where it has no such word
+
+    Raises ValueError(REPEATED) where minProperties may be reached by one name that comes several times.
     """
     if not isinstance(schema, dict) or not any(f'"{word}"' in text for word in _WORDS):
         return schema
@@ -350,6 +355,9 @@ class _Reading:
     def _of_number(self, own: Schema, word: str) -> tuple[Schema, list[_Any]]:
         """Returns forms of one property at least or at most where some may be absent; llguidance counts none."""
         least, most = own.get("minProperties", 0), own.get("maxProperties")
+        is_open = own.get("additionalProperties") is not False or own.get("patternProperties")
+        if is_open and isinstance(least, int) and least - len(own.get("required", [])) > 1:
+            raise ValueError(REPEATED)
         given = own.get("properties", {}).items()
         optional = [name for name, part in given if part is not False and name not in own.get("required", [])]
         if not optional or least not in (0, 1) or most not in (None, 1):

@@ -96,6 +96,7 @@ def test_values_have_the_form_where_the_schema_takes_them(case: str) -> None:
         ({"not": {"pattern": "a.*b"}}, "not"),
         ({"if": {"contains": {"const": 1}}, "then": {"type": "array"}}, "if"),
         ({"contains": {"const": 1}}, "contains"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),  # {"a": 1, "a": 1} has one property
         ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]}, "oneOf"),
     ],
 )
