@@ -254,13 +254,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", MINIMAX),
     "minimax_m2-mha-whole": ("minimax_m2", MINIMAX | {"num_key_value_heads": 4, "rotary_dim": 16}),
     "minimax": ("minimax", LIGHTNING),
-    # Attention first and last, heads of an uneven width, factors of 1.
+    # Attention first and last, heads of an uneven width, factors of 1, an epsilon that lightning attention lacks.
     "minimax-odd": (
         "minimax",
         LIGHTNING
         | {"layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"], "num_key_value_heads": 1}
         | {"num_attention_heads": 3, "head_dim": 34, "block_size": 7, "mlp_beta_factor": 1}
-        | {"linear_attn_alpha_factor": 1, "tie_word_embeddings": True},
+        | {"linear_attn_alpha_factor": 1, "tie_word_embeddings": True, "rms_norm_eps": 0.1},
     ),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "gpt_oss-long-window-mha": (

@@ -19,6 +19,7 @@ from moe_serve.kernels.state_space import StateSpaceWeights
 from moe_serve.models.decoder.step import Step
 from moe_serve.models.decoder.weight_forms import WeightForms, take_rows
 
+NORM_EPS = 1e-6  # whatever rms_norm_eps says of the other norms
 _STEP_OF_ONE = math.log(math.e - 1)  # what softplus makes 1 of
 
 
@@ -38,7 +39,6 @@ class LightningLayer:
     weights: StateSpaceWeights
     steps: Tensor
     norm: Tensor
-    eps: float
     out: AnyLinear
 
     def __call__(self, x: Tensor, do: Step) -> Tensor:
@@ -47,13 +47,13 @@ class LightningLayer:
         mixed = rows[:, :-inner]
         do.gate_(mixed, mixed)  # silu
         given = do.state_space_of(mixed, self.steps.expand(x.shape[0], -1), self.weights, self.index)
-        do.rms_norm_(given, self.norm, self.eps)
+        do.rms_norm_(given, self.norm, NORM_EPS)
         do.gate_(given, rows[:, -inner:])
         return do.linear("attention_out", self.out, given)
 
 
 def lightning_layer(
-    shape: LightningShape, eps: float, index: int, layer_id: int, weights: dict[str, Any], forms: WeightForms
+    shape: LightningShape, index: int, layer_id: int, weights: dict[str, Any], forms: WeightForms
 ) -> LightningLayer:
     """Takes the weights of a layer (named as in weight_plan.py) out of `weights`. index: of the cache's states"""
     project, scale = weights.pop("lightning_in"), weights.pop("lightning_in_scale", None)
@@ -66,4 +66,4 @@ def lightning_layer(
     steps = torch.zeros_like(slopes)[None]
     states = StateSpaceWeights(shape.space, -slopes, torch.full_like(slopes, _STEP_OF_ONE), torch.zeros_like(slopes))
     out = forms.take_linear(weights, "lightning_out")
-    return LightningLayer(index, forms.linear(take_rows(project, order), None, scale), states, steps, norm, eps, out)
+    return LightningLayer(index, forms.linear(take_rows(project, order), None, scale), states, steps, norm, out)

@@ -261,7 +261,7 @@ def _stateful_layer(
     if isinstance(shape, MambaShape):
         return mamba_layer(shape, eps, index, weights, forms)
     if isinstance(shape, LightningShape):
-        return lightning_layer(shape, eps, index, layer_id, weights, forms)
+        return lightning_layer(shape, index, layer_id, weights, forms)
     return conv_layer(shape, index, weights, forms)
 
 
