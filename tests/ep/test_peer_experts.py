@@ -89,14 +89,14 @@ def test_nothing_is_given_while_slots_change_or_when_they_have_changed_meanwhile
 
 
 def test_an_expert_that_arrives_with_other_bytes_is_none(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = peer_experts._fill
+    receive_into = peer_experts.receive_into
 
     def fill_with_a_changed_bit(stream: socket.socket, part: memoryview) -> None:
-        fill(stream, part)
+        receive_into(stream, part)
         if len(part) == peer_experts.PIECE_BYTES:
             part[12345] ^= 4
 
-    monkeypatch.setattr(peer_experts, "_fill", fill_with_a_changed_bit)
+    monkeypatch.setattr(peer_experts, "receive_into", fill_with_a_changed_bit)
     assert scene.read((0, 2), (0, 3))[0] == [False, False]
 
 

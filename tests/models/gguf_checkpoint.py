@@ -2,7 +2,7 @@
 
 Names come from the package's own table. What the converter does to tensors is written here anew: it lays the experts of
 a matrix together, reorders rows of queries and keys of Llama-like models (`LlamaModel.permute`), splits MLA's last
-projection, and takes gate and up of fused tensors apart.
+projection, takes gate and up of fused tensors apart, and leaves layers for multi-token prediction out.
 """
 
 import json
@@ -77,7 +77,16 @@ def write_gguf(
     Returns the file, or the first one.
     """
     config = json.loads((folder / "config.json").read_text())
-    stored = {name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    predicting = tuple(
+        f"model.layers.{config['num_hidden_layers'] + layer}."
+        for layer in range(config.get("num_nextn_predict_layers", 0))
+    )
+    stored = {
+        name: tensor.float()
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+        if not name.startswith(predicting)
+    }
     arch = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=0 if parts == 1 else 40 // parts)
     _write_metadata(writer, config)

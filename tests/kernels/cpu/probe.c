@@ -158,7 +158,7 @@ static void probe_attention(i64 heads, i64 group, i64 width, i64 latent, i64 con
     CachedForm form = {FLOAT32, row};
     attend_plan(&facts);
     for (i64 window = 0; window < 200; window = window * 3 + 5) {
-        attend(&facts, q, heads * group * width, cache, out, window, window ? floats(heads * group, 1) : 0, 0, &form);
+        attend(&facts, 0, q, heads * group * width, cache, out, window, window ? floats(heads * group, 1) : 0, 0, &form);
         char name[40];
         snprintf(name, sizeof name, "attend, window %d", (int)window);
         say(name, heads, group, width, context, out, (1 + CHUNK) * heads * group * value_width * 4);
