@@ -275,6 +275,7 @@ class RouterSpec:
     Kolibri:     sigmoid_of_chosen, has_bias=True
     Phi-MoE:     sparsemixer, two experts, jitter
     LongCat-Flash: softmax, has_bias=True, norm_topk=False, scaling, num_identity
+    A.X-K2:      as DeepSeek-V3, masks_with_zero where there are groups
 
     num_logical: experts of one layer.  topk: experts of one token
     num_identity: choices behind those, each of which stands for an expert that gives back what it takes: it has no
@@ -285,6 +286,8 @@ class RouterSpec:
     norm_topk:   divide the chosen weights by (their sum + norm_eps), but at least norm_min
     scaling:     factor on the weights, after norm_topk
     num_groups, topk_groups: experts are chosen from the best topk_groups of num_groups equal groups
+    masks_with_zero: experts of the other groups are not left out, but have a choice score of 0: they are better than
+                 those of which the bias makes it negative
     group_score: of choice scores, the sum of a group's "best_two", or the "best"
     jitter:      of sparsemixer: an expert is far below another where it lacks more than twice this share
     scales_input: the weight multiplies what goes into the expert, not what comes out; for one expert per token
@@ -307,6 +310,7 @@ class RouterSpec:
     jitter: float = 0.0
     scales_input: bool = False
     num_identity: int = 0
+    masks_with_zero: bool = False
 
     @property
     def num_choices(self) -> int:

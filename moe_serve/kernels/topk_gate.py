@@ -67,7 +67,8 @@ def take_identity_(ids: Tensor, weights: Tensor, num_logical: int) -> Tensor:
 def scores_and_choice(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     """Returns the scores that weights are made of, and those by which experts are chosen, [T, E] float32 each.
 
-    Arguments as for the gate. Choices are new memory, and -inf in groups that a token does not choose from.
+    Arguments as for the gate. Choices are new memory, and -inf (or 0: spec.masks_with_zero) in groups that a token
+    does not choose from.
     """
     scores = torch.softmax(logits, -1) if spec.scoring == "softmax" else _sigmoid_by_row(logits)
     choice = logits if spec.scoring in ("sigmoid_of_chosen", "sparsemixer") else scores
@@ -79,7 +80,8 @@ def scores_and_choice(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> 
         group_scores = grouped.amax(-1) if spec.group_score == "best" else grouped.topk(2, -1).values.sum(-1)
         order = group_scores.sort(dim=-1, descending=True, stable=True).indices
         kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, order[:, : spec.topk_groups], True)
-        choice = torch.where(kept[:, :, None], grouped, -torch.inf).view(len(choice), num_logical)
+        masked = 0.0 if spec.masks_with_zero else -torch.inf
+        choice = torch.where(kept[:, :, None], grouped, masked).view(len(choice), num_logical)
     return scores, choice
 
 

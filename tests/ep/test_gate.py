@@ -1,6 +1,7 @@
 """Routers against the formulas written token by token."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ SPECS = {
     "mixtral": MIXTRAL,
     "qwen3": QWEN3,
     "deepseek_v3": DEEPSEEK,
+    "axk2": replace(DEEPSEEK, masks_with_zero=True),
     "deepseek_v2": RouterSpec(
         12, 3, "softmax", norm_topk=False, scaling=16.0, num_groups=6, topk_groups=3, group_score="best"
     ),
@@ -50,7 +52,10 @@ def route_one(logits: list[float], spec: RouterSpec, bias: list[float] | None) -
     counted = 1 if spec.group_score == "best" else 2
     best = sorted(groups, key=lambda g: -sum(sorted((choice[e] for e in g), reverse=True)[:counted]))
     best = best[: spec.topk_groups]
-    allowed = [e for g in best for e in g] if spec.num_groups > 1 else list(range(spec.num_logical))
+    allowed = sorted(e for g in best for e in g)
+    if spec.masks_with_zero:
+        choice = [choice[e] if e in allowed else 0.0 for e in range(spec.num_logical)]
+        allowed = list(range(spec.num_logical))
     chosen = sorted(allowed, key=lambda e: -choice[e])[: spec.topk]
     total = max(sum(scores[e] for e in chosen) + spec.norm_eps, spec.norm_min) if spec.norm_topk else 1.0
     return {e: scores[e] / total * spec.scaling for e in chosen}

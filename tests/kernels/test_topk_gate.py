@@ -14,7 +14,8 @@ ROUTERS = {
     "mixtral": RouterSpec(EXPERTS, 2),
     "qwen3": RouterSpec(EXPERTS, 3, norm_topk=False),
     "deepseek-v3": RouterSpec(EXPERTS, 4, "sigmoid", True, 2.5, num_groups=4, topk_groups=2, norm_eps=1e-20),
-    "groups of no power of two": RouterSpec(EXPERTS, 3, "sigmoid", True, 1.0, num_groups=3, topk_groups=2),
+    # In groups of no power of two.
+    "a.x-k2": RouterSpec(EXPERTS, 5, "sigmoid", num_groups=3, topk_groups=1, masks_with_zero=True),
     "deepseek-v2": RouterSpec(EXPERTS, 3, "softmax", False, 16.0, num_groups=6, topk_groups=2, group_score="best"),
     "ernie-4.5": RouterSpec(EXPERTS, 6, norm_min=0.5),
     "llama-4": RouterSpec(EXPERTS, 1, "sigmoid_of_chosen", False),

@@ -1,6 +1,7 @@
 """Our decoder against transformers in float32."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 
 from moe_serve.attention_dp.attention_plan import first_expanded
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
+from moe_serve.kernels.topk_gate import topk_gate_reference
 from moe_serve.models.decoder.mla import expand_from
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import MlaSpec
-from tests.models.families import ANOTHERS_FORM, FAMILIES, logits_behind, oracle_logits
+from tests.models.families import ANOTHERS_FORM, FAMILIES, logits_behind, oracle_logits, spec_of
 from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, load_decoder
-from tests.tolerance import GREEDY_GAP, LOGITS, relative_error
+from tests.tolerance import FLOAT32, GREEDY_GAP, LOGITS, relative_error
 
 Oracle = Callable[[str], tuple[Any, Path]]
 LENGTHS = (37, 5, 150, 1)  # 150: beyond YaRN's original 64 positions
@@ -94,6 +96,24 @@ def test_the_demo_model_agrees_with_transformers() -> None:
     runner.greedy([request], 32)
     assert len(request.output_ids) == 32
     assert request.output_ids == logits_behind(model, ids, request.output_ids).argmax(1).tolist()
+
+
+def test_the_experts_of_axk2_s_other_groups_win_over_negative_scores(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+    from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
+
+    spec, config = spec_of("axk2-groups-bias", tmp_path).router, AutoConfig.from_pretrained(tmp_path)
+    assert (spec.num_logical, spec.num_groups, spec.topk_groups) == (8, 4, 2)
+    config.num_experts_per_tok = 4  # all of the other groups, whose scores are equal
+    theirs = AXK2TopkRouter(config)
+    generator, bias = torch.Generator().manual_seed(7), theirs.e_score_correction_bias
+    with torch.no_grad():
+        theirs.weight.normal_(generator=generator)
+        bias.uniform_(-1.5, -1, generator=generator)
+        logits, weights, ids = theirs(0.2 * torch.randn(50, 64, generator=generator))
+        found, weighed = topk_gate_reference(logits, bias, replace(spec, topk=4), torch.zeros(8, dtype=torch.int64))
+    dense = torch.zeros(2, 50, 8).scatter_(2, torch.stack((ids, found)), torch.stack((weights, weighed)))
+    assert relative_error(dense[1], dense[0]) < FLOAT32
 
 
 def test_the_form_of_latent_attention_follows_the_number_of_multiplications(oracle: Oracle) -> None:

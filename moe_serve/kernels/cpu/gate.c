@@ -12,7 +12,7 @@ typedef i32 i8h __attribute__((vector_size(32), aligned(4), may_alias));
 enum { SOFTMAX, SIGMOID, SIGMOID_OF_CHOSEN, SPARSEMIXER }; /* Scoring of gate_shape.py */
 typedef struct { /* gate_facts in gate.py */
     i64 experts, topk, scoring, norm_topk, groups, topk_groups, by_best, counted;
-    double scaling, norm_eps, norm_min, far;
+    double scaling, norm_eps, norm_min, far, masked;
 } GateShape;
 typedef struct {
     const GateShape *shape;
@@ -76,7 +76,7 @@ static float best_two(const float *choice, i64 count, i64 only_best)
     return only_best ? one : one + two;
 }
 
-/* Sets the choices of all groups but the best to -inf. The first of equal groups is better. */
+/* Sets the choices of all groups but the best to what masks them. The first of equal groups is better. */
 static void drop_groups(const GateShape *g, float *choice)
 {
     float best[MOST_GROUPS];
@@ -86,7 +86,7 @@ static void drop_groups(const GateShape *g, float *choice)
         i64 better = 0;
         for (i64 j = 0; j < g->groups; j++) better += best[j] > best[i] || (best[j] == best[i] && j < i);
         if (better < g->topk_groups) continue;
-        for (i64 e = i * size; e < (i + 1) * size; e++) choice[e] = -INFINITY;
+        for (i64 e = i * size; e < (i + 1) * size; e++) choice[e] = (float)g->masked;
     }
 }
 

@@ -11,6 +11,7 @@ here, and the call in the model.
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, overload
 
@@ -565,7 +566,8 @@ def _gate_facts(spec: RouterSpec) -> Tensor:
     """Returns the block of int64 that gate.c reads."""
     assert spec.num_choices <= MOST_EXPERTS, f"{spec.num_choices} experts, at most {MOST_EXPERTS}"
     assert spec.num_groups <= MOST_GROUPS, f"{spec.num_groups} groups, at most {MOST_GROUPS}"
-    doubles = [spec.scaling, spec.norm_eps, spec.norm_min, 2 * spec.jitter]
+    masked = 0.0 if spec.masks_with_zero else -math.inf
+    doubles = [spec.scaling, spec.norm_eps, spec.norm_min, 2 * spec.jitter, masked]
     numbers = torch.tensor(doubles, dtype=torch.float64)
     scoring, by_best = get_args(Scoring).index(spec.scoring), int(spec.group_score == "best")
     sizes = [spec.num_choices, spec.topk, scoring, int(spec.norm_topk), spec.num_groups, spec.topk_groups, by_best]

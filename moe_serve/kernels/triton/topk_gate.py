@@ -30,7 +30,7 @@ def topk_gate_triton(
             TOPK_GROUPS=spec.topk_groups, SIGMOID=spec.scoring.startswith("sigmoid"), BIAS=bias is not None,
             NORM=spec.norm_topk, BY_LOGITS=spec.scoring in ("sigmoid_of_chosen", "sparsemixer"),
             SPARSEMIXER=spec.scoring == "sparsemixer", BY_BEST=spec.group_score == "best", SLOTS=slots is not None,
-            PADDED=cached_at is not None, num_warps=2,
+            PADDED=cached_at is not None, MASKED=0.0 if spec.masks_with_zero else -float("inf"), num_warps=2,
         )  # fmt: skip
     return ids, weights
 
@@ -42,7 +42,7 @@ def topk_gate_kernel(
     TOPK: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_COLUMNS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     BY_LOGITS: tl.constexpr, SPARSEMIXER: tl.constexpr, BY_BEST: tl.constexpr, SLOTS: tl.constexpr,
-    PADDED: tl.constexpr,
+    PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, W)
@@ -71,7 +71,7 @@ def topk_gate_kernel(
             (group_score[None, :] == group_score[:, None]) & (group[None, :] < group[:, None])
         )
         kept = tl.sum(ahead.to(tl.int32), axis=1) < TOPK_GROUPS
-        choice = tl.where(kept[:, None], choice, -float("inf"))
+        choice = tl.where(kept[:, None] | (inside == 0), choice, MASKED)
     chosen = tl.full((W,), -1, tl.int64)
     chosen_scores = tl.zeros((W,), dtype=tl.float32)
     for k in tl.static_range(TOPK):

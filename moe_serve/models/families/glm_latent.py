@@ -40,7 +40,8 @@ def read_axk2(config: HfConfig) -> ModelSpec:
     spec = with_indexer(_listed(config, config.size("first_k_dense_replace", default=1, minimum=0)), config)
     assert isinstance(spec.attention, MlaSpec)
     names = NormNames(gate_rank=config.size("gated_norm_rank"))
-    return replace(spec, attention=replace(spec.attention, gates_values=True), norm_names=names, num_predictors=0)
+    attention, router = replace(spec.attention, gates_values=True), replace(spec.router, masks_with_zero=True)
+    return replace(spec, attention=attention, router=router, norm_names=names, num_predictors=0)
 
 
 def _listed(config: HfConfig, num_dense: int) -> ModelSpec:
