@@ -218,6 +218,8 @@ class Scheduler:
         num_tokens = len(decodes) + sum(shares)
         if self.speculator is not None and decodes and self.speculator.gate.is_due:
             num_rows = min(self.max_batch_tokens - num_tokens, most_yielding_rows(self.max_running) - len(decodes))
+            if self.blocks.states is not None:
+                num_rows = min(num_rows, self.blocks.states.num_free)
             num_tokens += self._add_drafts(self.speculator, decodes, num_rows)
         return Proposal(tuple(decodes), tuple(prefills), num_tokens)
 

@@ -26,7 +26,8 @@ class StateSlots:
     """The first max_running + num_drafts slots are for running requests and drafts of a step, the num_snapshots behind
     them for snapshots.
 
-    interval: tokens from one snapshot of a long sequence to the next, a multiple of the block size
+    num_drafts: that a step may have beside max_running requests; fewer requests leave it their slots, too
+    interval:   tokens from one snapshot of a long sequence to the next, a multiple of the block size
     """
 
     def __init__(self, max_running: int, num_drafts: int, num_snapshots: int, interval: int):
@@ -41,6 +42,11 @@ class StateSlots:
         self._num_readers: dict[int, int] = {}  # requests whose next step reads a snapshot's slot
         self._dropped: set[int] = set()  # slots of dropped snapshots that are still to be read
         self._filled: set[int] = set()  # slots of snapshots that are being taken from elsewhere
+
+    @property
+    def num_free(self) -> int:
+        """Returns how many drafts the next step may have: slots that no running request has."""
+        return len(self._free)
 
     def num_covered(self, keys: list[bytes], num_blocks: int) -> int:
         """Returns behind how many of the first num_blocks blocks, which have these keys, the last snapshot is."""

@@ -24,7 +24,7 @@ from moe_serve.attention_dp.page_record import PageForm
 from moe_serve.attention_dp.pages import PageTiers
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
-from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler
+from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk, Scheduler, most_yielding_rows
 from moe_serve.attention_dp.speculation import Speculator
 from moe_serve.attention_dp.state_slots import StateSlots
 from moe_serve.kernels.sequence_states import copies_of
@@ -266,7 +266,8 @@ class StatefulMachine(SchedulerMachine):
         self.draw = random.Random(0)
         self.seen = {}
         self.num_void = 0
-        return StateSlots(max_running, num_drafts=15, num_snapshots=2, interval=2 * block_size)
+        num_drafts = most_yielding_rows(max_running) - max_running
+        return StateSlots(max_running, num_drafts, num_snapshots=2, interval=2 * block_size)
 
     def speculator(self) -> Speculator | None:
         return RandomDrafts()

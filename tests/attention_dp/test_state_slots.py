@@ -14,7 +14,7 @@ from tests.attention_dp.steps import next_token, run_step
 
 def scheduler_of(num_snapshots: int = 8, interval: int = 16) -> Scheduler:
     """Returns a scheduler of a model with states, over blocks of 4 tokens."""
-    blocks = RequestBlocks(64, 4, states=StateSlots(4, 15, num_snapshots, interval))
+    blocks = RequestBlocks(64, 4, states=StateSlots(4, 12, num_snapshots, interval))
     return Scheduler(blocks, max_running=4, max_batch_tokens=64, max_model_len=256)
 
 
@@ -117,6 +117,14 @@ class SixDrafts(Speculator):
         return [(0,) * 6] * len(requests)
 
 
+class OneByOne(SixDrafts):
+    """As many drafts as there may be. num_rows: that were asked for"""
+
+    def draft(self, requests: Sequence[Request], num_rows: int) -> list[tuple[int, ...]]:
+        self.num_rows = num_rows
+        return [(0,) * len(range(index, num_rows, len(requests))) for index in range(len(requests))]
+
+
 def test_a_request_goes_on_from_the_state_behind_the_last_draft_that_counts() -> None:
     for num_right in range(4):
         scheduler, request = scheduler_of(interval=64), request_of("a", list(range(5)), 30)
@@ -149,6 +157,21 @@ def test_drafts_that_have_not_run_leave_the_state_alone() -> None:
         scheduler.check()
     scheduler.abort("a")
     scheduler.check()
+
+
+def test_drafts_have_the_slots_that_running_requests_leave() -> None:
+    """Each running request has a slot of its own, and one that prefills has no drafts."""
+    scheduler = scheduler_of(interval=64)
+    decoding = [request_of(name, [index] * 5, 30) for index, name in enumerate("abc")]
+    for request in decoding:
+        scheduler.add(request)
+    run_step(scheduler)
+    drafting = scheduler.speculator = OneByOne()
+    for number, name in enumerate("d."):
+        proposal = scheduler.propose()
+        assert drafting.num_rows == [13, 12][number] == sum(len(chunk.drafts) for chunk in proposal.decodes)
+        scheduler.check()
+        scheduler.add(request_of(name, [number + 7] * 5))
 
 
 def test_drafts_end_in_front_of_the_places_of_snapshots() -> None:

@@ -10,7 +10,7 @@ from moe_serve.attention_dp.kv_cache import state_bytes
 from moe_serve.config import load_config
 from moe_serve.engine.build import use_threads
 from moe_serve.engine.model import model_plan
-from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, choose_numerics
+from moe_serve.engine.model.model_plan import ModelPlan, NumericsChoice, choose_numerics, num_draft_states
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.cpu.library import CpuLibrary
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
@@ -207,6 +207,13 @@ def test_snapshots_are_as_many_as_their_memory_holds_and_none_without_a_prefix_c
         assert plan_of(tmp_path, config, override).num_snapshots == number
     assert plan_of(tmp_path, config, "cache.prefix_cache=false").num_snapshots == 0
     assert plan_of(tmp_path, PHI_35_MOE).num_snapshots == 0
+
+
+def test_drafts_take_more_states_only_where_fewer_than_16_requests_may_run() -> None:
+    for running, number in ((1, 15), (12, 4), (16, 0), (64, 0)):
+        overrides = ["speculation.mode=lookup", f"engine.max_running_requests={running}"]
+        assert num_draft_states(load_config(overrides=overrides)) == number
+        assert num_draft_states(load_config(overrides=overrides[1:])) == 0
 
 
 @pytest.mark.parametrize(("overrides", "why"), [

@@ -327,9 +327,10 @@ def check_identity_experts(config: ServeConfig, spec: ModelSpec, device: torch.d
 
 
 def num_draft_states(config: ServeConfig) -> int:
-    """Returns how many states one rank keeps behind drafts of a step, of a model that keeps any."""
+    """Returns how many states one rank keeps behind drafts of a step, beside those of requests, of a model that keeps
+    any: no step has more drafts than there are requests left to run, and these."""
     running = config.engine.max_running_requests
-    return 0 if config.speculation.mode == "off" else most_yielding_rows(running) - 1
+    return 0 if config.speculation.mode == "off" else most_yielding_rows(running) - running
 
 
 def num_snapshots(config: ServeConfig, spec: ModelSpec, num_blocks: int) -> int:
