@@ -45,8 +45,8 @@ def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
     if embedding is not None and head is not None and not _is_copy(head, embedding):
         spec = replace(spec, tie_embeddings=False)
     down = next((each for each in expert_tensors(spec) if each.transposed and each.name == "down"), None)
-    stored = None if down is None else tensors.get(down.fused.source)
-    if down is not None and stored is not None and stored.shape[1:] == down.shape != down.fused.shape[1:]:
+    stored = None if down is None else tensors.get(down.fused[0].source)
+    if down is not None and stored is not None and stored.shape[1:] == down.shape != down.fused[0].shape[1:]:
         spec = replace(spec, expert_names=replace(spec.expert_names, form="apart"))
     return spec
 
@@ -120,8 +120,8 @@ class CheckpointParts:
 
     def _check_part(self, name: str, part: Part) -> None:
         tensor = self._tensors[name]
-        if tensor.shape != part.shape:
-            self._misshaped.append(f"{name} {list(tensor.shape)}, expected {list(part.shape)}")
+        if tensor.shape != part.stored_shape:
+            self._misshaped.append(f"{name} {list(tensor.shape)}, expected {list(part.stored_shape)}")
         is_known = tensor.dtype_name in DTYPES or tensor.dtype_name in BLOCK_DTYPES
         if not is_known or part.dtype_name not in (None, tensor.dtype_name):
             self._unreadable.append(f"{name} ({shown(tensor.dtype_name)[1:-1]})")
@@ -153,9 +153,10 @@ class CheckpointParts:
 
     def _check_order_of_fp8(self) -> None:
         for plan in expert_tensors(self._spec):
-            stored = self._tensors.get(plan.fused.source)
-            if stored is not None and not plan.is_own_form and stored.dtype_name.startswith("F8"):
-                self._unreadable.append(f"{plan.fused.source} (FP8; only a tensor for each expert is read in FP8)")
+            for part in () if plan.is_own_form else plan.fused:
+                stored = self._tensors.get(part.source)
+                if stored is not None and stored.dtype_name.startswith("F8"):
+                    self._unreadable.append(f"{part.source} (FP8; only a tensor for each expert is read in FP8)")
 
     def _not_kept_in_fp8(self) -> Iterator[str]:
         """Yields each reason why experts cannot keep their stored FP8 values."""
@@ -163,7 +164,7 @@ class CheckpointParts:
         for plan in expert_tensors(self._spec):
             if self.is_fused(plan) and self.mixes_gate_and_up(plan):
                 yield (
-                    f"{plan.fused.source} (blocks of {FP8_GROUP} rows hold both gate and up of width "
+                    f"{plan.fused[0].source} (blocks of {FP8_GROUP} rows hold both gate and up of width "
                     f"{self._spec.moe_intermediate}; {instead})"
                 )
             for part in self.parts(plan, range(self._spec.num_logical)):
@@ -178,9 +179,9 @@ class CheckpointParts:
             yield from self.parts(plan, range(self._spec.num_logical))
 
     def parts(self, plan: ExpertTensor, experts: Iterable[int]) -> Iterator[Part]:
-        """Yields the checkpoint tensors of these experts: the fused one with its scales, or their own parts."""
+        """Yields the checkpoint tensors of these experts: the fused ones with their scales, or their own parts."""
         if self.is_fused(plan):
-            yield plan.fused
+            yield from plan.fused
             if plan.mxfp4_scale is not None:
                 yield plan.mxfp4_scale
         else:
@@ -188,14 +189,14 @@ class CheckpointParts:
                 yield from plan.parts_of(expert)
 
     def is_fused(self, plan: ExpertTensor) -> bool:
-        """Returns whether all experts of a matrix are stored as one tensor."""
-        return not plan.templates or plan.fused.source in self._tensors
+        """Returns whether all experts of a matrix are stored together."""
+        return not plan.templates or plan.fused[0].source in self._tensors
 
     def mixes_gate_and_up(self, plan: ExpertTensor) -> bool:
         """Returns whether a block of scales of the fused tensor would hold rows of both gate and up."""
         by_channel = self._spec.fp8_block is not None and self._spec.fp8_block.by_channel
         has_both = plan.name == "gate_up" and self._spec.activation.stacks == 2
-        return has_both and not by_channel and self._spec.moe_intermediate % FP8_GROUP > 0
+        return has_both and len(plan.fused) == 1 and not by_channel and self._spec.moe_intermediate % FP8_GROUP > 0
 
     def dtype_names(self, parts: Iterable[Part]) -> set[str]:
         """Returns the stored dtypes of those parts that are there."""

@@ -45,6 +45,7 @@ class GqaSpec:
     # heads, before it; or over each head of rotating layers, without weights
     qk_norm: Literal["head", "rotated_head", "projection", "unit"] | None = None
     norm_names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
+    qkv_name: str | None = None  # of the q, k and v projections as one, in the checkpoint; None: they are three
     qkv_bias: bool = False  # on the q, k and v projections
     out_bias: bool = False
     clip: float | None = None  # largest magnitude of queries, keys and values, behind the norm and before the rotation
@@ -211,7 +212,8 @@ class ExpertNames:
     fused:   of the two tensors below the block that hold those of all experts, [E, n, k]; None: experts are stored
              apart, or under transformers' own names
     form:    "apart": a tensor of each expert and matrix; else each tensor holds all experts, [E, k, n] with gate before
-             up ("transposed", Llama-4), or with both in every other column ("interleaved", gpt-oss)
+             up ("transposed", Llama-4), or with both in every other column ("interleaved", gpt-oss); or three hold
+             them one below the other, [E * I, H], down transposed ("flat", DBRX, where names are below the block)
     """
 
     block: str = "mlp"
@@ -220,7 +222,7 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    form: Literal["apart", "transposed", "interleaved"] = "apart"
+    form: Literal["apart", "transposed", "interleaved", "flat"] = "apart"
     router_bias: str = "gate.e_score_correction_bias"  # below the block, or below:
     bias_block: str | None = None
     router_bias_is_row: bool = False  # stored as [1, E]
@@ -332,6 +334,7 @@ class ModelSpec:
     unattended_layer_ids: tuple[int, ...] = ()  # those that are experts or an MLP alone
     unfed_layer_ids: tuple[int, ...] = ()  # those that have neither
     embedding_name: str = "embed_tokens"  # in the checkpoint
+    layers_name: str = "layers"  # likewise
     windowed_rope: RopeSpec | None = None  # of windowed layers, where they do not share `rope`
     norms_from_zero: bool = False  # norms of rows and of query and key heads multiply by 1 + weight
     may_lack_router_bias: bool = False  # checkpoints may leave it out: it is 0 in all layers then

@@ -1,8 +1,8 @@
 """The tensors of a model and their names in its checkpoint: one table for loading, checking and dummy weights.
 
 Our names are short and fused where the forward uses one GEMM ("layers.3.qkv"); a tensor's parts are stacked along rows.
-Experts of gpt-oss are stored together, in another order than ours and often in MXFP4; where that is so the plan says
-it, and the reader brings them into our form.
+Experts of gpt-oss are stored together, in another order than ours and often in MXFP4, and those of DBRX one below the
+other; where that is so the plan says it, and the reader brings them into our form.
 
 Shape words: H = hidden, I = width of an MLP, E = num_logical.
 """
@@ -26,12 +26,18 @@ class Part:
     """One checkpoint tensor: its name, shape, and other names it may have instead.
 
     dtype_name: the only one that it may have; None: any of numbers
+    is_flat: it is stored with its first two dimensions as one
     """
 
     source: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
     dtype_name: str | None = None
+    is_flat: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return (self.shape[0] * self.shape[1], *self.shape[2:]) if self.is_flat else self.shape
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,10 @@ class DenseTensor:
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """One tensor per expert of one layer: either per-expert parts, or one fused checkpoint tensor [E, *shape].
+    """One tensor per expert of one layer: either per-expert parts, or fused checkpoint tensors of all experts.
 
     parts_of(e): the parts of expert e, stacked along rows; none where a family stores experts together only
-    fused:       the checkpoint tensor that holds all experts, in our own form unless the next three say otherwise
+    fused:       likewise of all experts, [E, rows, k], in our own form unless the next three say otherwise
     transposed:  each expert lies in the fused tensor as [k, n]
     interleaved: its rows of gate and up alternate
     mxfp4_scale: of the fused tensor, which holds blocks of MXFP4 values; None: it holds numbers
@@ -72,7 +78,7 @@ class ExpertTensor:
     layer_id: int
     shape: tuple[int, ...]
     templates: tuple[Part, ...]  # {e} stands for the expert
-    fused: Part
+    fused: tuple[Part, ...]
     transposed: bool = False
     interleaved: bool = False
     mxfp4_scale: Part | None = None
@@ -104,8 +110,8 @@ def dense_parameters(spec: ModelSpec) -> int:
 def expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
     """Yields the expert tensors of every MoE layer: two matrices, and their biases where there are any."""
     for plan in _expert_tensors(spec):
-        templates = tuple(_prefixed(spec, part) for part in plan.templates)
-        yield replace(plan, templates=templates, fused=_prefixed(spec, plan.fused))
+        templates, fused = (tuple(_prefixed(spec, part) for part in parts) for parts in (plan.templates, plan.fused))
+        yield replace(plan, templates=templates, fused=fused)
 
 
 def embedding_of(spec: ModelSpec) -> str:
@@ -118,6 +124,8 @@ def stored_name(spec: ModelSpec, name: str) -> str:
     if spec.is_paired and name.startswith(_LAYERS):
         layer, _, rest = name.removeprefix(_LAYERS).partition(".")
         name = f"{_LAYERS}{int(layer) // 2}.{rest.replace('{half}', str(int(layer) % 2))}"
+    if name.startswith(_LAYERS):
+        name = f"{_BODY}{spec.layers_name}.{name.removeprefix(_LAYERS)}"
     body = spec.body_prefix + name.removeprefix(_BODY) if name.startswith(_BODY) else name
     return spec.tensor_prefix + body
 
@@ -178,6 +186,8 @@ def _expert_tensors(spec: ModelSpec) -> Iterator[ExpertTensor]:
             if spec.expert_bias:
                 yield _biases_apart(spec, layer, "gate_up_bias", stacks * width)
                 yield _biases_apart(spec, layer, "down_bias", hidden)
+        elif spec.expert_names.form == "flat":
+            yield from _one_below_the_other(spec, layer)
         else:
             yield from _together(spec, layer, "gate_up", stacks * width, hidden)
             yield from _together(spec, layer, "down", hidden, width)
@@ -191,7 +201,18 @@ def _apart(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"], n: int
     else:
         stored = fused[0] if name == "gate_up" else fused[1]
         source, templates = f"model.layers.{layer}.{spec.expert_names.block}.{stored}", ()
-    return ExpertTensor(name, layer, (n, k), templates, Part(source, (spec.num_logical, n, k)))
+    return ExpertTensor(name, layer, (n, k), templates, (Part(source, (spec.num_logical, n, k)),))
+
+
+def _one_below_the_other(spec: ModelSpec, layer: int) -> Iterator[ExpertTensor]:
+    """Yields the matrices of experts that are stored as [E * I, H], that of down transposed."""
+    names, width, hidden = spec.expert_names, spec.moe_intermediate, spec.expert_hidden
+    gate, up, down = (
+        Part(f"model.layers.{layer}.{names.block}.{name}", (spec.num_logical, width, hidden), is_flat=True)
+        for name in (names.gate, names.up, names.down)
+    )
+    yield ExpertTensor("gate_up", layer, (2 * width, hidden), (), (gate, up))
+    yield ExpertTensor("down", layer, (hidden, width), (), (down,), transposed=True)
 
 
 def _biases_apart(spec: ModelSpec, layer: int, name: Literal["gate_up_bias", "down_bias"], n: int) -> ExpertTensor:
@@ -199,7 +220,7 @@ def _biases_apart(spec: ModelSpec, layer: int, name: Literal["gate_up_bias", "do
     block, names = f"model.layers.{layer}.{spec.expert_names.block}.experts.", spec.expert_names
     linears = (names.down,) if name == "down_bias" else (names.gate, names.up)
     templates = tuple(Part(f"{block}{{e}}.{linear}.bias", (n // len(linears),)) for linear in linears)
-    return ExpertTensor(name, layer, (n,), templates, Part(f"{block}{name}", (spec.num_logical, n)))
+    return ExpertTensor(name, layer, (n,), templates, (Part(f"{block}{name}", (spec.num_logical, n)),))
 
 
 def _templates(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"]) -> tuple[Part, ...]:
@@ -223,11 +244,11 @@ def _together(spec: ModelSpec, layer: int, name: Literal["gate_up", "down"], n: 
     alternate = name == "gate_up" and spec.expert_names.form == "interleaved"
     # Llama-4 quantised by compressed-tensors has a tensor for each expert.
     templates = _templates(spec, layer, name) if spec.expert_names.form == "transposed" else ()
-    yield ExpertTensor(name, layer, (n, k), templates, fused, scale is None, alternate, scale)
+    yield ExpertTensor(name, layer, (n, k), templates, (fused,), scale is None, alternate, scale)
     if spec.expert_bias:
         biases = Part(source + "_bias", (spec.num_logical, n))
         bias: Literal["gate_up_bias", "down_bias"] = "gate_up_bias" if name == "gate_up" else "down_bias"
-        yield ExpertTensor(bias, layer, (n,), (), biases, interleaved=alternate)
+        yield ExpertTensor(bias, layer, (n,), (), (biases,), interleaved=alternate)
 
 
 _COMPUTED = ("rotary_emb.inv_freq", ".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
@@ -353,6 +374,8 @@ def _gqa(spec: GqaSpec, model: ModelSpec, ours: str, theirs: str) -> Iterator[De
     widths = [("q_proj", queries), ("k_proj", kv), ("v_proj", spec.num_kv_heads * value_dim)]
     if spec.gate_name is not None:
         widths.append((spec.gate_name, q))
+    if spec.qkv_name is not None:
+        widths = [(spec.qkv_name, sum(width for _, width in widths))]
     yield DenseTensor(ours + "qkv", tuple(Part(f"{theirs}{n}.weight", (width, hidden)) for n, width in widths))
     attended = spec.num_heads * value_dim
     yield DenseTensor(ours + "o", (Part(f"{theirs}{spec.out_name}.weight", (hidden, attended)),))

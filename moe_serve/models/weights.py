@@ -376,12 +376,12 @@ class CheckpointWeights:
         """Returns one expert of a fused tensor in another form than ours: [n, k], or biases [n]."""
         if plan.mxfp4_scale is not None:
             return dequantise_mxfp4(*self._stored_mxfp4(plan, plan.mxfp4_scale, expert))
-        values = self._rows(plan.fused.source, expert)
+        values = self._rows(plan.fused[0].source, expert)
         return _gate_above_up(plan, values.t() if plan.transposed else values)
 
     def _stored_mxfp4(self, plan: ExpertTensor, scale: Part, expert: int) -> tuple[Tensor, Tensor]:
         """Returns the blocks and scales of one expert as they are stored, rows of gate before those of up."""
-        blocks, scales = self._rows(plan.fused.source, expert), self._rows(scale.source, expert)
+        blocks, scales = self._rows(plan.fused[0].source, expert), self._rows(scale.source, expert)
         if int(scales.max()) == _MXFP4_NAN:
             raise self._not_finite(scale.source, expert)
         return _gate_above_up(plan, blocks), _gate_above_up(plan, scales)
@@ -442,8 +442,15 @@ class CheckpointWeights:
 
     def _rows(self, name: str, expert: int | None) -> Tensor:
         """Returns a stored tensor, or one expert of a fused one. Raises ModelError for numbers that are not finite."""
-        rows = self._checkpoint.read(name) if expert is None else self._checkpoint.read(name, expert, 1)[0]
-        dtype_name = self._checkpoint.tensors[name].dtype_name
+        stored = self._checkpoint.tensors[name]
+        dtype_name = stored.dtype_name
+        if expert is None:
+            rows = self._checkpoint.read(name)
+        elif self._spec.expert_names.form == "flat":
+            num_rows = stored.shape[0] // self._spec.num_logical
+            rows = self._checkpoint.read(name, expert * num_rows, num_rows)
+        else:
+            rows = self._checkpoint.read(name, expert, 1)[0]
         if dtype_name in BLOCK_DTYPES:
             rows = dequantise_blocks(rows, dtype_name)
         if not all_finite(rows, self._share.dtype):

@@ -162,6 +162,12 @@ LAGUNA: dict[str, Any] = QWEN2 | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }  # fmt: skip
+DBRX: dict[str, Any] = {
+    "vocab_size": 256, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 5000.0},
+    "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 8, "moe_top_k": 3},
+}  # fmt: skip
 SOLAR = SIGMOID | {"first_k_dense_replace": 0}
 HY_V3: dict[str, Any] = QWEN | {"num_experts_per_tok": 3, "router_scaling_factor": 2.1, "rms_norm_eps": 1e-5}
 SWA: dict[str, Any] = GRANITE | {"num_hidden_layers": 3, "sliding_window": 20, "shared_intermediate_size": 40}
@@ -400,6 +406,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_attention_heads_per_layer": [2, 6, 6], "mlp_layer_types": ["sparse", "dense", "sparse"]}
         | {"tie_word_embeddings": True},
     ),
+    "dbrx": ("dbrx", DBRX),
+    "dbrx-mha-unnormed": (
+        "dbrx",
+        DBRX
+        | {"attn_config": {"kv_n_heads": 4, "clip_qkv": 8, "rope_theta": 5000.0}}
+        | {"ffn_config": DBRX["ffn_config"] | {"moe_normalize_expert_weights": None}},
+    ),
     "granitemoe_swa": ("granitemoe_swa", SWA),
     "granitemoe_swa-unrotated": (
         "granitemoe_swa",
@@ -490,7 +503,7 @@ def make_random(model_type: str, keys: dict[str, Any], seed: int = 0) -> Any:
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             noise = torch.randn(tensor.shape, generator=generator)
-            if "norm" in key:
+            if "norm" in key.replace("norm_attn_norm", ""):  # a block of DBRX, with its projections
                 tensor.copy_(1 + 0.3 * noise)
             elif "e_score_correction_bias" in key or key.endswith(".bias"):
                 tensor.copy_(0.2 * noise)  # partly negative

@@ -343,6 +343,14 @@ LONGCAT_FLASH: dict[str, Any] = {
     "routed_scaling_factor": 6.0, "max_position_embeddings": 131072, "rope_theta": 10000000.0, "rms_norm_eps": 1e-5,
     "attention_bias": False, "torch_dtype": "bfloat16", "eos_token_id": 2,
 }  # fmt: skip
+DBRX: dict[str, Any] = {
+    "architectures": ["DbrxForCausalLM"], "model_type": "dbrx", "vocab_size": 100352, "d_model": 6144, "n_heads": 48,
+    "n_layers": 40, "max_seq_len": 32768, "emb_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": False,
+    "attn_config": {"model_type": "", "kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500000},
+    "ffn_config": {"model_type": "", "ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4,
+                   "moe_jitter_eps": 0, "moe_loss_weight": 0.05},
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
 # name -> (config.json, parameters as its authors say)
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Qwen3-VL-30B-A3B": (QWEN3_VL_30B, 30.5e9),  # without what sees images, as the next three
@@ -377,6 +385,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Granite-4.0-H-Tiny": (GRANITE_4_H_TINY, 6.94e9),
     "Granite-4.0-H-Small": (GRANITE_4_H_SMALL, 32.2e9),
     "LongCat-Flash": (LONGCAT_FLASH, 560e9),
+    "DBRX": (DBRX, 132e9),
     "Nemotron-3-Nano-30B-A3B": (NEMOTRON_3_NANO, 31.6e9),
 }
 # Those that the cost model prices (moe_serve/eplb/cost/profiles/models).

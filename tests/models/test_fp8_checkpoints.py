@@ -334,3 +334,12 @@ def test_fp8_tensors_without_scales_or_configuration_are_refused(oracle: Oracle,
     quantisation = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     with pytest.raises(ModelError, match="1 missing: " + name.replace(".", r"\.") + "_scale_inv"):
         load(rewritten(folder, tmp_path / "unscaled", quantise, **quantisation), placement)
+
+
+def test_experts_one_below_the_other_are_refused_in_fp8(oracle: Oracle, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {key: each.to(torch.float8_e4m3fn) if ".mlp." in key else each for key, each in tensors.items()}
+
+    written = rewritten(oracle("dbrx")[1], tmp_path / "written", change, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ModelError, match=r"mlp\.w2 \(FP8; only a tensor for each expert is read in FP8\)"):
+        load(written, one_rank(read_spec(written)))

@@ -20,6 +20,7 @@ from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_plan import dense_parameters
 from tests.models.families import MLA, QWEN, YARN
 from tests.models.published import (
+    DBRX,
     DOTS_LLM1,
     ERNIE_45_21B,
     GLM_5,
@@ -221,6 +222,9 @@ def test_all_types_of_transformers_with_experts_that_write_text_are_served_or_re
         (HUNYUAN_A13B, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         (HUNYUAN_A13B, {"rope_scaling": {"type": "dynamic", "alpha": "big"}}, "alpha is 'big'"),
         (GRANITE_1B, {"logits_scaling": 0}, "logits_scaling is 0"),
+        (DBRX, {"rope_parameters": {"rope_theta": 7e4}}, "beside rope_theta 500000 of attn_config"),
+        (DBRX, {"attn_config": {"kv_n_heads": 8}}, "rope_theta is missing"),
+        (DBRX, {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "moe_normalize_expert_weights 2.0"),
         (QWEN_30B, {"head_dim": 127}, "127; it must be even"),
         (QWEN_30B, {"num_key_value_heads": 5}, "32 attention heads do not divide over 5"),
         (QWEN_30B, {"hidden_size": None}, "hidden_size is missing"),

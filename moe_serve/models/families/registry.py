@@ -138,7 +138,6 @@ REFUSED = {model_type: why_not for types, why_not in _ALIKE for model_type in ty
 REFUSED |= {
     "jamba": "a state-space layer of Mamba's first version",
     "deepseek_v4": "a cache of compressed tokens, several residual streams, and experts that a token's id chooses,",
-    "dbrx": "layer norms without biases, and attention as one matrix,",
     "jetmoe": "attention whose heads are chosen as experts are",
     "beam": "residual sums that are weighted by depth",
     "diffusion_gemma": "a model that writes blocks by diffusion, not token by token,",
