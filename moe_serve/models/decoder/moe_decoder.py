@@ -20,31 +20,32 @@ from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
 from moe_serve.kernels.forms import DeltaShape, LightningShape, MambaShape
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rows import LayerNorm
-from moe_serve.models.decoder.conv import ConvLayer, conv_layer
-from moe_serve.models.decoder.delta import DeltaLayer, delta_layer
-from moe_serve.models.decoder.gqa import GqaAttention, GqaLayer, RopeTable
+from moe_serve.models.decoder.conv import conv_layer
+from moe_serve.models.decoder.delta import delta_layer
+from moe_serve.models.decoder.gqa import GqaAttention, RopeTable
 from moe_serve.models.decoder.graphs import GraphRunner
-from moe_serve.models.decoder.lightning import LightningLayer, lightning_layer
-from moe_serve.models.decoder.mamba import MambaLayer, mamba_layer
-from moe_serve.models.decoder.mla import MlaAttention, MlaLayer
+from moe_serve.models.decoder.lightning import lightning_layer
+from moe_serve.models.decoder.mamba import mamba_layer
+from moe_serve.models.decoder.mla import MlaAttention
 from moe_serve.models.decoder.runners import RecordedRunner, TorchRunner
 from moe_serve.models.decoder.stack import (
+    AnyAttention,
     AnyNorm,
     AnyStack,
+    AnyStatefulLayer,
     DecoderLayer,
     DecoderStack,
     GatedNorm,
     PredictionStack,
+    ResidualNorm,
     StackFactors,
     StackRunner,
     StepInputs,
 )
 from moe_serve.models.decoder.step import SharedExpert
 from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp, PackedMlp, WeightForms
-from moe_serve.models.spec import AnyStateful, GqaSpec, ModelSpec
+from moe_serve.models.spec import GqaSpec, ModelSpec
 from moe_serve.models.weights import LoadedWeights
-
-AnyAttention = GqaLayer | MlaLayer | DeltaLayer | ConvLayer | LightningLayer | MambaLayer
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +124,8 @@ def build_decoder(
     for layer_id in range(spec.num_layers):
         prefix = f"layers.{layer_id}."
         mine = {name.removeprefix(prefix): dense.pop(name) for name in list(dense) if name.startswith(prefix)}
-        if layer_id in spec.stateful_layer_ids and spec.stateful is not None:
-            attention_layer: AnyAttention | None = _stateful_layer(spec, spec.stateful, layer_id, mine, forms)
+        if layer_id in spec.stateful_layer_ids:
+            attention_layer: AnyAttention | None = _stateful_layer(spec, layer_id, mine, forms)
         elif layer_id in spec.unattended_layer_ids:
             attention_layer = None
         elif isinstance(attentions, dict):
@@ -151,14 +152,14 @@ def build_decoder(
             joined = {name: mine.pop(name) for name in ("embed_norm", "hidden_norm", "join", "head_norm", "head")}
         norms = [_norm(spec, mine, name, forms) if name in mine else None for name in ("input_norm", "post_norm")]
         out_norms = [mine.pop(name, None) for name in ("attention_out_norm", "mlp_out_norm")]
-        layers.append(DecoderLayer(norms[0], attention_layer, out_norms[0], norms[1], moe, mlp, shared, out_norms[1]))
+        sublayers = norms[0], attention_layer, out_norms[0], norms[1], moe, mlp, shared, out_norms[1]
+        layers.append(DecoderLayer(*sublayers, *_factors(spec, layer_id)))
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
     head_weight = None if spec.tie_embeddings else dense.pop("lm_head")
     embedding, head = forms.embedding(embed, head_weight, dense.pop("lm_head_bias", None))
     table = RopeTable(spec.ropes, spec.max_position, device, spec.attention.temperature)
-    factors = StackFactors(
-        spec.embedding_factor, spec.residual_factor, spec.moe_factor, spec.logits_factor, spec.normed_residual
-    )
+    factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor)
+    assert not spec.is_parallel or spec.residual_factor == 1, "a factor goes with the norm that adds"
     prediction = None
     if spec.predictor_id is not None:
         prediction = _prediction(layers.pop(), joined, spec.norm_eps, embedding, forms)
@@ -252,10 +253,9 @@ def make_attention(
     return PagedAttention(shape, numerics, dtype, device)
 
 
-def _stateful_layer(
-    spec: ModelSpec, shape: AnyStateful, layer_id: int, weights: dict[str, Any], forms: WeightForms
-) -> DeltaLayer | ConvLayer | LightningLayer | MambaLayer:
-    index, eps = spec.stateful_layer_ids.index(layer_id), spec.norm_eps
+def _stateful_layer(spec: ModelSpec, layer_id: int, weights: dict[str, Any], forms: WeightForms) -> AnyStatefulLayer:
+    shape, index, eps = spec.stateful, spec.stateful_layer_ids.index(layer_id), spec.norm_eps
+    assert shape is not None
     if isinstance(shape, DeltaShape):
         return delta_layer(shape, eps, index, weights, forms)
     if isinstance(shape, MambaShape):
@@ -263,6 +263,14 @@ def _stateful_layer(
     if isinstance(shape, LightningShape):
         return lightning_layer(shape, index, layer_id, weights, forms)
     return conv_layer(shape, index, weights, forms)
+
+
+def _factors(spec: ModelSpec, layer_id: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Returns attention_factors and fed_factors of a layer."""
+    if spec.normed_residual is None:
+        return (1.0, 1.0), (1.0, spec.moe_factor if layer_id in spec.moe_layer_ids else 1.0)
+    normed = spec.normed_residual
+    return normed.stateful if layer_id in spec.stateful_layer_ids else normed.attention, normed.fed
 
 
 def _shared_expert(weights: dict[str, Any], forms: WeightForms) -> SharedExpert:
@@ -274,6 +282,8 @@ def _norm(spec: ModelSpec, weights: dict[str, Any], name: str, forms: WeightForm
     weight: Tensor = weights.pop(name)
     if name + "_gate_in" in weights:
         return GatedNorm(weight, *(forms.take_linear(weights, name + part) for part in ("_gate_in", "_gate_out")))
+    if spec.normed_residual is not None:
+        return ResidualNorm(weight)
     if not spec.layer_norm:
         return weight
     return LayerNorm(weight, weights.pop(name + "_bias") if spec.layer_norm_bias else torch.zeros_like(weight))

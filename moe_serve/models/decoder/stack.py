@@ -25,7 +25,6 @@ from moe_serve.models.decoder.lightning import LightningLayer
 from moe_serve.models.decoder.mamba import MambaLayer
 from moe_serve.models.decoder.mla import MlaLayer
 from moe_serve.models.decoder.step import SharedExpert, Step
-from moe_serve.models.spec import NormedResidual
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,41 +36,48 @@ class GatedNorm:
     up: AnyLinear
 
 
-AnyNorm = Tensor | LayerNorm | GatedNorm  # the weight of an RMS norm, or another norm
+@dataclass(frozen=True, eq=False)
+class ResidualNorm:
+    """An RMS norm whose rows are the residual from there on (MiniMax-01). weight: of the norm"""
+
+    weight: Tensor
+
+
+AnyNorm = Tensor | LayerNorm | GatedNorm | ResidualNorm  # the weight of an RMS norm, or another norm
+AnyStatefulLayer = DeltaLayer | ConvLayer | LightningLayer | MambaLayer
+AnyAttention = GqaLayer | MlaLayer | AnyStatefulLayer
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
     """One layer's weights; it has either `moe` or `mlp`, or `attention` alone. Without `attention` it is those alone.
 
-    With both, the rows of `mlp` are added now, and those of `moe` behind the next layer.
+    With both, the rows of `mlp` are added now, and those of `moe` with those of the next layer's `mlp`.
     shared: the shared expert, where the MoE layer leaves it to the operations
     attention_out_norm, mlp_out_norm: over what attention, and MLP or experts with a shared one, add to the residual
+    attention_factors, fed_factors: on the residual, and on what attention, or MLP or experts, add to it
     Norms that are None are not there.
     """
 
     input_norm: AnyNorm | None
-    attention: GqaLayer | MlaLayer | DeltaLayer | ConvLayer | LightningLayer | MambaLayer | None
+    attention: AnyAttention | None
     attention_out_norm: Tensor | None
     post_norm: AnyNorm | None
     moe: MoeLayer | None
     mlp: AnyMlp | None
     shared: SharedExpert | None
     mlp_out_norm: Tensor | None
+    attention_factors: tuple[float, float]
+    fed_factors: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class StackFactors:
-    """Factors on embeddings, on what sublayers and MoE layers add, and on the rows that are projected to logits.
-
-    normed: of a model whose residual is what norms give; None: it is what they take
-    """
+    """Factors on embeddings, on what sublayers add to the residual, and on the rows that are projected to logits."""
 
     embedding: float
     residual: float
-    moe: float
     logits: float
-    normed: NormedResidual | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,42 +102,37 @@ class DecoderStack:
         if self.factors.embedding != 1:
             do.scale_(x, self.factors.embedding)
         delta = None  # what the last sublayer adds to the residual
-        late: Tensor | None = None  # what the experts of a layer add behind the MLP of the next one
+        late: Tensor | None = None  # what the experts of a layer add with the MLP of the next one
         for layer in self.layers:
             rows = x
             if layer.attention is not None and do.has_rows:
                 do.begin(ATTENTION)
                 rows = self._normed(x, delta, layer.input_norm, do)
                 delta = layer.attention(rows, do)
-                if (normed := self.factors.normed) is not None:
-                    attends = isinstance(layer.attention, GqaLayer | MlaLayer)
-                    _weigh(x, delta, normed.attention if attends else normed.stateful, do)
+                _weigh(x, delta, layer.attention_factors, do)
                 if layer.attention_out_norm is not None:
                     do.rms_norm_(delta, layer.attention_out_norm, self.eps)
+                if self.is_parallel:
+                    do.add_gated_(x, delta, None)
             if layer.moe is None and layer.mlp is None:
                 continue
-            if self.is_parallel and delta is not None:
-                do.add_gated_(x, delta, None)
             do.begin(MLP if layer.moe is None else GATE)
             if not self.is_parallel:
                 rows = self._normed(x, delta, layer.post_norm, do)
-            if layer.moe is None:
+            routed: Tensor | None = None
+            if layer.moe is not None:
+                routed = delta = yield from do.moe(layer.moe, layer.shared, rows)
+            if layer.mlp is not None:
+                do.begin(MLP)
                 delta = do.mlp(layer.mlp, rows)
                 if late is not None:
                     do.add_gated_(delta, late, None)
-                    late = None
-            else:
-                delta = yield from do.moe(layer.moe, layer.shared, rows)
-                if self.factors.moe != 1:
-                    do.scale_(delta, self.factors.moe)
-                if layer.mlp is not None:
-                    late = delta
-                    do.begin(MLP)
-                    delta = do.mlp(layer.mlp, rows)
-            if self.factors.normed is not None:
-                _weigh(x, delta, self.factors.normed.fed, do)
+                late = routed
+            assert delta is not None, "the layer has an MLP or experts"
+            _weigh(x, delta, layer.fed_factors, do)
             if layer.mlp_out_norm is not None:
                 do.rms_norm_(delta, layer.mlp_out_norm, self.eps)
+        assert late is None, "the last layer of a pair has an MLP alone"
         do.begin(VOCABULARY)
         last = self._normed(x, delta, self.norm, do)
         if self.factors.logits != 1:
@@ -148,16 +149,12 @@ class DecoderStack:
 
         So it is where the residual is what a norm gives.
         """
-        if self.factors.normed is not None:
-            assert isinstance(weight, Tensor)
+        if weight is None or isinstance(weight, ResidualNorm):
+            assert self.factors.residual == 1, "a factor goes with another norm"
             if delta is not None:
                 do.add_gated_(x, delta, None)
-            do.rms_norm_(x, weight, self.eps)
-            return x
-        if weight is None:
-            assert self.factors.residual == 1, "a factor goes with a norm"
-            if delta is not None:
-                do.add_gated_(x, delta, None)
+            if weight is not None:
+                do.rms_norm_(x, weight.weight, self.eps)
             return x
         if isinstance(weight, LayerNorm):
             return do.layer_norm(x, delta, weight, self.eps)
