@@ -276,6 +276,8 @@ class PageReceiver:
 
     def _why_missing(self, request: Request, handover: Handover, index: int) -> str:
         """Returns why a page of a prompt that was computed to its end is not here."""
+        if index >= STATE_AT and self.find(request.request_id, handover, STATE_AT + self.num_state_pages, 1):
+            return "no_snapshot"
         if self._wait_s is None or self._has_passed(request, handover, index):
             return "evicted"
         return "late" if self._is_connected(handover.rank) else "peer_lost"

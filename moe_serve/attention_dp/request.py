@@ -97,6 +97,7 @@ class Request:
     hand_over_from: int | None = None  # on a prefill rank: the next block to be handed over; None: none is
     pages_at: int | None = None  # the rank of another host that may have more of its pages than this host; None: none
     hand_over_to: int | None = None  # and the decode host that takes the pages; None: all do
+    has_sent_state: bool = False  # and whether the state behind them has been handed over
 
     arrival: int = -1  # order of add(); a preempted request keeps its place
     block_ids: list[int] = field(default_factory=list)  # cache block i holds tokens i*block_size .. (i+1)*block_size

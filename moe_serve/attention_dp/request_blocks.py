@@ -379,6 +379,8 @@ class RequestBlocks:
         arriving = self._arriving.get(request.request_id)
         if arriving is None:
             slot = states.begin_filling()
+            if slot < 0 and states.is_slot_coming(request):
+                return True
             if slot < 0:
                 receiver.counters["no_snapshot"] += 1
                 return False
@@ -464,8 +466,8 @@ class RequestBlocks:
         return (len(request.prompt_ids) - 1) // self.block_size
 
     def hand_over(self, request: Request) -> None:
-        """Sends the pages of a request that are full now and were not sent, if a decode rank goes on with it, and with
-        the last ones of its prompt the state behind them."""
+        """Sends the pages of a request that are full now and were not sent, if a decode rank goes on with it, and the
+        state behind the last whole block in front of its prompt's last token once it has passed there."""
         first, end = request.hand_over_from, request.num_computed // self.block_size
         if self.sender is None or first is None:
             return
@@ -474,9 +476,12 @@ class RequestBlocks:
             self.sender.send(request, first, end)
             request.hand_over_from = end
         num_before = self._blocks_before_state(request)
-        if self.states is not None and num_before and request.num_computed == len(request.prompt_ids):
-            key = request.block_keys[num_before - 1]
-            self.sender.send_state(request, key, self.states.find(key))
+        if self.states is None or not num_before or request.has_sent_state or end < num_before:
+            return
+        request.has_sent_state = True
+        key = request.block_keys[num_before - 1]
+        is_own = request.num_computed == num_before * self.block_size
+        self.sender.send_state(request, key, request.state_slot if is_own else self.states.find(key))
 
     def _end_fetch(self, request: Request) -> None:
         fetch = self._fetches.pop(request.request_id, None)
@@ -614,11 +619,14 @@ class RequestBlocks:
             return None
         return max(0, self.num_until_snapshot(request) - 2) if request.snapshot_slot < 0 else 0
 
-    def plan_snapshot(self, request: Request, end: int) -> None:
-        """Has the next chunk of a request, up to `end`, keep a snapshot of its state where one is wanted.
+    def plan_snapshot(self, request: Request, end: int) -> int:
+        """Has the next chunk of a request, up to `end`, keep a snapshot of its state where one is wanted. Returns where
+        the chunk ends.
 
         It is behind the last whole block that another request with the same known tokens could share; else at the end
         of the chunk, where that is one of a long sequence's places, or the request has begun like another up to there.
+        Where there is no slot for the one that is handed over, the chunk ends there: `hand_over` sends the request's
+        own state.
         """
         assert self.states is not None
         last = (request.num_known - 1) // self.block_size * self.block_size
@@ -629,6 +637,9 @@ class RequestBlocks:
             self._extend_keys(request, position // self.block_size)
             key = request.block_keys[position // self.block_size - 1]
         self.states.plan(request, position, key)
+        at = self._blocks_before_state(request) * self.block_size
+        hands_over = request.hand_over_from is not None and request.num_computed < at < end
+        return at if hands_over and request.snapshot_at != at else end
 
     def end_chunk(self, request: Request, decodes: bool) -> None:
         """The chunk of a request has run, and its full blocks are published: so is its snapshot."""

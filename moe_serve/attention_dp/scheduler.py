@@ -213,9 +213,13 @@ class Scheduler:
             if share
         ]
         if self.blocks.states is not None:
-            for request, start, length, *_ in (*decodes, *prefills):
-                self.blocks.plan_snapshot(request, start + length)
-        num_tokens = len(decodes) + sum(shares)
+            for chunk in decodes:
+                self.blocks.plan_snapshot(chunk.request, chunk.start + 1)
+            for index, (request, start, length, *_) in enumerate(prefills):
+                end = self.blocks.plan_snapshot(request, start + length)
+                if end < start + length:
+                    prefills[index] = ScheduledChunk(request, start, end - start, samples=False)
+        num_tokens = len(decodes) + sum([chunk.length for chunk in prefills])
         if self.speculator is not None and decodes and self.speculator.gate.is_due:
             num_rows = min(self.max_batch_tokens - num_tokens, most_yielding_rows(self.max_running) - len(decodes))
             if self.blocks.states is not None:

@@ -65,6 +65,12 @@ class StateSlots:
             self._filled.add(slot)
         return slot
 
+    def is_slot_coming(self, request: Request) -> bool:
+        """Returns whether a slot comes free without this request: others fill all, or their next steps read or write
+        them. Those that read one themselves wait for what is being filled alone, so that no two wait for one another.
+        """
+        return bool(self._filled) or (self.num_snapshots > 0 and request.state_from < self._first_snapshot)
+
     def end_filling(self, slot: int, key: bytes | None) -> None:
         """Keeps the snapshot that is now in a slot of `begin_filling`. key: None: it has not come whole"""
         self._filled.remove(slot)

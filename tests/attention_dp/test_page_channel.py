@@ -148,9 +148,11 @@ class Rank:
         sender: int | None = None,
         receivers: list[int] | None = None,
         has_states: bool = False,
+        num_snapshots: int = 6,
+        max_batch_tokens: int = 8,
     ):
         self.weights = weights
-        shapes, num_snapshots = [((3,), (2, 4)), ((4,),)] if has_states else [], 6
+        shapes = [((3,), (2, 4)), ((4,),)] if has_states else []
         self.cache = KvCache(
             [KvLayout.mla(1, 1)], NUM_BLOCKS, 4, torch.float32, "cpu", states=shapes, num_states=8 + num_snapshots
         )
@@ -159,7 +161,7 @@ class Rank:
         self.receiver = None if receivers is None else PageReceiver(receivers, self.cache)
         states = StateSlots(8, 0, num_snapshots, 16) if has_states else None
         blocks = RequestBlocks(NUM_BLOCKS, 4, True, b"model" + weights, None, self.sender, self.receiver, states=states)
-        self.scheduler = Scheduler(blocks, 8, 8, PROMPT + OUTPUT + 1)
+        self.scheduler = Scheduler(blocks, 8, max_batch_tokens, PROMPT + OUTPUT + 1)
 
     def step(self) -> dict[str, list[int]]:
         """Runs a step; returns the outputs of requests that have ended."""
@@ -525,14 +527,14 @@ def test_without_the_state_the_prompt_is_computed_again_at_once(missing: str, mo
     assert decode.receiver is not None
     sender, receiver, states = prefill.sender, decode.receiver, decode.scheduler.blocks.states
     receiver._wait_s, sender._ring.connected[0] = 600.0, 1  # as between hosts, where a request waits for pages
-    reason = "evicted"
+    reason = "no_snapshot"
     if missing == "there":
-        monkeypatch.setattr(StateSlots, "find", lambda self, key: None)
+        send = sender.send_state
+        monkeypatch.setattr(sender, "send_state", lambda request, key, slot: send(request, key, None))
     elif missing == "here":
         assert states is not None
-        reason = "no_snapshot"
-        while states.begin_filling() >= 0:
-            pass
+        monkeypatch.setattr(states, "begin_filling", lambda: -1)
+        monkeypatch.setattr(states, "is_slot_coming", lambda request: False)
     else:
         reason, send = "checksum", sender.send_state
 
@@ -545,6 +547,33 @@ def test_without_the_state_the_prompt_is_computed_again_at_once(missing: str, mo
     counters = receiver.counters | {"from_prefill": 0}
     assert counters == dict.fromkeys(page_channel.COUNTERS, 0) | {reason: 1}
     assert goes_on.num_handed_over == 0
+
+
+@pytest.mark.parametrize("num_snapshots", [0, 1, 3])
+def test_the_states_of_all_prompts_of_a_step_are_handed_over(num_snapshots: int):
+    """However few snapshots there are; a decode rank needs one."""
+    prompts = [[number, *range(9, 9 + length)] for number, length in enumerate((4, 5, 7, 8, 9, 3))]
+    bases = [Request(f"r{prompt[0]}", 1, prompt, [], SamplingParams(max_new_tokens=OUTPUT), 3) for prompt in prompts]
+    with memory(mmap.PAGESIZE + 40 * (RECORD_BYTES + 4 * WORD)) as descriptor:
+        prefill = Rank(sender=descriptor, has_states=True, num_snapshots=num_snapshots, max_batch_tokens=64)
+        decode = Rank(receivers=[descriptor], has_states=True, num_snapshots=max(1, num_snapshots))
+        for base in bases:
+            prefill.scheduler.add(_to_prefill(base))
+        outputs = prefill.step() | prefill.step()
+        goes_on = [_again(base, base.request_id, attempt=2, output_ids=outputs[base.request_id]) for base in bases]
+        for request in goes_on:
+            request.handover = Handover(0, LAUNCH, 1)
+            decode.scheduler.add(request)
+        ended: dict[str, list[int]] = {}
+        for _ in range(60):
+            ended |= decode.step()
+    for base in bases:
+        right = run_alone(Rank(has_states=True), _again(base, "alone"))
+        assert ended[base.request_id] == right
+    assert [request.num_handed_over for request in goes_on] == [4, 4, 4, 8, 8, 0], "up to the last token's block"
+    assert decode.receiver is not None
+    num_pages = sum(request.num_handed_over // 4 + 2 for request in goes_on[:5])
+    assert decode.receiver.counters == dict.fromkeys(page_channel.COUNTERS, 0) | {"from_prefill": num_pages}
 
 
 def test_a_request_that_ends_before_its_state_has_come_leaves_its_slot(monkeypatch: pytest.MonkeyPatch):
