@@ -63,9 +63,12 @@ def head_of(
 
 
 def check_size(setting: str, num_bytes: int, least_bytes: int, has_state: bool = False) -> None:
-    """Raises ConfigError where a tier has no room for one page, or for one and a state. setting: that gives its size"""
+    """Raises ConfigError where a tier has no room for one page, or twice for one and a state.
+
+    setting: that gives its size
+    """
     if num_bytes < least_bytes:
-        what = "one page, a block of all layers," + " with the state behind it" * has_state
+        what = "one page, a block of all layers," + " with the state behind it, twice over" * has_state
         raise ConfigError(
             f"{setting} gives {num_bytes / 1e9:.3g} GB but {what} takes "
             f"{least_bytes / 1e9:.3g} GB; raise {setting}, or leave it out"

@@ -339,18 +339,18 @@ class PageTiers:
             self._key_of[block] = key
             self._lock.notify()
 
-    def keep_state(self, key: bytes, slot: int) -> int:
+    def keep_state(self, key: bytes, slot: int) -> int | None:
         """Copies the state in a slot, which is that behind the block with this key, for the thread to take it down;
-        returns how many bytes it has copied."""
-        keys = state_keys(key, range(self._cache.num_state_pages))
-        if self._has_state(keys):
+        returns how many bytes it has copied. None: it is not kept, for want of room."""
+        if self._has_state(key):
             return 0
+        keys = state_keys(key, range(self.num_state_pages))
         with self._lock:
             if keys[-1] in self._down or keys[-1] == self._copied:
                 return 0
             if self._num_copied and (self._num_copied + len(keys)) * self.page_bytes > _COPIED_BYTES:
                 self.counters["no_room"] += 1
-                return 0
+                return None
         pages = [torch.empty(self.page_bytes, dtype=torch.uint8) for _ in keys]
         for index, page in enumerate(pages):
             self._cache.read_state_page(slot, index, page)
@@ -524,9 +524,9 @@ class PageTiers:
         keys = fetch.keys
         num_here = next((number for number, key in enumerate(keys) if not self._has(key)), len(keys))
         for number in range(num_here, 0, -1):
-            of_state = state_keys(keys[number - 1], range(self.num_state_pages))
-            if not self._has_state(of_state):
+            if not self._has_state(keys[number - 1]):
                 continue
+            of_state = state_keys(keys[number - 1], range(self.num_state_pages))
             folder, last, num_pages = self._folder, of_state[-1], number + len(of_state)
             is_in_memory = self._host is not None and self._host.has(last)
             if not (is_in_memory or folder is None or self._is_worth_reading(folder, last, num_pages, number)):
@@ -535,8 +535,11 @@ class PageTiers:
             return
         fetch.keys, fetch.num_blocks = [], 0
 
-    def _has_state(self, keys: Sequence[bytes]) -> bool:
-        return all(self._has(key) for key in reversed(keys))  # the last one is written last
+    def _has_state(self, key: bytes) -> bool:
+        """Returns whether there seem to be all pages of the state behind the block with this key."""
+        end = self.num_state_pages
+        (last,) = state_keys(key, range(end - 1, end))  # which is written last: most states that are not here end here
+        return self._has(last) and all(map(self._has, state_keys(key, range(end - 1))))
 
     def _has(self, key: bytes) -> bool:
         """Returns whether there seems to be this page. Safe from any thread."""

@@ -41,10 +41,13 @@ def block_keys(root: bytes, token_ids: Sequence[int], block_size: int) -> list[b
 
 
 def state_keys(key: bytes, pages: range) -> list[bytes]:
-    """Returns the keys of these pages of the state behind the block with this key."""
-    return [
-        blake2b(key + index.to_bytes(8, "little"), digest_size=KEY_BYTES, person=b"state").digest() for index in pages
-    ]
+    """Returns the keys of these pages of the state behind the block with this key.
+
+    They begin with numbers that follow each other, by which HostPages spreads the pages of a state evenly.
+    """
+    digest = blake2b(key, digest_size=KEY_BYTES, person=b"state").digest()
+    first, rest = int.from_bytes(digest[:8], "little"), digest[8:]
+    return [((first + index) % 2**64).to_bytes(8, "little") + rest for index in pages]
 
 
 class PrefixCache:

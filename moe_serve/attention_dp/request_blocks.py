@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # which have tensors
     from moe_serve.attention_dp.pages import Fetch, PageTiers
 
 _BYTES_UP = 32 << 20  # of pages that a request takes in one step
+_BYTES_DOWN = 32 << 20  # of states that are copied to the tiers in one step; one state is, whatever it takes
 _BYTES_BESIDE = 2 << 20  # the same beside requests that decode, which wait for it: about 0.5 ms
 # Of prompts that prefill ranks compute still: in one step beside requests that decode, and where nobody waits.
 _BYTES_EARLY, _BYTES_EARLY_IDLE = 512 << 10, 4 << 20
@@ -147,6 +148,7 @@ class RequestBlocks:
         self._fetches: dict[str, Fetch] = {}  # by request
         self._coming: dict[str, _Coming] = {}  # by request, too
         self._arriving: dict[str, _Arriving] = {}
+        self._num_left_down = _BYTES_DOWN  # of this step
         self.block_size = block_size
         self.tables = BlockTables(block_size)
         self._model_key = model_key
@@ -162,6 +164,12 @@ class RequestBlocks:
     def num_free(self) -> int:
         """Returns how many blocks no request holds; they may hold reusable prefixes."""
         return self._pool.num_free
+
+    def begin_step(self) -> None:
+        """Takes back what the step before has left of slots for drafts, and lets this one copy states to the tiers."""
+        self._num_left_down = _BYTES_DOWN
+        if self.states is not None:
+            self.states.end_drafts()
 
     def begin(self, request: Request) -> None:
         """Makes a request that holds no blocks ready to be admitted."""
@@ -544,14 +552,18 @@ class RequestBlocks:
             self.states.release(request)
 
     def _keep_states(self, tiers: "PageTiers", request: Request) -> None:
-        """Has snapshots behind published blocks of a request copied to the tiers, that of the longest prefix first; one
-        at least, and as many as a step may copy."""
+        """Has snapshots behind published blocks of a request copied to the tiers, that of the longest prefix first, as
+        many as the step may still copy. Those that are left out may go when another request with them ends."""
         if self.states is None:
             return
-        num_left = _BYTES_UP
         for key in reversed(request.block_keys[: request.num_published]):
-            if num_left > 0 and (slot := self.states.find(key)) is not None:
-                num_left -= tiers.keep_state(key, slot)
+            if self._num_left_down <= 0 or not self.states.only_here:
+                return
+            if key in self.states.only_here and (slot := self.states.find(key)) is not None:
+                num_copied = tiers.keep_state(key, slot)
+                if num_copied is not None:
+                    self.states.only_here.remove(key)
+                    self._num_left_down -= num_copied
 
     def withdraw(self, request: Request) -> None:
         """Removes all blocks of a request from the prefix cache, so that no later request reuses them."""

@@ -187,8 +187,8 @@ class Scheduler:
         """
         order = list(self._running.values())
         self._left_since_proposal = False
+        self.blocks.begin_step()
         if self.blocks.states is not None:
-            self.blocks.states.end_drafts()
             self._preempt_spoiled(order)
         decodes, prefilling = self._propose_decodes(order)
         if not self._waiting:  # for blocks, maybe

@@ -39,6 +39,7 @@ class StateSlots:
         self._free_snapshots = list(range(self._first_snapshot, self.num_slots))[::-1]
         self._drafting: dict[Request, list[int]] = {}  # what is left of draft_slots, the next one last
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # snapshots by key, the one used longest ago first
+        self.only_here: set[bytes] = set()  # those of these keys that are not known to be in a tier, too
         self._num_readers: dict[int, int] = {}  # requests whose next step reads a snapshot's slot
         self._dropped: set[int] = set()  # slots of dropped snapshots that are still to be read
         self._filled: set[int] = set()  # slots of snapshots that are being taken from elsewhere
@@ -77,7 +78,7 @@ class StateSlots:
         if key is None or key in self._slot_of:
             self._free_snapshots.append(slot)
         else:
-            self._slot_of[key] = slot
+            self._add(key, slot)
 
     def admit(self, request: Request) -> None:
         """Gives a request that starts its own slot. The caller has seen that fewer than max_running have one."""
@@ -140,7 +141,7 @@ class StateSlots:
             request.state_slot = self._drafting[request].pop()
         request.state_from, request.num_in_state = request.state_slot, request.num_computed
         if key is not None and key not in self._slot_of:
-            self._slot_of[key] = request.snapshot_slot
+            self._add(key, request.snapshot_slot)
             request.snapshot_slot = -1
             if decodes:
                 self.drop([] if request.output_snapshot is None else [request.output_snapshot])
@@ -160,7 +161,7 @@ class StateSlots:
     def drop(self, keys: Iterable[bytes]) -> None:
         """Forgets snapshots: their blocks are gone, or their values cannot be trusted."""
         for key in keys:
-            slot = self._slot_of.pop(key, None)
+            slot = self._remove(key)
             if slot is not None:
                 (self._dropped.add if slot in self._num_readers else self._free_snapshots.append)(slot)
 
@@ -182,6 +183,7 @@ class StateSlots:
         planned = [request.snapshot_slot for request in running if request.snapshot_slot >= 0]
         kept = [*self._slot_of.values(), *self._dropped, *self._filled, *planned, *self._free_snapshots]
         assert sorted(kept) == list(range(self._first_snapshot, self.num_slots)), f"snapshots are in {kept}"
+        assert self.only_here <= self._slot_of.keys(), "snapshots that are gone wait for a tier"
         assert self._dropped <= set(readers), "slots that nobody reads are not free"
 
     def _take(self) -> int:
@@ -189,7 +191,16 @@ class StateSlots:
         if self._free_snapshots:
             return self._free_snapshots.pop()
         oldest = next((key for key, slot in self._slot_of.items() if slot not in self._num_readers), None)
-        return -1 if oldest is None else self._slot_of.pop(oldest)
+        slot = None if oldest is None else self._remove(oldest)
+        return -1 if slot is None else slot
+
+    def _add(self, key: bytes, slot: int) -> None:
+        self._slot_of[key] = slot
+        self.only_here.add(key)
+
+    def _remove(self, key: bytes) -> int | None:
+        self.only_here.discard(key)
+        return self._slot_of.pop(key, None)
 
     def _end_reading(self, request: Request) -> None:
         slot = request.state_from

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_serve.attention_dp import pages
 from moe_serve.attention_dp.host_pages import HostPages, slot_bytes
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.attention_dp.page_channel import PageCopier
@@ -466,6 +468,40 @@ def test_pages_come_up_to_the_last_block_behind_which_there_is_a_state(where: st
     assert bring(4, 0) == 2, "a part of the state is gone"
     forget(KEYS[1])
     assert bring(4, 0) == 0, "there is a state, but the keys and values in front of it are gone"
+    tiers.close()
+
+
+def test_states_of_many_pages_stay_whole_in_memory_with_room_for_them() -> None:
+    """As many as of Qwen3-Next. Pages of blocks lie in the same sets."""
+    form, num_pages = PageForm(1, 1, 8), 201
+    for room, num_written, num_whole in ((2, 1, 1), (10, 20, 7)):
+        host = HostPages(None, room * (1 + num_pages) * slot_bytes(8), form)
+        keys = [blake2b(bytes([number]), digest_size=32).digest() for number in range(num_written)]
+        for key in keys:
+            for each in (key, *state_keys(key, range(num_pages))):
+                host.write(each, torch.zeros(8, dtype=torch.uint8))
+        whole = [all(host._find(each) >= 0 for each in state_keys(key, range(num_pages))) for key in keys]
+        assert all(whole[-num_whole:])
+
+
+def test_a_long_prefix_without_a_state_is_seen_at_one_page_of_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KvCache([KvLayout.gqa(1, 2)], 8, 4, torch.float32, "cpu", states=[((40,), (3, 5))], num_states=4)
+    num_hashed = 0
+
+    def counted(key: bytes, numbers: range) -> list[bytes]:
+        nonlocal num_hashed
+        num_hashed += len(numbers)
+        return state_keys(key, numbers)
+
+    tiers = PageTiers(cache, in_memory(cache), None)
+    for block in range(6):
+        tiers.keep(KEYS[block], block)
+    tiers.keep_state(KEYS[0], 2)
+    until(lambda: tiers.counters["down"] == 6 + 4)
+    monkeypatch.setattr(pages, "state_keys", counted)
+    fetch = tiers.fetch(KEYS[:6])
+    until(lambda: fetch.done)
+    assert (fetch.num_blocks, num_hashed) == (1, 5 + 4 + 4), "of five blocks; of the first one to look, and to read"
     tiers.close()
 
 

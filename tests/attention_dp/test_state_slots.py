@@ -1,9 +1,10 @@
 """Snapshots of states: where they are kept, what they make of a cached prefix, and what a void step leaves."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
+from moe_serve.attention_dp.pages import Fetch, PageTiers
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
@@ -105,6 +106,59 @@ def test_what_was_withdrawn_leaves_no_snapshot() -> None:
     scheduler.discard("a")  # its values were not finite
     scheduler.check()
     assert serve(scheduler, request_of("b", prompt))[0] == [("b", 0, 11)]
+
+
+class Tiers(PageTiers):
+    """Tiers that have nothing, and note what goes down. looked_at: keys of states that were offered"""
+
+    def __init__(self, bytes_of_state: int | None):
+        self.bytes_of_state, self.looked_at = bytes_of_state, list[bytes]()
+
+    def keep_state(self, key: bytes, slot: int) -> int | None:
+        self.looked_at.append(key)
+        return self.bytes_of_state
+
+    def keep(self, key: bytes, block: int) -> None:
+        pass
+
+    def written(self, blocks: Iterable[int]) -> None:
+        pass
+
+    def fetch(self, keys: Sequence[bytes], holder: int | None = None) -> Fetch:
+        return Fetch(keys, done=True)
+
+    def is_coming(self, fetch: Fetch) -> bool:
+        return False
+
+    def drop(self, fetch: Fetch) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("bytes_of_state", "num_steps"), [(16 << 20, 2), (99 << 20, 4), (0, 1)])
+def test_a_step_copies_a_bounded_number_of_states_down_and_each_once(bytes_of_state: int, num_steps: int) -> None:
+    scheduler, tiers = scheduler_of(), Tiers(bytes_of_state)
+    scheduler.blocks.tiers = tiers
+    requests = [request_of(name, [index] * 9, 9) for index, name in enumerate("abcd")]
+    for request in requests:
+        scheduler.add(request)
+    run_step(scheduler)  # which ends all prompts
+    assert len(tiers.looked_at) == -(-4 // num_steps)
+    for _ in range(3):
+        run_step(scheduler)
+        for request in requests:
+            scheduler.blocks.keep(request)
+    assert len(tiers.looked_at) == len(set(tiers.looked_at)) == 4
+    for request in requests:
+        scheduler.finish(request.request_id)
+    scheduler.check()
+    assert len(tiers.looked_at) == 4
+
+
+def test_states_that_found_no_room_below_are_offered_again() -> None:
+    scheduler, tiers = scheduler_of(), Tiers(None)
+    scheduler.blocks.tiers = tiers
+    serve(scheduler, request_of("a", list(range(9))))
+    assert len(tiers.looked_at) == 2, "behind the prompt, and at the end"
 
 
 class SixDrafts(Speculator):

@@ -1,5 +1,6 @@
 """What is decided before weights are read: the class of numerics and the kernels, and the context of a model."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -207,6 +208,17 @@ def test_snapshots_are_as_many_as_their_memory_holds_and_none_without_a_prefix_c
         assert plan_of(tmp_path, config, override).num_snapshots == number
     assert plan_of(tmp_path, config, "cache.prefix_cache=false").num_snapshots == 0
     assert plan_of(tmp_path, PHI_35_MOE).num_snapshots == 0
+
+
+@pytest.mark.parametrize("tier", ["host_gb", "disk_gb"])
+def test_a_tier_with_room_for_less_than_two_states_is_refused(tier: str, tmp_path: Path) -> None:
+    model_type, keys = FAMILIES["qwen3_next"]
+    own = ["cache.block_size=4", *([f"cache.path={tmp_path}"] if tier == "disk_gb" else [])]
+    for size_gb, is_refused in ((1e-4, False), (5e-5, True)):
+        with contextlib.ExitStack() as stack:
+            if is_refused:
+                stack.enter_context(pytest.raises(ConfigError, match=f"{tier} .* with the state behind it, twice over"))
+            plan_of(tmp_path, keys | {"model_type": model_type}, *own, f"cache.{tier}={size_gb}")
 
 
 def test_drafts_take_more_states_only_where_fewer_than_16_requests_may_run() -> None:

@@ -383,11 +383,13 @@ def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, m
     block_size = config.cache.block_size
     size_bytes = bytes_per_block(cache_layouts(config, spec), block_size, dtype)
     of_state = -(-state_bytes(state_shapes(spec)) // size_bytes)
+    # Twice, since not all of a full tier is of use: sets of memory hold pages of others, and files make room by tenths.
+    num_pages = 2 * (1 + of_state) if of_state else 1
     if config.cache.host_gb is not None:
-        least_bytes = (1 + of_state) * slot_bytes(size_bytes)
+        least_bytes = num_pages * slot_bytes(size_bytes)
         check_size("cache.host_gb", int(config.cache.host_gb * 1e9), least_bytes, of_state > 0)
     if config.cache.disk_gb is not None:
-        least_bytes = (1 + of_state) * (HEADER_BYTES + size_bytes)
+        least_bytes = num_pages * (HEADER_BYTES + size_bytes)
         check_size("cache.disk_gb", int(config.cache.disk_gb * 1e9), least_bytes, of_state > 0)
     num_blocks = config.cache.num_blocks or int(config.cache.memory_gib * 2**30 // size_bytes)
     # More than every running request at full length, twice over for reusable prefixes, would never be touched.
