@@ -179,8 +179,9 @@ def check_apart(
     return [num_activations for num_activations, *_ in parts]
 
 
-# Heads, a latent, a latent with an indexer's keys, a sliding window, chunks of attention, states beside heads.
-EVERY_DAY = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "llama4_text", "qwen3_next")
+# Heads of other widths in windowed layers, a latent, a latent with an indexer's keys, a sliding window, chunks of
+# attention, states beside heads.
+EVERY_DAY = ("mimo_v2_flash", "deepseek_v3", "deepseek_v32", "gpt_oss", "llama4_text", "qwen3_next")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_a_decode_rank_goes_on_from_the_cache_of_a_prefill_rank(family: str, tmp
     check_apart(Ways(1, 1), model, tmp_path, 8, [])
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["laguna", "deepseek_v3"])
 def test_a_cache_in_8_bits_is_handed_over_with_its_scales(family: str, tmp_path: Path) -> None:
     model = [f"model.path={tiny_model(tmp_path, family)}"]
     check_apart(Ways(1, 1), model, tmp_path, 6, ["cache.dtype=int8"])
