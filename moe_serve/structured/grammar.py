@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.errors import RequestError
-from moe_serve.structured.json_schema import Schema, is_lenient, names_white_space, rewritten, with_options
+from moe_serve.structured.json_schema import (
+    Schema,
+    is_lenient,
+    names_white_space,
+    rewritten,
+    told_exactly,
+    with_options,
+)
 from moe_serve.structured.other_words import REPEATED, in_known_words
 from moe_serve.structured.vocabulary import Vocabulary
 
@@ -28,6 +35,8 @@ _WHITE_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )  # of strings, that llguidance knows
+# Words of which told_exactly may change something.
+_TOLD_WRONG = re.compile(r'"(?:pattern|patternProperties|exclusiveMinimum|exclusiveMaximum)"')
 _DELETE = "\x7f"  # which Lark's lexer takes escaped only
 _OF_URIS = "%/:?#@!$&'()*+,;=~"  # beside letters and digits: RFC 3986, without a host's brackets
 
@@ -155,7 +164,8 @@ def _as_llguidance_reads(schema: Any, text: str) -> Any:
         return schema
 
     known = rewritten(schema, change) if '"format"' in text or '"$ref"' in text else schema
-    return known if is_lenient(known) else in_known_words(text, known)
+    known = known if is_lenient(known) else in_known_words(text, known)
+    return told_exactly(known) if known is not schema or _TOLD_WRONG.search(text) else known
 
 
 def _words(text: str, field: str) -> list[str]:

@@ -1,6 +1,8 @@
 """Finds and changes the schemas within a JSON schema, and leaves alone what only looks like one."""
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,6 +101,61 @@ def lenient(schema: Schema | bool) -> Schema:
 
     rewritten(schema, note)
     return with_options(rewritten(schema, change), LENIENT)
+
+
+_LEAST = 1e-45  # of the numbers above 0 where they end at a fraction: the form of a smaller bound is too deep
+# In a pattern, what may have all control characters: \P{..}, [^.., \x00-..; and pairs that only look so.
+_ALL_CONTROLS = re.compile(r"\\\\|\\\[|\\P(\{[^}]*\}|\w)|\[\^(\](?!-)|-*)|\\(?:x00|u0000)-")
+
+
+def told_exactly(schema: Any) -> Any:
+    """Returns a schema whose patterns and bounds of numbers llguidance holds, which two of its faults would break.
+
+    In JSON texts it takes a character class with all control characters, such as `[^"]`, for one that has the quotation
+    mark and the backslash too. So NUL leaves such classes. And between a whole number that is excluded and a fraction
+    before the next whole number, as in 1 < x <= 1.5, it takes the whole number: the bound becomes the next float.
+    """
+    has_fraction = False
+
+    def find(part: Schema) -> Schema:
+        nonlocal has_fraction
+        bounds = (part.get(word) for word in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+        has_fraction = has_fraction or any(isinstance(each, float) and each % 1 != 0 for each in bounds)
+        return part
+
+    def change(part: Schema) -> Schema:
+        if isinstance(part.get("pattern"), str):
+            part["pattern"] = without_nul(part["pattern"])
+        patterns = part.get("patternProperties")
+        if isinstance(patterns, dict):
+            part["patternProperties"] = {without_nul(name): each for name, each in patterns.items()}
+        if has_fraction:
+            for word, old, away in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
+                word = old if part.get(word) is True else word  # draft 4 says of the other bound that it is excluded
+                if _is_whole(bound := part.get(word)):
+                    part[word] = math.nextafter(bound, away * math.inf) if bound else away * _LEAST
+        return part
+
+    rewritten(schema, find)
+    return rewritten(schema, change)
+
+
+def without_nul(pattern: str) -> str:
+    """Returns a regular expression whose character classes have not all control characters."""
+
+    def change(found: re.Match[str]) -> str:
+        if found[1] is not None:
+            return f"[^\\p{found[1]}\\x00]"
+        if found[2] is not None:  # what stands first in a class is itself
+            return "[^" + re.escape(found[2]) + r"\x00"
+        return r"\x01-" if found[0] in (r"\x00-", r"\u0000-") else found[0]
+
+    return _ALL_CONTROLS.sub(change, pattern)
+
+
+def _is_whole(value: Any) -> bool:
+    """Returns whether a value is a whole number with fractions of float64 beside it."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**52 and value % 1 == 0
 
 
 def moved(schema: Schema, name: str) -> Any:
