@@ -404,7 +404,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         LAGUNA
         | {"attention_bias": True, "layer_types": ["sliding_attention", *["full_attention"] * 2], "gating": "per-head"}
         | {"num_attention_heads_per_layer": [2, 6, 6], "mlp_layer_types": ["sparse", "dense", "sparse"]}
-        | {"tie_word_embeddings": True},
+        | {"tie_word_embeddings": True, "partial_rotary_factor": 0.5},  # unread, beside rotations by kind
     ),
     "dbrx": ("dbrx", DBRX),
     "dbrx-mha-unnormed": (

@@ -18,7 +18,7 @@ from moe_serve.models.families.common import mscale_of
 from moe_serve.models.families.registry import FAMILIES, REFUSED, read_spec
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_plan import dense_parameters
-from tests.models.families import MLA, QWEN, YARN
+from tests.models.families import LAGUNA, MIMO, MLA, QWEN, YARN
 from tests.models.published import (
     DBRX,
     DOTS_LLM1,
@@ -30,6 +30,7 @@ from tests.models.published import (
     GRANITE_1B,
     HUNYUAN_A13B,
     KIMI_LINEAR_48B,
+    MIMO_V2_FLASH,
     MINIMAX_M2,
     OLMOE_1B_7B,
     PHI_35_MOE,
@@ -167,6 +168,16 @@ def test_old_and_new_keys_of_the_rotation_are_the_same(tmp_path: Path) -> None:
     assert read_spec(folder(tmp_path, base | {"rope_scaling": old, "rope_theta": 10000})) == new
 
 
+def test_rope_scaling_that_says_default_alone_changes_nothing_beside_rotations_by_kind(tmp_path: Path) -> None:
+    wanted = read_spec(folder(tmp_path, MIMO_V2_FLASH))
+    assert read_spec(folder(tmp_path, MIMO_V2_FLASH | {"rope_scaling": {"rope_type": "default"}})) == wanted
+
+
+def test_keys_of_mimos_authors_that_say_what_transformers_takes_are_read(tmp_path: Path) -> None:
+    said = {"moe_layer_freq": [0, *[1] * 47], "topk_method": "noaux_tc"}
+    assert read_spec(folder(tmp_path, MIMO_V2_FLASH | said)) == read_spec(folder(tmp_path, MIMO_V2_FLASH))
+
+
 def test_some_layers_may_be_dense(tmp_path: Path) -> None:
     config = QWEN_30B | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert read_spec(folder(tmp_path, config)).moe_layer_ids == (1, 5)
@@ -198,6 +209,9 @@ def test_all_types_of_transformers_with_experts_that_write_text_are_served_or_re
     assert {"mixtral", "qwen3_5_moe", "dbrx", "switch_transformers", "gemma4"} <= found
     assert not REFUSED.keys() & FAMILIES.keys()
     assert [kind for kind in sorted(found) if not {kind, kind.removesuffix("_text")} & {*FAMILIES, *REFUSED}] == []
+
+
+STRETCHED = {key: value for key, value in YARN.items() if key != "rope_theta"}
 
 
 @pytest.mark.parametrize(
@@ -253,6 +267,20 @@ def test_all_types_of_transformers_with_experts_that_write_text_are_served_or_re
             KIMI_LINEAR_48B,
             {"linear_attn_config": KIMI_LINEAR_48B["linear_attn_config"] | {"gate_lower_bound": -5.0}},
             "linear_attn_config with 'gate_lower_bound'",
+        ),
+        (MIMO_V2_FLASH, {"rope_scaling": {"type": "yarn", "factor": 4}}, "'yarn', 'factor': 4} beside"),
+        (MIMO_V2_FLASH, {"rope_scaling": {"full_attention": {"factor": 4}}}, "beside rotations by kind of layer"),
+        (MIMO_V2_FLASH, {"moe_layer_freq": [1] * 48}, "moe_layer_freq [1, 1"),
+        (MIMO_V2_FLASH, {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        (
+            LAGUNA | {"model_type": "laguna"},
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": None},
+            "rope_scaling {'rope_type': 'linear', 'factor': 2.0} beside",
+        ),
+        (
+            MIMO | {"model_type": "mimo_v2_flash"},
+            {"rope_parameters": MIMO["rope_parameters"] | {"full_attention": {"rope_theta": 5e3, **STRETCHED}}},
+            "'yarn' without partial_rotary_factor",
         ),
         (ERNIE_45_21B, {"model_type": "jamba"}, "a state-space layer of Mamba's first version is not supported"),
         (GLM_5, {"index_topk_freq": 4}, "index_topk_freq 4 (only 1 is)"),

@@ -239,17 +239,26 @@ def ropes_by_kind(
     """Returns the rotations of full layers and of windowed ones, where there are any; rope_parameters has both by kind.
 
     thetas: by kind, where rope_parameters is missing;  partial_default: as of read_rope
-    Raises ModelError as read_rope does.
+    Raises ModelError as read_rope does, and for a rope_scaling, which would say nothing of kinds.
     """
-    given = config.get("rope_parameters", {kind: {"rope_theta": theta} for kind, theta in thetas.items()})
+    key, scaling = "partial_rotary_factor", config.get("rope_scaling", {})
+    if not isinstance(scaling, Mapping) or any(value != "default" for value in scaling.values()):
+        raise config.refuse(f"rope_scaling {shown(scaling)} beside rotations by kind of layer (in rope_parameters)")
+    given, outer = config.get("rope_parameters"), dict(config.values)
+    if given is None:
+        given = {kind: {"rope_theta": theta} for kind, theta in thetas.items()}
+    else:
+        outer.pop(key, None)  # transformers reads that of the kind alone
     kinds = ("full_attention", "sliding_attention") if attention.windowed_layer_ids else ("full_attention",)
     found = []
     for kind in kinds:
         of_kind = given.get(kind) if isinstance(given, Mapping) else None
         if not isinstance(of_kind, Mapping) or "rope_theta" not in of_kind:
             raise config.wrong("rope_parameters", given, f"an object with the rope_theta of {' and of '.join(kinds)}")
-        values = {**config.values, "rope_scaling": None, "rope_parameters": of_kind}
-        of_kind_alone = HfConfig(values, config.where)
+        name = of_kind.get("rope_type") or of_kind.get("type") or "default"
+        if name != "default" and key not in of_kind and partial_default not in (None, 1.0):
+            raise config.refuse(f"rope_type {shown(name)} without {key}")  # transformers would rotate all of a head
+        of_kind_alone = HfConfig({**outer, "rope_scaling": None, "rope_parameters": of_kind}, config.where)
         found.append(read_rope(of_kind_alone, attention.head_dim, partial_default=partial_default))
     return found[0], found[1] if len(kinds) > 1 else None
 

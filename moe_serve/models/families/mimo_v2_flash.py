@@ -28,7 +28,8 @@ def read(config: HfConfig) -> ModelSpec:
         own["sliding_window"] = config.size("sliding_window_size") + 1
     config = HfConfig({**config.values, **own}, config.where)
     attention = windowed_by_layer(heads, config, lambda layer: layer > 0 and (layer + 1) % 6 != 0)
-    _check_authors_keys(config, attention.windowed_layer_ids, value_dim)
+    width, moe_layer_ids = config.size("moe_intermediate_size"), moe_layers_of_list(config, 1)
+    _check_authors_keys(config, attention.windowed_layer_ids, moe_layer_ids, value_dim)
     attention = replace(
         attention,
         qkv_bias=config.flag("attention_bias"),
@@ -42,22 +43,24 @@ def read(config: HfConfig) -> ModelSpec:
     if heads.num_heads % (2 * heads.num_kv_heads):
         raise config.wrong("num_key_value_heads", heads.num_kv_heads, f"a number that divides {heads.num_heads} twice")
     rope, windowed_rope = ropes_by_kind(config, attention, _THETAS, partial_default=0.334)
-    width, moe_layer_ids = config.size("moe_intermediate_size"), moe_layers_of_list(config, 1)
     spec = model_of(config, attention, deepseek_v3_router(config), width, moe_layer_ids, rope)
     if attention.value_dim is not None and spec.integers is not None:
         raise config.refuse("whole numbers of 4 or 8 bits, of values that are narrower than keys,")
     return replace(spec, windowed_rope=windowed_rope)
 
 
-def _check_authors_keys(config: HfConfig, windowed: tuple[int, ...], value_dim: int) -> None:
+def _check_authors_keys(
+    config: HfConfig, windowed: tuple[int, ...], moe_layer_ids: tuple[int, ...], value_dim: int
+) -> None:
     """Raises ModelError where keys of the authors' own config.json, which transformers leaves unread, say otherwise."""
-    kinds = [int(layer in windowed) for layer in range(config.num_layers)]
+    kinds, sparse = ([int(layer in ids) for layer in range(config.num_layers)] for ids in (windowed, moe_layer_ids))
     heads, kv_heads = config.size("num_attention_heads"), config.size("num_key_value_heads")
     for key, value in (
         ("hybrid_layer_pattern", kinds), ("swa_num_attention_heads", heads), ("swa_num_key_value_heads", 2 * kv_heads),
         ("swa_head_dim", config.size("head_dim")), ("swa_v_head_dim", value_dim), ("n_shared_experts", 0),
         ("add_full_attention_sink_bias", False), ("add_swa_attention_sink_bias", True),
         ("layernorm_epsilon", config.positive("rms_norm_eps")), ("scoring_func", "sigmoid"),
+        ("moe_layer_freq", sparse), ("topk_method", "noaux_tc"),
     ):  # fmt: skip
         config.only(key, value)
     if config.get("rope_parameters") is None:
