@@ -100,7 +100,8 @@ def test_the_others_go_on_and_every_token_is_right(
         assert outcome.ended == [[victim]], "the front end is told that this one will not rejoin"
         (void,) = outcome.voids
         in_layer = phase.partition(" ")[0] in ("counts", "dispatch", "combine", "activate")
-        assert (void.layer >= 0) == in_layer, "one that ends before a forward is missed in its first layer"
+        # A rank that is slow hears of a loss in a layer while it is still at the exchange in front of it.
+        assert in_layer or void.layer < 0, "one that ends outside a forward is missed outside its layers"
         if victim in void.missing:
             assert set(void.received) <= set(survivors) - set(void.missing)
         else:  # it waited for the other one, or for nobody, and heard of the loss from that one
