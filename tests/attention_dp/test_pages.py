@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_serve.attention_dp import pages
-from moe_serve.attention_dp.host_pages import HostPages, slot_bytes
+from moe_serve.attention_dp.host_pages import PAGE_AT, HostPages, slot_bytes
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.attention_dp.page_channel import PageCopier
 from moe_serve.attention_dp.page_record import (
@@ -32,8 +32,9 @@ from moe_serve.attention_dp.prefix_cache import state_keys
 from moe_serve.attention_dp.request import Request
 from moe_serve.attention_dp.request_blocks import RequestBlocks
 from moe_serve.attention_dp.scheduler import Scheduler
+from moe_serve.attention_dp.state_slots import StateSlots
 from moe_serve.errors import ConfigError
-from tests.attention_dp.steps import make_request, next_token
+from tests.attention_dp.steps import make_request, next_token, run_step
 
 PAGE = bytes(range(200))
 FORM = PageForm(2, 4, 200)
@@ -482,6 +483,47 @@ def test_states_of_many_pages_stay_whole_in_memory_with_room_for_them() -> None:
                 host.write(each, torch.zeros(8, dtype=torch.uint8))
         whole = [all(host._find(each) >= 0 for each in state_keys(key, range(num_pages))) for key in keys]
         assert all(whole[-num_whole:])
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize("damaged", [None, 0, 2])
+def test_a_state_with_a_damaged_page_is_not_taken_and_its_slot_is_free_again(
+    damaged: int | None, where: str, tmp_path: Path
+) -> None:
+    cache = KvCache([KvLayout.gqa(1, 2)], 8, 4, torch.float32, "cpu", states=[((40,), (3, 5))], num_states=4)
+    host = in_memory(cache) if where == "host" else None
+    folder = PageFolder(tmp_path, b"model", 1 << 20) if where == "disk" else None
+    tiers, states = PageTiers(cache, host, folder), StateSlots(2, 0, num_snapshots=2, interval=64)
+    blocks = RequestBlocks(8, 4, tiers=tiers, states=states)
+    scheduler = Scheduler(blocks, 2, 16, 64)
+
+    def run(name: str) -> Request:
+        request = make_request(name, num_prompt=11, max_new_tokens=1)
+        scheduler.add(request)
+        late_s = time.monotonic() + 60
+        while scheduler.has_work:
+            assert time.monotonic() < late_s
+            run_step(scheduler)
+        return request
+
+    key = run("first").block_keys[1]
+    until(lambda: tiers.counters["down"] == 2 + 4)
+    assert blocks._cache is not None
+    blocks._cache.clear()
+    states.clear()
+    if damaged is not None:
+        of_page = state_keys(key, range(4))[damaged]
+        if host is not None:
+            host._bytes[host._find(of_page) + PAGE_AT] ^= 1
+        if folder is not None:
+            page = bytearray(folder._file(of_page).read_bytes())
+            page[-1] ^= 1
+            folder._file(of_page).write_bytes(page)
+    again = run("again")
+    assert again.num_cached_prompt == (8 if damaged is None else 0)
+    assert tiers.counters["checksum"] == (damaged is not None)
+    assert not states._filled
+    tiers.close()
 
 
 def test_a_long_prefix_without_a_state_is_seen_at_one_page_of_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
