@@ -120,8 +120,9 @@ static void head_gates_piece(const void *about, i64 piece)
         for (i64 h = 0; h < heads; h++) {
             float *x = job->x + (r * heads + h) * n;
             float logit = job->logits[r * job->logits_step + h];
-            vf by = 1.0f / (1.0f + exp_vf(splat(-logit)));
+            vf by;
             if (job->is_softplus) by = splat(softplus(logit));
+            else by = 1.0f / (1.0f + exp_vf(splat(-logit)));
             BY_REGISTER(n, put(x + i, j, get(x + i, j, count) * by, count);)
         }
 }
