@@ -251,6 +251,7 @@ def test_a_gpu_is_refused_where_values_are_narrower_than_keys(tmp_path: Path) ->
 @pytest.mark.parametrize(("family", "overrides", "why"), [
     ("gpt_oss", [], "gpt_oss has attention sinks"),
     ("llama4_text", [], "llama4_text attends within chunks of positions"),
+    ("laguna", [], "windowed layers of laguna have heads of their own"),
     ("deepseek_v3", [], r"latents of 512 \+ 64 columns alone"),
     ("qwen3_moe", ["cache.dtype=int8"], "reads bfloat16 alone here"),
     ("qwen3_moe", ["engine.numerics=batch_invariant"], "set engine.numerics: fast"),

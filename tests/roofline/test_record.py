@@ -134,3 +134,13 @@ def test_a_wire_and_a_cache_that_gpus_do_not_have_are_refused(tmp_path: Path) ->
         record_model(spec_of("mixtral", tmp_path), "mixtral", cache="float16")
     with pytest.raises(ConfigError, match="has an indexer, which reads its keys in bfloat16"):
         record_model(spec_of("deepseek_v32", tmp_path), "deepseek_v32", cache="int8")
+
+
+@pytest.mark.parametrize(("family", "why"), [
+    ("qwen3_next", "qwen3_next keeps states of requests, for which there is no GPU kernel: no steps"),
+    ("longcat_flash", "longcat_flash has experts that give back what they take, which no GPU runs: no steps"),
+    ("mimo_v2_flash", "mimo_v2_flash has values narrower than keys, which no GPU kernel has: no steps"),
+])  # fmt: skip
+def test_a_model_that_no_gpu_runs_has_no_steps(family: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=why):
+        record_model(spec_of(family, tmp_path), family)
