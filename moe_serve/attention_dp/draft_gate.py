@@ -327,9 +327,14 @@ class DraftGate:
         self._promised = (1 + right / num_decodes) / self._multiple
 
     def ended(self, step: DecodeStep, num_like: int = 1) -> None:
-        """Learns what a step of decodes alone took and yielded. num_like: steps that it stands for, itself included"""
+        """Learns what a step of decodes alone took and yielded. num_like: steps that it stands for, itself included
+
+        One whose look and layer took all of its time says nothing: they were measured by another clock.
+        """
         num, plain_s = step.num_requests, self.costs.plain_s(step.num_requests)
         seconds = step.seconds - step.layer_s
+        if seconds <= step.look_s:
+            return
         if not step.num_drafts:
             self.costs.add(num, 0, seconds - step.look_s)
         elif self._had_drafts or not self._leaves_out:

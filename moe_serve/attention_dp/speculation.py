@@ -112,7 +112,7 @@ class Speculator:
         self._tried = {FORM: 2.0, MTP: 2.0}
         self._num_since = 0  # steps since one was measured
         self._waits = ProcessorWaits()
-        self._waited_s: float | None = None  # by this thread, until the step that is measured next began
+        self._waited_s: float | None = None  # by this thread, until the next step began; None: not known
         self._without_layer: set[Request] = set()  # that began before the model's layer did, of which it has no keys
         # Of this step:
         self._look_s, self._num_decodes = 0.0, 0
@@ -185,26 +185,33 @@ class Speculator:
             self._num_layer_drafts += num_drafts
             self._num_layer_right += 0 if request in self._without_layer else num_accepted
 
+    def own_s(self) -> float:
+        """Returns seconds of a clock that stands while this thread waits for its processor."""
+        return time.perf_counter() - self._waits.seconds()
+
     def ended(self, num_requests: int, num_tokens: int, seconds: float, layer_s: float = 0.0) -> None:
         """Learns what a step took and yielded, drafts and the runs of the model's layer included.
 
         num_requests: 0 in steps that did not decode alone; of those only the layer's time counts
+        layer_s: of the time, running the layer, by `own_s`
 
         Of steps without looks, one stands for several, since a step may take a quarter of a millisecond. What this
         thread has waited for its processor is left out: other processes would make steps with drafts, which are longer
-        and so wait more often, look dear.
+        and so wait more often, look dear. So a step without a look is measured where the waits before it are known.
         """
         self.gate.step_passed()
         self._num_since += num_requests > 0
         is_known = not num_requests or self.gate.costs.plain_s(num_requests) is not None
-        if is_known and self._num_since < _STEPS_ALIKE and not (self._look_s or layer_s or self.gate.pays):
-            if self._num_since == _STEPS_ALIKE - 1:
-                self._waited_s = self._waits.seconds()
-            return
+        if not (self._look_s or layer_s or self.gate.pays):
+            is_alike = is_known and self._num_since < _STEPS_ALIKE
+            if is_alike or self._waited_s is None:
+                is_next = not is_known or self._num_since >= _STEPS_ALIKE - 1
+                self._waited_s = self._waits.seconds() if is_next else None
+                return
         # A look that took longer, and waits that did, were of a step that was void.
-        began_s, look_s = time.perf_counter(), self._look_s if self._look_s < seconds else 0.0
+        began_s, look_s = time.perf_counter(), self._look_s if self._look_s + layer_s < seconds else 0.0
         waited_s = self._waits.seconds()
-        if self._waited_s is not None and look_s < (own_s := seconds - (waited_s - self._waited_s)):
+        if self._waited_s is not None and look_s + layer_s < (own_s := seconds - (waited_s - self._waited_s)):
             seconds = own_s
         self._waited_s = waited_s
         if num_requests:

@@ -270,9 +270,10 @@ class Engine:
         self._send(events)
         if self.predictor is None or not plan.num_predictions:
             return num_tokens, 0.0
-        began_s = time.perf_counter()
+        own_s = self.predictor.speculator.own_s
+        began_s = own_s()
         self.predictor.run(chunks, batch, plan)  # tokens are on their way; a peer that is lost now voids drafts alone
-        return num_tokens, time.perf_counter() - began_s
+        return num_tokens, max(0.0, own_s() - began_s)
 
     def _note_speed(self, proposal: Proposal, plan: StepPlan, step_s: float) -> None:
         """Tells the tiers below the KV cache what it takes to compute a page, from a step with much of a prompt."""

@@ -196,6 +196,17 @@ def test_of_steps_of_which_one_is_measured_only_that_one_has_waited():
     assert not gate.is_due, "33 s give 0.2 s, and 64 s would give 0.38 s"
 
 
+@pytest.mark.parametrize("seconds", [0.3, 0.0, -1.0])
+def test_a_step_that_took_no_longer_than_its_look_and_the_layer_says_nothing(seconds):
+    gate = DraftGate(has_layer=True)
+    for number in range(3000):
+        gate.ended(DecodeStep(1, 0, 1, 1.2, 0.1, 0.2, 0, 1, 0))
+        if number % 3:
+            gate.ended(DecodeStep(1, number % 2, 1, seconds, 0.1, 0.2, 0, 1, 0))
+    assert gate.costs.plain_s(1) == pytest.approx(0.9)
+    assert gate.saved_s == pytest.approx(-0.3 * 3000, rel=0.01)
+
+
 def test_looks_that_take_more_than_drafts_save_are_left_out():
     """A tenth more tokens are promised, but each look takes a fifth of a step."""
     world = World(DraftGate(), look_s=0.2, row_s=0.1, right=[True, False, False, False], chance=0.5)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.speculation import FORM, MTP, OWN, SHARED, Speculator
@@ -115,6 +117,52 @@ def test_a_look_of_a_step_that_was_void_is_no_part_of_the_next_one():
     speculator.draft([request("a", [1, 2, 3], [4])], 99)
     speculator.ended(1, 1, 1e-9)
     assert speculator.gate.costs.plain_s(1) == 1e-9
+
+
+class Waits:
+    """What a thread has waited for its processor, as a test says."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+
+    def seconds(self) -> float:
+        return self.waited_s
+
+
+def with_waits(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> Waits:
+    waits = Waits()
+    monkeypatch.setattr(speculator, "_waits", waits)
+    return waits
+
+
+@pytest.mark.parametrize("layer_waits_s", [0.0, 3.0], ids=["left out", "counted as the layer's"])
+def test_a_wait_while_the_layer_runs_changes_no_time_of_steps(layer_waits_s, monkeypatch):
+    speculator = Speculator(4, MIB, shares_text=False, predicted_drafts=2, reads_text=False)
+    waits, mine = with_waits(speculator, monkeypatch), request("a", [1], [2])
+    for number in range(300):
+        speculator.draft([mine], 99)
+        is_waiting = number % 100 == 50
+        waits.waited_s += 3.0 * is_waiting
+        speculator.ended(1, 1, 0.7 + 3.0 * is_waiting, 0.2 + layer_waits_s * is_waiting)
+    assert speculator.gate.costs.plain_s(1) == pytest.approx(0.5, rel=0.05)
+    assert abs(speculator.totals()["speculation_saved_seconds"]) < 100
+
+
+def test_the_time_of_the_layer_has_no_waits(monkeypatch):
+    speculator = Speculator(4, MIB, shares_text=False, predicted_drafts=2, reads_text=False)
+    waits, before_s = with_waits(speculator, monkeypatch), speculator.own_s()
+    waits.waited_s += 1000.0
+    assert speculator.own_s() < before_s - 900
+
+
+def test_waits_of_steps_that_were_not_measured_are_not_taken_out_of_one_that_is(monkeypatch):
+    speculator = Speculator(4, MIB, shares_text=False)
+    waits = with_waits(speculator, monkeypatch)
+    for num_requests, num_steps in ((1, 21), (2, 3), (3, 40), (1, 40)):
+        for _ in range(num_steps):
+            waits.waited_s += 0.25
+            speculator.ended(num_requests, num_requests, 5.0)
+        assert speculator.gate.costs.plain_s(num_requests) == 4.75
 
 
 def test_a_request_that_has_left_is_forgotten():
