@@ -30,9 +30,10 @@ _LAYER_STEPS = 16  # with the layer, before it is judged
 # Looks at drafts that do not pay, before some are verified to see whether they still do not: at first, and at most.
 _EXPLORE_LOOKS, _MOST_EXPLORE_LOOKS = 4, 256
 _TRIED_STEPS = 3  # in a row: what the first one runs is in no cache of the processor
-# Steps from one look to the next where looks have found nothing to verify. In a step of a larger model a look takes ten
-# times what it takes in a loop, since nothing that it runs is in a cache of the processor then.
-_LONGEST_PAUSE = 16
+# Of a step without drafts: what a look is charged beside its own time where it has found nothing to verify, so that at
+# most one of 15 steps looks. In a step of a larger model it takes ten times what it takes in a loop, since nothing that
+# it runs is in a cache of the processor then; and what runs behind it finds less there, which no clock tells.
+_EMPTY_LOOK = 0.09
 
 Floats = NDArray[np.float64]
 
@@ -238,8 +239,6 @@ class DraftGate:
         self._promised = 1.0  # by the newest look: tokens per second over those without drafts
         self._multiple = 1.0  # of the time of a step without, that it expects
         self._num_empty = 0  # looks in a row without drafts to verify, while drafts pay
-        self._pause = 1  # steps to the next look, after one without drafts to verify
-        self._steps_to_look = 0  # that are left of these
         self._num_looks = 0  # in a row, at drafts that do not pay
         self._explore_looks = _EXPLORE_LOOKS
         self._tried_steps = 0  # that are left of a trial
@@ -252,17 +251,8 @@ class DraftGate:
     @property
     def is_due(self) -> bool:
         """Whether to look for drafts in this step."""
-        if self.pays or self._always or self.layer_runs:
-            return True
-        return self._steps_to_look <= 0 and self._looks.is_left and self._losses.is_left
-
-    def step_passed(self) -> None:
-        """Learns that a step has run, of whatever kind."""
-        self._steps_to_look -= 1
-
-    def requests_changed(self) -> None:
-        """Learns that a request has ended: others may repeat what was there, so pauses between looks begin anew."""
-        self._pause, self._steps_to_look = 1, 0
+        may_look = self._looks.is_left and self._losses.is_left
+        return may_look or self.pays or self._always or self.layer_runs
 
     def looked(self, look_s: float) -> None:
         """Learns how long a look took, whatever came of it, or what it learnt from the step that followed."""
@@ -288,7 +278,6 @@ class DraftGate:
             if any(lengths):
                 self._expect(num_decodes, chances, lengths, multiples)
                 self.pays, self._num_empty, self._num_looks, self._explore_looks = True, 0, 0, _EXPLORE_LOOKS
-                self._pause = 1
                 return lengths
             trust.fade()
             self._num_looks += 1
@@ -315,8 +304,7 @@ class DraftGate:
         self._num_empty += 1
         self.pays = self.pays and self._num_empty < _PATIENCE
         if not self.pays:
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._steps_to_look = self._pause
+            self._looks.spend(_EMPTY_LOOK * self._plain_s)
 
     def _expect(
         self, num_decodes: int, chances: NDArray[np.float32], lengths: Sequence[int], multiples: Floats

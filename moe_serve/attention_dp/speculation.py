@@ -199,7 +199,6 @@ class Speculator:
         thread has waited for its processor is left out: other processes would make steps with drafts, which are longer
         and so wait more often, look dear. So a step without a look is measured where the waits before it are known.
         """
-        self.gate.step_passed()
         self._num_since += num_requests > 0
         is_known = not num_requests or self.gate.costs.plain_s(num_requests) is not None
         if not (self._look_s or layer_s or self.gate.pays):
@@ -235,7 +234,6 @@ class Speculator:
     def end(self, request: Request) -> None:
         """Forgets what it knows about a request, which has left; its text stays in the index."""
         self._without_layer.discard(request)
-        self.gate.requests_changed()
         follower = self._followers.pop(request, None)
         if follower is None or self._index is None:
             return
