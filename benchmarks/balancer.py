@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.balancer_incremental import gate_rows, incremental_rows, price_rows, rank_limit_rows
+from benchmarks.balancer_incremental import gate_rows, incremental_rows, link_rows, price_rows, rank_limit_rows
 from benchmarks.balancer_moves import churn_rows, economics_rows, replay_rows, split_rows
 from benchmarks.balancer_plans import load_eplb, rows
 from benchmarks.conditions import RESULTS, add_isa, conditions, save
 
-PARTS = ("plans", "incremental", "price", "limits", "churn", "split", "economics", "gate", "replay")
+PARTS = ("plans", "incremental", "links", "price", "limits", "churn", "split", "economics", "gate", "replay")
 
 
 def main() -> None:
@@ -64,6 +64,8 @@ def _rows(part: str, arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:
             return rows(eplb, arguments.eplb_seeds)
         case "incremental":
             return incremental_rows()
+        case "links":
+            return link_rows()
         case "price":
             return price_rows()
         case "limits":

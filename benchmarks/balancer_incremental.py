@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.balancer_instances import Q3_EP16, V3_EP32, V3_EP72, V3_EP144, Shape
+from benchmarks.balancer_instances import Q3_EP16, V3_EP32, V3_EP64, V3_EP72, V3_EP144, Shape
 from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies import single_edits
 from moe_serve.eplb.policies.make import make_policy
+from moe_serve.eplb.policies.objectives import sample_batches, split_balance
 from moe_serve.eplb.policies.policy import PlanRequest
+from moe_serve.eplb.policies.problem import problem_of
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.replay import replay
@@ -58,6 +60,41 @@ def _row(shape: Shape, request: PlanRequest, name: str, library: Any, age: int, 
         "other": f"{plan.num_moves} moves; mean and min are those of the next window",
         "goal": GOALS_MS.get(shape.name, ""),
     }
+
+
+def link_rows() -> Iterable[dict[str, Any]]:
+    """Ten windows, a plan in each, served by the exact split: edits for the even split beside those for the exact one.
+
+    Both start from the plan of `refined` for the exact split. Served: mean over batches sampled from the next window.
+    """
+    for shape, rho in product((V3_EP32, V3_EP64, Q3_EP16), (0.98, 0.9, 0.8, 0.5)):
+        loads = _loads(shape, 12, rho)
+        first = PlanRequest(loads[0], shape.topology, shape.num_slots, planned_split="exact")
+        start = make_policy("refined").plan(first).placement
+        for split in ("even", "exact"):
+            current, served, moved, times = start, [], [], []
+            for index, (now, later) in enumerate(pairwise(loads[1:])):
+                request = PlanRequest(now, shape.topology, shape.num_slots, current=current, planned_split=split)
+                begin = time.process_time()
+                plan = make_policy("incremental").plan(request)
+                times.append(time.process_time() - begin)
+                moved.append(_moves(current, plan.placement).sum())
+                current = plan.placement
+                problem = problem_of(replace(request, tokens=later))
+                batches = sample_batches(problem.weight, problem.num_ranks, 1000 + index)
+                served.append(split_balance(problem, current.by_rank, batches))
+            share = np.mean(moved) / (shape.num_layers * shape.num_slots)
+            yield {
+                "axis": "edits for the exact split",
+                "instance": f"{shape.words}, lognormal 0.6, rho {rho}, {len(moved)} plans, served by the exact split",
+                "policy": f"incremental, planned split {split}",
+                "seeds": 1,
+                "time ms": round(1e3 * float(np.median(times)), 1),
+                "mean": round(float(np.mean(served)), 4),
+                "min": round(float(np.mean([each.min() for each in served])), 4),
+                "other": f"{share:.2%} of slots moved by a plan",
+                "goal": "" if split == "even" else "more even with fewer moves",
+            }
 
 
 def price_rows() -> Iterable[dict[str, Any]]:

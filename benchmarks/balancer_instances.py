@@ -35,6 +35,7 @@ class Shape:
 V3_EP32 = Shape("V3 EP32", 58, 256, 288, Topology(4, 8))
 V3_EP72 = Shape("V3 EP72", 58, 256, 288, Topology(9, 8))
 V3_EP144 = Shape("V3 EP144", 58, 256, 288, Topology(18, 8))
+V3_EP64 = Shape("V3 EP64", 58, 256, 320, Topology(8, 8))
 V3_EP320 = Shape("V3 EP320", 58, 256, 320, Topology(40, 8))
 Q3_EP16 = Shape("Qwen3 EP16", 94, 128, 144, Topology(2, 8))
 Q3_EP32 = Shape("Qwen3 EP32", 94, 128, 160, Topology(4, 8))

@@ -2,7 +2,7 @@
 
 Cheap edits come first: overwriting a redundant replica takes one move, a swap two. With two slots per rank single edits
 get stuck, so some ranks are paired anew (`pairs.py`). With one slot per rank the fewest moves are known
-(`edit_one_slot`).
+(`edit_one_slot`). Where the exact split serves the plan, edits are judged by it (`link_edits.py`).
 
 Policy `series` edits for several windows, not for their sum: days and nights, one domain and another. Two loads that
 take turns can each be uneven on a placement that suits their sum. So every edit is chosen by what it gains on average
@@ -21,6 +21,7 @@ from moe_serve.eplb.policies.anew import ROUNDING, greedy_table, relabelled
 from moe_serve.eplb.policies.edits import Bools, EditState, all_overwrites, all_swaps, apply_edits, best_overwrites
 from moe_serve.eplb.policies.hierarchy import has_single_homes, plan_by_node, read_homes
 from moe_serve.eplb.policies.legal import HomeRule, LegalStart, make_legal, unkept_homes
+from moe_serve.eplb.policies.link_edits import LINK_MIN_GAIN, LINK_TARGET, deviating_batches, edit_links
 from moe_serve.eplb.policies.objectives import spread_over_nodes
 from moe_serve.eplb.policies.one_slot import edit_one_slot
 from moe_serve.eplb.policies.packing import Deadline, balancedness_bound
@@ -34,6 +35,7 @@ from moe_serve.eplb.policies.single_edits import (
     SMALL_SLACK,
     STEEPNESS,
     EditGoal,
+    EditLog,
     balance_reached,
     edit_layers,
     edits_within,
@@ -66,7 +68,8 @@ class IncrementalPolicy:
                plan); about 1 / the relative drift of a rank until the next plan. None = 20 with two slots, else 30
     risk:      see `pairs.PairRules`; used with two slots per rank only
     max_edits: effort, per layer
-    Without a placement in use the plan is that of `refined`.
+    Edits for the exact split (`link_edits.py`) end by their own target and gain per move; slack, steepness and risk do
+    not concern them. Without a placement in use the plan is that of `refined`.
     """
 
     slack: float | None = None
@@ -84,8 +87,8 @@ class IncrementalPolicy:
 
         An illegal start (an expert without a slot, on fewer than min_replicas ranks, or twice on one) is repaired
         first, which may take more moves. Under a hierarchy, missing experts come home and load off home beyond the
-        budget is lowered within these limits; the plan says what they left undone. No layer is less even than before,
-        but where the repair or the hierarchy asks for it.
+        budget is lowered within these limits; the plan says what they left undone. No layer is less even than before
+        under the planned split, but where the repair or the hierarchy asks for it.
         """
         if request.current is None:
             return RefinedPolicy().plan(request)
@@ -102,7 +105,8 @@ class IncrementalPolicy:
             table = spread_over_nodes(problem, edit_one_slot(problem, problem.request.max_moves, self.slack or 0.0))
             return finish(problem, table, unkept=unkept_limits(asked, problem, table, REPAIRED))
         start = make_legal(problem)
-        table, truncated = self._edited(problem, start)
+        links = start.rule is None and _wants_links(problem)
+        table, truncated = self._linked(problem, start.table) if links else self._edited(problem, start)
         if start.rule is None:
             table = spread_over_nodes(problem, table)
             return finish(problem, table, truncated, unkept=unkept_limits(asked, problem, table, REPAIRED))
@@ -135,25 +139,13 @@ class IncrementalPolicy:
 
     def _edited(self, problem: Problem, start: LegalStart) -> tuple[Ids, bool]:
         """Returns the edited table, and whether the deadline passed."""
-        assert problem.current is not None
         table, rule = start.table.copy(), start.rule
-        mean = problem.weight.sum(axis=1, keepdims=True) / problem.num_ranks
-        mean = np.where(mean > 0, mean, 1.0)
-        unit = problem.weight / mean
         pairs = problem.slots_per_rank == 2 and problem.num_ranks > 2 and rule is None
-        state = EditState(
-            unit,
-            table,
-            holds(problem.current, unit.shape[1]),
-            self.steepness or STEEPNESS,
-            None if problem.fixed is None else problem.fixed / mean,
-            problem.min_replicas,
-            problem.request.max_rank_moves,
-        )
+        state = self._state(problem, table)
         target = self._target(problem)
         before = balance_reached(state)
         most = problem.request.max_moves
-        budget = np.full(len(table), problem.num_slots if most is None else most)
+        budget = _budget(problem)
         todo = np.flatnonzero((before < target) & (state.num_moved < budget))
         if len(todo) == 0:
             return table, False
@@ -170,6 +162,37 @@ class IncrementalPolicy:
             better = balance_of(problem, single) > balance_of(problem, paired) * (1 + SINGLES_LEAD)
             return np.where(better[:, None, None], single, paired), truncated | cut
         return _edited_singly(problem, rule, state, todo, goal)
+
+    def _linked(self, problem: Problem, table: Ids) -> tuple[Ids, bool]:
+        """Returns the table [L, R, K] after edits for the exact split, and whether the deadline passed."""
+        state, budget = self._state(problem, table.copy()), _budget(problem)
+        todo = np.flatnonzero((state.num_moved < budget) & problem.weight.any(axis=1))
+        if len(todo) == 0:
+            return state.table, False
+        least = LINK_MIN_GAIN if problem.request.min_gain is None else problem.request.min_gain
+        goal = EditGoal(np.full(len(todo), LINK_TARGET), budget[todo], least, self.max_edits)
+        batches = deviating_batches(problem.weight, problem.num_ranks, problem.request.seed)[todo]
+        work = state.rows(todo)
+        moved = work.num_moved
+        log, truncated = edit_links(work, batches, goal, problem.deadline)
+        _keep_within_total(problem, state, todo, work, log, moved)
+        state.table[todo] = work.table
+        return state.table, truncated
+
+    def _state(self, problem: Problem, table: Ids) -> EditState:
+        """Returns a table [L, R, K] to edit in place."""
+        assert problem.current is not None
+        mean = problem.weight.sum(axis=1, keepdims=True) / problem.num_ranks
+        mean = np.where(mean > 0, mean, 1.0)
+        return EditState(
+            problem.weight / mean,
+            table,
+            holds(problem.current, problem.weight.shape[1]),
+            self.steepness or STEEPNESS,
+            None if problem.fixed is None else problem.fixed / mean,
+            problem.min_replicas,
+            problem.request.max_rank_moves,
+        )
 
     def _slack(self, problem: Problem) -> float:
         """Returns the share of the balancedness that a layer may lack."""
@@ -192,22 +215,49 @@ def _edited_singly(
     problem: Problem, rule: HomeRule | None, state: EditState, todo: Ints, goal: EditGoal
 ) -> tuple[Ids, bool]:
     """Returns the table after single edits of these layers, and whether the deadline passed."""
-    table, before, total = state.table.copy(), balance_reached(state)[todo], problem.request.max_total_moves
+    table, before = state.table.copy(), balance_reached(state)[todo]
     work = state.rows(todo)
-    if rule is None and total is None:
+    if rule is None and problem.request.max_total_moves is None:
         _fill_empty_slots(work, goal.target, goal.budget)
     moved = work.num_moved
     log, truncated = edit_layers(work, goal, None if rule is None else rule.rows(todo), problem.deadline)
-    if total is not None:
-        total -= int(state.num_moved.sum() - moved.sum())
-        work.table = table[todo]
-        mean = problem.weight[todo].sum(axis=1) / problem.num_ranks
-        replay_edits(work.table, log, edits_within(log, moved, np.where(mean > 0, mean, 1.0), total))
-        work.refresh()
+    _keep_within_total(problem, state, todo, work, log, moved)
     # A lower smooth maximum over ranks is nearly always a lower maximum; where it is not, nothing is gained.
     better = balance_reached(work) > before * (1 + ROUNDING)
     table[todo[better]] = work.table[better]
     return table, truncated
+
+
+def _keep_within_total(
+    problem: Problem, state: EditState, todo: Ints, work: EditState, log: EditLog, moved: Ints
+) -> None:
+    """Takes edits of `work`, the layers `todo` of a state, back until all layers keep `max_total_moves`, in place.
+
+    moved: [len(todo)] moves before the edits
+    """
+    total = problem.request.max_total_moves
+    if total is None:
+        return
+    total -= int(state.num_moved.sum() - moved.sum())
+    work.table = state.table[todo]
+    mean = problem.weight[todo].sum(axis=1) / problem.num_ranks
+    replay_edits(work.table, log, edits_within(log, moved, np.where(mean > 0, mean, 1.0), total))
+    work.refresh()
+
+
+def _wants_links(problem: Problem) -> bool:
+    """Whether the exact split serves the plan, and edits for it are better than those for the even one.
+
+    With four slots per rank or fewer these edits get stuck earlier than those for the even split.
+    """
+    exact = problem.request.planned_split == "exact" and problem.fixed is None
+    return exact and problem.slots_per_rank > 4 and problem.num_spare > 0
+
+
+def _budget(problem: Problem) -> Ints:
+    """Returns the moves of each layer, [L]."""
+    most = problem.request.max_moves
+    return np.full(len(problem.weight), problem.num_slots if most is None else most)
 
 
 def balance_of(problem: Problem, table: Ids) -> Floats:

@@ -45,13 +45,14 @@ class PlanRules:
     max_moves:      slots per layer whose rank may have to receive an expert; None = no limit. Needs a placement in use
     max_total_moves: the same for all layers together; the moves go to the layers where they gain most. Likewise
     max_rank_moves: experts that any one rank may have to receive in a layer; None = no limit. Likewise
-    min_gain:       a move of `incremental` lowers the smooth maximum of its layer by at least this share of the mean
-                    rank load; None = the policy's own
+    min_gain:       a move of `incremental` lowers the smooth maximum of its layer (planned for the exact split: the
+                    heaviest rank) by at least this share of the mean rank load; None = the policy's own
     time_budget_s:  stop after this long and mark the plan truncated; None = no stop
     objective:      one of OBJECTIVES, or weights of several, e.g. {"tokens": 1.0, "activated": 0.3}. off_node is
                     lowered by greedy and refined without a hierarchy (off_home = 1)
     cost:           prices for step_time
-    planned_split:  "even" or "exact": how the per-batch split will share an expert's tokens over its replicas
+    planned_split:  "even" or "exact": how the per-batch split will share an expert's tokens over its replicas; refined
+                    and incremental plan for either
     min_replicas:   ranks that every expert is on, at least: with 2, any one rank can be lost. Under a hierarchy
                     (off_home < 1) all of them are on the home node
     two_nodes:      spread replicas so that experts with two are on two nodes, where a swap does it that raises no

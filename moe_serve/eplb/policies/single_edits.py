@@ -28,7 +28,7 @@ NUM_HEAVY = 6  # of the heaviest ranks, at which swaps begin
 LEAST_RATE = 1e-9
 _EDITS_PER_LOOK = 16  # at the clock
 _SOURCE = Path(__file__).with_name("edits.c")
-_UNFUSED = "-ffp-contract=off"  # fused multiply-adds round once where numpy rounds twice
+UNFUSED = "-ffp-contract=off"  # fused multiply-adds round once where numpy rounds twice
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +159,7 @@ def balance_reached(state: EditState) -> Floats:
 def find_library() -> ctypes.CDLL | None:
     """Returns edits.c, or None where it cannot be built, which the log says once."""
     otherwise = "plans are edited by numpy, about ten times slower"
-    return find_c_library(_SOURCE, {"edit_layer": 1}, otherwise, (*processor_flags(), _UNFUSED))
+    return find_c_library(_SOURCE, {"edit_layer": 1}, otherwise, (*processor_flags(), UNFUSED))
 
 
 class _NativeEdits:

@@ -128,7 +128,7 @@ class PlanCommandOptions(opt.ReportOptions, PlanOptions, opt.TraceOptions, opt.C
         "--planned-split",
         default="even",
         help="How the server will share an expert's tokens over its replicas: even, or exact, for our own server with "
-        "eplb.split exact or time (-p refined).",
+        "eplb.split exact or time (-p refined or incremental).",
     )
     num_model_layers: int | None = opt.model_layers()
 
@@ -139,9 +139,10 @@ class PlanCommandOptions(opt.ReportOptions, PlanOptions, opt.TraceOptions, opt.C
                 f"--planned-split {self.planned_split} is for our own server; the engine of --for {self.target} shares "
                 "an expert's tokens evenly over its replicas, so drop --planned-split"
             )
-        if self.planned_split != "even" and self.policy != "refined":
+        if self.planned_split != "even" and self.policy not in ("refined", "incremental"):
             raise ConfigError(
-                f"policy {self.policy} plans for the even split alone; use -p refined, or drop --planned-split"
+                f"policy {self.policy} plans for the even split alone; use -p refined or incremental, or drop "
+                "--planned-split"
             )
         return replace(super().rules(), planned_split=self.planned_split)
 

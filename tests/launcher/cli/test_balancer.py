@@ -201,7 +201,7 @@ def test_plan_links_ranks_for_the_exact_split_where_that_is_asked_for() -> None:
     assert plans["even"] != plans["exact"]
     code, _, err = call("plan", *DEMO, "-p", "greedy", "--planned-split", "exact")
     assert code == 2
-    assert "policy greedy plans for the even split alone; use -p refined" in err
+    assert "policy greedy plans for the even split alone; use -p refined or incremental" in err
     code, _, err = call("plan", *DEMO, "--planned-split", "exact", "--for", "vllm")
     assert code == 2
     assert "is for our own server; the engine of --for vllm shares an expert's tokens evenly" in err
