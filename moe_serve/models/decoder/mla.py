@@ -65,6 +65,7 @@ class MlaAttention:
             q_kv_a, a_scale = take_rows(q_kv_a, rows), _scales_of(a_scale, rows)
             if q_b is not None:
                 q_b, b_scale = take_rows(q_b, queries), _scales_of(b_scale, queries)
+        kv_a_norm = weights.pop("kv_a_norm")
         kv_b = weights.pop("kv_b").view(spec.num_heads, spec.nope_dim + spec.value_dim, spec.kv_lora_rank)
         absorb = kv_b[:, : spec.nope_dim].contiguous()
         expand = kv_b[:, spec.nope_dim :].transpose(1, 2).contiguous()
@@ -74,7 +75,7 @@ class MlaAttention:
             q_kv_a=forms.linear(q_kv_a, a_bias, a_scale),
             q_a_norm=weights.pop("q_a_norm") if q_b is not None else None,
             q_b=forms.linear(q_b, scale=b_scale) if q_b is not None else None,
-            kv_a_norm=weights.pop("kv_a_norm") * spec.latent_factor,
+            kv_a_norm=kv_a_norm if spec.latent_factor == 1 else kv_a_norm * spec.latent_factor,
             absorb=forms.per_head(absorb),
             expand=forms.per_head(expand),
             out=forms.take_linear(weights, "o"),
