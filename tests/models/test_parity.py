@@ -15,7 +15,16 @@ from moe_serve.kernels.topk_gate import topk_gate_reference
 from moe_serve.models.decoder.mla import expand_from
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import MlaSpec
-from tests.models.families import ANOTHERS_FORM, FAMILIES, logits_behind, oracle_logits, spec_of
+from tests.models.families import (
+    ANOTHERS_FORM,
+    FAMILIES,
+    LIGHTNING,
+    logits_behind,
+    make_random,
+    oracle_logits,
+    save,
+    spec_of,
+)
 from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, load_decoder
 from tests.tolerance import FLOAT32, GREEDY_GAP, LOGITS, relative_error
 
@@ -96,6 +105,25 @@ def test_the_demo_model_agrees_with_transformers() -> None:
     runner.greedy([request], 32)
     assert len(request.output_ids) == 32
     assert request.output_ids == logits_behind(model, ids, request.output_ids).argmax(1).tolist()
+
+
+def test_minimax_rotates_as_many_columns_as_rotary_dim_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.minimax import modeling_minimax
+    from transformers.models.minimax_m2 import modeling_minimax_m2
+
+    # Which transformers rotates whole; MiniMax-M2 does it as published.
+    monkeypatch.setattr(modeling_minimax, "MiniMaxRotaryEmbedding", modeling_minimax_m2.MiniMaxM2RotaryEmbedding)
+    monkeypatch.setattr(modeling_minimax, "apply_rotary_pos_emb", modeling_minimax_m2.apply_rotary_pos_emb)
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    keys = LIGHTNING | {"head_dim": 44, "rope_parameters": rope | {"partial_rotary_factor": 30.1 / 44}}
+    model = make_random("minimax", keys)
+    wanted = [oracle_logits(model, ids) for ids in prompts()]
+    model.config.rope_parameters, model.config.rotary_dim = rope, 30
+    runner = Runner(load_decoder(save(model, tmp_path), COMPILED), COMPILED)
+    requests = [runner.request(str(i), ids) for i, ids in enumerate(prompts())]
+    runner.prefill(requests, chunk=64)
+    for request, logits in zip(requests, wanted, strict=True):
+        assert relative_error(runner.stacked(request), logits) < LOGITS
 
 
 def test_the_experts_of_axk2_s_other_groups_win_over_negative_scores(tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ STRETCHED = {key: value for key, value in YARN.items() if key != "rope_theta"}
         (QWEN_30B, {"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "rope_type 'longrope'"),
         (QWEN_30B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (GLM_45, {"partial_rotary_factor": 1.5}, "partial_rotary_factor of the rotary embedding is 1.5"),
+        (MINIMAX_M2, {"rotary_dim": 130}, "rotary_dim is 130, expected at most 128"),
         (GLM_45, {"partial_rotary_factor": "half"}, "partial_rotary_factor of the rotary embedding is 'half'"),
         (GLM_45, {"partial_rotary_factor": 0.4}, "the rotated head width is 51; it must be even"),
         (DOTS_LLM1, {"layer_types": ["chunked_attention"] * 62}, "attention 'chunked_attention'"),

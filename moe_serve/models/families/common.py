@@ -198,14 +198,14 @@ def read_rope(
     config: HfConfig,
     dim: int,
     interleaved: bool = False,
-    partial_default: float | None = None,
+    rotated: int | None = None,
     may_be_long: bool = False,
 ) -> RopeSpec:
     """Returns the rotary embedding of a config.json, with old (rope_theta, rope_scaling) or new (rope_parameters) keys.
 
     dim: width of a head that may be rotated
     interleaved: whether the two of a pair lie side by side; else half a head apart
-    partial_default: share of it that is rotated where config.json does not say; None: always all of it
+    rotated: how much of it is where config.json gives no share of it; None: always all of it
     may_be_long: whether the family knows LongRoPE
     Raises ModelError for a kind that is not ROPE_TYPES, and for missing or impossible numbers.
     """
@@ -216,9 +216,9 @@ def read_rope(
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in ROPE_TYPES and not (may_be_long and kind == "longrope"):
         raise ModelError(f"{where}: rope_type {shown(kind)} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    dim = _rotated(given, values, dim, where, partial_default)
-    if dim % 2:
-        raise ModelError(f"{where}: the rotated head width is {dim}; it must be even")
+    dim = _rotated(given, values, dim, where, rotated)
+    if dim < 2 or dim % 2:
+        raise ModelError(f"{where}: the rotated head width is {dim}; it must be even, and at least 2")
     theta = _number(given, "rope_theta", where, default=_number(values, "rope_theta", where, default=10000.0))
     if theta <= 1:
         raise ModelError(f"{where}: rope_theta of the rotary embedding is {theta:g}, expected a number above 1")
@@ -234,11 +234,11 @@ def read_rope(
 
 
 def ropes_by_kind(
-    config: HfConfig, attention: GqaSpec, thetas: Mapping[str, float], partial_default: float | None = None
+    config: HfConfig, attention: GqaSpec, thetas: Mapping[str, float], rotated: int | None = None
 ) -> tuple[RopeSpec, RopeSpec | None]:
     """Returns the rotations of full layers and of windowed ones, where there are any; rope_parameters has both by kind.
 
-    thetas: by kind, where rope_parameters is missing;  partial_default: as of read_rope
+    thetas: by kind, where rope_parameters is missing;  rotated: as of read_rope
     Raises ModelError as read_rope does, and for a rope_scaling, which would say nothing of kinds.
     """
     key, scaling = "partial_rotary_factor", config.get("rope_scaling", {})
@@ -256,20 +256,21 @@ def ropes_by_kind(
         if not isinstance(of_kind, Mapping) or "rope_theta" not in of_kind:
             raise config.wrong("rope_parameters", given, f"an object with the rope_theta of {' and of '.join(kinds)}")
         name = of_kind.get("rope_type") or of_kind.get("type") or "default"
-        if name != "default" and key not in of_kind and partial_default not in (None, 1.0):
+        if name != "default" and key not in of_kind and rotated not in (None, attention.head_dim):
             raise config.refuse(f"rope_type {shown(name)} without {key}")  # transformers would rotate all of a head
         of_kind_alone = HfConfig({**outer, "rope_scaling": None, "rope_parameters": of_kind}, config.where)
-        found.append(read_rope(of_kind_alone, attention.head_dim, partial_default=partial_default))
+        found.append(read_rope(of_kind_alone, attention.head_dim, rotated=rotated))
     return found[0], found[1] if len(kinds) > 1 else None
 
 
-def _rotated(
-    given: Mapping[str, Any], values: Mapping[str, Any], dim: int, where: str, partial_default: float | None
-) -> int:
+def _rotated(given: Mapping[str, Any], values: Mapping[str, Any], dim: int, where: str, default: int | None) -> int:
     """Returns how many elements of a head are rotated."""
     key = "partial_rotary_factor"
-    partial = _number(given, key, where, default=_number(values, key, where, default=partial_default or 1.0))
-    if partial_default is None and partial != 1.0:
+    share = next((each[key] for each in (given, values) if each.get(key) is not None), None)
+    if share is None:
+        return dim if default is None else default
+    partial = _number({key: share}, key, where)
+    if default is None and partial != 1.0:
         raise ModelError(f"{where}: {key} {shown(partial)} is not supported; only 1.0 is")
     if partial > 1 or int(dim * partial) < 1:
         raise ModelError(

@@ -18,7 +18,7 @@ def read(config: HfConfig) -> ModelSpec:
     attention = replace(gqa(config), qkv_bias=config.flag("attention_bias"))
     if config.flag("use_qk_norm"):
         attention = replace(attention, qk_norm="head")
-    rope = read_rope(config, attention.head_dim, partial_default=0.5)
+    rope = read_rope(config, attention.head_dim, rotated=attention.head_dim // 2)
     width = config.size("moe_intermediate_size")
     spec = model_of(config, attention, deepseek_v3_router(config), width, moe_layers_behind_dense_ones(config), rope)
     shared = width * config.size("n_shared_experts", default=1, minimum=0)

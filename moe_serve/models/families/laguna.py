@@ -30,7 +30,7 @@ def read(config: HfConfig) -> ModelSpec:
     if config.get("rope_parameters") is None:
         ropes = {kind: {"rope_theta": theta, "partial_rotary_factor": share} for kind, (theta, share) in _KINDS.items()}
         config = HfConfig({**config.values, "rope_parameters": ropes}, config.where)
-    rope, windowed_rope = ropes_by_kind(config, attention, {}, partial_default=1.0)
+    rope, windowed_rope = ropes_by_kind(config, attention, {}, rotated=attention.head_dim)
     router = RouterSpec(
         num_logical=config.size("num_experts"),
         topk=config.size("num_experts_per_tok"),

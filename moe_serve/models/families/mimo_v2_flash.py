@@ -42,7 +42,7 @@ def read(config: HfConfig) -> ModelSpec:
     )
     if heads.num_heads % (2 * heads.num_kv_heads):
         raise config.wrong("num_key_value_heads", heads.num_kv_heads, f"a number that divides {heads.num_heads} twice")
-    rope, windowed_rope = ropes_by_kind(config, attention, _THETAS, partial_default=0.334)
+    rope, windowed_rope = ropes_by_kind(config, attention, _THETAS, rotated=int(0.334 * heads.head_dim))
     spec = model_of(config, attention, deepseek_v3_router(config), width, moe_layer_ids, rope)
     if attention.value_dim is not None and spec.integers is not None:
         raise config.refuse("whole numbers of 4 or 8 bits, of values that are narrower than keys,")

@@ -25,9 +25,9 @@ def read(config: HfConfig) -> ModelSpec:
     config = within_longest_context(config)
     linear = stateful_layers(config, "linear_attention", lambda layer: layer % 2 == 1)
     attention = windowed(gqa(config), config)
-    rotated = config.size("rotary_dim", default=attention.head_dim) / attention.head_dim
+    rotated = config.size("rotary_dim", default=attention.head_dim, largest=attention.head_dim)
     router = RouterSpec(config.size("num_local_experts", "num_experts"), config.size("num_experts_per_tok"))
-    rope = read_rope(config, attention.head_dim, partial_default=rotated)
+    rope = read_rope(config, attention.head_dim, rotated=rotated)
     width = config.size("head_dim", default=attention.head_dim, largest=WIDEST_HEAD)
     alphas, betas = (
         [config.positive(f"{part}_{name}_factor") for part in ("full_attn", "linear_attn", "mlp")]

@@ -16,8 +16,8 @@ def read(config: HfConfig) -> ModelSpec:
     config.only("use_routing_bias", True)
     config.only("shared_intermediate_size", 0)
     config.only("attn_type_list", [1] * config.num_layers)
-    rotated = config.size("rotary_dim", default=attention.head_dim) / attention.head_dim
-    rope = read_rope(config, attention.head_dim, partial_default=rotated)
+    rotated = config.size("rotary_dim", default=attention.head_dim, largest=attention.head_dim)
+    rope = read_rope(config, attention.head_dim, rotated=rotated)
     router = RouterSpec(
         num_logical=config.size("num_local_experts", "num_experts"),
         topk=config.size("num_experts_per_tok"),

@@ -29,8 +29,7 @@ def read(config: HfConfig) -> ModelSpec:
     )
     # What is rotated may be said as a share of the whole head.
     nope_dim, rope_dim = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
-    share = rope_dim / (nope_dim + rope_dim)
-    rope = read_rope(config, nope_dim + rope_dim, config.flag("rope_interleave", default=True), share)
+    rope = read_rope(config, nope_dim + rope_dim, config.flag("rope_interleave", default=True), rope_dim)
     if rope.dim != rope_dim:
         raise config.refuse(f"partial_rotary_factor that rotates {rope.dim} elements of qk_rope_head_dim {rope_dim}")
     plain: Any = {key: value for key, value in given.items() if key != "partial_rotary_factor"}

@@ -24,7 +24,7 @@ from moe_serve.models.spec import ExpertNames, ModelSpec
 def read(config: HfConfig) -> ModelSpec:
     bias = config.flag("attention_bias")
     attention = replace(gqa(config), qk_norm="head", qkv_bias=bias, out_bias=bias, has_gate=True)
-    rope = read_rope(config, attention.head_dim, partial_default=0.25)
+    rope = read_rope(config, attention.head_dim, rotated=attention.head_dim // 4)
     interval = config.size("full_attention_interval", default=4)
     linear = stateful_layers(config, "linear_attention", lambda layer: (layer + 1) % interval != 0)
     width = config.size("moe_intermediate_size")
