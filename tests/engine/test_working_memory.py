@@ -113,7 +113,7 @@ def test_the_largest_step_takes_what_is_said_and_not_much_less(family: str, nume
         runner = Runner(decoder, numerics, num_blocks=KEYS // BLOCK_SIZE)
         peaks[name] = peak_bytes(runner, step)
     measured = max(peaks.values())
-    most = 1.03 if numerics.compiled else 1.72  # a recording says the sizes of its buffers
+    most = 1.03 if numerics.compiled else 1.75  # a recording says the sizes of its buffers
     assert measured <= said < most * measured, f"{said} for {largest}; {peaks}"
 
 

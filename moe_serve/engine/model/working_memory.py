@@ -135,11 +135,10 @@ def _experts(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
 
 def _attention(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
     if sizes.on_gpu:
-        before = sizes.rows * spec.hidden * sizes.itemsize  # the rows of the MLP before, which the loop still holds
         if isinstance(spec.attention, GqaSpec):
             kinds = _kinds(spec, spec.attention)
-            return before + max(_gqa_on_gpu(kind, spec.num_layers, sizes) for kind in kinds)
-        return before + _mla_on_gpu(spec.attention, numerics, sizes)
+            return max(_gqa_on_gpu(kind, spec.num_layers, sizes) for kind in kinds)
+        return _mla_on_gpu(spec.attention, numerics, sizes)
     if isinstance(spec.attention, GqaSpec):
         kinds = _kinds(spec, spec.attention)
         return max(*(_gqa(kind, numerics, sizes) for kind in kinds), _stateful(spec, sizes))
