@@ -95,7 +95,7 @@ MODELS = [(model, size) for size in SIZES for model in ("demo", *TINY, *OTHER_FA
 # Of families that are served here alone: attention, states, gates or experts of a kind of their own. That rows of the
 # others have the same bits in any batch, tests/models/test_invariance.py holds by default for each of them.
 OF_A_KIND = (
-    "qwen2_moe", "qwen3_next", "deepseek_v2", "deepseek_v32", "llama4_text", "phimoe", "lfm2_moe", "granitemoehybrid",
+    "cohere2_moe", "qwen3_next", "longcat_flash", "deepseek_v32", "llama4_text", "phimoe", "lfm2_moe", "minimax",
     "nemotron_h", "kimi_linear",
 )  # fmt: skip
 
