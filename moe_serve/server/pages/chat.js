@@ -212,7 +212,9 @@ function showExperts(box, tokens, experts, promptLength, before, now) {
     const tell = () => {
       const layers = Array.from({ length: read.layers }, (_, layer) => `layer ${layer}: ` + [...read.of(row, layer)].map((expert) => {
         const ranks = holders(layer, expert);
-        return ranks.length ? `${expert} (rank ${ranks.join(" or ")})` : expert;
+        if (ranks.length) return `${expert} (rank ${ranks.join(" or ")})`;
+        const isIdentity = now?.rows[layer] && expert > Math.max(...now.rows[layer]); // its id lies behind the others'
+        return isIdentity ? `${expert} (gives back its input)` : expert;
       }).join(", "));
       text.textContent = `${JSON.stringify(token)}, experts by MoE layer, best first. ${layers.join("; ")}`;
       for (const other of buttons) if (other) other.tabIndex = -1;
