@@ -318,8 +318,7 @@ class ModelSpec:
     fp8_block: Fp8Block | None = None  # what shares a scale in an FP8 checkpoint
     integers: IntegerCoding | None = None  # of matrices that are packed in the checkpoint
     experts_in_mxfp4: bool = False  # the matrices of experts are stored so (kernels/quantised.py)
-    layer_norm: bool = False  # norms of whole rows take the mean out
-    layer_norm_bias: bool = True  # which have biases then
+    norm: Literal["rms", "layer", "layer_bias"] = "rms"  # of whole rows; layer norms take the mean out
     is_parallel: bool = False  # MLP or experts read the rows that attention reads, and both are added to the residual
     moe_factor: float = 1.0  # on what experts and a shared one give together
     tensor_prefix: str = ""  # in front of the checkpoint's names

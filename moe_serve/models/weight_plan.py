@@ -291,7 +291,7 @@ def _norm(name: str, source: str, width: int, plus_one: bool = False) -> DenseTe
 
 def _layer_norm(spec: ModelSpec, name: str, source: str) -> Iterator[DenseTensor]:
     yield _norm(name, source + ".weight", spec.hidden, spec.norms_from_zero)
-    if spec.layer_norm and spec.layer_norm_bias:
+    if spec.norm == "layer_bias":
         yield DenseTensor(name + "_bias", (Part(source + ".bias", (spec.hidden,)),), "bias")
 
 

@@ -284,9 +284,9 @@ def _norm(spec: ModelSpec, weights: dict[str, Any], name: str, forms: WeightForm
         return GatedNorm(weight, *(forms.take_linear(weights, name + part) for part in ("_gate_in", "_gate_out")))
     if spec.normed_residual is not None:
         return ResidualNorm(weight)
-    if not spec.layer_norm:
+    if spec.norm == "rms":
         return weight
-    return LayerNorm(weight, weights.pop(name + "_bias") if spec.layer_norm_bias else torch.zeros_like(weight))
+    return LayerNorm(weight, weights.pop(name + "_bias") if spec.norm == "layer_bias" else torch.zeros_like(weight))
 
 
 def _mlp(weights: dict[str, Any], prefix: str, forms: WeightForms) -> GatedMlp | Fp8Mlp | PackedMlp:

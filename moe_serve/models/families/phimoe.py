@@ -20,7 +20,7 @@ def read(config: HfConfig) -> ModelSpec:
         jitter=config.positive("router_jitter_noise", 0.01),
     )
     spec = model_of(config, attention, router, config.size("intermediate_size"), rope=rope)
-    return replace(spec, expert_names=W1_W3_W2, layer_norm=True, head_bias=config.flag("lm_head_bias"))
+    return replace(spec, expert_names=W1_W3_W2, norm="layer_bias", head_bias=config.flag("lm_head_bias"))
 
 
 DEFAULTS = {"phimoe": {"eos_token_id": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}}
