@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # which have tensors
 _BYTES_UP = 32 << 20  # of pages that a request takes in one step
 _BYTES_DOWN = 32 << 20  # of states that are copied to the tiers in one step; one state is, whatever it takes
 _BYTES_BESIDE = 2 << 20  # the same beside requests that decode, which wait for it: about 0.5 ms
+_STEPS_OF_STATE = 16  # in which a state comes, however large: models with large ones have long steps
 # Of prompts that prefill ranks compute still: in one step beside requests that decode, and where nobody waits.
 _BYTES_EARLY, _BYTES_EARLY_IDLE = 512 << 10, 4 << 20
 _MAX_DAMAGED = 3  # takes in a row of early pages that were not right: half written, or damaged
@@ -381,7 +382,8 @@ class RequestBlocks:
     ) -> bool:
         """Takes pages, and then the state behind them, without which they are of no use; returns whether there may be
         more. They become published blocks and a snapshot, from which the request goes on as behind any prefix."""
-        (start, offset), end = divmod(request.num_computed, self.block_size), self._blocks_before_state(request)
+        start, offset = divmod(request.num_computed, self.block_size)
+        end = self._blocks_before_state(request)
         if self._cache is None or offset or start >= end or request.num_reusable < end * self.block_size:
             return False
         arriving = self._arriving.get(request.request_id)
@@ -394,7 +396,7 @@ class RequestBlocks:
                 return False
             arriving = self._arriving[request.request_id] = _Arriving(slot, start)
         arriving.num_blocks = max(arriving.num_blocks, start)
-        num_left = max(1, most_bytes // receiver.page_bytes)
+        num_left = max(most_bytes // receiver.page_bytes, -(-receiver.num_state_pages // _STEPS_OF_STATE))
         keys = request.block_keys
         while num_left and arriving.num_blocks < end:
             first = arriving.num_blocks
@@ -443,7 +445,8 @@ class RequestBlocks:
                 if slot < 0:
                     return False
                 arriving = self._arriving[request.request_id] = _Arriving(slot, start)
-            end, num_left = start + (fetch.num_blocks or 0), max(1, most_bytes // tiers.page_bytes)
+            num_left = max(most_bytes // tiers.page_bytes, -(-tiers.num_state_pages // _STEPS_OF_STATE))
+            end = start + (fetch.num_blocks or 0)
             at = arriving.num_blocks
             num_taken = tiers.take(fetch, request.block_ids[at : min(end, at + num_left)])
             arriving.num_blocks += num_taken

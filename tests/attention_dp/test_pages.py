@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_serve.attention_dp import pages
+from moe_serve.attention_dp import pages, request_blocks
 from moe_serve.attention_dp.host_pages import PAGE_AT, HostPages, slot_bytes
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.attention_dp.page_channel import PageCopier
@@ -523,6 +523,30 @@ def test_a_state_with_a_damaged_page_is_not_taken_and_its_slot_is_free_again(
     assert again.num_cached_prompt == (8 if damaged is None else 0)
     assert tiers.counters["checksum"] == (damaged is not None)
     assert not states._filled
+    tiers.close()
+
+
+def test_a_large_state_comes_in_a_bounded_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_blocks, "_BYTES_UP", 1)
+    cache = KvCache([KvLayout.gqa(1, 2)], 8, 4, torch.float32, "cpu", states=[((990,),)], num_states=4)
+    assert cache.num_state_pages == 62
+    tiers, states = PageTiers(cache, in_memory(cache), None), StateSlots(2, 0, num_snapshots=2, interval=64)
+    blocks = RequestBlocks(8, 4, tiers=tiers, states=states)
+    scheduler = Scheduler(blocks, 2, 16, 64)
+    scheduler.add(make_request("first", num_prompt=11, max_new_tokens=1))
+    while scheduler.has_work:
+        run_step(scheduler)
+    until(lambda: tiers.counters["down"] == 2 + 62)
+    assert blocks._cache is not None
+    blocks._cache.clear()
+    states.clear()
+    scheduler.add(make_request("again", num_prompt=11, max_new_tokens=1))
+    assert scheduler.propose().is_empty
+    until(lambda: blocks._fetches["again"].num_read == 2 + 62)
+    num_steps = 1
+    while scheduler.propose().is_empty and num_steps < 99:
+        num_steps += 1
+    assert num_steps <= 17, "and with the first of them the pages of blocks"
     tiers.close()
 
 
