@@ -388,9 +388,12 @@ def _behind(slots: Tensor, skipped: Sequence[int]) -> Tensor:
         if number:
             after = int(row[2])
             row[0] = row[1]
-            row[2] = max(after - number, 0) if after > 0 else min(after + number, 0)
-            if after + number < 0:
-                row[3 : 3 - after - number] = row[3 + number : 3 - after].clone()
+            if after > 0:
+                row[2] = max(after - number, 0)
+                continue
+            num_left = max(-after - number, 0)  # of copies after each row
+            row[2] = -num_left
+            row[3 : 3 + num_left] = row[3 + number : 3 + number + num_left].clone()
     return slots
 
 

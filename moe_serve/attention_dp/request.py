@@ -126,7 +126,9 @@ class Request:
     queued_us: int = 0  # from there to its first chunk, until that is reported with its first token
 
     def state_row(self, start: int, length: int) -> tuple[int, ...]:
-        """Returns where the state of tokens start..start+length is, as SequenceStates takes it."""
+        """Returns where the state of tokens start..start+length is, as SequenceStates takes it: the slots that it is
+        read from and written to, then after how many tokens one copy is kept, and its slot; with drafts -n, and n slots
+        """
         if self.draft_slots:
             *copies, to = self.draft_slots
             return self.state_from, to, -len(copies), *copies
