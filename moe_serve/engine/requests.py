@@ -355,7 +355,8 @@ class StepEvents:
     ) -> list[tuple[int, ScheduledChunk, int]]:
         """Draws at once for requests of which only a form depends on the tokens before: what it takes behind each draft
         is known. Returns the other ones. Arguments as in `_verify`."""
-        others, numbers, asking, depths, changes = [], [], [], [], []
+        others, asking, changes = [], [], []
+        numbers, depths = list[int](), list[int]()  # rows of logits, and behind how many drafts each is
         at_once: list[tuple[int, ScheduledChunk, int]] = []  # and how many rows
         for index, chunk, start in going:
             if not self._goes_on(events[index], chunk.drafts, 0):
