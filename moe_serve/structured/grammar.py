@@ -24,7 +24,7 @@ from moe_serve.structured.json_schema import (
     told_exactly,
     with_options,
 )
-from moe_serve.structured.other_words import REPEATED, in_known_words
+from moe_serve.structured.other_words import REPEATED, TOO_MUCH, in_known_words
 from moe_serve.structured.vocabulary import Vocabulary
 
 _MAX_TAGS = 256  # structures of a structural tag
@@ -71,6 +71,7 @@ _WAY_OUT = (
 _REASONS = (
     (r"Unimplemented keys: \[(.*?)\]", "its {} cannot be held to the letter", ""),
     (REPEATED, 'its "minProperties" cannot be held to the letter, since names may repeat', ""),
+    (TOO_MUCH, 'to hold its "not", "oneOf" and the like takes more than one schema may take', ""),
     (r"oneOf constraints are not supported", 'options of a "oneOf" in it may hold together', ""),
     (r"Current row has (\d+) items", "at one place of an output {} items of its rules apply", "max_items_in_row"),
     (r"Too many items", "to say what may come at one place of an output takes too many items of its rules",

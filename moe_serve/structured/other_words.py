@@ -7,9 +7,11 @@ A word that has no such form stays as it is, and llguidance refuses it by name.
 """
 
 import itertools
+import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -17,7 +19,8 @@ from moe_serve.structured.json_schema import BY_NAME, DATA, DEFINITIONS, DESCRIP
 
 _Any = Schema | bool  # what may stand where a schema does
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
-_MOST_PARTS = 20_000  # schemas that are looked at for one schema
+_MOST_PARTS = 50_000  # that are looked at and written for one schema
+_PER_PART = 100  # characters of a text, and pairs of options, that count as one
 _MOST_DEPTH = 24  # of references and of schemas in one another that a complement follows
 _MOST_ORDERS = 120  # of the items of an array whose items differ
 _SAY_NOTHING_WITHOUT = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
@@ -43,14 +46,11 @@ _OWN_TYPE = {
 
 
 REPEATED = "names that a schema leaves open may repeat"  # and count once; llguidance counts each
+TOO_MUCH = "a schema in words that are known takes too many parts"
 
 
 class _NoForm(Exception):
     """A word has no form in words that llguidance knows."""
-
-
-class _TooMuch(Exception):
-    """More schemas than may be looked at."""
 
 
 def in_known_words(text: str, schema: Any) -> Any:
@@ -58,14 +58,15 @@ def in_known_words(text: str, schema: Any) -> Any:
 
     text: the schema, which need not be read where it has no such word
 
-    Raises ValueError(REPEATED) where minProperties may be reached by one name that comes several times.
+    Raises ValueError: REPEATED where minProperties may be reached by one name that comes several times, TOO_MUCH
+    where that takes more work than one schema may, and where a word has a value of another kind than it takes.
     """
     if not isinstance(schema, dict) or not any(f'"{word}"' in text for word in _WORDS):
         return schema
     try:
         return _Reading(schema).said(schema)
-    except (_TooMuch, RecursionError):
-        return schema
+    except RecursionError:
+        raise ValueError(TOO_MUCH) from None
 
 
 class _Reading:
@@ -77,6 +78,7 @@ class _Reading:
         draft = str(root.get("$schema", ""))
         self._is_old = re.search(r"draft-0[3-7]", draft) is not None  # words beside a $ref say nothing
         self._lists_items = self._is_old or "2019-09" in draft  # items: a list is what prefixItems is later
+        _check(root, "")
         parts = list(inner(root, "", definitions=True))
         # Of one document: a reference counts from the root, and anchors mean one place each.
         self._is_one = not any(
@@ -94,9 +96,9 @@ class _Reading:
 
     def said(self, schema: Any) -> Any:
         """Returns a schema in words that llguidance knows, as far as there are any."""
+        self._spend()
         if not isinstance(schema, dict):
             return schema
-        self._spend()
         own, more = self._with_plain_references(schema), []
         if self._is_old and isinstance(own.get("$ref"), str):
             own = {word: own[word] for word in own if word == "$ref" or word in _SAID_BY_NOBODY - {"$id", "id"}}
@@ -119,12 +121,16 @@ class _Reading:
                 own.pop(word, None)
         result: Schema = {}
         for word, part in own.items():
-            if word in BY_NAME and isinstance(part, dict):
+            if word in BY_NAME or word not in _OF_SCHEMAS:
+                self._spend(len(repr(list(part) if word in BY_NAME else part)) // _PER_PART)
+            if word in BY_NAME:
                 result[word] = {name: self.said(each) for name, each in part.items()}
-            elif isinstance(part, list) and word not in DATA:
+            elif isinstance(part, list) and word in _OF_SCHEMAS:
                 result[word] = [self.said(each) for each in part]
+            elif word in _OF_SCHEMAS or (word not in DATA and _may_be_schema(part)):  # a group of definitions
+                result[word] = self.said(part)
             else:
-                result[word] = part if word in DATA else self.said(part)
+                result[word] = part
         if more:
             result["allOf"] = [*_list(result.get("allOf")), *(self.said(part) for part in more)]
         return result
@@ -205,13 +211,12 @@ class _Reading:
         """Returns a case for each value that rules ask a property for, for its other values, and for its absence."""
         asked = [self._asked(rule["if"]) for rule in rules]
         values = _different(value for each in asked if each for value in each[1])
+        keys = [set(map(_key, each[1])) for each in asked if each]
+        self._spend(len(values) * len(rules) // _PER_PART)
         cases: list[_Any] = []
         for value in values:
-            then = [
-                rule.get("then" if _has(each[1], value) else "else", True)
-                for each, rule in zip(asked, rules, strict=True)
-                if each
-            ]
+            key = _key(value)
+            then = [rule.get("then" if key in each else "else", True) for each, rule in zip(keys, rules, strict=True)]
             cases.append(_all_of([_with_property(name, {"const": value}), *then]))
         others = [rule.get("else", True) for rule in rules]
         cases.append(_all_of([_with_property(name, self._complement({"enum": values})), *others]))
@@ -231,9 +236,16 @@ class _Reading:
         if not isinstance(options, list):
             raise _NoForm
         cases = []
+        facts = [self._facts([own, option]) for option in options]
         for index, option in enumerate(options):
-            others = [each for number, each in enumerate(options) if number != index]
-            overlap = [each for each in others if not self._apart(_all_of([own, option]), each)]
+            self._spend(len(options) // _PER_PART)
+            overlap = [
+                each
+                for number, each in enumerate(options)
+                if number != index
+                and not facts[index].exclude(facts[number])
+                and not self._apart(_all_of([own, option]), each)
+            ]
             within = self._names(_all_of([own, option]))
             cases.append(_all_of([option, *(self._complement(each, within) for each in overlap)]))
         return own, [_any_of(cases)]
@@ -257,9 +269,9 @@ class _Reading:
             return names or {"properties": {}, "additionalProperties": False}
         if depth > _MOST_DEPTH:
             raise _NoForm
+        self._spend()
         found: list[_Any] = []
         words = _words_of(names)
-        words.pop("format", None)  # an annotation, which llguidance holds of texts and not of names
         if "$ref" in words:
             found.append(self._named(self._target(words.pop("$ref")), depth + 1))
         kinds = words.pop("type", None)
@@ -271,19 +283,15 @@ class _Reading:
             found.append({"properties": {each: True for each in values if isinstance(each, str)},
                           "additionalProperties": False})  # fmt: skip
         if "not" in words:
-            found.append(self._not_named(words.pop("not"), depth))
+            found.append(self._not_named(words.pop("not")))
         for part in _list(words.pop("allOf", [])):
             found.append(self._named(part, depth + 1))
-        if "anyOf" in words:
-            options = [_words_of(self._named(part, depth + 1)) for part in _list(words.pop("anyOf"))]
-            patterns = [_names_pattern(option) for option in options]
-            if not any(option == {} for option in options):
-                found.append({"patternProperties": {"|".join(f"(?:{each})" for each in patterns): True},
-                              "additionalProperties": False})  # fmt: skip
         least, most = words.pop("minLength", 0), words.pop("maxLength", None)
         if (least, most) != (0, None):
             if not isinstance(least, int) or not isinstance(most, int | None):
                 raise _NoForm
+            if most is not None and least > most:
+                return self._named(False)
             found.append({"patternProperties": {f"^{_ANY}{{{least},{'' if most is None else most}}}$": True},
                           "additionalProperties": False})  # fmt: skip
         if "pattern" in words:
@@ -292,14 +300,14 @@ class _Reading:
             raise _NoForm
         return _all_of(found)
 
-    def _not_named(self, names: Any, depth: int) -> _Any:
+    def _not_named(self, names: Any) -> _Any:
         """Returns a schema of objects none of whose names a schema takes; other names stay free of a pattern."""
         texts = self._values(names)
         if texts is None and set(_words_of(names)) == {"pattern"}:
             texts = _texts_of(names["pattern"])
-        if texts is not None:
-            return {"properties": {each: False for each in texts if isinstance(each, str)}}
-        return self._named(self._complement(names), depth + 1)
+        if texts is None:
+            raise _NoForm
+        return {"properties": {each: False for each in texts if isinstance(each, str)}}
 
     def _of_different(self, own: Schema, word: str) -> tuple[Schema, list[_Any]]:
         different, most = own.pop(word), own.get("maxItems")
@@ -309,7 +317,7 @@ class _Reading:
         if values is None or "prefixItems" in own:
             raise _NoForm
         length = min(len(values), most) if isinstance(most, int) else len(values)
-        if math.perm(len(values), length) > _MOST_ORDERS:
+        if len(values) > _MOST_ORDERS or math.perm(len(values), length) > _MOST_ORDERS:
             raise _NoForm
         first, then = ("items", "additionalItems") if self._lists_items else ("prefixItems", "items")
         orders: list[_Any] = [
@@ -333,6 +341,7 @@ class _Reading:
 
     def _evaluated(self, schema: Any, depth: int = 0) -> tuple[dict[str, None] | None, dict[str, None]]:
         """Returns the properties and patterns that a schema speaks of, whatever the value; None: of all."""
+        self._spend()
         names: dict[str, None] = {}
         patterns: dict[str, None] = {}
         if not isinstance(schema, dict):
@@ -372,6 +381,7 @@ class _Reading:
         cases: list[_Any] = [{"type": "object", "properties": others, **some}]
         for name in optional:
             only = {each: False for each in optional if each != name} if most else {}
+            self._spend(1 + len(only))
             cases.append(
                 {"type": "object", "properties": only, "required": [name], **({"maxProperties": 1} if most else {})}
             )
@@ -418,6 +428,7 @@ class _Reading:
                     raise _NoForm
                 return [{"type": left} for left in [sorted(set(_TYPES) - kinds)] if left]
             case "const" | "enum":
+                self._spend(len(repr(value)) // _PER_PART)
                 return [_other_than([value] if word == "const" else value)]
             case "not":
                 return [value]
@@ -480,8 +491,8 @@ class _Reading:
     def _apart_in(self, kind: str, first: list[Schema], second: list[Schema], depth: int) -> bool:
         """Returns whether two lists of schemas, each of which all hold, have no value of a type in common."""
         values = [self._values(each) for each in (*first, *second)]
-        known = [value for value in values if value is not None]
-        if len(known) > 1 and not any(all(_has(each, value) for each in known[1:]) for value in known[0]):
+        known = [set(map(_key, value)) for value in values if value is not None]
+        if len(known) > 1 and not set.intersection(*known):
             return True
         if kind == "array":
             least = max((each.get("minItems", 0) for each in (*first, *second)), default=0)
@@ -489,12 +500,26 @@ class _Reading:
         if kind != "object":
             return False
         required = {name for each in (*first, *second) for name in _list(each.get("required"))}
+        self._spend(len(required))
         return any(
             self._apart(a, b, depth)
             for name in sorted(required)
             for a in _of_property(first, name)
             for b in _of_property(second, name)
         )
+
+    def _facts(self, schemas: list[_Any]) -> "_Facts":
+        """Returns what is known of the values that schemas, which all hold, take."""
+        found = _Facts(set(_TYPES), {}, set())
+        for each in (part for schema in schemas for part in self._conjuncts(schema)):
+            found.kinds &= self._kinds_of(each)
+            found.required.update(_list(each.get("required")))
+            asked = {name: self._values(part) for name, part in each.get("properties", {}).items()}
+            for name, values in [(None, self._values(each)), *asked.items()]:
+                if values is not None:
+                    keys = set(map(_key, values))
+                    found.values[name] = found.values.get(name, keys) & keys
+        return found
 
     def _kinds_of(self, schema: Schema) -> set[str]:
         values = self._values(schema)
@@ -505,6 +530,7 @@ class _Reading:
 
     def _conjuncts(self, schema: Any, depth: int = 0) -> Iterator[Schema]:
         """Yields schemas that all hold where a schema does, with what it refers to."""
+        self._spend()
         if not isinstance(schema, dict):
             return
         old_reference = self._is_old and "$ref" in schema
@@ -534,6 +560,7 @@ class _Reading:
 
     def _values(self, schema: Any, depth: int = 0) -> list[Any] | None:
         """Returns the values that a schema takes, where they are few and told by name; None: others too."""
+        self._spend()
         if schema is False:
             return []
         if not isinstance(schema, dict) or depth > 8:
@@ -560,6 +587,7 @@ class _Reading:
             found = [None, True, False]
         if found is None:
             return None
+        self._spend(len(found) // _PER_PART)
         return _different(value for value in found if _kind_of(value) in kinds or _is_integer(value, kinds))
 
     def _target(self, reference: Any) -> Any:
@@ -580,10 +608,31 @@ class _Reading:
             raise _NoForm
         return target
 
-    def _spend(self) -> None:
-        self._left -= 1
+    def _spend(self, parts: int = 1) -> None:
+        self._left -= parts
         if self._left < 0:
-            raise _TooMuch
+            raise ValueError(TOO_MUCH)
+
+
+@dataclass
+class _Facts:
+    """What is known of the values that a schema takes.
+
+    values: of a property where an object has it, and at None of the whole, as keys
+    """
+
+    kinds: set[str]
+    values: dict[str | None, set[Hashable]]
+    required: set[str]
+
+    def exclude(self, other: "_Facts") -> bool:
+        """Returns whether no value can be of both."""
+        kinds = self.kinds & other.kinds
+        names = self.values.keys() & other.values
+        apart = [name for name in names if self.values[name].isdisjoint(other.values[name])]
+        if not kinds or None in apart:
+            return True
+        return kinds == {"object"} and any(name in self.required or name in other.required for name in apart)
 
 
 _ANY = r"(?:.|\n)"  # one character
@@ -620,27 +669,17 @@ def _is_integer(value: Any, kinds: set[str]) -> bool:
     return "integer" in kinds and _kind_of(value) == "number" and value == int(value)
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Returns whether two values of JSON are equal: 1 and 1.0 are, 1 and true are not."""
-    if _kind_of(one) != _kind_of(other):
-        return False
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return bool(one == other)
-
-
-def _has(values: list[Any], value: Any) -> bool:
-    return any(_same(each, value) for each in values)
+def _key(value: Any) -> Hashable:
+    """Returns what two values of JSON have in common where they are equal: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, list):
+        return ("array", *map(_key, value))
+    if isinstance(value, dict):
+        return frozenset((name, _key(each)) for name, each in value.items())
+    return (_kind_of(value), value)
 
 
 def _different(values: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        if not _has(found, value):
-            found.append(value)
-    return found
+    return list({_key(value): value for value in reversed(list(values))}.values())[::-1]
 
 
 def _any_of(parts: list[_Any]) -> _Any:
@@ -688,7 +727,7 @@ def _other_than(values: Any) -> _Any:
     if "string" in kinds:
         found.append({"type": "string", "pattern": f"^{_outside(kinds['string'])}$"})
     if "boolean" in kinds:
-        found += [{"const": each} for each in (True, False) if not _has(kinds["boolean"], each)]
+        found += [{"const": each} for each in (True, False) if each not in kinds["boolean"]]
     if "number" in kinds:
         bounds = sorted(set(kinds["number"]))
         for low, high in itertools.pairwise([None, *bounds, None]):
@@ -756,12 +795,61 @@ def _texts_of(pattern: Any) -> list[str] | None:
     return [re.sub(r"\\(.)", r"\1", text) for text in (found[1] or found[2]).split("|")]
 
 
-def _names_pattern(closed: Schema) -> str:
-    """Returns a regular expression of the names of a closed object. Raises _NoForm."""
-    if set(closed) == {"properties", "additionalProperties"} and closed["properties"]:
-        return f"^(?:{'|'.join(map(re.escape, closed['properties']))})$"
-    if set(closed) == {"patternProperties", "additionalProperties"} and len(closed["patternProperties"]) == 1:
-        return str(next(iter(closed["patternProperties"])))
-    if closed == {}:
-        return ""
-    raise _NoForm
+# What a word's value has to be: words, whether a value is one, and how that is called.
+_SHAPES = (
+    ({"properties", "patternProperties", "dependentSchemas", *DEFINITIONS}, lambda value: _are_schemas(value, dict),
+     "an object of schemas"),
+    ({"allOf", "anyOf", "oneOf", "prefixItems"}, lambda value: _are_schemas(value, list), "a list of schemas"),
+    ({"not", "if", "then", "else", "propertyNames", "additionalProperties", "unevaluatedProperties", "contains",
+      "unevaluatedItems", "additionalItems"}, lambda value: isinstance(value, dict | bool), "a schema"),
+    ({"items"}, lambda value: isinstance(value, dict | bool) or _are_schemas(value, list), "a schema"),
+    ({"required"}, lambda value: _are_texts(value), "a list of names"),
+    ({"dependentRequired"}, lambda value: isinstance(value, dict) and all(map(_are_texts, value.values())),
+     "an object of lists of names"),
+    ({"dependencies"}, lambda value: isinstance(value, dict) and all(
+        isinstance(each, dict | bool) or _are_texts(each) for each in value.values()), "an object of schemas or names"),
+    ({"enum"}, lambda value: isinstance(value, list), "a list of values"),
+    ({"type"}, lambda value: isinstance(value, str) or _are_texts(value), "a type or a list of types"),
+    ({"pattern"}, lambda value: isinstance(value, str), "a regular expression"),
+    ({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"},
+     lambda value: _kind_of(value) == "number" and value >= 0, "a number of at least 0"),
+    ({"minimum", "maximum"}, lambda value: _kind_of(value) == "number", "a number"),
+    ({"exclusiveMinimum", "exclusiveMaximum"}, lambda value: isinstance(value, int | float), "a number"),
+)  # fmt: skip
+
+
+# Words whose values are schemas, lists of them, or hold them by name.
+_OF_SCHEMAS = frozenset().union(*(words for words, _, kind in _SHAPES if "schema" in kind))
+
+
+def _check(schema: Any, pointer: str) -> None:
+    """Raises ValueError where a word of a schema, or of one in it, has a value of another kind than it takes."""
+    if not isinstance(schema, dict):
+        return
+    for words, holds, kind in _SHAPES:
+        for word in words & schema.keys():
+            if not holds(schema[word]):
+                raise ValueError(f'"{word}" at #{pointer} is {json.dumps(schema[word])[:60]}, and has to be {kind}')
+    for word in _OF_SCHEMAS & schema.keys():
+        part = schema[word]
+        inside = part.items() if word in BY_NAME else enumerate(part) if isinstance(part, list) else [(None, part)]
+        for name, each in inside:
+            _check(each, f"{pointer}/{word}" if name is None else f"{pointer}/{word}/{name}")
+
+
+def _may_be_schema(value: Any) -> bool:
+    """Returns whether what stands in a word that nobody knows may be a schema, to which others may refer."""
+    try:
+        _check(value, "")
+    except ValueError:
+        return False
+    return isinstance(value, dict)
+
+
+def _are_schemas(value: Any, container: type) -> bool:
+    each = value.values() if isinstance(value, dict) else value
+    return isinstance(value, container) and all(isinstance(part, dict | bool) for part in each)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)

@@ -1,6 +1,8 @@
 """Words that llguidance does not know hold to the letter: what is valid is taken, what is not is refused."""
 
 import json
+import re
+import time
 from typing import Any
 
 import pytest
@@ -115,6 +117,7 @@ def test_values_have_the_form_where_the_schema_takes_them(case: str) -> None:
         ({"contains": {"const": 1}}, "contains"),
         ({"type": "object", "minProperties": 2}, "minProperties"),  # {"a": 1, "a": 1} has one property
         ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]}, "oneOf"),
+        ({"type": "object", "propertyNames": {"format": "email"}}, "propertyNames"),
     ],
 )
 def test_a_word_without_an_exact_form_is_refused_with_the_way_out(schema: dict[str, Any], word: str) -> None:
@@ -138,9 +141,78 @@ def test_properties_called_as_words_are_no_words() -> None:
     assert json.loads(text_of(draw_output(matcher_of("json_schema", json.dumps(schema)), 0))).keys() == {"not", "if"}
 
 
+@pytest.mark.parametrize("num_options", [100, 300])
+def test_unions_of_many_options_that_one_property_tells_apart_are_taken(num_options: int) -> None:
+    options = {
+        f"o{index}": {"type": "object", "properties": {"kind": {"const": index}, "a": {"type": "string"}}, **CLOSED,
+                      "required": ["kind"]}
+        for index in range(num_options)
+    }  # fmt: skip
+    matcher = matcher_of(
+        "json_schema", json.dumps({"oneOf": [{"$ref": f"#/$defs/{name}"} for name in options], "$defs": options})
+    )
+    for value, is_taken in (({"kind": 99, "a": ""}, True), ({"kind": 0}, True), ({"kind": 300}, False), ({}, False)):
+        copy = matcher.copy()
+        tokens = demo_vocabulary().tokenizer.tokenize_str(json.dumps(value))
+        assert (copy.num_fitting(tokens) == len(tokens)) is is_taken
+
+
+def test_values_told_by_name_are_compared_by_thousands() -> None:
+    names = [f"v{index}" for index in range(4000)]
+    assert has_form({"oneOf": [{"enum": names[:2000]}, {"enum": names[2000:]}]}, "v7")
+    with pytest.raises(RequestError, match='its "uniqueItems" cannot be held'):
+        matcher_of("json_schema", json.dumps({"type": "array", "items": {"enum": names}, "uniqueItems": True}))
+
+
+@pytest.mark.parametrize(
+    "schema, said",
+    [
+        ({"not": {"required": 3}}, '"required" at #/not is 3, and has to be a list of names'),
+        ({"minProperties": 1, "properties": [1]}, '"properties" at # is [1], and has to be an object of schemas'),
+        ({"oneOf": [{"minItems": "x"}, {"maxItems": 1}]}, '"minItems" at #/oneOf/0 is "x", and has to be a number'),
+        ({"if": True, "then": {"properties": {"a": 3}}}, '"properties" at #/then is {"a": 3}, and has to be an object'),
+    ],
+)
+def test_a_word_with_a_value_of_another_kind_is_named(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"json_schema cannot be served: {said}")):
+        matcher_of("json_schema", json.dumps(schema))
+
+
+def test_what_stands_in_words_that_nobody_knows_is_no_schema() -> None:
+    schema = {"type": "string", "not": {"const": "a"}, "errorMessage": {"not": "other than a", "required": "more"}}
+    assert has_form(schema, "b")
+    assert not has_form(schema, "a")
+
+
+def test_names_of_no_length_are_none() -> None:
+    schema = {"type": "object", "propertyNames": {"minLength": 2, "maxLength": 1}}
+    assert has_form(schema, {})
+    assert not has_form(schema, {"a": 1})
+
+
+def chain(word: str, width: int, depth: int, leaf: dict[str, Any]) -> dict[str, Any]:
+    """Returns definitions d0, d1 .. each of which refers to the next so many times."""
+    steps = {f"d{index}": {word: [{"$ref": f"#/$defs/d{index + 1}"}] * width} for index in range(depth)}
+    return {**steps, f"d{depth}": leaf}
+
+
 def test_rules_without_an_end_and_many_options_take_bounded_work() -> None:
+    first = {"$ref": "#/$defs/d0"}
     endless = {"$defs": {"a": {"properties": {"b": {"$ref": "#/$defs/a"}}}}, "not": {"$ref": "#/$defs/a"}}
-    options = [{"type": "object", "required": [f"p{index}"]} for index in range(200)]
-    for schema in (endless, {"oneOf": options}):
-        with pytest.raises(RequestError, match="json_schema cannot be served"):
+    hostile: list[dict[str, Any]] = [
+        endless,
+        {"oneOf": [{"type": "object", "required": [f"p{index}"]} for index in range(200)]},
+        {"$defs": chain("allOf", 60, 4, {"type": "object"}), "oneOf": [first, first]},
+        {"$defs": chain("allOf", 8, 11, {}), **first, "unevaluatedProperties": False},
+        {"$defs": chain("anyOf", 60, 4, {"const": 1}), "not": first},
+        {"$defs": chain("anyOf", 60, 4, {"const": 1}), "type": "array", "uniqueItems": True, "items": first},
+        {"$defs": chain("allOf", 8, 11, {"minLength": 1}), "propertyNames": first},
+        {"minProperties": 1, "maxProperties": 1, "properties": {f"p{index}": {} for index in range(3000)}},
+        {"oneOf": [{"required": ["a"], "not": {"enum": [f"{j:0500}" for j in range(99)]}} for _ in range(99)]},
+    ]
+    for schema in hostile:
+        begin = time.thread_time()
+        with pytest.raises(RequestError, match="json_schema cannot be served") as raised:
             matcher_of("json_schema", json.dumps(schema))
+        assert schema is endless or "takes more than one schema may take; leave that out" in str(raised.value)
+        assert time.thread_time() - begin < 10  # mostly 0.1 s; hours where the work has no bound
