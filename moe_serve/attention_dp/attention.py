@@ -239,17 +239,15 @@ class PagedAttention:
         """q: [C, heads, group, D], sinks: [heads, group] -> [C, heads, group, Dv]"""
         if self._tiles is not None:
             return self._chunk_in_tiles(q, cache, layer, chunk, sinks)
-        keys, values = cache.gather(layer, chunk.rows, 1)
-        if sinks is not None:
-            parts = with_sink_key(q, keys[0], values[0], sinks / self._scale)
-            return attend_chunk(*parts, chunk, self._scale)[..., : self._layout.value_width]
+        keys, values = (part[0] for part in cache.gather(layer, chunk.rows, 1))
         # The fused kernel needs one width for keys and values; the excess is cut off below.
         if self._layout.kind == "mla":
             values = keys
         elif values.shape[-1] < keys.shape[-1]:
             values = functional.pad(values, (0, keys.shape[-1] - values.shape[-1]))
-        out = attend_chunk(q, keys[0], values[0], chunk, self._scale)
-        return out[..., : self._layout.value_width]
+        if sinks is not None:
+            q, keys, values = with_sink_key(q, keys, values, sinks / self._scale)
+        return attend_chunk(q, keys, values, chunk, self._scale)[..., : self._layout.value_width]
 
     def _chunk_in_tiles(self, q: Tensor, cache: KvCache, layer: int, chunk: Chunk, sinks: Tensor | None) -> Tensor:
         assert chunk.mask is not None

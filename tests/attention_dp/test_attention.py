@@ -29,6 +29,7 @@ SEEING = {
     "chunks of 5": (*LAYOUTS["gqa"], None, False, 5),
     "chunks of 17 and sinks": (*LAYOUTS["gqa"], None, True, 17),
     "sinks": (*LAYOUTS["mha"], None, True, None),
+    "window 6, sinks and narrower values": (KvLayout.gqa(2, 8, 5), 3, 6, True, None),
 }
 # (start, length) of every sequence: decodes of very different lengths, a whole prompt, a chunk behind a prefix
 CASES = {
@@ -86,7 +87,7 @@ def run(
         both = rows[each.request.request_id].transpose(0, 1)
         keys, values = (both, both[..., : layout.value_width])
         if layout.kind == "gqa":
-            keys, values = both[: layout.num_heads], both[layout.num_heads :]
+            keys, values = both[: layout.num_heads], both[layout.num_heads :, :, : layout.value_width]
         mine = q[row : row + each.length]
         wanted.append(attention_reference(mine, keys, values, SCALE, each.start, window, sinks, chunk))
         row += each.length

@@ -155,7 +155,11 @@ def _gqa(spec: GqaSpec, numerics: Numerics, sizes: StepSizes) -> int:
     gates = 2 * q if spec.has_gate else 0  # projected, and their sigmoids
     rows = sizes.rows * (3 * q + 2 * kv + gates) * sizes.itemsize  # projected, attended, and put together from pieces
     group = spec.num_heads // spec.num_kv_heads
-    return rows + _attended(numerics, sizes, spec.num_kv_heads, group, spec.head_dim, 2 * kv)
+    copied = kv if spec.value_dim is not None else 0  # values, as wide as keys
+    if spec.has_sinks and not numerics.invariant:  # one key more and one element more of each, for torch's kernel
+        copied += 2 * (kv + spec.num_kv_heads)
+        rows += sizes.rows * (q + spec.num_heads) * sizes.itemsize
+    return rows + _attended(numerics, sizes, spec.num_kv_heads, group, spec.head_dim, 2 * kv, copied)
 
 
 def _stateful(spec: ModelSpec, sizes: StepSizes) -> int:
@@ -282,15 +286,18 @@ def _plan(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
     return decodes + chunk_mask
 
 
-def _attended(numerics: Numerics, sizes: StepSizes, heads: int, group: int, width: int, per_key: int) -> int:
+def _attended(
+    numerics: Numerics, sizes: StepSizes, heads: int, group: int, width: int, per_key: int, copied: int = 0
+) -> int:
     """Returns the bytes of gathered keys and values, and of scores, of one group of decodes or one chunk.
 
     heads: of keys;  per_key: elements of one key and its value, over all heads
+    copied: elements of copies of both for torch's kernel of a chunk
     """
     gathered = max(sizes.keys * per_key, min(LARGEST_GATHER, sizes.sequences * sizes.keys * per_key))
     scores = 2 * (gathered // per_key) * heads * numerics.padded(group)
     if not numerics.invariant:
-        return (gathered + scores) * sizes.itemsize
+        return max(gathered + scores, (sizes.keys + 1) * (per_key + copied)) * sizes.itemsize
     # Rows of one GEMM of a chunk, in every tile of keys.
     tile_rows = numerics.padded(group) * min(sizes.rows, max(LARGEST_TILE // numerics.padded(group), 1))
     tiles = -(-sizes.keys // numerics.kv_tile)
