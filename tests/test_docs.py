@@ -85,6 +85,8 @@ def test_the_page_on_models_names_every_family() -> None:
         assert [name for name in model_types if name not in named] == [], (
             f"docs/models.md does not name these of {reader}"
         )
+    num_families = sum(f"| `{reader}` |" in row for reader in readers for row in rows)
+    assert f"| {num_families} [model families](docs/models.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_page_on_models_says_what_fits_where_as_check_counts_it() -> None:

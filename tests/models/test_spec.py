@@ -262,6 +262,7 @@ STRETCHED = {key: value for key, value in YARN.items() if key != "rope_theta"}
         (ERNIE_45_21B, {"use_bias": True}, "use_bias true"),
         (ERNIE_45_21B, {"model_type": "deepseek_v4"}, "a cache of compressed tokens, several residual streams"),
         (ERNIE_45_21B, {"model_type": "minimax_m3_vl_text"}, "attention to blocks that an indexer chooses is not"),
+        (ERNIE_45_21B, {"model_type": "minimax_text_01"}, "which is served as converted, MiniMax-Text-01-hf, is not"),
         (ERNIE_45_21B, {"model_type": "step3p7"}, "activations with other limits in some layers"),
         (KIMI_LINEAR_48B, {"mla_use_output_gate": True}, "mla_use_output_gate"),
         (

@@ -143,6 +143,8 @@ REFUSED |= {
     "diffusion_gemma": "a model that writes blocks by diffusion, not token by token,",
     "ernie4_5_vl_moe": "a layer with experts of its own for pictures",
     "gemma4": "an MLP beside the experts of a layer, each with norms of its own,",
+    "minimax_text_01": "the authors' own form of a checkpoint, which is served as converted, MiniMax-Text-01-hf,",
+    "minimax_m1": "the authors' own form of a checkpoint, which is served as converted, MiniMax-M1-40k-hf or -80k-hf,",
     "minimax_m3_vl": "grouped-query attention to blocks that an indexer chooses",
     "doge": "experts of one row each, which product keys choose,",
     "dots3_note": "latent attention of other sizes in some layers, and experts of other numbers,",
