@@ -53,8 +53,7 @@ def read(config: HfConfig) -> ModelSpec:
     stored = "experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2"
     return replace(
         model_of(config, attention, router, feeds.size("ffn_hidden_size", default=3584)),
-        layer_norm=True,
-        layer_norm_bias=False,
+        norm="layer",
         body_prefix="transformer.",
         embedding_name="wte",
         layers_name="blocks",
