@@ -35,7 +35,7 @@ from moe_serve.errors import ConfigError
 
 _SENT_AT_ONCE = 16  # pages whose records are written together, so that a reader can copy those while others follow
 _HERE: Mapping[str, Callable[[], socket.socket]] = {}  # the decode ranks are on this host
-_NEAR = 1024  # slots behind the last one taken, where the next hand-over's pages are as a rule
+_NEAR = 1024  # slots from the first ones taken last, where the next pages are as a rule
 Heads = npt.NDArray[np.uint8]
 # Copies the pages from this one on, of those that are asked for, from or to rows [n, page_bytes]; returns checksums.
 _Copy = Callable[[Heads, Heads, int], npt.NDArray[np.int64]]
@@ -195,7 +195,7 @@ class PageReceiver:
         self._wait_s = wait_s
         cache.touch()  # whose blocks are new to the system, too, where pages of the first prompts come
         self._cache, self.page_bytes = cache, cache.page_bytes
-        self._next = [0] * len(self._rings)  # behind the last slot that was found, by prefill rank
+        self._next = [0] * len(self._rings)  # the first slot that was found last, by prefill rank
         # By prefill rank: what was looked for and is not there, while no more pages than these have been sent.
         self._awaited: list[set[tuple[str, Handover, int]]] = [set() for _ in self._rings]
         self._awaited_at = [-1] * len(self._rings)
@@ -306,7 +306,7 @@ class PageReceiver:
         if len(slots) < count:  # the whole ring takes 0.3 ms where it has 24,000 slots
             slots = self._find(handover.rank, number, first, count, 0, None)
         if slots:
-            self._next[handover.rank] = slots[-1] + 1
+            self._next[handover.rank] = slots[0]  # since `take` finds again what `num_there` has
         return slots
 
     def _find(self, rank: int, number: int, first: int, count: int, start: int, end: int | None) -> list[int]:

@@ -8,6 +8,7 @@ from all bytes of a slot, too.
 import mmap
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -547,6 +548,30 @@ def test_without_the_state_the_prompt_is_computed_again_at_once(missing: str, mo
     counters = receiver.counters | {"from_prefill": 0}
     assert counters == dict.fromkeys(page_channel.COUNTERS, 0) | {reason: 1}
     assert goes_on.num_handed_over == 0
+
+
+def test_pages_that_are_there_are_found_again_without_a_look_at_the_whole_ring(monkeypatch: pytest.MonkeyPatch):
+    prefill, decode, base, handover = early()
+    while not prefill.step():
+        pass
+    receiver = decode.receiver
+    assert prefill.sender is not None
+    assert receiver is not None
+    receiver._wait_s, prefill.sender._ring.connected[0] = 600.0, 1
+    request, looks, find = _again(base, "r"), list[int | None](), receiver._find
+
+    def counted(rank: int, number: int, first: int, count: int, start: int, end: int | None) -> list[int]:
+        looks.append(end)
+        return find(rank, number, first, count, start, end)
+
+    monkeypatch.setattr(receiver, "_find", counted)
+    request.arrived_s = time.monotonic()
+    decode.scheduler.blocks._extend_keys(request, 6)
+    for first in (0, 3):
+        assert receiver.num_there(request, handover, first, 3) == 3
+        assert receiver.take(request, handover, first, [40, 41, 42]) == 3
+    assert len(looks) == 4
+    assert None not in looks
 
 
 @pytest.mark.parametrize("num_snapshots", [0, 1, 3])
