@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_serve.models.families.registry import FAMILIES
+from tests.models.families import ON_CPUS_ALONE, WITH_STATES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -74,8 +75,31 @@ def test_files_and_folders_that_a_page_names_exist(page: str) -> None:
     assert missing == [], f"{page} names what does not exist"
 
 
+def rows_of_families() -> list[str]:
+    """Returns the rows of docs/models.md that name a file of models/families/ in their last column."""
+    lines = (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if re.search(r"^\|.*\| `\w+\.py` \|$", line)]
+
+
+def test_the_front_page_counts_the_families_of_the_page_on_models() -> None:
+    types = [set(re.findall(r"`(\w+)`", row.split("|")[2])) for row in rows_of_families()]
+    assert all(types)
+    assert sorted(name for each in types for name in each) == sorted(FAMILIES), "each in one row"
+    front = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"(\d+) \[model families\]", front) == [str(len(types))]
+
+
+def test_the_families_without_states_that_no_gpu_runs_are_named() -> None:
+    apart = set(ON_CPUS_ALONE) - set(WITH_STATES)
+    names = {row.split("|")[1].strip() for row in rows_of_families() for each in apart if f"| `{each}` |" in row}
+    assert len(names) == len(apart)
+    for page, row in (("README.md", r"\[model families\].*"), ("docs/status.md", r".*\| refused \|")):
+        rows = " ".join(re.findall(row, (ROOT / page).read_text(encoding="utf-8")))
+        assert [name for name in sorted(names) if name not in rows] == [], page
+
+
 def test_the_page_on_models_names_every_family() -> None:
-    rows = [row for row in (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines() if row.startswith("|")]
+    rows = rows_of_families()
     readers: dict[str, list[str]] = {}
     for model_type, read in FAMILIES.items():
         readers.setdefault(f"{read.__module__.rpartition('.')[2]}.py", []).append(f"`{model_type}`")
@@ -85,8 +109,6 @@ def test_the_page_on_models_names_every_family() -> None:
         assert [name for name in model_types if name not in named] == [], (
             f"docs/models.md does not name these of {reader}"
         )
-    num_families = sum(f"| `{reader}` |" in row for reader in readers for row in rows)
-    assert f"| {num_families} [model families](docs/models.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_page_on_models_says_what_fits_where_as_check_counts_it() -> None:
