@@ -37,7 +37,7 @@ CHOSEN = [
     *(f"tests/kernels/cpu/test_{name}.py" for name in (
         "attention", "cached", "capacity", "causal_conv", "delta_rule", "experts", "gate", "groups", "indexed",
         "layer_norm", "linear", "logprobs", "operations", "packed", "pool", "program", "rows", "sampling",
-        "state_space", "updates",
+        "selective_space", "state_space", "updates",
     )),
 ]  # fmt: skip
 PATIENT = """

@@ -222,6 +222,37 @@ class MambaShape:
 
 
 @dataclass(frozen=True)
+class SelectiveShape:
+    """A state-space layer of Mamba's first version (kernels/selective_space.py), as Jamba has it.
+
+    inner:       channels, each with a state of its own
+    state_width: of a channel;  rank: of what steps are projected from;  taps: of the convolution
+    conv_bias, bias: whether the convolution has any, and the projections
+    """
+
+    inner: int
+    state_width: int
+    rank: int
+    taps: int
+    conv_bias: bool
+    bias: bool
+
+    @property
+    def row_width(self) -> int:
+        """Returns the columns of a projected row: what is convolved, and gates."""
+        return 2 * self.inner
+
+    @property
+    def conv(self) -> ConvShape:
+        return ConvShape(self.inner, self.taps, 0, silu=True)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Returns the shapes of a request's state: the convolution's, and those of channels in tiles of columns."""
+        return self.conv.state_shape, (-(-self.inner // DELTA_TILE), self.state_width, DELTA_TILE)
+
+
+@dataclass(frozen=True)
 class LightningShape:
     """A layer of lightning attention (MiniMax-01, arXiv:2501.08313): a state space whose decays are those of heads.
 

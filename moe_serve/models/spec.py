@@ -17,9 +17,10 @@ from moe_serve.kernels.forms import (
     LightningShape,
     MambaShape,
     RouterSpec,
+    SelectiveShape,
 )
 
-AnyStateful = DeltaShape | GatedConvShape | LightningShape | MambaShape
+AnyStateful = DeltaShape | GatedConvShape | LightningShape | MambaShape | SelectiveShape
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,14 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_serve.kernels.forms import MXFP4_BLOCK, DeltaShape, GatedConvShape, LightningShape, MambaShape
+from moe_serve.kernels.forms import (
+    MXFP4_BLOCK,
+    DeltaShape,
+    GatedConvShape,
+    LightningShape,
+    MambaShape,
+    SelectiveShape,
+)
 from moe_serve.models.spec import AnyStateful, GqaSpec, MlaSpec, ModelSpec
 
 _BODY = "model."
@@ -400,6 +407,8 @@ def _stateful(shape: AnyStateful, hidden: int, ours: str, theirs: str) -> Iterat
         yield from _delta(shape, hidden, ours, theirs)
     elif isinstance(shape, MambaShape):
         yield from _mamba(shape, hidden, ours, theirs)
+    elif isinstance(shape, SelectiveShape):
+        yield from _selective(shape, hidden, ours, theirs)
     elif isinstance(shape, LightningShape):
         yield from _lightning(shape, hidden, ours, theirs)
     else:
@@ -432,6 +441,26 @@ def _mamba(shape: MambaShape, hidden: int, ours: str, theirs: str) -> Iterator[D
     if shape.bias:
         yield DenseTensor(ours + "mamba_in_bias", (Part(theirs + "in_proj.bias", (shape.row_width,)),), "bias")
         yield DenseTensor(ours + "mamba_out_bias", (Part(theirs + "out_proj.bias", (hidden,)),), "bias")
+
+
+def _selective(shape: SelectiveShape, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    """Yields the tensors of a state-space layer of Mamba's first version, with Jamba's norms."""
+    ours, inner, width = ours + "selective_", shape.inner, shape.state_width
+    yield DenseTensor(ours + "in", (Part(theirs + "in_proj.weight", (shape.row_width, hidden)),))
+    yield DenseTensor(ours + "conv", (Part(theirs + "conv1d.weight", (inner, 1, shape.taps)),), "bias32")
+    if shape.conv_bias:
+        yield DenseTensor(ours + "conv_bias", (Part(theirs + "conv1d.bias", (inner,)),), "bias32")
+    yield DenseTensor(ours + "shared", (Part(theirs + "x_proj.weight", (shape.rank + 2 * width, inner)),))
+    for name, stored, size in (("step", "dt", shape.rank), ("key", "b", width), ("query", "c", width)):
+        yield _norm(f"{ours}{name}_norm", f"{theirs}{stored}_layernorm.weight", size)
+    yield DenseTensor(ours + "steps", (Part(theirs + "dt_proj.weight", (inner, shape.rank)),))
+    yield DenseTensor(ours + "step_bias", (Part(theirs + "dt_proj.bias", (inner,)),), "bias32")
+    yield DenseTensor(ours + "decay", (Part(theirs + "A_log", (inner, width)),), "bias32")
+    yield DenseTensor(ours + "skip", (Part(theirs + "D", (inner,)),), "bias32")
+    yield DenseTensor(ours + "out", (Part(theirs + "out_proj.weight", (hidden, inner)),))
+    if shape.bias:
+        yield DenseTensor(ours + "in_bias", (Part(theirs + "in_proj.bias", (shape.row_width,)),), "bias")
+        yield DenseTensor(ours + "out_bias", (Part(theirs + "out_proj.bias", (hidden,)),), "bias")
 
 
 def _lightning(shape: LightningShape, hidden: int, ours: str, theirs: str) -> Iterator[DenseTensor]:

@@ -168,6 +168,10 @@ DBRX: dict[str, Any] = {
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 5000.0},
     "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 8, "moe_top_k": 3},
 }  # fmt: skip
+JAMBA: dict[str, Any] = COMMON | {
+    "num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 8, "num_experts_per_tok": 3,
+    "mamba_d_state": 8, "mamba_dt_rank": 12,
+}  # fmt: skip
 SOLAR = SIGMOID | {"first_k_dense_replace": 0}
 HY_V3: dict[str, Any] = QWEN | {"num_experts_per_tok": 3, "router_scaling_factor": 2.1, "rms_norm_eps": 1e-5}
 SWA: dict[str, Any] = GRANITE | {"num_hidden_layers": 3, "sliding_window": 20, "shared_intermediate_size": 40}
@@ -413,6 +417,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attn_config": {"kv_n_heads": 4, "clip_qkv": 8, "rope_theta": 5000.0}}
         | {"ffn_config": DBRX["ffn_config"] | {"moe_normalize_expert_weights": None}},
     ),
+    "jamba": ("jamba", JAMBA),
+    # Attention first, 80 channels, which end within a tile, with a state of 7 rows, other biases.
+    "jamba-odd-tied": (
+        "jamba",
+        JAMBA
+        | {"hidden_size": 80, "attn_layer_offset": 0, "expert_layer_offset": 0, "mamba_expand": 1, "mamba_d_state": 7}
+        | {"mamba_dt_rank": "auto", "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True}
+        | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
     "granitemoe_swa": ("granitemoe_swa", SWA),
     "granitemoe_swa-unrotated": (
         "granitemoe_swa",
@@ -469,6 +482,7 @@ WITH_STATES = (
     "kimi_linear",
     "bailing_hybrid",
     "minimax",
+    "jamba",
 )
 # Experts that give back their input, and values narrower than keys, which no kernel of GPUs has.
 ON_CPUS_ALONE = (*WITH_STATES, "longcat_flash", "mimo_v2_flash")

@@ -351,6 +351,15 @@ DBRX: dict[str, Any] = {
                    "moe_jitter_eps": 0, "moe_loss_weight": 0.05},
     "torch_dtype": "bfloat16",
 }  # fmt: skip
+JAMBA: dict[str, Any] = {
+    "architectures": ["JambaForCausalLM"], "model_type": "jamba", "vocab_size": 65536, "hidden_size": 4096,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+    "attn_layer_period": 8, "attn_layer_offset": 4, "expert_layer_period": 2, "expert_layer_offset": 1,
+    "num_experts": 16, "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_dt_rank": 256, "mamba_conv_bias": True, "mamba_proj_bias": False, "mamba_inner_layernorms": True,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "hidden_act": "silu", "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 # name -> (config.json, parameters as its authors say)
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Qwen3-VL-30B-A3B": (QWEN3_VL_30B, 30.5e9),  # without what sees images, as the next three
@@ -386,6 +395,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Granite-4.0-H-Small": (GRANITE_4_H_SMALL, 32.2e9),
     "LongCat-Flash": (LONGCAT_FLASH, 560e9),
     "DBRX": (DBRX, 132e9),
+    "Jamba-v0.1": (JAMBA, 51.6e9),
     "Nemotron-3-Nano-30B-A3B": (NEMOTRON_3_NANO, 31.6e9),
 }
 # Those that the cost model prices (moe_serve/eplb/cost/profiles/models).

@@ -18,7 +18,7 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
-from moe_serve.kernels.forms import AttendShape, GatedConvShape, LightningShape, MambaShape
+from moe_serve.kernels.forms import AttendShape, GatedConvShape, LightningShape, MambaShape, SelectiveShape
 from moe_serve.kernels.linear import LARGEST_TILE
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.models.decoder.mla import expand_from
@@ -173,6 +173,10 @@ def _stateful(spec: ModelSpec, sizes: StepSizes) -> int:
     if isinstance(shape, MambaShape):
         conv, state = shape.conv.channels, 4 * shape.inner * shape.state_width
         return sizes.rows * (shape.row_width * (sizes.itemsize + 4) + 6 * 4 * conv + 4 * 4 * shape.inner) + 4 * state
+    if isinstance(shape, SelectiveShape):
+        widened = shape.row_width + 8 * shape.inner + 2 * shape.rank + 4 * shape.state_width
+        projected = shape.row_width + 3 * shape.inner + shape.rank + 2 * shape.state_width
+        return sizes.rows * (projected * sizes.itemsize + 4 * widened) + 16 * shape.inner * shape.state_width
     if isinstance(shape, LightningShape):
         state = 4 * shape.inner * shape.width
         return sizes.rows * (shape.row_width * (2 * sizes.itemsize + 4) + 6 * 4 * shape.inner) + 4 * state

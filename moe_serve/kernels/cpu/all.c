@@ -13,6 +13,7 @@
 #include "delta.c"
 #include "causal_conv.c"
 #include "state_space.c"
+#include "selective_space.c"
 #include "indexed.c"
 #include "gate.c"
 #include "capacity.c"

@@ -49,10 +49,12 @@ from moe_serve.kernels.forms import (
     GroupForm,
     MambaShape,
     RouterSpec,
+    SelectiveShape,
 )
 from moe_serve.kernels.group_quantised import SCALE_DTYPES, Activations, GroupQuantised, quantise_groups
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.sampling import EDIT, SAMPLING_ROW, LogitChanges, SamplingRows, WantedLogprobs
+from moe_serve.kernels.selective_space import SelectiveRows, SelectiveWeights, in_tiles
 from moe_serve.kernels.sequence_states import SequenceStates
 from moe_serve.kernels.state_space import StateSpaceWeights
 
@@ -242,6 +244,20 @@ def _state_rows(weights: StateSpaceWeights, states: Tensor, mixed: Tensor, steps
     return do.state_space(mixed, steps, weights, states)
 
 
+def _selective_space() -> list[Tensor]:
+    """Returns results and states of two sequences."""
+    shape = SelectiveShape(37, 9, 5, 3, conv_bias=True, bias=False)
+    weights = SelectiveWeights(shape, in_tiles(_numbers(37, 9) - 1.1), _numbers(37, seed=2), _numbers(37, seed=3))
+    rows = SelectiveRows(*(_numbers(ROWS, width, seed=6 + width) for width in (37, 37, 18, 37)))
+    states, sequences = _numbers(4, *shape.state_shapes[1], seed=5), _sequences()
+    recorded = partial(_selective_rows, weights, states, rows)
+    return [recorded_once(ROWS, recorded, sequences=sequences.address), states]
+
+
+def _selective_rows(weights: SelectiveWeights, states: Tensor, rows: SelectiveRows, do: Recorder) -> Tensor:
+    return do.selective_space(rows, weights, states)
+
+
 def _sequences() -> SequenceStates:
     """Returns two sequences: one goes on with another state, and one keeps a copy of its own."""
     slots = torch.tensor([[2, 0, 0, 0], [-1, 1, 3, 3]])
@@ -319,6 +335,7 @@ PROBES: tuple[Callable[[], list[Tensor]], ...] = (
     _delta_rule,
     _causal_conv,
     _state_space,
+    _selective_space,
     _operations,
     _sums,
     _gate,

@@ -46,6 +46,7 @@ from moe_serve.kernels.forms import AttendShape, MlaWidths, RouterSpec, Scoring
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, PartClock
 from moe_serve.kernels.rows import LayerNorm
+from moe_serve.kernels.selective_space import SelectiveRows, SelectiveWeights
 from moe_serve.kernels.state_space import StateSpaceWeights
 from moe_serve.kernels.topk_gate import take_identity_
 
@@ -456,6 +457,19 @@ class Recorder(Operations, Tape):
         facts = torch.tensor([*sizes, *(each.data_ptr() for each in kept)])
         rows = mixed, mixed.stride(0), steps, steps.stride(0)
         self.call("state_space", facts, SEQUENCES, *rows, states, out, keep=kept)
+        return out
+
+    def selective_space(self, rows: SelectiveRows, weights: SelectiveWeights, states: Tensor) -> Tensor:
+        """Returns what selective_space_reference does with the step's SequenceStates, of rows of sequences alone."""
+        shape, kept = weights.shape, (weights.decay, weights.step_bias, weights.skip)
+        assert states.is_contiguous() and tuple(states.shape[1:]) == shape.state_shapes[1], f"{tuple(states.shape)}"  # noqa: PT018
+        assert all(dense(each, torch.float32) for each in kept)
+        assert weights.decay.shape == states.shape[1:], f"decays {tuple(weights.decay.shape)}"
+        out = self.buffer("selective_space", shape.inner)
+        facts = torch.tensor([shape.inner, shape.state_width, *(each.data_ptr() for each in kept)])
+        channels = rows.v, rows.v.stride(0), rows.steps, rows.steps.stride(0)
+        others = rows.shared, rows.shared.stride(0), rows.gates, rows.gates.stride(0)
+        self.call("selective_space", facts, SEQUENCES, *channels, *others, states, out, keep=kept)
         return out
 
     def gate(self, logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout, StateShapes, id_dtype
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
-from moe_serve.kernels.forms import DeltaShape, LightningShape, MambaShape
+from moe_serve.kernels.forms import DeltaShape, LightningShape, MambaShape, SelectiveShape
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rows import LayerNorm
 from moe_serve.models.decoder.conv import conv_layer
@@ -28,6 +28,7 @@ from moe_serve.models.decoder.lightning import lightning_layer
 from moe_serve.models.decoder.mamba import mamba_layer
 from moe_serve.models.decoder.mla import MlaAttention
 from moe_serve.models.decoder.runners import RecordedRunner, TorchRunner
+from moe_serve.models.decoder.selective import selective_layer
 from moe_serve.models.decoder.stack import (
     AnyAttention,
     AnyNorm,
@@ -260,6 +261,8 @@ def _stateful_layer(spec: ModelSpec, layer_id: int, weights: dict[str, Any], for
         return delta_layer(shape, eps, index, weights, forms)
     if isinstance(shape, MambaShape):
         return mamba_layer(shape, eps, index, weights, forms)
+    if isinstance(shape, SelectiveShape):
+        return selective_layer(shape, eps, index, weights, forms)
     if isinstance(shape, LightningShape):
         return lightning_layer(shape, index, layer_id, weights, forms)
     return conv_layer(shape, index, weights, forms)

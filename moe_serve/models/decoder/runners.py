@@ -23,6 +23,7 @@ from moe_serve.kernels.forms import AttendShape
 from moe_serve.kernels.linear import Linear
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.kernels.part_clock import MLP, PartClock
+from moe_serve.kernels.selective_space import SelectiveRows, SelectiveWeights, selective_space_reference
 from moe_serve.kernels.sequence_states import SequenceStates
 from moe_serve.kernels.state_space import StateSpaceWeights, state_space_reference
 from moe_serve.models.decoder.gqa import RopeTable
@@ -159,6 +160,9 @@ class TorchStep(Step):
     def state_space_of(self, mixed: Tensor, steps: Tensor, weights: StateSpaceWeights, layer: int) -> Tensor:
         states = self.cache.states_of(layer)[-1]
         return state_space_reference(mixed, steps, weights, states, self._sequences)
+
+    def selective_space_of(self, rows: SelectiveRows, weights: SelectiveWeights, layer: int) -> Tensor:
+        return selective_space_reference(rows, weights, self.cache.states_of(layer)[-1], self._sequences)
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
@@ -332,6 +336,9 @@ class RecordedStep(Step, Recorder):
 
     def state_space_of(self, mixed: Tensor, steps: Tensor, weights: StateSpaceWeights, layer: int) -> Tensor:
         return self.state_space(mixed, steps, weights, self.cache.states_of(layer)[-1])
+
+    def selective_space_of(self, rows: SelectiveRows, weights: SelectiveWeights, layer: int) -> Tensor:
+        return self.selective_space(rows, weights, self.cache.states_of(layer)[-1])
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         yield from ()  # turns are taken when it runs

@@ -24,6 +24,7 @@ from moe_serve.models.decoder.gqa import GqaLayer
 from moe_serve.models.decoder.lightning import LightningLayer
 from moe_serve.models.decoder.mamba import MambaLayer
 from moe_serve.models.decoder.mla import MlaLayer
+from moe_serve.models.decoder.selective import SelectiveLayer
 from moe_serve.models.decoder.step import SharedExpert, Step
 
 
@@ -44,7 +45,7 @@ class ResidualNorm:
 
 
 AnyNorm = Tensor | LayerNorm | GatedNorm | ResidualNorm  # the weight of an RMS norm, or another norm
-AnyStatefulLayer = DeltaLayer | ConvLayer | LightningLayer | MambaLayer
+AnyStatefulLayer = DeltaLayer | ConvLayer | LightningLayer | MambaLayer | SelectiveLayer
 AnyAttention = GqaLayer | MlaLayer | AnyStatefulLayer
 
 

@@ -19,6 +19,7 @@ from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, Operations
 from moe_serve.kernels.delta_rule import DeltaWeights
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.rows import multiply_by_sigmoid_
+from moe_serve.kernels.selective_space import SelectiveRows, SelectiveWeights
 from moe_serve.kernels.state_space import StateSpaceWeights
 from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp
 
@@ -136,6 +137,10 @@ class Step(Operations, ABC):
     @abstractmethod
     def state_space_of(self, mixed: Tensor, steps: Tensor, weights: StateSpaceWeights, layer: int) -> Tensor:
         """Returns what state-space heads make of convolved rows and their steps; states go on likewise."""
+
+    @abstractmethod
+    def selective_space_of(self, rows: SelectiveRows, weights: SelectiveWeights, layer: int) -> Tensor:
+        """Returns what channels of a state space make of rows, [T, inner]; states go on likewise."""
 
     @abstractmethod
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:

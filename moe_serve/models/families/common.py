@@ -75,6 +75,8 @@ def gqa(config: HfConfig) -> GqaSpec:
             "correct num_key_value_heads"
         )
     head_dim = config.size("head_dim", default=config.size("hidden_size") // num_heads)
+    if not head_dim:
+        raise config.wrong("num_attention_heads", num_heads, "at most hidden_size")
     return GqaSpec(num_heads, num_kv_heads, head_dim)
 
 

@@ -231,6 +231,14 @@ static void probe_states(i64 rows, i64 groups, i64 heads, i64 state_width, i64 w
     say("state_space: states", rows, heads, state_width, width, states, 4 * size * 4);
     gated_rms_norm(out, rows, inner, inner, row, step, groups, floats(inner, 1), eps_bits());
     say("gated_rms_norm", rows, inner, groups, 0, out, rows * inner * 4);
+    i64 tiles = (inner + 31) / 32;
+    float *by_tile = floats(tiles * state_width * 32, 1), *own_states = floats(4 * tiles * state_width * 32, 1);
+    for (i64 i = 0; i < tiles * state_width * 32; i++) by_tile[i] -= 1.5f;
+    SelectiveFacts selective = {inner, state_width, by_tile, floats(inner, 1), floats(inner, 1)};
+    selective_space(&selective, &seqs, mixed, channels, floats(rows * inner, 2), inner, mixed + inner, channels, row, step,
+                    own_states, out);
+    say("selective_space", rows, inner, state_width, 0, out, rows * inner * 4);
+    say("selective_space: states", rows, inner, state_width, 0, own_states, 4 * tiles * state_width * 32 * 4);
     i64 columns[heads * DELTA_PARTS], wide = 2 * (keys + inner) + 2 * heads;
     for (i64 h = 0; h < heads; h++) {
         i64 key = h / (heads / groups) * state_width, value = 2 * keys + h * width, strength = 2 * (keys + inner) + h;
