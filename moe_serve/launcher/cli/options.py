@@ -15,6 +15,7 @@ import typer
 from moe_serve.eplb.policies.names import SERVED
 from moe_serve.errors import ConfigError
 from moe_serve.launcher.cli.command import option
+from moe_serve.log import get_logger
 
 if TYPE_CHECKING:
     from moe_serve.config import ServeConfig
@@ -26,6 +27,7 @@ DEMO_SETTINGS: Mapping[str, Any] = {
     "engine": {"return_routed_experts": True},  # /chat shows them
 }
 
+log = get_logger(__name__)
 
 _PANELS = {  # under which heading of --help the options of a section stand
     "model": "Model",
@@ -111,7 +113,13 @@ class ModelOptions(ConfigOptions):
             is_demo = asked.model.path == DEMO_MODEL
             base = DEMO_SETTINGS if is_demo else two_ranks  # a model other than the demo may use GPUs
             if is_demo and asked.speculation.mode == "mtp":
-                base = {**base, "engine": {}}  # experts of tokens are not kept beside the layer that predicts
+                name = "return_routed_experts"
+                base = {**base, "engine": {key: value for key, value in base["engine"].items() if key != name}}
+                if not asked.engine.return_routed_experts:
+                    log.warning(
+                        "with --speculation mtp the demo keeps no experts of tokens, so /chat shows none: those of the "
+                        "layer that predicts are not those of a token; --speculation auto keeps them"
+                    )
         return load_config(self.config, above, base)
 
 

@@ -246,8 +246,10 @@ async function showModel() {
   try {
     const response = await fetch("v1/models", { headers: headers() });
     if (!response.ok) throw new Error(await problemOf(response));
-    keepsExperts = (await (await fetch("server_info", { headers: headers() })).json()).config.engine.return_routed_experts;
+    const { engine, speculation } = (await (await fetch("server_info", { headers: headers() })).json()).config;
+    keepsExperts = engine.return_routed_experts;
     at("no-experts").hidden = keepsExperts;
+    at("beside-layer").hidden = speculation.mode !== "mtp";
     at("model").textContent = (await response.json()).data[0].id;
     at("key-row").hidden = true;
     showProblem("");

@@ -18,6 +18,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.launcher import preflight, system
 from moe_serve.launcher.cli import app as cli
 from moe_serve.launcher.cli import command as commands
+from moe_serve.launcher.cli import options
 from moe_serve.launcher.cli.app import add_balancer_commands
 from moe_serve.launcher.cli.options import DEMO_SETTINGS, ModelOptions, ServeOptions
 from moe_serve.launcher.preflight import refusal, refuse_unsupported
@@ -104,9 +105,17 @@ def test_without_arguments_the_demo_model_is_served_on_two_ranks(served):
 
 
 @pytest.mark.parametrize("flags", [("--speculation", "mtp"), ("--speculative-config", '{"method": "mtp"}')], ids=str)
-def test_the_demo_models_layer_predicts_with_one_flag(served, flags):
+def test_the_demo_models_layer_predicts_with_one_flag(served, flags, caplog, monkeypatch):
+    monkeypatch.setattr(
+        options,
+        "DEMO_SETTINGS",
+        {**(demo := options.DEMO_SETTINGS), "engine": {**demo["engine"], "max_running_requests": 7}},
+    )
     assert serve(*flags) == 0
     (config,) = served
+    assert config.engine.max_running_requests == 7, "the other settings of the demo stay"
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "/chat shows none" in said
     assert (config.speculation.mode, config.engine.return_routed_experts) == ("mtp", False)
     spec = read_spec(model_dir(config.model))
     assert why_no_predictor(config, spec, model_dir(config.model), torch.device("cpu")) is None

@@ -87,10 +87,18 @@ def test_each_token_of_an_answer_shows_the_experts_and_ranks_that_computed_it(ki
 
 
 @in_browser_loop
+async def test_a_server_whose_layer_predicts_says_that_it_keeps_no_experts_beside_it():
+    options = ("speculation.mode=mtp",)
+    async with serving(1, *options) as served, browser_page(f"{served.client.base_url}/chat") as page:
+        await page.shows("#no-experts", "--enable-return-routed-experts and another --speculation than mtp to see them")
+
+
+@in_browser_loop
 async def test_text_is_continued_and_problems_are_told():
     async with serving(1, reply=says(" world")) as served, browser_page(f"{served.client.base_url}/chat") as page:
         await page.shows("#model", "demo")
         await page.shows("#no-experts", "--enable-return-routed-experts")
+        assert not await page.page.is_visible("#beside-layer")
         await page.page.fill("#text", "hello")
         await page.page.click("footer summary")
         await page.page.fill("#length", "5000")
