@@ -31,7 +31,8 @@ def receive_into(
 ) -> bool:
     """Fills memory; returns False where the connection may end, and does so before the first byte.
 
-    until_s: of time.monotonic(), when all must be there; None: as long as some come
+    until_s: of time.monotonic(), when all must be there; the connection's timeout is then what was left of that, so
+             who goes on with it sets it anew. None: as long as some come
     Raises TimeoutError, and OSError where the connection ends.
     """
     size = len(left)
@@ -41,6 +42,10 @@ def receive_into(
         try:
             num = connected.recv_into(left)
         except TimeoutError:
+            if until_s is not None:
+                raise TimeoutError(
+                    f"its message was not whole in time: {len(left)} of {size} bytes are missing"
+                ) from None
             raise TimeoutError(f"it sent nothing for {connected.gettimeout():g} s") from None
         if not num:
             if may_end and len(left) == size:
