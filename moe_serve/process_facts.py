@@ -136,13 +136,18 @@ class ProcessorWaits:
 
     def seconds(self) -> float:
         """Returns the time since this thread began; 0 where that is not known. One thread may ask. Takes 2 us."""
-        if self._file is None:
-            try:
+        try:
+            if self._file is None:
                 self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                self._file = -1
-        return 0.0 if self._file < 0 else int(os.pread(self._file, 64, 0).split()[1]) / 1e9
+            return 0.0 if self._file < 0 else int(os.pread(self._file, 64, 0).split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):  # an emulated /proc may lack the file, or have an empty one
+            self._close()
+            return 0.0
 
-    def __del__(self) -> None:
+    def _close(self) -> None:
         if self._file is not None and self._file >= 0:
             os.close(self._file)
+        self._file = -1
+
+    def __del__(self) -> None:
+        self._close()
