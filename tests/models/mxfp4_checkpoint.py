@@ -42,10 +42,11 @@ def write_mxfp4_checkpoint(folder: Path) -> Path:
 
     tensors = {part.source: drawn(part) for plan in dense_tensors(spec) for part in plan.parts}
     for seed, plan in enumerate(expert_tensors(spec)):
+        (fused,) = plan.fused
         if plan.mxfp4_scale is None:
-            tensors[plan.fused.source] = drawn(plan.fused)
+            tensors[fused.source] = drawn(fused)
         else:
             coded = random_mxfp4(spec.num_logical, *plan.shape, seed)
-            tensors[plan.fused.source], tensors[plan.mxfp4_scale.source] = coded
+            tensors[fused.source], tensors[plan.mxfp4_scale.source] = coded
     save_file(tensors, path / "model.safetensors")
     return path
