@@ -46,7 +46,7 @@ def write_zeros(folder: Path, sizes: Mapping[str, object], family: str = "qwen3_
     config.write_text(json.dumps(json.loads(config.read_text()) | sizes))
     spec = read_spec(config.parent)
     parts = [part for plan in dense_tensors(spec) for part in plan.parts]
-    parts += [part for plan in expert_tensors(spec) for part in (plan.fused, plan.mxfp4_scale) if part is not None]
+    parts += [part for plan in expert_tensors(spec) for part in (*plan.fused, plan.mxfp4_scale) if part is not None]
     dtypes = {"U8": torch.uint8, None: torch.bfloat16}
     tensors = {part.source: torch.zeros(part.shape, dtype=dtypes[part.dtype_name]) for part in parts}
     save_file(tensors, config.parent / "model.safetensors")
