@@ -31,8 +31,8 @@ _LAYER_STEPS = 16  # with the layer, before it is judged
 _EXPLORE_LOOKS, _MOST_EXPLORE_LOOKS = 4, 256
 _TRIED_STEPS = 3  # in a row: what the first one runs is in no cache of the processor
 # Of a step without drafts: what a look is charged beside its own time where it has found nothing to verify, so that at
-# most one of 15 steps looks. In a step of a larger model it takes several times what it takes in a loop, since nothing that
-# it runs is in a cache of the processor then; and what runs behind it finds less there, which no clock tells.
+# most one of 15 steps looks. In a step of a larger model it takes several times what it takes in a loop, since nothing
+# that it runs is in a cache of the processor then; and what runs behind it finds less there, which no clock tells.
 _EMPTY_LOOK = 0.09
 
 Floats = NDArray[np.float64]
