@@ -1,8 +1,8 @@
 """The tokens of one rank in one step, as the tensors that the decoder takes.
 
 Rows are tokens, ordered by the length of their chunk: decodes (length 1) first, long prefill chunks last, then padding.
-Decode steps follow each other with batches of one size, so `BatchBuilder` keeps the memory of the last one, and what in
-it is the same for all of them.
+Decode steps follow each other with batches of a few sizes, so `BatchBuilder` keeps the memory of the last ones, and
+what in it is the same for all of a size.
 """
 
 from bisect import bisect_left, bisect_right
@@ -133,6 +133,9 @@ class ForwardBatch(NamedTuple):
         )
 
 
+_KEPT_SIZES, _MOST_KEPT_ROWS = 16, 64  # of steps that verify drafts, whose sizes take turns with those of others
+
+
 class BatchBuilder:
     """Builds the batches of a rank, one after the other.
 
@@ -142,7 +145,7 @@ class BatchBuilder:
 
     def __init__(self, tables: BlockTables, device: torch.device | str, numerics: Numerics, pads_decodes: bool = False):
         self._pads_decodes = pads_decodes
-        self._static: dict[_Sizes, _Memory] = {}
+        self._kept: dict[_Sizes, _Memory] = {}  # the oldest first
         self._tables = tables
         self._device = torch.device(device)
         self._on_host = self._device.type == "cpu"
@@ -228,14 +231,19 @@ class BatchBuilder:
     ) -> "_Memory":
         num_padded, width = self._numerics.padded(num_tokens), self._tables.rows.shape[1]
         sizes = _Sizes(num_padded, num_seqs, num_seqs + num_drafts, width, decodes_only, most_copies)
-        if self._memory.sizes != sizes:
-            self._memory = self._static.get(sizes) or _Memory(sizes, pinned=self._device.type == "cuda")
-            if self._pads_decodes and decodes_only:
-                self._static = {
-                    each: kept for each, kept in self._static.items() if each.table_width == sizes.table_width
-                }
-                self._static[sizes] = self._memory
-        return self._memory
+        if self._memory.sizes == sizes:
+            return self._memory
+        if self._memory.sizes.table_width != width:
+            self._kept.clear()
+        memory = self._kept.get(sizes)
+        if memory is None:
+            memory = _Memory(sizes, pinned=self._device.type == "cuda")
+            if (self._pads_decodes and decodes_only) or num_padded <= _MOST_KEPT_ROWS:
+                self._kept[sizes] = memory
+            if not self._pads_decodes and len(self._kept) > _KEPT_SIZES:
+                del self._kept[next(iter(self._kept))]
+        self._memory = memory
+        return memory
 
     def _copy_tables(self, requests: "Sequence[Request]") -> None:
         """Writes the block tables of these requests, as far as they are not the ones that the memory holds.

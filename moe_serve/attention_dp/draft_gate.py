@@ -4,15 +4,14 @@ Rows of a MoE model are not free, since each draft reads experts of its own (Cas
 for drafts, where a step takes less than a millisecond. So all is weighed by times that were measured here, against
 steps without drafts; and whatever these say, what is spent and lost comes out of budgets, each a share of the time of
 the decode steps so far. `DraftGate` is told times and looks at no clock: what it decides follows from what it was told,
-and `Decision` has the numbers of one choice. Numpy only.
+and `Decision` has the numbers of one choice. Plain Python: a step may have one draft, and take a quarter of a
+millisecond.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 MIN_GAIN = 1.1  # of tokens per second: of many lengths the best looks better than it is, by the noise of times
 _FRESH_STEPS = 32  # with drafts, for which the time of a step without is taken to be the same
@@ -34,8 +33,6 @@ _TRIED_STEPS = 3  # in a row: what the first one runs is in no cache of the proc
 # most one of 15 steps looks. In a step of a larger model it takes several times what it takes in a loop, since nothing
 # that it runs is in a cache of the processor then; and what runs behind it finds less there, which no clock tells.
 _EMPTY_LOOK = 0.09
-
-Floats = NDArray[np.float64]
 
 
 class DecodeStep(NamedTuple):
@@ -64,14 +61,14 @@ class Decision(NamedTuple):
     """
 
     num_decodes: int
-    chances: NDArray[np.float32]
-    multiples: Floats
+    chances: Sequence[Sequence[float]]
+    multiples: Sequence[float]
     least_gain: float
-    lengths: list[int]
+    lengths: Sequence[int]
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain numbers by name."""
-        return self._asdict() | {"chances": self.chances.tolist(), "multiples": self.multiples.tolist()}
+        return self._asdict()
 
 
 @dataclass
@@ -79,29 +76,28 @@ class Budget:
     """Seconds that may be spent: a share of the time so far, and what was gained.
 
     lent, most: steps without drafts, of which the time is there at first, and is kept at most
+    left_s:     is owed if negative
+    is_open:    whether a step was seen; before, there is nothing to spend
     """
 
     share: float
     lent: float
     most: float
-    left_s: float | None = None  # None: no step was seen
+    left_s: float = 0.0
+    is_open: bool = False
 
     def passed(self, seconds: float, plain_s: float) -> None:
         """Counts the time of a step. plain_s: of one without drafts"""
-        if self.left_s is None:
-            self.left_s = self.lent * plain_s
+        if not self.is_open:
+            self.is_open, self.left_s = True, self.lent * plain_s
         elif self.left_s < self.lent * plain_s:
             self.left_s += self.share * seconds
         self.left_s = min(self.left_s, self.most * plain_s)
 
     def spend(self, seconds: float) -> None:
-        """Takes time out of it, which may then owe some; or puts in what was gained, if negative."""
-        if self.left_s is not None:
+        """Takes time out of it, or puts in what was gained, if negative."""
+        if self.is_open:
             self.left_s -= seconds
-
-    @property
-    def is_left(self) -> bool:
-        return self.left_s is not None and self.left_s > 0
 
 
 class StepCosts:
@@ -145,21 +141,25 @@ class StepCosts:
         seen = self._seen.get(num_decodes.bit_length(), {})
         seen.update({key: (drafts, multiple, 1) for key, (drafts, multiple, _) in seen.items()})
 
-    def of(self, num_decodes: int, num_drafts: int) -> Floats:
+    def of(self, num_decodes: int, num_drafts: int) -> list[float]:
         """Returns the multiples of steps with 0, 1, ... num_drafts drafts.
 
         Beyond what was seen a draft costs half of what those before it cost, since drafts share experts and a step with
         any has costs of its own; before any was, little, so that some are tried.
         """
         seen = self._seen.get(num_decodes.bit_length(), {}).values()
-        points = sorted((drafts, multiple) for drafts, multiple, _ in seen)
+        points = sorted([(drafts, multiple) for drafts, multiple, _ in seen])
         last, multiple = points[-1] if points else (float(num_decodes), 1 + _DRAFT_COST)
         if num_drafts > last or not points:
             most = max(float(num_drafts), last)
             points.append((most, multiple + 0.5 * max(0.0, multiple - 1) * (most / last - 1)))
-        drafts, multiples = zip((0.0, 1.0), *points, strict=True)
-        found: Floats = np.interp(np.arange(num_drafts + 1), drafts, multiples)
-        return found
+        multiples, drafts, multiple = [1.0], 0.0, 1.0
+        for next_drafts, next_multiple in points:
+            each = (next_multiple - multiple) / (next_drafts - drafts)
+            while len(multiples) <= min(num_drafts, next_drafts):
+                multiples.append(multiple + each * (len(multiples) - drafts))
+            drafts, multiple = next_drafts, next_multiple
+        return multiples
 
 
 def _moved(average: float, value: float, weight: float) -> float:
@@ -168,26 +168,27 @@ def _moved(average: float, value: float, weight: float) -> float:
 
 
 def best_lengths(
-    num_decodes: int, chances: NDArray[np.float32], multiples: Floats, least_gain: float = MIN_GAIN
+    num_decodes: int, chances: Sequence[Sequence[float]], multiples: Sequence[float], least_gain: float = MIN_GAIN
 ) -> list[int]:
     """Returns how many drafts of each request to verify, so that a step yields the most tokens per second.
 
     num_decodes: rows without drafts
-    chances:     [requests, most] of each draft to be right with all before it, so a row never grows; 0: there is none
+    chances:     of each draft of each request to be right with all before it, so they never grow
     multiples:   of a step without drafts, how long one takes with 0, 1, ... as many as there is room for
     least_gain:  of tokens per second, below which none are verified
     """
-    number = min(len(multiples) - 1, int(np.count_nonzero(chances)))
-    if not number:
-        return [0] * len(chances)
     # Stable: of equal chances the earlier draft, so that each is taken with all before it.
-    order = np.argsort(-chances, axis=None, kind="stable")[:number]
-    tokens = num_decodes + chances.ravel()[order].cumsum(dtype=np.float64)
-    rates = tokens / multiples[1 : number + 1]
-    best = int(rates.argmax())
-    if rates[best] <= least_gain * num_decodes:
-        return [0] * len(chances)
-    lengths: list[int] = np.bincount(order[: best + 1] // chances.shape[1], minlength=len(chances)).tolist()
+    ranked = sorted(
+        [(chance, row) for row, each in enumerate(chances) for chance in each], key=itemgetter(0), reverse=True
+    )
+    tokens, best, best_rate = float(num_decodes), 0, least_gain * num_decodes
+    for number, ((chance, _), multiple) in enumerate(zip(ranked, multiples[1:], strict=False), 1):
+        tokens += chance
+        if tokens / multiple > best_rate:
+            best, best_rate = number, tokens / multiple
+    lengths = [0] * len(chances)
+    for _, row in ranked[:best]:
+        lengths[row] += 1
     return lengths
 
 
@@ -223,7 +224,9 @@ class DraftGate:
     """
 
     def __init__(self, has_layer: bool = False, always: bool = False):
-        """has_layer: drafts of the layer are weighed, too;  always: each step looks, for a caller that verifies all"""
+        """has_layer: drafts of the layer are weighed, too
+        always: each step looks, for a caller that verifies all, and the layer runs in each
+        """
         self.costs = StepCosts()
         self.saved_s = 0.0  # by drafts, in steps that have looked for some, as far as the time of one without is known
         self.decision: Decision | None = None  # the newest with drafts to choose from
@@ -251,7 +254,7 @@ class DraftGate:
     @property
     def is_due(self) -> bool:
         """Whether to look for drafts in this step."""
-        may_look = self._looks.is_left and self._losses.is_left
+        may_look = self._looks.left_s > 0 and self._losses.left_s > 0
         return may_look or self.pays or self._always or self.layer_runs
 
     def looked(self, look_s: float) -> None:
@@ -259,7 +262,7 @@ class DraftGate:
         if not self.pays:
             self._looks.spend(min(look_s, _LONGEST_LOOK * self._plain_s))
 
-    def lengths(self, num_decodes: int, chances: NDArray[np.float32], num_rows: int) -> list[int]:
+    def lengths(self, num_decodes: int, chances: Sequence[Sequence[float]], num_rows: int) -> list[int]:
         """Returns how many of the drafts that were found to verify. Arguments as of `best_lengths`; num_rows: of drafts
 
         Where they would pay if they cost half as much, they are verified now and then, so that their cost is measured
@@ -270,11 +273,11 @@ class DraftGate:
         if not self.costs.is_fresh(num_decodes):
             return none
         lengths = none
-        if self._losses.is_left:
-            multiples = self.costs.of(num_decodes, min(num_rows, int(np.count_nonzero(chances))))
+        if self._losses.left_s > 0:
+            multiples = self.costs.of(num_decodes, max(0, min(num_rows, sum(map(len, chances)))))
             trust = self._trust.setdefault(num_decodes.bit_length(), _Trust())
             lengths = best_lengths(num_decodes, chances, multiples, trust.least_gain)
-            self.decision = Decision(num_decodes, chances.copy(), multiples, trust.least_gain, lengths)
+            self.decision = Decision(num_decodes, chances, multiples, trust.least_gain, lengths)
             if any(lengths):
                 self._expect(num_decodes, chances, lengths, multiples)
                 self.pays, self._num_empty, self._num_looks, self._explore_looks = True, 0, 0, _EXPLORE_LOOKS
@@ -282,7 +285,7 @@ class DraftGate:
             trust.fade()
             self._num_looks += 1
             if self._tried_steps or self._num_looks >= self._explore_looks:
-                lengths = best_lengths(num_decodes, chances, (1 + multiples) / 2)
+                lengths = best_lengths(num_decodes, chances, [(1 + each) / 2 for each in multiples])
                 if any(lengths):
                     self._try(num_decodes)
                     self._expect(num_decodes, chances, lengths, multiples)
@@ -307,11 +310,15 @@ class DraftGate:
             self._looks.spend(_EMPTY_LOOK * self._plain_s)
 
     def _expect(
-        self, num_decodes: int, chances: NDArray[np.float32], lengths: Sequence[int], multiples: Floats
+        self,
+        num_decodes: int,
+        chances: Sequence[Sequence[float]],
+        lengths: Sequence[int],
+        multiples: Sequence[float],
     ) -> None:
         """Notes what a step with drafts of these lengths should take and give."""
-        right = sum(float(row[:length].sum()) for row, length in zip(chances, lengths, strict=True) if length)
-        self._multiple = float(multiples[sum(lengths)])
+        right = sum([sum(each[:length]) for each, length in zip(chances, lengths, strict=True) if length])
+        self._multiple = multiples[sum(lengths)]
         self._promised = (1 + right / num_decodes) / self._multiple
 
     def ended(self, step: DecodeStep, num_like: int = 1) -> None:
@@ -353,7 +360,7 @@ class DraftGate:
                 trust.add(step.num_tokens / num * plain_s / counted_s, self._promised)
             elif self.pays:  # looks between drafts that pay are borne by what these save
                 self._losses.spend(min(step.look_s, _LONGEST_LOOK * plain_s))
-        if self.pays and not self._losses.is_left:
+        if self.pays and self._losses.left_s <= 0:
             self.pays = False
             self._losses.spend(_TRIAL * plain_s)
         if self._has_layer:
@@ -366,7 +373,7 @@ class DraftGate:
         num_decodes: of the step;  num_drafts, num_right: verified in it
         """
         if num_drafts:
-            of_rows = float(self.costs.of(num_decodes, num_drafts)[num_drafts]) - 1
+            of_rows = self.costs.of(num_decodes, num_drafts)[num_drafts] - 1
             self._losses.spend(look_s + (of_rows - num_right / num_decodes) * self._plain_s)
         elif self.pays:
             self._losses.spend(min(look_s, _LONGEST_LOOK * self._plain_s))
@@ -376,14 +383,14 @@ class DraftGate:
 
         has_prompt: the step begins one; going on with one is not enough
         """
-        if not self.layer_runs and has_prompt and self._has_layer and self._layer_losses.is_left:
+        if not self.layer_runs and has_prompt and self._has_layer and self._layer_losses.left_s > 0:
             self.layer_runs = True
         return self.layer_runs
 
     def layer_ran(self, layer_s: float) -> None:
         """Learns how long the layer ran in a step that was not of decodes alone. It rests where its budget is spent."""
         self._layer_losses.spend(layer_s)
-        if self._layer_losses.left_s is not None and not self._layer_losses.is_left:
+        if self._layer_losses.is_open and self._layer_losses.left_s <= 0 and not self._always:
             self._settle_layer()
             self.layer_runs = False
 
@@ -393,7 +400,7 @@ class DraftGate:
         Requests that began before it ran have none of its keys. What it gives is counted as if all were like those that
         have them; where none has, it gives nothing.
         """
-        if not self.layer_runs:
+        if not self.layer_runs or self._always:
             return
         cost = step.layer_s / plain_s
         if step.num_drafts:

@@ -11,9 +11,7 @@ are right on average. `DraftGate` says when to look, and how many are worth thei
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from moe_serve.attention_dp.draft_gate import DecodeStep, DraftGate
 from moe_serve.attention_dp.request import Request
@@ -25,6 +23,17 @@ _STEPS_ALIKE = 32
 # Where drafts come from: the request's own text, another one's, the form that its output must have, and the model's
 # layer for multi-token prediction.
 OWN, SHARED, FORM, MTP = SOURCES = "own", "shared", "form", "mtp"
+
+
+class _Drafts(NamedTuple):
+    """What may come next in one request. source: one of SOURCES;  chances: of each to be right with all before it"""
+
+    source: str
+    token_ids: Sequence[int]
+    chances: Sequence[float]
+
+
+_NONE = _Drafts("", (), ())
 
 
 @dataclass(slots=True)
@@ -98,7 +107,7 @@ class Speculator:
         Raises ConfigError where text is read and there is no compiler.
         """
         self.counters = SpeculationCounters()
-        self.gate = DraftGate(predicted_drafts > 0 and not always, always)
+        self.gate = DraftGate(predicted_drafts > 0, always)
         self._predicted_drafts = predicted_drafts
         self._max_drafts = max_drafts
         self._index = TextIndex(index_bytes, max_drafts) if reads_text else None
@@ -111,6 +120,7 @@ class Speculator:
         self._right = {FORM: 1.0, MTP: 1.0}  # of all requests
         self._tried = {FORM: 2.0, MTP: 2.0}
         self._num_since = 0  # steps since one was measured
+        self._num_alike = -1  # requests of steps that are like others, and not measured; -1: none are
         self._waits = ProcessorWaits()
         self._waited_s: float | None = None  # by this thread, until the next step began; None: not known
         self._without_layer: set[Request] = set()  # that began before the model's layer did, of which it has no keys
@@ -127,7 +137,7 @@ class Speculator:
         if not self._predicted_drafts:
             return 0
         has_rested = not self.gate.layer_runs
-        if not self._always and not self.gate.wants_layer(has_prompt):
+        if not self.gate.wants_layer(has_prompt):
             return 0
         if has_rested:
             self._without_layer = set(going_on)
@@ -145,35 +155,32 @@ class Speculator:
         self._num_decodes = len(requests)
         if self._predicted_drafts:
             self._num_layer_requests = len(requests) - len(self._without_layer.intersection(requests))
-        drafts, chances, are_own, number = self._from_text(requests)
-        offered: dict[int, str] = {}  # sources of drafts that are not of text, by row
+        found = self._from_text(requests)
         for row, request in enumerate(requests):
             follower = self._followers[request]
             if follower.predicted or follower.offers or request.params.constraint is not None:
                 self._offer(request, follower)
                 for kind, tokens in follower.offers:
-                    likely = self._chance(follower, kind) ** np.arange(1, len(tokens) + 1)
-                    if kind == FORM or likely.sum() > chances[row].sum():
-                        offered[row] = kind
-                        drafts[row, : len(tokens)] = tokens
-                        chances[row] = 0
-                        chances[row, : len(tokens)] = likely
-        found: list[tuple[int, ...]] = [()] * len(requests)
-        if number or offered:
-            if self._always:
-                lengths = np.count_nonzero(chances, axis=1).tolist()
-            else:
-                lengths = self.gate.lengths(len(requests), chances, num_rows)
-            for row, length in enumerate(lengths):
+                    chance = self._chance(follower, kind)
+                    chances = [chance**number for number in range(1, len(tokens) + 1)]
+                    if kind == FORM or sum(chances) > sum(found[row].chances):
+                        found[row] = _Drafts(kind, tokens, chances)
+        chosen: list[tuple[int, ...]] = [()] * len(requests)
+        if any(each.source for each in found):
+            chances_of = [each.chances for each in found]
+            lengths = list(map(len, chances_of))
+            if not self._always:
+                lengths = self.gate.lengths(len(requests), chances_of, num_rows)
+            for row, (length, (source, token_ids, _)) in enumerate(zip(lengths, found, strict=True)):
                 if length and num_rows > 0:
-                    found[row] = tuple(drafts[row, : min(length, num_rows)].tolist())
-                    num_rows -= len(found[row])
-                    self._drafted[requests[row]] = offered.get(row) or (OWN if are_own[row] else SHARED)
+                    chosen[row] = tuple(token_ids[: min(length, num_rows)])
+                    num_rows -= len(chosen[row])
+                    self._drafted[requests[row]] = source
         else:
             self.gate.found_none()
         self._look_s = time.perf_counter() - began_s
         self.gate.looked(self._look_s)
-        return found
+        return chosen
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Learns how many drafts of a request were right."""
@@ -199,14 +206,18 @@ class Speculator:
         thread has waited for its processor is left out: other processes would make steps with drafts, which are longer
         and so wait more often, look dear. So a step without a look is measured where the waits before it are known.
         """
-        self._num_since += num_requests > 0
-        is_known = not num_requests or self.gate.costs.plain_s(num_requests) is not None
+        num_since = self._num_since = self._num_since + (num_requests > 0)
         if not (self._look_s or layer_s or self.gate.pays):
-            is_alike = is_known and self._num_since < _STEPS_ALIKE
-            if is_alike or self._waited_s is None:
-                is_next = not is_known or self._num_since >= _STEPS_ALIKE - 1
-                self._waited_s = self._waits.seconds() if is_next else None
+            if num_since < _STEPS_ALIKE - 1 and num_requests == self._num_alike:
                 return
+            is_known = not num_requests or self.gate.costs.plain_s(num_requests) is not None
+            is_alike = is_known and num_since < _STEPS_ALIKE
+            if is_alike or self._waited_s is None:
+                is_next = not is_known or num_since >= _STEPS_ALIKE - 1
+                self._waited_s = self._waits.seconds() if is_next else None
+                self._num_alike = -1 if is_next else num_requests
+                return
+        self._num_alike = -1
         # A look that took longer, and waits that did, were of a step that was void.
         began_s, look_s = time.perf_counter(), self._look_s if self._look_s + layer_s < seconds else 0.0
         waited_s = self._waits.seconds()
@@ -216,7 +227,7 @@ class Speculator:
         if num_requests:
             of_layer = layer_s, self._num_layer_drafts, self._num_layer_requests, self._num_layer_right
             step = DecodeStep(num_requests, self._num_drafts, num_tokens, seconds, look_s, *of_layer)
-            self.gate.ended(step, self._num_since)
+            self.gate.ended(step, num_since)
             self._num_since = 0
         else:
             self.gate.layer_ran(layer_s)
@@ -254,14 +265,11 @@ class Speculator:
             follower = self._followers[request] = _Follower(text)
         return follower
 
-    def _from_text(
-        self, requests: Sequence[Request]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32], int]:
-        """Returns drafts, their chances, which are of a request's own text, and how many there are, as in `Found`."""
-        followers = [self._follower(request) for request in requests]
+    def _from_text(self, requests: Sequence[Request]) -> list[_Drafts]:
+        """Returns what may come next in each request, as far as it is in the index."""
+        followers, found = [self._follower(request) for request in requests], [_NONE] * len(requests)
         if self._index is None:
-            size = len(requests), self._max_drafts
-            return np.zeros(size, np.int32), np.zeros(size, np.float32), np.zeros(len(requests), np.int32), 0
+            return found
         room, counts, new, behind = _READ_AT_ONCE, [], [], []
         for row, (request, follower) in enumerate(zip(requests, followers, strict=True)):
             num_known, num_read = request.num_known, follower.num_read
@@ -273,10 +281,17 @@ class Speculator:
             counts.append(number)
             new += request.token_ids(num_read, num_read + number)
             follower.num_read = num_read + number
-        found = self._index.look([follower.text for follower in followers], counts, new)
-        if behind:
-            found.chances[behind] = 0
-        return found.drafts, found.chances, found.are_own, found.number
+        drafts = self._index.look([follower.text for follower in followers], counts, new)
+        if drafts.number:
+            for row in drafts.num_drafts.nonzero()[0].tolist():
+                number = drafts.num_drafts[row]
+                source = OWN if drafts.are_own[row] else SHARED
+                found[row] = _Drafts(
+                    source, drafts.drafts[row, :number].tolist(), drafts.chances[row, :number].tolist()
+                )
+            for row in behind:
+                found[row] = _NONE
+        return found
 
     def _offer(self, request: Request, follower: _Follower) -> None:
         """Learns from drafts of the last look that are not of text, verified or not, up to the first that was wrong, as

@@ -2,20 +2,16 @@
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from moe_serve.attention_dp.draft_gate import Budget, DecodeStep, DraftGate, StepCosts, best_lengths
 
 
-def chances_of(chances, most) -> NDArray[np.float32]:
+def chances_of(chances, most) -> list[list[float]]:
     """Returns what a gate is told of requests with so many drafts, each right with the chance of its request."""
-    width = max([*most, 1])
-    rows = [[chance ** (i + 1) if i < number else 0 for i in range(width)] for chance, number in zip(chances, most)]  # noqa: B905
-    return np.array(rows, np.float32)
+    return [[chance**i for i in range(1, number + 1)] for chance, number in zip(chances, most, strict=True)]
 
 
 NO_LAYER = 0.0, 0, 0, 0  # of DecodeStep: the model's layer did not run
@@ -23,9 +19,9 @@ NO_LAYER = 0.0, 0, 0, 0  # of DecodeStep: the model's layer did not run
 
 def test_costs_are_multiples_of_steps_nearby_without_drafts_and_lines_between_them():
     costs = StepCosts()
-    assert costs.of(4, 2).tolist() == [1.0, 1.0625, 1.125], "nothing was seen: a draft is cheap, so that it is tried"
+    assert costs.of(4, 2) == [1.0, 1.0625, 1.125], "nothing was seen: a draft is cheap, so that it is tried"
     costs.add(4, 3, 9.0)
-    assert costs.of(4, 2).tolist() == [1.0, 1.0625, 1.125], "nothing to compare with was seen"
+    assert costs.of(4, 2) == [1.0, 1.0625, 1.125], "nothing to compare with was seen"
     for seconds in (1.0, 100.0):  # on a machine that is slower later, for example
         for _ in range(60):
             costs.add(4, 0, seconds)
@@ -58,7 +54,7 @@ def test_the_time_of_a_step_without_drafts_is_measured_anew_now_and_then():
 )
 def test_the_chosen_lengths_give_the_most_tokens_per_second(chances, most, extra, row_s, num_rows):
     num_decodes, most = len(chances) + extra, most[: len(chances)]
-    multiples = 1 + row_s * np.arange(num_rows + 1)
+    multiples = [1 + row_s * number for number in range(num_rows + 1)]
 
     def rate(lengths) -> float:
         gained = sum(chance**i for chance, each in zip(chances, lengths, strict=True) for i in range(1, each + 1))
@@ -76,11 +72,11 @@ def test_the_chosen_lengths_give_the_most_tokens_per_second(chances, most, extra
 def test_a_budget_is_a_share_of_the_time_of_which_little_is_kept():
     budget = Budget(share=0.01, lent=3, most=4)
     budget.spend(5)
-    assert not budget.is_left, "nothing is lent before a step was seen"
+    assert budget.left_s <= 0, "nothing is lent before a step was seen"
     budget.passed(1.0, plain_s=2.0)
     assert budget.left_s == 6
     budget.spend(7)
-    assert not budget.is_left
+    assert budget.left_s <= 0
     for _ in range(150):
         budget.passed(1.0, plain_s=2.0)
     assert budget.left_s == pytest.approx(0.5)

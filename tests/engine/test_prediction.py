@@ -8,11 +8,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from moe_serve.attention_dp.draft_gate import DraftGate
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import Proposal, ScheduledChunk
 from moe_serve.attention_dp.speculation import MTP, Speculator
@@ -88,16 +88,13 @@ def _now_and_then(engine: Engine) -> None:
     gate = speculator.gate
     assert gate.layer_runs, "it begins with the layer"
 
-    def wants(has_prompt: bool) -> bool:
-        gate.layer_runs = draw.random() < 0.4
-        return gate.layer_runs
-
     def checked() -> None:
         run()
         assert speculator.counters.num_drafts[MTP] > 0
 
-    gate.wants_layer = wants  # type: ignore[method-assign]
-    gate.lengths = lambda num, chances, num_rows: np.count_nonzero(chances, axis=1).tolist()  # type: ignore[method-assign]
+    gate.wants_layer = lambda has_prompt: draw.random() < 0.4  # type: ignore[method-assign]
+    gate._judge_layer = lambda step, plain_s: None  # type: ignore[method-assign]
+    gate.lengths = lambda num, chances, num_rows: [len(each) for each in chances]  # type: ignore[method-assign]
     engine.run = checked  # type: ignore[method-assign]
 
 
@@ -106,6 +103,8 @@ def test_the_layer_is_tried_again_with_a_step_that_begins_a_prompt() -> None:
     asked: list[tuple[bool, list[str]]] = []
 
     class Asked:
+        gate = DraftGate(has_layer=True)
+
         def num_predictions(self, has_prompt: bool, going_on: Iterable[Request]) -> int:
             asked.append((has_prompt, [request.request_id for request in going_on]))
             return 3

@@ -41,7 +41,7 @@ class TokenPredictor:
 
     def num_runs(self, proposal: Proposal) -> int:
         """Returns how often the layer should run for this rank, if the proposal runs."""
-        if proposal.is_empty:
+        if proposal.is_empty or not (proposal.prefills or self.speculator.gate.layer_runs):
             return 0
         has_prompt = any(map(_begins, proposal.prefills))
         going_on = (chunk.request for chunk in (*proposal.decodes, *proposal.prefills) if not _begins(chunk))

@@ -194,10 +194,56 @@ def _project(weight: Linear, rows: Tensor, numerics: Numerics, out: Tensor | Non
     return found.float() if out is None else out.copy_(found)
 
 
+class BatchInputs:
+    """The addresses of a batch for the kernels. Batches of one size are often written to the same tensors.
+
+    attend: None where the batch has no rows
+    """
+
+    def __init__(self, batch: ForwardBatch, shapes: Sequence[AttendShape], logits: Tensor):
+        """logits: where those of the batch go, [logit_rows, vocab]"""
+        self._batch = batch
+        self.logits = logits
+        self.attend: AttendRows | None = None
+        if batch.num_tokens:
+            tables = batch.query_starts, batch.block_tables
+            self.attend = AttendRows(shapes, batch.positions, *tables, batch.block_size)
+        slots = batch.state_slots
+        self._sequences = None if slots is None else SequenceStates(batch.query_starts, slots)
+        self.rows = RowInputs(
+            num_rows=batch.num_tokens,
+            ids=batch.input_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slot_mapping.data_ptr(),
+            attend=0 if self.attend is None else self.attend.address,
+            num_logits=self.logits.shape[0],
+            logit_rows=batch.logit_rows.data_ptr(),
+            logits=self.logits.data_ptr(),
+            sequences=0 if self._sequences is None else self._sequences.address,
+        )
+
+    def is_of(self, batch: ForwardBatch) -> bool:
+        """Returns whether the batch is in the same tensors."""
+        mine = self._batch
+        return (
+            batch.input_ids is mine.input_ids
+            and batch.positions is mine.positions
+            and batch.slot_mapping is mine.slot_mapping
+            and batch.logit_rows is mine.logit_rows
+            and batch.query_starts is mine.query_starts
+            and batch.block_tables is mine.block_tables
+            and batch.state_slots is mine.state_slots
+            and (batch.num_tokens, batch.block_size) == (mine.num_tokens, mine.block_size)
+        )
+
+
+_KEPT_INPUTS = 16  # batches, as many as BatchBuilder keeps the memory of
+
+
 class RecordedRunner:
     """StackRunner by the compiled kernels: a step is a run of what was recorded for steps of its size or larger.
 
-    Logits of a step hold until the next one whose batch is in the same tensors.
+    Logits of a step hold until the next one.
     """
 
     def __init__(
@@ -211,15 +257,16 @@ class RecordedRunner:
         self._shapes = tuple(dict.fromkeys(shape.for_kernels for shape in shapes))
         self._recorded: list[RecordedStep] = []  # for whole batches and first halves; for second halves
         self._rows: Tensor | None = None  # [capacity, H], what the head projects, until the next step
-        self._inputs: BatchInputs | None = None
+        self._inputs: dict[int, BatchInputs] = {}  # of the last steps, by their ids' tensor; the oldest first
+        self._logits = torch.empty(0, vocab_size)
 
     def __call__(self, step: StepInputs) -> Tensor:
         if step.overlap:
             return self._run_halves(step)
         recorded = self._recorded_for(step.batch, 0, step.cache)
-        inputs = self._inputs
+        inputs = self._inputs.get(id(step.batch.input_ids))
         if inputs is None or not inputs.is_of(step.batch):
-            inputs = self._inputs = BatchInputs(step.batch, self._shapes, self._vocab_size)
+            inputs = self._inputs_of(step.batch)
         elif inputs.attend is not None:
             inputs.attend.plan()
         if step.hidden is not None:
@@ -228,10 +275,23 @@ class RecordedRunner:
         self._rows = recorded.last
         return inputs.logits
 
+    def _inputs_of(self, batch: ForwardBatch) -> BatchInputs:
+        """Returns the addresses of a batch, and keeps them."""
+        num_logits = batch.logit_rows.shape[0]
+        if num_logits > len(self._logits):
+            self._inputs.clear()  # they have the address of what is too small
+            self._logits = torch.empty(num_logits, self._vocab_size)
+        self._inputs.pop(id(batch.input_ids), None)
+        if len(self._inputs) == _KEPT_INPUTS:
+            del self._inputs[next(iter(self._inputs))]
+        inputs = BatchInputs(batch, self._shapes, self._logits[:num_logits])
+        self._inputs[id(batch.input_ids)] = inputs
+        return inputs
+
     def _run_halves(self, step: StepInputs) -> Tensor:
         halves = step.batch.halves(COMPILED)
         recorded = [self._recorded_for(half, number, step.cache) for number, half in enumerate(halves)]
-        inputs = [BatchInputs(half, self._shapes, self._vocab_size) for half in halves]
+        inputs = [BatchInputs(half, self._shapes, self._logits[:0]) for half in halves]
         runs = [RecordedRun(each.rows, step.num_chunks, step.overlap) for each in inputs]
         take_turns([each.run_in_turns(run) for each, run in zip(recorded, runs, strict=True)])
         self._rows = _together([each.last for each in recorded], halves)
@@ -349,45 +409,3 @@ class RecordedStep(Step, Recorder):
             gate = None if shared.gate is None else self.linear("shared_gate", shared.gate, x)
             self.add_gated_(out, rows, gate)
         return out
-
-
-class BatchInputs:
-    """The addresses of a batch for the kernels. Batches of one size are often written to the same tensors.
-
-    attend: None where the batch has no rows;  logits: where they go
-    """
-
-    def __init__(self, batch: ForwardBatch, shapes: Sequence[AttendShape], vocab_size: int):
-        self._batch = batch
-        self.logits = torch.empty(batch.logit_rows.shape[0], vocab_size)
-        self.attend: AttendRows | None = None
-        if batch.num_tokens:
-            tables = batch.query_starts, batch.block_tables
-            self.attend = AttendRows(shapes, batch.positions, *tables, batch.block_size)
-        slots = batch.state_slots
-        self._sequences = None if slots is None else SequenceStates(batch.query_starts, slots)
-        self.rows = RowInputs(
-            num_rows=batch.num_tokens,
-            ids=batch.input_ids.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            slots=batch.slot_mapping.data_ptr(),
-            attend=0 if self.attend is None else self.attend.address,
-            num_logits=self.logits.shape[0],
-            logit_rows=batch.logit_rows.data_ptr(),
-            logits=self.logits.data_ptr(),
-            sequences=0 if self._sequences is None else self._sequences.address,
-        )
-
-    def is_of(self, batch: ForwardBatch) -> bool:
-        """Returns whether the batch is in the same tensors."""
-        mine = self._batch
-        return (
-            batch.input_ids is mine.input_ids
-            and batch.positions is mine.positions
-            and batch.slot_mapping is mine.slot_mapping
-            and batch.logit_rows is mine.logit_rows
-            and batch.query_starts is mine.query_starts
-            and batch.block_tables is mine.block_tables
-            and batch.state_slots is mine.state_slots
-            and (batch.num_tokens, batch.block_size) == (mine.num_tokens, mine.block_size)
-        )
