@@ -257,7 +257,8 @@ class StepEvents:
         asking = [chunks[index].request for index in sampling]
         self.clock.turn(SAMPLE)
         of_prompts, not_finite = self.scorer.of_prompts(batch, chunks, self.project, logits.shape[1])
-        rows = logits[: len(sampling)] if len(logits) > len(sampling) else logits
+        num_rows = logits.shape[0]
+        rows = logits[: len(sampling)] if num_rows > len(sampling) else logits
         raw = self.scorer.keep(rows, asking)
         token_ids = sampler(rows, asking)
         self.check()  # on a GPU, whose sampling is queued behind the step: one wait tells tokens and lost peers
@@ -273,7 +274,7 @@ class StepEvents:
             self.scheduler.complete(chunk, token_id)
             own = of_tokens.get(row), of_prompts.get(index), embeddings.get(row)
             events.append(self.requests.extended(chunk.request, token_id, *own))
-        if len(logits) > len(chunks):
+        if num_rows > len(chunks):
             events += self._verify([chunks[index] for index in sampling], logits[len(chunks) :], events, sampler)
         if others:
             for index, is_finite in zip(others, has_finite_best(logits[len(sampling) : len(chunks)]), strict=True):
