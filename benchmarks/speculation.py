@@ -1,14 +1,15 @@
 """Tokens per second with drafts and without, by kind of prompt and batch; parts of a layer that predicts; the index.
 
     python -m benchmarks.speculation [--models demo,bench] [--batches 1,4,16,64] [--kinds "code edit,..."]
-                                     [--seconds 12] [--modes auto] [--threads 1] [--max-drafts 8]
+                                     [--seconds 25] [--modes auto] [--threads 1] [--max-drafts 8]
 
 An engine of one rank in this process, without front end, for each mode. It takes turns of some prompts with drafts and
 without, the same prompts, of which `batch` run at once until none waits; the tokens are compared, and must be equal.
-One engine for both, since of two without drafts one may be 3 % faster, by where their weights lie in memory. Only steps
-are timed: by the CPU time of their thread where there is one, which other work on the machine hardly changes. A row
-takes about --seconds, at least three turns; the first row of a model has a turn more, which warms up. With both models
-it takes about ten minutes.
+One engine for both, since of two without drafts one may be 3 % faster, by where their weights lie in memory; in an
+order that is drawn anew each time, and with a second turn without drafts, which shows how far equal steps differ. Only
+steps are timed: by the CPU time of their thread where there is one, which other work on the machine hardly changes. A
+row takes about --seconds, at least three turns; the first row of a model has a turn more, which warms up. With both
+models it takes about 20 minutes.
 
     code edit   code, and the beginning of it with two words changed; the output goes on
     quotes      sentences; the output quotes three of them
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--modes", default="auto")
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-drafts", type=int, default=MAX_DRAFTS)
     args = parser.parse_args()
@@ -164,8 +165,9 @@ def main() -> None:
     notes = (
         f"{NUM_OUTPUT} tokens for each prompt (JSON: until it is complete), temperature 0, one rank with "
         f"{args.threads} threads, without front end, {'CPU time' if args.threads == 1 else 'time'} of its steps. "
-        "`speed` is tokens per second over those without drafts, which had the same prompts in turn; in brackets, 95 % "
-        "of what other draws of the turns would give (bootstrap). "
+        "`speed` is tokens per second over those without drafts, which had the same prompts in turn, and `speed off` "
+        "that of another turn without drafts; in brackets, 95 % of what other draws of the turns would give "
+        "(bootstrap). "
     )
     if args.models == "index":
         name, title, rows = "speculation_index", "The index of texts that drafts come from", index_rows()
@@ -279,25 +281,29 @@ def compare(model: str, path: str, args: argparse.Namespace) -> list[dict[str, A
         for kind in args.kinds.split(","):
             if (kind == "JSON keys" and model != "demo") or (model == "predicting" and kind != "random ids"):
                 continue
-            seconds: dict[tuple[str, bool], list[float]] = {(mode, on): [] for mode in modes for on in (False, True)}
+            # By mode and kind of turn: without drafts, without them again, and with them.
+            turns = [(modes[0], "again"), *((mode, name) for mode in modes for name in ("off", "on"))]
+            seconds: dict[tuple[str, str], list[float]] = {turn: [] for turn in turns}
             began_s, number, num_tokens = time.perf_counter(), 0 if rows else -1, 0
             while number < 3 or time.perf_counter() - began_s < args.seconds:
                 draw = random.Random(f"{kind} {batch} {number}")
                 num_prompts = batch if batch > 16 else 2 * batch if batch > 1 else 1
                 prompts = [prompt(kind, draw, model, ranks[modes[0]]) for _ in range(num_prompts)]
                 expected = None
-                for mode, on in seconds if number % 2 else reversed(seconds):
-                    taken_s, found = ranks[mode].turn(prompts, batch, on)
+                draw.shuffle(turns)
+                for mode, name in turns:
+                    taken_s, found = ranks[mode].turn(prompts, batch, drafts=name == "on")
                     expected = found if expected is None else expected
                     assert found == expected, f"drafts have changed tokens: {model}, {kind}, batch {batch}"
                     if number >= 0:
-                        seconds[mode, on].append(taken_s)
+                        seconds[mode, name].append(taken_s)
                 num_tokens += sum(map(len, found)) if number >= 0 else 0
                 number += 1
             row: dict[str, Any] = {"model": model, "batch": batch, "prompts": kind, "turns": number}
-            row["tok/s"] = f"{num_tokens / sum(seconds[modes[0], False]):.0f}"
+            row["tok/s"] = f"{num_tokens / sum(seconds[modes[0], 'off']):.0f}"
+            row["speed off"] = speed(seconds[modes[0], "off"], seconds[modes[0], "again"])
             for mode in modes:
-                row[f"speed {mode}"] = speed(seconds[mode, False], seconds[mode, True])
+                row[f"speed {mode}"] = speed(seconds[mode, "off"], seconds[mode, "on"])
             if "mtp" in modes:
                 row |= parts_of(ranks["mtp"], batch)
             rows.append(row)

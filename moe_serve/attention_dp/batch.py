@@ -240,8 +240,9 @@ class BatchBuilder:
             memory = _Memory(sizes, pinned=self._device.type == "cuda")
             if (self._pads_decodes and decodes_only) or num_padded <= _MOST_KEPT_ROWS:
                 self._kept[sizes] = memory
-            if not self._pads_decodes and len(self._kept) > _KEPT_SIZES:
-                del self._kept[next(iter(self._kept))]
+            others = [each for each in self._kept if not (self._pads_decodes and each.decodes_only)]
+            if len(others) > _KEPT_SIZES:
+                del self._kept[others[0]]
         self._memory = memory
         return memory
 
