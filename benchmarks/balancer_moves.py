@@ -201,7 +201,7 @@ def _gated(shape: SyntheticLoad, records: Iterator[LoadRecord] | None) -> tuple[
         V3_EP32.num_slots,
         costs=costs[0],
         gate=RebalanceSettings(bytes_per_expert=costs[0].expert_bytes),
-        gate_cost=costs[0].gate(),
+        gate_cost=costs[0].gate("window"),
         latency_steps=2,
     )
     start = starting_placement(synthetic_trace(shape), topology, V3_EP32.num_slots)

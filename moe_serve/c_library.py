@@ -26,6 +26,7 @@ from moe_serve.errors import ConfigError
 from moe_serve.log import get_logger
 
 _FLAGS = ("-O3", "-fPIC", "-shared")
+UNFUSED = "-ffp-contract=off"  # fused multiply-adds round once where numpy rounds twice
 _TIMEOUT_S = 120  # of the compiler
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 ISA = "MOE_SERVE_ISA"  # an environment variable, so that processes started by this one build for the same

@@ -1,7 +1,6 @@
 """The leader's part in balancing: what it tells the engine, the front end and the trace."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -21,12 +20,11 @@ from tests.engine.balancer_scene import FACTS, SKEWED, START, STEPS, Engine, Pla
 
 def test_every_policy_of_the_configuration_exists_and_settings_follow_it():
     moves = "staging_slots: 2, pair_moves: 1, node_moves: 3"
-    chosen = f"eplb={{mode: dynamic, trigger: 0.8, {moves}, policy: refined, split: exact}}"
+    chosen = f"eplb={{mode: dynamic, trigger: 0.8, {moves}, policy: refined}}"
     settings = msgspec.convert(load_config(overrides=[chosen]).eplb, BalancerSettings, from_attributes=True)
-    assert settings == BalancerSettings("refined", 0.8, staging_slots=2, pair_moves=1, node_moves=3, split="exact")
+    assert settings == BalancerSettings("refined", 0.8, staging_slots=2, pair_moves=1, node_moves=3)
     of_the_file = msgspec.convert(load_config().eplb, BalancerSettings, from_attributes=True)
-    assert of_the_file.split == "auto", "the device decides"
-    assert replace(of_the_file, split="even") == BalancerSettings(), "one default, not two"
+    assert of_the_file == BalancerSettings(), "one default, not two"
     for name in SERVED:
         assert name in POLICIES
         assert load_config(overrides=[f"eplb.policy={name}"]).eplb.policy == name

@@ -65,10 +65,10 @@ def same_decisions(result, engine):
     assert result.final.version == engine.balancer.placement.version
 
 
-@pytest.mark.parametrize("delay", [0, 5, 90])
-def test_the_same_decisions_in_the_same_windows_and_the_same_placements(tmp_path, delay):
+@pytest.mark.parametrize(("delay", "split"), [(0, "even"), (5, "exact"), (90, "time")])
+def test_the_same_decisions_in_the_same_windows_and_the_same_placements(tmp_path, delay, split):
     path = tmp_path / "t.jsonl"
-    engine = RecordedEngine(path, planner=PlannerHere(delay=delay))
+    engine = RecordedEngine(path, planner=PlannerHere(delay=delay), facts=replace(FACTS, split=split))
     for load in loads(50):
         engine.window(load)
     assert {"plan", "move", "done", "watch"} <= {kind for _, kind, _, _ in engine.said()}

@@ -182,7 +182,7 @@ def test_a_replay_plans_and_scores_time_where_that_serves_sooner(split, num_slot
     policy, steps = Noted(), EvenSteps((0,), (frozenset(),), time)
     chosen = ReplaySettings(Topology(1, 16), num_slots, history=2, split=split, even_steps=steps)
     found = replay(
-        trace, [policy, "gate:greedy"], replace(chosen, gate_cost=MeasuredCost(PriorPrices(1e-6, 1e-9), 0.05))
+        trace, [policy, "gate:greedy"], replace(chosen, gate_cost=MeasuredCost(PriorPrices(1e-6, 1e-9), "even", 0.05))
     )
     by_time = split == "time" and num_slots > 32
     rows = time.rows_of(batches) if by_time else batches
@@ -220,10 +220,13 @@ def test_plans_count_time_on_many_ranks_with_redundant_experts(ranks, slots, pla
 
 @pytest.mark.parametrize("active", [None, np.array([[10, 100, 10, 100, 1, 1, 1, 1]])], ids=["unknown", "recorded"])
 def test_a_balancer_plans_and_prices_the_time_that_its_facts_name(active):
-    facts = SystemFacts(1, 1000, 1e-6, 1e-6, survives_loss=False, expert_time=ExpertTime(10))
-    assert SystemFacts.from_event(json.loads(json.dumps(facts.to_event()))) == facts
+    facts = SystemFacts(1, 1000, 1e-6, 1e-6, survives_loss=False, split="time", expert_time=ExpertTime(10))
+    told = json.loads(json.dumps(facts.to_event()))
+    assert SystemFacts.from_event(told, "even") == facts
+    del told["split"]  # as in older traces
+    assert SystemFacts.from_event(told, "exact") == replace(facts, split="exact")
     with pytest.raises(TraceError, match="balancer_started has weight_rows 'x'"):
-        SystemFacts.from_event(facts.to_event() | {"expert_time": {"weight_rows": "x"}})
+        SystemFacts.from_event(facts.to_event() | {"expert_time": {"weight_rows": "x"}}, "even")
     start = Placement(np.arange(8, dtype=np.int32)[None], 8, 2)
     tokens = np.array([[100, 100, 100, 100, 1, 1, 1, 1]])  # of a hundred steps
     for time in (None, facts.expert_time):

@@ -337,12 +337,12 @@ def make_balancing(
         )
         now = served.placement
         shape = now.num_ranks, now.num_slots, now.num_logical
-        facts = replace(facts, expert_time=planned_time(served.replica_map.time, *shape))
+        time = planned_time(served.replica_map.time, *shape)
+        facts = replace(facts, split=served.replica_map.split_name, expert_time=time)
         speed = None if group.link is None else group.link.speed
         if speed is not None:
             facts = replace(facts, link_bytes_per_s=speed.bytes_per_s, link_delay_s=speed.delay_s)
         settings = msgspec.convert(eplb, BalancerSettings, from_attributes=True)
-        settings = replace(settings, split=served.replica_map.split_name)  # as the device decided it
         planner = PlannerProcess(eplb.policy, eplb.plan_deadline_s)
         return Balancer(served.placement, settings, facts, planner, reports, on_event=on_event, step=step)
 

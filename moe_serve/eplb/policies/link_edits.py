@@ -5,9 +5,7 @@ whose experts have no replica on a light rank, and the even loads that other edi
 about them. So every edit is judged by the split itself: an expert with many tokens on a heavy rank gets a replica on a
 light one, over the replica there that serves least, or trades places with the expert there that serves least. Of these
 edits the one stays that lowers the heaviest rank most per move, mean over sampled batches under a fractional split. The
-batches of every plan deviate alike from its load, so that plans for the same load find nothing more to do. The split is
-that of `problem.even_out_shares`: sweeps over the replicated experts, each of
-which is spread over its ranks up to a common level.
+batches of every plan deviate alike from its load, so that plans for the same load find nothing more to do.
 
 `edit_layer_reference` is the plain form of links.c: sums in the same order and ties, so the same edits.
 
@@ -23,12 +21,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.c_library import find_c_library, processor_flags
+from moe_serve.c_library import UNFUSED, find_c_library, processor_flags
 from moe_serve.eplb.policies.edits import EditState
 from moe_serve.eplb.policies.objectives import TOKENS_PER_RANK
 from moe_serve.eplb.policies.packing import Deadline
 from moe_serve.eplb.policies.problem import Floats
-from moe_serve.eplb.policies.single_edits import LEAST_RATE, UNFUSED, EditGoal, EditLog
+from moe_serve.eplb.policies.single_edits import LEAST_RATE, EditGoal, EditLog
+from moe_serve.eplb.split.fractions import level_ranks, shape_words
 
 Ints = NDArray[np.int64]
 _Lines = tuple[Ints, Floats]
@@ -36,7 +35,6 @@ LINK_MIN_GAIN = 1e-3  # per move, in mean rank loads; smaller gains are noise of
 LINK_TARGET = 0.995  # mean rank load / heaviest rank's at which a layer needs no edits
 NUM_HEAVY, NUM_LIGHT, NUM_EACH = 2, 3, 2  # ranks, and experts of a heavy rank, that an edit may link; 16 at most
 NUM_BATCHES = 6  # with more, plans are a little better and take longer in proportion
-_NUM_SWEEPS, _LEAST_FALL = 12, 1e-4  # of the split, which ends when a sweep lowers the heaviest rank by less
 _SOURCE = Path(__file__).with_name("links.c")
 
 
@@ -89,14 +87,15 @@ def _edit_layer_compiled(library: ctypes.CDLL, state: EditState, load: Floats, g
     table = state.table[layer]
     num_ranks, slots = table.shape
     lines, gains = np.empty((goal.max_edits, 4), dtype=np.int64), np.empty(goal.max_edits)
-    numbers = np.array([goal.target[layer], max(goal.min_gain, LEAST_RATE), _LEAST_FALL])
+    numbers = np.array([goal.target[layer], max(goal.min_gain, LEAST_RATE)])
     arrays = [numbers, load, table, np.ascontiguousarray(state.was_here[layer]), lines, gains]
     assert table.flags.c_contiguous
     assert table.dtype == np.int32
     most = slots if state.max_rank_moves is None else state.max_rank_moves
-    sizes = [load.shape[1], num_ranks, slots, len(load), state.min_replicas, goal.budget[layer], goal.max_edits, most]
-    tries = [NUM_HEAVY, NUM_LIGHT, NUM_EACH, _NUM_SWEEPS]
-    call = np.array([*sizes, *tries, *(array.ctypes.data for array in arrays)], dtype=np.int64)
+    shape = shape_words(load.shape[1], num_ranks, slots)
+    sizes = [len(load), state.min_replicas, goal.budget[layer], goal.max_edits, most]
+    tries = [NUM_HEAVY, NUM_LIGHT, NUM_EACH]
+    call = np.array([*shape, *sizes, *tries, *(array.ctypes.data for array in arrays)], dtype=np.int64)
     done = library.edit_links(call.ctypes.data)
     if done < 0:
         raise MemoryError("no memory to edit a placement")
@@ -217,43 +216,8 @@ def _level_table(table: _Table, batches: Sequence[list[float]]) -> _Levelled:
     """Returns the loads that the split leaves."""
     top, rank, slot = 0.0, [0.0] * table.num_ranks, [0.0] * len(table.ids)
     for load in batches:
-        total, own = _level_batch(table, load)
+        total, own = level_ranks(table.ids, load, table.num_ranks)
         top += max(total)
         rank = [mean + each / len(batches) for mean, each in zip(rank, total, strict=True)]
         slot = [mean + each / len(batches) for mean, each in zip(slot, own, strict=True)]
     return _Levelled(top / len(batches), rank, slot)
-
-
-def _level_batch(table: _Table, load: list[float]) -> tuple[list[float], list[float]]:
-    """Returns the load of each rank and slot."""
-    total, own, slots = [0.0] * table.num_ranks, [0.0] * len(table.ids), table.slots
-    for expert in sorted(table.slots_of):
-        at = table.slots_of[expert]
-        for slot in at:
-            own[slot] = load[expert] / len(at)
-            total[slot // slots] += own[slot]
-    replicated = sorted((e for e, at in table.slots_of.items() if len(at) > 1), key=lambda e: (-load[e], e))
-    top = max(total)
-    for _ in range(_NUM_SWEEPS):
-        for expert in replicated:
-            at = table.slots_of[expert]
-            rest = [total[slot // slots] - own[slot] for slot in at]
-            level = _common_level(sorted(rest), load[expert])
-            for slot, before in zip(at, rest, strict=True):
-                own[slot] = max(level - before, 0.0)
-                total[slot // slots] = before + own[slot]
-        before, top = top, max(total)
-        if not top < before * (1.0 - _LEAST_FALL):
-            break
-    return total, own
-
-
-def _common_level(lowest: list[float], amount: float) -> float:
-    """Returns the level up to which an amount fills places; lowest: what is there, ascending."""
-    filled, level = amount, 0.0
-    for number, here in enumerate(lowest, 1):
-        filled += here
-        level = filled / number
-        if number == len(lowest) or level <= lowest[number]:
-            break
-    return level

@@ -2,16 +2,13 @@
    Every sum is added in the same order, and of equal edits the first listed wins. Compiled without contraction into
    fused multiply-adds, which would round differently.
    Shape words: B batches, R ranks, K slots per rank, P = R x K, E experts. */
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-typedef int64_t i64;
+#include "../split/fractions.c"
 
 typedef struct { /* laid out as link_edits.py writes it */
-    i64 num_experts, num_ranks, slots, num_batches, min_replicas, budget, max_edits, max_rank_moves;
-    i64 num_heavy, num_light, num_each, num_sweeps; /* ranks, and experts of a heavy rank, that are tried: MOST at most */
-    const double *numbers; /* target, least gain per move, share by which a sweep has to lower the heaviest rank */
+    Shape shape;
+    i64 num_batches, min_replicas, budget, max_edits, max_rank_moves;
+    i64 num_heavy, num_light, num_each; /* ranks, and experts of a heavy rank, that are tried: MOST at most */
+    const double *numbers; /* target, least gain per move */
     const double *load;    /* [B][E] in mean rank loads */
     int32_t *table;        /* [P] edited in place; -1 = empty */
     const uint8_t *was;    /* [R][E] whether the rank holds the expert in the placement in use */
@@ -20,101 +17,25 @@ typedef struct { /* laid out as link_edits.py writes it */
 } Layer;
 
 typedef struct {
-    i64 *count, *start, *place, *order;  /* [E] replicas; the first of them in rank_of; places; heaviest first */
-    i64 *rank_of, *replica_at;           /* [P] rank of each replica, by expert; the replica in each slot */
-    double *own, *total, *rest, *lowest; /* [P] of each replica; [R]; [P], [P] of one expert's */
-    double *slot_load, *rank_load;       /* [P], [R] means over batches */
-    double top;                          /* heaviest rank, mean over batches */
+    Split split;
+    double *slot_load, *rank_load; /* [P], [R] means over batches */
+    double top;                    /* heaviest rank, mean over batches */
 } State;
 
 enum { MOST = 16 };
 
-static void list_replicas(const Layer *l, State *s, const int32_t *table) {
-    i64 num_slots = l->num_ranks * l->slots, at = 0;
-    memset(s->count, 0, (size_t)l->num_experts * sizeof(i64));
-    for (i64 i = 0; i < num_slots; i++)
-        if (table[i] >= 0) s->count[table[i]]++;
-    for (i64 e = 0; e < l->num_experts; e++) {
-        s->start[e] = s->place[e] = at;
-        at += s->count[e];
-    }
-    for (i64 i = 0; i < num_slots; i++)
-        if (table[i] >= 0) {
-            s->replica_at[i] = s->place[table[i]]++;
-            s->rank_of[s->replica_at[i]] = i / l->slots;
-        }
-}
-
-static double heaviest(const Layer *l, const State *s) {
-    double top = 0.0;
-    for (i64 r = 0; r < l->num_ranks; r++)
-        if (s->total[r] > top) top = s->total[r];
-    return top;
-}
-
-/* Spreads an expert over its ranks so that all that get some end at one level. */
-static void spread(State *s, i64 first, i64 count, double amount) {
-    double filled = amount, level = 0.0;
-    for (i64 j = 0; j < count; j++) {
-        double rest = s->total[s->rank_of[first + j]] - s->own[first + j];
-        i64 at = j;
-        for (; at > 0 && s->lowest[at - 1] > rest; at--) s->lowest[at] = s->lowest[at - 1];
-        s->lowest[at] = s->rest[j] = rest;
-    }
-    for (i64 j = 0; j < count; j++) {
-        filled += s->lowest[j];
-        level = filled / (double)(j + 1);
-        if (j + 1 == count || level <= s->lowest[j + 1]) break;
-    }
-    for (i64 j = 0; j < count; j++) {
-        double given = level - s->rest[j];
-        if (given < 0.0) given = 0.0;
-        s->own[first + j] = given;
-        s->total[s->rank_of[first + j]] = s->rest[j] + given;
-    }
-}
-
-/* Levels the ranks in one batch; returns the load of the heaviest one. */
-static double level_batch(const Layer *l, State *s, const double *load) {
-    memset(s->total, 0, (size_t)l->num_ranks * sizeof(double));
-    i64 number = 0;
-    for (i64 e = 0; e < l->num_experts; e++) {
-        i64 count = s->count[e];
-        double each = count ? load[e] / (double)count : 0.0;
-        for (i64 j = s->start[e]; j < s->start[e] + count; j++) {
-            s->own[j] = each;
-            s->total[s->rank_of[j]] += each;
-        }
-        if (count < 2) continue;
-        i64 at = number++;
-        for (; at > 0 && load[s->order[at - 1]] < load[e]; at--) s->order[at] = s->order[at - 1];
-        s->order[at] = e;
-    }
-    double top = heaviest(l, s);
-    for (i64 sweep = 0; sweep < l->num_sweeps; sweep++) {
-        for (i64 i = 0; i < number; i++) {
-            i64 e = s->order[i];
-            spread(s, s->start[e], s->count[e], load[e]);
-        }
-        double before = top;
-        top = heaviest(l, s);
-        if (!(top < before * (1.0 - l->numbers[2]))) break;
-    }
-    return top;
-}
-
 /* Levels the ranks of the layer's table in every batch, and keeps the loads of heaviest rank, ranks and slots. */
 static void level_table(const Layer *l, State *s) {
-    i64 num_slots = l->num_ranks * l->slots;
+    i64 num_slots = l->shape.num_ranks * l->shape.slots;
     double sum = 0.0, number = (double)l->num_batches;
-    list_replicas(l, s, l->table);
+    list_replicas(&l->shape, &s->split, l->table);
     memset(s->slot_load, 0, (size_t)num_slots * sizeof(double));
-    memset(s->rank_load, 0, (size_t)l->num_ranks * sizeof(double));
+    memset(s->rank_load, 0, (size_t)l->shape.num_ranks * sizeof(double));
     for (i64 b = 0; b < l->num_batches; b++) {
-        sum += level_batch(l, s, l->load + b * l->num_experts);
+        sum += level_ranks(&l->shape, &s->split, l->load + b * l->shape.num_experts);
         for (i64 i = 0; i < num_slots; i++)
-            if (l->table[i] >= 0) s->slot_load[i] += s->own[s->replica_at[i]] / number;
-        for (i64 r = 0; r < l->num_ranks; r++) s->rank_load[r] += s->total[r] / number;
+            if (s->split.replica_at[i] >= 0) s->slot_load[i] += s->split.own[s->split.replica_at[i]] / number;
+        for (i64 r = 0; r < l->shape.num_ranks; r++) s->rank_load[r] += s->split.total[r] / number;
     }
     s->top = sum / number;
 }
@@ -122,21 +43,21 @@ static void level_table(const Layer *l, State *s) {
 /* By how much another table lowers the heaviest rank's load, mean over batches. */
 static double gain_of(const Layer *l, State *s, const int32_t *table) {
     double sum = 0.0;
-    list_replicas(l, s, table);
-    for (i64 b = 0; b < l->num_batches; b++) sum += level_batch(l, s, l->load + b * l->num_experts);
+    list_replicas(&l->shape, &s->split, table);
+    for (i64 b = 0; b < l->num_batches; b++) sum += level_ranks(&l->shape, &s->split, l->load + b * l->shape.num_experts);
     return s->top - sum / (double)l->num_batches;
 }
 
 static int holds(const Layer *l, const int32_t *table, i64 rank, int32_t expert) {
-    for (i64 i = rank * l->slots; i < (rank + 1) * l->slots; i++)
+    for (i64 i = rank * l->shape.slots; i < (rank + 1) * l->shape.slots; i++)
         if (table[i] == expert) return 1;
     return 0;
 }
 
 static i64 moves_to(const Layer *l, const int32_t *table, i64 rank) {
     i64 number = 0;
-    for (i64 i = rank * l->slots; i < (rank + 1) * l->slots; i++)
-        number += table[i] >= 0 && !l->was[rank * l->num_experts + table[i]];
+    for (i64 i = rank * l->shape.slots; i < (rank + 1) * l->shape.slots; i++)
+        number += table[i] >= 0 && !l->was[rank * l->shape.num_experts + table[i]];
     return number;
 }
 
@@ -158,7 +79,7 @@ static i64 list_extremes(const double *value, i64 length, double sign, i64 numbe
    those that may be given up; swap: of those whose expert may go to `heavy`. */
 static i64 slot_for(const Layer *l, const State *s, const i64 *count, i64 heavy, i64 light, int swap) {
     i64 best = -1;
-    for (i64 i = light * l->slots; i < (light + 1) * l->slots; i++) {
+    for (i64 i = light * l->shape.slots; i < (light + 1) * l->shape.slots; i++) {
         int32_t own = l->table[i];
         if (own < 0) return i;
         if (swap ? holds(l, l->table, heavy, own) : count[own] <= l->min_replicas) continue;
@@ -177,9 +98,9 @@ static void make(int32_t *table, const Edit *edit) {
 
 /* Keeps the edit in `best` if it gains more per move; moves: so far. */
 static void try_edit(const Layer *l, State *s, int32_t *trial, Edit edit, i64 moves, Edit *best) {
-    memcpy(trial, l->table, (size_t)(l->num_ranks * l->slots) * sizeof(int32_t));
+    memcpy(trial, l->table, (size_t)(l->shape.num_ranks * l->shape.slots) * sizeof(int32_t));
     make(trial, &edit);
-    i64 ranks[2] = {edit.slot / l->slots, edit.other / l->slots};
+    i64 ranks[2] = {edit.slot / l->shape.slots, edit.other / l->shape.slots};
     edit.moves = moves;
     for (i64 i = 0; i < 1 + (edit.expert < 0); i++) {
         i64 arrived = moves_to(l, trial, ranks[i]), before = moves_to(l, l->table, ranks[i]);
@@ -195,17 +116,17 @@ static void try_edit(const Layer *l, State *s, int32_t *trial, Edit edit, i64 mo
 
 static i64 edit(const Layer *l, State *s, i64 *count, int32_t *trial) {
     i64 heavy[MOST], light[MOST], slots[MOST], done = 0, moves = 0;
-    for (i64 r = 0; r < l->num_ranks; r++) moves += moves_to(l, l->table, r);
+    for (i64 r = 0; r < l->shape.num_ranks; r++) moves += moves_to(l, l->table, r);
     for (; done < l->max_edits; done++) {
         level_table(l, s);
         if (s->top * l->numbers[0] <= 1.0) break;
-        memcpy(count, s->count, (size_t)l->num_experts * sizeof(i64));
-        i64 num_heavy = list_extremes(s->rank_load, l->num_ranks, 1.0, l->num_heavy, heavy);
-        i64 num_light = list_extremes(s->rank_load, l->num_ranks, -1.0, l->num_light, light);
+        memcpy(count, s->split.count, (size_t)l->shape.num_experts * sizeof(i64));
+        i64 num_heavy = list_extremes(s->rank_load, l->shape.num_ranks, 1.0, l->num_heavy, heavy);
+        i64 num_light = list_extremes(s->rank_load, l->shape.num_ranks, -1.0, l->num_light, light);
         Edit best = {l->numbers[1], 0.0, 0, 0, -1, 0};
         for (i64 h = 0; h < num_heavy; h++) {
-            i64 first = heavy[h] * l->slots;
-            i64 num_each = list_extremes(s->slot_load + first, l->slots, 1.0, l->num_each, slots);
+            i64 first = heavy[h] * l->shape.slots;
+            i64 num_each = list_extremes(s->slot_load + first, l->shape.slots, 1.0, l->num_each, slots);
             for (i64 k = 0; k < num_each; k++) {
                 i64 from = first + slots[k];
                 int32_t expert = l->table[from];
@@ -230,21 +151,16 @@ static i64 edit(const Layer *l, State *s, i64 *count, int32_t *trial) {
 
 /* Edits the layer; returns the number of edits, or -1 without memory. */
 i64 edit_links(const Layer *l) {
-    size_t experts = (size_t)l->num_experts, ranks = (size_t)l->num_ranks, slots = ranks * (size_t)l->slots;
-    i64 *numbers = malloc((5 * experts + 2 * slots) * sizeof(i64));
-    double *reals = malloc((4 * slots + 2 * ranks) * sizeof(double));
+    size_t experts = (size_t)l->shape.num_experts, ranks = (size_t)l->shape.num_ranks;
+    size_t slots = ranks * (size_t)l->shape.slots;
+    i64 *count = malloc(experts * sizeof(i64)), done = -1;
+    double *means = malloc((slots + ranks) * sizeof(double));
     int32_t *trial = malloc(slots * sizeof(int32_t));
-    i64 done = -1;
-    if (numbers && reals && trial) {
-        State s = {.count = numbers, .start = numbers + experts, .place = numbers + 2 * experts,
-                   .order = numbers + 3 * experts, .rank_of = numbers + 5 * experts,
-                   .replica_at = numbers + 5 * experts + slots, .own = reals, .slot_load = reals + slots,
-                   .rest = reals + 2 * slots, .lowest = reals + 3 * slots,
-                   .total = reals + 4 * slots, .rank_load = reals + 4 * slots + ranks};
-        done = edit(l, &s, numbers + 4 * experts, trial);
-    }
-    free(numbers);
-    free(reals);
+    State s = {.slot_load = means, .rank_load = means + slots};
+    if (make_split(&l->shape, &s.split) && count && means && trial) done = edit(l, &s, count, trial);
+    free_split(&s.split);
+    free(count);
+    free(means);
     free(trial);
     return done;
 }

@@ -34,6 +34,11 @@ class RankCost:
     off_node_token_s: float = 0.0
 
 
+def planned_split(split: str) -> str:
+    """Returns the `planned_split` of plans for batches that are split so: one of `SPLITS` or "window"."""
+    return "exact" if split in ("exact", "time") else "even"
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlanRules:
     """The rules of one system's plans, the same for every load and placement.

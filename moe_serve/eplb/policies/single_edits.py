@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.c_library import find_c_library, processor_flags
+from moe_serve.c_library import UNFUSED, find_c_library, processor_flags
 from moe_serve.eplb.policies.edits import Edits, EditState, Ids, apply_edits, best_overwrites, best_swaps, sum_in_order
 from moe_serve.eplb.policies.legal import HomeRule
 from moe_serve.eplb.policies.packing import Deadline
@@ -28,7 +28,6 @@ NUM_HEAVY = 6  # of the heaviest ranks, at which swaps begin
 LEAST_RATE = 1e-9
 _EDITS_PER_LOOK = 16  # at the clock
 _SOURCE = Path(__file__).with_name("edits.c")
-UNFUSED = "-ffp-contract=off"  # fused multiply-adds round once where numpy rounds twice
 
 
 @dataclass(frozen=True, eq=False)

@@ -97,6 +97,7 @@ class SystemFacts:
     survives_loss:    serving goes on without a lost rank, so plans should keep every expert on two
     link_bytes_per_s, link_delay_s: of the network between nodes, the slowest way from one to another, as measured at
                       the start; 0: it was not measured
+    split:            "even", "nearest", "exact" or "time": how batches are shared over replicas
     expert_time:      what plans balance, see `planned_time`; None: tokens
     """
 
@@ -107,6 +108,7 @@ class SystemFacts:
     survives_loss: bool
     link_bytes_per_s: float = 0.0
     link_delay_s: float = 0.0
+    split: str = "even"
     expert_time: ExpertTime | None = None
 
     @property
@@ -125,8 +127,11 @@ class SystemFacts:
         return cls(num_nodes, bytes_per_expert, token_s, bytes_per_expert / bytes_per_s, survives_loss)
 
     @classmethod
-    def from_event(cls, fields: dict[str, Any]) -> Self:
-        """Returns the facts in a balancer_started event of a trace. Raises TraceError when some are missing."""
+    def from_event(cls, fields: dict[str, Any], split: str) -> Self:
+        """Returns the facts in a balancer_started event of a trace. Raises TraceError when some are missing.
+
+        split: where the event does not tell it
+        """
         try:
             own_time = fields.get("expert_time")
             return cls(
@@ -137,6 +142,7 @@ class SystemFacts:
                 bool(fields["survives_loss"]),
                 float(fields.get("link_bytes_per_s", 0.0)),
                 float(fields.get("link_delay_s", 0.0)),
+                str(fields.get("split", split)),
                 None if own_time is None else ExpertTime.from_event("balancer_started", own_time),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
@@ -168,7 +174,6 @@ class BalancerSettings:
     policy:           plans placements, a name of `make_policy`
     trigger, horizon_windows: see RebalanceSettings
     staging_slots, pair_moves, node_moves: per_rank, per_pair and per_node of RoundLimits
-    split:            "even", "nearest", "exact" or "time": how batches are shared over replicas
     move_step_share:  how much longer steps may be while experts move
     plan_deadline_s, move_deadline_s: of a plan, and of a round of moves
     """
@@ -179,7 +184,6 @@ class BalancerSettings:
     staging_slots: int = 1
     pair_moves: int | None = None
     node_moves: int | None = None
-    split: str = "even"
     move_step_share: float = 0.05
     plan_deadline_s: float = 60.0
     move_deadline_s: float = 60.0

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.load import PHASES, LoadRecord, LoadTrace
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
+from moe_serve.eplb.policies.policy import PlanRequest, PlanRules, planned_split
 from moe_serve.eplb.rebalance.events import REQUESTED, STARTED
 from moe_serve.eplb.rebalance.settings import BalancerSettings, RebalanceSettings, SystemFacts, planned_time
 from moe_serve.eplb.replay.costs import ProfileCosts
@@ -144,7 +144,7 @@ class ReplaySettings:
     @property
     def plan_rules(self) -> PlanRules:
         """The rules of ungated policies; they plan for the split that windows are scored with."""
-        return replace(self.rules, planned_split="exact" if self.split in ("exact", "time") else "even")
+        return replace(self.rules, planned_split=planned_split(self.split))
 
     def planned_time(self, num_logical: int) -> ExpertTime | None:
         """Returns what plans balance, as on a server whose batches are split as windows are scored; None: tokens."""

@@ -215,7 +215,7 @@ def _run(
         rules=simulation.rules,
         costs=costs,
         gate=RebalanceSettings(bytes_per_expert=costs.expert_bytes),
-        gate_cost=costs.gate(),
+        gate_cost=costs.gate(simulation.split),
         latency_steps=math.ceil(simulation.plan_latency_s / step_s),
     )
     report = replay(trace, simulation.policies, settings, jobs=jobs)

@@ -94,7 +94,7 @@ class ReplayOptions(
             even_steps=_recorded_even_steps(self.trace, self.split),
             costs=costs,
             gate=replace(gate, bytes_per_expert=costs.expert_bytes) if costs else gate,
-            gate_cost=costs.gate() if costs else None,
+            gate_cost=costs.gate(self.split) if costs else None,
             latency_steps=_recorded_latency(self.trace) if self.latency_steps is None else self.latency_steps,
             server=server,
         )
@@ -217,7 +217,7 @@ def server_replay(
     events: list[tuple[int, dict[str, Any]]] = [] if trace_file is None else list(events_between_records(trace_file))
     started = next((fields for _, fields in events if fields["event"] == STARTED), None)
     start = _start(config, file, load)
-    facts = SystemFacts.from_event(started) if started else facts_of(config, nodes, start)
+    facts = SystemFacts.from_event(started, config.eplb.split) if started else facts_of(config, nodes, start)
     if start.num_ranks % facts.num_nodes:
         raise ConfigError(
             f"{start.num_ranks} ranks do not divide over {facts.num_nodes} nodes; give the server's --nodes"
@@ -251,7 +251,8 @@ def facts_of(config: "ServeConfig", nodes: int, start: "Placement") -> "SystemFa
     num_bytes = WeightShare(spec, start, 0, dtype, place, form, stored).slot_form.num_bytes
     survives_loss = config.engine.on_lost_rank == "mask" and config.parallel.num_ranks > 2 and device == "cpu"
     facts = SystemFacts.of_model(spec.expert_parameters, num_bytes, device, nodes, survives_loss)
-    if choose_split(config, place) != "time":
+    facts = replace(facts, split=choose_split(config, place))
+    if facts.split != "time":
         return facts
     time = ExpertTime.of_cpu(num_bytes, spec.expert_parameters)
     return replace(facts, expert_time=planned_time(time, start.num_ranks, start.num_slots, start.num_logical))
