@@ -44,6 +44,30 @@ def why_local(
     return None
 
 
+class RoutedPrompt:
+    """What is to be prefilled for a request: on a second attempt the output so far too.
+
+    Its blocks are hashed once for each block size, however many routers are asked, and how often. These keys stay in
+    the front end: ranks hash the tokens that they get.
+
+    salt: prompts and sessions of different salts have nothing in common
+    """
+
+    def __init__(self, token_ids: Sequence[int], salt: str):
+        self.token_ids, self.salt = token_ids, salt
+        self._keys: dict[int, list[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def keys(self, block_size: int) -> list[bytes]:
+        """Returns the keys of its full blocks."""
+        if block_size not in self._keys:
+            root = root_key(b"", self.salt, block_size)
+            self._keys[block_size] = block_keys(root, self.token_ids, block_size)
+        return self._keys[block_size]
+
+
 @dataclass(frozen=True)
 class PageSharing:
     """Which ranks take pages of each other's prompts.
@@ -167,10 +191,9 @@ class RequestRouter:
         """Prompt tokens that are ahead of a new request, on the rank with the fewest; there is one."""
         return min(state.own_prefill + state.others for state in self._ranks.values())
 
-    def cached(self, prompt_ids: Sequence[int], salt: str) -> tuple[int, int]:
+    def cached(self, prompt: RoutedPrompt) -> tuple[int, int]:
         """Returns how many tokens of a prompt's beginning a rank has or can fetch at most, and was sent at least."""
-        keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
-        known = self._known(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
+        known = self._known(prompt)
         return known.most, min(known.found.get(rank, _NOTHING).own for rank in self._ranks)
 
     def source_of(self, request_id: str) -> Source:
@@ -179,9 +202,8 @@ class RequestRouter:
 
     def route(
         self,
-        prompt_ids: Sequence[int],
+        prompt: RoutedPrompt,
         session_id: str | None = None,
-        salt: str = "",
         *,
         request_id: str | None = None,
         max_new_tokens: int = 0,
@@ -191,9 +213,7 @@ class RequestRouter:
     ) -> int:
         """Returns the rank for a request, and counts the request there until finished(request_id).
 
-        prompt_ids:     everything to prefill: on a second attempt the output so far too
         session_id:     requests of a session go to one rank; front ends agree on it without messages
-        salt:           prompts and sessions of different salts have nothing in common
         request_id:     None: the request is not counted
         max_new_tokens: tokens that it may produce
         among:          choose one of these, which are not lost; () = any
@@ -203,19 +223,18 @@ class RequestRouter:
         """
         if not self._ranks:
             raise CapacityError("all ranks are lost, so nothing can be served; restart the workers")
-        keys = block_keys(root_key(b"", salt, self.block_size), prompt_ids, self.block_size)
-        # A rank computes the last known token in any case, so a block that ends with it does not help.
-        known = self._known(keys[: max(0, len(prompt_ids) - 1) // self.block_size])
-        rank = self._rank_of_group(group, len(prompt_ids), among or self.ranks)
+        known = self._known(prompt)
+        rank = self._rank_of_group(group, len(prompt), among or self.ranks)
         if rank is None:
-            rank = self._choose(known, session_id, salt, among or self.ranks)
+            rank = self._choose(known, session_id, prompt.salt, among or self.ranks)
         self._num_routed += 1
         self._ranks[rank].last_chosen = self._num_routed
+        keys = prompt.keys(self.block_size)
         if not is_ahead:
             self._remember(keys, rank)
         if request_id is not None:
             self.finished(request_id)  # a second attempt replaces the first
-            num_prefill = 0 if is_ahead else len(prompt_ids) - int(self._saved(known, rank, is_near=True))
+            num_prefill = 0 if is_ahead else len(prompt) - int(self._saved(known, rank, is_near=True))
             its_keys = keys if is_ahead else ()
             self._count(
                 request_id, _Sent(rank, num_prefill, max_new_tokens, self._source(known, rank), group, its_keys)
@@ -324,8 +343,9 @@ class RequestRouter:
             return Source("host")
         return Source("own" if here.own else "none")
 
-    def _known(self, keys: Sequence[bytes]) -> _Known:
-        """Returns what is known of a prompt with these keys."""
+    def _known(self, prompt: RoutedPrompt) -> _Known:
+        # A rank computes the last known token in any case, so a block that ends with it does not help.
+        keys = prompt.keys(self.block_size)[: max(0, len(prompt) - 1) // self.block_size]
         own = fetched = sum(1 << rank for rank in self._ranks)
         ends = dict.fromkeys(self._ranks, len(keys)), dict.fromkeys(self._ranks, len(keys))
         for num_blocks, key in enumerate(keys):

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from moe_serve.attention_dp.request import Handover
-from moe_serve.attention_dp.request_router import PageSharing, RequestRouter, why_local
+from moe_serve.attention_dp.request_router import PageSharing, RequestRouter, RoutedPrompt, why_local
 from moe_serve.config import ServeConfig, ServerConfig
 from moe_serve.engine.output.incremental_decoder import Decoder
 from moe_serve.engine.protocol.messages import Abort, Expect, Message, Status, Tokens
@@ -549,6 +549,7 @@ class RankCapacity:
         self._per_host = config.ranks_per_host
         self._prefill = self._new_router(config.cache.block_size, prefill=True)
         self.prefill_launch: PrefillLaunch | None = None
+        self._prompt = RoutedPrompt([], "")
         self._pages: dict[str, tuple[int, int]] = {}  # by request: its prefill rank, and pages on their way from there
         self._expects: dict[str, int] = {}  # by request that a prefill rank has: the decode rank that takes its pages
         self.routes: Counter[str] = Counter()
@@ -609,7 +610,7 @@ class RankCapacity:
 
     def send(self, request: OpenRequest, may_choose: bool) -> int:
         """Returns the rank for a request, and counts it there. may_choose: the one its caller named, if that serves"""
-        spec, output = request.spec, request.matcher.output_ids
+        spec = request.spec
         request.pages_at = None
         # The load of a rank that the caller chose shows in that rank's own reports.
         if may_choose and spec.rank is not None and spec.rank in self._router.ranks:
@@ -620,11 +621,10 @@ class RankCapacity:
         else:
             why, among = self._why_local(request)
             router = self._router if why else self._prefill
-            num_left = spec.params.max_new_tokens - len(output)
+            num_left = spec.params.max_new_tokens - request.num_output
             rank = router.route(
-                [*spec.prompt_ids, *output],
+                self._prompt_of(request),
                 spec.session_id,
-                spec.salt,
                 request_id=request.request_id,
                 max_new_tokens=num_left if why else 1,
                 among=among,
@@ -651,13 +651,11 @@ class RankCapacity:
         spec, among = request.spec, self._with_room(self._router)
         if not among:
             return None
-        output = request.matcher.output_ids
         rank = self._router.route(
-            [*spec.prompt_ids, *output],
+            self._prompt_of(request),
             spec.session_id,
-            spec.salt,
             request_id=request.request_id,
-            max_new_tokens=spec.params.max_new_tokens - len(output),
+            max_new_tokens=spec.params.max_new_tokens - request.num_output,
             among=among,
             group=spec.group,
             is_ahead=True,
@@ -673,6 +671,14 @@ class RankCapacity:
         if rank is None or self.is_prefill(rank):  # else the router counts it where it goes
             self._router.finished(request_id)
         return expects
+
+    def _prompt_of(self, request: OpenRequest) -> RoutedPrompt:
+        """Returns what a request has to prefill. The last one's is kept, with its hashes: the routers are asked for it
+        up to three times in a row, and samples of a prompt come one after the other."""
+        token_ids = [*request.spec.prompt_ids, *request.matcher.output_ids]
+        if (token_ids, request.spec.salt) != (self._prompt.token_ids, self._prompt.salt):
+            self._prompt = RoutedPrompt(token_ids, request.spec.salt)
+        return self._prompt
 
     def _with_room(self, router: RequestRouter) -> list[int]:
         return ranks_to_choose_from({each: self._num_sent[each] for each in router.ranks}, self._slots, self._most_sent)
@@ -705,7 +711,7 @@ class RankCapacity:
             return "no_prefill_rank", local
         if not self._with_room(self._prefill):
             return "prefill_full", local
-        most_cached, least_cached = self._router.cached(spec.prompt_ids, spec.salt)
+        most_cached, least_cached = self._router.cached(self._prompt_of(request))
         request.hand_over_from = least_cached // self._router.block_size
         among = self._with_pages(self._num_pages(request) if spec.params.max_new_tokens > 1 else 0)
         if not among:

@@ -1,9 +1,12 @@
 """Which rank takes a request: affinity to a prefix or a session, and the slots that ranks have."""
 
 from collections import Counter
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 
+from moe_serve.attention_dp import request_router
 from moe_serve.attention_dp.request_router import PageSharing
 from moe_serve.attention_dp.sampling_params import SamplingParams
 from moe_serve.server.ranks.request_book import PrefillLaunch, RankCapacity, ranks_to_choose_from
@@ -123,3 +126,22 @@ def test_a_request_names_the_rank_of_another_host_that_has_its_prefix(is_prefill
     capacity.lose([ranks[0]])
     assert capacity.send(requests[1], may_choose=True) == ranks[1]
     assert requests[1].pages_at is None
+
+
+def test_routers_hash_a_prompt_once_on_its_way_through_a_prefill_rank():
+    capacity = capacity_of(2, "parallel.num_prefill_ranks=1")
+    capacity.begin_prefill(16, ())
+    capacity.prefill_launch = PrefillLaunch(7, 1000, state_pages=0)
+    first, sample, salted = request(0), request(0), request(0)
+    sample.request_id = "sample"
+    salted.spec = replace(salted.spec, salt="other")
+    with mock.patch.object(request_router, "block_keys", wraps=request_router.block_keys) as hashes:
+        assert capacity.is_prefill(capacity.send(first, may_choose=True))
+        assert capacity.expect(first) is not None
+        capacity.send(sample, may_choose=True)
+        assert hashes.call_count == 1
+        capacity.send(salted, may_choose=True)
+        assert hashes.call_count == 2
+        capacity.begin_launch(32, ())
+        capacity.send(salted, may_choose=True)
+        assert hashes.call_args.args[2] == 32, "the blocks of its new ranks are larger"
