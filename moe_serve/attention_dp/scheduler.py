@@ -291,7 +291,7 @@ class Scheduler:
         """Returns (decode chunks, requests that still prefill); drops from `order` those that it preempts."""
         decodes: list[ScheduledChunk] = []
         prefilling: list[Request] = []
-        blocks, block_size = self.blocks, self.blocks.block_size
+        blocks, block_size, has_reused = self.blocks, self.blocks.block_size, False
         for request in order:  # which loses requests at its end meanwhile
             start, output_ids = request.num_computed, request.output_ids
             if not output_ids or len(request.prompt_ids) + len(output_ids) - start != 1:
@@ -299,7 +299,9 @@ class Scheduler:
                 continue
             if start == len(request.block_ids) * block_size:
                 blocks.make_room(1)
-                if blocks.num_free == 0:  # prefills of equal prompts may hold blocks for what one of them has published
+                # Prefills of equal prompts may hold blocks for what one of them has published; nothing is meanwhile.
+                if blocks.num_free == 0 and not has_reused:
+                    has_reused = True
                     for other in order:
                         self._reuse(other)
                 # The youngest first, so that victims have no chunk yet. The last victim may be the request itself: it
