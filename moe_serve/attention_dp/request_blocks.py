@@ -91,6 +91,11 @@ class BlockPool:
         assert set(self._free) == free, f"free are {sorted(self._free)}, expected {sorted(free)}"
 
 
+def _pages_with_state(pages: "PageReceiver | PageTiers", most_bytes: int) -> int:
+    """Returns how many pages of a prompt and its state are taken in one step, of about most_bytes."""
+    return max(most_bytes // pages.page_bytes, -(-pages.num_state_pages // _STEPS_OF_STATE))
+
+
 @dataclass
 class _Coming:
     """A prompt that a prefill rank computes, whose pages are taken before its request comes here.
@@ -386,35 +391,19 @@ class RequestBlocks:
         end = self._blocks_before_state(request)
         if self._cache is None or offset or start >= end or request.num_reusable < end * self.block_size:
             return False
-        arriving = self._arriving.get(request.request_id)
+        arriving = self._arriving_of(request, states)
         if arriving is None:
-            slot = states.begin_filling()
-            if slot < 0 and states.is_slot_coming(request):
+            if states.is_slot_coming(request):
                 return True
-            if slot < 0:
-                receiver.counters["no_snapshot"] += 1
-                return False
-            arriving = self._arriving[request.request_id] = _Arriving(slot, start)
+            receiver.counters["no_snapshot"] += 1
+            return False
         arriving.num_blocks = max(arriving.num_blocks, start)
-        num_left = max(most_bytes // receiver.page_bytes, -(-receiver.num_state_pages // _STEPS_OF_STATE))
-        keys = request.block_keys
+        num_left = _pages_with_state(receiver, most_bytes)
         while num_left and arriving.num_blocks < end:
-            first = arriving.num_blocks
-            if found := self._cache.match(keys[first : min(end, first + num_left)]):  # came early, or are of others
-                for block, own in zip(found, request.block_ids[first:], strict=False):
-                    receiver.copy_block(block, own)
-                num_taken = len(found)
-            else:
-                count = next(
-                    (n for n in range(1, min(end - first, num_left)) if self._cache.has_key(keys[first + n])),
-                    min(end - first, num_left),
-                )
-                count = receiver.num_there(request, handover, first, count)
-                if not count:
-                    return True
-                num_taken = receiver.take(request, handover, first, request.block_ids[first : first + count])
-                if num_taken < count:
-                    return False
+            count = min(end - arriving.num_blocks, num_left)
+            num_taken, num_there = self._take_blocks(request, receiver, handover, arriving.num_blocks, count)
+            if num_taken < num_there or not num_there:
+                return not num_there
             arriving.num_blocks += num_taken
             num_left -= num_taken
         if not num_left:
@@ -423,13 +412,38 @@ class RequestBlocks:
         count = receiver.num_there(request, handover, STATE_AT + arriving.num_pages, count)
         if not count:
             return True
-        num_taken = receiver.take_state(request, handover, keys[end - 1], arriving.num_pages, count, arriving.slot)
+        key = request.block_keys[end - 1]
+        num_taken = receiver.take_state(request, handover, key, arriving.num_pages, count, arriving.slot)
         arriving.num_pages += num_taken
         if arriving.num_pages < receiver.num_state_pages:
             return num_taken == count
         self._go_on_behind(request, end)
         request.num_handed_over += request.num_computed - start * self.block_size
         return False
+
+    def _take_blocks(
+        self, request: Request, receiver: "PageReceiver", handover: Handover, first: int, count: int
+    ) -> tuple[int, int]:
+        """Fills up to `count` of a request's own blocks, `first` and those behind it: with what the cache has, where it
+        has the first, or else with pages up to the next one that it has. Returns how many, and how many there were."""
+        assert self._cache is not None
+        keys = request.block_keys[first : first + count]
+        if found := self._cache.match(keys):  # came early, or are of others
+            for block, own in zip(found, request.block_ids[first:], strict=False):
+                receiver.copy_block(block, own)
+            return len(found), len(found)
+        count = next((number for number, key in enumerate(keys) if self._cache.has_key(key)), count)
+        num_there = receiver.num_there(request, handover, first, count)
+        blocks = request.block_ids[first : first + num_there]
+        return receiver.take(request, handover, first, blocks) if num_there else 0, num_there
+
+    def _arriving_of(self, request: Request, states: StateSlots) -> _Arriving | None:
+        """Returns the state that comes for a request, which has a slot from here on; None: there is none for it."""
+        arriving = self._arriving.get(request.request_id)
+        if arriving is None and (slot := states.begin_filling()) >= 0:
+            arriving = _Arriving(slot, request.num_computed // self.block_size)
+            self._arriving[request.request_id] = arriving
+        return arriving
 
     def _bring_with_state(
         self, request: Request, fetch: "Fetch", tiers: "PageTiers", states: StateSlots, most_bytes: int
@@ -439,13 +453,10 @@ class RequestBlocks:
         if fetch.pages:
             if offset or fetch.keys[0] != request.block_keys[start]:  # a sibling has computed some meanwhile
                 return False
-            arriving = self._arriving.get(request.request_id)
+            arriving = self._arriving_of(request, states)
             if arriving is None:
-                slot = states.begin_filling()
-                if slot < 0:
-                    return False
-                arriving = self._arriving[request.request_id] = _Arriving(slot, start)
-            num_left = max(most_bytes // tiers.page_bytes, -(-tiers.num_state_pages // _STEPS_OF_STATE))
+                return False
+            num_left = _pages_with_state(tiers, most_bytes)
             end = start + (fetch.num_blocks or 0)
             at = arriving.num_blocks
             num_taken = tiers.take(fetch, request.block_ids[at : min(end, at + num_left)])
