@@ -12,8 +12,9 @@ from moe_serve.attention_dp.attention import AttentionShape, HeadProjections, In
 from moe_serve.attention_dp.attention_plan import first_expanded
 from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
+from moe_serve.kernels.forms import Seen
 from moe_serve.kernels.numerics import Numerics
-from moe_serve.kernels.triton.attention import PagedRows, Seen, attend_triton
+from moe_serve.kernels.triton.attention import PagedRows, attend_triton
 from moe_serve.kernels.triton.expanded_attention import ExpandedRows, attend_expanded_triton
 from moe_serve.kernels.triton.indexed_attention import attend_indexed_triton
 

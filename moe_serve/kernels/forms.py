@@ -86,6 +86,19 @@ class AttendShape:
         return (2 * self.heads, self.width) if self.latent is None else (1, self.width)
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The keys that a row sees of those up to its own, and scores beside theirs.
+
+    window: the last so many;  chunk: those from the last multiple of it on;  None, None: all
+    sinks:  [heads * group], for each query head a score that takes its share of the weights; None: none
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    sinks: "Tensor | None" = None
+
+
 @dataclass(frozen=True)
 class DeltaShape:
     """Linear attention by the gated delta rule (kernels/delta_rule.py). widths: of a head;  taps: of the convolution

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_serve.kernels.forms import AttendShape, BlockScaled
+from moe_serve.kernels.forms import AttendShape, BlockScaled, Seen
 
 if TYPE_CHECKING:
     from moe_serve.kernels.triton.attention import PagedRows
@@ -297,7 +297,7 @@ def _attend(
 
     limited: by a window, with sinks;  kept: dtype of a cache in 8 bits
     """
-    from moe_serve.kernels.triton.attention import Seen, attend_triton
+    from moe_serve.kernels.triton.attention import attend_triton
 
     sinks = some(shape.heads * shape.group, dtype=torch.float32)
     q = some(sum(lens), shape.heads, shape.group, shape.width, dtype=dtype)

@@ -17,7 +17,7 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.scheduler import ScheduledChunk
-from moe_serve.kernels.forms import AttendShape
+from moe_serve.kernels.forms import AttendShape, Seen
 from moe_serve.kernels.indexed_attention import chosen_keys
 from moe_serve.kernels.numerics import FAST, Numerics
 from moe_serve.kernels.quantised import widen_cached, write_cached
@@ -59,7 +59,7 @@ def attend(cached: Sequences, chunks: list[Chunk], device: str = "cpu", **option
     parts = [None if part is None else part.to(device) for part in (starts, seq_lens, tables)]
     rows = attention.PagedRows(*parts, cached.block_size, len(q), longest)
     out = torch.full((*q.shape[:-1], cached.shape.value_width), float("nan"), dtype=q.dtype, device=device)
-    seen = attention.Seen(cached.window, cached.chunk, None if cached.sinks is None else cached.sinks.to(device))
+    seen = Seen(cached.window, cached.chunk, None if cached.sinks is None else cached.sinks.to(device))
     if cached.scales is not None:
         options["scales"] = cached.scales.to(device)
     attention.attend_triton(q.to(device), cached.cache.to(device), out, cached.shape, rows, seen, **options)

@@ -18,7 +18,7 @@ from moe_serve.dispatch.wire import make_wire
 from moe_serve.ep.moe_layer import ExpertParallel
 from moe_serve.ep.replica_map import ReplicaMap
 from moe_serve.eplb.placement import Placement
-from moe_serve.kernels.forms import AttendShape, GatedConvShape, LightningShape, MambaShape, SelectiveShape
+from moe_serve.kernels.forms import AttendShape, GatedConvShape, LightningShape, MambaShape, Seen, SelectiveShape
 from moe_serve.kernels.linear import LARGEST_TILE
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.models.decoder.mla import expand_from
@@ -188,7 +188,7 @@ def _stateful(spec: ModelSpec, sizes: StepSizes) -> int:
 
 def _gqa_on_gpu(spec: GqaSpec, num_layers: int, sizes: StepSizes) -> int:
     """Returns the bytes of projections and results, and of the sums over parts of few decodes' keys."""
-    from moe_serve.kernels.triton.attention import Seen, part_bytes  # loads triton
+    from moe_serve.kernels.triton.attention import part_bytes  # loads triton
 
     shape = AttendShape(spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.softmax_scale)
     limits = {(spec.window_of(layer), spec.chunk_of(layer)) for layer in range(num_layers)}

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_serve.kernels.cpu.checks import dense
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.rows import float_bits
-from moe_serve.kernels.forms import AttendShape
+from moe_serve.kernels.forms import AttendShape, Seen
 
 
 class AttendRows:
@@ -68,10 +68,9 @@ class AttendRows:
                 raise IndexError(f"rows or positions lie outside of {num_seqs} block tables of {table_width} blocks")
 
 
-def attend_options(
-    shape: AttendShape, window: int | None, sinks: Tensor | None, chunk: int | None
-) -> tuple[int, int, int]:
-    """Returns window, sinks and chunk as attention.c takes them. The caller keeps the sinks."""
+def attend_options(shape: AttendShape, seen: Seen) -> tuple[int, int, int]:
+    """Returns window, sinks and chunk as attention.c takes them. The caller keeps the sinks, which are float32."""
+    window, sinks, chunk = seen.window, seen.sinks, seen.chunk
     assert chunk is None or (chunk > 0 and window is None), f"chunks of {chunk} keys and a window of {window}"
     assert window is None or window > 0, f"a window of {window} keys"
     assert sinks is None or dense(sinks, torch.float32, shape.heads * shape.group), f"sinks {tuple(sinks.shape)}"

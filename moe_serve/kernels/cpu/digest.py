@@ -49,6 +49,7 @@ from moe_serve.kernels.forms import (
     GroupForm,
     MambaShape,
     RouterSpec,
+    Seen,
     SelectiveShape,
 )
 from moe_serve.kernels.group_quantised import SCALE_DTYPES, Activations, GroupQuantised, quantise_groups
@@ -177,7 +178,7 @@ def _attended(shape: AttendShape) -> list[Tensor]:
     cache, q = _numbers(96, *shape.row_shape), 4 * _numbers(4, shape.heads, shape.group, shape.width, seed=2)
     rows, sinks = _attend_rows(shape), _numbers(shape.heads * shape.group, seed=3)
     plain = recorded_once(4, lambda do: do.attend_rows(q, cache, shape), rows.address)
-    results = [plain, recorded_once(4, lambda do: do.attend_rows(q, cache, shape, 3, sinks), rows.address)]
+    results = [plain, recorded_once(4, lambda do: do.attend_rows(q, cache, shape, Seen(3, sinks=sinks)), rows.address)]
     scales = _numbers(96, shape.row_shape[0], 1 if shape.latent is None else 2, seed=4) / 100
     for dtype, factor in ((torch.int8, 127), (torch.float8_e4m3fn, 100)):
         stored = (cache * factor).to(dtype)

@@ -42,7 +42,7 @@ from moe_serve.kernels.cpu.tape import (
     Tape,
 )
 from moe_serve.kernels.delta_rule import DeltaWeights, columns_of
-from moe_serve.kernels.forms import AttendShape, MlaWidths, RouterSpec, Scoring
+from moe_serve.kernels.forms import AttendShape, MlaWidths, RouterSpec, Scoring, Seen
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, PartClock
 from moe_serve.kernels.rows import LayerNorm
@@ -379,9 +379,7 @@ class Recorder(Operations, Tape):
         q: Tensor,
         cache: Tensor,
         shape: AttendShape,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        chunk: int | None = None,
+        seen: Seen = Seen(),
         scales: Tensor | None = None,
         number: int = 0,
     ) -> Tensor:
@@ -390,14 +388,11 @@ class Recorder(Operations, Tape):
         q:      [rows, heads, group, width]; the stride of rows is free, as in a slice of a fused projection
         cache:  [slots, *shape.row_shape], one layer's keys and values, those of these rows included; float32, or int8
                 or float8_e4m3fn with scales [slots, heads of a slot, 1 or 2] float32 (kernels/quantised.py)
-        window: how many keys a row sees, its own included; None: all up to its own
-        chunk:  a row sees the keys from the last multiple of it up to its own; None: from the first
-        sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
         number: of the shape among those of the AttendRows
         """
         out = self.buffer("attended", shape.heads, shape.group, shape.value_width)
-        options = *attend_options(shape, window, sinks, chunk), _cached_form(cache, scales)
-        self.call("attend", ATTEND, number, q, q.stride(0), cache, out, *options, keep=(sinks, scales))
+        options = *attend_options(shape, seen), _cached_form(cache, scales)
+        self.call("attend", ATTEND, number, q, q.stride(0), cache, out, *options, keep=(seen.sinks, scales))
         return out
 
     def attend_chosen(

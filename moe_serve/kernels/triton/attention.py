@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_serve.kernels.forms import AttendShape
+from moe_serve.kernels.forms import AttendShape, Seen
 from moe_serve.kernels.triton.mode import as_dtype, dot, multiply_add, widened
 
 LOG2_E = math.log2(math.e)
@@ -50,19 +50,6 @@ class PagedRows:
     block_size: int
     num_rows: int
     max_keys: int
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The keys that a row sees of those up to its own, and scores beside theirs.
-
-    window: the last so many;  chunk: those from the last multiple of it on;  None, None: all
-    sinks:  [heads * group], for each query head a score that takes its share of the weights; None: none
-    """
-
-    window: int | None = None
-    chunk: int | None = None
-    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_serve.kernels.triton.attention import PagedRows, Places, Seen, attend_places, load_columns, sequence_of
+from moe_serve.kernels.forms import Seen
+from moe_serve.kernels.triton.attention import PagedRows, Places, attend_places, load_columns, sequence_of
 from moe_serve.kernels.triton.mode import as_dtype, dot, widened
 
 TILE = 128  # keys of a program; every sequence begins with a tile of its own

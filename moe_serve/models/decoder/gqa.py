@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_serve.attention_dp.attention import AttentionShape
 from moe_serve.attention_dp.kv_cache import KvLayout
 from moe_serve.kernels.cpu.operations import AnyLinear
+from moe_serve.kernels.forms import Seen
 from moe_serve.kernels.rope import pair_order
 from moe_serve.models.decoder.step import Step
 from moe_serve.models.decoder.weight_forms import WeightForms, take_rows
@@ -134,10 +135,10 @@ class GqaAttention:
             norm = None if norm is None else norm[:, order].contiguous()
         out = forms.take_linear(weights, "o")
         sinks = weights.pop("sinks") if spec.has_sinks else None
-        visible = spec.window_of(index), spec.chunk_of(index)
+        seen = Seen(spec.window_of(index), spec.chunk_of(index), sinks)
         turns = turned_by if rotates else None
         gates = None if spec.head_gate_name is None else forms.take_linear(weights, "head_gates")
-        return GqaLayer(self, cached_as, forms.linear(qkv, bias, scale), norm, out, *visible, sinks, turns, gates)
+        return GqaLayer(self, cached_as, forms.linear(qkv, bias, scale), norm, out, seen, turns, gates)
 
     def _padded(self, rows: Tensor) -> Tensor:
         """Returns the rows of the fused projection, or its biases, with zeros behind those of each value."""
@@ -170,7 +171,6 @@ class GqaLayer:
     index: of the cache's layer
     qkv:  x -> queries, keys and values of all heads, and their gates
     norm: [query and key heads, head_dim], over each head or over all, as the spec says; or None
-    window, chunk, sinks: as `attend` of step.py takes them
     turned_by: which of the model's rotations; None: none
     head_gates: x -> a number of each head
     """
@@ -180,9 +180,7 @@ class GqaLayer:
     qkv: AnyLinear
     norm: Tensor | None
     out: AnyLinear
-    window: int | None
-    chunk: int | None
-    sinks: Tensor | None
+    seen: Seen
     turned_by: int | None
     head_gates: AnyLinear | None
 
@@ -212,7 +210,7 @@ class GqaLayer:
         do.rope_write(rotated, norm, eps, turns, do.slots, cache, *heads, norm_last, scales)
         q = qkv.view(x.shape[0], -1, spec.head_dim)[:, : spec.num_heads]
         q = q.view(x.shape[0], spec.num_kv_heads, -1, spec.head_dim)
-        attended = do.attend(q, self.form.shape, self.index, self.window, self.sinks, self.chunk)
+        attended = do.attend(q, self.form.shape, self.index, self.seen)
         if head_gates is not None:
             do.gate_heads_(attended.view(x.shape[0], spec.num_heads, -1), head_gates, softplus=True)
         attended = attended.flatten(1)

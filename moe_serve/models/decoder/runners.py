@@ -19,7 +19,7 @@ from moe_serve.kernels.cpu.linear import PackedLinear, RowTable
 from moe_serve.kernels.cpu.operations import Recorder
 from moe_serve.kernels.cpu.tape import RecordedRun, RowInputs
 from moe_serve.kernels.delta_rule import DeltaWeights, delta_rule_reference
-from moe_serve.kernels.forms import AttendShape
+from moe_serve.kernels.forms import AttendShape, Seen
 from moe_serve.kernels.linear import Linear
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.kernels.part_clock import MLP, PartClock
@@ -111,17 +111,9 @@ class TorchStep(Step):
     def begin(self, part: int) -> None:
         self._clock.turn(part)
 
-    def attend(
-        self,
-        q: Tensor,
-        shape: AttentionShape,
-        layer: int,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        chunk: int | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, shape: AttentionShape, layer: int, seen: Seen = Seen()) -> Tensor:
         assert self.has_rows, "nothing to attend"
-        return self._attentions[shape](q, self.cache, layer, self._plan(shape, window, chunk), sinks)
+        return self._attentions[shape](q, self.cache, layer, self._plan(shape, seen), seen.sinks)
 
     @property
     def _only_shape(self) -> AttentionShape:
@@ -135,10 +127,10 @@ class TorchStep(Step):
         assert batch.state_slots is not None, "the batch was built for a model without states"
         return SequenceStates(batch.query_starts, batch.state_slots)
 
-    def _plan(self, shape: AttentionShape, window: int | None = None, chunk: int | None = None) -> StepPlan:
-        key = shape, window, chunk
+    def _plan(self, shape: AttentionShape, seen: Seen = Seen()) -> StepPlan:
+        key = shape, seen.window, seen.chunk
         if key not in self._plans:
-            self._plans[key] = self._attentions[shape].plan(self._step.batch, window, chunk)
+            self._plans[key] = self._attentions[shape].plan(self._step.batch, seen.window, seen.chunk)
         return self._plans[key]
 
     def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
@@ -366,18 +358,10 @@ class RecordedStep(Step, Recorder):
     def hidden(self, width: int) -> Tensor:
         return self.buffer("hidden", width)
 
-    def attend(
-        self,
-        q: Tensor,
-        shape: AttentionShape,
-        layer: int,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        chunk: int | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, shape: AttentionShape, layer: int, seen: Seen = Seen()) -> Tensor:
         cache, scales, of_layer = self.cache.layer(layer), self.cache.scales(layer), shape.for_kernels
         number = self._shapes.index(of_layer)
-        return self.attend_rows(q, cache, of_layer, window, sinks, chunk, scales, number)
+        return self.attend_rows(q, cache, of_layer, seen, scales, number)
 
     def attend_indexed(self, q: Tensor, layer: int, index: IndexRows) -> Tensor:
         chosen = index.q, index.weights, self.cache.layer(index.layer)

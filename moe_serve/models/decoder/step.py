@@ -17,6 +17,7 @@ from moe_serve.ep.moe_layer import MoeLayer, Turns
 from moe_serve.kernels.causal_conv import ConvWeights
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, Operations
 from moe_serve.kernels.delta_rule import DeltaWeights
+from moe_serve.kernels.forms import Seen
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.rows import multiply_by_sigmoid_
 from moe_serve.kernels.selective_space import SelectiveRows, SelectiveWeights
@@ -92,22 +93,11 @@ class Step(Operations, ABC):
         """Begins a part of the step, one of part_clock.PARTS; MoE layers begin theirs themselves."""
 
     @abstractmethod
-    def attend(
-        self,
-        q: Tensor,
-        shape: AttentionShape,
-        layer: int,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        chunk: int | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, shape: AttentionShape, layer: int, seen: Seen = Seen()) -> Tensor:
         """Returns the attention of the rows, [T, heads, group, Dv]; zeros for padding rows and expanded_rows.
 
         q:      [T, heads, group, D]. The keys and values of these rows are already in the cache.
         shape:  of the layer, one of the model's
-        window: keys that a row sees, its own included; None: all up to its own
-        chunk:  a row sees the keys from the last multiple of it up to its own; None: from the first
-        sinks:  [heads * group] float32, for each query head a score that takes its share of the weights; None: none
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ from moe_serve.attention_dp.attention import attention_reference
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout
 from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.operations import recorded_once
-from moe_serve.kernels.forms import AttendShape
+from moe_serve.kernels.forms import AttendShape, Seen
 from moe_serve.kernels.quantised import widen_cached, write_cached
 
 SHAPES = {
@@ -73,7 +73,7 @@ class Sequences:
         """Returns the attention of chunks, computed in one call of the compiled kernels."""
         q, positions, starts, tables = self.batch(chunks)
         rows = AttendRows([self.shape], positions, starts, tables, self.block_size)
-        options = self.window, self.sinks, self.chunk, self.scales
+        options = Seen(self.window, self.chunk, self.sinks), self.scales
         attended = recorded_once(len(q), lambda do: do.attend_rows(q, self.cache, self.shape, *options), rows.address)
         return list(attended.split([end - first for _, first, end in chunks]))
 
