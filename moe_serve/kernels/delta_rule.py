@@ -16,7 +16,6 @@ the gate; its steps and gates are projected in two, so they come in rows of thei
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch.nn import functional
 
 from moe_serve.kernels.forms import DeltaShape
 from moe_serve.kernels.rows import rms_norm
-from moe_serve.kernels.sequence_states import NO_SLOT, SequenceStates, copies_of
+from moe_serve.kernels.sequence_states import SequenceStates, rows_with_states
 
 _LENGTH_EPS = 1e-6
 
@@ -88,24 +87,14 @@ def delta_rule_reference(
     wide, out = rows.float(), rows.new_zeros(rows.shape[0], shape.value_heads, shape.value_width)
     columns = columns_of(shape)
     gate_columns = columns[:, 3, None] + torch.arange(shape.value_width)
-    starts = sequences.query_starts.tolist()
-    for (start, end), slots in zip(pairwise(starts), sequences.slots.tolist(), strict=True):
-        if start == end:
-            continue
-        (from_slot, to_slot), copies = slots[:2], copies_of(slots)
-        for pool in pools:
-            pool[to_slot] = 0 if from_slot == NO_SLOT else pool[from_slot]
-        for row in range(start, end):
-            if apart is None:
-                steps, gates = wide[row, columns[:, 4]], functional.silu(wide[row, gate_columns])
-            else:
-                steps, gates = (each[row].float() for each in apart)
-                gates = gates.sigmoid().view(shape.value_heads, -1)
-            given = _token(wide[row], steps, weights, columns, *(pool[to_slot] for pool in pools))
-            out[row] = (given * gates).to(rows.dtype)
-            if (slot := copies.get(row + 1 - start)) is not None:
-                for pool in pools:
-                    pool[slot] = pool[to_slot]
+    for row, states in rows_with_states(sequences, pools):
+        if apart is None:
+            steps, gates = wide[row, columns[:, 4]], functional.silu(wide[row, gate_columns])
+        else:
+            steps, gates = (each[row].float() for each in apart)
+            gates = gates.sigmoid().view(shape.value_heads, -1)
+        given = _token(wide[row], steps, weights, columns, *states)
+        out[row] = (given * gates).to(rows.dtype)
     return out.flatten(1)
 
 

@@ -10,14 +10,13 @@ state. Tokens are computed one by one, in float32: nothing depends on how a sequ
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.kernels.forms import DELTA_TILE, SelectiveShape
-from moe_serve.kernels.sequence_states import NO_SLOT, SequenceStates, copies_of
+from moe_serve.kernels.sequence_states import SequenceStates, rows_with_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,17 +61,9 @@ def selective_space_reference(
     """
     out = torch.zeros_like(rows.v)
     v, steps, shared, gates = (each.float() for each in (rows.v, rows.steps, rows.shared, rows.gates))
-    starts = sequences.query_starts.tolist()
-    for (start, end), slots in zip(pairwise(starts), sequences.slots.tolist(), strict=True):
-        if start == end:
-            continue
-        (from_slot, to_slot), copies = slots[:2], copies_of(slots)
-        states[to_slot] = 0 if from_slot == NO_SLOT else states[from_slot]
-        for row in range(start, end):
-            given = _token(v[row], steps[row], shared[row], weights, states[to_slot])
-            out[row] = (given * functional.silu(gates[row])).to(out.dtype)
-            if (slot := copies.get(row + 1 - start)) is not None:
-                states[slot] = states[to_slot]
+    for row, (state,) in rows_with_states(sequences, [states]):
+        given = _token(v[row], steps[row], shared[row], weights, state)
+        out[row] = (given * functional.silu(gates[row])).to(out.dtype)
     return out
 
 

@@ -1,7 +1,8 @@
 """Where the layers of a step find the states of its sequences, and leave them: in slots of each layer's pools."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -33,3 +34,21 @@ def copies_of(slots: Sequence[int]) -> dict[int, int]:
     """Returns in which slots copies of a sequence's state are kept, by after how many of its rows."""
     after, *to = slots[2:]
     return {after: to[0]} if after > 0 else {number + 1: to[number] for number in range(-after)}
+
+
+def rows_with_states(sequences: SequenceStates, pools: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yields every row of the sequences in order, and the states in the pools that the caller has go on by it.
+
+    pools: by slot, [slots, ...]
+    """
+    for (start, end), slots in zip(pairwise(sequences.query_starts.tolist()), sequences.slots.tolist(), strict=True):
+        if start == end:
+            continue
+        (from_slot, to_slot), copies = slots[:2], copies_of(slots)
+        for pool in pools:
+            pool[to_slot] = 0 if from_slot == NO_SLOT else pool[from_slot]
+        for row in range(start, end):
+            yield row, [pool[to_slot] for pool in pools]
+            if (slot := copies.get(row + 1 - start)) is not None:
+                for pool in pools:
+                    pool[slot] = pool[to_slot]

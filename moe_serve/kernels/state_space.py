@@ -10,14 +10,13 @@ by one, in float32: nothing depends on how a sequence is cut into chunks.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.kernels.forms import MambaShape
-from moe_serve.kernels.sequence_states import NO_SLOT, SequenceStates, copies_of
+from moe_serve.kernels.sequence_states import SequenceStates, rows_with_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,16 +41,8 @@ def state_space_reference(
     shape = weights.shape
     wide, wide_steps = mixed.float(), steps.float()
     out = mixed.new_zeros(mixed.shape[0], shape.heads, shape.head_width)
-    starts = sequences.query_starts.tolist()
-    for (start, end), slots in zip(pairwise(starts), sequences.slots.tolist(), strict=True):
-        if start == end:
-            continue
-        (from_slot, to_slot), copies = slots[:2], copies_of(slots)
-        states[to_slot] = 0 if from_slot == NO_SLOT else states[from_slot]
-        for row in range(start, end):
-            out[row] = _token(wide[row], wide_steps[row], weights, states[to_slot]).to(mixed.dtype)
-            if (slot := copies.get(row + 1 - start)) is not None:
-                states[slot] = states[to_slot]
+    for row, (state,) in rows_with_states(sequences, [states]):
+        out[row] = _token(wide[row], wide_steps[row], weights, state).to(mixed.dtype)
     return out.flatten(1)
 
 
