@@ -38,11 +38,8 @@ class BackgroundRanks:
     bridge: to be used in its own event loop, where `call` runs a coroutine
     """
 
-    def __init__(self, config: ServeConfig, tokenizer: Tokenizer | None, progress: bool, worker: str):
-        """Starts the ranks and waits until they are ready. worker: the module that is one rank.
-
-        Raises a MoeServeError when they do not start.
-        """
+    def __init__(self, config: ServeConfig, tokenizer: Tokenizer | None, progress: bool):
+        """Starts the ranks and waits until they are ready. Raises a MoeServeError when they do not start."""
         config = config.model_copy(update={"server": config.server.model_copy(update={"api_workers": 1})})
         self._folder = OwnFolder()
         self.bridge = Bridge(config, tokenizer, self._observe, Link(folder=self._folder.path))
@@ -59,7 +56,7 @@ class BackgroundRanks:
         atexit.register(self.close)
         self._closed = False
         try:
-            self.call(self._start(config, worker))
+            self.call(self._start(config))
         except BaseException:
             self.close()
             raise
@@ -91,10 +88,10 @@ class BackgroundRanks:
             future.cancel()
             raise
 
-    async def _start(self, config: ServeConfig, worker: str) -> None:
+    async def _start(self, config: ServeConfig) -> None:
         await self.bridge.start()
         # Started from this thread: the kernel takes the thread, not the process, for the parent that must stay alive.
-        self.ranks = LocalRanks(config, self._line, self._folder.path, module=worker)
+        self.ranks = LocalRanks(config, self._line, self._folder.path)
         if self._display is not None:
             self._display.__enter__()
         try:

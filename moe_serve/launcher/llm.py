@@ -27,7 +27,6 @@ from moe_serve.engine.output.logprobs import Logprob, TokenLogprobs
 from moe_serve.engine.protocol.messages import ModelLimits
 from moe_serve.errors import ConfigError, RequestError
 from moe_serve.launcher.background import BackgroundRanks, OrderlyEnd
-from moe_serve.launcher.local import WORKER
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files, refusal
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.api.embeddings import unit_vector
@@ -127,21 +126,21 @@ class LLM:
             "model": {"path": str(model), "dtype": dtype},
             "parallel": {"num_ranks": num_ranks},
         }
-        self._begin(load_config(base=with_overrides(base, overrides)), progress, WORKER)
+        self._begin(load_config(base=with_overrides(base, overrides)), progress)
 
     @classmethod
-    def from_config(cls, config: ServeConfig, progress: bool = False, worker: str = WORKER) -> "LLM":
-        """Returns an LLM with the settings of a server; its ports are not used. worker: the module that is one rank."""
+    def from_config(cls, config: ServeConfig, progress: bool = False) -> "LLM":
+        """Returns an LLM with the settings of a server; its ports are not used."""
         llm = cls.__new__(cls)
-        llm._begin(config, progress, worker)
+        llm._begin(config, progress)
         return llm
 
-    def _begin(self, config: ServeConfig, progress: bool, worker: str) -> None:
+    def _begin(self, config: ServeConfig, progress: bool) -> None:
         look_for_files(config)
         self._progress = progress
         self._tokenizer = load_tokenizer(config)
         self._default_params = SamplingParams(**model_defaults(config))
-        self._ranks = BackgroundRanks(config, self._tokenizer, progress, worker)
+        self._ranks = BackgroundRanks(config, self._tokenizer, progress)
         self._bridge = self._ranks.bridge
         self._end = OrderlyEnd(self._give_up, config.server.drain_deadline_s)
 

@@ -95,7 +95,6 @@ class LocalRanks:
 
     config: effective
     folder: of this launcher. A start after the first writes nothing there: the disk may be full by then
-    module: the Python module that runs as one rank
     link:   how the ranks find the front ends; None: by sockets in the folder
     page_files: descriptors of memory for pages on their way, as RankEnv has them; its maker closes them
     pages:  of other ranks of this host, which share cache.host_gb with these; None: there are none
@@ -113,7 +112,6 @@ class LocalRanks:
         config: ServeConfig,
         on_line: OnLine,
         folder: Path,
-        module: str = WORKER,
         link: Link | None = None,
         page_files: Sequence[int] = (),
         pages: int | None = None,
@@ -124,7 +122,6 @@ class LocalRanks:
         self._page_files, self._weight_files = tuple(page_files), tuple(weight_files)
         self._pages_at = tuple(pages_at)
         self._on_line = on_line
-        self._module = module
         self.folder = folder
         self.link = Link(folder=folder) if link is None else link
         self._num_local = config.ranks_per_host
@@ -247,7 +244,7 @@ class LocalRanks:
             # One thread, as in fork_server.py; a rank sets its own number.
             environ = child_environment(self.link) | {"OMP_NUM_THREADS": "1"}
             self._end_server()
-            self._server = ForkServer(self._module, arguments, environ, self._on_line)
+            self._server = ForkServer(WORKER, arguments, environ, self._on_line)
         files: dict[str, Sequence[int]] = {LAUNCH_FILES: self._files, PAGE_FILES: self._page_files}
         files[WEIGHT_FILES] = self._weight_files
         if self.pages is not None:

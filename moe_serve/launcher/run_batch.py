@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Message
 from moe_serve.config import ServeConfig
 from moe_serve.errors import ConfigError, LaunchError, MoeServeError
 from moe_serve.launcher.background import BackgroundRanks, OrderlyEnd
-from moe_serve.launcher.local import WORKER
 from moe_serve.launcher.preflight import load_tokenizer, look_for_files
 from moe_serve.server.app import make_app
 from moe_serve.server.edge.errors import error_body
@@ -169,17 +168,10 @@ def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
         raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
 
 
-def run_batch(
-    config: ServeConfig,
-    source: Path,
-    target: Path,
-    api_key: str | None,
-    progress: Progress,
-    worker: str = WORKER,
-) -> int:
+def run_batch(config: ServeConfig, source: Path, target: Path, api_key: str | None, progress: Progress) -> int:
     """Answers the lines of a file that have no answer yet, and returns how many answers are errors.
 
-    api_key: where the environment has some;  worker: the module that is one rank
+    api_key: where the environment has some
     Raises ConfigError for files that are none, and LaunchError where the system ends early: what is answered is kept.
     """
     ids = [line.custom_id for line in read_lines(source)]
@@ -197,7 +189,7 @@ def run_batch(
     config = config.model_copy(update={"server": config.server.model_copy(update=_NO_CLIENTS)})
     tokenizer = load_tokenizer(config)
     with _opened(target, found) as file:
-        ranks = BackgroundRanks(config, tokenizer, True, worker)
+        ranks = BackgroundRanks(config, tokenizer, True)
         end = OrderlyEnd(
             lambda: ranks.give_up("the process was asked to end (SIGTERM)"), config.server.drain_deadline_s
         )

@@ -60,7 +60,7 @@ from moe_serve.launcher.hosts import (
     token_of_hosts,
 )
 from moe_serve.launcher.launch_watch import LaunchWatch, Loss
-from moe_serve.launcher.local import WORKER, Death, Launch, LocalRanks, Restarts, in_a_while
+from moe_serve.launcher.local import Death, Launch, LocalRanks, Restarts, in_a_while
 from moe_serve.launcher.preflight import has_tokenizer
 from moe_serve.launcher.rank_env import new_launch_id, own_host
 from moe_serve.launcher.rank_start import HostMemory
@@ -105,7 +105,7 @@ class Signals:
         return self.num > 0
 
 
-def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: str = WORKER) -> int:
+def serve_on_this_machine(config: ServeConfig, display: StartDisplay) -> int:
     """Serves until Ctrl-C or SIGTERM. Returns the exit code: 0 = as asked, 1 = lost a process, 2 = a wrong setting.
 
     Raises LaunchError before anything is started, when a port is taken.
@@ -122,14 +122,14 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay, worker: st
         if config.parallel.num_prefill_ranks:
             config = share_threads(config)
             own = config.of_role("decode")
-        ranks = LocalRanks(own, display.line, folder, worker, page_files=page_files, weight_files=weight_files)
+        ranks = LocalRanks(own, display.line, folder, page_files=page_files, weight_files=weight_files)
         if config.parallel.num_prefill_ranks:
             theirs, shown = config.of_role("prefill"), _PrefillDisplay(display, own.parallel.num_ranks)
             link = ranks.link.of_prefill()
             assert link.folder is not None
             link.folder.mkdir(mode=0o700)
             memory = page_files, ranks.pages, weight_files
-            prefill = _Prefill(theirs, shown, LocalRanks(theirs, shown.line, link.folder, worker, link, *memory))
+            prefill = _Prefill(theirs, shown, LocalRanks(theirs, shown.line, link.folder, link, *memory))
         with signals_stop() as signals:
             return _System(own, display, ranks, signals, prefill=prefill).run(listener)
 
@@ -181,9 +181,7 @@ def share_threads(config: ServeConfig) -> ServeConfig:
     return config.model_copy(update={"parallel": parallel.model_copy(update={"threads_per_rank": num_threads})})
 
 
-def serve_with_other_hosts(
-    config: ServeConfig, display: StartDisplay, look: Callable[[ServeConfig], None], worker: str = WORKER
-) -> int:
+def serve_with_other_hosts(config: ServeConfig, display: StartDisplay, look: Callable[[ServeConfig], None]) -> int:
     """Serves beside the launchers of other hosts, as serve_on_this_machine does.
 
     look: checks what this host has before ranks are started; where it raises, all hosts end with its error
@@ -194,7 +192,7 @@ def serve_with_other_hosts(
     config = config.model_copy(update={"server": config.server.model_copy(update={"worker_host": host})})
     link = Link(token=token, host=host, port=config.server.worker_port)
     with OwnFolder() as folder, signals_stop() as signals:
-        here = Here(display, look, worker, folder, link, signals)
+        here = Here(display, look, folder, link, signals)
         try:
             return lead(config, here) if config.launcher.node_rank == 0 else follow(config, here)
         except StoppedError:
@@ -207,7 +205,6 @@ class Here:
 
     display: StartDisplay
     look: Callable[[ServeConfig], None]
-    worker: str
     folder: Path
     link: Link
     signals: Signals
@@ -240,7 +237,7 @@ def lead(config: ServeConfig, here: Here) -> int:
             raise
         config = with_port(config, listener.getsockname()[1])
         if at_pages is None:
-            ranks = RanksOfHosts(leader, config, display.line, here.folder, here.worker, link)
+            ranks = RanksOfHosts(leader, config, display.line, here.folder, link)
             return _System(config, display, ranks, signals, leader).run(listener, running)
         return _lead_roles(config, here, leader, copies, at_pages, listener)
 
@@ -270,13 +267,12 @@ def _lead_roles(
     for_prefill = tuple(host_and_port(here.link.host, port) for port in ports)
     pages_at = tuple(host_and_port(leader.address_of(node), config.page_port) for node in own.nodes)
     with contextlib.closing(PageListener(at_pages, copies, here.link.token)) as pages:
-        line, folder, worker = display.line, here.folder, here.worker
         if len(own.nodes) == 1:
-            link = Link(folder=folder, token=here.link.token, for_prefill=for_prefill)
-            ranks = LocalRanks(own, line, folder, worker, link, page_files=copies, pages_at=pages_at)
+            link = Link(folder=here.folder, token=here.link.token, for_prefill=for_prefill)
+            ranks = LocalRanks(own, display.line, here.folder, link, page_files=copies, pages_at=pages_at)
         else:
             link = replace(here.link, for_prefill=for_prefill)
-            ranks = RanksOfHosts(leader, own, line, folder, worker, link, page_files=copies, pages_at=pages_at)
+            ranks = RanksOfHosts(leader, own, display.line, here.folder, link, copies, pages_at)
         elsewhere = PrefillElsewhere(leader, theirs, for_prefill, pages_at, pages)
         prefill = _Prefill(theirs, _PrefillDisplay(display, own.parallel.num_ranks), elsewhere)
         return _System(own, display, ranks, here.signals, leader, prefill).run(listener)
@@ -316,7 +312,7 @@ def follow(config: ServeConfig, here: Here) -> int:
 
             pages = PageListener(at_pages, memory, link.token)
             opened.callback(pages.close)
-        ranks = LocalRanks(own, display.line, here.folder, here.worker, link, page_files=memory)
+        ranks = LocalRanks(own, display.line, here.folder, link, page_files=memory)
         host = _OtherHost(config, here, leader, ranks, listener, pages, store_host)
         end = begun if isinstance(begun, End) else host.run(begun)
         if end.reason:
@@ -583,12 +579,11 @@ class RanksOfHosts(LocalRanks):
         config: ServeConfig,
         on_line: OnLine,
         folder: Path,
-        module: str,
         link: Link,
         page_files: Sequence[int] = (),
         pages_at: Sequence[str] = (),
     ):
-        super().__init__(config, on_line, folder, module, link, page_files=page_files, pages_at=pages_at)
+        super().__init__(config, on_line, folder, link, page_files=page_files, pages_at=pages_at)
         self._leader, self._elsewhere = leader, RanksElsewhere(leader, config)
 
     def start(self) -> None:

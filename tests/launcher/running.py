@@ -10,14 +10,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import pytest
 
+from moe_serve.launcher import local
 from tests.conftest import _descendants
+
+
+@contextlib.contextmanager
+def fake_ranks() -> Iterator[None]:
+    """Starts fake_rank.py in the place of ranks within the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "WORKER", "tests.launcher.fake_rank")
+        yield
 
 
 class Running:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,10 +19,14 @@ from moe_serve.launcher.llm import LLM, Output, with_overrides
 from moe_serve.launcher.local import Death, Replacements, Restarts
 from moe_serve.server.requests.open_request import UnavailableError
 from tests.conftest import _descendants
-from tests.launcher.running import eventually, gone
+from tests.launcher.running import eventually, fake_ranks, gone
 from tests.server.served import demo_tokenizer, in_event_loop, serving
 
-FAKE = "tests.launcher.fake_rank"
+
+@pytest.fixture(scope="module", autouse=True)
+def _fake() -> Iterator[None]:
+    with fake_ranks():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +36,7 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake_llm(*overrides: str) -> LLM:
-    return LLM.from_config(load_config(overrides=["parallel.num_ranks=2", *overrides]), worker=FAKE)
+    return LLM.from_config(load_config(overrides=["parallel.num_ranks=2", *overrides]))
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ class Launcher(threading.Thread):
         self.config = load_config(overrides=[f"{key}={value}" for key, value in settings.items()] + list(more))
         self.display, self.signals = Display(), Signals()
         link = Link(token=token, host="127.0.0.1", port=port + 1)
-        self.here = Here(self.display, look, "tests.launcher.no_such_worker", Path("/nowhere"), link, self.signals)
+        self.here = Here(self.display, look, Path("/nowhere"), link, self.signals)
         self.said: MoeServeError | StoppedError | int | None = None
         self.start()
 

@@ -87,9 +87,11 @@ SCRIPT = """
 import sys
 from moe_serve import SamplingParams
 from moe_serve.config import load_config
+from moe_serve.launcher import local
 from moe_serve.launcher.llm import LLM
+local.WORKER = "tests.launcher.fake_rank"
 config = load_config(overrides=["parallel.num_ranks=2"])
-with LLM.from_config(config, worker="tests.launcher.fake_rank") as llm:
+with LLM.from_config(config) as llm:
     for number in range(1000):
         outputs = []
         for _, output in llm.stream([[7]], SamplingParams(max_new_tokens=40, seed=10)):

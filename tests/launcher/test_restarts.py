@@ -5,6 +5,7 @@ import os
 from moe_serve.config import LauncherConfig, load_config
 from moe_serve.dispatch.hosts.handshake import listen
 from moe_serve.engine.protocol.messages import Members
+from moe_serve.launcher import local
 from moe_serve.launcher.local import Death, Launch, LocalRanks, Replacements, Restarts
 from moe_serve.launcher.rank_start import Elsewhere, Handover, HostMemory
 from moe_serve.links.link import Link
@@ -54,7 +55,7 @@ def group(epoch: int, *members: int, waits: bool = False) -> Members:
     return Members(members[0], 7, epoch, list(members), "rank 1 died", waits=waits)
 
 
-def test_the_ranks_of_a_host_that_is_back_listen_where_the_others_know_them(tmp_path):
+def test_the_ranks_of_a_host_that_is_back_listen_where_the_others_know_them(tmp_path, monkeypatch):
     """Also those that only learn of them from what a rank had left before the host was lost."""
     of_hosts = ("launcher.nnodes=2", "launcher.node_rank=1", "launcher.dist_init_addr=127.0.0.1:20000")
     config = load_config(overrides=["parallel.num_ranks=2", *of_hosts])
@@ -62,7 +63,8 @@ def test_the_ranks_of_a_host_that_is_back_listen_where_the_others_know_them(tmp_
         address = before.getsockname()
     elsewhere = Elsewhere([0, 1], ["a", "b"], {1: address}, [])
     memory = HostMemory(Handover(7, os.getpid(), {}, "", [], elsewhere), {})
-    ranks = LocalRanks(config, lambda who, line: None, tmp_path, "tests.launcher.no_such_worker", Link(token="t" * 32))
+    monkeypatch.setattr(local, "WORKER", "tests.launcher.no_such_worker")
+    ranks = LocalRanks(config, lambda who, line: None, tmp_path, Link(token="t" * 32))
     ranks.join(Launch(7, "127.0.0.1", 1), memory, {1: 0})
     try:
         assert ranks._listeners[1].getsockname() == address
@@ -70,8 +72,11 @@ def test_the_ranks_of_a_host_that_is_back_listen_where_the_others_know_them(tmp_
         ranks.end(0.0)
 
 
-def test_a_rank_is_replaced_from_the_process_that_the_others_are_forked_from_and_a_new_launch_has_a_new_one(tmp_path):
-    ranks = LocalRanks(CONFIG, lambda *line: None, tmp_path, "tests.launcher.forked", Link(token="t" * 32))
+def test_a_rank_is_replaced_from_the_process_that_the_others_are_forked_from_and_a_new_launch_has_a_new_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(local, "WORKER", "tests.launcher.forked")
+    ranks = LocalRanks(CONFIG, lambda *line: None, tmp_path, Link(token="t" * 32))
     ranks.start()
     try:
         assert eventually(lambda: all(child.last_lines for child in ranks.children))

@@ -13,8 +13,7 @@ from moe_serve.config import load_config
 from moe_serve.errors import ConfigError, LaunchError
 from moe_serve.launcher import run_batch as batches
 from moe_serve.launcher.run_batch import run_batch
-
-FAKE = "tests.launcher.fake_rank"
+from tests.launcher.running import fake_ranks
 
 
 def line(custom_id: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
@@ -36,7 +35,8 @@ def answers_of(path: Path) -> dict[str, dict[str, Any]]:
 def run(source: Path, target: Path) -> tuple[int, list[tuple[int, int]]]:
     seen: list[tuple[int, int]] = []
     config = load_config(overrides=["parallel.num_ranks=2", "engine.max_running_requests=2"])
-    return run_batch(config, source, target, None, lambda *counts: seen.append(counts), FAKE), seen
+    with fake_ranks():
+        return run_batch(config, source, target, None, lambda *counts: seen.append(counts)), seen
 
 
 def test_lines_are_answered_as_the_server_would_and_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:

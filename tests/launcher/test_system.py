@@ -257,7 +257,7 @@ def refused(setting: str, value: object) -> str:
     config = load_config(overrides=["server.port=0", "server.worker_port=0", f"{setting}={value}"])
     before = _descendants(os.getpid())
     with pytest.raises(LaunchError) as caught:
-        serve_on_this_machine(config, StartDisplay(1), "tests.launcher.fake_rank")
+        serve_on_this_machine(config, StartDisplay(1))
     assert set(_descendants(os.getpid())) <= set(before)
     return str(caught.value)
 
