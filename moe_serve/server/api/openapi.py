@@ -69,19 +69,6 @@ BODIES: dict[str, type[Body]] = {
     "/pause": PauseBody,
     "/abort_request": AbortBody,
 }
-_STREAMS = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-_NAMES_MODEL = (
-    *_STREAMS[1:],
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/rerank",
-    "/v1/score",
-    "/score",
-    "/v1/messages/count_tokens",
-    "/tokenize",
-    "/detokenize",
-)
 # Ends of routes whose answer is plain text.
 _TEXT = ("/metrics", "_expert_distribution_record", "/flush_cache", "/reset_prefix_cache")
 
@@ -146,11 +133,12 @@ def _describe(operation: dict[str, Any], path: str, body: type[Body] | None) -> 
         operation["requestBody"] = {"required": is_needed, "content": {"application/json": {"schema": schema}}}
     responses = operation["responses"]
     responses.pop("422", None)  # FastAPI's own, which no route gives
-    if path in _STREAMS:
+    fields = () if body is None else body.__struct_fields__
+    if "stream" in fields:
         responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     elif path.endswith(_TEXT):
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     error = {"application/json": {"schema": {"$ref": f"{_REF}Error"}}}
     responses |= {status: {"description": words, "content": error} for status, words in _ERRORS.items()}
-    if "{" in path or path in _NAMES_MODEL:
+    if "{" in path or "model" in fields:
         responses["404"] = {"description": "there is nothing of this name", "content": error}
