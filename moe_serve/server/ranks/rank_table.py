@@ -118,13 +118,11 @@ class Arrival:
 
     refusal:      why the rank is not taken; None: it is, or it waits
     waits:        it may say hello again later
-    begins:       it is the first rank of a new launch
     was_cut:      its connection was cut, and it has dropped its requests
     """
 
     refusal: str | None = None
     waits: bool = False
-    begins: bool = False
     was_cut: bool = False
 
 
@@ -221,8 +219,7 @@ class RankTable:
             was_cut = hello.num_reconnects != known.num_reconnects
             known.num_reconnects, known.heard_s = hello.num_reconnects, now_s
             return Arrival(was_cut=was_cut)
-        begins = hello.launch_id != self.launch_id
-        if begins:
+        if hello.launch_id != self.launch_id:
             self._begin(hello.launch_id, now_s)
         view = RankView(hello.rank, identity, hello.pid, hello.host, now_s)
         view.num_reconnects, view.restarts_left = hello.num_reconnects, hello.restarts_left
@@ -231,7 +228,7 @@ class RankTable:
         if hello.num_before and not self.group_epoch:
             view.mask_reason = "it was started again, and the others have not said here that it takes part"
         self._ranks[hello.rank] = view
-        return Arrival(begins=begins)
+        return Arrival()
 
     def never_begin(self, launch_id: int) -> None:
         """Refuses the ranks of a launch that is over before any of them has attached."""

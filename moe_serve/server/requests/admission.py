@@ -142,9 +142,6 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._entries
-
     def push(self, request_id: str, arrival_s: float, priority: int, num_tokens: int) -> None:
         """Adds a request. arrival_s: when it came first, also for a request that returns to the line"""
         due_s = arrival_s - priority * self._head_start_s

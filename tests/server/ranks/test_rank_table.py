@@ -16,7 +16,7 @@ def limits(max_prompt_len: int = 10) -> ModelLimits:
 def attached(*ranks: int, num_ranks: int = 2) -> RankTable:
     table = RankTable(num_ranks)
     for rank in ranks:
-        assert table.attach(b"socket%d" % rank, hello(rank, num_ranks), now_s=0.0) == Arrival(begins=rank == ranks[0])
+        assert table.attach(b"socket%d" % rank, hello(rank, num_ranks), now_s=0.0) == Arrival()
     return table
 
 
@@ -63,7 +63,7 @@ def test_another_launch_begins_once_this_one_is_lost_whatever_its_id_and_the_old
     table.end_launch("rank 1 died", 1)
     assert not table.is_ready
     assert "a launch that is over (rank 1 died)" in table.attach(b"y", hello(0), 0.0).refusal
-    assert table.attach(b"new0", hello(0, launch_id=-7), 5.0) == Arrival(begins=True)
+    assert table.attach(b"new0", hello(0, launch_id=-7), 5.0) == Arrival()
     assert (table.loss, table.began_s) == (None, 5.0)
     assert [view.identity for view in table] == [b"new0"]
     assert table.by_identity(b"socket0") is None
