@@ -23,6 +23,7 @@ from typing import TextIO
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)
 _MAX_SOURCES = 256  # whose warnings are counted one by one
+_RARELY_S = 60.0  # between two of one source
 
 # The X-Request-Id of the client's call that this task serves. A context variable, since a line of the log may be
 # written anywhere below the call, and no two tasks share one.
@@ -143,9 +144,8 @@ class RareWarnings:
     Threads may share it.
     """
 
-    def __init__(self, logger: logging.Logger, period_s: float = 60.0):
+    def __init__(self, logger: logging.Logger):
         self._logger = logger
-        self._period_s = period_s
         self._told: dict[str, _Told] = {}
         self._lock = threading.Lock()
 
@@ -156,7 +156,7 @@ class RareWarnings:
             if source not in self._told and len(self._told) >= _MAX_SOURCES:
                 source = "others"
             told = self._told.get(source)
-            if told is not None and now_s - told.at_s < self._period_s:
+            if told is not None and now_s - told.at_s < _RARELY_S:
                 told.num_left_out += 1
                 return
             self._told[source] = _Told(now_s)

@@ -21,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moe_serve.log import get_logger
+from moe_serve.log import RareWarnings, get_logger
 from moe_serve.server.edge.connection import CONNECTION, SEND_BUFFER_BYTES, BatchReader, Connection
 from moe_serve.server.edge.errors import error_body
 from moe_serve.server.edge.gate import EarlyRefusal
@@ -153,7 +153,6 @@ class HttpServer(uvicorn.Server):
 _ACCEPTS_PER_TURN = 16
 _OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _PAUSE_S = 0.1  # after the kernel had no descriptor left
-_WARN_EVERY_S = 60.0
 
 
 class Listener:
@@ -174,8 +173,7 @@ class Listener:
         self._batches = batches
         self._tls = tls
         self._handshake_deadline_s = handshake_deadline_s
-        self._warned_s = -_WARN_EVERY_S
-        self._num_unwarned = 0
+        self._warnings = RareWarnings(log)
 
     async def run(self) -> None:
         """Accepts connections."""
@@ -193,7 +191,7 @@ class Listener:
                 continue
             except OSError as error:
                 if error.errno in _OUT_OF_DESCRIPTORS:
-                    self._warn("no descriptor is left for a connection; raise the limit (ulimit -n)")
+                    self._warnings.warn("full", "no descriptor is left for a connection; raise the limit (ulimit -n)")
                     self._table.make_room()
                     await asyncio.sleep(_PAUSE_S)
                 continue  # else: the client was gone before it was accepted
@@ -216,10 +214,8 @@ class Listener:
     def _take(self, accepted: socket.socket, client: str) -> None:
         connection = self._make()
         if not self._table.admit(connection, client):
-            self._warn(
-                f"refused a connection of {client}: server.max_connections is {self._table.max_connections}, "
-                f"{self._table.max_per_client} of one client, and all have a request"
-            )
+            text = "refused a connection of %s: server.max_connections is %d, %d of one client, and all have a request"
+            self._warnings.warn("full", text, client, self._table.max_connections, self._table.max_per_client)
             _turn_away(accepted, self._tls is not None)
             return
         with contextlib.suppress(OSError):
@@ -242,16 +238,6 @@ class Listener:
             raise
         finally:
             connection.opening = None
-
-    def _warn(self, text: str) -> None:
-        """Logs at most one warning a minute, with the number of those that were left out."""
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._warned_s < _WARN_EVERY_S:
-            self._num_unwarned += 1
-            return
-        more = f" ({self._num_unwarned} more in the last minutes)" if self._num_unwarned else ""
-        log.warning("%s%s", text, more)
-        self._warned_s, self._num_unwarned = now_s, 0
 
 
 def _turn_away(accepted: socket.socket, has_tls: bool) -> None:
