@@ -9,6 +9,7 @@ about its balancer.)
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -30,6 +31,7 @@ from moe_serve.server.ranks.rank_table import RankTable
 from moe_serve.server.requests.admission import Degradation
 from moe_serve.server.requests.request_stats import Histogram, cumulative
 
+T = TypeVar("T")
 Labels = tuple[tuple[str, str], ...]  # (name, value) that all series of a family carry
 
 
@@ -62,11 +64,27 @@ def histograms(
     return family
 
 
-def one_histogram(name: str, text: str, histogram: Histogram, labels: Labels = ()) -> Metric:
+def one_histogram(name: str, text: str, histogram: Histogram, labels: Labels) -> Metric:
     """Returns a family with one histogram."""
-    of_labels = [value for _, value in labels]
-    values = of_labels, histogram.bounds, histogram.counts, histogram.total
-    return histograms(name, text, [label for label, _ in labels], [values])
+    names, of_labels = _split(labels)
+    return histograms(name, text, names, [(of_labels, histogram.bounds, histogram.counts, histogram.total)])
+
+
+def _split(labels: Labels) -> tuple[Sequence[str], Sequence[str]]:
+    return [name for name, _ in labels], [value for _, value in labels]
+
+
+def _of_front_end(bridge: Bridge) -> Labels:
+    number = bridge.api_servers.label
+    return () if number is None else (("front_end", str(number)),)
+
+
+def _beginning(told: Iterable[tuple[T, Status]], begin: str) -> Iterator[tuple[T, str, float]]:
+    """Yields the counters of ranks whose names begin so: whose it is, how its name goes on, and its value."""
+    for rank, status in told:
+        for key, count in sorted(status.counters.items()):
+            if key.startswith(begin):
+                yield rank, key.removeprefix(begin), count
 
 
 def make_registry(bridge: Bridge, peer: str | None = None) -> CollectorRegistry:
@@ -85,13 +103,11 @@ class RequestMetrics(Collector):
     """Metrics of requests. Each front end counts its own; if there are several, a label `front_end` says which."""
 
     def __init__(self, bridge: Bridge):
-        self._bridge = bridge
-        number = bridge.api_servers.label
-        self._own: Labels = () if number is None else (("front_end", str(number)),)
+        self._bridge, self._own = bridge, _of_front_end(bridge)
 
     def collect(self) -> Iterator[Metric]:
         bridge, stats, own = self._bridge, self._bridge.book.stats, self._own
-        names, values = [name for name, _ in own], [value for _, value in own]
+        names, values = _split(own)
 
         def gauge(name: str, text: str, value: float) -> Metric:
             return gauges(name, text, names, [(values, value)])
@@ -179,8 +195,7 @@ _RANK_COUNTERS = (
     ("moe_serve_rank_recomputed_tokens", "Tokens computed again after that.", "num_recomputed_tokens"),
     ("moe_serve_rank_failed_requests", "Requests whose logits were not finite.", "num_failed"),
 )
-_ACCEPTED_AT = "num_accepted_at_"  # of drafts; goes on with the place
-_PAGES, _DRAFTS = "num_pages_", "num_drafts_"  # begin the names of counters; a draft's go on with source and outcome
+_DRAFTS = "num_drafts_"  # begins the names of counters, which go on with source and outcome
 # Of decode steps with drafts and without, as engine/status.py counts them -> what they are.
 _DECODES = {
     "moe_serve_rank_decode_steps": "Decode steps of the rank, with drafts of tokens and without; none that compute "
@@ -242,12 +257,7 @@ class RankMetrics(Collector):
             "Pages of the KV cache outside its pool: brought up from memory where this rank or a sibling had put them, "
             "from files, from prefill ranks, from another host; given to one; copied down; or not, and why.",
             ("rank", "fate"),
-            [
-                ((rank, key.removeprefix(_PAGES)), count)
-                for rank, status in told
-                for key, count in sorted(status.counters.items())
-                if key.startswith(_PAGES)
-            ],
+            [((rank, fate), count) for rank, fate, count in _beginning(told, "num_pages_")],
         )
         yield gauges(
             "moe_serve_rank_page_cost",
@@ -262,12 +272,7 @@ class RankMetrics(Collector):
             "another one, the form that its output must have, or a layer for multi-token prediction (mtp); right: the "
             "token was drawn.",
             ("rank", "source", "outcome"),
-            [
-                ((rank, *key.removeprefix(_DRAFTS).split("_")), count)
-                for rank, status in told
-                for key, count in sorted(status.counters.items())
-                if key.startswith(_DRAFTS)
-            ],
+            [((rank, *of_drafts.split("_")), count) for rank, of_drafts, count in _beginning(told, _DRAFTS)],
         )
         yield gauges(
             "moe_serve_rank_speculation_saved_seconds",
@@ -317,7 +322,6 @@ class RankMetrics(Collector):
         )
 
 
-_OUTCOMES = ("proven", "repaired", "unproven")
 _MODES = ("off", "static", "dynamic")
 _STATES = ("off", "watching", "planning", "moving")
 
@@ -354,8 +358,14 @@ class BalanceMetrics(Collector):
         yield from self._placement()
         yield from self._work()
         yield from self._totals()
-        yield self._splits()
-        yield self._changed_choices()
+        yield self._outcomes(
+            "splits",
+            "Batches of the exact split, or of the split by time: proven optimal, proven after repair, or not proven.",
+        )
+        yield self._outcomes(
+            "choices_over_capacity",
+            "Choices of gates beyond the capacity of an expert: moved to another expert of the token, or dropped.",
+        )
 
     def _load(self) -> Iterator[Metric]:
         window = self._book.window
@@ -415,27 +425,12 @@ class BalanceMetrics(Collector):
             if name in totals:
                 yield _gauge(name, text, totals[name])
 
-    def _splits(self) -> Metric:
-        found = [
-            ((str(view.rank), outcome), view.status.counters[f"num_splits_{outcome}"])
-            for view in self._workers
-            for outcome in _OUTCOMES
-            if view.status is not None and f"num_splits_{outcome}" in view.status.counters
-        ]
-        text = (
-            "Batches of the exact split, or of the split by time: proven optimal, proven after repair, or not proven."
-        )
-        return counters("moe_serve_eplb_splits", text, ("rank", "outcome"), found)
-
-    def _changed_choices(self) -> Metric:
-        found = [
-            ((str(view.rank), outcome), view.status.counters[f"num_choices_{outcome}"])
-            for view in self._workers
-            for outcome in ("moved", "dropped")
-            if view.status is not None and f"num_choices_{outcome}" in view.status.counters
-        ]
-        text = "Choices of gates beyond the capacity of an expert: moved to another expert of the token, or dropped."
-        return counters("moe_serve_eplb_choices_over_capacity", text, ("rank", "outcome"), found)
+    def _outcomes(self, name: str, text: str) -> Metric:
+        """Returns what ranks count of something, by its outcome."""
+        begin = f"num_{name.partition('_')[0]}_"
+        told = [(str(view.rank), view.status) for view in self._workers if view.status is not None]
+        found = [((rank, outcome), count) for rank, outcome, count in _beginning(told, begin)]
+        return counters(f"moe_serve_eplb_{name}", text, ("rank", "outcome"), found)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
@@ -466,8 +461,7 @@ class AdmissionMetrics(Collector):
         self._degradation = degradation
 
     def collect(self) -> Iterator[Metric]:
-        number = self._bridge.api_servers.label
-        names, own = ((), ()) if number is None else (("front_end",), (str(number),))
+        names, own = _split(_of_front_end(self._bridge))
         refused = {"queue": self._bridge.book.counters["num_refused"]}
         refused |= {name: self._clients.refused[name] for name in LIMIT_NAMES}
         yield counters(
@@ -508,8 +502,7 @@ class PeerMetrics(Collector):
         self._peer = peer
         self._bridge = bridge
         self._model = (("model_name", served_name(bridge.config.model)),)
-        number = bridge.api_servers.label
-        self._own: Labels = (*self._model, *(() if number is None else (("front_end", str(number)),)))
+        self._own: Labels = (*self._model, *_of_front_end(bridge))
 
     def collect(self) -> Iterator[Metric]:
         yield from self._ranks()
@@ -596,32 +589,23 @@ class PeerMetrics(Collector):
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts drawn, by their place among those that a step has verified of a request.",
             ("model_name", "engine", "position"),
-            [
-                ((*of, key.removeprefix(_ACCEPTED_AT)), count)
-                for of, status in told
-                for key, count in sorted(status.counters.items())
-                if key.startswith(_ACCEPTED_AT)
-            ],
+            [((*of, place), count) for of, place, count in _beginning(told, "num_accepted_at_")],
         )
-        names, values = self._split(self._own)
+        names, values = _split(self._own)
         ended = [((*values, reason), count) for reason, count in stats.num_ended.items()]
         yield counters("vllm:request_success", "Requests that have ended.", (*names, "finished_reason"), ended)
         yield one_histogram("vllm:request_prompt_tokens", "Of a request.", stats.prompt_tokens, self._own)
         yield one_histogram("vllm:request_generation_tokens", "Of a request.", stats.output_tokens, self._own)
 
     def _count(self, name: str, text: str, value: float) -> Metric:
-        names, values = self._split(self._own)
+        names, values = _split(self._own)
         return counters(name, text, names, [(values, value)])
-
-    @staticmethod
-    def _split(labels: Labels) -> tuple[Sequence[str], Sequence[str]]:
-        return [name for name, _ in labels], [value for _, value in labels]
 
 
 def _drafts_of(status: Status) -> tuple[float, float]:
     """Returns how many drafts a rank has verified, and how many of them were drawn."""
-    of_drafts = [(key, count) for key, count in status.counters.items() if key.startswith(_DRAFTS)]
-    return sum(count for _, count in of_drafts), sum(count for key, count in of_drafts if key.endswith("_right"))
+    found = list(_beginning([((), status)], _DRAFTS))
+    return sum(count for _, _, count in found), sum(count for _, which, count in found if which.endswith("_right"))
 
 
 def _share_in_use(status: Status) -> float:
