@@ -22,6 +22,16 @@ class HermesParser(CallParser):
         yield from self._accept("</tool_call>")
         yield from self._skip_space()
 
+    def _listed_calls(self) -> Steps[None]:
+        """Reads what follows the bracket of a list of such objects."""
+        while True:
+            yield from self._skip_space()
+            yield from self._named_call()
+            yield from self._skip_space()
+            if (yield from self._accept("]")):
+                return
+            yield from self._expect(",")
+
     def _named_call(self) -> Steps[None]:
         """Reads an object with a name and arguments, in either order."""
         yield from self._expect("{")
@@ -102,13 +112,7 @@ class MistralParser(HermesParser):
             yield from self._new_call()
             yield from self._skip_space()
             return
-        while True:
-            yield from self._skip_space()
-            yield from self._named_call()
-            yield from self._skip_space()
-            if (yield from self._accept("]")):
-                break
-            yield from self._expect(",")
+        yield from self._listed_calls()
         yield from self._skip_space()
 
     def _new_call(self) -> Steps[None]:
@@ -153,13 +157,7 @@ class RequiredCallsParser(HermesParser):
     markers = ("[",)
 
     def _calls(self, marker: str) -> Steps[None]:
-        while True:
-            yield from self._skip_space()
-            yield from self._named_call()
-            yield from self._skip_space()
-            if (yield from self._accept("]")):
-                return
-            yield from self._expect(",")
+        yield from self._listed_calls()
 
 
 def input_of(arguments: str) -> str | None:

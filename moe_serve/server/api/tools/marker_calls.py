@@ -15,20 +15,24 @@ _CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call�
 
 
 class DeepSeekV31Parser(CallParser):
+    """markers, ends: those of a section, and of a call in it"""
+
     markers = (_SECTION, _CALL)
+    ends = (_SECTION_END, _CALL_END)
 
     def _calls(self, marker: str) -> Steps[None]:
-        if marker == _SECTION:
+        (section, call), (section_end, call_end) = self.markers, self.ends
+        if marker == section:
             yield from self._skip_space()
-            yield from self._expect(_CALL)
+            yield from self._expect(call)
         while True:
             yield from self._call()
             yield from self._skip_space()
-            yield from self._accept(_CALL_END)
+            yield from self._accept(call_end)
             yield from self._skip_space()
-            if not (yield from self._accept(_CALL)):
+            if not (yield from self._accept(call)):
                 break
-        yield from self._accept(_SECTION_END)
+        yield from self._accept(section_end)
         yield from self._skip_space()
 
     def _call(self) -> Steps[None]:
@@ -57,25 +61,15 @@ _KIMI_CALL, _ARGUMENTS, _KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_arg
 _ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?\Z", re.DOTALL)
 
 
-class KimiK2Parser(CallParser):
+class KimiK2Parser(DeepSeekV31Parser):
     markers = (SECTION, _KIMI_CALL)
+    ends = (_KIMI_SECTION_END, _KIMI_CALL_END)
 
-    def _calls(self, marker: str) -> Steps[None]:
-        if marker == SECTION:
-            yield from self._skip_space()
-            yield from self._expect(_KIMI_CALL)
-        while True:
-            call_id = (yield from self._word_until(_ARGUMENTS, LONGEST_NAME)).strip()
-            named = _ID.match(call_id)
-            if named is None:
-                raise Malformed
-            self._start(named["name"], call_id)
-            yield from self._skip_space()
-            yield from self._json_arguments()
-            yield from self._skip_space()
-            yield from self._accept(_KIMI_CALL_END)
-            yield from self._skip_space()
-            if not (yield from self._accept(_KIMI_CALL)):
-                break
-        yield from self._accept(_KIMI_SECTION_END)
+    def _call(self) -> Steps[None]:
+        call_id = (yield from self._word_until(_ARGUMENTS, LONGEST_NAME)).strip()
+        named = _ID.match(call_id)
+        if named is None:
+            raise Malformed
+        self._start(named["name"], call_id)
         yield from self._skip_space()
+        yield from self._json_arguments()

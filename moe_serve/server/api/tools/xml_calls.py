@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_serve.server.api.tools.parser import LONGEST_NAME, CallParser, Malformed, Steps, Truncated, as_json
+from moe_serve.structured.json_schema import at
 
 _WAYS = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"})  # in which a schema says a type
 _MAX_PARTS = 256  # of a schema that are looked at for the types of one parameter
@@ -95,18 +96,10 @@ def _kinds_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[s
             case {"$ref": str(reference)}:
                 if reference not in seen:
                     seen.add(reference)
-                    waiting.append(_found(reference, root))
+                    waiting.append(at(root, reference[1:]) if reference.startswith("#") else None)
             case _:
                 break
     return frozenset()
-
-
-def _found(reference: str, root: Mapping[str, Any]) -> Any:
-    """Returns what a reference within a schema names, None where there is nothing."""
-    found: Any = root
-    for step in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found if reference.startswith("#") else None
 
 
 def _value(text: str, kinds: frozenset[str]) -> str:
