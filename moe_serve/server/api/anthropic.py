@@ -15,7 +15,7 @@ from moe_serve.errors import RequestError
 from moe_serve.server.api.generate import Call, Cursor
 from moe_serve.server.api.messages import MAX_MESSAGES, Content, Message, Tools, text_of
 from moe_serve.server.api.openai_answers import finish_reason, stop_reason, usage
-from moe_serve.server.api.openai_requests import ChatBody, ChatRequest, Model, Noted, check_chat_of
+from moe_serve.server.api.openai_requests import ChatBody, ChatRequest, Model, Noted, check_chat_of, response_format
 from moe_serve.server.api.params import Stops, Temperature, TopK, TopP
 from moe_serve.server.api.parsed_output import Delta, NewOutput, OutputParser
 from moe_serve.server.api.tool_fields import EXAMPLE, EXAMPLE_CHOICE
@@ -162,7 +162,7 @@ def _checked(given: CountTokensBody, **fields: Any) -> ChatRequest:
         tools=_tools(given.tools or []),
         tool_choice=None if choice is None else _choice(choice),
         parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
-        response_format=_format(given.output_format or config.format),
+        response_format=response_format(given.output_format or config.format),
         reasoning_effort=config.effort,
         chat_template_kwargs=None if given.thinking is None else _thinking(given.thinking),
         continue_final_message=given.messages[-1].role == "assistant",
@@ -174,13 +174,6 @@ def _checked(given: CountTokensBody, **fields: Any) -> ChatRequest:
 def _thinking(given: Thinking) -> dict[str, Any]:
     """Returns the variables by which chat templates let a call choose: Qwen's and GLM's name, and DeepSeek's."""
     return dict.fromkeys(("enable_thinking", "thinking"), given.type != "disabled")
-
-
-def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns response_format as chats have it."""
-    if given is None or given.get("type") != "json_schema":
-        return given
-    return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if key != "type"}}
 
 
 def _choice(given: ToolChoice) -> str | dict[str, Any]:

@@ -397,6 +397,13 @@ def in_words(text: str, words: Words) -> str:
     return text
 
 
+def response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the form of an output as chats have it. given: as other APIs do, with a schema beside its type"""
+    if given is None or given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if key != "type"}}
+
+
 class TokenizeBody(Body):
     """A text, or a chat as for /v1/chat/completions."""
 

@@ -17,7 +17,7 @@ from moe_serve.errors import RequestError
 from moe_serve.server.api.generate import Call, Cursor
 from moe_serve.server.api.messages import MAX_MESSAGES, Content, Message, Part, text_of
 from moe_serve.server.api.openai_answers import finish_reason, usage
-from moe_serve.server.api.openai_requests import ChatBody, ChatFields, ChatRequest, check_chat_of
+from moe_serve.server.api.openai_requests import ChatBody, ChatFields, ChatRequest, check_chat_of, response_format
 from moe_serve.server.api.params import ResponseFormat
 from moe_serve.server.api.parsed_output import Delta, NewOutput, OutputParser, field_of
 from moe_serve.server.api.tool_fields import EXAMPLE, EXAMPLE_CHOICE, KINDS
@@ -151,7 +151,7 @@ def _as_chat(given: ResponseBody) -> ChatBody:
         tools=_tools(given.tools),
         tool_choice=_tool_choice(given.tool_choice),
         max_completion_tokens=given.max_output_tokens,
-        response_format=None if given.text is None else _format(given.text.format),
+        response_format=None if given.text is None else response_format(given.text.format),
         reasoning_effort=None if given.reasoning is None else given.reasoning.effort,
         **{name: getattr(given, name) for name in _OF_CHATS},
     )
@@ -231,13 +231,6 @@ def _tool_choice(given: Any) -> Any:
     if isinstance(given, dict) and (kind := given.get("type")) in KINDS and "name" in given:
         return {"type": kind, kind: {"name": given["name"]}}
     return given
-
-
-def _format(given: Any) -> Any:
-    """Returns response_format as chats have it."""
-    if not isinstance(given, dict) or given.get("type") != "json_schema":
-        return given
-    return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if key != "type"}}
 
 
 Event = dict[str, Any]
