@@ -409,6 +409,8 @@ class _OtherHost:
         leader, ranks = self._leader, self._ranks
         for message in leader.turn():
             match message:
+                case Start() if message.launch.launch_id == ranks.launch_id:  # told again: it may not have heard us
+                    self._untold.extend(Died(ranks.launch_id, death) for death in ranks.ended())
                 case Start() | Join():
                     self._begin(message)
                 case EndRanks():
@@ -520,17 +522,26 @@ class RanksElsewhere:
         self._leader, self._first, self._per_host = leader, config.nodes.start, config.ranks_per_host
         self.nodes = [node for node in config.nodes if node]
         self._died: list[Death] = []  # not asked for yet
+        self._last_died: dict[int, int] = {}  # by rank, processes before the one that has ended last
         self.num_replaced = Counter[int]()
         self.launch_id = 0
+        self._launch = Launch(0, "", 0)  # that was started last
 
     def start_in(self, launch: Launch) -> None:
         """Starts the ranks, after those of an earlier launch have been ended."""
+        self._launch = launch
         self.begin(launch.launch_id)
         self._leader.tell(Start(launch), self.nodes)
 
+    def start_again_on(self, node_rank: int) -> None:
+        """Tells a host again to start its ranks, unless it has, and how they have ended: a message may be lost with a
+        connection."""
+        self._leader.tell(Start(self._launch), [node_rank])
+
     def begin(self, launch_id: int, num_replaced: Mapping[int, int] | None = None) -> None:
         """Notes that these are the ranks of a launch from now on."""
-        self.launch_id, self.num_replaced, self._died = launch_id, Counter(num_replaced or {}), []
+        self.launch_id, self.num_replaced = launch_id, Counter(num_replaced or {})
+        self._died, self._last_died = [], {}
 
     def join(self, node_rank: int, launch: Launch, memory: HostMemory, num_here: Mapping[int, int]) -> None:
         """Lets the ranks of a host whose processes have all ended join the others. num_here: of ranks of this host"""
@@ -546,10 +557,11 @@ class RanksElsewhere:
         return [self._first + rank // self._per_host]
 
     def note_death(self, message: Died) -> None:
-        """Notes how a rank has ended."""
-        if message.launch_id == self.launch_id:
-            self._died.append(message.death)
-            self.num_replaced[message.death.rank] = message.death.num_before
+        """Notes how a rank has ended; once, though its host may tell it again."""
+        death = message.death
+        if message.launch_id == self.launch_id and death.num_before > self._last_died.get(death.rank, -1):
+            self._died.append(death)
+            self.num_replaced[death.rank] = self._last_died[death.rank] = death.num_before
 
     def finish(self, rank: int) -> None:
         """Ends what is left of a rank."""
@@ -619,6 +631,10 @@ class RanksOfHosts(LocalRanks):
         else:
             self._elsewhere.replace(rank)
 
+    def start_again_on(self, node_rank: int) -> None:
+        """Tells a host again to start its ranks, as RanksElsewhere does."""
+        self._elsewhere.start_again_on(node_rank)
+
     def take_back(self, node_rank: int) -> range:
         """Lets a host whose processes have all ended join the launch; returns its ranks, none where it cannot."""
         memory = self.memory_of_hosts()
@@ -654,7 +670,6 @@ class PrefillElsewhere(RanksElsewhere):
         super().__init__(leader, config)
         self._front_ends, self._pages_at, self._pages = front_ends, pages_at, pages
         self._takers, self._store_port = config.nodes_of("decode"), config.page_port
-        self._launch = Launch(0, "", 0)
         self._joining: list[int] = []  # node ranks that wait for what they need
         self._asked: list[int] = []  # the one that was asked for it last
 
@@ -799,8 +814,8 @@ class _Prefill:
             case HostIsNew():
                 self._host_is_new(ranks, node_rank, message.host)
             case HostIsBack():
-                if not self.is_ready:
-                    self.lose(f"the connection with {message.host} was cut while they were started")
+                if self._launch is not None and not self._launch.has_served:
+                    ranks.start_again_on(node_rank)
                 ranks.ask_for_memory()
 
     def _host_is_new(self, ranks: PrefillElsewhere, node_rank: int, name: str) -> None:
@@ -1003,11 +1018,11 @@ class _System:
 
     def _hear_of_ranks(self, node_rank: int, message: HostMessage) -> None:
         """Takes what another host of these ranks reports."""
-        if isinstance(message, HostIsBack):
-            return  # what it has sent meanwhile comes still
         assert isinstance(self.ranks, RanksOfHosts), "there are several hosts"
         own_id = self.ranks.launch_id
         match message:
+            case HostIsBack() if self._starts_at_s is None and not self._launch.has_served:
+                self.ranks.start_again_on(node_rank)
             case Died():
                 self.ranks.note_death(message)
             case FrontEndsEnded():

@@ -6,17 +6,19 @@ import socket
 import time
 from collections.abc import Collection
 from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from moe_serve.config import load_config
 from moe_serve.engine.protocol.messages import Apart, ModelLimits, Ready
-from moe_serve.launcher.hosts import HostIsBack, HostIsNew, Join, MemoryIs, Start, TakePages, TellMemory
+from moe_serve.launcher.hosts import Died, HostIsBack, HostIsNew, Join, MemoryIs, Start, TakePages, TellMemory
 from moe_serve.launcher.launch_watch import Loss
 from moe_serve.launcher.local import Death, Launch
 from moe_serve.launcher.rank_start import Handover, HostMemory
-from moe_serve.launcher.system import PrefillElsewhere, Signals, _Ended, _OtherHost, _Prefill, _System
+from moe_serve.launcher.system import PrefillElsewhere, RanksOfHosts, Signals, _Ended, _OtherHost, _Prefill, _System
+from moe_serve.links.link import Link
 from moe_serve.links.listeners import refuse_new_connections
 from tests.launcher.listening import takes_connections
 
@@ -226,7 +228,8 @@ class OnHosts:
         own, theirs = config.of_role("decode"), config.of_role("prefill")
         self.ranks = PrefillElsewhere(self.hosts, theirs, ("a:1",), ("a:3", "b:3"), self.pages)
         self.prefill = _Prefill(theirs, self.display, self.ranks)
-        self._system = _System(own, self.display, Ranks(), Signals(), self.hosts, self.prefill)
+        decode = RanksOfHosts(self.hosts, own, lambda who, line: None, Path("/nowhere"), Link(token="t" * 32))
+        self._system = _System(own, self.display, decode, Signals(), self.hosts, self.prefill)
         self.prefill.start(lambda message: None)
 
     def turn(self, *news: object, after_s: float = 0.0) -> None:
@@ -282,16 +285,72 @@ def test_prefill_ranks_that_were_given_up_come_back_with_the_next_launcher_of_th
     assert not system.prefill.is_ready
 
 
-def test_prefill_ranks_are_started_again_where_their_start_may_be_lost_with_a_connection(
+def test_a_host_is_told_again_to_start_its_ranks_where_that_may_be_lost_with_a_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     system = OnHosts(monkeypatch)
-    first = system.ranks.launch_id
+    start, _ = system.hosts.told_last(Start)
+    system.hosts.told.clear()
     system.turn(HostIsBack("b"))
-    for _ in range(3):
-        system.turn(after_s=5)
-    assert any("the connection with b was cut while they were started" in line for line in system.display.notes)
-    assert system.ranks.launch_id != first
+    assert system.hosts.told == [(start, [1])]
+    system.lose()
+    system.turn(HostIsBack("b"))
+    assert len(system.hosts.told) == 2, "that its ranks end, and no start of ranks that are lost"
+
+
+def on_two_hosts(tmp_path: Path) -> tuple[_System, RanksOfHosts, Hosts]:
+    """Returns node rank 0 of two hosts without roles, whose ranks are about to be started."""
+    config = load_config(overrides=["parallel.num_ranks=2", "launcher.nnodes=2", "launcher.dist_init_addr=h:5"])
+    hosts = Hosts()
+    ranks = RanksOfHosts(hosts, config, lambda who, line: None, tmp_path, Link(token="t" * 32))
+    system = _System(config, Display(), ranks, Signals(), hosts)
+    ranks._elsewhere.start_in(LAUNCH)
+    ranks.launch_id = LAUNCH.launch_id
+    return system, ranks, hosts
+
+
+LAUNCH = Launch(7, "127.0.0.1", 1)
+
+
+def test_hosts_without_roles_are_told_again_until_all_ranks_are_ready(tmp_path: Path) -> None:
+    system, _, hosts = on_two_hosts(tmp_path)
+    again = Start(LAUNCH), [1]
+    for num_told in (2, 3):
+        hosts.news = [(1, HostIsBack("b"))]
+        system._hear(hosts)
+        assert hosts.told == [again] * num_told
+    for rank in range(2):
+        system._launch.take(Ready(rank, 7, LIMITS, {}))
+    hosts.news = [(1, HostIsBack("b"))]
+    system._hear(hosts)
+    assert hosts.told == [again] * 3
+
+
+def test_a_rank_whose_end_is_told_again_has_ended_once(tmp_path: Path) -> None:
+    system, ranks, hosts = on_two_hosts(tmp_path)
+    again = Death(1, 101, -9, ("this is rank 1", "and one line more"))
+    replacement = Death(1, 102, -9, (), num_before=1)
+    for told, found in ((ended(1), ended(1)), (again, None), (replacement, replacement), (again, None)):
+        hosts.news = [(1, Died(7, told))]
+        system._hear(hosts)
+        assert ranks.deaths() == ([] if found is None else [found])
+
+
+def test_a_launcher_that_is_told_again_starts_nothing_and_tells_again_which_ranks_have_ended() -> None:
+    told: list[object] = []
+    heard = [[Start(LAUNCH)], []]
+    leader = SimpleNamespace(
+        turn=lambda: heard.pop(0), tell=lambda message: told.append(message) or True, is_connected=True, cut_for_s=0.0
+    )
+    ranks = SimpleNamespace(
+        launch_id=7, ended=lambda: [ended(1)], deaths=list, keep_host=lambda: None, children=[]
+    )  # and nothing to start them with
+    config = load_config(overrides=["parallel.num_ranks=2"])
+    here = SimpleNamespace(display=Display(), signals=Signals())
+    launcher = _OtherHost(config, here, leader, ranks, None, None, None)
+    for _ in range(2):
+        assert launcher._turn() is None
+        assert told == [Died(7, ended(1))]
 
 
 def test_prefill_ranks_that_serve_outlast_a_connection_of_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
