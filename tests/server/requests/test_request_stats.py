@@ -117,7 +117,7 @@ def test_its_buckets_are_those_of_prometheus(name: str) -> None:
         reference.observe(value)
         ours.observe(value)
     (expected,) = registry.collect()
-    found = {(s.name, s.labels.get("le")): s.value for s in one_histogram("x", "text", ours).samples}
+    found = {(s.name, s.labels.get("le")): s.value for s in one_histogram("x", "text", ours, ()).samples}
     wanted = {(s.name, s.labels.get("le")): s.value for s in expected.samples if not s.name.endswith("_created")}
     assert found == pytest.approx(wanted)
 
