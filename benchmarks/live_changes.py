@@ -17,7 +17,7 @@ def measure_shift(num_ranks: int, num_windows: int, picture: Path | None) -> lis
     config = settings(num_ranks, 8, "eplb.record_window_steps=60")
     story = run_demo(config, num_windows, lambda domain, point, news: None)
     if picture is not None:
-        picture.write_text(timeline_svg(story.timeline()))
+        picture.write_text(timeline_svg(story))
     return rows_of_shift(story)
 
 

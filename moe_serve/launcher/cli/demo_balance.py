@@ -4,7 +4,6 @@ Threads keep as many requests open as the ranks take. Each closed window of load
 the start would have made of the same tokens, so that what moving brings is seen on the load that was really served.
 """
 
-import html
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ def show_demo(config: ServeConfig, num_windows: int, picture: Path | None) -> No
     story = run_demo(config, num_windows, show)
     typer.echo(_summary(story))
     if picture is not None:
-        picture.write_text(timeline_svg(story.timeline()), encoding="utf-8")
+        picture.write_text(timeline_svg(story), encoding="utf-8")
         typer.echo(f"wrote {picture}", err=True)
     sys.stdout.flush()
 
@@ -79,16 +78,6 @@ class TimelinePoint:
     served: float
     kept: float
     stale: float | None = None
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """points: at least two, in order;  moves: (begin, end) in seconds;  marks: (time, words) of what happened"""
-
-    title: str
-    points: Sequence[TimelinePoint]
-    moves: Sequence[tuple[float, float]] = ()
-    marks: Sequence[tuple[float, str]] = ()
 
 
 @dataclass
@@ -120,11 +109,6 @@ class Story:
             for words, part in parts
             if part
         ]
-
-    def timeline(self) -> Timeline:
-        """Returns the picture's content."""
-        marks = [(self.shift_s, f"clients change from {DOMAINS[0]} to {DOMAINS[1]}")]
-        return Timeline("Balancedness while clients change their domain", self.points, self.moves, marks)
 
 
 def run_demo(config: ServeConfig, num_windows: int, show: Callable[[str, TimelinePoint, list[str]], None]) -> Story:
@@ -235,9 +219,12 @@ text{fill:#9198a1}
 """
 
 
-def timeline_svg(timeline: Timeline) -> str:
-    """Returns the picture as an SVG document."""
-    points = timeline.points
+_TITLE = "Balancedness while clients change their domain"
+
+
+def timeline_svg(story: Story) -> str:
+    """Returns the picture of a story with at least two points as an SVG document."""
+    points = story.points
     begin, end = points[0].at_s, points[-1].at_s
     stale = [(point.at_s, point.stale) for point in points if point.stale is not None]
     lowest = min([*(min(point.served, point.kept) for point in points), *(value for _, value in stale)])
@@ -256,8 +243,8 @@ def timeline_svg(timeline: Timeline) -> str:
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
-        f"<title>{html.escape(timeline.title)}</title><style>{_STYLE}</style>",
-        f'<text class="title" x="{_LEFT}" y="20">{html.escape(timeline.title)}</text>',
+        f"<title>{_TITLE}</title><style>{_STYLE}</style>",
+        f'<text class="title" x="{_LEFT}" y="20">{_TITLE}</text>',
     ]
     num_lines = round((1 - floor) / 0.05)
     for number in range(0, num_lines + 1, max(1, num_lines // 5)):
@@ -265,12 +252,12 @@ def timeline_svg(timeline: Timeline) -> str:
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value)}" y2="{y(value)}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y(value) + 4}" text-anchor="end">{value:.2f}</text>')
     bottom = _HEIGHT - _BOTTOM
-    for start_s, end_s in timeline.moves:
+    for start_s, end_s in story.moves:
         width = max(x(end_s) - x(start_s), 2)
         parts.append(f'<rect class="move" x="{x(start_s)}" y="{_TOP}" width="{width}" height="{bottom - _TOP}"/>')
-    for at_s, words in timeline.marks:
-        parts.append(f'<line class="mark" x1="{x(at_s)}" x2="{x(at_s)}" y1="{_TOP}" y2="{bottom}"/>')
-        parts.append(f'<text x="{x(at_s) + 5}" y="{bottom - 8}">{html.escape(words)}</text>')
+    shift, words = x(story.shift_s), f"clients change from {DOMAINS[0]} to {DOMAINS[1]}"
+    parts.append(f'<line class="mark" x1="{shift}" x2="{shift}" y1="{_TOP}" y2="{bottom}"/>')
+    parts.append(f'<text x="{shift + 5}" y="{bottom - 8}">{words}</text>')
     parts.append(line("kept", [(point.at_s, point.kept) for point in points]))
     parts.append(line("stale", stale))
     parts.append(line("served", [(point.at_s, point.served) for point in points]))
