@@ -4,6 +4,7 @@ Stays light: tests of policies, schedulers and the server must not pay for impor
 """
 
 import ctypes
+import gc
 import importlib.util
 import logging
 import os
@@ -19,6 +20,10 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"  # before torch is imported: ranks are forked, and threads do not survive a fork
 if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
+
+# Hundreds of processes that tests start would each compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Front ends and ranks that tests start have one, and make no file for it in the home folder.
 os.environ["MOE_SERVE_TOKEN"] = "the token of all tests"
@@ -72,6 +77,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return folder if folder in TOGETHER else str(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keeps the collector of cycles from looking again and again through modules and tests, which all stay."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
