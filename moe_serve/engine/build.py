@@ -379,7 +379,9 @@ def build_served_model(
         recorder=parallel.recorder,
         passes=parallel.passes,
         limit=parallel.limit,
-        windows=LoadWindows(parallel.recorder, plan.placement, limits.model_name),
+        windows=LoadWindows(
+            None if config.eplb.mode == "off" else parallel.recorder, plan.placement, limits.model_name
+        ),
         sources=sources,
         info=_model_facts(plan, parallel.all_to_all)
         | {
@@ -626,11 +628,11 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
     engine = config.engine
     if engine.expert_capacity is not None:
         limit = CapacityLimit(ExpertCapacity(engine.expert_capacity, moves=engine.over_capacity == "next"))
-    if config.eplb.mode != "off":
+    if config.eplb.mode != "off" or config.speculation.mode != "off":
         recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather, NUM_DECODE_COUNTS)
-        if config.eplb.recorder_mode != "stat":
-            per_token = config.eplb.recorder_mode == "per_token"
-            passes = PassRecorder(len(spec.moe_layer_ids), placement.num_slots, per_token, plan.device)
+    if config.eplb.mode != "off" and config.eplb.recorder_mode != "stat":
+        per_token = config.eplb.recorder_mode == "per_token"
+        passes = PassRecorder(len(spec.moe_layer_ids), placement.num_slots, per_token, plan.device)
     return ExpertParallel(
         rank=group.rank,
         router=spec.router,

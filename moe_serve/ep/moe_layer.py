@@ -56,7 +56,7 @@ AddTo = Callable[[Tensor], Tensor]  # adds rows to its argument, which is used u
 class ExpertParallel:
     """The parts that all MoE layers of a rank share.
 
-    recorder:            None: no load is recorded
+    recorder:            None: nobody counts the load
     max_tokens_per_rank: rows of one round of dispatch and combine
     passes:              None: clients cannot record passes
     limit:               of the rows that an expert takes; None: an expert takes all

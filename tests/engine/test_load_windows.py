@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.dispatch.base import EpGroup
 from moe_serve.engine.engine import Engine
@@ -114,7 +115,8 @@ def test_a_record_that_is_dropped_goes_on_with_its_phase_and_its_counts() -> Non
     windows, recorder = windows_of_one_rank(records)
     run_step(windows, recorder, plan(0, "prefill"))
     run_step(windows, recorder, plan(1, "prefill", close_window=True))
-    windows.void()  # before the exchange of step 2 has ended
+    recorder.void_step()  # before the exchange of step 2 has ended
+    windows.void()
     run_step(windows, recorder, plan(2, "decode", close_window=True))
     run_step(windows, recorder, plan(3, "decode", close_window=True, stop=True))
     assert [(r.first_step, r.num_steps, r.phase, int(r.tokens.sum())) for r in records] == [
@@ -171,6 +173,32 @@ def test_the_process_group_brings_the_rows_of_each_rank() -> None:
     for taken in run_ranks(2, _gather_counts):
         for window, counts in enumerate(taken, 1):
             assert counts == [[[0, 0, 0], [0, 0, 0]], [[window, 0, 0], [0, 1 + window, 0]]]
+
+
+def void_once(engine: Engine) -> None:
+    """Voids the third forward behind its gates, which then runs again, and fails where a record is made."""
+    served, forward, calls = engine.served, engine.served.forward, [0]
+
+    def voided(batch: ForwardBatch, num_chunks: int, overlap: bool = False) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 3:
+            assert served.recorder is not None
+            served.recorder.row(0).add_(1)
+            served.void_step()
+        return forward(batch, num_chunks, overlap)
+
+    served.forward = voided  # type: ignore[method-assign]
+
+
+def test_experts_are_counted_for_drafts_where_no_load_is_recorded() -> None:
+    requests = submits_of([[5, 6, 7, 8, 9] * 3, [9, 8, 7] * 5], replace(PARAMS, max_new_tokens=24))
+    drafting = ["eplb.record_window_steps=3", "speculation.mode=lookup"]
+    recorded = serve(1, requests, drafting)
+    served = serve(1, requests, [*drafting, "eplb.mode=off"], prepare=void_once)
+    assert (served.tokens, served.records) == (recorded.tokens, [])
+    counts = {name: number for name, number in served.counters.items() if name.startswith("num_decodes_")}
+    assert counts == {name: recorded.counters[name] for name in counts}
+    assert counts["num_decodes_with_drafts_experts"] > 0 < counts["num_decodes_without_experts"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

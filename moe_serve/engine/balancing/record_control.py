@@ -240,7 +240,7 @@ class RecordControl:
 
 def make_record_control(config: EplbConfig, responder: Responder, served: ServedModel) -> RecordControl:
     """Returns the control that carries out clients' commands to the recorder of expert load."""
-    if served.recorder is None:
+    if config.mode == "off":
         return RecordControl(responder, served.windows, None)
     rows = ModelRows(served.spec.num_layers, tuple(served.spec.moe_layer_ids))
     return RecordControl(responder, served.windows, DumpRecorder(responder.rank, config, rows, served.passes))

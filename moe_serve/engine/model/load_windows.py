@@ -146,10 +146,7 @@ class LoadWindows:
                 listener(record)
 
     def void(self) -> None:
-        """Drops the counts since the last finished step, and the records closed since `confirm`."""
-        if self._recorder is None:
-            return
-        self._recorder.void_step()
+        """Drops the records closed since `confirm`, whose counts LoadRecorder.void_step puts back into the next one."""
         if self._closed:
             later = [*(window for window, _ in self._closed[1:]), self._window]
             self._window = self._closed[0][0]

@@ -34,7 +34,7 @@ from moe_serve.models.weights import ExpertToRead
 class ServedModel:
     """A model that is ready to run steps on one rank.
 
-    recorder: counts the load; None: no load is recorded
+    recorder: counts the load, for records and for the experts that drafts read; None: nobody asks for either
     trace:    the file for load records and events, or None
     passes:   records single passes for clients; None: they cannot ask for that
     sources:  of experts that are read while others serve
@@ -131,6 +131,8 @@ class ServedModel:
 
     def void_step(self) -> None:
         """Drops the counts of an unfinished step, and the load records that some rank may lack."""
+        if self.recorder is not None:
+            self.recorder.void_step()
         self.windows.void()
 
     def rejoin(self, first_step: int) -> None:

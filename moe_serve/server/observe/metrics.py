@@ -204,7 +204,7 @@ _DECODES = {
     "without drafts.",
     "moe_serve_rank_decode_tokens": "Tokens that these steps have yielded.",
     "moe_serve_rank_decode_experts": "Experts that the rows of these steps asked for, each once for a layer and step: "
-    "what was read for them. On a GPU, and where eplb.mode is off, they are not counted.",
+    "what was read for them. On a GPU they are not counted, nor where eplb.mode and speculation.mode are both off.",
 }
 _TOKENS = (("decode", "num_decode_tokens"), ("prefill", "num_prefill_tokens"), ("output", "num_output_tokens"))
 
