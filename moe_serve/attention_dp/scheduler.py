@@ -221,7 +221,8 @@ class Scheduler:
                     prefills[index] = ScheduledChunk(request, start, end - start, samples=False)
         num_tokens = len(decodes) + sum([chunk.length for chunk in prefills])
         if self.speculator is not None and decodes and self.speculator.gate.is_due:
-            num_rows = min(self.max_batch_tokens - num_tokens, most_yielding_rows(self.max_running) - len(decodes))
+            num_rows = most_yielding_rows(self.max_running) - len(decodes) - len(prefills)
+            num_rows = min(num_rows, self.max_batch_tokens - num_tokens)
             if self.blocks.states is not None:
                 num_rows = min(num_rows, self.blocks.states.num_free)
             num_tokens += self._add_drafts(self.speculator, decodes, num_rows)
@@ -416,7 +417,7 @@ class Scheduler:
 
 
 def most_yielding_rows(max_running: int) -> int:
-    """Returns how many rows of a step yield tokens at most, those of drafts included."""
+    """Returns how many rows of a step have logits at most: one of each chunk, and those of drafts."""
     return max(max_running, 16)
 
 

@@ -228,6 +228,19 @@ def test_drafts_have_the_slots_that_running_requests_leave() -> None:
         scheduler.add(request_of(name, [number + 7] * 5))
 
 
+def test_a_step_has_no_more_rows_of_logits_than_memory_is_planned_for() -> None:
+    """Each prefill has one, too: it yields a token, or shows whether its values are finite."""
+    scheduler = Scheduler(RequestBlocks(128, 4), max_running=20, max_batch_tokens=64, max_model_len=256)
+    for index in range(12):
+        scheduler.add(request_of(str(index), [index] * 3, 30))
+    run_step(scheduler)
+    drafting = scheduler.speculator = OneByOne()
+    for number, length in enumerate((3, 3, 3, 3, 3, 20)):
+        scheduler.add(request_of(f"new {number}", [50 + number] * length, 30))
+    proposal = scheduler.propose()
+    assert (len(proposal.decodes), len(proposal.prefills), drafting.num_rows) == (12, 6, 2)
+
+
 def test_drafts_end_in_front_of_the_places_of_snapshots() -> None:
     scheduler, request = scheduler_of(), request_of("a", [1, 2, 3], 45)
     scheduler.speculator = SixDrafts()
