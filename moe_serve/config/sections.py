@@ -5,7 +5,7 @@ import os
 import re
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import yaml
 from pydantic import (
@@ -447,26 +447,50 @@ class EngineConfig(Section):
         return self
 
 
+NO_DRAFT_MODEL = (
+    "drafts by a model of its own (EAGLE, draft_model) are not supported; from text they come by ngram, which is auto, "
+    "from the checkpoint's layer for multi-token prediction by mtp"
+)
+
+
 def by_vllms_keys(values: object) -> object:
     """Returns the settings of speculation that vLLM's --speculative-config means, for its methods ngram and mtp.
 
-    Raises ValueError for a text that is no JSON, and for a method beside a mode.
+    Raises ValueError for a text that is no JSON, for two names of one setting, and for keys without a meaning here.
     """
     if isinstance(values, str):  # as a flag has it
         try:
             values = json.loads(values)
         except ValueError as error:
             raise ValueError(f"expected JSON: {error}") from None
-    if not isinstance(values, dict) or "method" not in values:
+    if not isinstance(values, dict):
         return values
-    if "mode" in values:
-        raise ValueError("method and mode are both given; give one")
-    ours = {key: value for key, value in values.items() if key not in ("method", "num_speculative_tokens")}
-    is_mtp = str(values["method"]).endswith("mtp")  # or deepseek_mtp, glm4_moe_mtp
-    ours["mode"] = "mtp" if is_mtp else values["method"]
-    if "num_speculative_tokens" in values:
-        ours["predicted_drafts" if is_mtp else "max_drafts"] = values["num_speculative_tokens"]
-    return ours
+    for key in values:
+        if key == "model":
+            raise ValueError(f"it names a model, but {NO_DRAFT_MODEL}; leave model out")
+        if str(key).startswith("prompt_lookup_"):
+            raise ValueError(f"the last three tokens are looked up, and then the longest match taken; leave {key} out")
+    ours = _renamed(values, "method", "mode")
+    is_mtp = _mode_of(ours.get("mode")) == "mtp"
+    return _renamed(ours, "num_speculative_tokens", "predicted_drafts" if is_mtp else "max_drafts")
+
+
+def _renamed(values: dict[str, Any], theirs: str, own: str) -> dict[str, Any]:
+    if theirs in values and own in values:
+        raise ValueError(f"{theirs} and {own} are both given; give one")
+    return {own if key == theirs else key: value for key, value in values.items()}
+
+
+def _mode_of(name: object) -> object:
+    """Returns our name of a mode, a method of vLLM's or an algorithm of SGLang's: NEXTN drafts by such a layer."""
+    if not isinstance(name, str):
+        return name
+    if name.endswith("mtp"):  # or deepseek_mtp, glm4_moe_mtp
+        return "mtp"
+    return {"ngram": "auto", "nextn": "mtp"}.get(name.lower(), name)
+
+
+Mode = Literal["off", "auto", "lookup", "mtp"]
 
 
 class SpeculationConfig(Section):
@@ -475,7 +499,7 @@ class SpeculationConfig(Section):
     # auto: guesses come from text that came before, and from the checkpoint's layer for multi-token prediction if it
     # has one, as many as pay by the measured times of steps; lookup: from text, as many as there are, whether they pay
     # or not; mtp: from that layer, in every step; off: none
-    mode: Literal["off", "auto", "lookup", "mtp"] = "off"
+    mode: Mode = "off"
     max_drafts: PositiveInt = Field(default=8, le=64)  # of one request in one step
     # Of these, how many the layer for multi-token prediction guesses. It has learnt to guess one, and runs once for
     # each.
@@ -496,10 +520,12 @@ class SpeculationConfig(Section):
     @field_validator("mode", mode="before")
     @classmethod
     def _by_names_of_others(cls, value: object) -> object:
-        """SGLang's names of algorithms: NEXTN drafts by such a layer."""
         if value is False:
             return "off"  # as YAML reads a bare `off`
-        return {"ngram": "auto", "nextn": "mtp"}.get(value.lower(), value) if isinstance(value, str) else value
+        mode = _mode_of(value)
+        if mode not in get_args(Mode):
+            raise ValueError(f"it is {mode!r:.40}, expected {', '.join(get_args(Mode)[:-1])} or mtp; {NO_DRAFT_MODEL}")
+        return mode
 
 
 class LauncherConfig(Section):

@@ -284,17 +284,18 @@ class LLM:
 
 
 def with_overrides(base: dict[str, dict[str, Any]], overrides: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns base with keyword overrides on top: sections, or names that only one section has.
+    """Returns base with keyword overrides on top: sections, also by vLLM's name, or names that only one section has.
 
     Raises ConfigError for a name in no section, or in two.
     """
     sections = ServeConfig.model_fields
     result = {section: dict(values) for section, values in base.items()}
     for name, value in overrides.items():
-        if name in sections:
+        section = "speculation" if name == "speculative_config" else name  # as in vLLM's LLM
+        if section in sections:
             if not isinstance(value, dict):
                 raise ConfigError(f"{name} is a section; give its settings as a dict, e.g. {name}={{...}}")
-            result.setdefault(name, {}).update(value)
+            result.setdefault(section, {}).update(value)
             continue
         owners = [section for section, field in sections.items() if name in field.annotation.model_fields]  # type: ignore[union-attr]
         if len(owners) != 1:

@@ -193,9 +193,17 @@ _REFUSED: Sequence[tuple[tuple[str, ...], str]] = (
         "asks for LoRA adapters, which are not supported; merge the adapter into the model's weights",
     ),
     (
-        ("-sc", "--speculative-draft-*", "--speculative-eagle-*", "--speculative-num-steps"),
+        (
+            *("--spec-model", "--speculative-draft-*", "--speculative-eagle-*", "--speculative-num-steps"),
+            *("--speculative-token-map", "--speculative-dflash-*", "--speculative-dspark-*"),
+        ),
         "asks for drafts by a model of its own, which are not supported; those from text come by --speculation auto, "
         "those of the checkpoint's layer for multi-token prediction by --speculation mtp",
+    ),
+    (
+        ("--speculative-ngram-*", "--speculative-accept-*", "--speculative-adaptive*"),
+        "is not an option: the longest match in text is taken, as many of its tokens are verified as pay by measured "
+        "times, and one counts where it is the token that is drawn; leave it out",
     ),
     (
         ("-q", "--quantization", "--torchao-config"),

@@ -31,7 +31,10 @@ def test_vllms_keys_of_speculation_mean_ours() -> None:
     assert (ngram.mode, ngram.max_drafts, ngram.predicted_drafts) == ("auto", 5, 1)
     mtp = load_config(overrides=['speculation={"method": "deepseek_mtp", "num_speculative_tokens": 2}']).speculation
     assert (mtp.mode, mtp.max_drafts, mtp.predicted_drafts) == ("mtp", 8, 2)
-    with pytest.raises(ConfigError, match="prompt_lookup_max: unknown setting"):
+    assert load_config(overrides=["speculation.mode=glm4_moe_mtp", "speculation.num_speculative_tokens=3"]) == (
+        load_config(overrides=["speculation.mode=mtp", "speculation.predicted_drafts=3"])
+    )
+    with pytest.raises(ConfigError, match="leave prompt_lookup_max out"):
         load_config(overrides=['speculation={"method": "ngram", "prompt_lookup_max": 4}'])
 
 

@@ -267,14 +267,17 @@ class ServeOptions(NamedModelOptions):
         "cache.dtype", help="auto, or int8 or fp8_e4m3: half the memory of bfloat16, answers change a little"
     )
     speculation: str | None = setting(
-        "speculation.mode", "--speculation", "--speculative-algorithm",
+        "speculation.mode", "--speculation", "--speculative-algorithm", "--spec-method",
         help="guesses of tokens, which change none: off; from text: lookup; mtp: from the checkpoint's layer for "
         "multi-token prediction (SGLang's nextn); auto: from both, as many as pay (SGLang's ngram)",
     )  # fmt: skip
     speculative_config: str | None = setting(
-        "speculation", "--speculative-config",
+        "speculation", "--speculative-config", "-sc",
         help='vLLM\'s, as JSON: {"method": "ngram" or "mtp", "num_speculative_tokens": N}, or settings of ours',
     )  # fmt: skip
+    spec_tokens: int | None = setting(
+        "speculation.num_speculative_tokens", help="vLLM's: drafts of one request in one step, of the layer with mtp"
+    )
     speculative_num_draft_tokens: int | None = setting("speculation.max_drafts", help=", of one request in one step")
     disable_radix_cache: bool = setting("cache.prefix_cache", "--disable-radix-cache", sets=False, help="false")
     api_key: str | None = option(

@@ -199,12 +199,21 @@ def test_text_values_arrive_unchanged():
         (["generate", "x", "-tp", "2"], ["-tp asks for tensor parallelism"]),
         (["check", "--pipeline-parallel-size", "2"], ["pipeline parallelism, which is not supported", "--ep"]),
         (["serve", "--enable-lora"], ["LoRA adapters, which are not supported; merge"]),
-        (["serve", "--speculative-algorithm", "EAGLE"], ["speculation.mode", "'EAGLE'", "'lookup'"]),
+        (["serve", "--speculative-algorithm", "EAGLE"], ["speculation.mode", "'EAGLE', expected off", "not supported"]),
         (
             ["serve", "--speculative-draft-model-path", "x"],
             ["drafts by a model of its own, which", "--speculation auto"],
         ),
-        (["serve", "--speculative-config", '{"method": "eagle"}'], ["speculation.mode", "'eagle'", "'mtp'"]),
+        (
+            ["serve", "--speculative-config", '{"method": "eagle"}'],
+            ["speculation.mode", "'eagle'", "is auto", "by mtp"],
+        ),
+        (["serve", "-sc", '{"model": "x"}'], ["it names a model", "not supported", "leave model out"]),
+        (["serve", "-sc", '{"method": "ngram", "prompt_lookup_max": 4}'], ["leave prompt_lookup_max out"]),
+        (["serve", "--spec-method", "suffix"], ["'suffix'", "from text they come by ngram, which is auto"]),
+        (["serve", "--spec-tokens", "3", "--speculative-num-draft-tokens", "4"], ["are both given; give one"]),
+        (["serve", "--spec-model", "x"], ["--spec-model asks for drafts by a model of its own"]),
+        (["serve", "--speculative-ngram-max-bfs-breadth=1"], ["longest match in text", "leave it out"]),
         (["serve", "--speculative-config", "{method"], ["speculation", "expected JSON"]),
         (
             ["serve", "--speculative-config", '{"method": "ngram"}', "--speculation", "lookup"],
