@@ -20,8 +20,9 @@ CHANNELS = {"counts": "_counts", "dispatch": "_rows", "combine": "_results"}
 class Fault:
     """phase: "exchange", "sample", "window", "activate" (the slots are written), "bring" (the expert of a move into its
     slot), "reload", or counts, dispatch or combine with send or receive, "exchange receive" after others can read this
-    rank's row. Of a leader's rounds: "hear" with send or receive; "carry" with send or receive, in the middle of a
-    piece; "write" before an expert goes into its slot; "restored" when every expert is on two ranks of a smaller group
+    rank's row; "predict" with send or receive, as combine, of the layer that predicts. Of a leader's rounds: "hear"
+    with send or receive; "carry" with send or receive, in the middle of a piece; "write" before an expert goes into its
+    slot; "restored" when every expert is on two ranks of a smaller group
     calls: of it from that step on that pass unharmed
     sign: SIGKILL or SIGSTOP;  then: another rank that dies;  anew: a new process takes the place of each that died"""
 
@@ -83,6 +84,9 @@ def strike(engine: Engine, fault: Fault, rounds: Any = None) -> None:
     if phase == "hear":
         during(engine.balancing, "_hear_round")
         phase = "counts"
+    if phase == "predict":
+        during(engine.served, "predict")
+        phase = "combine"
     if phase == "carry" and half == "receive":
         before(IncomingExpert, "accept")  # the piece is copied, and not yet counted
     elif phase == "carry":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.dispatch.hosts.pretended import on_hosts
 from tests.engine.moving import DYNAMIC, lead_restlessly, move_in_every_step
 from tests.engine.offline import OTHER_FAMILIES, Served, serve, tiny_model
 from tests.engine.test_identity import GREEDY, PLAIN, requests_for, same
+from tests.engine.test_speculation import VERIFIES, drafts_of
 
 MODEL = "qwen3_moe"
 # ranks, redundant experts (of 8), transport, split
@@ -64,6 +66,11 @@ def count_activations(engine: Engine) -> None:
 def move_always(engine: Engine) -> None:
     move_in_every_step(engine)
     count_activations(engine)
+
+
+def move_and_draft(expected: dict[str, list[int]], engine: Engine) -> None:
+    move_always(engine)
+    drafts_of(expected, engine)
 
 
 def requests() -> list[Submit]:
@@ -128,8 +135,8 @@ EVERY_DAY = ("qwen2_moe", "granitemoeshared")  # a shared expert with a gate; ex
 def test_tokens_of_no_family_notice_experts_that_move(family: str, tmp_path: Path) -> None:
     model = [f"model.path={tiny_model(tmp_path, family)}", "model.load_format=dummy"]
     wanted = serve(1, requests(), [*PLAIN, *model, "eplb.mode=off"])
-    overrides = [*settings(model, 2, "low_latency", "even"), *DYNAMIC]
-    served = serve(2, requests(), overrides, stagger=3, prepare=move_always)
+    overrides = [*settings(model, 2, "low_latency", "even"), *DYNAMIC, VERIFIES]
+    served = serve(2, requests(), overrides, stagger=3, prepare=partial(move_and_draft, wanted.tokens))
     same(served, wanted)
     assert set(served.tokens) == set(wanted.tokens)
     assert served.counters["num_activations"] >= 2 * (served.num_steps - 2) > 10

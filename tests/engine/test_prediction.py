@@ -25,6 +25,7 @@ from moe_serve.eplb.files.placements import write_placement
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.tokenizer import Tokenizer
+from tests.engine.moving import DYNAMIC, move_in_every_step
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import PLAIN, same
 from tests.engine.test_speculation import SMALL_CACHE, greedy_and_sampled
@@ -179,8 +180,23 @@ def test_drafts_are_those_of_a_plain_layer_in_chunks_behind_prefixes_and_behind_
         "cache.prefix_cache=true", "engine.max_batch_tokens=40", "engine.max_running_requests=16",
         "dispatch.max_tokens_per_rank=16",
     ]  # fmt: skip
-    served = serve(num_ranks, submits_of(prompts, params), overrides, stagger=3, prepare=partial(_compared, oracle))
+    prepare = partial(_compared if num_ranks == 1 else _moved_and_compared, oracle)
+    overrides += [] if num_ranks == 1 else [*DYNAMIC, "eplb.num_redundant_experts=2"]
+    served = serve(num_ranks, submits_of(prompts, params), overrides, stagger=3, prepare=prepare)
     assert served.stats["num_cached_prompt_tokens"] > 0
+
+
+def _moved_and_compared(oracle: PredictionOracle, engine: Engine) -> None:
+    """Compares while experts move in every step, those of the layer as well."""
+    run, before = engine.run, engine.served.placement
+    move_in_every_step(engine)
+
+    def checked() -> None:
+        run()
+        assert (engine.served.placement.physical_to_logical != before.physical_to_logical).any(axis=1).all()
+
+    engine.run = checked  # type: ignore[method-assign]
+    _compared(oracle, engine)
 
 
 def _compared(oracle: PredictionOracle, engine: Engine) -> None:

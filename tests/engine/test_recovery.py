@@ -23,16 +23,18 @@ REDUNDANT = 8  # of 8 experts: every one has slots on two of three ranks
 
 
 def requests() -> list[Submit]:
-    """Greedy and seeded ones, more than run at a time, with beginnings that the prefix cache knows."""
+    """Greedy and seeded ones, more than run at a time, with beginnings that the prefix cache knows. Some may have two
+    tokens only, and so repeat themselves."""
     prompts = prompts_with_shared_beginnings(12, 256, 30)
     greedy = SamplingParams(max_new_tokens=10, temperature=0, ignore_eos=True)
     sampled = SamplingParams(
         max_new_tokens=14, temperature=0.9, top_p=0.9, ignore_eos=True, repetition_penalty=1.2, frequency_penalty=0.5
     )
+    repetitive = SamplingParams(max_new_tokens=14, temperature=0.7, allowed_token_ids=(5, 6), ignore_eos=True)
+    ways = greedy, sampled, greedy, repetitive
     submits = submits_of(prompts, greedy)
     return [
-        Submit(each.request_id, 0, each.prompt_ids, sampled if number % 2 else greedy, each.seed)
-        for number, each in enumerate(submits)
+        Submit(each.request_id, 0, each.prompt_ids, ways[number % 4], each.seed) for number, each in enumerate(submits)
     ]
 
 
@@ -43,6 +45,18 @@ def settings_of(model: Path, suspect_after_s: float) -> list[str]:
         "eplb.record_window_steps=5", "engine.max_running_requests=3", "engine.max_batch_tokens=16",
         "dispatch.max_tokens_per_rank=6", "engine.step_deadline_s=30", f"engine.suspect_after_s={suspect_after_s}",
     ]  # fmt: skip
+
+
+DRAFTS = ["speculation.mode=lookup", "speculation.index_mib=1"]
+
+
+def check_drafts(outcomes: dict[int, Outcome]) -> None:
+    """Some drafts were right, and some were not."""
+    right, wrong = (
+        sum(outcome.counters[f"num_drafts_own_{which}"] for outcome in outcomes.values())
+        for which in ("right", "wrong")
+    )
+    assert right > 0 < wrong
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +101,13 @@ def check_trace(
 def test_the_others_go_on_and_every_token_is_right(
     model: Path, victim: int, phase: str, step: int, calls: int, moves: bool
 ) -> None:
-    fault = Fault(victim, phase, step, calls)
+    fault, drafts = Fault(victim, phase, step, calls), DRAFTS if victim == 1 else []
     outcomes, tokens, trace = serve_and_lose(
-        NUM_RANKS, requests(), settings_of(model, 20), fault, "written" if moves else "none"
+        NUM_RANKS, requests(), [*settings_of(model, 20), *drafts], fault, "written" if moves else "none"
     )
     assert tokens == tokens_without_fault(model)
+    if drafts:
+        check_drafts(outcomes)
     survivors = [rank for rank in range(NUM_RANKS) if rank != victim]
     assert sorted(outcomes) == survivors
     for outcome in outcomes.values():
@@ -113,12 +129,25 @@ def test_the_others_go_on_and_every_token_is_right(
 
 
 def test_states_that_a_void_step_has_left_in_the_middle_are_made_again(tmp_path: Path) -> None:
-    """The step ends in the third layer, behind two whose states have gone on by its tokens."""
+    """The step ends in the third layer, behind two whose states have gone on by its tokens, and by drafts."""
     hybrid, fault = tiny_model(tmp_path, "qwen3_next"), Fault(1, "combine receive", 6, 2)
-    outcomes, tokens, _ = serve_and_lose(NUM_RANKS, requests(), settings_of(hybrid, 20), fault)
+    outcomes, tokens, _ = serve_and_lose(NUM_RANKS, requests(), [*settings_of(hybrid, 20), *DRAFTS], fault)
     assert tokens == tokens_without_fault(hybrid)
     assert sorted(outcomes) == [0, 2]
-    assert all(outcome.counters["num_preempted"] > 0 for outcome in outcomes.values())
+    check_drafts(outcomes)
+
+
+def test_a_rank_may_be_lost_while_the_layer_that_predicts_runs() -> None:
+    """Tokens of the step are on their way then: the others go on behind them. The demo model's layer is its sixth."""
+    settings = [*settings_of(Path("demo"), 20), "model.load_format=auto", "eplb.num_redundant_experts=32"]
+    fault = Fault(1, "predict send", 6)
+    outcomes, tokens, _ = serve_and_lose(NUM_RANKS, requests(), [*settings, "speculation.mode=mtp"], fault)
+    assert tokens == serve(1, requests(), ["engine.numerics=batch_invariant"]).tokens
+    assert sorted(outcomes) == [0, 2]
+    assert 5 in [outcome.voids[0].layer for outcome in outcomes.values()]
+    for outcome in outcomes.values():
+        assert outcome.counters["num_voided_steps"] == 1
+        assert outcome.counters["num_drafts_mtp_right"] + outcome.counters["num_drafts_mtp_wrong"] > 0
 
 
 @pytest.mark.parametrize(("phase", "calls"), [("counts send", 2), ("dispatch receive", 3), ("combine send", 1)])

@@ -8,6 +8,7 @@ import os
 import random
 import socket
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ from tests.engine.moving import DYNAMIC, move_in_every_step
 from tests.engine.offline import OTHER_FAMILIES, TINY, Prepare, serve, tiny_model
 from tests.engine.queue_mailbox import QueueMailbox
 from tests.engine.test_live_balancing import count_activations
+from tests.engine.test_speculation import VERIFIES, drafts_of
 from tests.ranks import run_ranks
 
 LAUNCH = 77  # of the prefill ranks
@@ -164,7 +166,7 @@ def check_apart(
     for each in submits:
         first, rest = (folder / f"{role} {each.request_id}" for role in ("prefill", "decode"))
         got[each.request_id] = [*map(int, first.read_text().split()), *map(int, rest.read_text().split())]
-    alone = [each for each in every if not each.startswith(("eplb.", "dispatch."))]
+    alone = [each for each in every if not each.startswith(("eplb.", "dispatch.", "speculation."))]
     assert got == serve(1, submits, [*alone, "eplb.mode=off"]).tokens
     counters = {name: sum(counters[name] for _, counters, _ in parts[ways.num_prefill :]) for name in COUNTERS}
     pages = sum(len(each.prompt_ids) // BLOCK for each in submits)
@@ -177,6 +179,11 @@ def check_apart(
     else:
         assert came == pages
     return [num_activations for num_activations, *_ in parts]
+
+
+def drafts_where_it_goes_on(expected: dict[str, list[int]], engine: Engine) -> None:
+    if engine.scheduler.blocks.receiver is not None:
+        drafts_of(expected, engine)
 
 
 # Heads of other widths in windowed layers, a latent, a latent with an indexer's keys, a sliding window, chunks of
@@ -193,7 +200,8 @@ EVERY_DAY = ("mimo_v2_flash", "deepseek_v3", "deepseek_v32", "gpt_oss", "llama4_
 )
 def test_a_decode_rank_goes_on_from_the_cache_of_a_prefill_rank(family: str, tmp_path: Path) -> None:
     model = [f"model.path={tiny_model(tmp_path, family)}"]
-    check_apart(Ways(1, 1), model, tmp_path, 8, [])
+    expected = serve(1, requests(8), [*SMALL, *model]).tokens
+    check_apart(Ways(1, 1), model, tmp_path, 8, [VERIFIES], partial(drafts_where_it_goes_on, expected))
 
 
 @pytest.mark.parametrize("family", ["laguna", "deepseek_v3"])
