@@ -151,13 +151,13 @@ class OpenRequests:
     def extended(
         self,
         request: Request,
-        token_id: int,
+        token_ids: list[int],
         logprobs: LogprobBlock | None = None,
         prompt_logprobs: LogprobBlock | None = None,
         embedding: bytes | None = None,
     ) -> TokenEvent:
-        """Returns the event for a request's newest token, and closes the request if it is the last one."""
-        finish, matched_id = self._finish(request, token_id)
+        """Returns the event for a request's newest tokens, and closes the request if the last one ends it."""
+        finish, matched_id = self.finish_of(request, token_ids[-1])
         experts = None
         if request.params.return_routed_experts and self._kept is not None:
             experts = self._kept.next_of(request, is_last=finish is not None)
@@ -167,11 +167,11 @@ class OpenRequests:
             del self._open[request.request_id]
             self._counters.num_finished += 1
         # By position: there is one for each running request in each step, and names take twice the time.
-        index, cached = len(request.output_ids) - 1, request.num_cached_prompt
+        index, cached = len(request.output_ids) - len(token_ids), request.num_cached_prompt
         queued_us, request.queued_us = request.queued_us, 0
         numbers = logprobs, prompt_logprobs, queued_us, experts, changed, embedding
         return TokenEvent(
-            request.request_id, request.attempt, index, [token_id], finish, matched_id, cached, None, None, *numbers
+            request.request_id, request.attempt, index, token_ids, finish, matched_id, cached, None, None, *numbers
         )
 
     def scored(self, request: Request, prompt_logprobs: LogprobBlock) -> TokenEvent:
@@ -205,8 +205,9 @@ class OpenRequests:
         self._scheduler.abort(request.request_id)
         del self._open[request.request_id]
 
-    def _finish(self, request: Request, token_id: int) -> tuple[str | None, int | None]:
-        """Returns why a request ends with this token, and the id that ended it; (None, None) while it continues."""
+    def finish_of(self, request: Request, token_id: int) -> tuple[str | None, int | None]:
+        """Returns why a request ends with its newest token, this one, and the id that ended it; (None, None) while it
+        continues."""
         params, limits = request.params, self._limits
         num_output = len(request.output_ids)
         is_eos = not params.ignore_eos and token_id in limits.eos_token_ids
@@ -273,7 +274,7 @@ class StepEvents:
                 continue
             self.scheduler.complete(chunk, token_id)
             own = of_tokens.get(row), of_prompts.get(index), embeddings.get(row)
-            events.append(self.requests.extended(chunk.request, token_id, *own))
+            events.append(self.requests.extended(chunk.request, [token_id], *own))
         if num_rows > len(chunks):
             events += self._verify([chunks[index] for index in sampling], logits[len(chunks) :], events, sampler)
         if others:
@@ -321,10 +322,8 @@ class StepEvents:
             drawn = iter(sampler.again(rows, [request for request, _ in depths], [depth for _, depth in depths]))
             self.clock.turn(OTHER)
             for index, chunk, _ in at_once:
-                for depth, token_id in enumerate(list(islice(drawn, len(chunk.drafts)))):
-                    if not self._goes_on(events[index], chunk.drafts, depth):
-                        break
-                    self._accept(chunk.request, token_id, None, events, index, failures)
+                own = list(islice(drawn, len(chunk.drafts)))
+                self._accept(chunk.request, chunk.drafts, own, events, index, failures)
             going = [each for each in going if not draws_alike(each[1].request)]
         going = self._verify_forms(going, logits, events, sampler, failures)
         for depth in range(max((len(chunk.drafts) for _, chunk, _ in going), default=0)):
@@ -337,8 +336,9 @@ class StepEvents:
             token_ids = sampler.again(rows, asking, [0] * len(asking))
             of_tokens = self.scorer.of_tokens(raw, asking, token_ids)
             self.clock.turn(OTHER)
-            for row, ((index, *_), request, token_id) in enumerate(zip(going, asking, token_ids, strict=True)):
-                self._accept(request, token_id, of_tokens.get(row), events, index, failures)
+            for row, ((index, chunk, _), token_id) in enumerate(zip(going, token_ids, strict=True)):
+                drafts = chunk.drafts[depth : depth + 1]
+                self._accept(chunk.request, drafts, [token_id], events, index, failures, of_tokens.get(row))
         speculator = self.scheduler.speculator
         assert speculator is not None, "it has made the drafts"
         for chunk, event in zip(chunks, events, strict=True):
@@ -378,27 +378,39 @@ class StepEvents:
         drawn = iter(sampler.again(rows, asking, depths, changes))
         self.clock.turn(OTHER)
         for index, chunk, num_rows in at_once:
-            for depth, token_id in enumerate(list(islice(drawn, num_rows))):
-                if not self._goes_on(events[index], chunk.drafts, depth):
-                    break
-                self._accept(chunk.request, token_id, None, events, index, failures)
+            self._accept(chunk.request, chunk.drafts, list(islice(drawn, num_rows)), events, index, failures)
         return others
 
     def _accept(
         self,
         request: Request,
-        token_id: int,
-        logprobs: LogprobBlock | None,
+        drafts: Sequence[int],
+        drawn: Sequence[int],
         events: list[TokenEvent],
         index: int,
         failures: list[TokenEvent],
+        logprobs: LogprobBlock | None = None,
     ) -> None:
-        """Adds the token that the row of a right draft has drawn to its request's event, events[index]."""
-        if token_id < 0:
-            failures.append(self.requests.fail(request, none_left=token_id == NONE_LEFT))
+        """Adds the tokens that the rows of right drafts have drawn to their request's event, events[index].
+
+        drafts: the first one follows what is known;  drawn: behind each, as far as rows have drawn
+        """
+        if events[index].finish is not None:
             return
-        self.scheduler.accept(request, token_id)
-        events[index] = _joined(events[index], self.requests.extended(request, token_id, logprobs))
+        taken, newest, has_failed = list[int](), events[index].token_ids[-1], False
+        for draft, token_id in zip(drafts, drawn, strict=False):
+            has_failed = draft == newest and token_id < 0
+            if draft != newest or has_failed:
+                break
+            self.scheduler.accept(request, token_id)
+            taken.append(token_id)
+            newest = token_id
+            if self.requests.finish_of(request, token_id)[0] is not None:
+                break
+        if taken:
+            events[index] = _joined(events[index], self.requests.extended(request, taken, logprobs))
+        if has_failed:
+            failures.append(self.requests.fail(request, none_left=token_id == NONE_LEFT))
 
     def _goes_on(self, event: TokenEvent, drafts: tuple[int, ...], depth: int) -> bool:
         """Returns whether a request runs on, and the draft behind its row at this depth is what was drawn there.

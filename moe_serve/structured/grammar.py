@@ -245,10 +245,9 @@ class Matcher:
         if token_ids and not self._inner.consume_tokens(list(token_ids)):
             raise _refused(self.name, self._inner.get_error(), self._limits)
 
-    def num_fitting(self, token_ids: Sequence[int]) -> int:
-        """Returns how many of these tokens may come next, one after the other."""
-        number: int = self._inner.validate_tokens(list(token_ids))
-        return number
+    def takes(self, token_id: int) -> bool:
+        """Takes a token if it may come next, and returns whether it does."""
+        return bool(self._inner.try_consume_tokens([token_id]))
 
     def go_back(self, num_tokens: int) -> bool:
         """Forgets the newest tokens; returns whether that was possible."""
@@ -275,7 +274,7 @@ class Matcher:
         complex.
         """
         bits = np.empty(-(-self._vocabulary.size // 32), np.int32)
-        self._inner.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._inner.unsafe_compute_mask_ptr(bits.__array_interface__["data"][0], bits.nbytes)
         if self._inner.is_error():
             raise _refused(self.name, self._inner.get_error(), self._limits)
         return bits

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -211,9 +212,20 @@ def test_parameters_that_leave_no_token_behind_a_right_draft_end_their_request_a
 class OneTooMany(StepEvents):
     """A mutation: takes the row behind a wrong draft, too."""
 
-    def _goes_on(self, event: TokenEvent, drafts: tuple[int, ...], depth: int) -> bool:
-        wrong_before = event.token_ids[:depth] != list(drafts[:depth])
-        return event.finish is None and depth < len(drafts) and not wrong_before
+    def _accept(
+        self,
+        request: Request,
+        drafts: Sequence[int],
+        drawn: Sequence[int],
+        events: list[TokenEvent],
+        index: int,
+        *others: Any,
+    ) -> None:
+        came = [*events[index].token_ids[-1:], *drawn]
+        wrong = next((place for place, each in enumerate(zip(drafts, came, strict=False)) if each[0] != each[1]), None)
+        if wrong is not None:
+            drafts = [*drafts[:wrong], came[wrong], *drafts[wrong + 1 :]]
+        super()._accept(request, drafts, drawn, events, index, *others)
 
 
 def _one_too_many(expected: dict[str, list[int]], engine: Engine) -> None:

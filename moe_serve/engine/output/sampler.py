@@ -256,13 +256,14 @@ class _Form:
         first = self.mask(may_stop=True)
         if first is None:
             return []
-        masks = [first]
+        masks, has_stops = [first], len(self._request.params.stop_token_ids) > 0
         try:
-            for token in drafts[1 : 1 + self._matcher.num_fitting(drafts[1:])]:
-                self._matcher.advance([token])
+            for token in drafts[1:]:
+                if not self._matcher.takes(token):
+                    break
                 self._ahead.append(token)
                 mask: NDArray[np.int32] = self._matcher.mask()
-                masks.append(mask | self._stops if self._matcher.may_end else mask)
+                masks.append(mask | self._stops if has_stops and self._matcher.may_end else mask)
         except RequestError:
             self._begin_anew()  # a draft that may never come must not end the request
         return masks
