@@ -248,10 +248,11 @@ def _keep_within_total(
 def _wants_links(problem: Problem) -> bool:
     """Whether the exact split serves the plan, and edits for it are better than those for the even one.
 
-    With four slots per rank or fewer these edits get stuck earlier than those for the even split.
+    A replica links two ranks. With fewer spare ones than half the ranks most ranks stay apart, and the split has little
+    to shift.
     """
     exact = problem.request.planned_split == "exact" and problem.fixed is None
-    return exact and problem.slots_per_rank > 4 and problem.num_spare > 0
+    return exact and 2 * problem.num_spare > problem.num_ranks
 
 
 def _budget(problem: Problem) -> Ints:
