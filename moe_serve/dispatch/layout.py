@@ -1,9 +1,9 @@
 """The destination of every row: pure index arithmetic, the same on all ranks, without communication.
 
 An entry is one (token, k) pair with its flat index t * K + k. A rank sends its entries ordered by slot, then by flat
-index (`send_order`), or, where a row is sent once to each rank that needs it, by rank, then by flat index
-(`rank_order`). Entries arrive ordered by source rank. The placed layout is ordered by slot, then source rank, then
-flat index: a pure function of all ranks' physical ids. No function here reads a tensor back to the host.
+index, or, where a row is sent once to each rank that needs it, by rank, then by flat index (`rank_order`). Entries
+arrive ordered by source rank. The placed layout is ordered by slot, then source rank, then flat index: a pure function
+of all ranks' physical ids. No function here reads a tensor back to the host.
 
 Shape words: T tokens, K topk, R ranks, P slots, S = P / R slots of one rank, N entries sent, U rows sent, M entries
 received.
@@ -22,17 +22,6 @@ def count_slots(physical_ids: Tensor, num_slots: int) -> Tensor:
         return torch.bincount(flat, minlength=num_slots + 1)[1:]
     counts = torch.zeros(num_slots + 1, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[1:]
-
-
-def send_order(physical_ids: Tensor, num_slots: int, num_entries: int) -> Tensor:
-    """Returns the flat indices of the entries that are sent, by slot, then by flat index: [N] int64.
-
-    num_entries: N, how many ids are not -1
-    """
-    flat = physical_ids.reshape(-1)
-    if num_entries < flat.numel():
-        flat = torch.where(flat < 0, num_slots, flat)
-    return torch.sort(flat, stable=True).indices[:num_entries]
 
 
 def rank_order(physical_ids: Tensor, num_slots: int, num_ranks: int) -> tuple[Tensor, Tensor]:

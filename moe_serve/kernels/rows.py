@@ -179,7 +179,7 @@ def pack_rows(x: Tensor, ids: Tensor, num_slots: int) -> tuple[Tensor, Tensor, T
     order = torch.sort(torch.where(flat < 0, num_slots, flat), stable=True).indices
     order = order[: int((flat >= 0).sum())]
     index = torch.full_like(flat, -1)
-    index[order] = torch.arange(len(order))
+    index[order] = torch.arange(len(order), device=x.device)
     counts = torch.bincount(flat[order], minlength=num_slots)
     return x[order.div(ids.shape[1], rounding_mode="floor")], counts, index.view(ids.shape)
 

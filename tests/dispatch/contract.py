@@ -9,15 +9,14 @@ from torch import Tensor
 
 from moe_serve.dispatch.base import AnyAllToAll, BufferLimits, EpGroup, PackedRows, TransportRequest
 from moe_serve.dispatch.capabilities import Combine
-from moe_serve.dispatch.local import LocalAllToAll, LocalFabric
 from moe_serve.dispatch.make import make_all_to_all
 from moe_serve.dispatch.shm.transport import make_shm
 from moe_serve.dispatch.wire import make_wire
 from moe_serve.kernels.rows import weighted_sum_reference
 from tests.dispatch.hosts.pretended import on_hosts
-from tests.ranks import run_ranks, run_virtual_ranks
+from tests.ranks import run_ranks
 
-TRANSPORTS = ("local", "collective", "shm", "shm_plain", "hosts")
+TRANSPORTS = ("collective", "shm", "shm_plain", "hosts")
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,7 @@ def run_check(
     transport: str, num_ranks: int, check: Callable[..., Any], *args: Any, timeout_s: float = 60
 ) -> list[Any]:
     """Returns [check(rank, make, *args) of every rank]; make(scenario) gives this rank's end of a new transport."""
-    if transport != "local":
-        return run_ranks(num_ranks, on_process, transport, check, *args, timeout_s=timeout_s)
-    return run_virtual_ranks(num_ranks, on_thread, VirtualRanks(num_ranks), check, *args, timeout_s=timeout_s)
+    return run_ranks(num_ranks, on_process, transport, check, *args, timeout_s=timeout_s)
 
 
 def on_process(rank: int, group: EpGroup, transport: str, check: Callable[..., Any], *args: Any) -> Any:
@@ -144,23 +141,6 @@ def on_process(rank: int, group: EpGroup, transport: str, check: Callable[..., A
         request = scenario.request(transport, 8, compiled=transport != "shm_plain", combine=combine)
         # The factory refuses shared memory for one rank, which the contract holds for too.
         return make_shm(group, request) if transport != "collective" else make_all_to_all(group, request)
-
-    return check(rank, make, *args)
-
-
-class VirtualRanks:
-    """The fabrics of one run: the n-th transport that a rank makes meets the n-th of the others."""
-
-    def __init__(self, num_ranks: int):
-        self.fabrics = [LocalFabric(num_ranks, deadline_s=20) for _ in range(64)]
-
-
-def on_thread(rank: int, virtual: VirtualRanks, check: Callable[..., Any], *args: Any) -> Any:
-    fabrics = iter(virtual.fabrics)
-
-    def make(scenario: Scenario, combine: Combine = "ordered") -> AnyAllToAll:
-        wire = make_wire(scenario.wire, scenario.dtype)
-        return LocalAllToAll(scenario.slots_per_rank, wire, rank, next(fabrics), combine)
 
     return check(rank, make, *args)
 
