@@ -1,4 +1,4 @@
-"""One GEMM per group of rows, each with its own weight: the experts' matrix products, packed and in slabs.
+"""One GEMM per group of rows, each with its own weight: the experts' matrix products.
 
 Weights are [groups, n, k] in any memory order; k-major ones are fastest on CPU, where BLAS packs a matrix before it
 multiplies: with one to eight rows it reads weights at a quarter of the memory's speed. A weighted sum of weight rows is
@@ -66,29 +66,6 @@ def group_rows(rows_per_group: Tensor, x: Tensor, numerics: Numerics = FAST) -> 
 def _few(rows_per_group: Tensor, num_rows: int) -> bool:
     limit = ROW_GEMM_UP_TO * min(2, torch.get_num_threads())
     return num_rows <= limit or num_rows <= limit * int(torch.count_nonzero(rows_per_group))
-
-
-def slab_gemm_reference(x: Tensor, weight: Tensor, rows_per_group: Tensor) -> Tensor:
-    """x: [groups, capacity, k], weight: [groups, n, k], rows_per_group: [groups] int64 -> [groups, capacity, n].
-
-    Rows beyond a group's count are undefined, before and after.
-    """
-    return torch.einsum("gck,gnk->gcn", x.float(), weight.float()).to(x.dtype)
-
-
-def slab_gemm(x: Tensor, weight: Tensor, rows_per_group: Tensor, numerics: Numerics = FAST) -> Tensor:
-    """Same contract as the reference. On an accelerator sizes are static and the host reads nothing back."""
-    if x.device.type == "cpu":
-        out = x.new_empty(x.shape[0], x.shape[1], weight.shape[1])
-        filled = torch.arange(x.shape[1]) < rows_per_group[:, None]
-        out[filled] = grouped_gemm(x[filled], weight, rows_per_group, numerics)
-        return out
-    if x.is_cuda:
-        return gpu_gemm(x, weight, rows_per_group, numerics)
-    capacity = x.shape[1]
-    tile = numerics.row_tile or max(capacity, 1)
-    tiles = torch.split(functional.pad(x, (0, 0, 0, -capacity % tile)), tile, dim=1)
-    return torch.cat([torch.bmm(part, weight.transpose(1, 2)) for part in tiles], dim=1)[:, :capacity]
 
 
 def gpu_gemm(
