@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_serve.kernels.causal_conv import ConvWeights
 from moe_serve.kernels.cpu.operations import AnyLinear
-from moe_serve.kernels.forms import GatedConvShape
+from moe_serve.kernels.forms import ConvShape, GatedConvShape
 from moe_serve.models.decoder.step import Step
 from moe_serve.models.decoder.weight_forms import WeightForms
 
@@ -35,6 +35,11 @@ class ConvLayer:
 def conv_layer(shape: GatedConvShape, index: int, weights: dict[str, Any], forms: WeightForms) -> ConvLayer:
     """Takes the weights of a layer (named as in weight_plan.py) out of `weights`. index: of the cache's states"""
     project, out = (forms.take_linear(weights, name) for name in ("conv_in", "conv_out"))
-    weight = weights.pop("conv")[:, 0].T.contiguous()
-    bias = weights.pop("conv_bias") if shape.bias else torch.zeros(shape.width, device=weight.device)
-    return ConvLayer(index, project, ConvWeights(shape.conv, weight, bias), out)
+    return ConvLayer(index, project, take_conv(weights, "conv", shape.conv), out)
+
+
+def take_conv(weights: dict[str, Any], name: str, shape: ConvShape) -> ConvWeights:
+    """Takes a convolution out of the weights of a layer, with its bias where it has one."""
+    weight = weights.pop(name)[:, 0].T.contiguous()
+    bias = weights.pop(f"{name}_bias", None)
+    return ConvWeights(shape, weight, torch.zeros_like(weight[0]) if bias is None else bias)

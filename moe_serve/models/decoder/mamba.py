@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_serve.kernels.causal_conv import ConvWeights
 from moe_serve.kernels.cpu.operations import AnyLinear
 from moe_serve.kernels.forms import MambaShape
 from moe_serve.kernels.state_space import StateSpaceWeights
+from moe_serve.models.decoder.conv import take_conv
 from moe_serve.models.decoder.step import Step
 from moe_serve.models.decoder.weight_forms import WeightForms
 
@@ -45,9 +45,7 @@ class MambaLayer:
 def mamba_layer(shape: MambaShape, eps: float, index: int, weights: dict[str, Any], forms: WeightForms) -> MambaLayer:
     """Takes the weights of a layer (named as in weight_plan.py) out of `weights`. index: of the cache's states"""
     project, out = (forms.take_linear(weights, name) for name in ("mamba_in", "mamba_out"))
-    weight = weights.pop("mamba_conv")[:, 0].T.contiguous()
-    bias = weights.pop("mamba_conv_bias") if shape.conv_bias else torch.zeros_like(weight[0])
-    conv = ConvWeights(shape.conv, weight, bias)
+    conv = take_conv(weights, "mamba_conv", shape.conv)
     decay, step_bias, skip = (weights.pop(f"mamba_{name}") for name in ("decay", "step_bias", "skip"))
     states = StateSpaceWeights(shape, -decay.exp(), step_bias, skip)
     return MambaLayer(index, project, conv, states, weights.pop("mamba_norm"), eps, out)

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_serve.kernels.causal_conv import ConvWeights
 from moe_serve.kernels.cpu.operations import AnyLinear
 from moe_serve.kernels.forms import SelectiveShape
 from moe_serve.kernels.selective_space import SelectiveRows, SelectiveWeights, in_tiles
+from moe_serve.models.decoder.conv import take_conv
 from moe_serve.models.decoder.step import Step
 from moe_serve.models.decoder.weight_forms import WeightForms
 
@@ -55,10 +55,8 @@ def selective_layer(
     project, shared, steps, out = (
         forms.take_linear(weights, f"selective_{name}") for name in ("in", "shared", "steps", "out")
     )
-    weight = weights.pop("selective_conv")[:, 0].T.contiguous()
-    bias = weights.pop("selective_conv_bias") if shape.conv_bias else torch.zeros_like(weight[0])
     step, keys, queries = (weights.pop(f"selective_{name}_norm") for name in ("step", "key", "query"))
     decay, step_bias, skip = (weights.pop(f"selective_{name}") for name in ("decay", "step_bias", "skip"))
     states = SelectiveWeights(shape, in_tiles(-decay.exp()), step_bias, skip)
-    conv = ConvWeights(shape.conv, weight, bias)
+    conv = take_conv(weights, "selective_conv", shape.conv)
     return SelectiveLayer(index, project, conv, shared, (step, keys, queries), eps, steps, states, out)
