@@ -361,18 +361,19 @@ class RowLogprobs(NamedTuple):
     top_ids: NDArray[np.int64]
     top_logprobs: NDArray[np.float32]
 
+    @classmethod
+    def zeros(cls, wanted: WantedLogprobs) -> "RowLogprobs":
+        """Returns memory for what is wanted."""
+        ranks, top_ids = (np.zeros(size, np.int64) for size in (len(wanted.num_top), wanted.num_top.sum()))
+        logprobs, top_logprobs = (np.zeros(len(ids), np.float32) for ids in (wanted.ids, top_ids))
+        return cls(ranks, logprobs, top_ids, top_logprobs)
+
 
 @torch.inference_mode()
 def row_logprobs_reference(logits: Tensor, wanted: WantedLogprobs) -> RowLogprobs:
     """Returns the log probabilities that are wanted of each row. logits: [num_rows, vocab] float32, kept as they are"""
     num_rows, vocab = logits.shape
-    top_starts = wanted.top_starts
-    out = RowLogprobs(
-        np.zeros(num_rows, np.int64),
-        np.zeros(len(wanted.ids), np.float32),
-        np.zeros(top_starts[-1], np.int64),
-        np.zeros(top_starts[-1], np.float32),
-    )
+    top_starts, out = wanted.top_starts, RowLogprobs.zeros(wanted)
     at_once = max(1, (_CUDA_ELEMENTS if logits.is_cuda else _CPU_ELEMENTS) // vocab)
     for first in range(0, num_rows, at_once):
         _score(logits, slice(first, min(first + at_once, num_rows)), wanted, top_starts, out)

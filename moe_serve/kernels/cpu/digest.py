@@ -182,12 +182,9 @@ def _attended(shape: AttendShape) -> list[Tensor]:
     scales = _numbers(96, shape.row_shape[0], 1 if shape.latent is None else 2, seed=4) / 100
     for dtype, factor in ((torch.int8, 127), (torch.float8_e4m3fn, 100)):
         stored = (cache * factor).to(dtype)
-        results.append(recorded_once(4, partial(_attend_stored, q, stored, shape, scales), rows.address))
+        record = partial(Recorder.attend_rows, q=q, cache=stored, shape=shape, scales=scales)
+        results.append(recorded_once(4, record, rows.address))
     return results
-
-
-def _attend_stored(q: Tensor, cache: Tensor, shape: AttendShape, scales: Tensor, do: Recorder) -> Tensor:
-    return do.attend_rows(q, cache, shape, scales=scales)
 
 
 def _indexed() -> list[Tensor]:
@@ -206,13 +203,10 @@ def _delta_rule() -> list[Tensor]:
         weights = DeltaWeights(shape, conv, decay - 1.1, bias, norm, 1e-6)
         pools = [_numbers(4, *each, seed=5) for each in shape.state_shapes]
         sequences = _sequences()
-        rows, recorded = _numbers(ROWS, shape.row_width, seed=6), partial(_delta_rows, weights, pools)
-        results += [recorded_once(ROWS, partial(recorded, rows), sequences=sequences.address), *pools]
+        rows = _numbers(ROWS, shape.row_width, seed=6)
+        record = partial(Recorder.delta_rule, x=rows, apart=None, weights=weights, pools=pools)
+        results += [recorded_once(ROWS, record, sequences=sequences.address), *pools]
     return results
-
-
-def _delta_rows(weights: DeltaWeights, pools: list[Tensor], rows: Tensor, do: Recorder) -> Tensor:
-    return do.delta_rule(rows, None, weights, pools)
 
 
 def _causal_conv() -> list[Tensor]:
@@ -222,13 +216,9 @@ def _causal_conv() -> list[Tensor]:
         shape = ConvShape(21, 3, 42, before, after, silu)
         weights = ConvWeights(shape, _numbers(3, 21, seed=2), _numbers(21, seed=3))
         rows, states, sequences = _numbers(ROWS, 63, seed=6), _numbers(4, *shape.state_shape, seed=5), _sequences()
-        recorded = partial(_convolved, weights, states, rows)
-        results += [recorded_once(ROWS, recorded, sequences=sequences.address), states]
+        record = partial(Recorder.causal_conv, x=rows, weights=weights, states=states)
+        results += [recorded_once(ROWS, record, sequences=sequences.address), states]
     return results
-
-
-def _convolved(weights: ConvWeights, states: Tensor, rows: Tensor, do: Recorder) -> Tensor:
-    return do.causal_conv(rows, weights, states)
 
 
 def _state_space() -> list[Tensor]:
@@ -237,12 +227,8 @@ def _state_space() -> list[Tensor]:
     weights = StateSpaceWeights(shape, _numbers(4) - 1.1, _numbers(4, seed=2), _numbers(4, seed=3))
     mixed, steps = _numbers(ROWS, shape.conv.channels, seed=6), _numbers(ROWS, 4, seed=7)
     states, sequences = _numbers(4, *shape.state_shapes[1], seed=5), _sequences()
-    recorded = partial(_state_rows, weights, states, mixed, steps)
-    return [recorded_once(ROWS, recorded, sequences=sequences.address), states]
-
-
-def _state_rows(weights: StateSpaceWeights, states: Tensor, mixed: Tensor, steps: Tensor, do: Recorder) -> Tensor:
-    return do.state_space(mixed, steps, weights, states)
+    out = recorded_once(ROWS, lambda do: do.state_space(mixed, steps, weights, states), sequences=sequences.address)
+    return [out, states]
 
 
 def _selective_space() -> list[Tensor]:
@@ -251,12 +237,8 @@ def _selective_space() -> list[Tensor]:
     weights = SelectiveWeights(shape, in_tiles(_numbers(37, 9) - 1.1), _numbers(37, seed=2), _numbers(37, seed=3))
     rows = SelectiveRows(*(_numbers(ROWS, width, seed=6 + width) for width in (37, 37, 18, 37)))
     states, sequences = _numbers(4, *shape.state_shapes[1], seed=5), _sequences()
-    recorded = partial(_selective_rows, weights, states, rows)
-    return [recorded_once(ROWS, recorded, sequences=sequences.address), states]
-
-
-def _selective_rows(weights: SelectiveWeights, states: Tensor, rows: SelectiveRows, do: Recorder) -> Tensor:
-    return do.selective_space(rows, weights, states)
+    out = recorded_once(ROWS, lambda do: do.selective_space(rows, weights, states), sequences=sequences.address)
+    return [out, states]
 
 
 def _sequences() -> SequenceStates:

@@ -3,7 +3,6 @@ likeliest tokens, without sorting a vocabulary."""
 
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,14 +19,8 @@ def row_logprobs(logits: Tensor, wanted: WantedLogprobs) -> RowLogprobs:
     num_rows, vocab = logits.shape
     assert logits.dtype == torch.float32, f"logits of {logits.dtype}"
     assert logits.stride(1) == 1 or vocab == 1, "a row of logits is contiguous"
-    top_starts = wanted.top_starts
-    out = RowLogprobs(
-        np.zeros(num_rows, np.int64),
-        np.zeros(len(wanted.ids), np.float32),
-        np.zeros(top_starts[-1], np.int64),
-        np.zeros(top_starts[-1], np.float32),
-    )
-    arrays: tuple[NDArray[Any], ...] = (wanted.id_starts, wanted.ids, top_starts, *out)
+    out = RowLogprobs.zeros(wanted)
+    arrays: tuple[NDArray[Any], ...] = (wanted.id_starts, wanted.ids, wanted.top_starts, *out)
     addresses = [array.ctypes.data for array in arrays]
     cpu_library().call.row_logprobs(logits.data_ptr(), logits.stride(0), vocab, num_rows, *addresses)
     return out
