@@ -30,7 +30,7 @@ from moe_serve.launcher.rank_start import Handover, HostMemory
 from moe_serve.launcher.system import Here, Signals, follow, lead
 from moe_serve.links.link import Link
 from tests.dispatch.hosts.relay import relay
-from tests.launcher.running import quiet_port
+from tests.launcher.running import eventually, quiet_port
 
 TOKEN = "0123456789abcdef" * 2
 THREE_RANKS = {"parallel": {"num_ranks": 3}}
@@ -250,7 +250,7 @@ def test_a_model_that_is_missing_on_one_host_ends_all_with_its_reason(port: int,
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_ctrl_c_while_hosts_meet_ends_all(port: int, node_rank: int) -> None:
     launchers = [Launcher(number, port, "launcher.nnodes=3") for number in range(2)]
-    time.sleep(0.3)
+    assert eventually(lambda: any("is here" in note for note in launchers[1].display.notes))
     launchers[node_rank].signals.count(2)
     said = [each.end() for each in launchers]
     assert isinstance(launchers[node_rank].said, StoppedError)
