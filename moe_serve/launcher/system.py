@@ -19,7 +19,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -135,16 +135,21 @@ def serve_on_this_machine(config: ServeConfig, display: StartDisplay) -> int:
 
 
 @contextmanager
-def memory_for_weights(config: ServeConfig) -> Iterator[list[int]]:
-    """Makes empty files in memory for one copy of the weights of both roles: for ranks that are bound to no NUMA node,
-    and to each. None where there is one role."""
-    number = max((node.number for node in numa_nodes()), default=-1) + 2 if config.parallel.num_prefill_ranks else 0
-    files = [os.memfd_create("moe_serve_weights") for _ in range(number)]
+def _memory(name: str, number: int) -> Iterator[list[int]]:
+    """Makes empty files in memory, without names in a folder, and closes them in the end."""
+    files = [os.memfd_create(name) for _ in range(number)]
     try:
         yield files
     finally:
         for descriptor in files:
             os.close(descriptor)
+
+
+def memory_for_weights(config: ServeConfig) -> AbstractContextManager[list[int]]:
+    """Makes empty files in memory for one copy of the weights of both roles: for ranks that are bound to no NUMA node,
+    and to each. None where there is one role."""
+    number = max((node.number for node in numa_nodes()), default=-1) + 2 if config.parallel.num_prefill_ranks else 0
+    return _memory("moe_serve_weights", number)
 
 
 @contextmanager
@@ -156,8 +161,7 @@ def memory_for_handover(config: ServeConfig) -> Iterator[list[int]]:
     """
     parallel, size = config.parallel, int(config.parallel.handover_gb * 1e9)
     number = config.ranks_per_host if parallel.role == "prefill" else parallel.num_prefill_ranks
-    pages = [os.memfd_create("moe_serve_pages") for _ in range(number)]
-    try:
+    with _memory("moe_serve_pages", number) as pages:
         for descriptor in pages:
             try:
                 os.posix_fallocate(descriptor, 0, size)
@@ -167,9 +171,6 @@ def memory_for_handover(config: ServeConfig) -> Iterator[list[int]]:
                     f"memory for that ({error.strerror}); lower it"
                 ) from None
         yield pages
-    finally:
-        for descriptor in pages:
-            os.close(descriptor)
 
 
 def share_threads(config: ServeConfig) -> ServeConfig:

@@ -23,6 +23,7 @@ _HANDSHAKE_MS = 10_000  # a connection that has not said who it is by then is cl
 # Of the connection, answered by ZeroMQ's own thread: a cable that is cut is noticed, and the socket connects again.
 _HEARTBEAT_MS, _HEARTBEAT_DEADLINE_MS = 5_000, 20_000
 _MAX_RECONNECT_MS = 1_000
+_LINGER_MS = 1_000
 _CONNECT_MS = 3_000  # the kernel itself would try on, with growing pauses: a cable that was mended would be found late
 
 
@@ -48,16 +49,12 @@ class LinkSockets:
         socket.bind(address)
         return socket
 
-    def connected(self, kind: int, address: str, linger_ms: int = 1000) -> "zmq.Socket[bytes]":
+    def connected(self, kind: int, address: str, linger_ms: int = _LINGER_MS) -> "zmq.Socket[bytes]":
         """Returns a socket that connects to an address, and again whenever the connection is lost.
 
         linger_ms: how long the last messages may take to leave when it is closed
         """
-        socket = self._new(kind, address, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.LINGER, linger_ms)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
-        if (keys := self._keys_for(address)) is not None:
-            keys.connect(socket)
+        socket = self._dialling(kind, address, linger_ms)
         socket.connect(address)
         return socket
 
@@ -69,13 +66,9 @@ class LinkSockets:
         When a connection was cut, messages in both directions may be lost; the next one counts as that of the same peer
         at a ROUTER of ours.
         """
-        socket = self._new(kind, address, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+        socket = self._dialling(kind, address, _LINGER_MS)
         socket.setsockopt(zmq.ROUTING_ID, routing_id)
         connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        if (keys := self._keys_for(address)) is not None:
-            keys.connect(socket)
         socket.connect(address)
         self._monitored.append((socket, connections))
         return socket, connections
@@ -94,6 +87,15 @@ class LinkSockets:
     def _keys_for(self, address: str) -> "Keys | None":
         """Returns the keys for a socket with this address; None: it is in a folder that only its owner enters."""
         return None if address.startswith("ipc://") else self._keys
+
+    def _dialling(self, kind: int, address: str, linger_ms: int) -> "zmq.Socket[bytes]":
+        """Returns a socket that is about to connect."""
+        socket = self._new(kind, address, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.LINGER, linger_ms)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+        if (keys := self._keys_for(address)) is not None:
+            keys.connect(socket)
+        return socket
 
     def _new(self, kind: int, address: str, max_bytes: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)
