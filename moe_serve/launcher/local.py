@@ -9,7 +9,7 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -382,16 +382,12 @@ def left_out(who: str, code: int) -> str:
 class Restarts:
     """Counts losses, of one rank or of all: after `max_restarts` restarts within the window, the next loss is the end.
 
-    what:  processes, for the report
-    clock: seconds, in which the window is measured
+    what: processes, for the report
     """
 
-    def __init__(
-        self, config: LauncherConfig, what: str = "the ranks were", clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, config: LauncherConfig, what: str = "the ranks were"):
         self._what = what
         self._config = config
-        self._clock = clock
         self._losses: deque[tuple[float, str, str]] = deque(maxlen=config.max_restarts + 1)  # (seconds, at, reason)
         self._num_failed = 0  # starts in a row
 
@@ -406,7 +402,7 @@ class Restarts:
         had_served: False: their start failed
         """
         self._num_failed = 0 if had_served else self._num_failed + 1
-        now_s = self._clock()
+        now_s = time.monotonic()
         self._losses.append((now_s, time.strftime("%H:%M:%S"), reason))
         return self.num_recent <= self._config.max_restarts
 
@@ -418,7 +414,7 @@ class Restarts:
     @property
     def num_recent(self) -> int:
         """The losses within the window."""
-        since_s = self._clock() - self._config.restart_window_s
+        since_s = time.monotonic() - self._config.restart_window_s
         return sum(at_s >= since_s for at_s, _, _ in self._losses)
 
     def describe(self) -> str:

@@ -5,7 +5,7 @@ Tens of thousands of tokens come per second, so counting one is a few additions 
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.log import get_logger, log_fields
@@ -134,17 +134,16 @@ MAX_LINES = 200  # a second; the next line counts those left out
 
 
 class RequestLog:
-    """Writes the lines, at most MAX_LINES in a second. clock: in seconds"""
+    """Writes the lines, at most MAX_LINES in a second."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    def __init__(self) -> None:
         self._second_s = float("-inf")
         self._num_lines = 0
         self._num_left_out = 0
 
     def write(self, request: OpenRequest) -> None:
         """Writes the line of a request that has just ended."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s - self._second_s >= 1:
             self._second_s, self._num_lines = now_s, 0
         if self._num_lines >= MAX_LINES:

@@ -33,6 +33,7 @@ _START_CORE_S = 0.5  # of a core, for a new process
 _KILLED = (ConnectionError, asyncio.IncompleteReadError)  # what shows that the process has ended
 _SLOW_NICENESS = 10  # ranks and the front end may need the same core, and serve those whose jobs are short
 _MOST_NOTED = 4096  # clients
+_SLOW_S = 60.0  # how long after a job that was ended its client's jobs go to the second process at once
 _KEPT_BYTES = 256 << 20  # a process that has grown beyond this ends after its answer, and gives the memory back
 
 
@@ -47,17 +48,15 @@ class TooLongError(Exception):
 class HelperPair:
     """Two processes, for short jobs and for long ones, each started by `start` or with its first job."""
 
-    def __init__(self, module: str, deadline_s: float, short_s: float, core_s: float, memory_s: float = 60.0):
+    def __init__(self, module: str, deadline_s: float, short_s: float, core_s: float):
         """module, deadline_s: as of HelperProcess
 
         short_s:  CPU time after which a job is ended, and begun again in the second process
         core_s:   CPU time in the second process
-        memory_s: how long after such a job its client's jobs go to the second process at once
         """
         self._module = module
         self._first = HelperProcess(module, deadline_s, short_s, niceness=0)
         self._second = HelperProcess(module, deadline_s, core_s, _SLOW_NICENESS)
-        self._memory_s = memory_s
         self._slow: dict[str, float] = {}  # until when each slow client counts as one; the last noted comes last
 
     async def start(self, job: bytes) -> None:
@@ -86,7 +85,7 @@ class HelperPair:
 
     def _note(self, client: str) -> None:
         self._slow.pop(client, None)
-        self._slow[client] = time.monotonic() + self._memory_s
+        self._slow[client] = time.monotonic() + _SLOW_S
         while len(self._slow) > _MOST_NOTED:
             del self._slow[next(iter(self._slow))]
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -74,9 +75,9 @@ def test_a_line_of_text_quotes_what_could_be_mistaken(capfd):
     assert "finish=abort" in written
 
 
-def test_a_flood_of_requests_is_some_lines_and_a_count(caplog):
-    now_s = [0.0]
-    log = RequestLog(clock=lambda: now_s[0])
+def test_a_flood_of_requests_is_some_lines_and_a_count(caplog, monkeypatch):
+    log, now_s = RequestLog(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     logging.getLogger("moe_serve").propagate = True
     with caplog.at_level(logging.INFO, "moe_serve"):
         for _ in range(request_log.MAX_LINES + 50):
