@@ -91,7 +91,7 @@ class RequestBook:
         self.capacity = engine.max_running_requests * config.parallel.num_ranks + engine.max_queued_requests
         self._admission = Admission(self.capacity, server.max_waiting_tokens, server.queue_deadline_s)
         self._drain_rate = DrainRate()
-        self._by_client_id = RequestsByClientId()
+        self._by_client_id: dict[str, OpenRequest] = {}  # those that have an id of their client
         self._numbers = itertools.count()
         self.is_held = False
         self._lines = WaitingLines(config.server.priority_head_start_s)
@@ -224,7 +224,8 @@ class RequestBook:
         request_id = f"{prefix}-{next(self._numbers)}"
         request = OpenRequest(request_id, spec, self._tokenizer, eos_token_ids, changes)
         self._open[request_id] = request
-        self._by_client_id.add(request)
+        if spec.rid is not None:
+            self._by_client_id[spec.rid] = request
         self.counters["num_requests"] += 1
         if at_once:
             self._start(request)
@@ -238,8 +239,13 @@ class RequestBook:
         return rid in self._by_client_id
 
     def with_client_id(self, rid: str | None) -> list[OpenRequest]:
-        """Returns the open requests with this id of their client: one, or the samples of one prompt. None: all"""
-        return list(self._open.values()) if rid is None else self._by_client_id.find(rid)
+        """Returns the open requests with this id of their client: one, or the prompts of a call, or their samples.
+
+        rid: None: all
+        """
+        if rid is None:
+            return list(self._open.values())
+        return [request for each, request in self._by_client_id.items() if each == rid or _is_part(each, rid)]
 
     def hold(self) -> None:
         """Takes all requests from their ranks, and sends none until `go_on`."""
@@ -443,7 +449,7 @@ class RequestBook:
         self.stats.count_end(request, now_s)
         for tell in self.at_end:
             tell(request)
-        self._by_client_id.remove(request)
+        self._by_client_id.pop(request.spec.rid or "", None)
         self._capacity.forget_pages(request.request_id)
         self._unexpect(request, None)
         if request.rank is None:
@@ -464,29 +470,6 @@ def why_overdue(request: OpenRequest, server: ServerConfig, is_held: bool, now_s
     if most_s is not None and is_new and age_s > most_s:
         return f"the request waited longer than server.queue_deadline_s = {most_s:g} s"
     return None
-
-
-class RequestsByClientId:
-    """The open requests that have an id of their client (`rid`), by that id."""
-
-    def __init__(self) -> None:
-        self._requests: dict[str, OpenRequest] = {}
-
-    def __contains__(self, rid: object) -> bool:
-        return rid in self._requests
-
-    def add(self, request: OpenRequest) -> None:
-        """Adds a request, if it has an id of its client."""
-        if request.spec.rid is not None:
-            self._requests[request.spec.rid] = request
-
-    def remove(self, request: OpenRequest) -> None:
-        """Forgets a request that has ended."""
-        self._requests.pop(request.spec.rid or "", None)
-
-    def find(self, rid: str) -> list[OpenRequest]:
-        """Returns the requests with this id: one, or the prompts of one call, or their samples."""
-        return [request for each, request in self._requests.items() if each == rid or _is_part(each, rid)]
 
 
 def _is_part(rid: str, of: str) -> bool:
