@@ -6,7 +6,7 @@ What each endpoint takes and answers, bodies of requests and events of its strea
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -138,7 +138,7 @@ class Client:
         return outcome
 
     async def _read(self, response: "aiohttp.ClientResponse", outcome: Outcome, begin_s: float) -> None:
-        read, has_end = reader_of(self._endpoint), False
+        read, has_end = _read_native if self._endpoint == "generate" else _read_openai, False
         async for data in _events(response):
             now_s = time.monotonic() - begin_s
             if data == b"[DONE]":
@@ -271,11 +271,6 @@ def body_of(endpoint: str, ask: Ask, options: Options) -> bytes:
         if options.ignore_eos:
             body["ignore_eos"] = True
     return json.dumps(body | dict(options.extra)).encode()
-
-
-def reader_of(endpoint: str) -> Callable[[bytes], Event]:
-    """Returns what reads the data of an event. It raises ValueError for what is not JSON of the expected form."""
-    return _read_native if endpoint == "generate" else _read_openai
 
 
 def error_text(body: bytes) -> str:

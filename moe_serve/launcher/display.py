@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Self, TextIO, cast
@@ -102,14 +102,11 @@ class StartDisplay:
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def _render(self) -> RenderableType:
-        return phase_table(self._phases, self._fractions, self.elapsed_s)
-
-
-def phase_table(phases: Sequence[str], fractions: Sequence[float], elapsed_s: float) -> Table:
-    """Returns one row for each rank: its phase and how much of it is done."""
-    table = Table.grid(padding=(0, 2))
-    for rank, (phase, fraction) in enumerate(zip(phases, fractions, strict=True)):
-        bar = ProgressBar(total=1.0, completed=fraction, width=24) if 0 < fraction < 1 else Text("")
-        table.add_row(Text(f"rank {rank}", style="bold"), Text(phase, style="green" if phase == "ready" else ""), bar)
-    table.add_row(Text(f"{elapsed_s:.0f} s", style="dim"))
-    return table
+        """Returns one row for each rank: its phase and how much of it is done."""
+        table = Table.grid(padding=(0, 2))
+        for rank, (phase, fraction) in enumerate(zip(self._phases, self._fractions, strict=True)):
+            bar = ProgressBar(total=1.0, completed=fraction, width=24) if 0 < fraction < 1 else Text("")
+            style = "green" if phase == "ready" else ""
+            table.add_row(Text(f"rank {rank}", style="bold"), Text(phase, style=style), bar)
+        table.add_row(Text(f"{self.elapsed_s:.0f} s", style="dim"))
+        return table

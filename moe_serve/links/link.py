@@ -110,11 +110,6 @@ _MIN_LENGTH = 16  # with a shorter one, somebody who records a connection can tr
 _MAX_LENGTH = 1024
 
 
-def draw_token() -> str:
-    """Returns a new secret."""
-    return secrets.token_hex(32)
-
-
 def shared_token(token_file: str | None, host: str, port: int) -> str:
     """Returns the token of the front end at host:port: $MOE_SERVE_TOKEN, that of a file, or a new one in a file.
 
@@ -189,7 +184,7 @@ def _make(path: Path) -> None:
         raise LaunchError(f"the token file {path} cannot be made ({error.strerror}); name another folder") from None
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(draw_token() + "\n")
+            file.write(secrets.token_hex(32) + "\n")
         os.link(made, path)
     finally:
         os.unlink(made)

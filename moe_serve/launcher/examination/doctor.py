@@ -30,7 +30,7 @@ from moe_serve.engine.rank_memory import bytes_in_words
 from moe_serve.errors import LaunchError, MoeServeError
 from moe_serve.kernels.cpu.digest import kernel_digest
 from moe_serve.launcher.examination.check import available_bytes, make_console
-from moe_serve.launcher.examination.pairs import SECRET_BYTES, Door, Listener, Pair, measure_all
+from moe_serve.launcher.examination.pairs import SECRET_BYTES, Door, Listener, Pair, measure, partners
 from moe_serve.launcher.examination.transport import SHARED, free_bytes
 from moe_serve.launcher.facts import Fact, by_value, facts_of, first_difference
 from moe_serve.launcher.preflight import look_for_files
@@ -139,7 +139,7 @@ def _measure(store: Store, env: RankEnv, report: RankReport, deadline_s: float) 
     try:
         door = Door(env.rank, report.address, listener.port)
         doors = _exchange(store, env, "doctor: doors", door, Door, deadline_s)
-        measured = _Measured(measure_all(env.rank, doors, secret))
+        measured = _Measured([measure(env.rank, doors[other], secret) for other in partners(env.rank, len(doors))])
         rows = _exchange(store, env, "doctor: pairs", measured, _Measured, deadline_s)
     finally:
         listener.close()

@@ -8,7 +8,7 @@ import contextlib
 import hmac
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 
@@ -104,8 +104,3 @@ def partners(rank: int, num_ranks: int) -> Iterator[int]:
             other = size - 1 if other == rank else other
         if other < num_ranks:
             yield other
-
-
-def measure_all(rank: int, doors: Sequence[Door], secret: bytes) -> list[Pair]:
-    """Measures all pairs of this rank, one after the other. doors: by rank"""
-    return [measure(rank, doors[other], secret) for other in partners(rank, len(doors))]

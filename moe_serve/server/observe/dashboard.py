@@ -137,7 +137,7 @@ def page_data(
     start: str,
     seen: Seen,
     now_s: float,
-    prefill: RankTable | None = None,
+    prefill: RankTable | None,
 ) -> dict[str, Any]:
     """Returns what is new for a page. system: name of the model, state, requests, passed on as they are
 
@@ -154,7 +154,10 @@ def page_data(
         "now_s": round(now_s, 3),
         "system": system,
         "balancer": status_json(book, now_s),
-        "ranks": [_rank(view, workers) for view in workers] + ([] if prefill is None else _prefill_ranks(prefill)),
+        "ranks": [
+            *(_rank(view, workers) for view in workers),
+            *(_rank(view, prefill) | {"rank": f"prefill {view.rank}"} for view in prefill or ()),
+        ],
         "num_windows": book.num_windows,
         "num_events": book.num_events,
         "num_placements": book.num_placements,
@@ -169,10 +172,6 @@ def page_data(
         "phases": {phase: window.tokens for phase, (number, window) in book.newest.items() if number > seen.windows},
         "placement": book.placement if book.num_placements != seen.placements else None,
     }
-
-
-def _prefill_ranks(prefill: RankTable) -> list[dict[str, Any]]:
-    return [_rank(view, prefill) | {"rank": f"prefill {view.rank}"} for view in prefill]
 
 
 def _load(workers: RankTable, book: BalanceBook) -> dict[str, Any]:

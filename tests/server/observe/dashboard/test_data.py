@@ -21,7 +21,7 @@ def test_a_page_gets_only_what_it_has_not_seen():
         book.take(one, at_s)
 
     def ask(start: str, **seen: int):
-        return page_data(workers, book, {}, "now", Seen(start, **seen), 5.0)
+        return page_data(workers, book, {}, "now", Seen(start, **seen), 5.0, None)
 
     first = ask("")
     assert len(first["points"]) == first["num_windows"] == book.num_windows
