@@ -214,13 +214,8 @@ def names_pairs(body: bytes) -> bool:
     return any(bytes(fields[name]) != b"null" for name in _PAIRED[0] if name in fields)
 
 
-class EmbeddingAnswers(WholeAnswers):
+class EmbeddingAnswers(WholeAnswers[EmbeddingRequest]):
     """The vectors of all texts; see `generate.Answers`."""
-
-    def __init__(self, given: EmbeddingRequest, name: str):
-        """name: of the served model"""
-        self._given = given
-        self._name = name
 
     def whole(self, call: Call) -> bytes:
         data = []
@@ -230,38 +225,28 @@ class EmbeddingAnswers(WholeAnswers):
         return json_bytes({"object": "list", "data": data, "model": self._name, "usage": _usage_of(call)})
 
 
-class RerankAnswers(WholeAnswers):
+class RerankAnswers(WholeAnswers[RerankRequest]):
     """The documents of a call, the likeliest one first."""
-
-    def __init__(self, given: RerankRequest, name: str):
-        """name: of the served model"""
-        self._given_documents, self._top_n = given.documents, given.top_n
-        self._name = name
 
     def whole(self, call: Call) -> bytes:
         query, *documents = _vectors_of(call)
         scores = [_likeness(query, row) for row in documents]
-        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: self._top_n]
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: self._given.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
-        if self._given_documents is not None:
+        if self._given.documents is not None:
             for result in results:
-                result["document"] = {"text": self._given_documents[result["index"]]}
+                result["document"] = {"text": self._given.documents[result["index"]]}
         head = {"id": f"rerank-{uuid.uuid4().hex}", "model": self._name}
         return json_bytes({**head, "usage": _usage_of(call), "results": results})
 
 
-class PairsAnswers(WholeAnswers):
+class PairsAnswers(WholeAnswers[PairsRequest]):
     """How alike the texts of each pair are."""
 
-    def __init__(self, given: PairsRequest, name: str):
-        """name: of the served model"""
-        self._num_first = given.num_first
-        self._name = name
-
     def whole(self, call: Call) -> bytes:
-        rows = _vectors_of(call)
-        others = rows[self._num_first :]
-        firsts = rows[: self._num_first] if self._num_first == len(others) else rows[:1] * len(others)
+        rows, num_first = _vectors_of(call), self._given.num_first
+        others = rows[num_first:]
+        firsts = rows[:num_first] if num_first == len(others) else rows[:1] * len(others)
         data = [
             {"index": index, "object": "score", "score": _likeness(*pair)}
             for index, pair in enumerate(zip(firsts, others, strict=True))

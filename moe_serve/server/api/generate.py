@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -243,10 +243,18 @@ class Answers(Protocol):
         """Returns the last events of a stream."""
 
 
-class WholeAnswers:
+T = TypeVar("T")
+
+
+class WholeAnswers(Generic[T]):
     """Answers to calls that have no streams."""
 
     ends_at_failure = True
+
+    def __init__(self, given: T, name: str):
+        """given: the checked call;  name: of the served model"""
+        self._given = given
+        self._name = name
 
     def event(self, call: Call, index: int) -> bytes:
         raise AssertionError("these answers are not streamed")
@@ -348,9 +356,6 @@ async def _client_left(receive: Receive) -> None:
 
 async def _no_receive() -> Any:
     raise AssertionError("a plain response reads nothing")
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

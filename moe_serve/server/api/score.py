@@ -102,13 +102,8 @@ def _joined(query: Any, item: Any, item_first: bool) -> Any:
     return item + query if item_first else query + item
 
 
-class ScoreAnswers(WholeAnswers):
+class ScoreAnswers(WholeAnswers[ScoreRequest]):
     """The scores of all items; see `generate.Answers`."""
-
-    def __init__(self, given: ScoreRequest, name: str):
-        """name: of the served model"""
-        self._given = given
-        self._name = name
 
     def whole(self, call: Call) -> bytes:
         scores = []
