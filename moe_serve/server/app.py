@@ -1,6 +1,6 @@
 """The HTTP routes of a serving system, over a `Bridge`.
 
-Every error, from a wrong path to a lost rank, has the JSON form of `answers.error_body`.
+Every error, from a wrong path to a lost rank, has the JSON form of `errors.error_body`.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from moe_serve.server.api.params import model_defaults
 from moe_serve.server.api.parsed_output import OutputParsers
 from moe_serve.server.edge.body import Bodies, BodyTooLarge
 from moe_serve.server.edge.client_limits import ClientTable
-from moe_serve.server.edge.errors import error_body, error_response, json_response
+from moe_serve.server.edge.errors import error_json, error_response, json_response
 from moe_serve.server.edge.gate import AdmissionGate, EarlyRefusal, RequestIds
 from moe_serve.server.edge.guard import OPEN, Access, Guard
 from moe_serve.server.edge.keys import KeyRing
@@ -208,7 +208,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(MoeServeError)
     async def ours(request: Request, error: MoeServeError) -> Response:
         if isinstance(error, BodyTooLarge):
-            return json_response(error_body(str(error), 413), 413)
+            return error_json(413, str(error))
         return error_response(error)
 
     @app.exception_handler(ClientDisconnect)
@@ -222,12 +222,10 @@ def _add_errors(app: FastAPI) -> None:
             message = f"there is no path {request.url.path[:200]}; /openapi.json lists the paths"
         elif error.status_code == 405:
             message = f"{request.url.path[:200]} does not take {request.method}"
-        response = json_response(error_body(message, error.status_code), error.status_code)
-        response.headers.update(error.headers or {})
-        return response
+        return error_json(error.status_code, message, dict(error.headers or {}))
 
     @app.exception_handler(Exception)
     async def mistake(request: Request, error: Exception) -> Response:
         # With a handler, Starlette logs nothing itself; it raises the error again after this answer.
         log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-        return json_response(error_body("the server failed on this request; see its log", 500), 500)
+        return error_json(500, "the server failed on this request; see its log")

@@ -49,6 +49,11 @@ def error_body(message: str, status: int, field: str | None = None) -> dict[str,
     return {"type": "error", "error": about}
 
 
+def error_json(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """Returns the answer for an error that is none of our classes."""
+    return json_response(error_body(message, status), status, headers)
+
+
 def error_of(error: MoeServeError) -> dict[str, Any]:
     """Returns the body of an error."""
     return error_body(str(error), status_of(error), error.field if isinstance(error, RequestError) else None)

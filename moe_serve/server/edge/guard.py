@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_serve.config import ServerConfig
 from moe_serve.server.edge.client_limits import Client, ClientLimits
-from moe_serve.server.edge.errors import error_body, json_response
+from moe_serve.server.edge.errors import error_json
 from moe_serve.server.edge.keys import Key, KeyRing
 
 OPEN = "open"
@@ -67,19 +67,19 @@ class Access:
         """
         if not is_served_host(headers.get("host"), self._server.host, self._server.allowed_hosts):
             name = headers.get("host", "")[:100]
-            return _error(421, f"this server does not answer as {name!r}; add the name to server.allowed_hosts")
+            return error_json(421, f"this server does not answer as {name!r}; add the name to server.allowed_hosts")
         is_admin = self._has_tag(scope, ADMIN)
         is_read = scope["method"] in _READS
         if (not is_read or is_admin) and is_foreign_page(headers, self._server.cors_origins):
-            return _error(403, "a page of another site may not do this; add its origin to server.cors_origins")
+            return error_json(403, "a page of another site may not do this; add its origin to server.cors_origins")
         refusal = self._check_key(scope, headers, is_admin)
         if refusal is not None:
             return refusal
         if not is_read and _has_body(headers) and not _is_json(headers.get("content-type", "")):
-            return _error(415, "a body is JSON here; send the header content-type: application/json")
+            return error_json(415, "a body is JSON here; send the header content-type: application/json")
         coding = headers.get("content-encoding", "")
         if coding.lower() not in ("", "identity"):
-            return _error(
+            return error_json(
                 415,
                 f"the body's content-encoding is {coding[:100]!r}, and only identity is accepted; send plain JSON",
                 {"accept-encoding": "identity"},
@@ -103,9 +103,11 @@ class Access:
         if self._keys.has_admin_keys:
             if key is None:
                 return _unauthorized("this needs the admin key; send the header authorization: Bearer KEY", scope)
-            return None if key.is_admin else _error(403, "this needs the admin key, and the given one is an API key")
+            return (
+                None if key.is_admin else error_json(403, "this needs the admin key, and the given one is an API key")
+            )
         if not self._is_local:
-            return _error(
+            return error_json(
                 403,
                 "this is closed: other machines reach this server, and it has no admin key; start it with "
                 "MOE_SERVE_ADMIN_API_KEY or server.admin_api_key_file",
@@ -159,11 +161,7 @@ def _secret(authorization: str) -> str | None:
 def _unauthorized(message: str, scope: Scope) -> Response:
     """Returns a 401. On our pages it makes a browser ask for the key as a password."""
     is_page = scope["path"].startswith(("/dashboard", "/docs"))
-    return _error(401, message, {"WWW-Authenticate": 'Basic realm="moe_serve"' if is_page else "Bearer"})
-
-
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    return json_response(error_body(message, status), status, headers)
+    return error_json(401, message, {"WWW-Authenticate": 'Basic realm="moe_serve"' if is_page else "Bearer"})
 
 
 ANY = "*"

@@ -15,7 +15,7 @@ from moe_serve.config import ServeConfig
 from moe_serve.engine.protocol.messages import Answer, Rebalance, RecordCommand, SetPlacement
 from moe_serve.errors import RequestError
 from moe_serve.server.edge.body import Bodies, Body, Count, Name, read_body, show
-from moe_serve.server.edge.errors import error_body, json_response
+from moe_serve.server.edge.errors import error_json, json_response
 from moe_serve.server.edge.guard import ADMIN
 from moe_serve.server.ranks.balance import BalanceBook, Event, Move, summary_of
 from moe_serve.server.ranks.bridge import Bridge
@@ -192,7 +192,7 @@ def add_recorder(app: FastAPI, config: ServeConfig, bridge: Bridge) -> None:
             )
         answer = await bridge.command(RecordCommand(0, command))
         if not answer.ok:
-            return json_response(error_body(answer.text, 409), 409)
+            return error_json(409, answer.text)
         lines = [done, answer.text, *answer.facts.get("files", [])]
         return Response("".join(f"{line}\n" for line in lines), media_type="text/plain")
 

@@ -31,7 +31,7 @@ from moe_serve.engine.protocol.messages import STEP_WORDS, Answer, Profile
 from moe_serve.errors import MoeServeError, RequestError
 from moe_serve.process_facts import boot_id
 from moe_serve.server.edge.body import Bodies, Body, read_body
-from moe_serve.server.edge.errors import error_body, json_bytes, json_response
+from moe_serve.server.edge.errors import error_json, json_bytes, json_response
 from moe_serve.server.edge.guard import ADMIN
 from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.ranks.request_book import EndListener
@@ -180,7 +180,7 @@ def write_profile(folder: Path, answers: Sequence[Answer], requests: "Sequence[R
 
 def _refusal(answers: Sequence[Answer]) -> Response | None:
     refused = [f"rank {answer.rank}: {answer.text}" for answer in answers if not answer.ok]
-    return json_response(error_body("; ".join(refused), 409), 409) if refused else None
+    return error_json(409, "; ".join(refused)) if refused else None
 
 
 Int64Array = NDArray[np.int64]
