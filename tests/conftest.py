@@ -108,6 +108,7 @@ def _close_browser() -> None:
 
 @pytest.hookimpl(trylast=True)  # workers have ended by then, and their orphans are this process's
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    gc.unfreeze()  # else extension modules complain on exit about what is still there
     if "tests.ranks" in sys.modules:
         sys.modules["tests.ranks"].close_pools()
     _close_browser()
