@@ -36,7 +36,7 @@ def test_every_wire_and_dtype_carries_rows_there_and_back(transport: str, num_ra
     run_check(transport, num_ranks, check_all, cases)
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 @pytest.mark.parametrize("gate", ["random", "one_slot", "skewed", "masked", "none"])
 def test_every_gate_is_served(transport: str, num_ranks: int, gate: str) -> None:
     run_check(transport, num_ranks, check_all, [scenario(num_ranks, gate=gate, topk=k) for k in (1, 4, 16)])

@@ -47,7 +47,7 @@ def make(kind: str, group: EpGroup, slot_bytes: int = SLOT_BYTES, staging_slots:
         group = on_hosts(group, (0, 0, 1))
     carrier = make_carrier(replace(group, num_nodes=1 if kind == "shm" else 2), slot_bytes, staging_slots)
     assert isinstance(carrier, CollectiveCarrier if kind == "collective" else ShmCarrier)
-    carrier.piece_bytes = 24
+    carrier.piece_bytes = max(24, slot_bytes // 8)
     return carrier
 
 
