@@ -32,9 +32,9 @@ EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.slow) for 
 MOE_LAUNCHES = 14  # of a MoE layer, from the router's logits to the sum of its results, the shared expert included
 MOVED = 1.15  # bytes over those that no step can do without
 LAUNCHES = 27  # of a layer with its attention, those that prepare an indexer's queries and keys included
-FAST_WITH_REPLICAS = ("qwen3_moe", "deepseek_v3")
+FAST_OF_ALL = ("qwen3_moe", "deepseek_v3")
 WITH_REPLICAS = [
-    pytest.param(name, marks=[] if name in FAST_WITH_REPLICAS else pytest.mark.slow) for name in FIRST_OF_TYPE.values()
+    pytest.param(name, marks=[] if name in FAST_OF_ALL else pytest.mark.slow) for name in FIRST_OF_TYPE.values()
 ]
 NORM = GATE, "norm_kernel"
 NORM_GATE = 8  # launches of the gate of a norm: two products, and three of each sigmoid
@@ -71,8 +71,14 @@ def test_views_and_new_memory_are_no_launches() -> None:
     assert [launch.name for launch in recording.launches] == ["mm"]
 
 
-@pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("transport, num_ranks", [("local", 1), ("slabs", 4)])
+@pytest.mark.parametrize(
+    "transport, num_ranks, name",
+    [
+        *(pytest.param("slabs", 4, *each.values, marks=each.marks) for each in EACH),
+        # What this transport does does not depend on the family.
+        *(pytest.param("local", 1, name, marks=[] if name in FAST_OF_ALL else pytest.mark.slow) for name in ON_GPUS),
+    ],
+)
 def test_a_decode_step_never_waits_and_launches_little(
     name: str, transport: str, num_ranks: int, tmp_path: Path
 ) -> None:
@@ -126,7 +132,8 @@ def test_a_step_of_prompts_never_waits_and_attends_all_of_them_together(name: st
     spec = spec_of(name, tmp_path)
     mla = spec.attention if isinstance(spec.attention, MlaSpec) else None
     attended = {"attend_kernel", "expand_kernel", "index_scores_kernel", "choose_kernel"}
-    for context, new_tokens in ((0, 70), (200, 5), (40, 90)):
+    prompts = ((40, 90),) if mla is None else ((0, 70), (200, 5), (40, 90))  # latents are attended in several ways
+    for context, new_tokens in prompts:
         names = []
         for sequences in (2, 5):
             launches = record_step(RankStep(spec, sequences, context, new_tokens)).launches
