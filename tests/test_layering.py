@@ -58,7 +58,7 @@ TORCH_FREE = [
     "moe_serve.engine.protocol.messages", "moe_serve.engine.output.logprobs", "moe_serve.engine.protocol.mailbox",
     "moe_serve.engine.output.routed_experts",
     "moe_serve.engine.output.incremental_decoder", "moe_serve.engine.output.stop_matcher", "moe_serve.engine.step.plan",
-    "moe_serve.engine.balancing.balancer",
+    "moe_serve.engine.balancing.balancer", "moe_serve.engine.model.predictor_plan",
     "moe_serve.models.tokenizer", "moe_serve.models.families.registry", "moe_serve.models.checkpoint_parts",
     "moe_serve.launcher.cli.app", "moe_serve.launcher.serve",
     "moe_serve.launcher.rank_env", "moe_serve.launcher.preflight", "moe_serve.launcher.facts",

@@ -65,6 +65,10 @@ def look_for_files(config: "ServeConfig") -> None:
             "parallel.num_prefill_ranks is above 0 and this machine has a GPU, but prefill ranks are on CPUs; set "
             "parallel.num_prefill_ranks: 0, or parallel.device: cpu"
         )
+    if config.speculation.mode == "mtp":
+        from moe_serve.engine.model.predictor_plan import with_predictor
+
+        with_predictor(config, spec, None if config.model.load_format == "dummy" else folder, on_gpu=False)
     if config.speculation.reads_text:
         from moe_serve.attention_dp.text_index import index_library
 

@@ -13,18 +13,17 @@ from moe_serve.attention_dp.page_record import HEADER_BYTES, check_size
 from moe_serve.attention_dp.scheduler import most_yielding_rows
 from moe_serve.c_library import processor_features
 from moe_serve.config import ServeConfig, model_dir
+from moe_serve.engine.model.predictor_plan import make_placement, with_predictor
 from moe_serve.ep.expert_form import ExpertForm, SlotForm, choose_activations, choose_expert_form, has_e4m3
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.split.make import ServedSplit
-from moe_serve.errors import CapacityError, ConfigError, PlacementError
+from moe_serve.errors import CapacityError, ConfigError
 from moe_serve.kernels.cpu.library import AMX, CpuLibrary, find_cpu_library
 from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
-from moe_serve.models.checkpoint import all_tensors, has_weights
 from moe_serve.models.checkpoint_parts import as_stored
 from moe_serve.models.decoder.moe_decoder import kv_layouts, state_shapes
 from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
-from moe_serve.models.weight_plan import has_predictor
 from moe_serve.models.weight_share import StoredWeights, WeightShare, fp8_projections
 
 # Of attention kernels: the module, and where it is from.
@@ -96,7 +95,7 @@ class ModelPlan:
         choice = choose_numerics(config, device, dtype)
         folder = checkpoint_folder(config)
         spec = spec if folder is None else as_stored(spec, folder)
-        spec = _with_predictor(config, spec, folder, device)
+        spec = with_predictor(config, spec, folder, on_gpu=device.type != "cpu")
         stored = StoredWeights.of(spec, folder) if choice.numerics.compiled else None
         max_model_len = _max_model_len(config, spec)
         form = expert_form(config, spec, device, stored)
@@ -141,63 +140,6 @@ class ModelPlan:
             self.spec, placement, rank, self.dtype, self.device, self.expert_form, self.stored, self.activations,
             fp8_dense=self.fp8_dense,
         )  # fmt: skip
-
-
-def _with_predictor(config: ServeConfig, spec: ModelSpec, folder: Path | None, device: torch.device) -> ModelSpec:
-    """Returns the spec with its layer for multi-token prediction, where speculation.mode takes drafts of it.
-
-    Raises ConfigError where it asks for a layer that there is not, or beside something that goes without it.
-    """
-    if config.speculation.mode not in ("mtp", "auto"):
-        return spec
-    why_not = why_no_predictor(config, spec, folder, device)
-    if why_not is None:
-        return spec.with_predictor()
-    if config.speculation.mode == "mtp":
-        raise ConfigError(
-            f"speculation.mode is mtp, but {why_not}, or set speculation.mode: auto, which goes without it"
-        )
-    return spec
-
-
-def why_no_predictor(config: ServeConfig, spec: ModelSpec, folder: Path | None, device: torch.device) -> str | None:
-    """Returns why a model has no drafts of a layer for multi-token prediction, and what to do; None: it has."""
-    for applies, why in (
-        (spec.num_predictors == 0,
-         f"config.json of this {spec.model_type} names no layers for multi-token prediction "
-         "(num_nextn_predict_layers); take a checkpoint that has some"),
-        (folder is not None and has_weights(folder) and not has_predictor(spec, all_tensors(folder)),
-         f"{folder} has no layer {spec.num_layers}, which would predict tokens, though config.json names it; get the "
-         "checkpoint as it was published"),
-        (config.parallel.num_prefill_ranks > 0,
-         "pages that prefill ranks hand over do not hold what that layer caches; set parallel.num_prefill_ranks: 0"),
-        (config.cache.host_gb is not None or config.cache.disk_gb is not None,
-         "pages below the pool do not hold what that layer caches; leave out cache.host_gb and cache.disk_gb"),
-        (config.engine.return_routed_experts,
-         "the experts of that layer are not those of a token; leave out engine.return_routed_experts"),
-        (config.eplb.mode != "off" and config.eplb.recorder_mode != "stat",
-         "recordings of single passes have no place for that layer's; set eplb.recorder_mode: stat"),
-        (device.type != "cpu" and config.speculation.mode == "auto",
-         "on a GPU decode steps are not captured in graphs beside that layer; set speculation.mode: mtp"),
-        (config.eplb.record_path is not None and config.speculation.mode == "auto",
-         "a trace of the model's own layers could not go on with that layer's load; set speculation.mode: mtp and name "
-         "a new eplb.record_path"),
-        (config.speculation.mode == "auto" and not _places_predictor(config, spec),
-         f"{config.eplb.init_expert_location} does not place its experts; set eplb.init_expert_location: trivial, or "
-         "take a placement with one more layer"),
-    ):  # fmt: skip
-        if applies:
-            return why
-    return None
-
-
-def _places_predictor(config: ServeConfig, spec: ModelSpec) -> bool:
-    """Returns whether the placement at start places the experts of a model with its predicting layer, if it has one."""
-    try:
-        make_placement(config, spec.with_predictor() if spec.num_predictors else spec)
-    except PlacementError:
-        return False
-    return True
 
 
 def compute_dtype(config: ServeConfig, device: torch.device) -> torch.dtype:
@@ -354,25 +296,6 @@ def expert_form(config: ServeConfig, spec: ModelSpec, device: torch.device, stor
     in_mxfp4, in_groups = spec.experts_in_mxfp4, stored is not None and bool(stored.groups)
     narrow = compute_dtype(config, device) == torch.bfloat16
     return choose_expert_form(wanted, spec.fp8_block, device.type, keeps_fp8, compiled, in_mxfp4, narrow, in_groups)
-
-
-def make_placement(config: ServeConfig, spec: ModelSpec) -> Placement:
-    """Returns the placement at start: the trivial one, or that of eplb.init_expert_location."""
-    num_ranks = config.parallel.num_ranks
-    where = config.eplb.init_expert_location
-    if where == "trivial":
-        # Uneven experts are padded with empty slots; the remainder of a redundant count is given to experts, not
-        # wasted.
-        num_redundant = config.eplb.num_redundant_experts
-        if num_redundant:
-            num_redundant += -(spec.num_logical + num_redundant) % num_ranks
-        return Placement.trivial(
-            len(spec.moe_layer_ids), spec.num_logical, num_ranks, num_redundant, moe_layer_ids=spec.moe_layer_ids
-        )
-    from moe_serve.eplb.files.placements import read_placement
-    from moe_serve.eplb.policies.make import plan_counts
-
-    return read_placement(Path(where), num_ranks, spec.num_logical, spec.moe_layer_ids, plan_counts=plan_counts)
 
 
 def num_cache_blocks(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> int:

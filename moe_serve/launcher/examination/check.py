@@ -23,8 +23,8 @@ from moe_serve.engine.model.model_plan import (
     checkpoint_folder,
     choose_numerics,
     compute_dtype,
-    why_no_predictor,
 )
+from moe_serve.engine.model.predictor_plan import why_no_predictor
 from moe_serve.engine.rank_memory import Memory, bytes_in_words, lasting_memory, page_memory, step_memory, weight_memory
 from moe_serve.errors import LaunchError, MoeServeError, PortError
 from moe_serve.launcher.cpu_bind import node_of
@@ -164,7 +164,7 @@ def _describe_model(report: Report, config: ServeConfig, device: str) -> None:
         what = "one more with experts and a KV cache; it predicts tokens, which steps verify"
         report.model.append(Line("multi-token prediction", f"layer {plan.spec.predictor_id}", what))
     elif spec.num_predictors and config.speculation.mode == "auto":
-        why_not = why_no_predictor(config, plan.spec, checkpoint_folder(config), plan.device)
+        why_not = why_no_predictor(config, plan.spec, checkpoint_folder(config), on_gpu=device != "cpu")
         report.model.append(Line("multi-token prediction", "none", f"{why_not}; drafts come from text"))
     report.num_sharing = num_sharing_ranks(config)
     weights = list(weight_memory(config, plan, report.num_sharing))

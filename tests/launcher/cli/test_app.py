@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 from rich.text import Text
 from typer.testing import CliRunner
 
 from moe_serve import __version__
 from moe_serve.config import load_config, model_dir
-from moe_serve.engine.model.model_plan import why_no_predictor
+from moe_serve.engine.model.predictor_plan import why_no_predictor
 from moe_serve.errors import ConfigError
 from moe_serve.launcher import preflight, system
 from moe_serve.launcher.cli import app as cli
@@ -118,7 +117,7 @@ def test_the_demo_models_layer_predicts_with_one_flag(served, flags, caplog, mon
     assert "/chat shows none" in said
     assert (config.speculation.mode, config.engine.return_routed_experts) == ("mtp", False)
     spec = read_spec(model_dir(config.model))
-    assert why_no_predictor(config, spec, model_dir(config.model), torch.device("cpu")) is None
+    assert why_no_predictor(config, spec, model_dir(config.model), on_gpu=False) is None
 
 
 def test_the_demo_configuration_file_says_what_serve_does_without_arguments():

@@ -96,6 +96,14 @@ def test_drafts_from_text_without_a_c_compiler_are_refused_by_check_as_at_the_st
     assert checked("speculation.mode=off").problems == []
 
 
+def test_a_layer_that_cannot_predict_is_refused_before_any_rank_starts() -> None:
+    settings = ["speculation.mode=mtp", "engine.return_routed_experts=true"]
+    (problem,) = checked(*settings).problems
+    assert "speculation.mode is mtp, but the experts of that layer" in problem
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        look_for_files(load_config(overrides=settings))
+
+
 def test_a_layer_that_predicts_counts_like_others(tmp_path):
     folder = make_predicting("glm4_moe", tmp_path)[1]
     paths = f"model.path={folder}", "cache.num_blocks=100"
