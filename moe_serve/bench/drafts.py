@@ -35,7 +35,7 @@ class Drafts:
         return sum(each["tokens"] for each in self.decodes.values()) / requests if requests else None
 
     def experts_per_token(self, drafts: str) -> float | None:
-        """Experts read for a token of steps "with" or "without" drafts; None where they are not counted."""
+        """Experts read for a token of steps "with" or "without" drafts; None where none are counted."""
         found = self.decodes[drafts]
         return found["experts"] / found["tokens"] if found["experts"] and found["tokens"] else None
 
@@ -44,6 +44,7 @@ class Drafts:
             "sources": {name: {"right": right, "verified": all_} for name, (right, all_) in self.sources.items()},
             "decode_steps": self.decodes,
             "tokens_per_step": self.tokens_per_step,
+            "experts_per_token": {drafts: self.experts_per_token(drafts) for drafts in self.decodes},
             "saved_s": self.saved_s,
         }
 
@@ -57,8 +58,9 @@ class Drafts:
         if self.tokens_per_step is not None:
             rows.append(("tokens of a request in a step", f"{self.tokens_per_step:.2f}"))
         experts = [self.experts_per_token(drafts) for drafts in ("with", "without")]
-        if None not in experts:
-            rows.append(("experts for a token, with / without", " / ".join(f"{each:.1f}" for each in experts)))
+        if any(experts):
+            words = ["–" if each is None else f"{each:.1f}" for each in experts]
+            rows.append(("experts for a token, with / without", " / ".join(words)))
         return [*rows, ("time of ranks that drafts saved", f"{self.saved_s:.2f} s")]
 
 

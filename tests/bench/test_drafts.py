@@ -61,6 +61,7 @@ def test_totals_of_all_ranks_are_those_of_the_run_alone() -> None:
     assert rows["experts for a token, with / without"] == "7.7 / 20.0"
     assert rows["time of ranks that drafts saved"] == "-0.25 s"
     assert drafts.as_json()["sources"]["own"] == {"right": 10.0, "verified": 24.0}
+    assert drafts.as_json()["experts_per_token"] == {"with": 100 / 13, "without": 20.0}
 
 
 def test_a_server_without_drafts_says_nothing_of_them() -> None:
@@ -75,6 +76,12 @@ def test_a_server_that_has_ended_or_was_started_again_says_nothing_of_the_run() 
     assert drafts_between(many, "") is None
     assert drafts_between(many, few) is None
     assert drafts_between(few, many) is not None
+
+
+def test_experts_are_shown_where_every_step_has_drafts() -> None:
+    drafts = drafts_between("", shown(of(2, 1, StepCounts(2, 2, 4, 50), StepCounts(), 0.0)))
+    assert drafts is not None
+    assert dict(drafts.rows())["experts for a token, with / without"] == "12.5 / –"
 
 
 def test_experts_that_nobody_counts_are_left_out() -> None:

@@ -155,8 +155,8 @@ function showDrafts(drafts) {
   element("drafts-card").hidden = !drafts;
   if (!drafts) return;
   const right = Object.entries(drafts.sources).map(([source, [number, all]]) => `${SOURCES[source] || source} ${hits(number, all)} of ${whole(all)}`);
-  const { with_drafts: with_, without } = drafts.experts_per_token;
-  const experts = with_ && without ? `; experts read for a token ${with_.toFixed(1)}, without ${without.toFixed(1)}` : "";
+  const [with_, without] = ["with_drafts", "without"].map((steps) => drafts.experts_per_token[steps]?.toFixed(1));
+  const experts = with_ || without ? `; experts read for a token ${with_ || "–"}, without drafts ${without || "–"}` : "";
   const saved = drafts.saved_s ? `; ${drafts.saved_s < 0 ? "cost" : "saved"} ${seconds(Math.abs(drafts.saved_s))}` : "";
   put("drafts", drafts.tokens_per_step === null ? "–" : drafts.tokens_per_step.toFixed(2));
   put("drafts-more", `tokens of a request in a step${right.length ? `; right: ${right.join(", ")}` : ", none verified yet"}${experts}${saved}`);
