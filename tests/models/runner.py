@@ -146,7 +146,7 @@ class Runner:
         scheduled = self.schedule(chunks)
         batch = ForwardBatch.build(scheduled, self.tables, "cpu", self.numerics)
         batch = batch._replace(logit_rows=torch.arange(batch.num_tokens))
-        rows = iter(self.decoder.forward(batch, self.cache, 1, self.overlap))
+        rows = iter(self.decoder.forward(batch, self.cache, 1, self.overlap).clone())  # the next step writes there
         for chunk in sorted(scheduled, key=lambda chunk: chunk.length):  # as the batch orders them
             for position in range(chunk.start, chunk.start + chunk.length):
                 self.logits[chunk.request.request_id][position] = next(rows)

@@ -31,11 +31,11 @@ class PredictingRunner(Runner):
         for chunk, row in zip(scheduled, first_rows(scheduled), strict=True):
             ids[row : row + chunk.length] = chunk.request.token_ids(chunk.start + 1, chunk.start + 1 + chunk.length)
         behind = batch._replace(input_ids=torch.tensor(ids), logit_rows=torch.arange(batch.num_tokens))
-        logits, rows = self.decoder.predict(behind, self.cache, 1)
-        assert rows.shape == (batch.num_tokens, self.decoder.spec.hidden)
+        logits = self.decoder.predict(behind, self.cache, 1)
+        assert self.decoder.predicted_rows(behind.logit_rows).shape == (batch.num_tokens, self.decoder.spec.hidden)
         found = {}
         for chunk, row in zip(scheduled, first_rows(scheduled), strict=True):
-            found[chunk.request.request_id] = logits[row : row + chunk.length]
+            found[chunk.request.request_id] = logits[row : row + chunk.length].clone()
             chunk.request.num_computed += chunk.length
         return found
 

@@ -52,22 +52,22 @@ class TokenPredictor:
     def run(self, chunks: Sequence[ScheduledChunk], batch: ForwardBatch, plan: StepPlan) -> None:
         """Runs the layer as often as the plan says, at least once.
 
-        chunks, batch: of the step, whose tokens are drawn and recorded
+        chunks, batch: of the step, whose tokens are drawn and recorded; the batch's ids become those behind them
         Raises PeerError as a forward does.
         """
         served, starts = self.served, first_rows(chunks)
-        input_ids, going = [0] * batch.num_padded, []
+        input_ids, going = [0] * batch.num_padded, list[tuple[Request, int]]()
         for chunk, row in zip(chunks, starts, strict=True):
             behind = chunk.request.token_ids(chunk.start + 1, chunk.start + 1 + chunk.length)
             input_ids[row : row + len(behind)] = behind
             if chunk.samples and self.scheduler.is_running(chunk.request):
                 going.append((chunk.request, row + chunk.request.num_computed - 1 - chunk.start))
         rows = torch.tensor([row for _, row in going], dtype=torch.int64, device=batch.device)
-        ids = torch.tensor(input_ids, dtype=torch.int64, device=batch.device)
-        batch = batch._replace(input_ids=ids, logit_rows=rows, prompt_rows=())
+        batch.input_ids.copy_(torch.tensor(input_ids, dtype=torch.int64))
+        batch = batch._replace(logit_rows=rows, prompt_rows=())
         rounds = -(-plan.max_tokens // self.max_tokens_per_rank)
         served.begin_step(plan.max_tokens, plan.split_evenly)
-        logits, hidden = served.predict(batch, rounds)
+        logits = served.predict(batch, rounds)
         drafts = [[token] for token in logits.argmax(1).tolist()]
         asking = list(range(len(going)))  # of `going`, whose rows were the last ones
         for number in range(1, plan.num_predictions):
@@ -75,8 +75,9 @@ class TokenPredictor:
             asking = [asking[row] for row in kept]
             requests = [going[index][0] for index in asking]
             positions = [request.num_computed - 1 + number for request in requests]
+            hidden = served.decoder.predicted_rows(batch.logit_rows)[kept]
             batch = self.batches.build_rows(requests, positions, [drafts[index][-1] for index in asking])
-            logits, hidden = served.predict(batch, rounds, hidden[kept])
+            logits = served.predict(batch, rounds, hidden)
             for index, token in zip(asking, logits.argmax(1).tolist(), strict=True):
                 drafts[index].append(token)
         served.end_prediction()

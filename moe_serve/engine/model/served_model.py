@@ -106,7 +106,7 @@ class ServedModel:
             self.num_experts = self.recorder.step_done()
         return logits
 
-    def predict(self, batch: ForwardBatch, num_chunks: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def predict(self, batch: ForwardBatch, num_chunks: int, hidden: Tensor | None = None) -> Tensor:
         """Runs the layer that predicts, as MoeDecoder.predict does. `begin_step` comes before the first run of a step,
         `end_prediction` behind the last. Raises PeerError as `forward` does."""
         return self.decoder.predict(batch, self.cache, num_chunks, hidden)

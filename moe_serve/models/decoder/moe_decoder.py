@@ -78,19 +78,21 @@ class MoeDecoder:
         """
         return self.run(StepInputs(batch, cache, num_chunks, overlap))
 
-    def predict(
-        self, batch: ForwardBatch, cache: KvCache, num_chunks: int, hidden: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def predict(self, batch: ForwardBatch, cache: KvCache, num_chunks: int, hidden: Tensor | None = None) -> Tensor:
         """Runs the layer that predicts, and returns what it gives at the batch's logit rows: logits [n, vocab_size]
-        float32 of the token behind the next one, and the rows before the head, [n, H], for a prediction from these.
+        float32 of the token behind the next one.
 
         batch:  its input_ids are the tokens behind those of its positions
         hidden: of the batch's rows, [num_tokens, H]; None: those of the last forward, which had the same rows
         """
         assert self.run_prediction is not None, "the model has no layer that predicts"
         hidden = self.run.rows[: batch.num_tokens] if hidden is None else hidden
-        logits = self.run_prediction(StepInputs(batch, cache, num_chunks, overlap=False, hidden=hidden))
-        return logits, self.run_prediction.rows.index_select(0, batch.logit_rows)
+        return self.run_prediction(StepInputs(batch, cache, num_chunks, overlap=False, hidden=hidden))
+
+    def predicted_rows(self, rows: Tensor) -> Tensor:
+        """Returns rows of the last prediction before the head, [n, H], for a prediction from these."""
+        assert self.run_prediction is not None, "the model has no layer that predicts"
+        return self.run_prediction.rows.index_select(0, rows)
 
     def logits_of(self, rows: range) -> Tensor:
         """Returns the logits of other rows of the last step, whose batch had prompt rows: [len(rows), vocab_size]."""

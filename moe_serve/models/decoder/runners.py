@@ -190,12 +190,12 @@ class BatchInputs:
     """The addresses of a batch for the kernels. Batches of one size are often written to the same tensors.
 
     attend: None where the batch has no rows
+    logits: where those of `logit_rows` go; none at first
     """
 
-    def __init__(self, batch: ForwardBatch, shapes: Sequence[AttendShape], logits: Tensor):
-        """logits: where those of the batch go, [logit_rows, vocab]"""
+    def __init__(self, batch: ForwardBatch, shapes: Sequence[AttendShape]):
         self._batch = batch
-        self.logits = logits
+        self.logit_rows = self.logits = torch.empty(0)
         self.attend: AttendRows | None = None
         if batch.num_tokens:
             tables = batch.query_starts, batch.block_tables
@@ -208,24 +208,27 @@ class BatchInputs:
             positions=batch.positions.data_ptr(),
             slots=batch.slot_mapping.data_ptr(),
             attend=0 if self.attend is None else self.attend.address,
-            num_logits=self.logits.shape[0],
-            logit_rows=batch.logit_rows.data_ptr(),
-            logits=self.logits.data_ptr(),
             sequences=0 if self._sequences is None else self._sequences.address,
         )
 
     def is_of(self, batch: ForwardBatch) -> bool:
-        """Returns whether the batch is in the same tensors."""
+        """Returns whether the batch is in the same tensors, but for its logit rows."""
         mine = self._batch
         return (
             batch.input_ids is mine.input_ids
             and batch.positions is mine.positions
             and batch.slot_mapping is mine.slot_mapping
-            and batch.logit_rows is mine.logit_rows
             and batch.query_starts is mine.query_starts
             and batch.block_tables is mine.block_tables
             and batch.state_slots is mine.state_slots
             and (batch.num_tokens, batch.block_size) == (mine.num_tokens, mine.block_size)
+        )
+
+    def project(self, logit_rows: Tensor, logits: Tensor) -> None:
+        """Takes logits of these rows, [num_rows] int64, into a tensor [num_rows, vocab]."""
+        self.logit_rows, self.logits = logit_rows, logits
+        self.rows = self.rows._replace(
+            num_logits=logit_rows.shape[0], logit_rows=logit_rows.data_ptr(), logits=logits.data_ptr()
         )
 
 
@@ -255,12 +258,17 @@ class RecordedRunner:
     def __call__(self, step: StepInputs) -> Tensor:
         if step.overlap:
             return self._run_halves(step)
-        recorded = self._recorded_for(step.batch, 0, step.cache)
+        recorded, logit_rows = self._recorded_for(step.batch, 0, step.cache), step.batch.logit_rows
+        if logit_rows.shape[0] > self._logits.shape[0]:
+            self._inputs.clear()  # they have the address of what is too small
+            self._logits = torch.empty(logit_rows.shape[0], self._vocab_size)
         inputs = self._inputs.get(id(step.batch.input_ids))
         if inputs is None or not inputs.is_of(step.batch):
             inputs = self._inputs_of(step.batch)
         elif inputs.attend is not None:
             inputs.attend.plan()
+        if inputs.logit_rows is not logit_rows:
+            inputs.project(logit_rows, self._logits[: logit_rows.shape[0]])
         if step.hidden is not None:
             recorded.hidden(step.hidden.shape[1])[: len(step.hidden)] = step.hidden
         recorded.run(RecordedRun(inputs.rows, step.num_chunks, step.overlap))
@@ -269,21 +277,16 @@ class RecordedRunner:
 
     def _inputs_of(self, batch: ForwardBatch) -> BatchInputs:
         """Returns the addresses of a batch, and keeps them."""
-        num_logits = batch.logit_rows.shape[0]
-        if num_logits > len(self._logits):
-            self._inputs.clear()  # they have the address of what is too small
-            self._logits = torch.empty(num_logits, self._vocab_size)
         self._inputs.pop(id(batch.input_ids), None)
         if len(self._inputs) == _KEPT_INPUTS:
             del self._inputs[next(iter(self._inputs))]
-        inputs = BatchInputs(batch, self._shapes, self._logits[:num_logits])
-        self._inputs[id(batch.input_ids)] = inputs
+        inputs = self._inputs[id(batch.input_ids)] = BatchInputs(batch, self._shapes)
         return inputs
 
     def _run_halves(self, step: StepInputs) -> Tensor:
         halves = step.batch.halves(COMPILED)
         recorded = [self._recorded_for(half, number, step.cache) for number, half in enumerate(halves)]
-        inputs = [BatchInputs(half, self._shapes, self._logits[:0]) for half in halves]
+        inputs = [BatchInputs(half, self._shapes) for half in halves]
         runs = [RecordedRun(each.rows, step.num_chunks, step.overlap) for each in inputs]
         take_turns([each.run_in_turns(run) for each, run in zip(recorded, runs, strict=True)])
         self._rows = _together([each.last for each in recorded], halves)
