@@ -3,7 +3,6 @@
     window        consecutive steps of an engine, covered by one LoadRecord
     load          (token, expert) pairs: a token that is routed to k experts counts k times. Real tokens only, never
                   padding, dummy or warm-up rows
-    share         part of its expert's tokens that a slot serves; without shares, replicas share evenly
     balancedness  mean / max of the load of ranks, per layer: 1 is perfect, and 1 / balancedness is how much longer the
                   most loaded rank works than the average one
 
@@ -245,24 +244,18 @@ def checked_counts(value: ArrayLike, name: str, ndim: int) -> NDArray[np.int64]:
     return counts
 
 
-def slot_load(tokens: NDArray[np.number], placement: Placement, shares: Floats | None = None) -> Floats:
-    """Returns the load of each slot: tokens [L, E] -> [L, P] float64.
-
-    shares: [L, P] float64, share of its expert's tokens that a slot serves; None = even over the replicas
-    """
+def slot_load(tokens: NDArray[np.number], placement: Placement) -> Floats:
+    """Returns the load of each slot, where replicas share evenly: tokens [L, E] -> [L, P] float64."""
     table = placement.physical_to_logical
     safe = np.where(table < 0, 0, table)
     load = np.take_along_axis(np.asarray(tokens, dtype=np.float64), safe, axis=1)
-    if shares is None:
-        load = load / np.take_along_axis(placement.replica_count, safe, axis=1)
-    else:
-        load = load * shares
+    load = load / np.take_along_axis(placement.replica_count, safe, axis=1)
     return np.where(table < 0, 0.0, load)
 
 
-def rank_load(tokens: NDArray[np.number], placement: Placement, shares: Floats | None = None) -> Floats:
-    """Returns the load of each rank: tokens [L, E] -> [L, R] float64; shares as in `slot_load`."""
-    load = slot_load(tokens, placement, shares)
+def rank_load(tokens: NDArray[np.number], placement: Placement) -> Floats:
+    """Returns the load of each rank likewise: tokens [L, E] -> [L, R] float64."""
+    load = slot_load(tokens, placement)
     by_rank: Floats = load.reshape(placement.num_layers, placement.num_ranks, placement.slots_per_rank).sum(axis=2)
     return by_rank
 

@@ -27,13 +27,6 @@ def test_traffic_is_that_of_a_loop_over_slots_with_empty_ones() -> None:
     assert (EXAMPLE.physical_to_logical < 0).any()
 
 
-def test_uneven_shares_move_load_between_the_copies_of_an_expert():
-    placement = Placement(np.array([[0, 1, 0, 2]]), 3, 2)
-    shares = np.array([[0.75, 1.0, 0.25, 1.0]])
-    assert slot_load(np.array([[40, 10, 30]]), placement, shares).tolist() == [[30, 10, 10, 30]]
-    assert balancedness(rank_load(np.array([[40, 10, 30]]), placement, shares)).tolist() == [1.0]
-
-
 def test_no_load_is_perfectly_balanced_and_excluded_ranks_do_not_count():
     assert balancedness(np.zeros((2, 4))).tolist() == [1.0, 1.0]
     assert balancedness(np.array([[4.0, 4.0, 0.0]]), np.array([0, 1])).tolist() == [1.0]

@@ -324,8 +324,7 @@ def test_requests_and_plans_come_back_as_they_were():
     back = MessageReader(Ask).feed(joined(Ask(4, "greedy", asked, RoundLimits(), "nodes")))
     assert (back.request_id, back.policy) == (4, "greedy")
     assert same(asked, back.request)
-    plan = make_policy("refined").plan(request(uneven_shares=True))
-    assert plan.shares is not None
+    plan = make_policy("refined").plan(request())
     assert same(plan, MessageReader(Reply).feed(joined(Reply(5, plan, None))).plan)
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.load import balancedness, rank_load
-from moe_serve.eplb.placement import Placement, count_moves
+from moe_serve.eplb.placement import count_moves
 from moe_serve.eplb.policies.edits import Bools
 from moe_serve.eplb.policies.hierarchy import is_over_budget, num_homeless, plan_by_node, read_homes
 from moe_serve.eplb.policies.objectives import (
@@ -38,7 +37,6 @@ from moe_serve.eplb.policies.problem import (
     Floats,
     Ids,
     Problem,
-    even_out_shares,
     finish,
     holds,
     problem_of,
@@ -190,9 +188,5 @@ def _is_better(problem: Problem, new: Ids, old: Ids, for_split: bool) -> Bools:
 def _heaviest(problem: Problem, table: Ids) -> Floats:
     """Returns the load of the heaviest rank of each layer, [L]."""
     num_experts = problem.weight.shape[1]
-    if problem.request.uneven_shares:
-        placement = Placement(table.reshape(len(table), -1), num_experts, problem.num_ranks)
-        tokens = problem.request.tokens
-        return np.asarray(1 / balancedness(rank_load(tokens, placement, even_out_shares(tokens, placement))))
     count = np.maximum(holds(table, num_experts).sum(axis=1), 1)
     return np.asarray(replica_load(problem.weight, count, table, problem.fixed).sum(axis=2).max(axis=1))

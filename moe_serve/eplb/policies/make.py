@@ -35,7 +35,7 @@ def plan(
     num_slots: physical experts per layer, a multiple of the ranks
     policy:    "refined", "greedy", "incremental", "series", "deepseek", "milp" or "static"
     current .. seed: as in PlanRequest, which also documents what `more` may hold (objective, by_source, activations,
-               cost, excluded_ranks, uneven_shares, planned_split, moe_layer_ids, max_total_moves, max_rank_moves,
+               cost, excluded_ranks, planned_split, moe_layer_ids, max_total_moves, max_rank_moves,
                min_gain, series, series_weights)
     options:   of the policy, e.g. {"sweeps": 200} for refined
 

@@ -21,7 +21,7 @@ Shape words: L = layers, E = experts, N = nodes, R = ranks, K = slots per rank, 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.eplb.load import balancedness, rank_load
+from moe_serve.eplb.load import balancedness
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies.packing import (
     list_replicas,
@@ -32,8 +32,9 @@ from moe_serve.eplb.policies.packing import (
     replicas_in,
     swap_until_even,
 )
-from moe_serve.eplb.policies.problem import Floats, Ids, Problem, even_out_shares, holds, replicas_per_node
+from moe_serve.eplb.policies.problem import Floats, Ids, Problem, holds, replicas_per_node
 from moe_serve.eplb.relabel import cheapest_columns
+from moe_serve.eplb.split.fractions import served_rank_load
 
 WHOLE = 2.0**40  # shares as whole numbers
 
@@ -194,9 +195,7 @@ def split_balance(problem: Problem, table: Ids, batches: NDArray[np.int64]) -> F
     num_layers, num_batches, num_experts = batches.shape
     flat = np.repeat(table.reshape(num_layers, -1), num_batches, axis=0)
     placement = Placement(flat, num_experts, problem.num_ranks)
-    tokens = batches.reshape(-1, num_experts)
-    shares = even_out_shares(tokens, placement, sweeps=12)
-    reached = balancedness(rank_load(tokens, placement, shares))
+    reached = balancedness(served_rank_load(batches.reshape(-1, num_experts), placement, "exact"))
     mean: Floats = reached.reshape(num_layers, num_batches).mean(axis=1)
     return mean
 

@@ -95,7 +95,6 @@ class PlanRequest(PlanRules):
     by_source:      [L, R, E] tokens by the rank they come from, for off_node, step_time; None = everywhere alike
     activations:    [L, E] float64, 0 .. 1, share of batches with a token for the expert; None = 1 where there is load
     excluded_ranks: ranks that get no expert at all
-    uneven_shares:  also plan uneven shares of an expert's tokens over its slots (Plan.shares)
     series:         [W, L, E] tokens of the windows that `tokens` sums up, oldest first, for policy series; None = one
     series_weights: [W] how much each of them counts, not all 0; None = all alike
     moe_layer_ids:  model layer of each row; () = as in current, or 0 .. L-1
@@ -108,7 +107,6 @@ class PlanRequest(PlanRules):
     by_source: NDArray[np.number] | None = None
     activations: Floats | None = None
     excluded_ranks: tuple[int, ...] = ()
-    uneven_shares: bool = False
     series: NDArray[np.number] | None = None
     series_weights: tuple[float, ...] | None = None
     moe_layer_ids: tuple[int, ...] = ()
@@ -268,7 +266,6 @@ class Plan:
     truncated:    the time budget stopped the search before its effort was spent
     num_moves:    slots, over all layers, whose rank must receive an expert; 0 without a current placement
     elapsed_s:    wall clock of the planning
-    shares:       [L, P] float64, uneven share of its expert's tokens per slot; None = even
     off_home:     [L] float64, share of the load served outside the expert's home node
     unkept:       limits of moves and rules of the hierarchy that this plan does not keep, and why
     """
@@ -280,7 +277,6 @@ class Plan:
     truncated: bool
     num_moves: int
     elapsed_s: float
-    shares: Floats | None = None
     off_home: Floats | None = None
     unkept: tuple[Unkept, ...] = ()
 

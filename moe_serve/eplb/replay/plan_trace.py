@@ -145,9 +145,7 @@ def _filled(plan: Plan, tokens: NDArray[np.int64], settings: TracePlanSettings) 
     num_moves = 0
     if settings.current is not None:
         num_moves = int(count_moves(settings.current.by_rank, placement.by_rank).sum())
-    return replace(
-        plan, placement=placement, balancedness=balance, gap=plan.bound - balance, num_moves=num_moves, shares=None
-    )
+    return replace(plan, placement=placement, balancedness=balance, gap=plan.bound - balance, num_moves=num_moves)
 
 
 def plan_to_json(made: MadePlan) -> dict[str, Any]:

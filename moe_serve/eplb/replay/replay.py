@@ -264,11 +264,11 @@ class Scorer:
         self._time = time
         self._splitter: StepSplitter | None = None
 
-    def score(self, record: LoadRecord, placement: Placement, shares: Floats | None = None) -> WindowScore:
-        """Returns the score of a window; shares as in `rank_load`, for split "window"."""
+    def score(self, record: LoadRecord, placement: Placement) -> WindowScore:
+        """Returns the score of a window."""
         off_node, traffic = self._traffic(record, placement)
         if self.split == "window":
-            load = rank_load(record.tokens, placement, shares)
+            load = rank_load(record.tokens, placement)
             balance, ranks, activated = balancedness(load), load.sum(axis=0), self._activated(record, placement)
         else:
             rows = self._splitter_of(placement).slot_rows(record)
@@ -285,7 +285,7 @@ class Scorer:
 
     def score_served(self, record: LoadRecord, served: Served) -> WindowScore:
         """Returns the score of a window on what served it; where experts moved in it, the mean weighted by steps."""
-        score = self.score(record, served.placement, served.shares)
+        score = self.score(record, served.placement)
         if served.earlier is None:
             return score
         placement, share = served.earlier
@@ -499,7 +499,7 @@ def redundancy_curve(
     rows = []
     for num_slots in sorted(set(slots)):
         served = [
-            balancedness(rank_load(after.tokens, plan.placement, plan.shares))
+            balancedness(rank_load(after.tokens, plan.placement))
             for before, after in pairs
             for plan in [policy.plan(rules.request(before.tokens, topology, num_slots))]
         ]

@@ -55,7 +55,6 @@ class Served:
     """
 
     placement: Placement
-    shares: Floats | None = None
     fit: Floats | None = None
     bound: Floats | None = None
     moved: Arrivals | None = None
@@ -120,13 +119,12 @@ class PlannedRun:
     _recent: deque[LoadRecord] = field(default_factory=deque)
     _seen: int = 0
     _next: Served | None = None
-    _shares: Floats | None = None
     _fit: tuple[Floats, Floats] | None = None
 
     def before(self, first_step: int, num_steps: int) -> Served:
         next_up, self._next = self._next, None
         fit, bound = self._fit or (None, None)
-        return next_up or Served(self.placement, self._shares, fit, bound)
+        return next_up or Served(self.placement, fit, bound)
 
     def after(self, record: LoadRecord) -> None:
         self._recent.append(record)
@@ -142,11 +140,10 @@ class PlannedRun:
         )
         plan_s = time.process_time() - begin
         moved = arrivals(self.placement, plan.placement, self.settings.topology)
-        self.placement, self._shares = plan.placement, plan.shares
+        self.placement = plan.placement
         self._fit = (plan.balancedness, plan.bound)
         self._next = Served(
             self.placement,
-            self._shares,
             plan.balancedness,
             plan.bound,
             moved,
@@ -191,7 +188,7 @@ class GatedRun:
         moved = None if placement is self._last else arrivals(self._last, placement, self._rebalancer.topology)
         fit, bound = self._fit or (None, None)
         served = Served(
-            placement, None, fit, bound, moved, self._num_rounds, self._stall_s, self._plan_s, earlier, self._unkept
+            placement, fit, bound, moved, self._num_rounds, self._stall_s, self._plan_s, earlier, self._unkept
         )
         self._last, self._num_rounds, self._stall_s, self._plan_s, self._unkept = placement, 0, 0.0, 0.0, ()
         return served
