@@ -37,11 +37,6 @@ def check_migration(old, new, topology, limits=RoundLimits(), relabel="nodes"):
         now = apply_round(now, migration_round)  # raises when an expert is lost
     assert same_slots(now, plan.target)
     assert now.version == plan.target.version == old.version + len(plan.rounds)
-    assert np.array_equal(
-        plan.target.physical_to_logical, np.take_along_axis(new.physical_to_logical, plan.new_slot, axis=1)
-    )
-    for row in plan.new_slot:
-        assert sorted(row.tolist()) == list(range(old.num_slots))
     assert same_up_to(plan.target, new, topology, relabel)
     return plan
 

@@ -16,7 +16,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_serve.eplb.migration.moves import MigrationRound, RoundLimits, SlotMove
 from moe_serve.eplb.placement import Placement
@@ -36,8 +35,6 @@ class MigrationPlan:
     from_version: version of the placement that the first round starts from; round i leads to from_version + i + 1
     rounds:       in order; () where nothing has to move
     target:       the placement after the last round: the new one, with ranks and slots relabelled
-    new_slot:     [L, P] int64: slot s of target holds what slot new_slot[l, s] of the new placement holds, so that
-                  per-slot facts of a plan, such as shares, can follow
     num_transfers:  experts that cross from one rank to another, over all rounds
     num_off_node:   those that cross from one node to another
     """
@@ -45,7 +42,6 @@ class MigrationPlan:
     from_version: int
     rounds: tuple[MigrationRound, ...]
     target: Placement
-    new_slot: NDArray[np.int64]
     num_transfers: int
     num_off_node: int
 
@@ -80,9 +76,8 @@ def plan_migration(
     Raises PlacementError when the two do not fit each other or the topology, or an expert has no replica to move from.
     """
     _check_fit(old, new, topology)
-    old_rows, new_rows = old.physical_to_logical, new.physical_to_logical
-    new_slot = relabel_ranks(old, new, topology, relabel)
-    wanted = np.take_along_axis(new_rows, new_slot, axis=1)
+    old_rows = old.physical_to_logical
+    wanted = np.take_along_axis(new.physical_to_logical, relabel_ranks(old, new, topology, relabel), axis=1)
     schedule = _Schedule(topology, old.slots_per_rank, limits)
     target = old_rows.copy()
     for layer in np.flatnonzero((wanted != old_rows).any(axis=1)).tolist():
@@ -92,13 +87,11 @@ def plan_migration(
             target[layer, write.slot] = write.expert
         schedule.add_layer(layer, row, writes)
     rounds = tuple(MigrationRound(moves) for moves in schedule.rounds())
-    if relabel != "exact":
-        new_slot = _follow_slots(target, new_rows, new_slot, old.slots_per_rank)
     placement = replace(old, physical_to_logical=target, version=old.version + len(rounds), allow_lost=False)
     node_of = topology.node_of
     crossing = [m for r in rounds for m in r.moves if m.src_rank not in (m.dst_rank, -1)]
     off_node = sum(node_of(m.src_rank) != node_of(m.dst_rank) for m in crossing)
-    return MigrationPlan(old.version, rounds, placement, new_slot, len(crossing), off_node)
+    return MigrationPlan(old.version, rounds, placement, len(crossing), off_node)
 
 
 def migration_to(request: PlanRequest, plan: Plan, limits: RoundLimits, relabel: Relabel) -> MigrationPlan:
@@ -109,19 +102,6 @@ def migration_to(request: PlanRequest, plan: Plan, limits: RoundLimits, relabel:
     if request.current is None:
         raise PlacementError("the request names no current placement, so there is nothing to migrate from")
     return plan_migration(request.current, plan.placement, request.topology, limits, relabel)
-
-
-def _follow_slots(
-    target: NDArray[np.int32], new_rows: NDArray[np.int32], new_slot: NDArray[np.int64], slots_per_rank: int
-) -> NDArray[np.int64]:
-    """Returns, for each slot of target, the slot of new on its rank that holds the same expert: [L, P]."""
-    num_layers = len(target)
-    wanted = np.take_along_axis(new_rows, new_slot, axis=1)
-    of_target = np.argsort(target.reshape(num_layers, -1, slots_per_rank), axis=2, kind="stable")
-    of_wanted = np.argsort(wanted.reshape(num_layers, -1, slots_per_rank), axis=2, kind="stable")
-    out = np.empty_like(of_target)
-    np.put_along_axis(out, of_target, np.take_along_axis(new_slot.reshape(of_wanted.shape), of_wanted, axis=2), axis=2)
-    return out.reshape(target.shape)
 
 
 def _check_fit(old: Placement, new: Placement, topology: Topology) -> None:
