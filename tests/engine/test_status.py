@@ -25,7 +25,8 @@ from tests.ranks import run_ranks
 def test_the_outcomes_of_the_exact_split_are_told_where_it_serves() -> None:
     blocks = RequestBlocks(num_blocks=4, block_size=2, prefix_cache=False)
     scheduler = Scheduler(blocks, max_running=2, max_batch_tokens=4, max_model_len=8)
-    counters, recovery = EngineCounters(num_forwards=3), Recovery(cast(Any, SimpleNamespace()), "there is one rank")
+    served = cast(Any, SimpleNamespace(placement=None))
+    counters, recovery = EngineCounters(num_forwards=3), Recovery(served, "there is one rank")
     without = totals_of(counters, recovery, scheduler, [])
     assert (without["num_forwards"], without["num_voided_steps"]) == (3, 0)
     assert not [name for name in without if name.startswith("num_splits")]

@@ -84,6 +84,7 @@ class Recovery:
     def __init__(self, served: ServedModel, why_end: str | None):
         self.served = served
         self.why_end = why_end
+        self._full = served.placement  # the slots of masked ranks included: see full_placement.py
 
     @property
     def members(self) -> Sequence[int]:
@@ -107,15 +108,15 @@ class Recovery:
 
     def activate_round(self, migration_round: MigrationRound) -> None:
         """Serves with the placement after a round, whose experts are in their slots on all ranks."""
-        self.served.activate(apply_round(self.served.placement, migration_round))
+        self._serve(apply_round(self._full, migration_round))
 
     def placement_bytes(self) -> bytes:
         """Returns the placement that this rank knows, as bytes for a broadcast."""
-        return full_placement.encode(self.served.placement)
+        return full_placement.encode(self._full)
 
     def now_bytes(self) -> bytes:
         """Returns that placement and the ranks that take part, for a rank that is started beside them."""
-        return full_placement.encode_now(self.served.placement, self.members)
+        return full_placement.encode_now(self._full, self.members)
 
     def take_placement(self, data: bytes) -> None:
         """Serves with a placement that was broadcast, after reading the experts that its own slots lack.
@@ -138,6 +139,11 @@ class Recovery:
         Raises the error, or a PeerError with more detail, when the ranks cannot go on.
         """
         raise error
+
+    def _serve(self, full: Placement) -> None:
+        """Serves with a placement. full: the slots of masked ranks included"""
+        self._full = full
+        self.served.activate(full)
 
 
 class MaskingRecovery(Recovery):
@@ -162,7 +168,6 @@ class MaskingRecovery(Recovery):
         self._replacement_deadline_s = replacement_deadline_s
         self._waits_since_s = 0.0
         self._membership = membership
-        self._full = served.placement  # the slots of masked ranks included: see full_placement.py
         self._lost: Sequence[tuple[int, int]] = ()  # experts that only masked ranks hold: (row, expert)
         self._known_masked: Sequence[int] = ()
         self._has_rejoined = False
@@ -275,15 +280,6 @@ class MaskingRecovery(Recovery):
                 why = self._membership.describe_rejoin()
                 log.warning("rank %d has waited %.0f s to rejoin: %s", own.rank, now_s - began_s, why)
         return False
-
-    def activate_round(self, migration_round: MigrationRound) -> None:
-        self._serve(apply_round(self._full, migration_round))
-
-    def placement_bytes(self) -> bytes:
-        return full_placement.encode(self._full)
-
-    def now_bytes(self) -> bytes:
-        return full_placement.encode_now(self._full, self.members)
 
     def take_placement(self, data: bytes) -> None:
         told = full_placement.decode(data, self._full)
