@@ -55,11 +55,9 @@ def magic_of(library: ctypes.CDLL | None) -> bytes:
     return b"moepage\1" if library is not None else b"moepage\2"
 
 
-def head_of(
-    magic: bytes, form: PageForm, key: bytes, number: int = 0, launch_id: int = 0, attempt: int = 0, index: int = 0
-) -> bytes:
-    """Returns a record but for its checksum."""
-    return HEAD.pack(magic, number, launch_id, attempt, index, form.layers, form.tokens, form.num_bytes, key)
+def head_of(magic: bytes, form: PageForm, key: bytes, number: int = 0, launch_id: int = 0, attempt: int = 0) -> bytes:
+    """Returns a record but for its checksum, of the first page."""
+    return HEAD.pack(magic, number, launch_id, attempt, 0, form.layers, form.tokens, form.num_bytes, key)
 
 
 def check_size(setting: str, num_bytes: int, least_bytes: int, has_state: bool = False) -> None:

@@ -136,7 +136,7 @@ def tile_for(places: Places, itemsize: int, one_row: bool) -> AttendTile:
 
 def attend_triton(
     q: Tensor, cache: Tensor, out: Tensor, shape: AttendShape, rows: PagedRows, seen: Seen = Seen(),
-    invariant: bool = False, tile: AttendTile | None = None, scales: Tensor | None = None,
+    invariant: bool = False, scales: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fills the rows of `out` [T, heads, group, value width].
 
@@ -146,17 +146,14 @@ def attend_triton(
     invariant: rows with others in their sequence have the bits that they have alone; for chunks this is slow
     """
     if rows.num_rows:
-        attend_places(q, Places.in_cache(cache, shape, scales), out, rows, seen, invariant, tile)
+        attend_places(q, Places.in_cache(cache, shape, scales), out, rows, seen, invariant)
 
 
-def attend_places(
-    q: Tensor, places: Places, out: Tensor, rows: PagedRows, seen: Seen, invariant: bool = False,
-    tile: AttendTile | None = None,
-) -> None:  # fmt: skip
+def attend_places(q: Tensor, places: Places, out: Tensor, rows: PagedRows, seen: Seen, invariant: bool = False) -> None:
     """Does the same with keys and values wherever they lie. Strides of rows are free in `out`, too, but for decodes."""
     one_row = rows.query_starts is None
     in_parts = one_row or invariant
-    tile = tile or tile_for(places, q.element_size(), in_parts)
+    tile = tile_for(places, q.element_size(), in_parts)
     first, second, tail_block = places.blocks
     group_block, num_heads = _blocks_of_heads(places, tile)
     tokens = tile.rows // group_block

@@ -61,6 +61,7 @@ _BF16 = (
 # Depth and stages of the last one where tiles come through plain loads: steps of 64 spill registers on sm_80.
 _BF16_LOADED = {"block_k": 32, "num_stages": 4}
 _GATED_LOADED = _BF16_LOADED | {"block_n": 64}  # 128 columns of gate and of up spill, too
+ROWS_OF_SLAB = 16  # a guess, for the choice of the tile only
 # Values of float32 take twice the room, so the largest tile is left out.
 _FLOAT32 = (_BF16[0], (None, _BF16[1][1]))
 # block_k is the 128 of the scales, so one step has one pair of scales. block_n is at most 128, so that a tile lies in
@@ -108,7 +109,7 @@ def _pick(table: tuple[tuple[int | None, GemmTile], ...], rows: int) -> GemmTile
 def grouped_gemm_triton(
     x: Tensor, weight: Tensor | Mxfp4, rows_per_group: Tensor, numerics: Numerics = FAST, tile: GemmTile | None = None,
     described: bool | None = None, bias: Tensor | None = None, activation: Activation | None = None,
-    expected_rows: int = 16, out: Tensor | None = None,
+    expected_rows: int = ROWS_OF_SLAB, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the product of each group's rows with its matrix, in the shape of x but for n columns.
 
@@ -119,7 +120,7 @@ def grouped_gemm_triton(
     bias: [groups, n] float32, added to the product; None: nothing is
     activation: the matrices are gate above up, and the result what lies between, n / 2 columns; None: the product
     tile, described: for tests and tuning; None = from the table, and what the device and the operands allow
-    expected_rows: of a slab, a guess for the choice of the tile only
+    expected_rows: of a slab; for tuning, too
     out: contiguous, where the result is written; None: new memory
     """
     stored = weight.blocks if isinstance(weight, Mxfp4) else weight
@@ -359,8 +360,8 @@ def add_mxfp4(
 
 def grouped_gemm_fp8_triton(
     x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor | None, dtype: torch.dtype = torch.bfloat16,
-    numerics: Numerics = FAST, tile: GemmTile | None = None, described: bool | None = None, expected_rows: int = 16,
-    bias: Tensor | None = None, out: Tensor | None = None, adds: bool = False,
+    numerics: Numerics = FAST, tile: GemmTile | None = None, described: bool | None = None,
+    expected_rows: int = ROWS_OF_SLAB, bias: Tensor | None = None, out: Tensor | None = None, adds: bool = False,
 ) -> Tensor:  # fmt: skip
     """Returns the product of each group's rows, packed or in slabs as in grouped_gemm_triton, with its matrix.
 
@@ -379,7 +380,7 @@ def grouped_gemm_fp8_triton(
 
 def gated_gemm_fp8_triton(
     x: Tensor, x_scale: Tensor, weight: BlockScaled, rows_per_group: Tensor | None, numerics: Numerics = FAST,
-    tile: GemmTile | None = None, described: bool | None = None, expected_rows: int = 16,
+    described: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns silu(gate) * up of the same product with gate above up, quantised from float32.
 
@@ -389,8 +390,7 @@ def gated_gemm_fp8_triton(
     q = torch.empty(*x.shape[:-1], n // 2, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(*x.shape[:-1], triton.cdiv(n // 2, FP8_GROUP), dtype=torch.float32, device=x.device)
     if q.numel():
-        rows = x.shape[0] // groups if x.dim() == 2 else expected_rows
-        tile = tile or fp8_tile(rows, numerics.invariant, gated=True)
+        tile = fp8_tile(x.shape[0] // groups if x.dim() == 2 else ROWS_OF_SLAB, numerics.invariant, gated=True)
         scales = Scales(x_scale, weight.scale, weight.parts)
         launch(x, weight.q, rows_per_group, q, tile, described, scales, activation=SILU, y_scale=scale)
     return q, scale
