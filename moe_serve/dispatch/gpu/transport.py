@@ -18,7 +18,6 @@ waited for the tokens.
 The kernels run in the interpreter and compile for sm_80 to sm_100; nothing here was run on a GPU yet.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,7 +38,7 @@ from moe_serve.dispatch.base import (
 from moe_serve.dispatch.by_batch import ByBatchAllToAll, small_limits
 from moe_serve.dispatch.capabilities import TRANSPORTS
 from moe_serve.dispatch.collective import CollectiveAllToAll
-from moe_serve.dispatch.gpu.facts import GpuFacts, gather_facts, ipc_problem, nvshmem_problem, wire_problem
+from moe_serve.dispatch.gpu.facts import gather_facts, ipc_problem, nvshmem_problem, wire_problem
 from moe_serve.dispatch.gpu.region import Region, gpu_buffer_sizes, gpu_region, most_gpu_tokens
 from moe_serve.dispatch.gpu.symmetric import Sent, ipc_regions, nvshmem_regions, refuse_capture
 from moe_serve.dispatch.peer_calls import all_gather_into
@@ -128,18 +127,15 @@ class GpuSlabAllToAll(AllToAll[Sent]):
         return Deferred(lambda: self._ranks.combine_receive(handle, weights[None])[0])
 
 
-def make_gpu_slabs(
-    group: EpGroup, request: TransportRequest, transport: str, facts: Sequence[GpuFacts] | None = None
-) -> GpuSlabAllToAll:
+def make_gpu_slabs(group: EpGroup, request: TransportRequest, transport: str) -> GpuSlabAllToAll:
     """Returns this rank's end of the transport; a collective call, to be made before any graph is captured.
 
     transport: "nvshmem", which is started here where it does not run, or "cuda_ipc"
-    facts:     of all ranks, where they have been gathered already
     Raises ConfigError for what the GPUs, the links between them or the kernels cannot do, for missing libraries and
     inside a graph capture; CapacityError when the GPU of some rank is too small. All ranks raise alike.
     """
     refuse_capture("low-latency buffers")
-    facts = facts or gather_facts(group)
+    facts = gather_facts(group)
     problem = wire_problem(facts, request.dtype, request.wire_dtype)
     problem = problem or (ipc_problem(facts) if transport == "cuda_ipc" else nvshmem_problem(facts))
     if problem:

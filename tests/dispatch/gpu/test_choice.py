@@ -77,7 +77,8 @@ def test_fp8_is_refused_below_sm_89_and_the_rank_is_named() -> None:
 def make(
     facts: Sequence[GpuFacts], transport: str = "nvshmem", limits: BufferLimits = DECODE, wire: str = "auto"
 ) -> object:
-    return make_gpu_slabs(CUDA, TransportRequest(transport, limits, BF16, wire), transport, facts)
+    with mock.patch.object(gpu_transport, "gather_facts", return_value=facts):
+        return make_gpu_slabs(CUDA, TransportRequest(transport, limits, BF16, wire), transport)
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,11 @@ def make_transport(group: EpGroup, one: Scenario, folder: str, deadline_s: float
 
     facts = [GpuFacts(host=1, capability=(9, 0), free_bytes=1 << 30)] * group.num_ranks
     request = one.request("cuda_ipc", deadline_s=deadline_s)
-    with mock.patch.object(symmetric, "CudaDriver", return_value=SharedFiles(folder, group.rank)):
-        return transport.make_gpu_slabs(group, request, "cuda_ipc", facts)
+    with (
+        mock.patch.object(symmetric, "CudaDriver", return_value=SharedFiles(folder, group.rank)),
+        mock.patch.object(transport, "gather_facts", return_value=facts),
+    ):
+        return transport.make_gpu_slabs(group, request, "cuda_ipc")
 
 
 def check_rounds(rank: int, transport, one: Scenario, device: str) -> None:
