@@ -98,7 +98,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, link: Link, clien
         num = config.server.api_workers
         ledger = None if clients_fd is None else Ledger.shared(clients_fd, num, link.worker % num)
         app = make_app(config, bridge, tokenizer, ClientTable(ledger), starts_helpers=True)
-        server = HttpServer(app, bridge, handle_signals=True)
+        server = HttpServer(app, bridge)
         if not is_loopback(config.server.host) and not KeyRing.load(config.server).has_api_keys:
             log.warning("no API key is set: whoever reaches %s is served (server.api_key_file)", config.server.host)
         host, port = listener.getsockname()[:2]

@@ -7,9 +7,8 @@ import sys
 import time
 
 from moe_serve.dispatch.base import EpGroup
-from moe_serve.server.ranks.bridge import Bridge
 from tests.ranks import run_ranks
-from tests.server.served import fake_config, in_event_loop
+from tests.server.served import bridge_over_tcp, fake_config, in_event_loop
 
 
 def run_worker_in_fork(place: dict[str, str], settings: list[str], import_s: float = 0.0) -> tuple[int, list[str]]:
@@ -54,7 +53,7 @@ def start_refused(rank: int, group: EpGroup, port: int) -> tuple[int, list[str]]
 
 @in_event_loop
 async def test_a_refused_rank_exits_with_1_and_the_reason_is_its_last_line():
-    bridge = Bridge(fake_config(3), None)
+    bridge = bridge_over_tcp(fake_config(3))
     await bridge.start()
     try:
         ((code, lines),) = await asyncio.to_thread(run_ranks, 1, start_refused, bridge.link.port)

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import httpx
 from fastapi import FastAPI
 
 from moe_serve.config import ServeConfig, load_config, model_dir
+from moe_serve.links.link import find_link
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.server.app import make_app
 from moe_serve.server.edge.client_limits import ClientTable
@@ -52,6 +53,17 @@ class Served:
         self.tasks[rank].cancel()
 
 
+def bridge_over_tcp(config: ServeConfig, tokenizer: Tokenizer | None = None) -> Bridge:
+    """Returns a front end to which ranks attach as beside torchrun."""
+    return Bridge(config, tokenizer, None, find_link(config.server))
+
+
+class _InTest(HttpServer):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # they are pytest's
+
+
 @contextlib.asynccontextmanager
 async def serving(
     num_ranks: int = 2,
@@ -64,11 +76,11 @@ async def serving(
     """A front end with fake ranks behind it; ready when start is true. clients: None: nobody shares what they used"""
     config = fake_config(num_ranks, *overrides)
     text = tokenizer if isinstance(tokenizer, Tokenizer) else demo_tokenizer() if tokenizer else None
-    bridge = Bridge(config, text)
+    bridge = bridge_over_tcp(config, text)
     await bridge.start()
     listener = open_port("127.0.0.1", 0)
     app = make_app(config, bridge, text, clients)
-    server = HttpServer(app, bridge, handle_signals=False)
+    server = _InTest(app, bridge)
     http = asyncio.create_task(server.serve(sockets=[listener]))
     workers = [
         FakeWorker(rank, num_ranks, bridge.link.port, **worker_fields)  # type: ignore[arg-type]

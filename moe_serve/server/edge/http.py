@@ -41,7 +41,7 @@ class HttpServer(uvicorn.Server):
     Raises ConfigError where the files for TLS cannot be used.
     """
 
-    def __init__(self, app: FastAPI, bridge: Bridge, handle_signals: bool):
+    def __init__(self, app: FastAPI, bridge: Bridge):
         super().__init__(
             uvicorn.Config(
                 ending(app, lambda: self.should_exit),
@@ -58,7 +58,6 @@ class HttpServer(uvicorn.Server):
         self._bridge = bridge
         self._early: EarlyRefusal = app.state.early_refusal
         self.batches = BatchReader()
-        self._handle_signals = handle_signals
         server = bridge.config.server
         self._tls = make_tls(server)
         self._server = server
@@ -137,9 +136,6 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        if not self._handle_signals:
-            yield
-            return
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self.stop)
         loop.add_signal_handler(signal.SIGTERM, self.drain)

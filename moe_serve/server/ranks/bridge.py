@@ -57,7 +57,7 @@ from moe_serve.engine.protocol.messages import (
     decode_to_front_end,
 )
 from moe_serve.errors import RequestError, name_ranks
-from moe_serve.links.link import Link, find_link
+from moe_serve.links.link import Link
 from moe_serve.log import RareWarnings, get_logger
 from moe_serve.process_facts import core_seconds
 from moe_serve.server.ranks.balance import BalanceBook
@@ -531,18 +531,11 @@ class Bridge(RankGroup):
 
     tokenizer: None = ids in, ids out
     observer:  called with what the ranks report while they start and end (Hello, Progress, Ready, Fatal, Goodbye)
-    link:      how ranks attach; None: as the environment and the configuration say
+    link:      how ranks attach
     prefill:   the ranks that compute prompts alone; None: there are none
     """
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        tokenizer: Decoder | None,
-        observer: Observer | None = None,
-        link: Link | None = None,
-    ):
-        link = link or find_link(config.server)
+    def __init__(self, config: ServeConfig, tokenizer: Decoder | None, observer: Observer | None, link: Link):
         self.notifier = Notifier()
         self.book = RequestBook(config, tokenizer, self._send_to_one)
         self.grammars = GrammarCheck(None if tokenizer is None else str(model_dir(config.model)))

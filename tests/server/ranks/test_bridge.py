@@ -10,10 +10,9 @@ from moe_serve.engine.protocol.messages import SUPERVISOR, Fatal, Hello, TokenEv
 from moe_serve.errors import LaunchError
 from moe_serve.links.sockets import LinkSockets
 from moe_serve.server.ranks import bridge as bridge_module
-from moe_serve.server.ranks.bridge import Bridge
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
 from tests.server.fake_worker import FakeWorker
-from tests.server.served import Served, fake_config, in_event_loop, serving, until
+from tests.server.served import Served, bridge_over_tcp, fake_config, in_event_loop, serving, until
 
 LONG = {"max_new_tokens": 50}
 
@@ -122,7 +121,7 @@ async def test_a_rank_that_was_told_to_end_by_somebody_else_is_named():
 
 @in_event_loop
 async def test_ranks_that_do_not_come_in_time_are_named():
-    bridge = Bridge(fake_config(2, "server.attach_deadline_s=0.5"), None)
+    bridge = bridge_over_tcp(fake_config(2, "server.attach_deadline_s=0.5"))
     await bridge.start()
     worker = FakeWorker(0, 2, bridge.link.port)
     task = asyncio.create_task(worker.run())
@@ -253,9 +252,9 @@ async def test_a_session_stays_with_its_rank_and_a_chosen_rank_is_obeyed():
 
 @in_event_loop
 async def test_a_taken_worker_port_says_what_to_do():
-    first = Bridge(fake_config(1), None)
+    first = bridge_over_tcp(fake_config(1))
     await first.start()
-    second = Bridge(fake_config(1, f"server.worker_port={first.link.port}"), None)
+    second = bridge_over_tcp(fake_config(1, f"server.worker_port={first.link.port}"))
     with pytest.raises(LaunchError, match=r"Address already in use.*server\.worker_port"):
         await second.start()
     await first.close()

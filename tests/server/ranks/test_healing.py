@@ -17,7 +17,7 @@ from moe_serve.server.requests.open_request import Changes, OpenRequest, Unavail
 from tests.server.fake_worker import FakeWorker, LinkedWorker
 from tests.server.proxy import Proxy
 from tests.server.ranks.test_bridge import finished, spec
-from tests.server.served import end_without_a_word, fake_config, in_event_loop, until
+from tests.server.served import bridge_over_tcp, end_without_a_word, fake_config, in_event_loop, until
 
 GOES_ON = {"on_lost_rank": "mask"}
 
@@ -35,7 +35,7 @@ async def ranks(*workers: FakeWorker) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def front_end(port: int = 0, *overrides: str, num_ranks: int = 2) -> AsyncIterator[Bridge]:
-    bridge = Bridge(fake_config(num_ranks, f"server.worker_port={port}", *overrides), None)
+    bridge = bridge_over_tcp(fake_config(num_ranks, f"server.worker_port={port}", *overrides))
     await bridge.start()
     try:
         yield bridge

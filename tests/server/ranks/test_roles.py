@@ -89,7 +89,7 @@ async def roles(
     with OwnFolder() as folder:
         (folder / "prefill").mkdir(mode=0o700)
         link = Link(folder=folder)
-        bridge = Bridge(config, None, link=link)
+        bridge = Bridge(config, None, None, link)
         await bridge.start()
         decode = [RoleWorker(r, num_decode, 0, 1, of=link, computes=facts_of("x")) for r in range(num_decode)]
         info = {"on_lost_rank": "mask", "handover_pages": 100}
