@@ -12,7 +12,6 @@ from moe_serve.bench.domains import DOMAINS, piece_of
 from moe_serve.errors import ConfigError
 from moe_serve.models.tokenizer import Tokenizer
 
-ENDPOINTS = ("completions", "chat", "generate")
 SLO_NAMES = ("ttft", "tpot", "e2el")
 _MOST_TOKENS = 1_000_000
 _NUMBER = r"(\d+(?:\.\d+)?)"
@@ -58,29 +57,18 @@ class Lengths:
         return random_.randint(self.low, self.high)
 
 
-@dataclass(frozen=True)
-class Slo:
-    """Bounds that a good request keeps, in milliseconds; None = no bound."""
+def slo_of(pairs: list[str]) -> dict[str, float]:
+    """Returns the bounds that a good request keeps, in milliseconds, from pairs such as `ttft:500`, as vLLM has them.
 
-    ttft: float | None = None
-    tpot: float | None = None
-    e2el: float | None = None
-
-    @classmethod
-    def parse(cls, pairs: list[str]) -> "Slo":
-        """Returns what pairs such as `ttft:500` say, as vLLM spells them. Raises ConfigError."""
-        bounds: dict[str, float] = {}
-        for pair in (piece for text in pairs for piece in text.split()):
-            found = re.fullmatch(rf"(\w+):{_NUMBER}", pair)
-            if found is None or found[1] not in SLO_NAMES:
-                raise ConfigError(f"--goodput has {pair!r}, expected NAME:MILLISECONDS with {', '.join(SLO_NAMES)}")
-            bounds[found[1]] = float(found[2])
-        return cls(**bounds)
-
-    @property
-    def bounds(self) -> dict[str, float]:
-        """The bounds that exist."""
-        return {name: bound for name in SLO_NAMES if (bound := getattr(self, name)) is not None}
+    Raises ConfigError.
+    """
+    bounds: dict[str, float] = {}
+    for pair in (piece for text in pairs for piece in text.split()):
+        found = re.fullmatch(rf"(\w+):{_NUMBER}", pair)
+        if found is None or found[1] not in SLO_NAMES:
+            raise ConfigError(f"--goodput has {pair!r}, expected NAME:MILLISECONDS with {', '.join(SLO_NAMES)}")
+        bounds[found[1]] = float(found[2])
+    return bounds
 
 
 @dataclass(frozen=True)

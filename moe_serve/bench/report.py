@@ -1,7 +1,7 @@
 """Numbers of a run: latencies, throughput, goodput, errors, and how well the load was kept. Keys as vLLM's results."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from moe_serve.bench.client import Outcome
 from moe_serve.bench.drafts import Drafts
-from moe_serve.bench.load import Slo
 from moe_serve.bench.run import Ran
 
 PERCENTILES = (50, 90, 99)
@@ -86,7 +85,7 @@ class Report:
         return count / self.seconds if self.seconds else 0.0
 
 
-def report_of(ran: Ran, slo: Slo, is_paced: bool, drafts: Drafts | None = None) -> Report:
+def report_of(ran: Ran, slo: Mapping[str, float], is_paced: bool, drafts: Drafts | None = None) -> Report:
     """Returns the numbers of a run. is_paced: requests were due at times of a finite rate"""
     complete = [outcome for outcome in ran.outcomes if outcome.error is None]
     failed = [outcome for outcome in ran.outcomes if outcome.error is not None]
@@ -106,7 +105,7 @@ def report_of(ran: Ran, slo: Slo, is_paced: bool, drafts: Drafts | None = None) 
         num_prompt=sum(outcome.num_prompt or 0 for outcome in complete),
         num_output=sum(outcome.num_output for outcome in complete),
         num_cached=sum(cached) if cached else None,
-        num_good=sum(is_good(outcome, slo) for outcome in complete) if slo.bounds else None,
+        num_good=sum(is_good(outcome, slo) for outcome in complete) if slo else None,
         late=late,
         cpu_share=cpu_share,
         longest_retry_after_s=max(retries, default=None),
@@ -133,10 +132,10 @@ def _numbers(spreads: Iterable[tuple[str, Spread]]) -> dict[str, float | None]:
     return found
 
 
-def is_good(outcome: Outcome, slo: Slo) -> bool:
+def is_good(outcome: Outcome, slo: Mapping[str, float]) -> bool:
     """Whether a complete request kept to all bounds. An output of one token has no time per token to miss."""
     found = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.e2e_s}
-    return all(1e3 * found[name] <= bound for name, bound in slo.bounds.items())
+    return all(1e3 * found[name] <= bound for name, bound in slo.items())
 
 
 def _warnings(ran: Ran, complete: list[Outcome], late: Spread, cpu_share: float, is_paced: bool) -> list[str]:

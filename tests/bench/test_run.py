@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from moe_serve.bench.client import Client, Options, Outcome, model_of
-from moe_serve.bench.load import Lengths, Load, Prompts, Slo
+from moe_serve.bench.load import Lengths, Load, Prompts
 from moe_serve.bench.picture import picture_of
 from moe_serve.bench.report import report_of, table_of
 from moe_serve.bench.run import Ran, run_load
@@ -32,7 +32,7 @@ def ran(fake: Fake, endpoint: str = "completions", timeout_s: float = 20.0, key:
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_reported_times_are_those_of_the_server(endpoint, in_pieces):
     with running(Fake(first_s=0.05, gap_s=0.01, in_pieces=in_pieces)) as fake:
-        report = report_of(ran(fake, endpoint), Slo(), is_paced=False)
+        report = report_of(ran(fake, endpoint), {}, is_paced=False)
     assert (report.num_complete, report.errors, report.warnings) == (6, {}, ())
     assert (report.num_prompt, report.num_output, report.num_cached) == (60, 36, 24)
     latencies = report.latencies
@@ -74,7 +74,7 @@ def test_metrics_are_read_to_their_end():
 def test_every_failure_is_counted_by_its_kind_and_the_rest_is_measured():
     kinds = {"refuses": {0}, "cuts": {1}, "breaks": {2}, "silent": {3}}
     with running(Fake(first_s=0.01, **{name: frozenset(numbers) for name, numbers in kinds.items()})) as fake:
-        report = report_of(ran(fake, num_prompts=7, max_concurrency=7, timeout_s=4.0), Slo(), is_paced=False)
+        report = report_of(ran(fake, num_prompts=7, max_concurrency=7, timeout_s=4.0), {}, is_paced=False)
     assert report.errors == {"HTTP 429": 1, "cut stream": 1, "error in the stream": 1, "timeout": 1}
     assert report.examples["HTTP 429"] == "the queue is full"
     assert report.examples["error in the stream"] == "rank 1 was lost"
@@ -95,7 +95,7 @@ def test_a_refused_client_of_a_closed_loop_waits_as_long_as_it_is_asked_to():
 
 
 def test_a_server_that_is_not_there_is_an_error_of_each_request_and_of_the_warm_up():
-    report = report_of(ran(Fake(url="http://127.0.0.1:1"), num_prompts=2), Slo(), is_paced=False)
+    report = report_of(ran(Fake(url="http://127.0.0.1:1"), num_prompts=2), {}, is_paced=False)
     assert report.errors == {"no connection": 2}
     assert "–" in table_of(report)
     ElementTree.fromstring(picture_of(report, "nothing"))
@@ -107,7 +107,7 @@ def test_a_server_that_is_not_there_is_an_error_of_each_request_and_of_the_warm_
 
 def test_without_usage_chunks_are_counted_and_the_report_says_so():
     with running(Fake(first_s=0, gap_s=0, has_usage=False)) as fake:
-        report = report_of(ran(fake), Slo(), is_paced=False)
+        report = report_of(ran(fake), {}, is_paced=False)
     assert (report.num_output, report.num_prompt, report.num_cached) == (36, 0, None)
     assert any("gives no usage" in text for text in report.warnings)
 
@@ -124,7 +124,7 @@ def test_an_open_loop_that_falls_behind_says_so():
     with running(Fake(first_s=0.05, gap_s=0)) as fake:
         found = ran(fake, num_prompts=6, request_rate=1000, max_concurrency=1)
     assert fake.most_open == 1
-    report = report_of(found, Slo(), is_paced=True)
+    report = report_of(found, {}, is_paced=True)
     assert report.late.values[-1] >= 200
     assert any("fell behind" in text for text in report.warnings)
 
@@ -141,7 +141,7 @@ def test_a_run_that_is_interrupted_reports_what_it_has():
 
     with running(Fake(first_s=0.05)) as fake:
         found = asyncio.run(run(fake))
-    report = report_of(found, Slo(), is_paced=False)
+    report = report_of(found, {}, is_paced=False)
     assert found.was_interrupted
     assert 1 <= report.num_complete < 50
     assert set(report.errors) <= {"interrupted"}
@@ -155,11 +155,11 @@ def test_goodput_counts_requests_within_all_bounds():
 
     outcomes = [outcome(0, 0.1, 0.01), outcome(1, 0.3, 0.01), outcome(2, 0.1, 0.05), outcome(3, 0.1, 0, num_tokens=1)]
     found = Ran(outcomes, 2.0, 0.1, False)
-    assert report_of(found, Slo(ttft=200, tpot=30), is_paced=False).num_good == 2
-    assert report_of(found, Slo(e2el=150), is_paced=False).num_good == 2
-    report = report_of(found, Slo(ttft=1000), is_paced=False)
+    assert report_of(found, {"ttft": 200, "tpot": 30}, is_paced=False).num_good == 2
+    assert report_of(found, {"e2el": 150}, is_paced=False).num_good == 2
+    report = report_of(found, {"ttft": 1000}, is_paced=False)
     assert (report.num_good, report.as_json()["request_goodput"]) == (4, 2.0)
-    assert report_of(found, Slo(), is_paced=False).num_good is None
+    assert report_of(found, {}, is_paced=False).num_good is None
 
 
 def test_times_are_told_apart_by_the_route_that_the_server_names():
@@ -167,7 +167,7 @@ def test_times_are_told_apart_by_the_route_that_the_server_names():
         Outcome(number, "code", 1, 1, 2, [1 + ttft_s, 1.6], num_output=2, is_counted=True, route=route)
         for number, (ttft_s, route) in enumerate([(0.1, "short"), (0.5, "prefill"), (0.3, "short")])
     ]
-    report = report_of(Ran(outcomes, 2.0, 0.1, False), Slo(), is_paced=False)
+    report = report_of(Ran(outcomes, 2.0, 0.1, False), {}, is_paced=False)
     assert {route: latencies["ttft"].mean for route, latencies in report.routes.items()} == {
         "prefill": pytest.approx(500), "short": pytest.approx(200),
     }  # fmt: skip

@@ -81,10 +81,10 @@ def bench(options: BenchOptions) -> None:
         check_output(path, name)
     if options.picture is not None and options.picture.suffix != ".svg":
         raise ConfigError(f"--picture is {options.picture}, but the picture is an SVG; name a file that ends in .svg")
-    from moe_serve.bench.load import Slo
+    from moe_serve.bench.load import slo_of
     from moe_serve.bench.report import report_of, table_of
 
-    load, slo = _load_of(options), Slo.parse([*(options.goodput or ()), *(options.goodput_more or ())])
+    load, slo = _load_of(options), slo_of([*(options.goodput or ()), *(options.goodput_more or ())])
     if options.goodput_more and not options.goodput:
         raise typer.BadParameter(f"unexpected {options.goodput_more[0]!r}")
     ran, drafts = asyncio.run(_run(options, load, _tokenizer(options.tokenizer), api_key_of_environment()))
@@ -134,10 +134,11 @@ async def _run(
 
 
 def _load_of(options: BenchOptions) -> "Load":
-    from moe_serve.bench.load import ENDPOINTS, Lengths, Load
+    from moe_serve.bench.client import PATHS
+    from moe_serve.bench.load import Lengths, Load
 
-    if options.endpoint not in ENDPOINTS:
-        raise ConfigError(f"--endpoint is {options.endpoint!r}, expected {', '.join(ENDPOINTS)}")
+    if options.endpoint not in PATHS:
+        raise ConfigError(f"--endpoint is {options.endpoint!r}, expected {', '.join(PATHS)}")
     if not options.base_url.startswith(("http://", "https://")):
         raise ConfigError(f"--base-url is {options.base_url!r}, expected http://HOST:PORT or https://HOST:PORT")
     load = Load(
