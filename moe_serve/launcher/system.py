@@ -584,7 +584,10 @@ class RanksElsewhere:
 
 
 class RanksOfHosts(LocalRanks):
-    """The ranks of several hosts, seen from node rank 0: it starts its own, and tells the others to start theirs."""
+    """The ranks of several hosts, seen from node rank 0: it starts its own, and tells the others to start theirs.
+
+    elsewhere: those of the others
+    """
 
     def __init__(
         self,
@@ -597,7 +600,7 @@ class RanksOfHosts(LocalRanks):
         pages_at: Sequence[str] = (),
     ):
         super().__init__(config, on_line, folder, link, page_files=page_files, pages_at=pages_at)
-        self._leader, self._elsewhere = leader, RanksElsewhere(leader, config)
+        self._leader, self.elsewhere = leader, RanksElsewhere(leader, config)
 
     def start(self) -> None:
         host, _ = self.config.launcher.meeting_place()
@@ -605,50 +608,42 @@ class RanksOfHosts(LocalRanks):
             port = store.getsockname()[1]
             launch = Launch(new_launch_id(), host, port, self._leader.front_ends, self._pages_at)
             self.start_in(launch, store.fileno())
-        self._elsewhere.start_in(launch)
+        self.elsewhere.start_in(launch)
 
     def join_running(self, running: Running) -> range:
         """Starts the ranks of this host beside those of others that have lost their leader; returns them."""
         own = range(self._num_local)
-        self._elsewhere.begin(running.launch.launch_id, running.num_before)
-        num_before = self._elsewhere.num_replaced
+        self.elsewhere.begin(running.launch.launch_id, running.num_before)
+        num_before = self.elsewhere.num_replaced
         num_before.update(dict.fromkeys(own, _UNHEARD))
         self.join(running.launch, running.memory, num_before)
         return own
-
-    def note_death(self, message: Died) -> None:
-        """Notes how a rank of another host has ended."""
-        self._elsewhere.note_death(message)
 
     def finish(self, rank: int) -> None:
         if rank < self._num_local:
             super().finish(rank)
         else:
-            self._elsewhere.finish(rank)
+            self.elsewhere.finish(rank)
 
     def replace(self, rank: int) -> None:
         if rank < self._num_local:
             super().replace(rank)
         else:
-            self._elsewhere.replace(rank)
-
-    def start_again_on(self, node_rank: int) -> None:
-        """Tells a host again to start its ranks, as RanksElsewhere does."""
-        self._elsewhere.start_again_on(node_rank)
+            self.elsewhere.replace(rank)
 
     def take_back(self, node_rank: int) -> range:
         """Lets a host whose processes have all ended join the launch; returns its ranks, none where it cannot."""
         memory = self.memory_of_hosts()
         if self.launch is None or memory is None:
             return range(0)
-        self._elsewhere.join(node_rank, self.launch, memory, dict(enumerate(self._num_before)))
-        return self._elsewhere.ranks_of(node_rank)
+        self.elsewhere.join(node_rank, self.launch, memory, dict(enumerate(self._num_before)))
+        return self.elsewhere.ranks_of(node_rank)
 
     def deaths(self) -> list[Death]:
-        return sorted([*super().deaths(), *self._elsewhere.deaths()], key=lambda death: not death.was_killed)
+        return sorted([*super().deaths(), *self.elsewhere.deaths()], key=lambda death: not death.was_killed)
 
     def end(self, grace_s: float) -> None:
-        self._elsewhere.end(grace_s)
+        self.elsewhere.end(grace_s)
         super().end(grace_s)
 
 
@@ -1023,16 +1018,16 @@ class _System:
         own_id = self.ranks.launch_id
         match message:
             case HostIsBack() if self._starts_at_s is None and not self._launch.has_served:
-                self.ranks.start_again_on(node_rank)
+                self.ranks.elsewhere.start_again_on(node_rank)
             case Died():
-                self.ranks.note_death(message)
+                self.ranks.elsewhere.note_death(message)
             case FrontEndsEnded():
                 self._drain_elsewhere.discard(node_rank)
                 if message.code == 2:
                     raise _Ended(2, f"a front end on node rank {node_rank} has ended; its last lines are there")
             case HostIsNew() if message.running is not None and message.running.launch.launch_id == own_id:
                 for death in message.running.ended:
-                    self.ranks.note_death(Died(own_id, death))
+                    self.ranks.elsewhere.note_death(Died(own_id, death))
             case HostIsNew() if self._starts_at_s is None:
                 back = self.ranks.take_back(node_rank) if self._launch.goes_on else ()
                 self._launch.replaced(back)

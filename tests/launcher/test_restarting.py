@@ -304,7 +304,7 @@ def on_two_hosts(tmp_path: Path) -> tuple[_System, RanksOfHosts, Hosts]:
     hosts = Hosts()
     ranks = RanksOfHosts(hosts, config, lambda who, line: None, tmp_path, Link(token="t" * 32))
     system = _System(config, Display(), ranks, Signals(), hosts)
-    ranks._elsewhere.start_in(LAUNCH)
+    ranks.elsewhere.start_in(LAUNCH)
     ranks.launch_id = LAUNCH.launch_id
     return system, ranks, hosts
 

@@ -225,7 +225,7 @@ class Degradation:
 
     def __init__(self, steps: Sequence[DegradeStep]):
         self.counts: Counter[str] = Counter(
-            {name: 0 for step in steps for name in STEPS if _value(step, name) is not None}
+            {name: 0 for step in steps for name in STEPS if getattr(step, name) is not None}
         )
         self._steps = steps
 
@@ -273,8 +273,3 @@ def _shortened(prompt: Prompt, most: int) -> Prompt:
     if prompt.explicit_length or params.max_new_tokens <= max(most, params.min_new_tokens):
         return prompt
     return replace(prompt, params=replace(params, max_new_tokens=max(most, params.min_new_tokens)))
-
-
-def _value(step: DegradeStep, name: str) -> int | None:
-    value: int | None = getattr(step, name)
-    return value
