@@ -30,7 +30,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -392,30 +392,24 @@ class PageTiers:
 
     def take(self, fetch: Fetch, blocks: Sequence[int]) -> int:
         """Copies the pages that have come to the first of these blocks; returns how many."""
-        num_taken = 0
-        while num_taken < len(blocks) and fetch.pages:
-            page = fetch.pages.popleft()
-            self._cache.write_page(blocks[num_taken], page)
-            num_taken += 1
-        self._have_taken(fetch, num_taken)
-        return num_taken
+        return self._take(fetch, len(blocks), lambda number, page: self._cache.write_page(blocks[number], page))
 
     def take_state(self, fetch: Fetch, slot: int, first: int, count: int) -> int:
         """Copies the pages of a state that have come, from page `first` of it on and at most `count`, to a slot that
         nobody reads; returns how many."""
-        num_taken = 0
-        while num_taken < count and fetch.pages:
-            self._cache.write_state_page(slot, first + num_taken, fetch.pages.popleft())
-            num_taken += 1
-        self._have_taken(fetch, num_taken)
-        return num_taken
+        return self._take(fetch, count, lambda number, page: self._cache.write_state_page(slot, first + number, page))
 
     @property
     def num_state_pages(self) -> int:
         """The pages of a state; 0: the model keeps none."""
         return self._cache.num_state_pages
 
-    def _have_taken(self, fetch: Fetch, num_taken: int) -> None:
+    def _take(self, fetch: Fetch, most: int, write: Callable[[int, Tensor], None]) -> int:
+        """Hands at most so many pages that have come to `write`, with their numbers; returns how many."""
+        num_taken = 0
+        while num_taken < most and fetch.pages:
+            write(num_taken, fetch.pages.popleft())
+            num_taken += 1
         if num_taken:
             fetch.num_taken += num_taken
             if fetch.waits_s is not None:  # until they came, not until this step
@@ -425,6 +419,7 @@ class PageTiers:
                 self._fetched_bytes -= num_taken * self.page_bytes
                 self._lock.notify()
                 self._news_across.notify()
+        return num_taken
 
     def is_coming(self, fetch: Fetch) -> bool:
         """Returns whether a prefill should wait for more pages; not, where it has waited too long for the next one, or

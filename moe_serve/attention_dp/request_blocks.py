@@ -322,60 +322,51 @@ class RequestBlocks:
         A bounded number in each call, so that the steps of others do not wait, those that decode above all.
         """
         most_bytes = _BYTES_BESIDE if beside_decodes else _BYTES_UP
-        if request.handover is not None:
-            return self._take_over(request, most_bytes)
-        fetch = self._fetches.get(request.request_id)
-        if self.tiers is None or fetch is None:
-            return False
-        if self.states is not None:
-            if self._bring_with_state(request, fetch, self.tiers, self.states, most_bytes):
+        handover, fetch = request.handover, self._fetches.get(request.request_id)
+        if handover is not None and self.receiver is not None:
+            if self._take_over(request, self.receiver, handover, most_bytes):
                 return True
-            self._end_fetch(request)
-            self._end_arriving(request)
-            return False
+        elif fetch is not None and self.tiers is not None and self._bring(request, fetch, self.tiers, most_bytes):
+            return True
+        request.handover = None
+        self._end_fetch(request)
+        self._end_arriving(request)
+        return False
+
+    def _bring(self, request: Request, fetch: "Fetch", tiers: "PageTiers", most_bytes: int) -> bool:
+        """Takes pages from a tier; returns whether it should wait for more."""
+        if self.states is not None:
+            return self._bring_with_state(request, fetch, tiers, self.states, most_bytes)
         start, offset = divmod(request.num_computed, self.block_size)
         next_key = request.block_keys[start : start + 1]
         if offset or next_key != list(fetch.keys[fetch.num_taken : fetch.num_taken + 1]):
-            self._end_fetch(request)  # a sibling has computed them meanwhile, or there are no more
-            return False
-        count = max(1, most_bytes // self.tiers.page_bytes)
-        num_taken = self.tiers.take(fetch, request.block_ids[start : start + count])
+            return False  # a sibling has computed them meanwhile, or there are no more
+        count = max(1, most_bytes // tiers.page_bytes)
+        num_taken = tiers.take(fetch, request.block_ids[start : start + count])
         if num_taken:
             request.num_computed += num_taken * self.block_size
             self.publish(request)
-        if self.tiers.is_coming(fetch):
-            return True
-        self._end_fetch(request)
-        return False
+        return tiers.is_coming(fetch)
 
-    def _take_over(self, request: Request, most_bytes: int) -> bool:
+    def _take_over(self, request: Request, receiver: "PageReceiver", handover: Handover, most_bytes: int) -> bool:
         """Takes pages that a prefill rank has computed for this request; returns whether there may be more."""
+        if self.states is not None:
+            return self._take_over_with_state(request, receiver, self.states, handover, most_bytes)
         start, offset = divmod(request.num_computed, self.block_size)
         end = request.num_reusable // self.block_size
-        handover, request.handover = request.handover, None
-        if self.states is not None and handover is not None and self.receiver is not None:
-            if self._take_over_with_state(request, self.receiver, self.states, handover, most_bytes):
-                request.handover = handover
-                return True
-            self._end_arriving(request)
-            return False
-        if handover is None or self.receiver is None or offset or start >= end:
+        if offset or start >= end:
             return False
         self._extend_keys(request, end)
-        count = min(end - start, max(1, most_bytes // self.receiver.page_bytes))
-        count = self.receiver.num_there(request, handover, start, count)
+        count = min(end - start, max(1, most_bytes // receiver.page_bytes))
+        count = receiver.num_there(request, handover, start, count)
         if not count:
-            request.handover = handover
             return True
-        num_taken = self.receiver.take(request, handover, start, request.block_ids[start : start + count])
+        num_taken = receiver.take(request, handover, start, request.block_ids[start : start + count])
         if num_taken:
             request.num_computed += num_taken * self.block_size
             request.num_handed_over += num_taken * self.block_size
             self.publish(request)
-        if num_taken < count or start + count == end:
-            return False
-        request.handover = handover
-        return True
+        return num_taken == count and start + count < end
 
     def _take_over_with_state(
         self,
