@@ -105,7 +105,7 @@ def agree_on_launch(store: Store, env: RankEnv, deadline_s: float) -> int:
 def _lead(at: Store, env: RankEnv, deadline_s: float) -> int:
     launch_id, others = new_launch_id(), range(1, env.num_ranks)
     told = ""
-    wait = _Wait(env, "joined", deadline_s)
+    wait = _Wait(env, deadline_s)
     while True:
         come = [rank for rank in others if at.check([f"number {rank}"])]
         answer = msgspec.json.encode((launch_id, {rank: at.get(f"number {rank}").decode() for rank in come})).decode()
@@ -122,7 +122,7 @@ def _lead(at: Store, env: RankEnv, deadline_s: float) -> int:
 def _follow(at: Store, env: RankEnv, deadline_s: float) -> int:
     number = secrets.token_hex(8)
     at.set(f"number {env.rank}", number)
-    wait = _Wait(env, "joined", deadline_s)
+    wait = _Wait(env, deadline_s)
     agreed = 0
     while True:
         answer = _text(at, "answer")
@@ -179,7 +179,7 @@ def gather(store: Store, env: RankEnv, name: str, data: str, deadline_s: float) 
     at = PrefixStore(f"moe_serve/{name}", store)
     try:
         at.set(str(env.rank), data)
-        _wait_for_all(at, env, "joined", deadline_s)
+        _wait_for_all(at, env, deadline_s)
         gathered = [at.get(str(rank)) for rank in range(env.num_ranks)]
         at.set(f"read {env.rank}", "")
     except RuntimeError as error:
@@ -187,8 +187,8 @@ def gather(store: Store, env: RankEnv, name: str, data: str, deadline_s: float) 
     return gathered
 
 
-def _wait_for_all(at: Store, env: RankEnv, what: str, deadline_s: float) -> None:
-    wait = _Wait(env, what, deadline_s)
+def _wait_for_all(at: Store, env: RankEnv, deadline_s: float) -> None:
+    wait = _Wait(env, deadline_s)
     missing = list(range(env.num_ranks))
     while missing := [rank for rank in missing if not at.check([str(rank)])]:
         if at.check([_FAILED]):
@@ -209,9 +209,8 @@ def leave(store: Store, env: RankEnv, name: str) -> None:
 class _Wait:
     """One wait for other ranks: each turn pauses a little longer; names who is missing, and ends at the deadline."""
 
-    def __init__(self, env: RankEnv, what: str, deadline_s: float):
+    def __init__(self, env: RankEnv, deadline_s: float):
         self._env = env
-        self._what = what
         self._deadline_s = deadline_s
         self._started_s = time.monotonic()
         self._next_warning_s = _WARN_S
@@ -219,19 +218,24 @@ class _Wait:
     def for_ranks(self, missing: Sequence[int]) -> None:
         """Pauses before the next look. Raises LaunchError naming the missing ranks once the deadline has passed."""
         env, waited_s = self._env, time.monotonic() - self._started_s
-        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}"
-        ranks += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        ranks = list_ranks(missing)
         if waited_s > self._deadline_s:
             raise LaunchError(
-                f"{ranks} of {env.num_ranks} had not {self._what} after {self._deadline_s:g} s; look at their last "
+                f"{ranks} of {env.num_ranks} had not joined after {self._deadline_s:g} s; look at their last "
                 f"lines, check that they were started and reach {env.store}, or raise "
                 "server.attach_deadline_s"
             )
         if waited_s > self._next_warning_s:
             self._next_warning_s = 2 * waited_s
             if env.rank == min(set(range(env.num_ranks)) - set(missing), default=0):  # one rank says it for all
-                log.warning("not %s after %.0f s: %s", self._what, waited_s, ranks)
+                log.warning("not joined after %.0f s: %s", waited_s, ranks)
         time.sleep(min(_POLL_S * (1 + waited_s), 0.5))
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Returns such as "ranks 0, 2"; of many, the first eight and how many more there are."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def _lost_store(env: RankEnv, error: Exception) -> str:

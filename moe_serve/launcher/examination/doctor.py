@@ -11,7 +11,7 @@ import re
 import resource
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ from moe_serve.launcher.examination.transport import SHARED, free_bytes
 from moe_serve.launcher.facts import Fact, by_value, facts_of, first_difference
 from moe_serve.launcher.preflight import look_for_files
 from moe_serve.launcher.rank_env import RankEnv, address_of, interface_towards
-from moe_serve.launcher.rendezvous import device_of, gather, leave, open_store
+from moe_serve.launcher.rendezvous import device_of, gather, leave, list_ranks, open_store
 
 T = TypeVar("T", bound=msgspec.Struct)
 _MIN_FILES = 4096
@@ -266,7 +266,7 @@ def judge(config: ServeConfig, reports: Sequence[RankReport], pairs: Sequence[Pa
 def _of_ranks(reports: Sequence[RankReport]) -> Iterator[Finding]:
     for text in dict.fromkeys(problem for report in reports for problem in report.problems):
         who = [report.rank for report in reports if text in report.problems]
-        yield Finding("problem", f"{_ranks(who)}: {text}", "see the text")
+        yield Finding("problem", f"{list_ranks(who)}: {text}", "see the text")
 
 
 def _of_agreement(reports: Sequence[RankReport]) -> Iterator[Finding]:
@@ -299,22 +299,22 @@ def _of_limits(config: ServeConfig, reports: Sequence[RankReport]) -> Iterator[F
     if few:
         yield Finding(
             "warning",
-            f"{_ranks(few)}: at most {reports[few[0]].files} open files",
+            f"{list_ranks(few)}: at most {reports[few[0]].files} open files",
             "ulimit -n 65536  # or LimitNOFILE=65536",
         )
     small = where(lambda report: report.num_local_ranks > 1 and report.shm_bytes < _MIN_SHM_BYTES)
     if small and reports[small[0]].device == "cpu":
-        text = f"{_ranks(small)}: {reports[small[0]].shm_bytes >> 20} MiB of /dev/shm are free"
+        text = f"{list_ranks(small)}: {reports[small[0]].shm_bytes >> 20} MiB of /dev/shm are free"
         yield Finding("warning", text, "mount -o remount,size=8G /dev/shm  # docker run --shm-size=8g")
     locked = where(lambda report: report.device == "cuda" and 0 <= report.memlock < _MIN_MEMLOCK)
     if locked:
-        text = f"{_ranks(locked)}: only {reports[locked[0]].memlock >> 20} MiB may be locked, RDMA needs more"
+        text = f"{list_ranks(locked)}: only {reports[locked[0]].memlock >> 20} MiB may be locked, RDMA needs more"
         yield Finding("warning", text, "ulimit -l unlimited  # LimitMEMLOCK=infinity, docker run --ulimit memlock=-1")
     threads = config.parallel.threads_per_rank
     crowded = where(lambda report: _is_crowded(report.num_local_ranks, threads or 1, report.cores))
     if crowded and reports[crowded[0]].device == "cpu":
         first = reports[crowded[0]]
-        text = f"{_ranks(crowded)}: {first.num_local_ranks} ranks of {threads or 1} threads on {first.cores} cores"
+        text = f"{list_ranks(crowded)}: {first.num_local_ranks} ranks of {threads or 1} threads on {first.cores} cores"
         yield Finding(
             "warning", text, f"--set parallel.threads_per_rank={max(1, first.cores // first.num_local_ranks)}"
         )
@@ -391,12 +391,6 @@ def _of_environment(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 def _host(reports: Sequence[RankReport], rank: int) -> str:
     return reports[rank].host_mark
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    numbers = list(ranks)
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}{more}"
 
 
 def to_json(diagnosis: Diagnosis) -> str:
