@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,14 +68,11 @@ def own_node() -> int:
     return nodes[0].number if len(nodes) == 1 else -1
 
 
-def numa_nodes(folder: Path = NODES, allowed: Iterable[int] | None = None) -> list[NumaNode]:
-    """Returns the NUMA nodes with CPUs that this process may use, ascending; none where the system does not name them.
-
-    allowed: CPUs; None: those that this process may use
-    """
-    mine = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+def numa_nodes() -> list[NumaNode]:
+    """Returns the NUMA nodes with CPUs that this process may use, ascending; none where the system names none."""
+    mine = os.sched_getaffinity(0)
     nodes = []
-    for path in folder.glob("node[0-9]*"):
+    for path in NODES.glob("node[0-9]*"):
         try:
             cpus = _listed((path / "cpulist").read_text(encoding="ascii")) & mine
         except (OSError, ValueError):

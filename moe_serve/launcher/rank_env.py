@@ -218,10 +218,10 @@ def new_launch_id() -> int:
     return 1 + secrets.randbits(62)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port() -> int:
     """Returns a TCP port that was free a moment ago."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 

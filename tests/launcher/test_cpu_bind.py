@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_serve import process_facts
 from moe_serve.config import load_config
 from moe_serve.errors import ConfigError
 from moe_serve.launcher.cpu_bind import node_of
@@ -23,10 +24,13 @@ def write_nodes(folder: Path, lists: dict[int, str]) -> Path:
     return folder
 
 
-def test_nodes_are_those_with_cpus_that_may_be_used(tmp_path: Path) -> None:
+def test_nodes_are_those_with_cpus_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     folder = write_nodes(tmp_path, {10: "4-7,12", 2: "0-3,8", 3: "", 4: "9"})
-    assert numa_nodes(folder, range(8)) == [NumaNode(2, frozenset({0, 1, 2, 3})), NumaNode(10, frozenset({4, 5, 6, 7}))]
-    assert numa_nodes(tmp_path / "nowhere", range(8)) == []
+    monkeypatch.setattr(process_facts, "NODES", folder)
+    assert numa_nodes() == [NumaNode(2, frozenset({0, 1, 2, 3})), NumaNode(10, frozenset({4, 5, 6, 7}))]
+    monkeypatch.setattr(process_facts, "NODES", tmp_path / "nowhere")
+    assert numa_nodes() == []
 
 
 @pytest.mark.parametrize(
