@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from moe_serve.server.api.openapi import Schema
 from moe_serve.server.edge.errors import json_response
 from moe_serve.server.edge.guard import OPEN
-from moe_serve.server.edge.pages import add_pages
+from moe_serve.server.edge.pages import PAGE_HEADERS, add_pages
 
 _METHODS = ("get", "post", "put")
 _LONGEST_VALUES = 120
@@ -137,13 +137,11 @@ LINKS = {
     "/health": "whether the front end runs; /ready: whether the model serves",
 }
 _HEADERS = {
+    **PAGE_HEADERS,
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'"
     ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
     "Vary": "Accept",
 }
 
