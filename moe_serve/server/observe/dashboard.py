@@ -148,16 +148,16 @@ def page_data(
     """
     if seen.start != start:
         seen = Seen()
+    ranks = [_rank(view, workers) for view in workers]
+    if prefill is not None:
+        ranks += [_rank(view, prefill) | {"rank": f"prefill {view.rank}"} for view in prefill]
     is_new = book.window is not None and seen.windows != book.num_windows
     return {
         "start": start,
         "now_s": round(now_s, 3),
         "system": system,
         "balancer": status_json(book, now_s),
-        "ranks": [
-            *(_rank(view, workers) for view in workers),
-            *(_rank(view, prefill) | {"rank": f"prefill {view.rank}"} for view in prefill or ()),
-        ],
+        "ranks": ranks,
         "num_windows": book.num_windows,
         "num_events": book.num_events,
         "num_placements": book.num_placements,
