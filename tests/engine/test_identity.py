@@ -29,7 +29,7 @@ from tests.engine.offline import (
 )
 from tests.models.mxfp4_checkpoint import write_mxfp4_config
 
-SIZES = {"small": (40, 12), "large": (200, 64)}  # prompts, tokens of each
+SIZES = {"small": (28, 12), "large": (200, 64)}  # prompts, tokens of each
 PLAIN = ["engine.max_running_requests=64", "parallel.threads_per_rank=1", "cache.prefix_cache=false"]
 BY_TORCH = ["engine.cpu_kernels=torch", "engine.numerics=batch_invariant"]
 TWO_THREADS = ["parallel.threads_per_rank=2"]
