@@ -1,6 +1,7 @@
 """batch_invariant: a token's logits are the same bits whatever else runs, however its prompt was cut or cached.
 
-The MoE layer of these tests computes every token alone, so what is tested is everything else.
+Compiled kernels run with the real MoE layer. Where torch computes, a plain one computes every token alone: what is tested
+is everything else, and the real one in test_decoder.py.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from moe_serve.attention_dp import attention_plan
+from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.numerics import COMPILED, Numerics
 from tests.models.families import ANOTHERS_FORM, FAMILIES
+from tests.models.reference_moe import ReferenceMoe
 from tests.models.runner import BLOCK_SIZE, Runner, load_decoder
 
 Oracle = Callable[[str], tuple[Any, Path]]
@@ -26,6 +29,8 @@ def tiled(row_tile: int) -> Numerics:
     return Numerics(row_tile=row_tile, kv_tile=32)
 
 
+# One token at a time around where tiles, blocks and windows begin, and at both ends of a prompt of 75.
+DECODES = (1, 1, 1, 26, *[1] * 6, 24, *[1] * 16)
 FIRST_TILE, OTHER_TILES = 4, (8, 16)  # all that engine.row_tile takes: with 1 some BLAS calls have other bits
 # A table of other rotations changes no order of a sum, and the plain form of sparse attention takes seconds.
 SLOW = {"deepseek_v32-yarn", *ANOTHERS_FORM}
@@ -40,14 +45,16 @@ CASES += [
 
 @pytest.mark.parametrize(("name", "numerics"), CASES, ids=str)
 def test_logits_are_the_same_bits_in_any_batch(name: str, numerics: Numerics, oracle: Oracle) -> None:
-    runner = Runner(load_decoder(oracle(name)[1], numerics), numerics, num_blocks=512)
+    moe_layer = MoeLayer if numerics.compiled else ReferenceMoe
+    runner = Runner(load_decoder(oracle(name)[1], numerics, moe_layer=moe_layer), numerics, num_blocks=512)
     ids = prompt(0, 75)
     alone = runner.request("alone", ids)
     runner.prefill([alone])
     wanted = runner.stacked(alone)
 
     token_by_token = runner.request("token by token", ids)
-    runner.prefill([token_by_token], chunk=1)
+    for length in DECODES:
+        runner.step([(token_by_token, length)])
     chunked = runner.request("chunked", ids)
     runner.prefill([chunked], chunk=13)
     prefixed = runner.request("prefixed", ids, alone.block_ids[:5])
