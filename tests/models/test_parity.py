@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,17 +40,12 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 256, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-@cache
-def wanted_of(model: Any) -> list[torch.Tensor]:
-    return [oracle_logits(model, ids) for ids in prompts()]
-
-
 NUMERICS = {"fast": FAST, "compiled": COMPILED, "invariant": INVARIANT}
-# The variants of a family ("-" in their names) differ in attention and routing; `invariant` changes neither. One that
-# is another's form is read in another way, and computed alike.
-SLOW = {(name, "invariant") for name in FAMILIES if "-" in name} | {(name, "fast") for name in ANOTHERS_FORM}
+# Numerics whose bits do not depend on cuts are compared with transformers in test_invariance.py. A family that is
+# another's form is read in another way, and computed alike: here it meets the compiled kernels.
+DAILY = {name: "compiled" if name in ANOTHERS_FORM else "fast" for name in FAMILIES}
 CASES = [
-    pytest.param(name, numerics, id=f"{name}-{how}", marks=pytest.mark.slow if (name, how) in SLOW else ())
+    pytest.param(name, numerics, id=f"{name}-{how}", marks=() if how == DAILY[name] else pytest.mark.slow)
     for name in FAMILIES
     for how, numerics in NUMERICS.items()
 ]
@@ -64,7 +58,7 @@ def test_logits_match_in_one_piece_in_chunks_and_behind_a_cached_prefix(
     model, folder = oracle(name)
     moe_layer = MoeLayer if numerics.compiled else ReferenceMoe
     runner = Runner(load_decoder(folder, numerics, moe_layer=moe_layer), numerics)
-    wanted = wanted_of(model)
+    wanted = [oracle_logits(model, ids) for ids in prompts()]
     whole = [runner.request(f"whole{i}", ids) for i, ids in enumerate(prompts())]
     runner.prefill(whole)
     assert all(relative_error(runner.stacked(r), logits) < LOGITS for r, logits in zip(whole, wanted, strict=True))
