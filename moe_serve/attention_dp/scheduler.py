@@ -328,9 +328,9 @@ class Scheduler:
             if not drafts:
                 continue
             request, start, *_ = decodes[index]
-            num_left = request.params.max_new_tokens - len(request.output_ids)
+            num_left = request.params.max_new_tokens - len(request.output_ids)  # which end within the context
             room = (len(request.block_ids) + max(0, blocks.num_free - len(self._running))) * block_size - start - 1
-            drafts = drafts[: max(0, min(num_left - 1, self.max_model_len - request.num_known - 1, room))]
+            drafts = drafts[: max(0, min(num_left - 1, room))]
             drafts = drafts[: blocks.most_drafts(request)]
             blocks.reserve(request, start + 1 + len(drafts))
             if blocks.states is not None and drafts:

@@ -28,7 +28,7 @@ from moe_serve.models.tokenizer import Tokenizer
 from tests.engine.moving import DYNAMIC, move_in_every_step
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import PLAIN, same
-from tests.engine.test_speculation import SMALL_CACHE, greedy_and_sampled
+from tests.engine.test_speculation import SMALL_CACHE, VERIFIES, drafting, greedy_and_sampled
 from tests.models.predicting import PREDICTING, PredictionOracle, make_predicting
 
 Predicting = Callable[[str], tuple[PredictionOracle, Path]]
@@ -130,13 +130,16 @@ def test_auto_goes_without_a_layer_that_it_cannot_have(predicting: Predicting) -
         assert (plan.spec.predictor_id is not None) == has_layer
 
 
-def test_drafts_end_with_the_context(predicting: Predicting) -> None:
-    """Whose end lies within a block here: rows behind it have no rotation."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_drafts_end_with_the_context(num_ranks: int, predicting: Predicting) -> None:
+    """Whose end lies within a block here: rows behind it have no rotation. A second rank has no request."""
     overrides = [*settings_of(predicting("deepseek_v3")[1]), "model.max_model_len=50", "cache.block_size=16"]
     submits = submits_of([[5, 6, 7, 8, 9]], SamplingParams(max_new_tokens=45, temperature=0, ignore_eos=True))
     expected = serve(1, submits, overrides)
-    drafted = serve(1, submits, [*overrides, "speculation.mode=mtp", "speculation.predicted_drafts=8"])
+    drafted = serve(num_ranks, submits, [*overrides, "speculation.mode=mtp", "speculation.predicted_drafts=8"])
     assert drafted.tokens == expected.tokens
+    by_text = serve(num_ranks, submits, [*overrides, VERIFIES], prepare=drafting(expected))
+    assert by_text.tokens == expected.tokens
 
 
 def test_weights_that_are_packed_beforehand_have_the_layer(predicting: Predicting, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from moe_serve.attention_dp.constraint import Constraint
 from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.attention_dp.speculation import FORM, Speculator
 from moe_serve.engine.engine import Engine
@@ -98,6 +99,7 @@ def test_drafts_change_no_bit_of_sampled_tokens_with_penalties_masks_and_banned_
         for submit in submits
         if int(name := submit.request_id) % 4 == 0
     }
+    stops |= {submit.request_id: stops_when_it_may(submit, expected.tokens) for submit in submits[2::3]}
     submits = [
         msgspec.structs.replace(submit, params=stops.get(submit.request_id, submit.params)) for submit in submits
     ]
@@ -108,12 +110,32 @@ def test_drafts_change_no_bit_of_sampled_tokens_with_penalties_masks_and_banned_
     assert "stop" in drafted.finish.values()
 
 
+def stops_when_it_may(submit: Submit, tokens: dict[str, list[int]]) -> SamplingParams:
+    """Returns parameters that change no logits but those of one stop id, up to the token that it then is."""
+    output = tokens[submit.request_id]
+    least = next(index for index in range(len(output) - 2, 0, -1) if output[index] not in output[:index])
+    return replace(submit.params, min_new_tokens=least, stop_token_ids=(output[least],))
+
+
 def test_drafts_change_no_bit_of_outputs_with_a_form() -> None:
     submits = submits_with_forms(16)
     expected = serve(1, submits, PLAIN, prepare=compile_at_once)
     drafted = serve(2, submits, PLAIN, prepare=partial(_drafts_with_forms, expected.tokens))
     same(drafted, expected)
     assert (drafted.tokens, drafted.finish) == (expected.tokens, expected.finish)
+
+
+def test_stop_ids_end_a_form_behind_drafts_as_without() -> None:
+    """They may come from the fourth digit on, in the middle of drafts."""
+    form = Constraint("regex", "[0-9]{4,}")
+    stops = tuple(range(300, 364))
+    params = SamplingParams(20, temperature=1.0, constraint=form, stop_token_ids=stops)
+    submits = submits_of(prompts_with_shared_beginnings(6, 2048, max_len=30), params)
+    expected = serve(1, submits, PLAIN, prepare=compile_at_once)
+    drafted = serve(1, submits, PLAIN, prepare=partial(_drafts_with_forms, expected.tokens))
+    same(drafted, expected)
+    assert (drafted.tokens, drafted.finish) == (expected.tokens, expected.finish)
+    assert sum(output[-1] in stops for output in expected.tokens.values()) > 2
 
 
 def test_drafts_that_forms_force_change_no_bit() -> None:
