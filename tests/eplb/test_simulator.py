@@ -41,11 +41,12 @@ def swept(
 
 
 def test_every_combination_runs_in_order() -> None:
-    ticks: list[tuple[int, int]] = []
+    ticks: list[tuple[float, int]] = []
     cases = simulate(SMALL, lambda done, of: ticks.append((done, of)))
     shapes = [(case.topology.num_ranks, case.num_slots) for case in cases]
     assert shapes == [(8, 8), (8, 16), (16, 16)]  # on 16 ranks, 0 and 8 redundant both round up to 16
     assert ticks[-1] == (3, 3)
+    assert sorted({done for done, _ in ticks}) == pytest.approx([window / 3 for window in range(1, 10)])
     assert SMALL.sweep.num_cases == 4  # an upper bound, for the progress bar
 
 

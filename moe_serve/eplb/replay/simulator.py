@@ -21,7 +21,7 @@ from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts, Serving
-from moe_serve.eplb.replay.replay import replay
+from moe_serve.eplb.replay.replay import num_passes, replay
 from moe_serve.eplb.replay.report import (
     MISSING,
     as_bytes,
@@ -143,11 +143,11 @@ class Case:
 
 
 def simulate(
-    simulation: Simulation, progress: Callable[[int, int], None] | None = None, jobs: int = 1
+    simulation: Simulation, progress: Callable[[float, int], None] | None = None, jobs: int = 1
 ) -> tuple[Case, ...]:
     """Returns the cases in the order of the sweep: nodes, then slots, then windows.
 
-    progress: called with (cases done, cases)
+    progress: called with (cases done, cases), after each window where it is known how many the load has
     Raises ConfigError for combinations that cannot be, before anything runs.
     """
     batches: dict[str, str] = {}
@@ -162,9 +162,13 @@ def simulate(
     ]
     cases = []
     for index, (topology, slots, window) in enumerate(combinations):
-        cases.append(_run(simulation, topology, slots, window, jobs, batches))
-        if progress is not None:
-            progress(index + 1, len(combinations))
+
+        def show(share: float, index: int = index) -> None:
+            if progress is not None:
+                progress(index + share, len(combinations))
+
+        cases.append(_run(simulation, topology, slots, window, jobs, batches, show))
+        show(1.0)
     return tuple(cases)
 
 
@@ -201,8 +205,15 @@ def _costs(simulation: Simulation, topology: Topology) -> ProfileCosts:
 
 
 def _run(
-    simulation: Simulation, topology: Topology, num_slots: int, window_steps: int, jobs: int, batches: dict[str, str]
+    simulation: Simulation,
+    topology: Topology,
+    num_slots: int,
+    window_steps: int,
+    jobs: int,
+    batches: dict[str, str],
+    show: Callable[[float], None],
 ) -> Case:
+    """show: called with the share of the case that is done"""
     model, costs = simulation.model, _costs(simulation, topology)
     trace = costs.of_model(_trace(simulation, costs, window_steps))
     step_s = _first_step_seconds(trace, costs, num_slots) if simulation.plan_latency_s else 1.0
@@ -218,7 +229,13 @@ def _run(
         gate_cost=costs.gate(simulation.split),
         latency_steps=math.ceil(simulation.plan_latency_s / step_s),
     )
-    report = replay(trace, simulation.policies, settings, jobs=jobs)
+    num_windows = (trace.num_records or 0) * num_passes(simulation.policies, settings, jobs)
+
+    def tick(done: int) -> None:
+        if num_windows:
+            show(done / num_windows)
+
+    report = replay(trace, simulation.policies, settings, tick, jobs)
     conditions = {**report.conditions, "prices": costs.words(), **batches}
     if simulation.serving.expert_capacity is not None:
         recorded = trace if simulation.trace is None else costs.of_model(simulation.trace)  # not folded: single steps
