@@ -153,14 +153,12 @@ class RequestRouter:
         num_ranks: int,
         load_gap: float = 512.0,
         block_size: int = 16,
-        max_keys: int = MAX_KEYS,
         first_rank: int = 0,
         sharing: PageSharing | None = None,
     ):
         """first_rank: their numbers begin there;  sharing: None: each rank has its own pages alone"""
         self.load_gap = load_gap
         self.block_size = block_size
-        self.max_keys = max_keys
         # Those that are not lost.
         self._ranks = {rank: _RankState() for rank in range(first_rank, first_rank + num_ranks)}
         self._sent: dict[str, _Sent] = {}
@@ -363,10 +361,10 @@ class RequestRouter:
 
     def _remember(self, keys: Sequence[bytes], rank: int) -> None:
         # Tail first, so that the beginning of a prompt is evicted last.
-        for key in reversed(keys[: self.max_keys]):
+        for key in reversed(keys[:MAX_KEYS]):
             self._ranks_of[key] = self._ranks_of.get(key, 0) | 1 << rank
             self._ranks_of.move_to_end(key)
-        while len(self._ranks_of) > self.max_keys:
+        while len(self._ranks_of) > MAX_KEYS:
             self._ranks_of.popitem(last=False)
 
     def _count(self, request_id: str, sent: _Sent) -> None:

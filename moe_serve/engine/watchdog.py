@@ -5,13 +5,11 @@ own stacks, so that the logs together show who waits for whom.
 """
 
 import faulthandler
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO
 
 from moe_serve.log import get_logger
 
@@ -47,13 +45,11 @@ class Watchdog:
         limits: WatchLimits,
         detail: Callable[[], str] = lambda: "",
         give_up: Callable[[str], None] = lambda text: None,
-        stacks_to: IO[str] | None = None,
     ):
         self._who = who
         self._limits = limits
         self._detail = detail
         self._give_up = give_up
-        self._stacks_to = stacks_to or sys.stderr
         self._phase: tuple[str, int] | None = None
         self._watched: tuple[str, int] | None = None
         self._ticks = 0
@@ -94,7 +90,7 @@ class Watchdog:
         if lasted_s >= limits.stack_s and not self._wrote_stacks:
             self._wrote_stacks = True
             log.error("%s; the stacks of its threads follow", self._describe(phase, lasted_s))
-            faulthandler.dump_traceback(self._stacks_to)
+            faulthandler.dump_traceback()
         if limits.give_up_s is not None and lasted_s >= limits.give_up_s:
             self._give_up(self._describe(phase, lasted_s))
 

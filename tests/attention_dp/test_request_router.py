@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_serve.attention_dp import request_router
 from moe_serve.attention_dp.request_router import FETCH_COST, PageSharing, RequestRouter, RoutedPrompt, Source
 from moe_serve.errors import CapacityError
 
@@ -153,8 +154,9 @@ def test_without_ranks_the_error_says_what_to_do():
         route(router, [1])
 
 
-def test_the_affinity_table_is_bounded_and_keeps_what_was_used_last():
-    router = RequestRouter(4, block_size=4, max_keys=50)
+def test_the_affinity_table_is_bounded_and_keeps_what_was_used_last(monkeypatch):
+    monkeypatch.setattr(request_router, "MAX_KEYS", 50)
+    router = RequestRouter(4, block_size=4)
     rank = route(router, prompt(0, 40), request_id="a")
     router.finished("a")
     for i in range(100):

@@ -1,6 +1,7 @@
 """A phase that lasts long is named, then the stacks are written; one that makes progress is not mentioned."""
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,12 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_long_phase_is_named_then_its_stacks_are_written_then_it_is_given_up(
-    caplog: pytest.LogCaptureFixture, lines: list[str], tmp_path: Path
+    caplog: pytest.LogCaptureFixture, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_up: list[str] = []
     with (tmp_path / "stacks").open("w+") as stacks:
-        watchdog = Watchdog("rank 3", LIMITS, lambda: "dispatch 7 waits for rank 1", given_up.append, stacks)
+        monkeypatch.setattr(sys, "stderr", stacks)
+        watchdog = Watchdog("rank 3", LIMITS, lambda: "dispatch 7 waits for rank 1", given_up.append)
         watchdog.enter("the forward", 17)
         for _ in range(21):
             watchdog.tick()
