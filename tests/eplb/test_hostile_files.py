@@ -82,7 +82,7 @@ def npz_with(name: str, header: dict[str, Any], body: bytes = b"", others: dict[
     member = io.BytesIO()
     np.lib.format.write_array_header_1_0(member, header)
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         archive.writestr(f"{name}.npy", member.getvalue() + body)
         for other, content in (others or {}).items():
             archive.writestr(other, content)

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import pytest
+
 from tests.launcher.running import Running, eventually
 
 _NETWORK = "10.77.81"
@@ -21,7 +23,7 @@ _CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def can_make_hosts() -> bool:
+def _can_make_hosts() -> bool:
     """Whether this user may make network namespaces here."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
@@ -30,6 +32,9 @@ def can_make_hosts() -> bool:
     if made:
         subprocess.run(["ip", "netns", "del", name], check=False)
     return made
+
+
+needs_hosts = pytest.mark.skipif(not _can_make_hosts(), reason="needs root and ip netns")
 
 
 @dataclass(frozen=True)

@@ -5,33 +5,21 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.launcher.llm import LLM
-from tests.launcher.hosts import Host, can_make_hosts, make_hosts, set_cable
+from tests.launcher.hosts import Host, make_hosts, needs_hosts, set_cable
 from tests.launcher.running import Running, eventually, gone
 
-pytestmark = [
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns"),
-]
+pytestmark = [pytest.mark.timeout(400), needs_hosts]
 URL = "http://127.0.0.1:30000"
 SETTINGS = (
     "parallel.device=cpu", "server.worker_deadline_s=10", "server.attach_deadline_s=60", "model.skip_tokenizer=true",
     "parallel.threads_per_rank=1", "parallel.handover_gb=0.1",
 )  # fmt: skip
-
-
-@pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
-    monkeypatch.setenv("MOE_SERVE_TOKEN", "0123456789abcdef" * 2)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with make_hosts(2) as (a, b):
-        yield a, b
 
 
 def serve(host: Host, node_rank: int, first: Host, num_prefill: int = 1) -> Running:

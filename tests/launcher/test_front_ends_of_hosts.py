@@ -13,13 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.hosts import Host, can_make_hosts, make_hosts, set_cable
+from tests.launcher.hosts import Host, make_hosts, needs_hosts, set_cable
 from tests.launcher.running import Running, eventually
 
-pytestmark = [
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns"),
-]
+pytestmark = [pytest.mark.timeout(400), needs_hosts]
 SETTINGS = (
     "parallel.device=cpu", "engine.step_deadline_s=5", "server.worker_deadline_s=10", "server.attach_deadline_s=120",
     "engine.numerics=batch_invariant", "launcher.front_ends=every_host",

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.launcher.hosts import Host, can_make_hosts, cut_one_way, make_hosts, mend, set_rate
+from tests.launcher.hosts import Host, cut_one_way, make_hosts, mend, needs_hosts, set_rate
 
-pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns")
+pytestmark = needs_hosts
 
 
 def connected(a: Host, b: Host) -> tuple[socket.socket, socket.socket]:

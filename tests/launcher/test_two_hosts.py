@@ -6,20 +6,16 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.model.expert_sources import CHECKPOINT, FAR
 from moe_serve.launcher.llm import LLM
-from tests.launcher.hosts import Host, can_make_hosts, make_hosts, set_cable
+from tests.launcher.hosts import Host, needs_hosts, set_cable
 from tests.launcher.running import Running, eventually, gone
 
-pytestmark = [
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns"),
-]
+pytestmark = [pytest.mark.timeout(400), needs_hosts]
 WORKER = "moe_serve.launcher.serve"
 SETTINGS = (
     "parallel.num_ranks=2", "parallel.device=cpu", "engine.step_deadline_s=5", "server.worker_deadline_s=10",
@@ -27,14 +23,6 @@ SETTINGS = (
 )  # fmt: skip
 URL = "http://127.0.0.1:30000"
 CALL = json.dumps({"text": "def ", "sampling_params": {"temperature": 0, "max_new_tokens": 5}})
-
-
-@pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
-    monkeypatch.setenv("MOE_SERVE_TOKEN", "0123456789abcdef" * 2)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with make_hosts(2) as (a, b):
-        yield a, b
 
 
 def settings(first: Host) -> list[str]:

@@ -367,9 +367,9 @@ def no_words(vocab_size: int | None) -> Vocabulary:
     return write
 
 
-def write_header(path: Path, vocabulary: Vocabulary) -> Path:
+def write_header(path: Path, vocabulary: Vocabulary, architecture: str = "qwen3moe") -> Path:
     """Writes a file with a vocabulary and one small tensor."""
-    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer = gguf.GGUFWriter(path, architecture)
     vocabulary(writer)
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
     writer.write_header_to_file()

@@ -42,7 +42,7 @@ from tests.models.families import (
     make_random,
     save,
 )
-from tests.models.gguf_checkpoint import Kind, float32, matrices_in, random_blocks, write_gguf
+from tests.models.gguf_checkpoint import Kind, float32, matrices_in, random_blocks, write_gguf, write_header
 from tests.models.runner import Runner, decoder_with, load_decoder, one_rank, share_in_groups
 from tests.tolerance import GROUPS_BY_INT8, relative_error
 
@@ -355,17 +355,15 @@ def test_bytes_that_were_changed_are_read_or_refused(small: Path, at: int, new: 
 
 def test_models_that_are_not_served_are_named(tmp_path: Path, written: Written) -> None:
     def with_metadata(**values: Any) -> Path:
+        architecture = values.pop("arch")
         path = tmp_path / "x.gguf"
         path.unlink(missing_ok=True)
-        writer = gguf.GGUFWriter(path, values.pop("arch"))
-        for key, value in values.items():
-            writer.add_uint32(key.replace("__", "."), value)
-        writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path
+
+        def metadata(writer: gguf.GGUFWriter) -> None:
+            for key, value in values.items():
+                writer.add_uint32(key.replace("__", "."), value)
+
+        return write_header(path, metadata, architecture)
 
     with pytest.raises(
         ModelError, match="architecture 'gemma3', which is not served from GGUF; served are llama, qwen2"

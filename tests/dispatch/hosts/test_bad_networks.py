@@ -17,7 +17,7 @@ from moe_serve.dispatch.hosts.link import HostLink, Hosts
 from moe_serve.errors import PeerError
 from tests.dispatch.hosts.relay import relay
 from tests.dispatch.hosts.test_link import KEY, join, until
-from tests.launcher.hosts import Host, can_make_hosts, cut_one_way, make_hosts, mend, set_cable
+from tests.launcher.hosts import Host, cut_one_way, make_hosts, mend, needs_hosts, set_cable
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def errors_of(hosts: list[Host], links: list[HostLink], deadline_s: float) -> li
 @pytest.mark.parametrize("direction", ["in", "out"])
 @pytest.mark.usefixtures("fast_handshakes")
 @pytest.mark.slow
-@pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns")
+@needs_hosts
 def test_a_firewall_that_drops_silently_is_named_on_both_hosts(direction: Literal["in", "out"]) -> None:
     with make_hosts(2) as hosts, links_of(hosts) as links:
         cut_one_way(hosts[0], direction)
@@ -111,7 +111,7 @@ def test_a_firewall_that_drops_silently_is_named_on_both_hosts(direction: Litera
 
 @pytest.mark.usefixtures("fast_handshakes")
 @pytest.mark.slow
-@pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns")
+@needs_hosts
 def test_an_mtu_on_the_way_that_is_too_small_is_named_on_both_hosts() -> None:
     with make_hosts(2) as hosts, links_of(hosts) as links:
         for host in hosts:  # a switch forwards packets that are not cut into pieces yet, whatever their size
@@ -122,7 +122,7 @@ def test_an_mtu_on_the_way_that_is_too_small_is_named_on_both_hosts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns")
+@needs_hosts
 def test_a_cable_that_was_cut_for_seconds_and_mended_carries_a_new_connection_at_once() -> None:
     regions = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
     with make_hosts(2) as hosts, links_of(hosts) as links:
@@ -140,7 +140,7 @@ def test_a_cable_that_was_cut_for_seconds_and_mended_carries_a_new_connection_at
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns")
+@needs_hosts
 @pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "sending"])
 def test_a_cut_cable_ends_connections_at_both_ends_and_they_come_back(is_idle: bool) -> None:
     regions = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
@@ -157,7 +157,7 @@ def test_a_cut_cable_ends_connections_at_both_ends_and_they_come_back(is_idle: b
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_make_hosts(), reason="needs root and ip netns")
+@needs_hosts
 def test_hosts_of_a_good_network_connect() -> None:
     with make_hosts(3) as hosts, links_of(hosts) as links:
         assert errors_of(hosts, links, 10.0) == ["", "", ""]

@@ -3,7 +3,6 @@
 import math
 import time
 
-import pytest
 import torch
 
 from moe_serve.dispatch.base import EpGroup
@@ -12,7 +11,7 @@ from moe_serve.ep.moe_layer import take_turns
 from tests.dispatch.contract import Scenario
 from tests.dispatch.hosts.pretended import on_hosts
 from tests.ep.test_rounds import a_layer, stack
-from tests.launcher.hosts import Host, can_make_hosts, make_hosts
+from tests.launcher.hosts import Host, make_hosts, needs_hosts
 from tests.ranks import run_ranks
 
 NUM_LAYERS, DELAY_S, NUM_TRIES = 5, 0.05, 20
@@ -40,7 +39,7 @@ def ways_of(rank: int, group: EpGroup, hosts: tuple[Host, Host]) -> list[float]:
     return found
 
 
-@pytest.mark.skipif(not can_make_hosts(), reason="network namespaces need root and ip")
+@needs_hosts
 def test_a_layer_waits_for_two_ways_between_hosts_also_in_halves() -> None:
     with make_hosts(2, DELAY_S) as hosts:
         for found in run_ranks(2, ways_of, hosts):
