@@ -35,8 +35,8 @@ CHOSEN = [
     "tests/eplb/test_single_edits.py",
     "tests/eplb/test_split.py",
     *(f"tests/kernels/cpu/test_{name}.py" for name in (
-        "attention", "cached", "capacity", "causal_conv", "delta_rule", "experts", "gate", "groups", "indexed",
-        "layer_norm", "linear", "logprobs", "operations", "packed", "pool", "program", "rows", "sampling",
+        "attention", "cached", "capacity", "causal_conv", "compressed", "delta_rule", "experts", "gate", "groups",
+        "indexed", "layer_norm", "linear", "logprobs", "operations", "packed", "pool", "program", "rows", "sampling",
         "selective_space", "state_space", "updates",
     )),
 ]  # fmt: skip

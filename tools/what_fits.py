@@ -20,6 +20,7 @@ SPARE_GIB = 1.0  # for the programs of two ranks and a front end, and the system
 FORMS = {"bfloat16": "dense", "int8": "int8", "four bits": "int4"}
 NUM_RANKS = 2
 MODELS = {**PRICED, **{name: config for name, (config, _) in PUBLISHED.items()}, "gpt-oss-20b": GPT_OSS_20B}
+IN_OTHER_FORMS = {"DeepSeek-V4-Flash": "FP8 and FP4"}  # than are read
 del MODELS["Kimi-K2.5"]  # of the sizes of Kimi-K2, and published in four bits
 
 
@@ -38,8 +39,9 @@ def line_of(model: str) -> str:
     """Returns the line of a model of MODELS."""
     config, found = MODELS[model], sizes(MODELS[model])
     stored = config.get("quantization_config", {}).get("quant_method")
+    published = IN_OTHER_FORMS.get(model, stored.upper() if stored else "bfloat16")
     host = next((size for size in HOSTS_GIB if found["four bits"] + SPARE_GIB <= size), None)
-    cells = [model, stored.upper() if stored else "bfloat16", *(f"{size:.1f}" for size in found.values())]
+    cells = [model, published, *(f"{size:.1f}" for size in found.values())]
     return f"| {' | '.join([*cells, f'{host} GiB' if host else 'several hosts'])} |"
 
 

@@ -71,13 +71,15 @@ class Gate:
         slots: Tensor | None = None,
         cached_at: Tensor | None = None,
         step_load: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> Chosen:
         """Returns the experts of rows, and adds every choice to load, [E] int64.
 
-        x: [T, H] compute dtype; T may be 0;  slots, cached_at, step_load: as topk_gate takes them
+        x: [T, H] compute dtype; T may be 0;  slots, cached_at, step_load, chosen: as topk_gate takes
         """
         logits = self._logits(x).contiguous()
-        return Chosen(*topk_gate(logits, self._bias, self._spec, load, slots, cached_at, step_load), logits)
+        beside = slots, cached_at, step_load, chosen
+        return Chosen(*topk_gate(logits, self._bias, self._spec, load, *beside), logits)
 
     def limit(self, chosen: Chosen, limit: CapacityLimit, kept: ChangedChoices | None) -> None:
         """Changes logical ids and weights where they exceed the capacity. kept: where the changes are counted"""
@@ -114,10 +116,14 @@ class CompiledGate:
         self._logits = PackedLinear(weight, logit_bias, memory=memory)
         self._bias = None if bias is None else bias.float()
 
-    def record(self, recorder: Recorder, x: Tensor, load: Tensor) -> Chosen:
-        """Records the router of rows x [T, H]. load: [E] int64, choices are added to it"""
+    def record(self, recorder: Recorder, x: Tensor, load: Tensor, chosen: Tensor | None = None) -> Chosen:
+        """Records the router of rows x [T, H]. load: [E] int64, choices are added to it
+
+        chosen: [tokens, topk] int64, the experts of each token id; None: the best are chosen
+        """
         logits = recorder.linear("router_logits", self._logits, x)
-        return Chosen(*recorder.gate(logits, self._bias, self._spec, load), logits)
+        by_id = None if chosen is None else (recorder.ids, chosen)
+        return Chosen(*recorder.gate(logits, self._bias, self._spec, load, by_id), logits)
 
     def record_limit(
         self, recorder: Recorder, chosen: Chosen, limit: CapacityLimit, kept: ChangedChoices | None

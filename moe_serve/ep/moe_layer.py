@@ -21,7 +21,7 @@ Shape words: T = rows, H = hidden, K = topk, E = num_logical.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -115,6 +115,7 @@ class MoeWeights:
     logit_bias: [E] float32 of the gate's logits, or None
     memory:  of the gate's weight, where it is packed
     latent:  projections of the rows that go to experts, and of their sums; None: experts take rows as they are
+    chosen:  [tokens, K] int64, the experts of each token id, for which the gate gives weights; None: the gate chooses
     """
 
     gate: Tensor
@@ -124,6 +125,7 @@ class MoeWeights:
     logit_bias: Tensor | None = None
     memory: PackedMemory = OWN_MEMORY
     latent: tuple[AnyLinear, AnyLinear] | None = None
+    chosen: Tensor | None = None
 
 
 class Gated(NamedTuple):
@@ -168,7 +170,9 @@ class MoeLayer:
         """layer_row: this layer's row of placement and load record"""
         self._parallel = parallel
         self._layer_row = layer_row
-        router, logit_bias = (parallel.router, weights.gate, weights.correction_bias), weights.logit_bias
+        spec, self._chosen = parallel.router, weights.chosen
+        spec = spec if weights.chosen is None else replace(spec, has_bias=False)
+        router, logit_bias = (spec, weights.gate, weights.correction_bias), weights.logit_bias
         self._gate: Gate | CompiledGate
         if parallel.numerics.compiled:
             self._gate = CompiledGate(*router, logit_bias, weights.memory)
@@ -203,6 +207,7 @@ class MoeLayer:
         cached_at: Tensor | None = None,
         step_load: Tensor | None = None,
         kept: Kept | None = None,
+        token_ids: Tensor | None = None,
     ) -> Turns[Tensor]:
         """Returns the layer's output for the real rows; rows beyond them hold zeros plus the shared expert.
 
@@ -212,20 +217,24 @@ class MoeLayer:
         cached_at: [num_tokens] int64, below 0 in padding rows among these, which get no experts; None: there are none
         step_load: what `new_load` of any layer made for these rows, used where `needs_counts`; None: made here
         kept: what is kept of the real rows; None: nothing
+        token_ids: [T_pad] int64, which a layer whose experts they choose reads
         """
         parallel, gate = self._parallel, self._gate
         assert isinstance(gate, Gate), "a layer of compiled kernels is recorded, not called"
         parallel.clock.turn(GATE)
-        rows, replicas, load = x[:num_tokens], self._replicas, None
+        rows, replicas, load, by_id = x[:num_tokens], self._replicas, None, None
+        if self._chosen is not None:
+            assert token_ids is not None, "the layer's experts follow from the ids of tokens"
+            by_id = self._chosen.index_select(0, token_ids[:num_tokens])
         if replicas.needs_counts:
             load = (self.new_load() if step_load is None else step_load)[self._layer_row]
-            chosen = gate(rows, self._load_row, cached_at=cached_at, step_load=load)
+            chosen = gate(rows, self._load_row, cached_at=cached_at, step_load=load, chosen=by_id)
             self._keep(chosen.ids, kept)
         elif self._looks_at_ids(kept):
-            chosen = gate(rows, self._load_row, cached_at=cached_at)
+            chosen = gate(rows, self._load_row, cached_at=cached_at, chosen=by_id)
             self._keep(chosen.ids, kept)
         else:
-            chosen = gate(rows, self._load_row, replicas.first_slot, cached_at)
+            chosen = gate(rows, self._load_row, replicas.first_slot, cached_at, chosen=by_id)
         ids, weights, _ = chosen
         if parallel.limit is not None:
             gate.limit(chosen, parallel.limit, self._changed(kept))
@@ -273,7 +282,7 @@ class MoeLayer:
         """
         parallel, gate, replicas = self._parallel, self._gate, self._replicas
         assert isinstance(gate, CompiledGate), "without compiled kernels a layer is called, not recorded"
-        chosen = gate.record(recorder, x, self._load_row)
+        chosen = gate.record(recorder, x, self._load_row, self._chosen)
         ids, weights, _ = chosen
         if kept is not None and kept.ids is not None:
             recorder.keep_ids(ids, kept.slots, kept.ids[:, self._layer_row])

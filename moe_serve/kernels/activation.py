@@ -1,4 +1,4 @@
-"""The elementwise middle of an MLP: silu(gate) * up, alone or quantised at once, gpt-oss' form, and relu(up) ** 2."""
+"""The elementwise middle of an MLP: silu(gate) * up, alone, limited or quantised at once, gpt-oss' form, relu(up)^2."""
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ def activate(gate_up: Tensor, activation: Activation) -> Tensor:
         from moe_serve.kernels.triton.silu_mul import silu_mul_triton
 
         return silu_mul_triton(gate_up.contiguous(), activation)
+    if activation.kind == "clamped_silu":
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate.clamp_(max=activation.limit)
+        up.clamp_(-activation.limit, activation.limit)
+        return silu_mul(gate_up)
     return clamped_swiglu_(gate_up, activation)
 
 

@@ -13,7 +13,7 @@ from moe_serve.errors import ModelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Scoring = Literal["softmax", "sigmoid", "sigmoid_of_chosen", "sparsemixer"]
+Scoring = Literal["softmax", "sigmoid", "sigmoid_of_chosen", "sparsemixer", "sqrt_softplus"]
 GroupScore = Literal["best_two", "best"]
 
 LOWEST_CHOICE = -1e30  # replaces NaN in a gate's choice: below every score, and finite when two of them are added
@@ -34,9 +34,10 @@ class Activation:
     clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up from -limit to limit
                     (gpt-oss)
     relu2:          max(up, 0) ** 2: there is no gate, and what is called gate and up is up alone (Nemotron-H)
+    clamped_silu:   silu(gate) * up, with gate and up in the limits of clamped_swiglu (DeepSeek-V4)
     """
 
-    kind: Literal["silu", "clamped_swiglu", "relu2"] = "silu"
+    kind: Literal["silu", "clamped_swiglu", "relu2", "clamped_silu"] = "silu"
     alpha: float = 1.0
     limit: float = math.inf
 
@@ -304,6 +305,67 @@ class LightningShape:
 
 
 @dataclass(frozen=True)
+class CompressedShape:
+    """Attention over a window of tokens and entries made of groups of them (kernels/compressed_attention.py).
+
+    heads, width: of queries; a token has one key, which is its value, too
+    rotated: elements at the end of a head;  window: keys that a token sees, its own included
+    every:    tokens of a group; 0: there are no entries
+    overlaps: an entry is made of its group and the one before it
+    index_heads, index_width, topk: of the indexer that chooses the entries; 0: all are attended
+    scale, eps: of the scores, and of norms
+    """
+
+    heads: int
+    width: int
+    rotated: int
+    window: int
+    every: int
+    overlaps: bool
+    index_heads: int
+    index_width: int
+    topk: int
+    scale: float
+    eps: float
+
+    @property
+    def parts(self) -> int:
+        """Returns how many entries a token is part of."""
+        return (1 + self.overlaps) * (self.every > 0)
+
+    @property
+    def index_at(self) -> int:
+        """Returns where the indexer's part of a cached row begins."""
+        return self.width * (1 + 2 * self.parts)
+
+    @property
+    def row_width(self) -> int:
+        """Returns the columns of a cached row: a key, then what the token gives to entries and its weights, then the
+        same for the indexer's entries. An entry lies where the last token of its group gave its part of it."""
+        return self.index_at + 4 * self.index_width
+
+
+@dataclass(frozen=True)
+class StreamShape:
+    """A residual of several streams (kernels/streams.py).
+
+    rounds: of bringing the sums of rows and columns to 1;  mixes: whether streams are mixed, and not summed up alone
+    eps, norm_eps: added to weights and sums, and in the norm
+    """
+
+    streams: int
+    width: int
+    rounds: int
+    eps: float
+    norm_eps: float
+    mixes: bool
+
+    @property
+    def num_weights(self) -> int:
+        return (2 + self.streams) * self.streams if self.mixes else self.streams
+
+
+@dataclass(frozen=True)
 class RouterSpec:
     """The router of a model: its gate turns logits into experts and weights.
 
@@ -320,13 +382,16 @@ class RouterSpec:
     Phi-MoE:     sparsemixer, two experts, jitter
     LongCat-Flash: softmax, has_bias=True, norm_topk=False, scaling, num_identity
     A.X-K2:      as DeepSeek-V3, masks_with_zero where there are groups
+    DeepSeek-V4: sqrt_softplus, has_bias=True, norm_topk=True, norm_eps=1e-20, scaling; in some layers a token's id
+                 chooses, and there is no bias
 
     num_logical: experts of one layer.  topk: experts of one token
     num_identity: choices behind those, each of which stands for an expert that gives back what it takes: it has no
                  weights and no slot, and is neither dispatched nor counted
     scoring:     "softmax" over all experts, or "sigmoid" of each logit; "sigmoid_of_chosen": the same, chosen by
                  logits, which differ where sigmoids are both 1; "sparsemixer" (arXiv:2409.12136): two experts by
-                 logits, each weighed by a softmax over those not far below it, the first left out for the second
+                 logits, each weighed by a softmax over those not far below it, the first left out for the second;
+                 "sqrt_softplus": the root of softplus of each logit
     norm_topk:   divide the chosen weights by (their sum + norm_eps), but at least norm_min
     scaling:     factor on the weights, after norm_topk
     num_groups, topk_groups: experts are chosen from the best topk_groups of num_groups equal groups

@@ -4,6 +4,8 @@ Ties go to the lowest id, among groups and among experts. torch.topk leaves them
 differently would count different loads.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,6 +23,7 @@ def topk_gate_reference(
     slots: Tensor | None = None,
     cached_at: Tensor | None = None,
     step_load: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns ids [T, topk] int64, best first, and weights [T, topk] float32, and adds every choice to load.
 
@@ -30,10 +33,11 @@ def topk_gate_reference(
     cached_at: [T] int64, below 0 in padding rows, which have no experts: their ids are -1, and nothing is counted;
             None: there are none
     step_load: [E] int64, to which every choice is added, too; None: to no other
+    chosen: [T, topk] int64, the experts of each token; None: the best are chosen
     A token whose logits are NaN still has topk different experts, and weights that are NaN.
     """
     scores, choice = scores_and_choice(logits, bias, spec)
-    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.topk]
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.topk] if chosen is None else chosen
     weights = _sparsemixer_weights(logits, ids, spec.jitter) if spec.scoring == "sparsemixer" else scores.gather(1, ids)
     if spec.norm_topk:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.norm_eps).clamp(min=spec.norm_min)
@@ -70,7 +74,12 @@ def scores_and_choice(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> 
     Arguments as for the gate. Choices are new memory, and -inf (or 0: spec.masks_with_zero) in groups that a token
     does not choose from.
     """
-    scores = torch.softmax(logits, -1) if spec.scoring == "softmax" else _sigmoid_by_row(logits)
+    if spec.scoring == "softmax":
+        scores = torch.softmax(logits, -1)
+    elif spec.scoring == "sqrt_softplus":
+        scores = by_row(lambda rows: functional.softplus(rows).sqrt_(), logits)
+    else:
+        scores = by_row(torch.sigmoid, logits)
     choice = logits if spec.scoring in ("sigmoid_of_chosen", "sparsemixer") else scores
     choice = choice if bias is None else choice + bias
     choice = torch.where(choice.isnan(), LOWEST_CHOICE, choice)
@@ -100,13 +109,11 @@ def _sparsemixer_weights(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
     return torch.cat(weights, 1)
 
 
-def _sigmoid_by_row(logits: Tensor) -> Tensor:
-    """Returns sigmoid(logits). A row's bits do not depend on its position: no row falls in the loop's ragged end,
-    which uses other instructions."""
-    num_tokens, num_logical = logits.shape
-    if num_tokens * num_logical % _WHOLE_VECTORS == 0:
-        return logits.sigmoid()
-    return functional.pad(logits, (0, 0, 0, -num_tokens % _WHOLE_VECTORS)).sigmoid_()[:num_tokens]
+def by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Returns an elementwise function of x [T, n]. A row's bits do not depend on its position: no row falls in the
+    loop's ragged end, which uses other instructions."""
+    missing = -x.shape[0] % _WHOLE_VECTORS if x.numel() % _WHOLE_VECTORS else 0
+    return function(functional.pad(x, (0, 0, 0, missing)))[: x.shape[0]]
 
 
 def topk_gate(
@@ -117,10 +124,12 @@ def topk_gate(
     slots: Tensor | None = None,
     cached_at: Tensor | None = None,
     step_load: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same contract as the reference; Triton on CUDA."""
     if logits.is_cuda:
         from moe_serve.kernels.triton.topk_gate import topk_gate_triton
 
+        assert chosen is None, "models whose tokens' ids choose are refused on GPUs"
         return topk_gate_triton(logits, bias, spec, load, slots, cached_at, step_load)
-    return topk_gate_reference(logits, bias, spec, load, slots, cached_at, step_load)
+    return topk_gate_reference(logits, bias, spec, load, slots, cached_at, step_load, chosen)

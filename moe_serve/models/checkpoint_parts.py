@@ -34,11 +34,15 @@ def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
     A projection to logits that differs from the embedding is kept by transformers, too, whatever tie_word_embeddings
     says; both are read only where both are stored. Experts that a family publishes as [E, k, n] transformers writes as
     [E, n, k], and reads by their shape. A router's bias that a family may leave out is one of zeros.
+    DeepSeek-V4's authors write no "model." in front of names.
     """
     depends = spec.tie_embeddings or spec.expert_names.form == "transposed" or spec.may_lack_router_bias
+    depends |= spec.streams is not None
     if not depends or not has_weights(folder):
         return spec
     tensors = all_tensors(folder)
+    if spec.streams is not None and "embed.weight" in tensors:
+        spec = replace(spec, body_prefix="", embedding_name="embed")
     if spec.may_lack_router_bias and not any(name.endswith(spec.expert_names.router_bias) for name in tensors):
         spec = replace(spec, router=replace(spec.router, has_bias=False))
     embedding, head = (tensors.get(stored_name(spec, name)) for name in (embedding_of(spec), HEAD))

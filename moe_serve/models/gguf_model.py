@@ -19,7 +19,7 @@ from typing import Any
 from moe_serve.errors import ModelError
 from moe_serve.models.gguf_file import GgufHeader, read_gguf
 from moe_serve.models.model_files import shown
-from moe_serve.models.spec import ExpertNames, GqaSpec, ModelSpec
+from moe_serve.models.spec import ExpertNames, GqaSpec, MlaSpec, ModelSpec
 from moe_serve.models.stored_tensor import StoredTensor
 
 TOKENS = "tokenizer.ggml.tokens"
@@ -106,7 +106,7 @@ class GgufModel:
         attention, rope = spec.attention, replace(spec.rope, divisors=self.divisors or spec.rope.divisors)
         if isinstance(attention, GqaSpec):
             attention = replace(attention, norm_names=("q_norm", "k_norm"))
-        else:
+        elif isinstance(attention, MlaSpec):
             attention = replace(attention, splits_heads=any(name.endswith(".k_b_proj.weight") for name in self.tensors))
         kinds = {tensor.dtype_name for name, tensor in self.tensors.items() if _is_expert_matrix(name)}
         return replace(

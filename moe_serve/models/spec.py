@@ -11,6 +11,7 @@ from typing import Literal
 from moe_serve.kernels.forms import (
     SILU,
     Activation,
+    CompressedShape,
     DeltaShape,
     Fp8Block,
     GatedConvShape,
@@ -18,6 +19,7 @@ from moe_serve.kernels.forms import (
     MambaShape,
     RouterSpec,
     SelectiveShape,
+    StreamShape,
 )
 
 AnyStateful = DeltaShape | GatedConvShape | LightningShape | MambaShape | SelectiveShape
@@ -142,6 +144,50 @@ class MlaSpec:
     def latent_dim(self) -> int:
         """Width of one cached row."""
         return self.kv_lora_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
+class CompressedSpec:
+    """Attention of DeepSeek-V4: to a window of tokens, and to entries of groups of tokens, which an indexer may choose.
+
+    head_dim:  of a query, and of the one key of a token, which is its value, too
+    rope_dim:  elements at the end of a head, and of the indexer's heads, that are rotated
+    every:     tokens of a group, by layer; 0: the layer has the window alone
+    indexed_layer_ids: layers whose groups overlap, and whose entries `indexer` chooses
+    num_groups, group_rank: of heads, each projected to so many columns before the output projection
+    """
+
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    q_lora_rank: int
+    window: int
+    every: tuple[int, ...]
+    indexed_layer_ids: tuple[int, ...]
+    indexer: IndexerSpec
+    num_groups: int
+    group_rank: int
+    temperature: None = None  # queries have none
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    def in_layer(self, layer_id: int, eps: float) -> CompressedShape:
+        """Returns the shape of a layer. eps: of its norms"""
+        is_indexed, index = layer_id in self.indexed_layer_ids, self.indexer
+        chosen_by = (index.num_heads, index.width, index.topk) if is_indexed else (0, 0, 0)
+        sizes = self.num_heads, self.head_dim, self.rope_dim, self.window, self.every[layer_id], is_indexed
+        return CompressedShape(*sizes, *chosen_by, scale=self.softmax_scale, eps=eps)
+
+
+@dataclass(frozen=True)
+class StreamsSpec:
+    """A residual of several streams (kernels/streams.py). rounds, eps: as in StreamShape"""
+
+    count: int
+    rounds: int
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -297,7 +343,7 @@ class ModelSpec:
     max_position: int  # tokens, prompt + output
     norm_eps: float
     tie_embeddings: bool  # the projection to logits is the embedding
-    attention: GqaSpec | MlaSpec
+    attention: GqaSpec | MlaSpec | CompressedSpec
     rope: RopeSpec
     moe_layer_ids: tuple[int, ...]  # ascending; the other layers are dense
     router: RouterSpec
@@ -333,7 +379,10 @@ class ModelSpec:
     stateful_block: str = ""  # in the checkpoint, below the layer
     unattended_layer_ids: tuple[int, ...] = ()  # those that are experts or an MLP alone
     unfed_layer_ids: tuple[int, ...] = ()  # those that have neither
+    streams: StreamsSpec | None = None  # of the residual, under a CompressedSpec; None: it is one
+    choosing_layer_ids: tuple[int, ...] = ()  # MoE layers in which a token's id chooses its experts
     embedding_name: str = "embed_tokens"  # in the checkpoint
+    head_name: str = "lm_head"  # likewise, of the projection to logits
     layers_name: str = "layers"  # likewise
     windowed_rope: RopeSpec | None = None  # of windowed layers, where they do not share `rope`
     norms_from_zero: bool = False  # norms of rows and of query and key heads multiply by 1 + weight
@@ -373,6 +422,12 @@ class ModelSpec:
         """Returns the layers that attend over the KV cache."""
         others = (*self.stateful_layer_ids, *self.unattended_layer_ids)
         return tuple(layer for layer in range(self.num_layers) if layer not in others)
+
+    def stream_shape(self, mixes: bool) -> StreamShape:
+        """Returns the shape of the residual's streams. mixes: as in StreamShape"""
+        assert self.streams is not None, "the residual is one stream"
+        streams = self.streams
+        return StreamShape(streams.count, self.hidden, streams.rounds, streams.eps, self.norm_eps, mixes)
 
     @property
     def num_logical(self) -> int:

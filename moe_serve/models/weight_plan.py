@@ -20,7 +20,7 @@ from moe_serve.kernels.forms import (
     MambaShape,
     SelectiveShape,
 )
-from moe_serve.models.spec import AnyStateful, GqaSpec, MlaSpec, ModelSpec
+from moe_serve.models.spec import AnyStateful, CompressedSpec, GqaSpec, MlaSpec, ModelSpec
 
 _BODY = "model."
 _LAYERS = _BODY + "layers."
@@ -51,14 +51,14 @@ class Part:
 class DenseTensor:
     """One tensor that every rank holds, of which the checkpoint has parts that lie one below the other.
 
-    kind: how dummy weights are drawn; "bias32" stays in float32
+    kind: how dummy weights are drawn; "bias32" stays in float32, and so do "choices", the experts of each token id
     in_heads: the parts are those of each head, [heads, k, n] of keys and [heads, n, k] of values
     plus_one: what is stored is a norm's weight less 1
     """
 
     name: str
     parts: tuple[Part, ...]
-    kind: Literal["matrix", "norm", "bias", "bias32"] = "matrix"
+    kind: Literal["matrix", "norm", "bias", "bias32", "choices"] = "matrix"
     in_heads: bool = False
     plus_one: bool = False
 
@@ -131,6 +131,8 @@ def stored_name(spec: ModelSpec, name: str) -> str:
     if spec.is_paired and name.startswith(_LAYERS):
         layer, _, rest = name.removeprefix(_LAYERS).partition(".")
         name = f"{_LAYERS}{int(layer) // 2}.{rest.replace('{half}', str(int(layer) % 2))}"
+    if name == HEAD:
+        name = f"{spec.head_name}.weight"
     if name.startswith(_LAYERS):
         name = f"{_BODY}{spec.layers_name}.{name.removeprefix(_LAYERS)}"
     body = spec.body_prefix + name.removeprefix(_BODY) if name.startswith(_BODY) else name
@@ -139,7 +141,8 @@ def stored_name(spec: ModelSpec, name: str) -> str:
 
 def _prefixed(spec: ModelSpec, part: Part) -> Part:
     source = stored_name(spec, part.source)
-    return part if source == part.source else replace(part, source=source, aliases=())
+    aliases = tuple(stored_name(spec, alias) for alias in part.aliases)
+    return part if source == part.source else replace(part, source=source, aliases=aliases)
 
 
 def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
@@ -151,9 +154,11 @@ def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
         if layer not in unattended:
             yield from _attention(spec, layer, ours, theirs)
         if layer not in unfed:
-            yield from _fed(spec, layer in spec.moe_layer_ids, ours, theirs)
+            yield from _fed(spec, layer, ours, theirs)
         if layer == spec.predictor_id:
             yield from _predictor(spec, ours, theirs)
+    if spec.streams is not None:
+        yield from _streams(spec, "head_streams", _BODY + "hc_head.hc", mixes=False)
     yield from _layer_norm(spec, "norm", _BODY + spec.norm_names.last)
     if not spec.tie_embeddings:
         yield DenseTensor("lm_head", (Part(HEAD, vocab_shape),))
@@ -163,22 +168,28 @@ def _dense_tensors(spec: ModelSpec) -> Iterator[DenseTensor]:
 
 def _attention(spec: ModelSpec, layer: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
     """Yields what a layer attends with, or keeps a state with, and its norms."""
+    if spec.streams is not None:
+        yield from _streams(spec, ours + "attention_streams", theirs + "hc_attn", mixes=True)
     yield from _named_norm(spec, ours + "input_norm", theirs, spec.norm_names.input, may_be_gated=True)
     if layer in spec.stateful_layer_ids and spec.stateful is not None:
         yield from _stateful(spec.stateful, spec.hidden, ours, f"{theirs}{spec.stateful_block}.")
     elif isinstance(spec.attention, GqaSpec):
         yield from _gqa(spec.attention.in_layer(layer), spec, ours, f"{theirs}{spec.attention.block}.")
+    elif isinstance(spec.attention, CompressedSpec):
+        yield from _compressed(spec.attention, spec.hidden, layer, ours, theirs + "attn.")
     else:
         yield from _mla(spec.attention, spec.hidden, ours, f"{theirs}{spec.attention.block}.")
     yield from _named_norm(spec, ours + "attention_out_norm", theirs, spec.norm_names.behind_attention)
 
 
-def _fed(spec: ModelSpec, is_moe: bool, ours: str, theirs: str) -> Iterator[DenseTensor]:
+def _fed(spec: ModelSpec, layer: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
     """Yields an MLP, or what all ranks have of experts, and their norms."""
-    names = spec.norm_names
+    names, is_moe = spec.norm_names, layer in spec.moe_layer_ids
+    if spec.streams is not None:
+        yield from _streams(spec, ours + "fed_streams", theirs + "hc_ffn", mixes=True)
     yield from _named_norm(spec, ours + "post_norm", theirs, names.post, may_be_gated=is_moe)
     if is_moe:
-        yield from _moe(spec, ours, theirs)
+        yield from _moe(spec, layer, ours, theirs)
     if not is_moe or spec.is_paired:
         yield from _mlp(spec, ours, f"{theirs}{spec.expert_names.dense}.", spec.dense_intermediate)
     yield from _named_norm(spec, ours + "mlp_out_norm", theirs, names.behind_moe if is_moe else names.behind_dense)
@@ -350,13 +361,16 @@ def has_predictor(spec: ModelSpec, names: Container[str]) -> bool:
     return f"{spec.tensor_prefix}model.layers.{spec.num_layers}.{JOIN}" in names
 
 
-def _moe(spec: ModelSpec, ours: str, theirs: str) -> Iterator[DenseTensor]:
+def _moe(spec: ModelSpec, layer: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
     block, router = spec.expert_names.block, f".{spec.expert_names.router}"
     # transformers 5 names every family's block "mlp" in memory, and some exporters write that name.
     num_choices = spec.router.num_choices
     shape, other_name = (num_choices, spec.hidden), f"{theirs}mlp{router}.weight"
     yield DenseTensor(ours + "router", (Part(theirs + block + router + ".weight", shape, (other_name,)),))
-    if spec.router.has_bias:
+    if layer in spec.choosing_layer_ids:
+        table = Part(f"{theirs}{block}{router}.tid2eid", (spec.vocab_size, spec.topk))
+        yield DenseTensor(ours + "chosen", (table,), "choices")
+    elif spec.router.has_bias:
         bias_shape = (1, num_choices) if spec.expert_names.router_bias_is_row else (num_choices,)
         bias = Part(f"{theirs}{spec.expert_names.bias_block or block}.{spec.expert_names.router_bias}", bias_shape)
         yield DenseTensor(ours + "router_bias", (bias,), "bias32")
@@ -545,3 +559,45 @@ def _mla(spec: MlaSpec, hidden: int, ours: str, theirs: str) -> Iterator[DenseTe
         yield DenseTensor(ours + "o_bias", (Part(out + ".bias", (hidden,)),), "bias")
     if spec.gate_name is not None:
         yield DenseTensor(ours + "head_gates", (Part(f"{theirs}{spec.gate_name}.weight", (spec.num_heads, hidden)),))
+
+
+def _compressed(spec: CompressedSpec, hidden: int, layer: int, ours: str, theirs: str) -> Iterator[DenseTensor]:
+    """Yields the tensors of attention to a window and to entries; all that is projected of x is one matrix."""
+    shape, rank, heads = spec.in_layer(layer, 1.0), spec.q_lora_rank, spec.num_heads * spec.head_dim
+    blocks = [("", spec.head_dim, "entry")] if shape.every else []
+    blocks += [("indexer.", shape.index_width, "index")] if shape.index_heads else []
+    into = [Part(theirs + "wq_a.weight", (rank, hidden)), Part(theirs + "wkv.weight", (spec.head_dim, hidden))]
+    for block, width, _ in blocks:
+        size = shape.parts * width, hidden
+        into += [Part(f"{theirs}{block}compressor.{name}.weight", size) for name in ("wkv", "wgate")]
+    if shape.index_heads:
+        into.append(Part(theirs + "indexer.weights_proj.weight", (shape.index_heads, hidden)))
+    yield DenseTensor(ours + "attend_in", tuple(into))
+    yield _norm(ours + "q_a_norm", theirs + "q_norm.weight", rank)
+    yield DenseTensor(ours + "q_b", (Part(theirs + "wq_b.weight", (heads, rank)),))
+    # As transformers names it, and as its authors do.
+    kv_norm = Part(theirs + "norm.weight", (spec.head_dim,), (theirs + "kv_norm.weight",))
+    yield DenseTensor(ours + "kv_norm", (kv_norm,), "norm")
+    yield DenseTensor(ours + "sinks", (Part(theirs + "attn_sink", (spec.num_heads,)),), "bias32")
+    for block, width, name in blocks:
+        source = f"{theirs}{block}compressor."
+        yield _norm(f"{ours}{name}_norm", source + "norm.weight", width)
+        yield DenseTensor(f"{ours}{name}_bias", (Part(source + "ape", (shape.every, shape.parts * width)),), "bias32")
+    if shape.index_heads:
+        index_q = Part(theirs + "indexer.wq_b.weight", (shape.index_heads * shape.index_width, rank))
+        yield DenseTensor(ours + "index_q", (index_q,))
+    ranks = spec.num_groups * spec.group_rank
+    yield DenseTensor(ours + "o_groups", (Part(theirs + "wo_a.weight", (ranks, heads // spec.num_groups)),))
+    yield DenseTensor(ours + "o", (Part(theirs + "wo_b.weight", (hidden, ranks)),))
+
+
+def _streams(spec: ModelSpec, ours: str, theirs: str, mixes: bool) -> Iterator[DenseTensor]:
+    """Yields what joins a sublayer to the streams of the residual."""
+    shape = spec.stream_shape(mixes)
+    # transformers writes a block's name in front of those of its last weights, which the authors do not.
+    published, size = theirs.replace("hc_head.hc", "hc_head"), shape.num_weights
+    shapes = {"fn": (size, shape.streams * shape.width), "base": (size,), "scale": (3 if mixes else 1,)}
+    parts = [Part(f"{theirs}_{name}", numbers, (f"{published}_{name}",)) for name, numbers in shapes.items()]
+    yield DenseTensor(ours, (parts[0],))
+    yield DenseTensor(ours + "_base", (parts[1],), "bias32")
+    yield DenseTensor(ours + "_scale", (parts[2],), "bias32")

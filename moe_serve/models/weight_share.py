@@ -28,7 +28,7 @@ from moe_serve.kernels.forms import FP8_GROUP, GroupForm
 from moe_serve.kernels.group_quantised import Activations
 from moe_serve.models.checkpoint import BLOCK_DTYPES, all_tensors, has_weights
 from moe_serve.models.checkpoint_parts import PACKED, CheckpointParts
-from moe_serve.models.spec import GqaSpec, ModelSpec
+from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_plan import DenseTensor, dense_tensors, expert_tensors
 
 if TYPE_CHECKING:
@@ -190,6 +190,7 @@ def _rotation_keeps_blocks(spec: ModelSpec, name: str) -> bool:
         return True
     if isinstance(attention, GqaSpec):
         return not has_gate and FP8_GROUP % attention.head_dim == 0
+    assert isinstance(attention, MlaSpec), "no other attention reorders its rows"
     return all(size % attention.rope_dim == 0 for size in (FP8_GROUP, attention.query_dim, attention.latent_dim))
 
 
@@ -253,7 +254,7 @@ class WeightShare:
 
     def dense_dtype(self, plan: DenseTensor) -> torch.dtype:
         """Returns the dtype in which the rank keeps a dense tensor that is not in groups."""
-        if plan.kind == "bias32":
+        if plan.kind in ("bias32", "choices"):
             return torch.float32
         if self.stored is not None:
             return self.stored.dense[plan.name]

@@ -280,6 +280,9 @@ class DummyWeights:
         device = self.share.device
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
         values = torch.randn(shape, generator=generator, device=device)
+        if kind == "choices":  # of each token as many experts as it has, side by side
+            first = torch.randint(self.share.spec.num_logical, (shape[0], 1), generator=generator, device=device)
+            return ((first + torch.arange(shape[1], device=device)) % self.share.spec.num_logical).float()
         values *= shape[-1] ** -0.5 if kind == "matrix" else 0.1
         return values + 1 if kind == "norm" else values
 

@@ -17,7 +17,7 @@ from moe_serve.eplb.cost.step_record import KernelRecord, Layers, ModelSteps, Ra
 from moe_serve.eplb.load import Phase
 from moe_serve.errors import ConfigError
 from moe_serve.kernels.part_clock import ATTENTION, EXPERTS, OTHER, PARTS
-from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
+from moe_serve.models.spec import CompressedSpec, GqaSpec, MlaSpec, ModelSpec
 from moe_serve.roofline.launches import Launch
 from moe_serve.roofline.step import RankStep, Transport, even_sizes, record_step
 from moe_serve.roofline.work import ExpertLoad, work_of
@@ -107,6 +107,8 @@ def record_model(
         raise ConfigError(f"{spec.model_type} has experts that give back what they take, which no GPU runs: no steps")
     if isinstance(spec.attention, GqaSpec) and spec.attention.value_dim is not None:
         raise ConfigError(f"{spec.model_type} has values narrower than keys, which no GPU kernel has: no steps")
+    if isinstance(spec.attention, CompressedSpec):
+        raise ConfigError(f"{spec.model_type} attends entries of groups of tokens, which no GPU kernel has: no steps")
     experts = choose_expert_form(
         "auto", spec.fp8_block, "cuda", True, in_mxfp4=spec.experts_in_mxfp4, has_narrow_rows=True
     )

@@ -96,7 +96,7 @@ MODELS = [(model, size) for size in SIZES for model in ("demo", *TINY, *OTHER_FA
 # others have the same bits in any batch, tests/models/test_invariance.py holds by default for each of them.
 OF_A_KIND = (
     "cohere2_moe", "qwen3_next", "longcat_flash", "deepseek_v32", "llama4_text", "phimoe", "lfm2_moe", "minimax",
-    "nemotron_h", "kimi_linear",
+    "nemotron_h", "kimi_linear", "deepseek_v4",
 )  # fmt: skip
 
 

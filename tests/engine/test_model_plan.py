@@ -199,6 +199,19 @@ def test_experts_that_give_back_what_they_take_are_refused_on_gpus_and_with_a_ca
         plan_of(tmp_path, config, "engine.expert_capacity=1.5")
 
 
+def test_streams_entries_and_choices_by_id_are_refused_where_they_are_not_built(tmp_path: Path) -> None:
+    model_type, keys = FAMILIES["deepseek_v4"]
+    config = keys | {"model_type": model_type, "rope_theta": 10000.0, "routed_scaling_factor": 1.5}
+    with pytest.raises(ConfigError, match=r"deepseek_v4 has several residual streams.* serve on CPU ranks"):
+        plan_of(tmp_path, config, device=GPU)
+    with pytest.raises(ConfigError, match=r"chooses its experts, which no capacity limits; leave engine\.expert_capac"):
+        plan_of(tmp_path, config, "engine.expert_capacity=1.5")
+    with pytest.raises(ConfigError, match=r"deepseek_v4 makes entries of rows of the cache.* set cache\.dtype: auto"):
+        plan_of(tmp_path, config, "cache.dtype=int8")
+    with pytest.raises(ConfigError, match=r"speculation\.mode is mtp"):
+        plan_of(tmp_path, config, "speculation.mode=mtp")
+
+
 def test_snapshots_are_as_many_as_their_memory_holds_and_none_without_a_prefix_cache(tmp_path: Path) -> None:
     model_type, keys = FAMILIES["qwen3_next"]
     config = keys | {"model_type": model_type}

@@ -52,6 +52,12 @@ SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128, "intermediate_size": 512, "q_lora_rank": 128, "index_head_dim": 64,
         "index_topk": 100,
     },
+    "deepseek_v4": COMMON | {
+        "head_dim": 64, "qk_rope_head_dim": 16, "partial_rotary_factor": 0.25, "q_lora_rank": 128,
+        "moe_intermediate_size": 128, "o_lora_rank": 64, "index_head_dim": 64, "index_topk": 100, "sliding_window": 100,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"], "mlp_layer_types": None,
+        "rope_parameters": None,
+    },
     "minimax_m2": COMMON | {"head_dim": 64, "intermediate_size": 128, "num_key_value_heads": 4},
     "mimo_v2_flash": COMMON | {
         "head_dim": 64, "v_head_dim": 40, "moe_intermediate_size": 128, "intermediate_size": 512, "sliding_window": 900,
@@ -101,7 +107,8 @@ def peak_bytes(runner: Runner, step: list[tuple[int, int]], predicts: bool = Fal
         ("olmoe", FAST), ("olmoe", COMPILED),
         ("granitemoeshared", FAST), ("granitemoeshared", COMPILED),
         ("glm4_moe", INVARIANT), ("glm4_moe", COMPILED), ("minimax_m2", FAST), ("minimax_m2", COMPILED),
-        ("mimo_v2_flash", FAST),
+        ("mimo_v2_flash", FAST), pytest.param("deepseek_v4", FAST, marks=pytest.mark.slow),
+        ("deepseek_v4", COMPILED),
     ],
     ids=str,
 )  # fmt: skip

@@ -172,6 +172,19 @@ JAMBA: dict[str, Any] = COMMON | {
     "num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 8, "num_experts_per_tok": 3,
     "mamba_d_state": 8, "mamba_dt_rank": 12,
 }  # fmt: skip
+# Groups of three tokens, and of ten, end in the middle of blocks; limits of choices, window and gates are met.
+V4: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 24,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "q_lora_rank": 32,
+    "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "num_hash_layers": 2, "o_groups": 2,
+    "layer_types": [
+        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 10}, "sliding_window": 20,
+    "o_lora_rank": 16, "index_n_heads": 16, "index_head_dim": 20, "index_topk": 9, "partial_rotary_factor": 1 / 3,
+    "swiglu_limit": 0.7, "hc_mult": 3, "hc_sinkhorn_iters": 4,
+}  # fmt: skip
 SOLAR = SIGMOID | {"first_k_dense_replace": 0}
 HY_V3: dict[str, Any] = QWEN | {"num_experts_per_tok": 3, "router_scaling_factor": 2.1, "rms_norm_eps": 1e-5}
 SWA: dict[str, Any] = GRANITE | {"num_hidden_layers": 3, "sliding_window": 20, "shared_intermediate_size": 40}
@@ -418,6 +431,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"ffn_config": DBRX["ffn_config"] | {"moe_normalize_expert_weights": None}},
     ),
     "jamba": ("jamba", JAMBA),
+    "deepseek_v4": ("deepseek_v4", V4),
+    "deepseek_v4-yarn": (
+        "deepseek_v4",
+        V4
+        | {"hc_mult": 4, "num_hash_layers": 0, "index_topk": 512, "compress_rates": None, "qk_rope_head_dim": 16}
+        | {"partial_rotary_factor": None, "layer_types": None, "rope_parameters": YARN},
+    ),
     # Attention first, 80 channels, which end within a tile, with a state of 7 rows, other biases.
     "jamba-odd-tied": (
         "jamba",
@@ -484,8 +504,8 @@ WITH_STATES = (
     "minimax",
     "jamba",
 )
-# Experts that give back their input, and values narrower than keys, which no kernel of GPUs has.
-ON_CPUS_ALONE = (*WITH_STATES, "longcat_flash", "mimo_v2_flash")
+# Experts that give back their input, values narrower than keys, and entries of tokens, which no kernel of GPUs has.
+ON_CPUS_ALONE = (*WITH_STATES, "longcat_flash", "mimo_v2_flash", "deepseek_v4")
 LIGHTNING_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # computed from the configuration
 ANOTHERS_FORM = {name for name, (kind, _) in FAMILIES.items() if kind not in FAMILIES}
 
@@ -521,6 +541,9 @@ def make_random(model_type: str, keys: dict[str, Any], seed: int = 0) -> Any:
                 tensor.copy_(1 + 0.3 * noise)
             elif "e_score_correction_bias" in key or key.endswith(".bias"):
                 tensor.copy_(0.2 * noise)  # partly negative
+            elif key.endswith("tid2eid"):
+                shuffled = torch.rand(len(tensor), model.config.n_routed_experts, generator=generator)
+                tensor.copy_(shuffled.argsort(1)[:, : tensor.shape[1]])
             elif not key.endswith(("inv_freq", *LIGHTNING_BUFFERS)):
                 tensor.copy_(noise * tensor.shape[-1] ** -0.5)
     return model

@@ -360,6 +360,21 @@ JAMBA: dict[str, Any] = {
     "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "hidden_act": "silu", "sliding_window": None,
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+# Without expert_dtype and quantization_config, as a checkpoint in bfloat16 has it.
+DEEPSEEK_V4_FLASH: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "vocab_size": 129280, "hidden_size": 4096,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1,
+    "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_lora_rank": 1024, "o_groups": 8,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "compress_rope_theta": 160000, "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32,
+                     "beta_slow": 1},
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc", "num_hash_layers": 3,
+    "num_nextn_predict_layers": 1, "swiglu_limit": 10.0, "sliding_window": 128, "max_position_embeddings": 1048576,
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 # name -> (config.json, parameters as its authors say)
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Qwen3-VL-30B-A3B": (QWEN3_VL_30B, 30.5e9),  # without what sees images, as the next three
@@ -377,6 +392,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Llama-4-Scout": (LLAMA4_SCOUT, 107.8e9),  # 109e9 with what sees images
     "Llama-4-Maverick": (LLAMA4_MAVERICK, 400.7e9),
     "DeepSeek-V3.2": (DEEPSEEK_V32, 671.9e9),
+    "DeepSeek-V4-Flash": (DEEPSEEK_V4_FLASH, 284e9),
     "Phi-3.5-MoE": (PHI_35_MOE, 41.9e9),
     "ERNIE-4.5-21B-A3B": (ERNIE_45_21B, 21.8e9),
     "ERNIE-4.5-300B-A47B": (ERNIE_45_300B, 300e9),

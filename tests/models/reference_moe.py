@@ -1,6 +1,8 @@
 """A plain MoE layer for one rank whose products are sums along one token's row, to test the decoder without ep/."""
 
+import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +16,14 @@ from moe_serve.kernels.cpu.tape import RecordedRun
 VECTORS = 32  # float32 values that torch takes at once with AVX-512: two vectors
 
 
-def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int], Turns[Tensor]], x: Tensor) -> Tensor:
+def record_call(recorder: Recorder, layer: Callable[[Tensor, int, int, Tensor], Turns[Tensor]], x: Tensor) -> Tensor:
     """Records a call of a MoE layer between kernels. x: [T, H] -> [T, H]"""
     out = recorder.buffer("moe_out", x.shape[1])
 
     def call(step: RecordedRun) -> Turns[None]:
         num_rows = step.rows.num_rows
-        out[:num_rows] = yield from layer(x[:num_rows], num_rows, step.num_chunks)
+        ids = (ctypes.c_int64 * num_rows).from_address(step.rows.ids) if num_rows else ()
+        out[:num_rows] = yield from layer(x[:num_rows], num_rows, step.num_chunks, torch.tensor(ids, dtype=torch.int64))
 
     recorder.call_python(call)
     return out
@@ -34,14 +37,14 @@ class ReferenceMoe:
     def __init__(self, parallel: ExpertParallel, layer_row: int, weights: MoeWeights):
         self.router, self.gate, self.bias = parallel.router, weights.gate, weights.correction_bias
         self.experts, self.shared, self.logit_bias = weights.experts, weights.shared, weights.logit_bias
-        self.latent = weights.latent
+        self.latent, self.chosen = weights.latent, weights.chosen
 
-    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, *_: None) -> Turns[Tensor]:
+    def __call__(self, x: Tensor, num_tokens: int, num_chunks: int, *others: Any) -> Turns[Tensor]:
         yield
         out = torch.zeros_like(x)
         out = out if self.shared is None else self.shared(x)(out)
         rows = x[:num_tokens]
-        routes = self._route(rows)
+        routes = self._route(rows, None if self.chosen is None else self.chosen[others[-1][:num_tokens]])
         rows = rows if self.latent is None else self.latent[0](rows)
         total = torch.zeros_like(rows, dtype=torch.float32)
         for expert, weight in zip(*(each.unbind(1) for each in routes), strict=True):
@@ -67,17 +70,22 @@ class ReferenceMoe:
         activation = self.experts.activation
         if activation.kind == "clamped_swiglu":
             return clamped_swiglu_reference(gate_up, activation)
+        if activation.kind == "clamped_silu":
+            gate, up = gate_up.chunk(2, -1)
+            return functional.silu(gate.clamp(max=activation.limit)) * up.clamp(-activation.limit, activation.limit)
         if activation.kind == "relu2":
             return functional.relu(gate_up).square()
         gate, up = gate_up.chunk(2, -1)
         return functional.silu(gate) * up
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [T, H] -> ids, weights [T, K]"""
+    def _route(self, x: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x: [T, H], chosen: [T, K] or None -> ids, weights [T, K]"""
         router = self.router
         logits = each_alone(x.float(), self.gate.float())
         logits = logits if self.logit_bias is None else logits + self.logit_bias
         scores = logits.softmax(-1) if router.scoring == "softmax" else in_whole_vectors(torch.sigmoid, logits)
+        if router.scoring == "sqrt_softplus":
+            scores = in_whole_vectors(lambda values: functional.softplus(values).sqrt(), logits)
         if router.scoring == "sparsemixer":
             return self._sparsemix(logits)
         by = logits if router.scoring == "sigmoid_of_chosen" else scores
@@ -88,7 +96,7 @@ class ReferenceMoe:
             best = of_group.topk(router.topk_groups).indices
             allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, best, True)
             choice = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
-        ids = choice.topk(router.topk).indices
+        ids = choice.topk(router.topk).indices if chosen is None else chosen
         weights = scores.gather(1, ids)
         if router.norm_topk:
             weights = weights / (weights.sum(-1, keepdim=True) + router.norm_eps).clamp(min=router.norm_min)

@@ -1,6 +1,7 @@
 """What a rank reads of a checkpoint: its own bytes, the right values, and clear messages for what does not fit."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,37 @@ def test_a_router_without_a_bias_is_read_where_it_is_published_so_and_so_are_nor
         load_decoder(lacking)
 
 
+def as_v4_is_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names of DeepSeek-V4's authors in place of those of transformers, beside a layer that predicts tokens."""
+    renamed = {"model.embed_tokens.": "embed.", ".attn.norm.": ".attn.kv_norm.", "model.hc_head.hc_": "hc_head_"}
+    found = {"mtp.0.attn_norm.weight": torch.ones(64)}
+    for name, tensor in tensors.items():
+        for theirs, published in renamed.items():
+            name = name.replace(theirs, published)
+        found[name.removeprefix("model.")] = tensor
+    return found
+
+
+def test_deepseek_v4_is_read_in_the_names_of_its_authors(oracle: Oracle, tmp_path: Path) -> None:
+    source = oracle("deepseek_v4")[1]
+    spec, written = read_spec(source), rewritten(source, tmp_path / "a", as_v4_is_published)
+    renamed = as_stored(read_spec(written), written)
+    assert_equal(load_weights(written, share_of(renamed, one_rank(spec))), load(source, one_rank(spec)))
+
+
+def test_a_table_of_the_experts_of_tokens_that_names_others_is_refused(oracle: Oracle, tmp_path: Path) -> None:
+    for number, value in enumerate((8, -1, None)):  # None: the expert beside it
+
+        def change(tensors: dict[str, Tensor], value: int | None = value) -> dict[str, Tensor]:
+            table = tensors["model.layers.1.ffn.gate.tid2eid"].clone()
+            table[255, 2] = table[255, 1] if value is None else value
+            return tensors | {"model.layers.1.ffn.gate.tid2eid": table}
+
+        written = rewritten(oracle("deepseek_v4")[1], tmp_path / str(number), change)
+        with pytest.raises(ModelError, match=r"table of layer 1 .* than 3 different ones below 8 for each; download"):
+            load_decoder(written)
+
+
 def head_of(model: Any, kind: str) -> Tensor | None:
     embedding: Tensor = model.get_input_embeddings().weight.detach()
     other = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(5)) * embedding.shape[1] ** -0.5
@@ -274,11 +306,11 @@ def test_logits_come_from_the_head_that_transformers_takes(
     from transformers import AutoModelForCausalLM
 
     model, folder = oracle(name)
-    head = head_of(model, kind)
+    head, stored = head_of(model, kind), f"{read_spec(folder).head_name}.weight"
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        rest = {key: tensor for key, tensor in tensors.items() if key != "lm_head.weight"}
-        return rest if head is None else rest | {"lm_head.weight": head}
+        rest = {key: tensor for key, tensor in tensors.items() if key != stored}
+        return rest if head is None else rest | {stored: head}
 
     written = rewritten(folder, tmp_path / "written", change, tie_word_embeddings=ties)
     if ties and name in TIES_REFUSED:
@@ -287,7 +319,7 @@ def test_logits_come_from_the_head_that_transformers_takes(
         return
     ties = ties and name not in NEVER_TIED
     if head is None and not ties:  # transformers draws one at random
-        with pytest.raises(ModelError, match=r"1 missing: lm_head\.weight"):
+        with pytest.raises(ModelError, match=f"1 missing: {re.escape(stored)}"):
             load_decoder(written)
         return
     theirs = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32, attn_implementation="eager").eval()

@@ -139,6 +139,7 @@ def test_a_wire_and_a_cache_that_gpus_do_not_have_are_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(("family", "why"), [
     ("qwen3_next", "qwen3_next keeps states of requests, for which there is no GPU kernel: no steps"),
     ("longcat_flash", "longcat_flash has experts that give back what they take, which no GPU runs: no steps"),
+    ("deepseek_v4", "deepseek_v4 attends entries of groups of tokens, which no GPU kernel has: no steps"),
     ("mimo_v2_flash", "mimo_v2_flash has values narrower than keys, which no GPU kernel has: no steps"),
 ])  # fmt: skip
 def test_a_model_that_no_gpu_runs_has_no_steps(family: str, why: str, tmp_path: Path) -> None:

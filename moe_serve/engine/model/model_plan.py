@@ -23,7 +23,7 @@ from moe_serve.kernels.group_quantised import Activations
 from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.models.checkpoint_parts import as_stored
 from moe_serve.models.decoder.moe_decoder import kv_layouts, state_shapes
-from moe_serve.models.spec import GqaSpec, MlaSpec, ModelSpec
+from moe_serve.models.spec import CompressedSpec, GqaSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare, fp8_projections
 
 # Of attention kernels: the module, and where it is from.
@@ -103,6 +103,7 @@ class ModelPlan:
         check_attention_backend(config, spec, device, cache_dtype)
         check_states(config, spec, device)
         check_identity_experts(config, spec, device)
+        check_streams(config, spec, device)
         num_blocks = num_cache_blocks(config, spec, cache_dtype, max_model_len)
         return cls(
             spec=spec.in_context(max_model_len),
@@ -165,6 +166,11 @@ def choose_cache_dtype(
     wanted = config.cache.dtype
     if wanted == "auto":
         return computed
+    if isinstance(spec.attention, CompressedSpec):
+        raise ConfigError(
+            f"cache.dtype is {wanted} but the attention of {spec.model_type} makes entries of rows of the cache, in "
+            "the dtype of the computation; set cache.dtype: auto"
+        )
     if isinstance(spec.attention, MlaSpec) and spec.attention.indexer is not None:
         raise ConfigError(
             f"cache.dtype is {wanted} but the sparse attention of {spec.model_type} reads latents and index keys in "
@@ -266,6 +272,20 @@ def check_identity_experts(config: ServeConfig, spec: ModelSpec, device: torch.d
         )
     if config.engine.expert_capacity is not None:
         raise ConfigError(f"{of_model}, which no capacity limits; leave engine.expert_capacity out")
+
+
+def check_streams(config: ServeConfig, spec: ModelSpec, device: torch.device) -> None:
+    """Raises ConfigError for what does not go with several residual streams, and experts that a token's id chooses."""
+    if spec.streams is not None and device.type != "cpu":
+        raise ConfigError(
+            f"{spec.model_type} has several residual streams, and attention to entries of groups of tokens, and this "
+            f"rank computes on {device.type}; they are built for CPUs alone: serve on CPU ranks"
+        )
+    if spec.choosing_layer_ids and config.engine.expert_capacity is not None:
+        raise ConfigError(
+            f"{spec.model_type} has layers in which a token's id chooses its experts, which no capacity limits; leave "
+            "engine.expert_capacity out"
+        )
 
 
 def num_draft_states(config: ServeConfig) -> int:

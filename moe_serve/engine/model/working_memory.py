@@ -24,7 +24,7 @@ from moe_serve.kernels.numerics import COMPILED, Numerics
 from moe_serve.models.decoder.mla import expand_from
 from moe_serve.models.decoder.moe_decoder import build_decoder, kv_layouts, state_shapes
 from moe_serve.models.decoder.runners import RecordedRunner
-from moe_serve.models.spec import GqaSpec, IndexerSpec, MlaSpec, ModelSpec
+from moe_serve.models.spec import CompressedSpec, GqaSpec, IndexerSpec, MlaSpec, ModelSpec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import no_weights
 
@@ -97,6 +97,9 @@ def _phases(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> dict[str, 
         between += rows * sum(rope.dim // 2 for rope in spec.ropes) * torch.complex64.itemsize
     else:
         between += _plan(spec, numerics, sizes)
+    if spec.streams is not None:  # the streams, mixed anew and widened, and their weights
+        shape = spec.stream_shape(mixes=True)
+        between += rows * 4 * (4 * shape.streams * shape.width + 3 * shape.num_weights)
     if spec.is_paired:
         between += rows * spec.hidden * spec_bytes  # what experts add behind the next layer
     phases = {
@@ -138,10 +141,13 @@ def _attention(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
         if isinstance(spec.attention, GqaSpec):
             kinds = _kinds(spec, spec.attention)
             return max(_gqa_on_gpu(kind, spec.num_layers, sizes) for kind in kinds)
+        assert isinstance(spec.attention, MlaSpec), "other attention is refused on GPUs"
         return _mla_on_gpu(spec.attention, numerics, sizes)
     if isinstance(spec.attention, GqaSpec):
         kinds = _kinds(spec, spec.attention)
         return max(*(_gqa(kind, numerics, sizes) for kind in kinds), _stateful(spec, sizes))
+    if isinstance(spec.attention, CompressedSpec):
+        return _compressed(spec, spec.attention, sizes)
     return max(_mla(spec.attention, numerics, sizes), _stateful(spec, sizes))
 
 
@@ -277,10 +283,21 @@ def _indexed(spec: MlaSpec, indexer: IndexerSpec, sizes: StepSizes) -> int:
     return (rows + cached + sizes.keys * (heads + 4) + chosen) * sizes.itemsize
 
 
+def _compressed(spec: ModelSpec, attention: CompressedSpec, sizes: StepSizes) -> int:
+    """Returns the bytes of attention to a window and entries: its rows, and what one token makes of those it sees."""
+    shapes = [attention.in_layer(layer, spec.norm_eps) for layer in range(spec.num_layers)]
+    heads, rank = attention.num_heads * attention.head_dim, attention.q_lora_rank
+    widest = max(shape.row_width + shape.index_heads * (shape.index_width + 1) for shape in shapes)
+    rows = sizes.rows * (2 * rank + 2 * heads + widest + attention.num_groups * attention.group_rank)
+    seen = max(shape.window + sizes.keys // shape.every if shape.every else shape.window for shape in shapes)
+    of_token = seen * (2 * attention.head_dim + 4 * attention.num_heads) + sizes.keys * (4 + attention.indexer.width)
+    return (rows + of_token) * sizes.itemsize + sizes.keys * 4 * _INDEX
+
+
 def _plan(spec: ModelSpec, numerics: Numerics, sizes: StepSizes) -> int:
     """Returns the bytes of attention_plan.py: rows of the cache and masks of all sequences, for all layers."""
-    if isinstance(spec.attention, MlaSpec) and spec.attention.indexer is not None:
-        return 0
+    if not isinstance(spec.attention, GqaSpec) and spec.attention.indexer is not None:
+        return 0  # rows are attended one by one
     heads, indices = [1], 1
     if isinstance(spec.attention, GqaSpec):
         heads, indices = [kind.num_kv_heads for kind in _kinds(spec, spec.attention)], 2

@@ -15,6 +15,8 @@
 #include "state_space.c"
 #include "selective_space.c"
 #include "indexed.c"
+#include "compressed.c"
+#include "streams.c"
 #include "gate.c"
 #include "capacity.c"
 #include "sampling.c"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_serve.kernels.causal_conv import ConvWeights
+from moe_serve.kernels.compressed_attention import CompressedRows, CompressedWeights, EntryWeights
 from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.experts import GroupedExperts, PackedExperts, packed_ffn
 from moe_serve.kernels.cpu.linear import PackedLinear
@@ -44,6 +45,7 @@ from moe_serve.kernels.forms import (
     RELU2,
     Activation,
     AttendShape,
+    CompressedShape,
     ConvShape,
     DeltaShape,
     GroupForm,
@@ -194,6 +196,19 @@ def _indexed() -> list[Tensor]:
     return [recorded_once(4, lambda do: do.attend_chosen(q, cache, shape, index, indexer), rows.address)]
 
 
+def _compressed() -> list[Tensor]:
+    """Returns what two sequences attend, and the rows and entries that they leave in the cache."""
+    shape = CompressedShape(2, 24, 6, 5, 2, True, 3, 20, 3, scale=0.2, eps=1e-6)
+    entries, index = (EntryWeights(_numbers(n), _numbers(2, 2 * n, seed=2)) for n in (24, 20))
+    turns = torch.view_as_complex(_numbers(96, 3, 2, seed=3))
+    weights = CompressedWeights(shape, _numbers(24, seed=4), _numbers(2, seed=5), entries, index, turns)
+    given = (_numbers(4, *n, seed=6 + len(n)) for n in ((2, 24), (shape.row_width,), (3, 20), (3,)))
+    rows, cache = CompressedRows(*given), _numbers(96, 1, shape.row_width, seed=9)
+    slots = torch.tensor([80, 51, 52, 63])
+    step = _attend_rows(AttendShape(1, 1, 1, 1.0))
+    return [recorded_once(4, lambda do: do.attend_compressed(rows, weights, cache, slots), step.address), cache]
+
+
 def _delta_rule() -> list[Tensor]:
     """Returns results and states of two sequences."""
     shape, results = DeltaShape(2, 4, 24, 40, 4), []
@@ -279,9 +294,9 @@ def _sums() -> list[Tensor]:
 
 
 def _gate() -> list[Tensor]:
-    softmax, sigmoid = RouterSpec(24, 3), RouterSpec(24, 3, "sigmoid")
+    softmax, sigmoid, root = RouterSpec(24, 3), RouterSpec(24, 3, "sigmoid"), RouterSpec(24, 3, "sqrt_softplus")
     sparsemixer = RouterSpec(24, 2, "sparsemixer", norm_topk=False, jitter=0.2)
-    return [*_gated(softmax), *_gated(sigmoid), *_gated(sparsemixer)]
+    return [*_gated(softmax), *_gated(sigmoid), *_gated(root), *_gated(sparsemixer)]
 
 
 def _gated(spec: RouterSpec) -> list[Tensor]:
@@ -315,6 +330,7 @@ PROBES: tuple[Callable[[], list[Tensor]], ...] = (
     _groups,
     _attention,
     _indexed,
+    _compressed,
     _delta_rule,
     _causal_conv,
     _state_space,

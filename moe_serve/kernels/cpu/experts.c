@@ -4,7 +4,7 @@
 #include "integer_gemm.h"
 #include "tile_gemm.h"
 
-enum { SILU, CLAMPED_SWIGLU, RELU2 /* which has no gate */ }; /* as in kernels/forms.py; experts.py has the same order */
+enum { SILU, CLAMPED_SWIGLU, RELU2 /* which has no gate */, CLAMPED_SILU }; /* as in kernels/forms.py; experts.py has the same order */
 enum { CHUNK_BYTES = 8 << 20 /* of parts of rows */ };
 
 typedef struct { /* as experts.py fills it */
@@ -17,7 +17,7 @@ typedef struct { /* as experts.py fills it */
     const void *gate_up_scale, *down_scale;
     const float *gate_up_bias, *down_bias; /* 0, or [slots, stacks width] and [slots, hidden] */
     const i64 *held; /* 0, or [slots]: the expert of each slot, by which all that is [slots, ...] above is found */
-    double alpha, limit;                   /* of CLAMPED_SWIGLU */
+    double alpha, limit;                   /* of CLAMPED_SWIGLU; CLAMPED_SILU has a limit */
     const Groups *gate_up_groups, *down_groups; /* GROUPS: their forms; activations are quantised for both, or for none */
 } Experts;
 
@@ -80,6 +80,7 @@ INLINE vf activate(const Experts *e, vf gate, vf up)
     vf limit = splat((float)e->limit);
     gate = pick(gate > limit, limit, gate); /* NaN stays */
     up = pick(up > limit, limit, pick(up < -limit, -limit, up));
+    if (e->activation == CLAMPED_SILU) return gate / (1.0f + exp_vf(-gate)) * up;
     return (up + 1.0f) * (gate / (1.0f + exp_vf(gate * -(float)e->alpha)));
 }
 

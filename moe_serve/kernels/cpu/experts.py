@@ -14,7 +14,7 @@ from moe_serve.kernels.cpu.rows import float_bits
 from moe_serve.kernels.forms import MXFP4_BLOCK, SILU, Activation, GroupForm, num_groups, num_scale_rows
 from moe_serve.kernels.group_quantised import Activations
 
-_ACTIVATIONS = ("silu", "clamped_swiglu", "relu2")  # in the order of experts.c
+_ACTIVATIONS = ("silu", "clamped_swiglu", "relu2", "clamped_silu")  # in the order of experts.c
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 /* The gate's choice: scores, groups, the best experts, their weights and the load. Contract: kernels/topk_gate.py. */
 #include <math.h>
 #include "pool.h"
+#include "sequences.h"
 
 enum { GATE_ROWS = 16, TOGETHER = 4 }; /* rows of a piece; rows whose choices are made at once */
 enum { MOST_EXPERTS = 2048, MOST_GROUPS = 64 };
@@ -9,7 +10,7 @@ enum { MOST_EXPERTS = 2048, MOST_GROUPS = 64 };
 typedef i64 i8q __attribute__((vector_size(64), aligned(8), may_alias));
 typedef i32 i8h __attribute__((vector_size(32), aligned(4), may_alias));
 
-enum { SOFTMAX, SIGMOID, SIGMOID_OF_CHOSEN, SPARSEMIXER }; /* Scoring of gate_shape.py */
+enum { SOFTMAX, SIGMOID, SIGMOID_OF_CHOSEN, SPARSEMIXER, SQRT_SOFTPLUS }; /* Scoring of gate_shape.py */
 typedef struct { /* gate_facts in gate.py */
     i64 experts, topk, scoring, norm_topk, groups, topk_groups, by_best, counted;
     double scaling, norm_eps, norm_min, far, masked;
@@ -20,6 +21,7 @@ typedef struct {
     const float *logits;
     i64 rows, step, *ids;
     float *weights;
+    const i64 *token_ids, *chosen; /* [rows], and [tokens, topk]: the experts of each token; or 0 */
 } GateJob;
 
 /* As get, but `rest` behind the first `count` floats. */
@@ -39,6 +41,11 @@ static void score_row(const GateShape *g, const float *logits, float *score)
     int sigmoid = g->scoring == SIGMOID || g->scoring == SIGMOID_OF_CHOSEN;
     if (g->scoring == SPARSEMIXER) {
         BY_REGISTER(experts, put(score + i, j, get_or(logits + i, j, count, -INFINITY), 16);)
+        return;
+    }
+    if (g->scoring == SQRT_SOFTPLUS) {
+        for (i64 e = 0; e < experts; e++) score[e] = sqrtf(softplus(logits[e]));
+        for (i64 e = experts; e % 16; e++) score[e] = 0;
         return;
     }
     if (!sigmoid)
@@ -185,21 +192,23 @@ static void gate_piece(const void *about, i64 piece)
         i64 rows = least(TOGETHER, end - first), *ids = job->ids + first * g->topk;
         for (i64 r = 0; r < rows; r++) {
             choices(g, job->bias, job->logits + (first + r) * job->step, score[r], choice);
-            begin(choice, g->experts, finals, tournament + r);
+            if (!job->chosen) begin(choice, g->experts, finals, tournament + r);
         }
         for (i64 k = 0; k < g->topk; k++)
-            for (i64 r = 0; r < rows; r++) ids[r * g->topk + k] = take_best(tournament + r, finals);
+            for (i64 r = 0; r < rows; r++)
+                ids[r * g->topk + k] = job->chosen ? job->chosen[job->token_ids[first + r] * g->topk + k]
+                                                   : take_best(tournament + r, finals);
         for (i64 r = 0; r < rows; r++)
             weigh_choice(g, score[r], ids + r * g->topk, job->weights + (first + r) * g->topk);
     }
 }
 
 /* logits [rows, experts] with `step` floats from row to row -> ids and weights [rows, topk]; load [counted] counts the
-   first ones */
+   first ones. chosen [tokens, topk]: the experts of each token, by token_ids [rows]; 0: the gate chooses */
 i64 gate(const GateShape *shape, const float *bias, const float *logits, i64 rows, i64 step, i64 *ids, float *weights,
-         i64 *load)
+         i64 *load, const i64 *token_ids, const i64 *chosen)
 {
-    GateJob job = {shape, bias, logits, rows, step, ids, weights};
+    GateJob job = {shape, bias, logits, rows, step, ids, weights, token_ids, chosen};
     pool_run(gate_piece, &job, (rows + GATE_ROWS - 1) / GATE_ROWS);
     for (i64 i = 0; i < rows * shape->topk; i++)
         if (ids[i] < shape->counted) load[ids[i]]++;

@@ -98,9 +98,10 @@ static void choose_keys(const float *score, i64 n, i64 topk, i64 *chosen)
     }
 }
 
-/* One query head over the chosen rows, which are keys and, in their first part, values. p: [n], filled up to 16s */
-static void attend_rows(const float *q, i64 width, float scale, const float *const *row, i64 n, i64 value_width, float *p,
-                        float *out)
+/* One query head over the chosen rows, which are keys and, in their first part, values. p: [n], filled up to 16s; sink: a
+   score beside theirs, whose weight goes nowhere; -inf: there is none */
+static void attend_rows(const float *q, i64 width, float scale, const float *const *row, i64 n, i64 value_width, float sink,
+                        float *p, float *out)
 {
     vf most = splat(-INFINITY), total[SPAN] = {};
     for (i64 j = 0; j < n; j++) p[j] = dot(q, row[j], width) * scale;
@@ -110,6 +111,8 @@ static void attend_rows(const float *q, i64 width, float scale, const float *con
         most = pick(x > most, x, most);
     }
     float best = highest(most);
+    if (sink > best) best = sink;
+    if (sink - best >= -87.0f) total[0][0] = exp_vf(splat(sink - best))[0];
     for (i64 i = 0; i < n; i += 16)
         UNROLL for (int j = 0; j < SPAN; j++) {
             vf x = *(const vf *)(p + i + j * VL) - best;
@@ -182,8 +185,8 @@ static void indexed_piece(const void *about, i64 token)
         row[j] = job->cache + (table[i / a->block_size] * a->block_size + i % a->block_size) * a->slot_step;
     }
     for (i64 h = 0; h < a->group; h++)
-        attend_rows(job->q + token * job->q_step + h * a->width, a->width, (float)a->scale, row, count, a->value_width, p,
-                    job->out + (token * a->group + h) * a->value_width);
+        attend_rows(job->q + token * job->q_step + h * a->width, a->width, (float)a->scale, row, count, a->value_width,
+                    -INFINITY, p, job->out + (token * a->group + h) * a->value_width);
 }
 
 /* As attend, of the keys that the indexer chooses; one key/value head. index_q: [T, index heads, index width], weights:

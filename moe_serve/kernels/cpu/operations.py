@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_serve.kernels import indexed_attention, rope, rows
+from moe_serve.kernels import indexed_attention, rope, rows, streams
 from moe_serve.kernels.capacity import ChangedChoices, ExpertCapacity
 from moe_serve.kernels.causal_conv import ConvWeights
+from moe_serve.kernels.compressed_attention import CompressedRows, CompressedWeights, EntryWeights
 from moe_serve.kernels.cpu.attention import attend_options
 from moe_serve.kernels.cpu.checks import dense
 from moe_serve.kernels.cpu.experts import PackedExperts
@@ -42,12 +43,13 @@ from moe_serve.kernels.cpu.tape import (
     Tape,
 )
 from moe_serve.kernels.delta_rule import DeltaWeights, columns_of
-from moe_serve.kernels.forms import AttendShape, MlaWidths, RouterSpec, Scoring, Seen
+from moe_serve.kernels.forms import AttendShape, MlaWidths, RouterSpec, Scoring, Seen, StreamShape
 from moe_serve.kernels.indexed_attention import IndexerShape
 from moe_serve.kernels.part_clock import COMBINE, DISPATCH, EXPERTS, PartClock
 from moe_serve.kernels.rows import LayerNorm
 from moe_serve.kernels.selective_space import SelectiveRows, SelectiveWeights
 from moe_serve.kernels.state_space import StateSpaceWeights
+from moe_serve.kernels.streams import StreamWeights
 from moe_serve.kernels.topk_gate import take_identity_
 
 P = ParamSpec("P")
@@ -61,6 +63,8 @@ AnyMlp = Any
 MOST_EXPERTS = 2048  # these two as in gate.c
 MOST_GROUPS = 64
 MOST_TAPS = 16  # as in causal_conv.c
+MOST_STREAMS = 8  # as in streams.c
+MOST_TOGETHER = 512  # tokens of a group, as in compressed.c
 
 Draw = Callable[..., Tensor]  # sizes -> float32 numbers from -1 to 1, others at each call
 EXAMPLE_ROWS = 13
@@ -121,6 +125,12 @@ def _linear(name: str, weight: AnyLinear, x: Tensor) -> Tensor:
     """x: [rows, k] -> [rows, n]. name: of the result, different for results of one layer that live together"""
     projected: Tensor = weight(x)
     return projected
+
+
+def _project_streams(matrix: AnyLinear, x: Tensor) -> Tensor:
+    """Returns the products of streams that weights are made of (kernels/streams.py), [rows, n] float32."""
+    products: Tensor = matrix(x).float()
+    return products
 
 
 def _absorb(weight: AnyHeads, q: Tensor, nope: int) -> Tensor:
@@ -359,6 +369,40 @@ class Operations:
         tape.call("take_identity", ids, weights, ROWS, ids.shape[1], num_logical, total)
         return total
 
+    @operation(streams.spread_rows, lambda draw: [(draw(EXAMPLE_ROWS, 70), 3)])
+    def spread_rows(tape: Tape, x: Tensor, streams: int) -> Tensor:
+        out, width = tape.buffer("streams", streams * x.shape[1]), x.shape[1]
+        tape.call("copy_heads", x, ROWS, streams, width, x.stride(0), 0, out, out.stride(0), width)
+        return out
+
+    @operation(_project_streams, lambda draw: [(PackedLinear(draw(15, _HIDDEN)), draw(EXAMPLE_ROWS, _HIDDEN))])
+    def project_streams(tape: Tape, matrix: PackedLinear, x: Tensor) -> Tensor:
+        out = tape.buffer("stream_weights", matrix.out_features)
+        tape.call("linear", matrix.facts, x, ROWS, x.stride(0), 0, out, out.stride(0), 0, keep=matrix)
+        return out
+
+    @operation(
+        streams.sum_streams,
+        lambda draw: [
+            (draw(EXAMPLE_ROWS, 3 * 70), 9 * draw(EXAMPLE_ROWS, weights.shape.num_weights), weights)
+            for weights in (_some_streams(draw, True), _some_streams(draw, False))
+        ],
+    )
+    def sum_streams(tape: Tape, x: Tensor, products: Tensor, weights: StreamWeights) -> Tensor:
+        out = tape.buffer("stream_sum", weights.shape.width)
+        at = x, ROWS, products, products.stride(0), out
+        tape.call("sum_streams", _stream_facts(weights), *at, keep=weights)
+        return out
+
+    @operation(
+        streams.mix_streams_,
+        lambda draw: [(draw(EXAMPLE_ROWS, 3 * 70), draw(EXAMPLE_ROWS, 70), draw(EXAMPLE_ROWS, 15),
+                       _some_streams(draw, True))],
+    )  # fmt: skip
+    def mix_streams_(tape: Tape, x: Tensor, delta: Tensor, mixing: Tensor, weights: StreamWeights) -> None:
+        at = x, ROWS, mixing, mixing.stride(0), delta
+        tape.call("mix_streams", _stream_facts(weights), *at, keep=weights)
+
     @operation(_mlp, lambda draw: [])  # the digest has experts of every kind of weight
     def mlp(tape: Tape, weights: AnyMlp, x: Tensor) -> Tensor:
         return _record_ffn(tape, "mlp", x, ctypes.addressof(tape.num_rows), weights.experts)
@@ -407,6 +451,33 @@ class Recorder(Operations, Tape):
         steps = queries, queries.stride(0), weights, weights.stride(0)
         facts = _facts(indexer.heads, indexer.width, indexer.topk)
         self.call("attend_indexed", ATTEND, q, q.stride(0), cache, out, *steps, keys, facts)
+        return out
+
+    def attend_compressed(
+        self, rows: CompressedRows, weights: CompressedWeights, cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        """Returns what compressed_attention_reference does with the step's AttendRows.
+
+        cache: [slots, 1, row_width] float32;  slots: [rows] int64, of the cache
+        """
+        shape, entries, index = weights.shape, weights.entries, weights.index
+        assert shape.every <= MOST_TOGETHER, f"groups of {shape.every} tokens, at most {MOST_TOGETHER}"
+        assert cache.dtype == torch.float32 and cache.shape[2] == shape.row_width, f"{cache.dtype} {tuple(cache.shape)}"  # noqa: PT018
+        each = (weights.norm, *(part for of in (entries, index) if of is not None for part in (of.norm, of.bias)))
+        assert all(dense(part, torch.float32) for part in (*each, weights.sinks))
+        sizes = shape.heads, shape.width, shape.rotated, shape.window, shape.every, shape.parts
+        chosen_by = shape.index_heads, shape.index_width, shape.topk
+        at = *_addresses(entries), *_addresses(index)
+        numbers = float_bits(shape.eps), float_bits(shape.scale)
+        addresses = weights.norm.data_ptr(), *at, weights.sinks.data_ptr(), weights.turns.data_ptr()
+        facts = torch.tensor([*sizes, *chosen_by, *addresses, *numbers])
+        index_q, index_weights = (0 if part is None else part for part in (rows.index_q, rows.weights))
+        given = rows.q, rows.rows, rows.rows.stride(0), shape.row_width, index_q, slots, cache
+        self.call("write_compressed", ATTEND, facts, *given, keep=weights)
+        out = self.buffer("attended", shape.heads, shape.width)
+        step = 0 if rows.weights is None else rows.weights.stride(0)
+        seen = rows.q, shape.row_width, index_q, index_weights, step, cache, out
+        self.call("attend_compressed", ATTEND, facts, *seen, keep=weights)
         return out
 
     def delta_rule(
@@ -467,15 +538,24 @@ class Recorder(Operations, Tape):
         self.call("selective_space", facts, SEQUENCES, *channels, *others, states, out, keep=kept)
         return out
 
-    def gate(self, logits: Tensor, bias: Tensor | None, spec: RouterSpec, load: Tensor) -> tuple[Tensor, Tensor]:
+    def gate(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        spec: RouterSpec,
+        load: Tensor,
+        chosen: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Returns ids [rows, topk] int64 and weights [rows, topk], best first, and adds every choice to load.
 
         The contract is that of kernels/topk_gate.py. logits: [rows, E];  bias: [E] or None;  load: [E] int64
+        chosen: token ids [rows] int64, and the experts of each, [tokens, topk] int64; None: the best are chosen
         """
         ids = self.buffer("topk_ids", spec.topk, dtype=torch.int64)
         weights = self.buffer("topk_weights", spec.topk)
         facts = _gate_facts(spec)
-        self.call("gate", facts, 0 if bias is None else bias, logits, ROWS, logits.stride(0), ids, weights, load)
+        at = facts, 0 if bias is None else bias, logits, ROWS, logits.stride(0), ids, weights, load
+        self.call("gate", *at, *((0, 0) if chosen is None else chosen))
         return ids, weights
 
     def limit_experts(
@@ -581,6 +661,26 @@ def _gate_facts(spec: RouterSpec) -> Tensor:
     scoring, by_best = get_args(Scoring).index(spec.scoring), int(spec.group_score == "best")
     sizes = [spec.num_choices, spec.topk, scoring, int(spec.norm_topk), spec.num_groups, spec.topk_groups, by_best]
     return torch.cat((torch.tensor([*sizes, spec.num_logical]), numbers.view(torch.int64)))
+
+
+def _stream_facts(weights: StreamWeights) -> Tensor:
+    """Returns the block of int64 that streams.c reads. The caller keeps the weights."""
+    shape, base, scale = weights.shape, weights.base, weights.scale
+    assert shape.streams <= MOST_STREAMS, f"{shape.streams} streams, at most {MOST_STREAMS}"
+    assert dense(base, torch.float32, shape.num_weights), f"{base.dtype} {tuple(base.shape)}"
+    assert dense(scale, torch.float32, 3 if shape.mixes else 1), f"{scale.dtype} {tuple(scale.shape)}"
+    sizes = shape.streams, shape.width, shape.rounds, int(shape.mixes)
+    numbers = base.data_ptr(), scale.data_ptr(), float_bits(shape.eps), float_bits(shape.norm_eps)
+    return torch.tensor([*sizes, *numbers])
+
+
+def _addresses(entries: EntryWeights | None) -> tuple[int, int]:
+    return (0, 0) if entries is None else (entries.norm.data_ptr(), entries.bias.data_ptr())
+
+
+def _some_streams(draw: Draw, mixes: bool) -> StreamWeights:
+    shape = StreamShape(3, 70, 4, 1e-3, _EPS, mixes)
+    return StreamWeights(shape, draw(3 if mixes else 1), draw(shape.num_weights))
 
 
 def _cached_form(cache: Tensor, scales: Tensor | None) -> Tensor:

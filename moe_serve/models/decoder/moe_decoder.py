@@ -17,9 +17,17 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache, KvLayout, StateShapes, id_dtype
 from moe_serve.ep.expert_store import ExpertStore
 from moe_serve.ep.moe_layer import ExpertParallel, MoeLayer, MoeWeights
+from moe_serve.errors import ModelError
 from moe_serve.kernels.forms import DeltaShape, LightningShape, MambaShape, SelectiveShape
 from moe_serve.kernels.numerics import Numerics
 from moe_serve.kernels.rows import LayerNorm
+from moe_serve.kernels.streams import StreamWeights
+from moe_serve.models.decoder.compressed import (
+    CompressedLayer,
+    attention_shape,
+    compressed_layer,
+    compressed_layouts,
+)
 from moe_serve.models.decoder.conv import conv_layer
 from moe_serve.models.decoder.delta import delta_layer
 from moe_serve.models.decoder.gqa import GqaAttention, RopeTable
@@ -42,10 +50,13 @@ from moe_serve.models.decoder.stack import (
     StackFactors,
     StackRunner,
     StepInputs,
+    StreamLayer,
+    Streams,
+    StreamStack,
 )
 from moe_serve.models.decoder.step import SharedExpert
 from moe_serve.models.decoder.weight_forms import Fp8Mlp, GatedMlp, PackedMlp, WeightForms
-from moe_serve.models.spec import GqaSpec, ModelSpec
+from moe_serve.models.spec import CompressedSpec, GqaSpec, ModelSpec
 from moe_serve.models.weights import LoadedWeights
 
 
@@ -57,7 +68,7 @@ class MoeDecoder:
     """
 
     spec: ModelSpec
-    stack: DecoderStack
+    stack: DecoderStack | StreamStack
     run: StackRunner
     prediction: PredictionStack | None = None
     run_prediction: StackRunner | None = None
@@ -113,8 +124,12 @@ def build_decoder(
     dense: dict[str, Any] = weights.dense
     forms = WeightForms(numerics, weights.memory, spec.activation, weights.activations)
     embed, norm = dense.pop("embed"), _norm(spec, dense, "norm", forms)
-    attentions: dict[int, GqaAttention] | MlaAttention
-    if isinstance(spec.attention, GqaSpec):
+    attentions: dict[int, GqaAttention] | MlaAttention | CompressedSpec
+    table = RopeTable(spec.ropes, spec.max_position, device, spec.attention.temperature)
+    if isinstance(spec.attention, CompressedSpec):
+        attentions = spec.attention
+        shapes = [attention_shape(attentions)]
+    elif isinstance(spec.attention, GqaSpec):
         heads = spec.attention
         attentions = {layer: GqaAttention(heads.in_layer(layer), spec.norm_eps) for layer in spec.attention_layer_ids}
         shapes = list(dict.fromkeys(each.shape for each in attentions.values()))
@@ -123,14 +138,18 @@ def build_decoder(
         shapes = [attentions.shape]
     layer_rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layer_ids)}
     layers: list[DecoderLayer] = []
+    stream_layers: list[StreamLayer] = []
     joined: dict[str, Any] = {}  # of the layer that predicts
     for layer_id in range(spec.num_layers):
         prefix = f"layers.{layer_id}."
         mine = {name.removeprefix(prefix): dense.pop(name) for name in list(dense) if name.startswith(prefix)}
         if layer_id in spec.stateful_layer_ids:
-            attention_layer: AnyAttention | None = _stateful_layer(spec, layer_id, mine, forms)
+            attention_layer: AnyAttention | CompressedLayer | None = _stateful_layer(spec, layer_id, mine, forms)
         elif layer_id in spec.unattended_layer_ids:
             attention_layer = None
+        elif isinstance(attentions, CompressedSpec):
+            turns = table.tables[0 if attentions.every[layer_id] else -1]
+            attention_layer = compressed_layer(attentions, layer_id, mine, turns, spec.norm_eps, forms)
         elif isinstance(attentions, dict):
             cached_as = spec.attention_layer_ids.index(layer_id)
             attention_layer = attentions[layer_id].layer(layer_id, mine, spec.ropes, forms, cached_as)
@@ -146,7 +165,8 @@ def build_decoder(
             latent = None
             if spec.latent is not None:
                 latent = forms.take_linear(mine, "latent_in"), forms.take_linear(mine, "latent_out")
-            mine_moe = MoeWeights(router, bias, experts, own, logit_bias, weights.memory, latent)
+            chosen = _choices(spec, layer_id, mine.pop("chosen")) if layer_id in spec.choosing_layer_ids else None
+            mine_moe = MoeWeights(router, bias, experts, own, logit_bias, weights.memory, latent, chosen)
             moe = MoeLayer(parallel, layer_rows[layer_id], mine_moe)
             shared = shared if numerics.compiled else None
         if (layer_id not in layer_rows and layer_id not in spec.unfed_layer_ids) or spec.is_paired:
@@ -155,18 +175,28 @@ def build_decoder(
             joined = {name: mine.pop(name) for name in ("embed_norm", "hidden_norm", "join", "head_norm", "head")}
         norms = [_norm(spec, mine, name, forms) if name in mine else None for name in ("input_norm", "post_norm")]
         out_norms = [mine.pop(name, None) for name in ("attention_out_norm", "mlp_out_norm")]
-        sublayers = norms[0], attention_layer, out_norms[0], norms[1], moe, mlp, shared, out_norms[1]
-        layers.append(DecoderLayer(*sublayers, *_factors(spec, layer_id)))
+        if isinstance(attention_layer, CompressedLayer):
+            joins = [_streams(spec, mine, name, forms, mixes=True) for name in ("attention_streams", "fed_streams")]
+            assert isinstance(norms[0], Tensor) and isinstance(norms[1], Tensor) and moe is not None  # noqa: PT018
+            stream_layers.append(StreamLayer(joins[0], norms[0], attention_layer, joins[1], norms[1], moe, shared))
+        else:
+            sublayers = norms[0], attention_layer, out_norms[0], norms[1], moe, mlp, shared, out_norms[1]
+            layers.append(DecoderLayer(*sublayers, *_factors(spec, layer_id)))
         assert not mine, f"weights of layer {layer_id} that nobody took: {sorted(mine)}"
     head_weight = None if spec.tie_embeddings else dense.pop("lm_head")
     embedding, head = forms.embedding(embed, head_weight, dense.pop("lm_head_bias", None))
-    table = RopeTable(spec.ropes, spec.max_position, device, spec.attention.temperature)
     factors = StackFactors(spec.embedding_factor, spec.residual_factor, spec.logits_factor)
     assert not spec.is_parallel or spec.residual_factor == 1, "a factor goes with the norm that adds"
     prediction = None
     if spec.predictor_id is not None:
         prediction = _prediction(layers.pop(), joined, spec.norm_eps, embedding, forms)
-    stack = DecoderStack(embedding, layers, norm, spec.norm_eps, head, factors, spec.is_parallel)
+    stack: DecoderStack | StreamStack
+    if stream_layers:
+        assert isinstance(norm, Tensor), "the last norm is one of root mean squares"
+        streams = _streams(spec, dense, "head_streams", forms, mixes=False)
+        stack = StreamStack(embedding, stream_layers, streams, norm, spec.norm_eps, head)
+    else:
+        stack = DecoderStack(embedding, layers, norm, spec.norm_eps, head, factors, spec.is_parallel)
     stacks: list[AnyStack] = [stack] if prediction is None else [stack, prediction]
     if numerics.compiled:
         runs: list[StackRunner] = [
@@ -224,6 +254,8 @@ def kv_layouts(spec: ModelSpec, keeps_experts: bool = False, keeps_changed: bool
     if isinstance(attention, GqaSpec):
         in_layers = map(attention.in_layer, spec.attention_layer_ids)
         return tuple(KvLayout.gqa(each.num_kv_heads, each.head_dim, each.value_dim) for each in in_layers) + beside
+    if isinstance(attention, CompressedSpec):
+        return compressed_layouts(attention, spec.num_layers) + beside
     layouts = (KvLayout.mla(attention.kv_lora_rank, attention.rope_dim),) * len(spec.attention_layer_ids)
     if attention.indexer is not None:  # its keys lie behind the latents of all layers
         layouts += (KvLayout.mla(attention.indexer.width, 0),) * len(layouts)
@@ -276,6 +308,25 @@ def _factors(spec: ModelSpec, layer_id: int) -> tuple[tuple[float, float], tuple
         return (1.0, 1.0), (1.0, spec.moe_factor if layer_id in spec.moe_layer_ids else 1.0)
     normed = spec.normed_residual
     return normed.stateful if layer_id in spec.stateful_layer_ids else normed.attention, normed.fed
+
+
+def _streams(spec: ModelSpec, weights: dict[str, Any], name: str, forms: WeightForms, mixes: bool) -> Streams:
+    """Takes what joins a sublayer to the residual's streams."""
+    scale, base = weights.pop(name + "_scale"), weights.pop(name + "_base")
+    return Streams(forms.linear(weights.pop(name)), StreamWeights(spec.stream_shape(mixes), scale, base))
+
+
+def _choices(spec: ModelSpec, layer_id: int, chosen: Tensor) -> Tensor:
+    """Returns the experts of each token id, [vocab_size, topk] int64. Raises ModelError where they are no experts."""
+    ids = chosen.long()
+    if not ids.is_meta and ids.numel():
+        ordered = ids.sort(1).values
+        if ordered.min() < 0 or ordered.max() >= spec.num_logical or (ordered[:, 1:] == ordered[:, :-1]).any():
+            raise ModelError(
+                f"the table of layer {layer_id} that gives each token its experts (tid2eid) has other numbers than "
+                f"{spec.topk} different ones below {spec.num_logical} for each; download the checkpoint again"
+            )
+    return ids
 
 
 def _shared_expert(weights: dict[str, Any], forms: WeightForms) -> SharedExpert:

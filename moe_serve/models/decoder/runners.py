@@ -13,6 +13,12 @@ from moe_serve.attention_dp.batch import ForwardBatch
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import Kept, MoeLayer, Turns, take_turns
 from moe_serve.kernels.causal_conv import ConvWeights, causal_conv_reference
+from moe_serve.kernels.compressed_attention import (
+    CompressedRows,
+    CompressedWeights,
+    PagedRows,
+    compressed_attention_reference,
+)
 from moe_serve.kernels.cpu.attention import AttendRows
 from moe_serve.kernels.cpu.library import cpu_library
 from moe_serve.kernels.cpu.linear import PackedLinear, RowTable
@@ -156,11 +162,17 @@ class TorchStep(Step):
     def selective_space_of(self, rows: SelectiveRows, weights: SelectiveWeights, layer: int) -> Tensor:
         return selective_space_reference(rows, weights, self.cache.states_of(layer)[-1], self._sequences)
 
+    def compressed_attention(self, rows: CompressedRows, weights: CompressedWeights, layer: int) -> Tensor:
+        batch = self._step.batch
+        tables = batch.host_query_lens, batch.block_tables, batch.block_size
+        paged = PagedRows(batch.positions, batch.slot_mapping, *tables)
+        return compressed_attention_reference(rows, weights, self.cache.layer(layer), paged)
+
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         assert shared is None, "the MoE layer computes its shared expert itself, while rows travel"
         step = self._step
         cached_at = self.slots if step.has_padding else None
-        return layer(x, step.batch.num_tokens, step.num_chunks, cached_at, self._load, _kept(self, layer))
+        return layer(x, step.batch.num_tokens, step.num_chunks, cached_at, self._load, _kept(self, layer), self.ids)
 
 
 def _kept(step: Step, layer: MoeLayer) -> Kept | None:
@@ -386,6 +398,9 @@ class RecordedStep(Step, Recorder):
 
     def selective_space_of(self, rows: SelectiveRows, weights: SelectiveWeights, layer: int) -> Tensor:
         return self.selective_space(rows, weights, self.cache.states_of(layer)[-1])
+
+    def compressed_attention(self, rows: CompressedRows, weights: CompressedWeights, layer: int) -> Tensor:
+        return self.attend_compressed(rows, weights, self.cache.layer(layer), self.slots)
 
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:
         yield from ()  # turns are taken when it runs

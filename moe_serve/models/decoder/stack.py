@@ -18,6 +18,8 @@ from moe_serve.ep.moe_layer import MoeLayer, Turns
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, AnyTable
 from moe_serve.kernels.part_clock import ATTENTION, GATE, MLP, VOCABULARY
 from moe_serve.kernels.rows import LayerNorm
+from moe_serve.kernels.streams import StreamWeights
+from moe_serve.models.decoder.compressed import CompressedLayer
 from moe_serve.models.decoder.conv import ConvLayer
 from moe_serve.models.decoder.delta import DeltaLayer
 from moe_serve.models.decoder.gqa import GqaLayer
@@ -222,7 +224,68 @@ class PredictionStack:
         return self.layer.moe
 
 
-AnyStack = DecoderStack | PredictionStack
+@dataclass(frozen=True, eq=False)
+class Streams:
+    """What joins a sublayer to the streams of the residual. matrix: of all streams -> products"""
+
+    matrix: AnyLinear
+    weights: StreamWeights
+
+    def sum(self, x: Tensor, do: Step) -> tuple[Tensor, Tensor]:
+        """Returns what the sublayer takes, [T, H], and the weights of what it gives. x: [T, streams * H]"""
+        products = do.project_streams(self.matrix, x)
+        return do.sum_streams(x, products, self.weights), products
+
+
+@dataclass(frozen=True, eq=False)
+class StreamLayer:
+    """One layer over a residual of several streams. shared: as in DecoderLayer"""
+
+    attention_streams: Streams
+    input_norm: Tensor
+    attention: CompressedLayer
+    fed_streams: Streams
+    post_norm: Tensor
+    moe: MoeLayer
+    shared: SharedExpert | None
+
+
+@dataclass(frozen=True, eq=False)
+class StreamStack:
+    """A DecoderStack over a residual of several streams. streams: sums them up in front of the norm"""
+
+    embed: AnyTable
+    layers: Sequence[StreamLayer]
+    streams: Streams
+    norm: Tensor
+    eps: float
+    head: AnyLinear
+
+    def __call__(self, do: Step) -> Turns[Tensor]:
+        """Returns the rows that the head projects to logits, [T, H]."""
+        do.begin(VOCABULARY)
+        x: Tensor = do.spread_rows(do.gather("embedded", self.embed, do.ids), self.streams.weights.shape.streams)
+        for layer in self.layers:
+            if do.has_rows:
+                do.begin(ATTENTION)
+                rows, mixing = layer.attention_streams.sum(x, do)
+                delta = layer.attention(do.rms_norm(rows, layer.input_norm, self.eps), do)
+                do.mix_streams_(x, delta, mixing, layer.attention_streams.weights)
+            do.begin(GATE)
+            rows, mixing = layer.fed_streams.sum(x, do)
+            delta = yield from do.moe(layer.moe, layer.shared, do.rms_norm(rows, layer.post_norm, self.eps))
+            do.mix_streams_(x, delta, mixing, layer.fed_streams.weights)
+        do.begin(VOCABULARY)
+        rows, _ = self.streams.sum(x, do)
+        return do.rms_norm(rows, self.norm, self.eps)
+
+    @property
+    def moe(self) -> MoeLayer | None:
+        """The first of its MoE layers."""
+        return next((layer.moe for layer in self.layers), None)
+
+
+AnyStack = DecoderStack | PredictionStack | StreamStack
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from moe_serve.attention_dp.attention import AttentionShape, HeadProjections
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import MoeLayer, Turns
 from moe_serve.kernels.causal_conv import ConvWeights
+from moe_serve.kernels.compressed_attention import CompressedRows, CompressedWeights
 from moe_serve.kernels.cpu.operations import AnyLinear, AnyMlp, Operations
 from moe_serve.kernels.delta_rule import DeltaWeights
 from moe_serve.kernels.forms import Seen
@@ -131,6 +132,10 @@ class Step(Operations, ABC):
     @abstractmethod
     def selective_space_of(self, rows: SelectiveRows, weights: SelectiveWeights, layer: int) -> Tensor:
         """Returns what channels of a state space make of rows, [T, inner]; states go on likewise."""
+
+    @abstractmethod
+    def compressed_attention(self, rows: CompressedRows, weights: CompressedWeights, layer: int) -> Tensor:
+        """Returns what rows attend in a window and of entries, [T, heads, width], once they are in the cache."""
 
     @abstractmethod
     def moe(self, layer: MoeLayer, shared: SharedExpert | None, x: Tensor) -> Turns[Tensor]:

@@ -10,6 +10,7 @@ from moe_serve.kernels.forms import PER_CHANNEL, PER_TENSOR, Fp8Block, RouterSpe
 from moe_serve.models.hf_config import LARGEST_SIZE, LONGEST_CONTEXT, HfConfig, is_positive
 from moe_serve.models.model_files import shown
 from moe_serve.models.spec import (
+    CompressedSpec,
     ExpertNames,
     GqaSpec,
     IntegerCoding,
@@ -28,7 +29,7 @@ W1_W3_W2 = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2") 
 
 def model_of(
     config: HfConfig,
-    attention: GqaSpec | MlaSpec,
+    attention: GqaSpec | MlaSpec | CompressedSpec,
     router: RouterSpec,
     width: int,
     moe_layer_ids: tuple[int, ...] | None = None,

@@ -136,7 +136,6 @@ _ALIKE = (  # why models of several types are not served
 )
 REFUSED = {model_type: why_not for types, why_not in _ALIKE for model_type in types}
 REFUSED |= {
-    "deepseek_v4": "a cache of compressed tokens, several residual streams, and experts that a token's id chooses,",
     "jetmoe": "attention whose heads are chosen as experts are",
     "beam": "residual sums that are weighted by depth",
     "diffusion_gemma": "a model that writes blocks by diffusion, not token by token,",

@@ -293,10 +293,22 @@ static void probe_gate(i64 rows, i64 experts, i64 topk, i64 sigmoid, i64 groups)
     shape.groups = groups, shape.topk_groups = (groups + 1) / 2, shape.scaling = 2.5, shape.norm_eps = 1e-20;
     float *bias = sigmoid ? floats(experts, 0.25) : 0, *logits = floats(rows * experts, 8), *by = get_room(rows * topk * 4);
     i64 *ids = get_room(rows * topk * 8), *load = get_room(experts * 8);
-    gate(&shape, bias, logits, rows, experts, ids, by, load);
+    gate(&shape, bias, logits, rows, experts, ids, by, load, 0, 0);
     say("gate: ids", rows, experts, topk, sigmoid, ids, rows * topk * 8);
     say("gate: weights", rows, experts, topk, sigmoid, by, rows * topk * 4);
     say("gate: load", rows, experts, topk, sigmoid, load, experts * 8);
+}
+
+static void probe_streams(i64 rows, i64 streams, i64 width)
+{
+    begin_case();
+    i64 size = (2 + streams) * streams;
+    float *x = floats(rows * streams * width, 1), *by = floats(rows * size, 1), *out = get_room(rows * width * 4);
+    Streams facts = {streams, width, 5, 1, floats(size, 1), floats(3, 1), 1e-6, 1e-6};
+    sum_streams(&facts, x, rows, by, size, out);
+    say("sum_streams", rows, streams, width, 0, out, rows * width * 4);
+    mix_streams(&facts, x, rows, by, size, floats(rows * width, 1));
+    say("mix_streams", rows, streams, width, 0, x, rows * streams * width * 4);
 }
 
 static void probe_sampling(i64 rows, i64 vocab)
@@ -348,6 +360,7 @@ int main(void)
     for (i64 sigmoid = 0; sigmoid < 2; sigmoid++)
         probe_gate(13, 24, 3, sigmoid, 1), probe_gate(40, 256, 8, sigmoid, 8), probe_gate(1, 2, 1, sigmoid, 1);
     probe_states(13, 1, 3, 7, 33, 4), probe_states(40, 2, 4, 16, 64, 3), probe_states(5, 1, 1, 128, 8, 2);
+    probe_streams(13, 4, 64), probe_streams(5, 3, 37);
     probe_sampling(20, 7), probe_sampling(20, 300), probe_sampling(10, 5001);
     return 0;
 }

@@ -71,6 +71,9 @@ def reference(x: Tensor, counts: Tensor, experts: Experts) -> Tensor:
         match packed.activation.kind:
             case "silu":
                 middle = torch.nn.functional.silu(gate) * up
+            case "clamped_silu":
+                limit = packed.activation.limit
+                middle = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
             case "relu2":
                 middle = both.clamp(min=0) ** 2
             case _:
@@ -80,6 +83,7 @@ def reference(x: Tensor, counts: Tensor, experts: Experts) -> Tensor:
 
 
 FORMS = {"silu": (SILU, False), "clamped with biases": (CLAMPED, True), "relu2": (RELU2, False)}
+FORMS["clamped silu"] = (Activation("clamped_silu", limit=1.2), False)
 
 
 @pytest.mark.parametrize("activation, biased", FORMS.values(), ids=FORMS)

@@ -27,6 +27,7 @@ ROUTERS = {
     "a divisor that is often too small": RouterSpec(37, 3, "softmax", norm_min=0.3),
     "llama-4": RouterSpec(16, 1, "sigmoid_of_chosen", False),
     "phi-moe": RouterSpec(16, 2, "sparsemixer", False, jitter=0.01),
+    "deepseek-v4": RouterSpec(37, 6, "sqrt_softplus", scaling=1.5, norm_eps=1e-20),
     "wide jitter": RouterSpec(37, 2, "sparsemixer", False, jitter=0.4),
 }
 
@@ -109,3 +110,17 @@ def test_a_rows_bits_do_not_depend_on_the_batch_threads_or_register_width(librar
             assert torch.equal(ids, whole[0])
             assert torch.equal(weights, whole[1])
         use(library)
+
+
+def test_experts_of_token_ids_are_weighed_and_counted_as_by_the_reference(library):
+    spec, experts = ROUTERS["deepseek-v4"], 37
+    table = torch.rand(50, experts).argsort(1)[:, : spec.topk].contiguous()
+    for num_tokens in (0, 1, 15, 100):
+        logits, token_ids = 9 * torch.randn(num_tokens, experts), torch.randint(50, (num_tokens,))
+        loads = [torch.zeros(experts, dtype=torch.int64) for _ in "12"]
+        chosen = token_ids, table
+        ids, weights = recorded_once(num_tokens, lambda do: do.gate(logits, None, spec, loads[0], chosen))  # noqa: B023
+        wanted = topk_gate_reference(logits, None, spec, loads[1], chosen=table[token_ids])
+        assert torch.equal(ids, wanted[0])
+        assert relative_error(weights, wanted[1]) < FLOAT32
+        assert torch.equal(*loads)
