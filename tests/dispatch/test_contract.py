@@ -15,7 +15,7 @@ from moe_serve.dispatch.base import PackedRows
 from tests.dispatch.contract import TRANSPORTS, MakeTransport, Scenario, check_scenario, run_check, slots_of_rows
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
-RANKS = pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+RANKS = pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3, 4])
 WIRES = ("auto", "float32", "bf16", "fp8")
 
 

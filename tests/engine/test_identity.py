@@ -98,6 +98,8 @@ OF_A_KIND = (
     "cohere2_moe", "qwen3_next", "longcat_flash", "deepseek_v32", "llama4_text", "phimoe", "lfm2_moe", "minimax",
     "nemotron_h", "kimi_linear", "deepseek_v4",
 )  # fmt: skip
+# Of these attention and states are their own, gates and experts those of others.
+OF_OWN_STATES = ("cohere2_moe", "qwen3_next", "deepseek_v32", "lfm2_moe", "minimax", "kimi_linear")
 
 
 def marked(reference: tuple[str, str], *case: object) -> object:
@@ -105,7 +107,8 @@ def marked(reference: tuple[str, str], *case: object) -> object:
     model, size = reference
     every_day = BY_SHARED_KERNELS if model in OTHER_FAMILIES else BY_KERNELS
     is_known = model in (*OTHER_FAMILIES, *IN_ANOTHERS_FORM) and model not in OF_A_KIND
-    is_slow = size == "large" or is_known or (case in ALL_WAYS and case not in every_day)
+    is_placed = case not in ALL_WAYS
+    is_slow = size == "large" or is_known or (model in OF_OWN_STATES if is_placed else case not in every_day)
     return pytest.param(reference, *case, id=name, marks=pytest.mark.slow if is_slow else ())
 
 

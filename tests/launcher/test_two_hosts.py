@@ -12,6 +12,8 @@ import pytest
 from moe_serve.attention_dp.request import SamplingParams
 from moe_serve.engine.model.expert_sources import CHECKPOINT, FAR
 from moe_serve.launcher.llm import LLM
+from tests.engine.offline import prompts_with_shared_beginnings, submits_of
+from tests.engine.offline import serve as serve_offline
 from tests.launcher.hosts import Host, needs_hosts, set_cable
 from tests.launcher.running import Running, eventually, gone
 
@@ -50,8 +52,8 @@ def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections_while_
     hosts: tuple[Host, Host],
 ) -> None:
     a, b = hosts
-    prompts = ["def ", "The king ", "x = [1, ", "Once"]
-    body = {"text": prompts, "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}}
+    prompts = prompts_with_shared_beginnings(4, 2048, max_len=12)
+    body = {"input_ids": prompts, "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}}
     every = ("--front-ends", "every_host")
     with serve(a, 0, a, *every) as first, serve(b, 1, a, *every) as second:
         for each in (first, second):
@@ -85,9 +87,9 @@ def test_two_hosts_give_the_tokens_of_one_rank_over_their_own_connections_while_
     assert status == 200, text
     tokens = [answer["output_ids"] for answer in json.loads(text)]
     assert [[answer["output_ids"] for answer in json.loads(later)] for _, later in answers] == [tokens] * 4
-    with LLM("demo", num_ranks=1, numerics="batch_invariant") as llm:
-        alone = llm.generate(prompts, SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True))
-    assert tokens == [output.token_ids for output in alone]
+    greedy = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
+    alone = serve_offline(1, submits_of(prompts, greedy), ["engine.numerics=batch_invariant"]).tokens
+    assert tokens == [alone[str(number)] for number in range(4)]
 
 
 @pytest.mark.slow
