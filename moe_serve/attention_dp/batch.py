@@ -133,7 +133,13 @@ class ForwardBatch(NamedTuple):
         )
 
 
-_KEPT_SIZES, _MOST_KEPT_ROWS = 16, 64  # of steps that verify drafts, whose sizes take turns with those of others
+KEPT_SIZES = 32  # of small steps: with drafts they take turns with others, and four requests have 33 sizes
+_MOST_KEPT_ROWS, _MOST_KEPT_BLOCKS = 64, 1 << 16  # of a small step; of its tables, which take 8 MiB in all at most
+
+
+def is_small(num_padded: int, num_seqs: int, table_width: int) -> bool:
+    """Returns whether the memory of steps of a size is kept beside that of others. Arguments: shapes of ForwardBatch"""
+    return num_padded <= _MOST_KEPT_ROWS and num_seqs * table_width <= _MOST_KEPT_BLOCKS
 
 
 class BatchBuilder:
@@ -145,7 +151,7 @@ class BatchBuilder:
 
     def __init__(self, tables: BlockTables, device: torch.device | str, numerics: Numerics, pads_decodes: bool = False):
         self._pads_decodes = pads_decodes
-        self._kept: dict[_Sizes, _Memory] = {}  # the oldest first
+        self._kept: dict[_Sizes, _Memory] = {}  # the one that was used last at the end
         self._tables = tables
         self._device = torch.device(device)
         self._on_host = self._device.type == "cpu"
@@ -235,13 +241,15 @@ class BatchBuilder:
             return self._memory
         if self._memory.sizes.table_width != width:
             self._kept.clear()
-        memory = self._kept.get(sizes)
+        memory = self._kept.pop(sizes, None)
+        is_new = memory is None
         if memory is None:
             memory = _Memory(sizes, pinned=self._device.type == "cuda")
-            if (self._pads_decodes and decodes_only) or num_padded <= _MOST_KEPT_ROWS:
-                self._kept[sizes] = memory
+        if (self._pads_decodes and decodes_only) or is_small(num_padded, num_seqs, width):
+            self._kept[sizes] = memory
+        if is_new:
             others = [each for each in self._kept if not (self._pads_decodes and each.decodes_only)]
-            if len(others) > _KEPT_SIZES:
+            if len(others) > KEPT_SIZES:
                 del self._kept[others[0]]
         self._memory = memory
         return memory

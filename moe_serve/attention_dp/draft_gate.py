@@ -11,7 +11,7 @@ millisecond.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 MIN_GAIN = 1.1  # of tokens per second: of many lengths the best looks better than it is, by the noise of times
 _FRESH_STEPS = 32  # with drafts, for which the time of a step without is taken to be the same
@@ -65,10 +65,6 @@ class Decision(NamedTuple):
     multiples: Sequence[float]
     least_gain: float
     lengths: Sequence[int]
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns plain numbers by name."""
-        return self._asdict()
 
 
 @dataclass

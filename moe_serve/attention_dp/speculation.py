@@ -239,8 +239,10 @@ class Speculator:
             self.gate.looked(time.perf_counter() - began_s)
 
     def totals(self) -> dict[str, float]:
-        """Returns its counters by name, and the time that drafts have saved."""
-        return self.counters.totals() | {"speculation_saved_seconds": self.gate.saved_s}
+        """Returns its counters by name, and the time that drafts have saved, which is not known where all are verified:
+        nearly every step has some then."""
+        saved = {} if self._always else {"speculation_saved_seconds": self.gate.saved_s}
+        return self.counters.totals() | saved
 
     def end(self, request: Request) -> None:
         """Forgets what it knows about a request, which has left; its text stays in the index."""

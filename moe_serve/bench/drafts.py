@@ -21,12 +21,12 @@ class Drafts:
 
     sources: right and verified drafts by source
     decodes: steps, requests, tokens and experts of decode steps, "with" drafts and "without", as the metrics have them
-    saved_s: time of ranks that drafts have saved
+    saved_s: time of ranks that drafts have saved; None: the server does not know, as where all drafts are verified
     """
 
     sources: dict[str, tuple[float, float]]
     decodes: dict[str, dict[str, float]]
-    saved_s: float
+    saved_s: float | None
 
     @property
     def tokens_per_step(self) -> float | None:
@@ -61,7 +61,9 @@ class Drafts:
         if any(experts):
             words = ["–" if each is None else f"{each:.1f}" for each in experts]
             rows.append(("experts for a token, with / without", " / ".join(words)))
-        return [*rows, ("time of ranks that drafts saved", f"{self.saved_s:.2f} s")]
+        if self.saved_s is not None:
+            rows.append(("time of ranks that drafts saved", f"{self.saved_s:.2f} s"))
+        return rows
 
 
 _SOURCES = {"own": "own text", "shared": "other texts", "form": "forms", "mtp": "the layer"}
@@ -85,7 +87,7 @@ def drafts_between(before: str, after: str) -> Drafts | None:
             sources[first] = right + (value if second == "right" else 0.0), verified + value
         elif name.startswith("decode_") and first in decodes:
             decodes[first][name.removeprefix("decode_")] += value
-    saved_s = grown.get(("speculation_saved_seconds", "", ""), 0.0)
+    saved_s = grown.get(("speculation_saved_seconds", "", ""))
     return Drafts(sources, {drafts: dict(each) for drafts, each in decodes.items()}, saved_s)
 
 

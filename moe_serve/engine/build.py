@@ -235,7 +235,7 @@ def _trace_drafts(served: ServedModel, scheduler: Scheduler) -> None:
     def write(record: LoadRecord) -> None:
         decision, speculator.gate.decision = speculator.gate.decision, None
         if decision is not None:
-            trace.event("drafts", record.first_step + record.num_steps, rank=served.rank, **decision.as_json())
+            trace.event("drafts", record.first_step + record.num_steps, rank=served.rank, **decision._asdict())
 
     served.windows.listeners.append(write)
 
@@ -628,7 +628,7 @@ def _expert_parallel(config: ServeConfig, plan: ModelPlan, group: EpGroup, num_t
     engine = config.engine
     if engine.expert_capacity is not None:
         limit = CapacityLimit(ExpertCapacity(engine.expert_capacity, moves=engine.over_capacity == "next"))
-    if config.eplb.mode != "off" or config.speculation.mode != "off":
+    if config.eplb.mode != "off" or (config.speculation.mode != "off" and plan.device.type == "cpu"):
         recorder = LoadRecorder(len(spec.moe_layer_ids), spec.num_logical, group, gather, NUM_DECODE_COUNTS)
     if config.eplb.mode != "off" and config.eplb.recorder_mode != "stat":
         per_token = config.eplb.recorder_mode == "per_token"

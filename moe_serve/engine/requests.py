@@ -397,10 +397,12 @@ class StepEvents:
         """
         if events[index].finish is not None:
             return
-        taken, newest, has_failed = list[int](), events[index].token_ids[-1], False
+        taken, newest, failed = list[int](), events[index].token_ids[-1], 0
         for draft, token_id in zip(drafts, drawn, strict=False):
-            has_failed = draft == newest and token_id < 0
-            if draft != newest or has_failed:
+            if draft != newest:
+                break
+            if token_id < 0:
+                failed = token_id
                 break
             self.scheduler.accept(request, token_id)
             taken.append(token_id)
@@ -409,8 +411,8 @@ class StepEvents:
                 break
         if taken:
             events[index] = _joined(events[index], self.requests.extended(request, taken, logprobs))
-        if has_failed:
-            failures.append(self.requests.fail(request, none_left=token_id == NONE_LEFT))
+        if failed:
+            failures.append(self.requests.fail(request, none_left=failed == NONE_LEFT))
 
     def _goes_on(self, event: TokenEvent, drafts: tuple[int, ...], depth: int) -> bool:
         """Returns whether a request runs on, and the draft behind its row at this depth is what was drawn there.

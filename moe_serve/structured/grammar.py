@@ -246,8 +246,13 @@ class Matcher:
             raise _refused(self.name, self._inner.get_error(), self._limits)
 
     def takes(self, token_id: int) -> bool:
-        """Takes a token if it may come next, and returns whether it does."""
-        return bool(self._inner.try_consume_tokens([token_id]))
+        """Takes a token if it may come next, and returns whether it does. Raises RequestError where the grammar is too
+        complex behind it."""
+        if self._inner.try_consume_tokens([token_id]):
+            return True
+        if self._inner.is_error():
+            raise _refused(self.name, self._inner.get_error(), self._limits)
+        return False
 
     def go_back(self, num_tokens: int) -> bool:
         """Forgets the newest tokens; returns whether that was possible."""

@@ -21,6 +21,7 @@ from moe_serve.engine.build import pack_weights
 from moe_serve.engine.engine import Engine
 from moe_serve.engine.model.model_plan import ModelPlan
 from moe_serve.engine.model.prediction import TokenPredictor
+from moe_serve.engine.step.plan import StepPlan
 from moe_serve.eplb.files.placements import write_placement
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.models.families.registry import read_spec
@@ -86,14 +87,19 @@ def _now_and_then(engine: Engine) -> None:
     """Lets each rank want the layer in steps of its own, and verifies all drafts."""
     run, draw, speculator = engine.run, random.Random(engine.rank), engine.scheduler.speculator
     assert isinstance(speculator, Speculator)
-    gate = speculator.gate
+    gate, run_step = speculator.gate, engine.run_step
     assert gate.layer_runs, "it begins with the layer"
 
     def checked() -> None:
         run()
         assert speculator.counters.num_drafts[MTP] > 0
 
-    gate.wants_layer = lambda has_prompt: draw.random() < 0.4  # type: ignore[method-assign]
+    def step() -> StepPlan:
+        gate.layer_runs = draw.random() < 0.4  # but for steps that begin a prompt, with which it begins again
+        return run_step()
+
+    engine.run_step = step  # type: ignore[method-assign]
+    gate.layer_ran = lambda layer_s: None  # type: ignore[method-assign]
     gate._judge_layer = lambda step, plain_s: None  # type: ignore[method-assign]
     gate.lengths = lambda num, chances, num_rows: [len(each) for each in chances]  # type: ignore[method-assign]
     engine.run = checked  # type: ignore[method-assign]
@@ -104,14 +110,16 @@ def test_the_layer_is_tried_again_with_a_step_that_begins_a_prompt() -> None:
     asked: list[tuple[bool, list[str]]] = []
 
     class Asked:
-        gate = DraftGate(has_layer=True)
+        def __init__(self, layer_runs: bool):
+            self.gate = DraftGate()
+            self.gate.layer_runs = layer_runs
 
         def num_predictions(self, has_prompt: bool, going_on: Iterable[Request]) -> int:
             asked.append((has_prompt, [request.request_id for request in going_on]))
             return 3
 
     none: Any = None
-    predictor = TokenPredictor(none, none, cast("Any", Asked()), none, 8)
+    predictor, resting = (TokenPredictor(none, none, cast("Any", Asked(runs)), none, 8) for runs in (True, False))
     decoding, prompt, cached = (Request(name, 0, list(range(40)), [], SamplingParams(9), 0) for name in "dpc")
     cached.num_cached_prompt = 16
     decode = ScheduledChunk(decoding, 40, 1, True)
@@ -119,7 +127,10 @@ def test_the_layer_is_tried_again_with_a_step_that_begins_a_prompt() -> None:
                     ScheduledChunk(cached, 16, 8, False), ScheduledChunk(cached, 24, 16, True)):  # fmt: skip
         assert predictor.num_runs(Proposal((decode,), (prefill,))) == 3
         assert predictor.num_runs(Proposal((), (prefill,))) == (3 if prefill.samples else 1)
-    assert asked[::2] == [(True, ["d"]), (False, ["d", "p"]), (True, ["d"]), (False, ["d", "c"])]
+        assert resting.num_runs(Proposal((decode,), (prefill,))) == 3
+    assert asked[::3] == asked[2::3] == [(True, ["d"]), (False, ["d", "p"]), (True, ["d"]), (False, ["d", "c"])]
+    assert predictor.num_runs(Proposal((decode,))) == 3
+    assert resting.num_runs(Proposal((decode,))) == 0
 
 
 def test_auto_goes_without_a_layer_that_it_cannot_have(predicting: Predicting) -> None:

@@ -175,8 +175,7 @@ def test_choices_of_drafts_are_in_the_trace_and_can_be_made_again(tmp_path: Path
     chosen = [event for event in read_events(path) if event["event"] == "drafts"]
     assert chosen
     for event in chosen:
-        num_decodes, chances, multiples, least_gain, lengths = (event[name] for name in Decision._fields)
-        inputs = num_decodes, np.array(chances, np.float32), np.array(multiples), least_gain
+        *inputs, lengths = (event[name] for name in Decision._fields)
         assert best_lengths(*inputs) == lengths
         assert event["rank"] == 0
     assert [record.decodes for record in read_trace(path)] == [record.decodes for record in served.records]

@@ -17,7 +17,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from moe_serve.attention_dp.constraint import Constraint
+from moe_serve.attention_dp.request import Request, SamplingParams
 from moe_serve.config import load_config, model_dir
+from moe_serve.engine.output.sampler import _Form
 from moe_serve.errors import ModelError, RequestError
 from moe_serve.models.tokenizer import Tokenizer
 from moe_serve.structured import grammar
@@ -463,3 +465,23 @@ def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused_by_name(tmp_path: Pat
 def test_a_model_without_an_end_serves_no_constraints() -> None:
     with pytest.raises(RequestError, match="end-of-sequence"):
         Vocabulary([b"a", b"b"], [])
+
+
+def test_a_draft_that_is_too_complex_to_go_on_from_ends_no_request() -> None:
+    """Which the mask in front of it allows; what is drawn instead is not too complex."""
+    matcher = matcher_of("grammar", 'start: s "."*\ns: s s | s s s | "a"\n')
+    (letter,), (point,) = (demo_vocabulary().tokenizer.tokenize_str(text) for text in "a.")
+    params = SamplingParams(constraint=Constraint("grammar", ""), max_new_tokens=5000)
+    request = Request("a", 0, [5], [], params, 0, matcher=matcher)
+    form = _Form(request, [1], demo_vocabulary().size)
+    for _ in range(5000):
+        request.output_ids.append(letter)
+        assert form.mask(may_stop=True) is not None
+        if len(form.behind([letter, letter])) == 1:
+            break
+    else:
+        raise AssertionError("the grammar is never too complex")
+    request.output_ids.append(point)
+    mask = form.mask(may_stop=True)
+    assert mask is not None
+    assert mask.any(), request.why_none_left

@@ -39,7 +39,7 @@ def conv_layer(shape: GatedConvShape, index: int, weights: dict[str, Any], forms
 
 
 def take_conv(weights: dict[str, Any], name: str, shape: ConvShape) -> ConvWeights:
-    """Takes a convolution out of the weights of a layer, with its bias where it has one."""
+    """Takes a convolution out of the weights of a layer, with its bias where the model has one."""
     weight = weights.pop(name)[:, 0].T.contiguous()
     bias = weights.pop(f"{name}_bias", None)
     return ConvWeights(shape, weight, torch.zeros_like(weight[0]) if bias is None else bias)

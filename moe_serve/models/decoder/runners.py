@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_serve.attention_dp.attention import Attention, AttentionShape, HeadProjections, IndexedRows, StepPlan
-from moe_serve.attention_dp.batch import ForwardBatch
+from moe_serve.attention_dp.batch import KEPT_SIZES, ForwardBatch, is_small
 from moe_serve.attention_dp.kv_cache import KvCache
 from moe_serve.ep.moe_layer import Kept, MoeLayer, Turns, take_turns
 from moe_serve.kernels.causal_conv import ConvWeights, causal_conv_reference
@@ -201,12 +201,14 @@ def _project(weight: Linear, rows: Tensor, numerics: Numerics, out: Tensor | Non
 class BatchInputs:
     """The addresses of a batch for the kernels. Batches of one size are often written to the same tensors.
 
+    is_small: whether their memory is kept beside that of others
     attend: None where the batch has no rows
     logits: where those of `logit_rows` go; none at first
     """
 
     def __init__(self, batch: ForwardBatch, shapes: Sequence[AttendShape]):
         self._batch = batch
+        self.is_small = is_small(batch.num_padded, *batch.block_tables.shape)
         self.logit_rows = self.logits = torch.empty(0)
         self.attend: AttendRows | None = None
         if batch.num_tokens:
@@ -244,9 +246,6 @@ class BatchInputs:
         )
 
 
-_KEPT_INPUTS = 16  # batches, as many as BatchBuilder keeps the memory of
-
-
 class RecordedRunner:
     """StackRunner by the compiled kernels: a step is a run of what was recorded for steps of its size or larger.
 
@@ -264,7 +263,7 @@ class RecordedRunner:
         self._shapes = tuple(dict.fromkeys(shape.for_kernels for shape in shapes))
         self._recorded: list[RecordedStep] = []  # for whole batches and first halves; for second halves
         self._rows: Tensor | None = None  # [capacity, H], what the head projects, until the next step
-        self._inputs: dict[int, BatchInputs] = {}  # of the last steps, by their ids' tensor; the oldest first
+        self._inputs: dict[int, BatchInputs] = {}  # by the ids' tensor; the one that was used last at the end
         self._logits = torch.empty(0, vocab_size)
 
     def __call__(self, step: StepInputs) -> Tensor:
@@ -272,13 +271,18 @@ class RecordedRunner:
             return self._run_halves(step)
         recorded, logit_rows = self._recorded_for(step.batch, 0, step.cache), step.batch.logit_rows
         if logit_rows.shape[0] > self._logits.shape[0]:
-            self._inputs.clear()  # they have the address of what is too small
-            self._logits = torch.empty(logit_rows.shape[0], self._vocab_size)
-        inputs = self._inputs.get(id(step.batch.input_ids))
+            self._inputs.clear()  # with all views of what is too small, which is freed
+            self._logits = self._logits.new_empty(0, self._vocab_size)
+            self._logits = self._logits.new_empty(logit_rows.shape[0], self._vocab_size)
+        inputs = self._inputs.pop(id(step.batch.input_ids), None)
         if inputs is None or not inputs.is_of(step.batch):
-            inputs = self._inputs_of(step.batch)
+            inputs = BatchInputs(step.batch, self._shapes)
+            others = [key for key, each in self._inputs.items() if each.is_small == inputs.is_small]
+            if len(others) >= (KEPT_SIZES if inputs.is_small else 1):
+                del self._inputs[others[0]]
         elif inputs.attend is not None:
             inputs.attend.plan()
+        self._inputs[id(step.batch.input_ids)] = inputs
         if inputs.logit_rows is not logit_rows:
             inputs.project(logit_rows, self._logits[: logit_rows.shape[0]])
         if step.hidden is not None:
@@ -286,14 +290,6 @@ class RecordedRunner:
         recorded.run(RecordedRun(inputs.rows, step.num_chunks, step.overlap))
         self._rows = recorded.last
         return inputs.logits
-
-    def _inputs_of(self, batch: ForwardBatch) -> BatchInputs:
-        """Returns the addresses of a batch, and keeps them."""
-        self._inputs.pop(id(batch.input_ids), None)
-        if len(self._inputs) == _KEPT_INPUTS:
-            del self._inputs[next(iter(self._inputs))]
-        inputs = self._inputs[id(batch.input_ids)] = BatchInputs(batch, self._shapes)
-        return inputs
 
     def _run_halves(self, step: StepInputs) -> Tensor:
         halves = step.batch.halves(COMPILED)

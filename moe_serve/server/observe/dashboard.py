@@ -71,13 +71,16 @@ def pages_json(told: Sequence[Status]) -> dict[str, int] | None:
     return dict(totals) or None
 
 
+_SAVED = "speculation_saved_seconds"
+
+
 def drafts_json(told: Sequence[Status]) -> dict[str, Any] | None:
     """Returns what drafts of tokens have done on all ranks since the start; None: no rank looks for any.
 
     sources:          [right, verified] by source
     tokens_per_step:  of a request, in decode steps
     experts_per_token: that rows of steps with drafts asked for, and of steps without; None: not known
-    saved_s:          time of ranks
+    saved_s:          time of ranks; None: not known
     """
     totals: Counter[str] = Counter()
     for status in told:
@@ -99,7 +102,7 @@ def drafts_json(told: Sequence[Status]) -> dict[str, Any] | None:
             kind: round(each["experts"] / each["tokens"], 2) if each["experts"] and each["tokens"] else None
             for kind, each in of_decodes.items()
         },
-        "saved_s": round(totals["speculation_saved_seconds"], 3),
+        "saved_s": round(totals[_SAVED], 3) if _SAVED in totals else None,
     }
 
 
