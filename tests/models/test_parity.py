@@ -11,7 +11,7 @@ import torch
 
 from moe_serve.attention_dp.attention_plan import first_expanded
 from moe_serve.ep.moe_layer import MoeLayer
-from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
+from moe_serve.kernels.numerics import COMPILED, FAST
 from moe_serve.kernels.topk_gate import topk_gate_reference
 from moe_serve.models.decoder.mla import expand_from
 from moe_serve.models.families.registry import read_spec
@@ -27,7 +27,7 @@ from tests.models.families import (
     spec_of,
 )
 from tests.models.reference_moe import ReferenceMoe
-from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, load_decoder
+from tests.models.runner import BLOCK_SIZE, Runner, load_decoder
 from tests.tolerance import FLOAT32, GREEDY_GAP, LOGITS, relative_error
 
 Oracle = Callable[[str], tuple[Any, Path]]
@@ -40,21 +40,11 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 256, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-NUMERICS = {"fast": FAST, "compiled": COMPILED, "invariant": INVARIANT}
 # Numerics whose bits do not depend on cuts are compared with transformers in test_invariance.py. A family that is
 # another's form is read in another way, and computed alike: here it meets the compiled kernels.
-DAILY = {name: "compiled" if name in ANOTHERS_FORM else "fast" for name in FAMILIES}
-CASES = [
-    pytest.param(name, numerics, id=f"{name}-{how}", marks=() if how == DAILY[name] else pytest.mark.slow)
-    for name in FAMILIES
-    for how, numerics in NUMERICS.items()
-]
-
-
-@pytest.mark.parametrize(("name", "numerics"), CASES)
-def test_logits_match_in_one_piece_in_chunks_and_behind_a_cached_prefix(
-    name: str, numerics: Numerics, oracle: Oracle
-) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_match_in_one_piece_in_chunks_and_behind_a_cached_prefix(name: str, oracle: Oracle) -> None:
+    numerics = COMPILED if name in ANOTHERS_FORM else FAST
     model, folder = oracle(name)
     moe_layer = MoeLayer if numerics.compiled else ReferenceMoe
     runner = Runner(load_decoder(folder, numerics, moe_layer=moe_layer), numerics)

@@ -32,9 +32,9 @@ EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.slow) for 
 MOE_LAUNCHES = 14  # of a MoE layer, from the router's logits to the sum of its results, the shared expert included
 MOVED = 1.15  # bytes over those that no step can do without
 LAUNCHES = 27  # of a layer with its attention, those that prepare an indexer's queries and keys included
-FAST_OF_ALL = ("qwen3_moe", "deepseek_v3")
+FAST_WITH_REPLICAS = ("qwen3_moe", "deepseek_v3")
 WITH_REPLICAS = [
-    pytest.param(name, marks=[] if name in FAST_OF_ALL else pytest.mark.slow) for name in FIRST_OF_TYPE.values()
+    pytest.param(name, marks=[] if name in FAST_WITH_REPLICAS else pytest.mark.slow) for name in FIRST_OF_TYPE.values()
 ]
 NORM = GATE, "norm_kernel"
 NORM_GATE = 8  # launches of the gate of a norm: two products, and three of each sigmoid
@@ -71,19 +71,11 @@ def test_views_and_new_memory_are_no_launches() -> None:
     assert [launch.name for launch in recording.launches] == ["mm"]
 
 
-@pytest.mark.parametrize(
-    "transport, num_ranks, name",
-    [
-        *(pytest.param("slabs", 4, *each.values, marks=each.marks) for each in EACH),
-        # What this transport does does not depend on the family.
-        *(pytest.param("local", 1, name, marks=[] if name in FAST_OF_ALL else pytest.mark.slow) for name in ON_GPUS),
-    ],
-)
-def test_a_decode_step_never_waits_and_launches_little(
-    name: str, transport: str, num_ranks: int, tmp_path: Path
-) -> None:
+# By the local transport, two families do in test_replicas_are_chosen_without_a_wait_and_by_one_launch.
+@pytest.mark.parametrize("name", EACH)
+def test_a_decode_step_never_waits_and_launches_little(name: str, tmp_path: Path) -> None:
     spec = spec_of(name, tmp_path)
-    recording = record_step(RankStep(spec, transport=transport, num_ranks=num_ranks))
+    recording = record_step(RankStep(spec, transport="slabs", num_ranks=4))
     layers, moe_layers, dense = spec.num_layers, spec.num_moe_layers, 4 * (spec.num_layers - spec.num_moe_layers)
     attention = [each.name for each in recording.launches if each.part == ATTENTION]
     assert attention.count("attend_kernel") == layers
