@@ -1,17 +1,15 @@
 """Tiny oracles of every family, made and saved once per session."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.models.families import make_oracle, save
+from tests.models.families import Oracle, make_oracle, save
 
 
 @pytest.fixture(scope="session")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
-    """Returns name -> (transformers model, folder it was saved in)."""
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     made: dict[str, tuple[Any, Path]] = {}
 
     def get(name: str) -> tuple[Any, Path]:

@@ -5,6 +5,7 @@ otherwise a forgotten norm or a bias added in the wrong place would not show.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.spec import ModelSpec
 
+Oracle = Callable[[str], tuple[Any, Path]]  # name -> transformers model, folder it was saved in
 COMMON: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -568,6 +570,10 @@ def as_published(kind: str, name: str, tensor: torch.Tensor) -> tuple[str, torch
         return re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name), tensor
     name = name.replace("language_model.model.blocks.", "language_model.model.layers.")
     return name.replace("model.mm_projector.", "mm_projector."), tensor
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def oracle_logits(model: Any, ids: list[int]) -> torch.Tensor:

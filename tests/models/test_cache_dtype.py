@@ -1,8 +1,6 @@
 """Keys and values in 8 bits: a little other logits, by the same rules as all others."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +10,9 @@ from moe_serve.kernels.numerics import COMPILED, FAST, Numerics
 from moe_serve.kernels.quantised import CACHED_DTYPES
 from tests.engine.offline import prompts_with_shared_beginnings, serve, submits_of
 from tests.engine.test_identity import same
+from tests.models.families import Oracle
 from tests.models.runner import Runner, load_decoder
 
-Oracle = Callable[[str], tuple[Any, Path]]
 DTYPES = pytest.mark.parametrize("dtype", CACHED_DTYPES, ids=str)
 # int8 and e4m3 round a number by up to 1/254 and 1/16 of the largest of its head and of itself.
 FAMILIES = ["qwen3_moe", "gpt_oss", "llama4_text", "mimo_v2_flash", "deepseek_v3", "deepseek_v3-odd"]

@@ -1,9 +1,5 @@
 """The decoder with the real MoE layer, on empty batches, and in bfloat16."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,18 +13,13 @@ from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import dummy_weights
 from tests.attention_dp.steps import tables_of
-from tests.models.families import oracle_logits
+from tests.models.families import Oracle, oracle_logits, prompt
 from tests.models.reference_moe import ReferenceMoe, record_call
 from tests.models.runner import BLOCK_SIZE, INVARIANT, Runner, decoder_with, load_decoder, one_rank
 from tests.tolerance import BFLOAT16_LOGITS, LOGITS, relative_error
 
-Oracle = Callable[[str], tuple[Any, Path]]
 NAMES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "phimoe", "ernie4_5_moe", "deepseek_v2", "deepseek_v3")
 CLASSES = {"fast": FAST, "invariant": INVARIANT, "compiled": COMPILED}
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 # With compiled kernels, test_parity.py and test_invariance.py run the real layer in every family.

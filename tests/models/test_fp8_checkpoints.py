@@ -2,10 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +17,11 @@ from moe_serve.kernels.quantised import dequantize_weight
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_share import StoredWeights, WeightShare, fp8_projections
 from moe_serve.models.weights import dequantise, dummy_weights, load_weights, no_weights
-from tests.models.families import LIGHTNING_BUFFERS, oracle_logits
+from tests.models.families import LIGHTNING_BUFFERS, Oracle, oracle_logits
 from tests.models.fp8_checkpoint import CONFIG, SCALES, compressed, quantise_whole_rows, write_fp8_checkpoint
 from tests.models.runner import Runner, decoder_with, one_rank
 from tests.models.test_weights import assert_equal, load, placed, rewritten
 from tests.tolerance import LOGITS, relative_error
-
-Oracle = Callable[[str], tuple[Any, Path]]
 
 
 def to_fp8(weight: Tensor, block: int = 128) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,26 +4,16 @@ Compiled kernels run with the real MoE layer. Where torch computes, a plain one 
 tested is everything else, and the real one in test_decoder.py. That the bits are right ones, transformers says.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from moe_serve.attention_dp import attention_plan
 from moe_serve.ep.moe_layer import MoeLayer
 from moe_serve.kernels.numerics import COMPILED, Numerics
-from tests.models.families import ANOTHERS_FORM, FAMILIES, oracle_logits
+from tests.models.families import ANOTHERS_FORM, FAMILIES, Oracle, oracle_logits, prompt
 from tests.models.reference_moe import ReferenceMoe
 from tests.models.runner import BLOCK_SIZE, Runner, load_decoder
 from tests.tolerance import LOGITS, relative_error
-
-Oracle = Callable[[str], tuple[Any, Path]]
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def tiled(row_tile: int) -> Numerics:

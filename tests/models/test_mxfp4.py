@@ -1,10 +1,8 @@
 """MXFP4 experts of gpt-oss: every value exact, against transformers' reading of the same checkpoint."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,13 +18,11 @@ from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import ExpertReloader, ExpertToRead, dummy_weights, load_weights
 from tests.kernels.cpu.unpacking import unpack, unpack_gate_up
-from tests.models.families import oracle_logits
+from tests.models.families import Oracle, oracle_logits
 from tests.models.mxfp4_checkpoint import MXFP4_CONFIG, random_mxfp4
 from tests.models.runner import Runner, decoder_with, load_decoder, one_rank
 from tests.models.test_weights_of_experts import same_bytes
 from tests.tolerance import LOGITS, relative_error
-
-Oracle = Callable[[str], tuple[Any, Path]]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Our decoder against transformers in float32."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from tests.models.families import (
     ANOTHERS_FORM,
     FAMILIES,
     LIGHTNING,
+    Oracle,
     logits_behind,
     make_random,
     oracle_logits,
@@ -30,7 +30,6 @@ from tests.models.reference_moe import ReferenceMoe
 from tests.models.runner import BLOCK_SIZE, Runner, load_decoder
 from tests.tolerance import FLOAT32, GREEDY_GAP, LOGITS, relative_error
 
-Oracle = Callable[[str], tuple[Any, Path]]
 LENGTHS = (37, 5, 150, 1)  # 150: beyond YaRN's original 64 positions
 NUM_GREEDY = 16
 

@@ -1,6 +1,5 @@
 """The dtypes in which the compiled kernels keep weights are those of the checkpoint, and no value is rounded."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_plan import dense_tensors
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import load_weights
+from tests.models.families import Oracle
 from tests.models.fp8_checkpoint import QWEN3_CONFIG, write_fp8_checkpoint
 from tests.models.runner import Runner, decoder_with, load_decoder, one_rank
 from tests.models.test_weights import fuse_experts, rewritten
 from tests.models.test_weights_of_experts import fused
 from tests.tolerance import FLOAT32, LOGITS, relative_error
-
-Oracle = Callable[[str], tuple[Any, Path]]
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

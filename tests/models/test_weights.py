@@ -23,12 +23,10 @@ from moe_serve.models.spec import ModelSpec
 from moe_serve.models.weight_plan import dense_parameters
 from moe_serve.models.weight_share import WeightShare
 from moe_serve.models.weights import LoadedWeights, dummy_weights, load_weights
-from tests.models.families import FAMILIES, oracle_logits
+from tests.models.families import FAMILIES, Oracle, oracle_logits
 from tests.models.reference_moe import ReferenceMoe
 from tests.models.runner import Runner, load_decoder, one_rank
 from tests.tolerance import LOGITS, relative_error
-
-Oracle = Callable[[str], tuple[Any, Path]]
 
 
 def placed(spec: ModelSpec, num_ranks: int, num_redundant: int = 0) -> Placement:

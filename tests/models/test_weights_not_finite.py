@@ -7,7 +7,6 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +20,11 @@ from moe_serve.models.families.registry import read_spec
 from moe_serve.models.stored_tensor import StoredTensor
 from moe_serve.models.weight_share import StoredWeights, WeightShare
 from moe_serve.models.weights import ExpertReloader, ExpertToRead, all_finite, load_weights
+from tests.models.families import Oracle
 from tests.models.fp8_checkpoint import write_fp8_checkpoint
 from tests.models.mxfp4_checkpoint import write_mxfp4_checkpoint
 from tests.models.test_weights import fuse_experts, placed, rewritten
 
-Oracle = Callable[[str], tuple[Any, Path]]
 NOT_FINITE: dict[str, list[bytes]] = {
     "F32": [struct.pack("<f", value) for value in (math.nan, math.inf, -math.inf)],
     "F16": [struct.pack("<e", value) for value in (math.nan, math.inf, -math.inf)],
