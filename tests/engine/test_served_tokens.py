@@ -1,4 +1,4 @@
-"""What an engine serves greedily is what transformers computes: chunks, preemption, one rank and two."""
+"""What an engine serves greedily is what transformers computes: chunks, preemption, one rank, two and four."""
 
 from pathlib import Path
 
@@ -16,9 +16,11 @@ PRESSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_served_tokens_of_gpt_oss_are_those_of_transformers(num_ranks: int, tmp_path: Path) -> None:
-    model = make_oracle("gpt_oss")
+@pytest.mark.parametrize(
+    ("family", "num_ranks"), [("gpt_oss", 1), ("gpt_oss", 2), ("deepseek_v4", 2), ("deepseek_v4", 4)]
+)
+def test_served_tokens_are_those_of_transformers(family: str, num_ranks: int, tmp_path: Path) -> None:
+    model = make_oracle(family)
     folder = save(model, tmp_path / "model")
     prompts = prompts_with_shared_beginnings(8 * num_ranks, 256, max_len=60)
     params = SamplingParams(max_new_tokens=16, temperature=0, ignore_eos=True)

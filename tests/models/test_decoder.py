@@ -48,7 +48,7 @@ def test_with_the_real_moe_layer_logits_are_the_same_bits_in_any_batch(name: str
 
 
 @pytest.mark.parametrize("numerics", [INVARIANT, COMPILED], ids=["invariant", "compiled"])
-@pytest.mark.parametrize("name", (*NAMES, "deepseek_v32"))
+@pytest.mark.parametrize("name", (*NAMES, "deepseek_v32", "deepseek_v4"))
 def test_halves_of_a_batch_have_the_bits_of_the_whole(name: str, numerics: Numerics, oracle: Oracle) -> None:
     decoder = load_decoder(oracle(name)[1], numerics)
     found = []
