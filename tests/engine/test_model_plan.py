@@ -208,7 +208,7 @@ def test_streams_entries_and_choices_by_id_are_refused_where_they_are_not_built(
         plan_of(tmp_path, config, "engine.expert_capacity=1.5")
     with pytest.raises(ConfigError, match=r"deepseek_v4 makes entries of rows of the cache.* set cache\.dtype: auto"):
         plan_of(tmp_path, config, "cache.dtype=int8")
-    with pytest.raises(ConfigError, match=r"speculation\.mode is mtp"):
+    with pytest.raises(ConfigError, match=r"prediction of deepseek_v4 are not built; set speculation\.mode: lookup"):
         plan_of(tmp_path, config, "speculation.mode=mtp")
 
 

@@ -37,6 +37,8 @@ def why_no_predictor(config: ServeConfig, spec: ModelSpec, folder: Path | None, 
     Arguments as of `with_predictor`.
     """
     for applies, why in (
+        (spec.streams is not None,
+         f"the layers for multi-token prediction of {spec.model_type} are not built; set speculation.mode: lookup"),
         (spec.num_predictors == 0,
          f"config.json of this {spec.model_type} names no layers for multi-token prediction "
          "(num_nextn_predict_layers); take a checkpoint that has some"),
