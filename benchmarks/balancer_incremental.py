@@ -167,7 +167,6 @@ def gate_rows() -> Iterable[dict[str, Any]]:
             V3_EP32.topology,
             V3_EP32.num_slots,
             costs=costs,
-            gate=RebalanceSettings(bytes_per_expert=costs.expert_bytes),
             gate_cost=costs.gate("window"),
             latency_steps=2,
         )
@@ -197,7 +196,7 @@ def gate_split_rows() -> Iterable[dict[str, Any]]:
     for (shape, name), rho in product(((V3_EP32, "DeepSeek-V3"), (Q3_EP16, "Qwen3-235B-A22B")), (0.98, 0.9)):
         costs = CostModel(load_hardware("H800"), load_model_profile(name), shape.topology)
         rules = PlanRules(planned_split="exact")
-        gate = RebalanceSettings(bytes_per_expert=costs.model.expert_bytes, rules=rules)
+        gate = RebalanceSettings(rules=rules)
         drift = SyntheticLoad("lognormal", 40, shape.num_layers, shape.num_logical, rho=rho, steps_per_window=1000)
         records = list(synthetic_trace(replace(drift, tokens_per_step=4096)))
         first = rules.request(records[0].tokens, shape.topology, shape.num_slots)

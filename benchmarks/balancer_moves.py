@@ -20,7 +20,6 @@ from moe_serve.eplb.files.traces import write_trace
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
-from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.replay import Scorer, replay
 from moe_serve.eplb.replay.run import make_runs
@@ -200,7 +199,6 @@ def _gated(shape: SyntheticLoad, records: Iterator[LoadRecord] | None) -> tuple[
         topology,
         V3_EP32.num_slots,
         costs=costs[0],
-        gate=RebalanceSettings(bytes_per_expert=costs[0].expert_bytes),
         gate_cost=costs[0].gate("window"),
         latency_steps=2,
     )

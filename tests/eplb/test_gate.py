@@ -55,7 +55,7 @@ def lost_shares(records: Callable[[Rebalancer], Iterator[LoadRecord]]) -> list[f
     A plan is ready at once, a round takes a step, and a window runs on the placement of its first step.
     """
     start = Placement.trivial(NUM_LAYERS, NUM_LOGICAL, CLUSTER.num_ranks, CLUSTER.num_ranks)
-    rebalancer = Rebalancer(start, CLUSTER, RebalanceSettings(bytes_per_expert=MODEL.expert_bytes), costs())
+    rebalancer = Rebalancer(start, CLUSTER, RebalanceSettings(), costs())
     policy = make_policy("greedy")
     gated, idle = np.zeros(len(SCORES)), np.zeros(len(SCORES))
     events, charged = [], None
@@ -66,7 +66,7 @@ def lost_shares(records: Callable[[Rebalancer], Iterator[LoadRecord]]) -> list[f
             if isinstance(action, RequestPlan):
                 events.append(PlanReady(action.step, action.request_id, policy.plan(action.request)))
             else:
-                events.append(RoundActivated(action.step + action.num_steps, action.version))
+                events.append(RoundActivated(action.step + 1, action.version))
         if rebalancer.migration not in (None, charged):
             charged = rebalancer.migration
             gated[:] += [score.migration_seconds(charged, CLUSTER) for score in SCORES]
@@ -256,7 +256,6 @@ def test_on_60_drifting_windows_the_gate_is_within_one_percent_of_moving_in_ever
         topology,
         slots,
         costs=costs,
-        gate=RebalanceSettings(bytes_per_expert=costs.expert_bytes),
         gate_cost=costs.gate("window"),
         latency_steps=2,
     )

@@ -49,7 +49,7 @@ SKEWED = np.array([[50, 50, 1, 1, 1, 1, 1, 1], [10] * 8, [1, 1, 1, 1, 1, 1, 80, 
 
 
 def settings(**changes):
-    return replace(RebalanceSettings(warmup_windows=1, max_regret=0.2, bytes_per_expert=10), **changes)
+    return replace(RebalanceSettings(warmup_windows=1, max_regret=0.2), **changes)
 
 
 def window(index, tokens=SKEWED, steps=STEPS):
@@ -89,7 +89,7 @@ def run_rounds(rebalancer, actions):
         (action,) = actions
         assert isinstance(action, StartRound)
         rounds.append(action)
-        actions = rebalancer.handle(RoundActivated(action.step + action.num_steps, action.version))
+        actions = rebalancer.handle(RoundActivated(action.step + 1, action.version))
     return rounds
 
 
@@ -170,14 +170,6 @@ def test_a_move_that_costs_more_than_it_gains_is_not_made():
     assert rebalancer.placement is START
 
 
-def test_rounds_stay_inside_the_byte_budget_of_a_step():
-    rebalancer = Rebalancer(START, TOPOLOGY, settings(bytes_per_step=4), LinearPrices())
-    request = asked(rebalancer)
-    for action in run_rounds(rebalancer, rebalancer.handle(PlanReady(300, request.request_id, plan_for(request)))):
-        assert action.num_bytes == 10 * action.round.busiest()
-        assert action.num_steps == -(-action.num_bytes // 4)
-
-
 def test_answers_to_older_questions_are_dropped():
     rebalancer = Rebalancer(START, TOPOLOGY, settings(), LinearPrices())
     request = asked(rebalancer)
@@ -249,7 +241,6 @@ def test_what_does_not_fit_is_refused():
         ({"history_windows": 0}, "history_windows"),
         ({"gain_margin": 0.5}, "gain_margin"),
         ({"max_regret": 1.0}, "max_regret"),
-        ({"bytes_per_step": 0}, "bytes_per_step"),
     ],
     ids=str,
 )

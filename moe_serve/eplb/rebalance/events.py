@@ -156,18 +156,13 @@ class RequestPlan:
 class StartRound:
     """Brings these experts into staging, then activates them on all ranks at one step boundary; answer RoundActivated.
 
-    version:    of the placement once the round is active
-    num_bytes:  the most that one rank receives or sends in this round
-    num_steps:  steps to spread the transfer over, at least, to stay inside the byte budget of a step:
-                RoundActivated.step >= step + num_steps
+    version:    of the placement once the round is active; RoundActivated.step is after `step`
     is_last:    no further round of this migration follows
     """
 
     step: int
     round: MigrationRound
     version: int
-    num_bytes: int
-    num_steps: int
     is_last: bool
 
 

@@ -238,7 +238,7 @@ class Rebalancer:
         return self._run(step, move, "move")
 
     def _run(self, step: int, move: MigrationPlan, cause: _Cause) -> tuple[Action, ...]:
-        self._running = _RunningMigration(move, self._placement, self._settings, cause)
+        self._running = _RunningMigration(move, self._placement, cause)
         return (self._running.start_round(step),)
 
     def _round_activated(self, event: RoundActivated) -> tuple[Action, ...]:
@@ -339,7 +339,6 @@ def make_rebalancer(placement: Placement, settings: BalancerSettings, facts: Sys
         release=max(settings.trigger, RebalanceSettings.release),
         horizon_windows=settings.horizon_windows,
         round_limits=RoundLimits(settings.staging_slots, settings.pair_moves, settings.node_moves),
-        bytes_per_expert=facts.bytes_per_expert,
         rules=PlanRules(planned_split=planned_split(facts.split), two_nodes=facts.survives_loss),
         min_replicas=2 if facts.survives_loss else 1,
         expert_time=facts.expert_time,
@@ -503,14 +502,11 @@ def _arrivals(old: Placement, new: Placement, topology: Topology, off_node_weigh
 class _RunningMigration:
     """Hands out the rounds of a plan in order and applies each to the placement once it is active."""
 
-    def __init__(
-        self, plan: MigrationPlan, placement: Placement, settings: RebalanceSettings, cause: _Cause = "move"
-    ) -> None:
+    def __init__(self, plan: MigrationPlan, placement: Placement, cause: _Cause) -> None:
         self.plan = plan
         self.cause = cause
         self.placement = placement  # after the rounds that are active
         self.num_started = 0
-        self._settings = settings
 
     @property
     def is_done(self) -> bool:
@@ -521,10 +517,7 @@ class _RunningMigration:
         """Returns the next round to carry out."""
         following = self.plan.rounds[self.num_started]
         self.num_started += 1
-        num_bytes = following.busiest() * self._settings.bytes_per_expert
-        budget = self._settings.bytes_per_step
-        num_steps = max(1, -(-num_bytes // budget)) if budget else 1
-        return StartRound(step, following, self.placement.version + 1, num_bytes, num_steps, self.is_done)
+        return StartRound(step, following, self.placement.version + 1, self.is_done)
 
     def activate(self, step: int, version: int) -> MigrationRound:
         """Applies the round that was started last, and returns it.

@@ -29,8 +29,6 @@ class RebalanceSettings:
     max_regret:          share of the serving time (of at least horizon_windows) that all moves together may lose
                          against "do nothing"
     round_limits:        what one round of a migration may move
-    bytes_per_expert:    weights of one expert of one layer
-    bytes_per_step:      what a rank may send or receive beside a step's own traffic; None = a round takes one step
     relabel:             which ranks a plan may exchange, see plan_migration
     rules:               fields of every PlanRequest
     min_replicas:        ranks that plans keep every expert on, as far as the slots of the ranks that take part suffice
@@ -49,8 +47,6 @@ class RebalanceSettings:
     gain_margin: float = 2.0
     max_regret: float = 0.01
     round_limits: RoundLimits = field(default_factory=RoundLimits)
-    bytes_per_expert: int = 1
-    bytes_per_step: int | None = None
     relabel: Relabel = "nodes"
     rules: PlanRules = field(default_factory=PlanRules)
     min_replicas: int = 1
@@ -63,13 +59,11 @@ class RebalanceSettings:
             ("history_windows", 1),
             ("cooldown_windows", 1),
             ("horizon_windows", 1),
-            ("bytes_per_expert", 1),
-            ("bytes_per_step", 1),
             ("min_replicas", 1),
             ("max_failures", 1),
         ):
             value = getattr(self, name)
-            if value is not None and (int(value) != value or value < least):
+            if int(value) != value or value < least:
                 raise ConfigError(f"{name} is {value!r}; give a whole number of at least {least}")
         if not 0 < self.decay <= 1:
             raise ConfigError(f"decay is {self.decay!r}; give a weight above 0 and up to 1")

@@ -224,7 +224,7 @@ class GatedRun:
             case RequestPlan():
                 self._push(self._answer(action))
             case StartRound():
-                self._push(RoundActivated(action.step + max(action.num_steps, 1), action.version))
+                self._push(RoundActivated(action.step + 1, action.version))
 
     def _answer(self, action: RequestPlan) -> PlanReady | PlanFailed:
         try:

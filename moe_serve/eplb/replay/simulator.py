@@ -19,7 +19,6 @@ from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, Mo
 from moe_serve.eplb.files.windows import folded
 from moe_serve.eplb.load import LoadTrace
 from moe_serve.eplb.policies.policy import PlanRules
-from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts, Serving
 from moe_serve.eplb.replay.replay import num_passes, replay
 from moe_serve.eplb.replay.report import (
@@ -225,7 +224,6 @@ def _run(
         split=simulation.split,
         rules=simulation.rules,
         costs=costs,
-        gate=RebalanceSettings(bytes_per_expert=costs.expert_bytes),
         gate_cost=costs.gate(simulation.split),
         latency_steps=math.ceil(simulation.plan_latency_s / step_s),
     )

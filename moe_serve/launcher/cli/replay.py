@@ -68,7 +68,6 @@ class ReplayOptions(
 
     def settings(self, load: "LoadTrace") -> "ReplaySettings":
         """Returns how the trace is replayed."""
-        from moe_serve.eplb.rebalance.settings import RebalanceSettings
         from moe_serve.eplb.replay.settings import ReplaySettings
         from moe_serve.topology import Topology
 
@@ -82,7 +81,6 @@ class ReplayOptions(
             topology = Topology(server.facts.num_nodes, start.num_ranks // server.facts.num_nodes)
         costs = self.costs(topology)
         keeps_slots = start is not None and not self.slots and not self.redundant
-        gate = RebalanceSettings()
         return ReplaySettings(
             topology,
             start.num_slots if start is not None and keeps_slots else self.num_slots(load.num_logical),
@@ -93,7 +91,6 @@ class ReplayOptions(
             split=self.split,
             even_steps=_recorded_even_steps(self.trace, self.split),
             costs=costs,
-            gate=replace(gate, bytes_per_expert=costs.expert_bytes) if costs else gate,
             gate_cost=costs.gate(self.split) if costs else None,
             latency_steps=_recorded_latency(self.trace) if self.latency_steps is None else self.latency_steps,
             server=server,
