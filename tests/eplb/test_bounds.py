@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 
 from moe_serve.eplb.policies.make import make_policy
-from moe_serve.eplb.policies.packing import balancedness_bound, counting_bound, lightest_top
+from moe_serve.eplb.policies.packing import balancedness_bound, lightest_top
 from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.topology import Topology
 from tests.eplb.brute_force import best_top
-from tests.eplb.loads import one_hot, zipf
+from tests.eplb.loads import one_hot
 
 
 def compare_with_brute_force(num_cases, seed):
@@ -15,10 +15,7 @@ def compare_with_brute_force(num_cases, seed):
         tokens = np.round(1000 * np.exp(draw.uniform(0.2, 2) * draw.standard_normal((num_cases, num_experts))))
         best = np.array([w.sum() / num_ranks / best_top(w, num_ranks, slots) for w in tokens])
         cheap = balancedness_bound(tokens, num_ranks, slots)
-        tight = counting_bound(tokens, num_ranks, slots)
         assert (cheap >= best * (1 - 1e-9)).all()
-        assert (tight >= best * (1 - 1e-9)).all()
-        assert (tight <= cheap + 1e-9).all()
 
 
 def test_no_placement_beats_a_bound():
@@ -53,13 +50,5 @@ def test_the_lightest_top_of_one_hot_expert_is_what_can_be_reached():
         np.testing.assert_allclose(plan.balancedness, tokens.sum(axis=1) / num_ranks / least, rtol=2e-4)
 
 
-def test_the_tight_bound_halves_the_gap_with_two_slots_per_rank():
-    tokens = zipf(1, 256, 0.5)
-    plan = make_policy("refined", prove=True).plan(PlanRequest(tokens, Topology(18, 8), 288))
-    assert plan.bound[0] < 0.88  # the cheap bound is 1
-    assert plan.gap[0] < 0.06
-
-
 def test_no_load_is_perfect():
     assert balancedness_bound(np.zeros((2, 4)), 2, 3).tolist() == [1.0, 1.0]
-    assert counting_bound(np.zeros((2, 4)), 2, 3).tolist() == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""The entry point for scripts, and what a plan loads: scipy takes longer to import than a plan, so plans do without."""
+"""The entry point for scripts, and what a plan loads: torch takes longer to import than a plan, so plans do without."""
 
 import re
 import subprocess
@@ -66,11 +66,11 @@ def test_the_dial_trades_traffic_for_balance():
 
 
 @pytest.mark.parametrize("policy", ["greedy", "deepseek", "refined"])
-def test_a_first_plan_loads_neither_torch_nor_scipy(policy):
+def test_a_first_plan_loads_neither_torch_nor_pulp(policy):
     code = (
         "import sys, numpy as np, moe_serve.eplb as e\n"
         f"e.plan(np.arange(1, 73).reshape(2, 36), e.Topology(2, 4), 40, policy={policy!r})\n"
-        "print(*(m for m in ('torch', 'scipy', 'pulp') if m in sys.modules))"
+        "print(*(m for m in ('torch', 'pulp') if m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []
 
@@ -79,28 +79,3 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
     with pytest.raises(AttributeError, match="plan_everything"):
         _ = moe_serve.eplb.plan_everything
     assert np.all([hasattr(moe_serve.eplb, name) for name in moe_serve.eplb.__all__])
-
-
-PLANS = """
-import sys
-import numpy as np
-from moe_serve.eplb.migration.plan import plan_migration
-from moe_serve.eplb.policies.make import plan
-from moe_serve.topology import Topology
-
-sys.modules["scipy"] = None
-tokens = np.random.default_rng(0).integers(1, 1000, (1, 256))
-for nodes, ranks_per_node, slots in ((4, 8, 288), (8, 8, 320), (32, 8, 256)):
-    topology = Topology(nodes, ranks_per_node)
-    by_source = np.ones((1, topology.num_ranks, 256), dtype=np.int64)
-    for policy in ("deepseek", "static", "greedy", "refined", "incremental"):
-        current = plan(tokens, topology, slots, policy).placement
-        for more in ({}, {"off_home": 0.1, "num_groups": 8}, {"objective": "off_node", "by_source": by_source}):
-            later = plan(tokens[:, ::-1] + 100 * tokens, topology, slots, policy, current=current, **more)
-            plan_migration(current, later.placement, topology, relabel="nodes")
-"""
-
-
-def test_a_process_that_plans_and_moves_does_without_scipy():
-    done = subprocess.run([sys.executable, "-c", PLANS], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -107,7 +107,6 @@ def finish_anew(
     table: Ids,
     truncated: bool = False,
     homes: Ints | None = None,
-    tight: bool = False,
     heaviest_replica: Floats | None = None,
     for_split: bool = False,
 ) -> Plan:
@@ -130,7 +129,7 @@ def finish_anew(
             homes = np.where(kept[:, None], read_homes(problem, problem.current), homes)
     table = spread_over_nodes(problem, table)
     unkept = unkept_limits(problem.request, problem, table, PLANS_ANEW)
-    return finish(problem, table, truncated, homes, tight=tight, heaviest_replica=heaviest_replica, unkept=unkept)
+    return finish(problem, table, truncated, homes, heaviest_replica=heaviest_replica, unkept=unkept)
 
 
 def relabelled(problem: Problem, table: Ids, homes: Ints) -> tuple[Ids, Ints]:

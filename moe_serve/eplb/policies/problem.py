@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement, count_arrivals, count_moves
-from moe_serve.eplb.policies.packing import Deadline, balancedness_bound, counting_bound
+from moe_serve.eplb.policies.packing import Deadline, balancedness_bound
 from moe_serve.eplb.policies.policy import Plan, PlanRequest, Unkept
 
 Floats = NDArray[np.float64]
@@ -140,14 +140,12 @@ def finish(
     truncated: bool = False,
     homes: NDArray[np.int64] | None = None,
     keep_slots: bool = True,
-    tight: bool = False,
     heaviest_replica: Floats | None = None,
     unkept: tuple[Unkept, ...] = (),
 ) -> Plan:
     """Returns the plan that a table [L, R, K] is: slots kept where an expert stays on its rank, and the measures.
 
     homes: [L, E] home node of each expert; None = the node with the most replicas
-    tight: also compute the tight bound, which takes time
     heaviest_replica: [L] of minimax replication of the tokens, where it is known
     """
     request = problem.request
@@ -169,8 +167,6 @@ def finish(
     bound = np.maximum(
         balancedness_bound(request.tokens, problem.num_ranks, problem.slots_per_rank, heaviest_replica), reached
     )
-    if tight:
-        bound = counting_bound(request.tokens, problem.num_ranks, problem.slots_per_rank, reached)
     return Plan(
         placement=placement,
         balancedness=reached,

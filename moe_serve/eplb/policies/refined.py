@@ -64,14 +64,12 @@ class RefinedPolicy:
     tolerance:   swaps end when the heaviest rank is this share above the mean
     rounds:      of annealing, for problems of up to 128 slots
     good_enough: layers within this share of their bound are left as they are
-    prove:       compute the tight bound too, 0.1 s per layer; worth it with two to four slots per rank
     """
 
     sweeps: int = 90
     tolerance: float = 7e-4
     rounds: int = 50
     good_enough: float = 0.995
-    prove: bool = False
     name: str = "refined"
 
     def plan(self, request: PlanRequest) -> Plan:
@@ -86,7 +84,7 @@ class RefinedPolicy:
         if request.planned_split == "exact" and problem.fixed is None and not truncated:
             table = best_for_exact_split(problem, table, self.sweeps)
         table = improve_locality(problem, table, 200)
-        return finish_anew(problem, table, truncated, tight=self.prove, for_split=True)
+        return finish_anew(problem, table, truncated, for_split=True)
 
     def table(self, problem: Problem) -> tuple[Ids, bool]:
         """Returns the table [L, R, K] without node hierarchy, and whether the deadline cut the search short."""
