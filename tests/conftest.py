@@ -51,6 +51,13 @@ def _logging_as_before() -> Iterator[None]:
     logger.setLevel(before[1])
 
 
+@pytest.fixture(autouse=True)
+def _draws_of_its_own() -> None:
+    """What a test draws does not depend on the tests before it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Runs folders on two workers, a file at a time; single files, and what is to be looked at, in this process."""
