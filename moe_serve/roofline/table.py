@@ -94,11 +94,11 @@ def roofline(steps: ModelSteps, chip: HardwareProfile, sizes: Sizes) -> list[Lin
     return lines
 
 
-def to_table(steps: ModelSteps, chip: HardwareProfile, sizes: Sizes, width: int | None = None) -> str:
+def to_table(steps: ModelSteps, chip: HardwareProfile, sizes: Sizes) -> str:
     """Returns the lines for a terminal."""
     lines = roofline(steps, chip, sizes)
     step = steps.step(sizes.phase, sizes.num_ranks)
-    console = text_console(width or 140, color=False)
+    console = text_console(140, color=False)
     console.print(Text(f"{steps.name} on {chip.name}: {sizes.words}"), Text(f"({_form(steps, step)})"), soft_wrap=True)
     console.print()
     table = Table(box=None)

@@ -58,7 +58,7 @@ class RestlessBalancer:
             self._plan = plan_migration(self.placement, shuffled(self.placement, self._draw), topology)
             self._number = 0
         this = self._plan.rounds[self._number]
-        return StartRound(0, this, self.placement.version + 1, self._number + 1 == len(self._plan.rounds))
+        return StartRound(0, this, self.placement.version + 1)
 
     def activated(self, step: int, version: int, num_bytes: int, move_s: float, pause_s: float) -> None:
         from moe_serve.eplb.migration.moves import apply_round

@@ -8,7 +8,7 @@
 
 import json
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ def _table(rows: np.ndarray, meta: TraceMeta, path: Path) -> np.ndarray:
     return tokens
 
 
-def write_csv(trace: LoadTrace, path: Path, progress: Callable[[int], None] | None = None) -> int:
+def write_csv(trace: LoadTrace, path: Path) -> int:
     """Writes a trace, atomically; returns the number of records. Refuses records that say more than counts."""
     number, common = 0, None
     with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
@@ -186,8 +186,6 @@ def write_csv(trace: LoadTrace, path: Path, progress: Callable[[int], None] | No
             for layer, counts in zip(trace.moe_layer_ids, record.tokens.tolist(), strict=True):
                 file.writelines(f"{record.first_step},{layer},{e},{count}\n" for e, count in enumerate(counts))
             number += 1
-            if progress is not None:
-                progress(number)
     return number
 
 

@@ -12,7 +12,7 @@ ends at. A running server writes such a trace (`RollingTrace`).
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -405,15 +405,13 @@ class JsonlWriter:
         self.file.close()
 
 
-def write_jsonl(trace: LoadTrace, path: Path, progress: Callable[[int], None] | None = None) -> int:
+def write_jsonl(trace: LoadTrace, path: Path) -> int:
     """Writes a trace, atomically; returns the number of records."""
     number = 0
     with replacing(path) as unfinished, closing(JsonlWriter(unfinished, TraceMeta.of(trace))) as writer:
         for record in trace:
             writer.add(record)
             number += 1
-            if progress is not None:
-                progress(number)
     return number
 
 

@@ -13,7 +13,7 @@ import os
 import tempfile
 import tokenize
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -170,14 +170,12 @@ class _Rows:
         return np.frombuffer(b"".join(parts), self.dtype).reshape(self.shape[1:])[()]
 
 
-def write_npz(trace: LoadTrace, path: Path, progress: Callable[[int], None] | None = None) -> int:
+def write_npz(trace: LoadTrace, path: Path) -> int:
     """Writes a trace, atomically; returns the number of records."""
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         writer = _Writer(Path(folder), path, TraceMeta.of(trace))
-        for index, record in enumerate(trace):
+        for record in trace:
             writer.add(record)
-            if progress is not None:
-                progress(index + 1)
         unfinished = Path(folder) / "trace.npz"
         writer.finish(unfinished)
         os.replace(unfinished, path)

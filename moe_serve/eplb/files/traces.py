@@ -197,18 +197,15 @@ def read_trace(
     return found.read(source)
 
 
-def write_trace(
-    trace: LoadTrace, path: str | Path, progress: Callable[[int], None] | None = None, counts_only: bool = False
-) -> int:
+def write_trace(trace: LoadTrace, path: str | Path, counts_only: bool = False) -> int:
     """Writes a trace as .npz, .jsonl or .csv, by suffix, and returns the number of records.
 
-    progress: called with the number of records written so far.
     counts_only: leave out the optional fields of the records (needed for .csv, which holds nothing else).
     """
     path = Path(path)
     if path.suffix not in WRITERS:
         raise TraceError(f"trace file {path} has the suffix {path.suffix!r}; use .npz, .jsonl or .csv")
-    return WRITERS[path.suffix](without_details(trace) if counts_only else trace, path, progress)
+    return WRITERS[path.suffix](without_details(trace) if counts_only else trace, path)
 
 
 def _names(formats: tuple[_Format, ...]) -> str:

@@ -32,18 +32,14 @@ _Hop = tuple[int, int]  # an expert's way from one rank to another; (r, r): one 
 class MigrationPlan:
     """Rounds that lead from one placement to another.
 
-    from_version: version of the placement that the first round starts from; round i leads to from_version + i + 1
-    rounds:       in order; () where nothing has to move
-    target:       the placement after the last round: the new one, with ranks and slots relabelled
+    rounds:         in order; () where nothing has to move
+    target:         the placement after the last round: the new one, with ranks and slots relabelled
     num_transfers:  experts that cross from one rank to another, over all rounds
-    num_off_node:   those that cross from one node to another
     """
 
-    from_version: int
     rounds: tuple[MigrationRound, ...]
     target: Placement
     num_transfers: int
-    num_off_node: int
 
     @property
     def layer_rows(self) -> tuple[int, ...]:
@@ -88,10 +84,8 @@ def plan_migration(
         schedule.add_layer(layer, row, writes)
     rounds = tuple(MigrationRound(moves) for moves in schedule.rounds())
     placement = replace(old, physical_to_logical=target, version=old.version + len(rounds), allow_lost=False)
-    node_of = topology.node_of
-    crossing = [m for r in rounds for m in r.moves if m.src_rank not in (m.dst_rank, -1)]
-    off_node = sum(node_of(m.src_rank) != node_of(m.dst_rank) for m in crossing)
-    return MigrationPlan(old.version, rounds, placement, len(crossing), off_node)
+    num_transfers = sum(m.src_rank not in (m.dst_rank, -1) for r in rounds for m in r.moves)
+    return MigrationPlan(rounds, placement, num_transfers)
 
 
 def migration_to(request: PlanRequest, plan: Plan, limits: RoundLimits, relabel: Relabel) -> MigrationPlan:

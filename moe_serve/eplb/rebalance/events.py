@@ -156,14 +156,12 @@ class RequestPlan:
 class StartRound:
     """Brings these experts into staging, then activates them on all ranks at one step boundary; answer RoundActivated.
 
-    version:    of the placement once the round is active; RoundActivated.step is after `step`
-    is_last:    no further round of this migration follows
+    version: of the placement once the round is active; RoundActivated.step is after `step`
     """
 
     step: int
     round: MigrationRound
     version: int
-    is_last: bool
 
 
 Action = RequestPlan | StartRound

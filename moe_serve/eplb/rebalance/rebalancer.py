@@ -517,7 +517,7 @@ class _RunningMigration:
         """Returns the next round to carry out."""
         following = self.plan.rounds[self.num_started]
         self.num_started += 1
-        return StartRound(step, following, self.placement.version + 1, self.is_done)
+        return StartRound(step, following, self.placement.version + 1)
 
     def activate(self, step: int, version: int) -> MigrationRound:
         """Applies the round that was started last, and returns it.

@@ -446,9 +446,9 @@ def advice_to_json(advice: Advice, trace: str, model: str) -> dict[str, Any]:
     }
 
 
-def advice_to_table(advice: Advice, trace: str, model: str, width: int | None = None, color: bool = False) -> str:
+def advice_to_table(advice: Advice, trace: str, model: str, color: bool = False) -> str:
     """Returns the advice for a terminal; trace and model as above."""
-    console = text_console(width or 160, color)
+    console = text_console(160, color)
     for name, words in advice.conditions.items():
         console.print(Text(f"{name:>10}", style="bold"), "", words, soft_wrap=True)
     console.print()
@@ -463,7 +463,7 @@ def advice_to_table(advice: Advice, trace: str, model: str, width: int | None = 
         console.print(UNFIT, style="dim")
     console.print()
     for sentence in advice_verdict(advice):
-        console.print(sentence, soft_wrap=width is None)
+        console.print(sentence, soft_wrap=True)
     console.print()
     for name, lines in commands(advice, trace, model).items():
         console.print(Text(name, style="bold"))
@@ -485,8 +485,8 @@ def advice_cells(advice: Advice) -> tuple[list[str], list[list[str]]]:
             f"{row['num_redundant']}" + ("" if choice.fits else " !"),
             choice.policy,
             "-" if choice.interval is None else f"{choice.interval}",
-            as_number(row["served_mean"], 4),
-            as_number(row["served_min"], 4),
+            as_number(row["served_mean"]),
+            as_number(row["served_min"]),
             f"{row['moved_share']:.1%}" if row["moved_share"] else "-",
             f"{row['stall_share']:.1%}" if row["stall_share"] else "-",
             "+" + as_bytes(row["redundant_bytes"]),

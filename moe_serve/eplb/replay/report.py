@@ -32,9 +32,9 @@ NUM_SHOWN = 30  # newest decisions of a table; the JSON report has all
 _MAX_COLUMNS = 600  # of a picture or line over windows
 
 
-def to_table(report: ReplayReport, width: int | None = None, color: bool = False) -> str:
-    """Returns the report for a terminal. width: characters a line; None = as wide as it takes, at most 160."""
-    console = text_console(width or 160, color)
+def to_table(report: ReplayReport, color: bool = False) -> str:
+    """Returns the report for a terminal, in tables of at most 160 characters a line."""
+    console = text_console(160, color)
     for name, words in report.conditions.items():
         console.print(Text(f"{name:>10}", style="bold"), "", words, soft_wrap=True)
     console.print()
@@ -52,7 +52,7 @@ def to_table(report: ReplayReport, width: int | None = None, color: bool = False
             console.print(_decision_table(result))
             console.print()
     for sentence in verdict(report):
-        console.print(sentence, soft_wrap=width is None)
+        console.print(sentence, soft_wrap=True)
     return printed(console)
 
 
@@ -72,7 +72,7 @@ def balance_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
     rows = []
     for result in report.results:
         row = report.summary(result)
-        rows.append([result.name, *(as_number(row[name], 4) for name in names)])
+        rows.append([result.name, *(as_number(row[name]) for name in names)])
     return ["policy", "served", "median", "min layer", "worst", "fit", "fit min", "bound"], rows
 
 
@@ -137,7 +137,7 @@ def phase_cells(report: ReplayReport) -> tuple[list[str], list[list[str]]]:
         columns += [f"{phase}: served", "min layer", "step time"]
         for cells, result in zip(rows, part.results, strict=True):
             row = part.summary(result)
-            cells += [as_number(row["served_mean"], 4), as_number(row["served_min"], 4), as_seconds(row["step_s"])]
+            cells += [as_number(row["served_mean"]), as_number(row["served_min"]), as_seconds(row["step_s"])]
     return columns, rows
 
 
@@ -333,9 +333,9 @@ def _series(result: PolicyResult) -> dict[str, list[float | None]]:
     }
 
 
-def as_number(value: float | None, digits: int) -> str:
-    """Returns a plain number; "-" where it has no meaning."""
-    return "-" if value is None else f"{value:.{digits}f}"
+def as_number(value: float | None) -> str:
+    """Returns a plain number of four decimals; "-" where it has no meaning."""
+    return "-" if value is None else f"{value:.4f}"
 
 
 def as_percent(value: float | None) -> str:

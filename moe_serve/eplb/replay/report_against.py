@@ -19,8 +19,8 @@ NUMBERS = ("served_mean", "served_min", "moves", "stall_s", "step_s", "tokens_pe
 _SAME = 5e-5  # balancedness is shown with four digits
 _BALANCE = ("served_mean", "served_min")
 _WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "served_mean": ("served", lambda value: as_number(value, 4)),
-    "served_min": ("min layer", lambda value: as_number(value, 4)),
+    "served_mean": ("served", as_number),
+    "served_min": ("min layer", as_number),
     "moves": ("moves", lambda value: f"{value:,.0f}"),
     "stall_s": ("stall", as_seconds),
     "step_s": ("step time", as_seconds),
@@ -54,11 +54,9 @@ class EarlierReport:
         return max(rows, key=lambda name: rows[name][key] or 0.0) if rows else None
 
 
-def against_to_table(
-    report: ReplayReport, earlier: EarlierReport, width: int | None = None, color: bool = False
-) -> str:
-    """Returns the comparison for a terminal. width: characters a line; None = as wide as it takes, at most 160."""
-    console = text_console(width or 160, color)
+def against_to_table(report: ReplayReport, earlier: EarlierReport, color: bool = False) -> str:
+    """Returns the comparison for a terminal, in a table of at most 160 characters a line."""
+    console = text_console(160, color)
     console.print()
     columns, rows = against_cells(report, earlier)
     table = Table(title=f"against {earlier.name} (changes in brackets)", title_justify="left", box=None)
@@ -69,7 +67,7 @@ def against_to_table(
     console.print(table)
     console.print()
     for sentence in against_verdict(report, earlier):
-        console.print(sentence, soft_wrap=width is None)
+        console.print(sentence, soft_wrap=True)
     return printed(console)
 
 

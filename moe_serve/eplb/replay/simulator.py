@@ -301,9 +301,9 @@ def best_case(cases: Sequence[Case]) -> Case:
     return max(fitting, key=rate)
 
 
-def sweep_to_table(cases: Sequence[Case], width: int | None = None, color: bool = False) -> str:
+def sweep_to_table(cases: Sequence[Case], color: bool = False) -> str:
     """Returns the cases for a terminal: common conditions first, then a line for each combination and policy."""
-    console = text_console(width or 160, color)
+    console = text_console(160, color)
     for name, words in cases[0].report.conditions.items():
         if name in ("cluster", "windows") and len(cases) > 1:
             continue
@@ -321,7 +321,7 @@ def sweep_to_table(cases: Sequence[Case], width: int | None = None, color: bool 
         console.print(line, style="dim")
     console.print()
     for sentence in sweep_verdict(cases):
-        console.print(sentence, soft_wrap=width is None)
+        console.print(sentence, soft_wrap=True)
     return printed(console)
 
 
@@ -342,9 +342,9 @@ def sweep_cells(cases: Sequence[Case]) -> tuple[list[str], list[tuple[Case, list
                         str(row["window_steps"]),
                         as_bytes(row["memory_bytes"]) + ("" if row["fits"] else " !"),
                         row["policy"],
-                        as_number(row["served_mean"], 4),
-                        as_number(row["served_min"], 4),
-                        as_number(row["fit_mean"], 4),
+                        as_number(row["served_mean"]),
+                        as_number(row["served_min"]),
+                        as_number(row["fit_mean"]),
                         as_percent(row["moved_share"]) if row["num_rebalances"] else "-",
                         as_seconds(row["stall_s"]),
                         as_seconds(row["step_s"]),
