@@ -74,12 +74,12 @@ def split_rows() -> Iterable[dict[str, Any]]:
     from moe_serve.eplb.split.exact import UNPROVEN
     from moe_serve.eplb.split.layer import LayerSlots
     from moe_serve.eplb.split.make import make_split
-    from moe_serve.eplb.split.policy import build_library
+    from moe_serve.eplb.split.policy import find_library
 
     for shape, tokens_per_rank in ((V3_EP32, 32), (Shape("V3 320", 58, 256, 320, V3_EP32.topology), 32)):
         plan = make_policy("refined").plan(PlanRequest(load(shape, "lognormal", 0), shape.topology, shape.num_slots))
         row = plan.placement.physical_to_logical[0]
-        layer, library = LayerSlots.of(row, shape.topology, shape.num_logical), build_library()
+        layer, library = LayerSlots.of(row, shape.topology, shape.num_logical), find_library()
         rng = np.random.default_rng(0)
         weights = load(shape, "lognormal", 0)[0] / load(shape, "lognormal", 0)[0].sum()
         batches = rng.multinomial(tokens_per_rank * shape.topology.num_ranks * 8, weights, size=200)

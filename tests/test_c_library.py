@@ -65,12 +65,17 @@ def test_a_compiler_that_takes_too_long_leaves_no_process(tmp_path, monkeypatch)
     assert has_ended(orphan)
 
 
-def test_of_a_compiler_that_says_nothing_the_status_is_said(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("echo bad flag >&2; exit 1", "bad flag"), ("kill -9 $$", "it said nothing and ended with status -9")],
+    ids=["words", "none"],
+)
+def test_what_a_compiler_says_that_fails_is_told_or_else_its_status(tmp_path, monkeypatch, script, said):
     wrapper = tmp_path / "cc"
-    wrapper.write_text("#!/bin/sh\nkill -9 $$\n")
+    wrapper.write_text(f"#!/bin/sh\n{script}\n")
     wrapper.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(ConfigError, match=r"whole\.c: it said nothing and ended with status -9;"):
+    with pytest.raises(ConfigError, match=rf"whole\.c: {said};"):
         load_c_library(write_sources(tmp_path / "sources", 1), {"number": 0}, folder=tmp_path / "built")
 
 

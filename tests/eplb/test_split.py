@@ -19,7 +19,7 @@ from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.split.layer import ReplicaGraph
 from moe_serve.eplb.split.limit import fewest_slots, split_limit, where_no_split_helps
 from moe_serve.eplb.split.make import SPLITS, make_split, make_splits
-from moe_serve.eplb.split.policy import build_library, find_library
+from moe_serve.eplb.split.policy import find_library
 from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import ConfigError, PlacementError
 from moe_serve.topology import Topology
@@ -166,7 +166,7 @@ def test_wrong_input_is_named(counts, row, num_ranks, message):
         split_batch(counts, row, num_ranks)
 
 
-def test_unknown_split_and_missing_compiler_are_config_errors(tmp_path, monkeypatch):
+def test_an_unknown_split_is_refused_and_a_missing_compiler_is_told(tmp_path, monkeypatch, caplog):
     with pytest.raises(ConfigError, match="even, nearest, exact"):
         make_split("fair", layer_of([0, 1], 2))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -176,22 +176,12 @@ def test_unknown_split_and_missing_compiler_are_config_errors(tmp_path, monkeypa
         assert find_library() is None
     finally:
         find_library.cache_clear()
-    with pytest.raises(ConfigError, match="no C compiler"):
-        build_library()
+    assert "no C compiler for split.c" in caplog.text
 
 
 def test_a_topology_of_another_cluster_is_named():
     with pytest.raises(PlacementError, match="the topology has 4 ranks, the placement 2"):
         make_splits("even", Placement.trivial(1, 4, 2), Topology(2, 2))
-
-
-def test_a_broken_compiler_is_reported_not_hidden(tmp_path, monkeypatch):
-    fake = tmp_path / "cc"
-    fake.write_text("#!/bin/sh\necho bad flag >&2\nexit 1\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(ConfigError, match="bad flag"):
-        build_library(tmp_path / "cache")
 
 
 ONE_HOT = np.array([[60, 10, 10, 10, 10, 0, 0, 0]])

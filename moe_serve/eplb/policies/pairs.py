@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.c_library import find_c_library, load_c_library
+from moe_serve.c_library import find_c_library
 from moe_serve.eplb.placement import count_arrivals
 from moe_serve.eplb.policies.anew import greedy_table
 from moe_serve.eplb.policies.packing import minimax_counts, replicas_in
@@ -460,14 +460,9 @@ class _Search:
         self.order[place], self.place_of[rank] = rank, place
 
 
-def build_library(cache_dir: Path | None = None) -> ctypes.CDLL:
-    """Returns pairs.c, built where no earlier build is found; see c_library.py for where, and what it raises."""
-    return load_c_library(_SOURCE, {"search_pairs": 1}, _FLAGS, cache_dir)[0]
-
-
 @cache
 def find_library() -> ctypes.CDLL | None:
-    """Returns pairs.c, or None where it cannot be built, which the log says once."""
+    """Returns pairs.c, built where no earlier build is found; None, said once, where it cannot be built."""
     otherwise = "plans for two slots per rank are searched by Python, with less effort"
     return find_c_library(_SOURCE, {"search_pairs": 1}, otherwise, _FLAGS)
 

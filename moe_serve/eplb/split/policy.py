@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_serve.c_library import find_c_library, load_c_library
+from moe_serve.c_library import find_c_library
 from moe_serve.eplb.split.layer import Int64s, LayerSlots, ReplicaGraph
 from moe_serve.errors import PlacementError
 
@@ -56,11 +56,6 @@ class SplitPolicy(ABC):
     @abstractmethod
     def split_plainly(self, counts: Int64s) -> Int64s:
         """Returns the rows of each slot by numpy: [S, E] -> [S, P] int64."""
-
-
-def build_library(cache_dir: Path | None = None) -> ctypes.CDLL:
-    """Returns split.c, built where no earlier build is found; see c_library.py for where, and what it raises."""
-    return load_c_library(_SOURCE, _FUNCTIONS, folder=cache_dir)[0]
 
 
 @cache
