@@ -9,7 +9,7 @@ import heapq
 import itertools
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -34,7 +34,7 @@ from moe_serve.eplb.rebalance.events import (
     placement_in,
 )
 from moe_serve.eplb.rebalance.rebalancer import Rebalancer, make_rebalancer
-from moe_serve.eplb.rebalance.settings import SystemFacts
+from moe_serve.eplb.rebalance.settings import RebalanceSettings, SystemFacts
 from moe_serve.eplb.replay.costs import Arrivals, arrivals
 from moe_serve.eplb.replay.settings import ROUND_ENDS, WORLD_EVENTS, ReplaySettings, ServerReplay
 from moe_serve.errors import ConfigError, PlacementError
@@ -376,7 +376,7 @@ def make_runs(policy: str | PlacementPolicy, start: Placement, settings: ReplayS
         raise ConfigError(
             f"policy {policy!r} weighs gains against costs, which needs predicted times; name --model and --hardware"
         )
-    gate = replace(settings.gate, rules=settings.plan_rules, expert_time=settings.planned_time(start.num_logical))
+    gate = RebalanceSettings(rules=settings.plan_rules, expert_time=settings.planned_time(start.num_logical))
     rebalancer = Rebalancer(start, settings.topology, gate, settings.gate_cost)
     return [GatedRun(f"{GATE}{chosen.name}", chosen, rebalancer, settings.latency_steps)]
 

@@ -110,7 +110,7 @@ class ReplaySettings:
     rules:      fields of every request of an ungated policy
     split:      how replicas share tokens when windows are scored, see Scorer;  even_steps: likewise
     costs:      predicts the time of steps and moves; None: no times
-    gate, gate_cost, latency_steps: of policies named "gate:<policy>"; latency_steps: from a request to its plan
+    gate_cost, latency_steps: of policies named "gate:<policy>"; latency_steps: from a request to its plan
     server:     of the policy "live": what a server's own balancer began with
     Raises ConfigError for values that cannot work.
     """
@@ -124,7 +124,6 @@ class ReplaySettings:
     split: str = "window"
     even_steps: EvenSteps = NO_STEPS
     costs: ProfileCosts | None = None
-    gate: RebalanceSettings = field(default_factory=RebalanceSettings)
     gate_cost: GateCost | None = None
     latency_steps: int = 0
     server: ServerReplay | None = None
@@ -168,7 +167,7 @@ class ReplaySettings:
             by_source=np.sum(sources, axis=0) if len(sources) == num else None,
             activations=np.sum(active, axis=0) / steps if len(active) == num and steps else None,
             series=np.array([self._load([record]) for record in records]) if num > 1 else None,
-            series_weights=tuple(self.gate.decay**age for age in range(num)[::-1]) if num > 1 else None,
+            series_weights=tuple(RebalanceSettings.decay**age for age in range(num)[::-1]) if num > 1 else None,
             **more,
         )
 
