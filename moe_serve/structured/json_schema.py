@@ -14,6 +14,7 @@ _BRANCHES = ("properties", "anyOf", "oneOf")  # words of a schema whose values s
 DATA = ("const", "enum", "default", "examples")  # words of a schema whose values are no schemas
 DEFINITIONS = ("$defs", "definitions")
 DESCRIPTIONS = ("title", "description", "markdownDescription", "default", "examples", "deprecated", "$comment")
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # of a list, in a pointer; int() raises at thousands of digits
 # Words whose values hold schemas, or properties, by name.
 BY_NAME = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies", *DEFINITIONS)
 
@@ -223,10 +224,10 @@ def inner(schema: Any, pointer: str, definitions: bool = False) -> Iterator[tupl
 
 
 def at(schema: Any, pointer: str) -> Any:
-    """Returns the part of a schema that a pointer names; None where there is none."""
+    """Returns the part of a schema that a JSON pointer (RFC 6901) names; None where there is none."""
     for key in pointer.split("/")[1:]:
         if isinstance(schema, list):
-            schema = schema[int(key)] if key.isdecimal() and int(key) < len(schema) else None
+            schema = schema[int(key)] if _INDEX.fullmatch(key) and int(key) < len(schema) else None
         else:
             name = key.replace("~1", "/").replace("~0", "~")
             schema = schema.get(name) if isinstance(schema, dict) else None

@@ -267,6 +267,9 @@ NAME = {"$defs": {"Name": {"type": "string"}, "Loop": {"anyOf": [{"$ref": "#/$de
         ({"allOf": [{"$ref": "#/$defs/Name"}]}, "1", "1"),
         ({"$ref": "#/$defs/Loop"}, "[1]", "[1]"),
         ({"$ref": "#/$defs/Missing"}, "[1]", [1]),
+        ({"$ref": "#/$defs/Loop/anyOf/1"}, "[1]", "[1]"),
+        ({"$ref": "#/$defs/Loop/anyOf/٠"}, "[1]", [1]),  # no digit of JSON pointers
+        ({"$ref": "#/$defs/Loop/anyOf/" + "9" * 5000}, "[1]", [1]),  # int() would raise
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"enum": [1, 2]}, "1", 1),
         ({"const": None}, "null", None),
