@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.conditions import add_isa, conditions, save
 from moe_serve.dispatch.base import PackedRows
-from moe_serve.ep.expert_form import PARTS, ExpertForm, SlotForm, scale_of
+from moe_serve.ep.expert_form import MATRICES, ExpertForm, SlotForm, scale_of
 from moe_serve.ep.expert_store import ExpertStore, expert_ffn
 from moe_serve.kernels.quantised import has_vnni, quantize_int8, quantize_weight
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 def measure(whose: str, hidden: int, width: int, slots: int, rounds: int) -> list[dict[str, Any]]:
     weights = {
-        name: torch.randn(slots, n, k) / k**0.5 for name, (n, k) in zip(PARTS, sizes(hidden, width), strict=True)
+        name: torch.randn(slots, n, k) / k**0.5 for name, (n, k) in zip(MATRICES, sizes(hidden, width), strict=True)
     }
     stores = {form: make_store(form, weights) for form in FORMS}
     found = []
@@ -106,7 +106,7 @@ def make_store(form: ExpertForm, weights: dict[str, Tensor]) -> ExpertStore:
             case "int8":
                 tensors[name], tensors[scale_of(name)] = quantize_int8(weight)
             case "fp8":
-                blocks = quantize_weight(weight, PARTS[name])
+                blocks = quantize_weight(weight, parts=2 if name == "gate_up" else 1)  # gate and up are two matrices
                 tensors[name], tensors[scale_of(name)] = blocks.q, blocks.scale
     return ExpertStore(tensors)
 
