@@ -361,24 +361,6 @@ def test_a_rank_that_is_lost_too_often_is_left_out_with_the_line_of_the_launcher
     assert "rank 1 is not started again: it was lost too often; the others serve on" in caplog.text
 
 
-@pytest.mark.slow
-def test_a_killed_rank_is_started_again_alone_and_no_token_changes():
-    with LLM("demo", num_ranks=2, numerics="batch_invariant", threads_per_rank=1) as llm:
-        prompts = [[5, 6, 7 + i] for i in range(8)]
-        right = [output.token_ids for output in llm.generate(prompts, greedy(300))]
-        before = [child.pid for child in llm._ranks.ranks.children]
-        outputs = llm.stream(prompts, greedy(300))
-        next(outputs)
-        os.kill(before[1], signal.SIGKILL)
-        last = dict(outputs)
-        assert [last[index].token_ids for index in range(8)] == right
-        after = [child.pid for child in llm._ranks.ranks.children]
-        assert after[0] == before[0]
-        assert after[1] != before[1]
-        assert eventually(lambda: not llm._bridge.workers.masked)
-    assert gone([*before, *after])
-
-
 def test_closing_ends_the_ranks_and_closing_again_does_nothing():
     made = fake_llm()
     pids = [child.pid for child in made._ranks.ranks.children]

@@ -21,7 +21,7 @@ from moe_serve.models.families.registry import read_spec
 from tests.launcher.hostile_calls import send_calls
 from tests.launcher.listening import listening, takes_connections
 from tests.launcher.random_bodies import send_bodies
-from tests.launcher.running import Running, eventually, pid_of_rank
+from tests.launcher.running import Running, eventually, gone, pid_of_rank
 from tests.launcher.test_children import parent_of
 from tests.server.served import demo_tokenizer as tokenizer_of_the_demo
 from tests.server.test_app import BAD
@@ -398,3 +398,24 @@ def test_batch_invariant_from_python_gives_the_same_on_one_rank_and_two():
             outputs.append([output.token_ids for output in llm.generate(prompts, params)])
     assert outputs[0] == outputs[1]
     assert all(len(ids) == 16 for ids in outputs[0])
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_alone_and_no_token_changes():
+    from moe_serve import LLM, SamplingParams
+
+    with LLM("demo", num_ranks=2, numerics="batch_invariant", threads_per_rank=1) as llm:
+        prompts = [[5, 6, 7 + i] for i in range(8)]
+        params = SamplingParams(max_new_tokens=300, temperature=0.9, seed=10, ignore_eos=True)
+        right = [output.token_ids for output in llm.generate(prompts, params)]
+        before = [child.pid for child in llm._ranks.ranks.children]
+        outputs = llm.stream(prompts, params)
+        next(outputs)
+        os.kill(before[1], signal.SIGKILL)
+        last = dict(outputs)
+        assert [last[index].token_ids for index in range(8)] == right
+        after = [child.pid for child in llm._ranks.ranks.children]
+        assert after[0] == before[0]
+        assert after[1] != before[1]
+        assert eventually(lambda: not llm._bridge.workers.masked)
+    assert gone([*before, *after])
