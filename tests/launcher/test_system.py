@@ -18,7 +18,7 @@ from moe_serve.launcher.display import StartDisplay
 from moe_serve.launcher.system import serve_on_this_machine
 from moe_serve.links.folder import OwnFolder, remove_left_behind
 from tests.conftest import _descendants
-from tests.launcher.running import Running, eventually, gone, pid_of_rank, quiet_port
+from tests.launcher.running import Running, eventually, fake_ranks, gone, pid_of_rank, quiet_port
 
 FIVE = {"input_ids": [7], "sampling_params": {"max_new_tokens": 5, "sampling_seed": 10}}
 ENDLESS = {"input_ids": [7], "sampling_params": {"max_new_tokens": 200}}
@@ -256,7 +256,7 @@ def refused(setting: str, value: object) -> str:
     """Returns why a system with this setting cannot start; nothing may have been started."""
     config = load_config(overrides=["server.port=0", "server.worker_port=0", f"{setting}={value}"])
     before = _descendants(os.getpid())
-    with pytest.raises(LaunchError) as caught:
+    with fake_ranks(), pytest.raises(LaunchError) as caught:
         serve_on_this_machine(config, StartDisplay(1))
     assert set(_descendants(os.getpid())) <= set(before)
     return str(caught.value)
