@@ -187,7 +187,9 @@ class Listener:
                 continue
             except OSError as error:
                 if error.errno in _OUT_OF_DESCRIPTORS:
-                    self._warnings.warn("full", "no descriptor is left for a connection; raise the limit (ulimit -n)")
+                    self._warnings.warn(
+                        "descriptors", "no descriptor is left for a connection; raise the limit (ulimit -n)"
+                    )
                     self._table.make_room()
                     await asyncio.sleep(_PAUSE_S)
                 continue  # else: the client was gone before it was accepted
@@ -211,7 +213,7 @@ class Listener:
         connection = self._make()
         if not self._table.admit(connection, client):
             text = "refused a connection of %s: server.max_connections is %d, %d of one client, and all have a request"
-            self._warnings.warn("full", text, client, self._table.max_connections, self._table.max_per_client)
+            self._warnings.warn("connections", text, client, self._table.max_connections, self._table.max_per_client)
             _turn_away(accepted, self._tls is not None)
             return
         with contextlib.suppress(OSError):

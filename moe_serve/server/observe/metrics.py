@@ -426,7 +426,8 @@ class BalanceMetrics(Collector):
                 yield _gauge(name, text, totals[name])
 
     def _outcomes(self, name: str, text: str) -> Metric:
-        """Returns what ranks count of something, by its outcome."""
+        """Returns what ranks count of something, by its outcome: each of their counters that begins with its first
+        word, as num_splits_... (engine/status.py)."""
         begin = f"num_{name.partition('_')[0]}_"
         told = [(str(view.rank), view.status) for view in self._workers if view.status is not None]
         found = [((rank, outcome), count) for rank, outcome, count in _beginning(told, begin)]
