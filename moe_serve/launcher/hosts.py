@@ -472,8 +472,6 @@ class Follower:
     """The side of the other node ranks: stays connected with node rank 0.
 
     note: prints a line
-
-    is_connected: this connection has been opened, and hello said;  why: there is none
     """
 
     def __init__(self, config: ServeConfig, token: str, note: Callable[[str], None]):
@@ -485,16 +483,26 @@ class Follower:
         self.find_running: Callable[[], Running | None] = lambda: None  # what this host runs, for each new connection
         self._channel: Channel | None = None
         self._dialled_s = -_REDIAL_S
-        self.is_connected = False
+        self._is_connected = False
         self._has_met = False
         self._cut_s = time.monotonic()  # when the last connection ended
         self._later: list[_Any] = []  # to be returned next
-        self.why = "not tried"
+        self._why = "not tried"
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection on which hello has been said."""
+        return self._is_connected
+
+    @property
+    def why(self) -> str:
+        """Why there is no connection; where there is one, why there was none before."""
+        return self._why
 
     @property
     def cut_for_s(self) -> float:
         """Seconds since the connection was lost; 0 while there is one."""
-        return 0.0 if self.is_connected else time.monotonic() - self._cut_s
+        return 0.0 if self._is_connected else time.monotonic() - self._cut_s
 
     def turn(self) -> list[_Any]:
         """Connects where there is no connection; returns what has arrived.
@@ -510,9 +518,9 @@ class Follower:
         try:
             for text in channel.turn():
                 found.append(_decoder.decode(text))  # those before an error, too
-            if channel.is_open and not self.is_connected:
+            if channel.is_open and not self._is_connected:
                 hello = msgspec.structs.replace(self._hello, running=self.find_running())
-                self.is_connected = self._has_met = _say(channel, hello)
+                self._is_connected = self._has_met = _say(channel, hello)
             if not channel.is_open and time.monotonic() - self._dialled_s > _DIAL_S:
                 raise OSError(errno.ETIMEDOUT, channel.silence)
         except NotOursError as error:
@@ -538,7 +546,7 @@ class Follower:
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
         except OSError as error:  # gaierror too
-            self.why = error.strerror or str(error)
+            self._why = error.strerror or str(error)
             if connected is not None:
                 connected.close()
             return
@@ -547,17 +555,17 @@ class Follower:
     def _cut(self, why: str) -> None:
         assert self._channel is not None
         self._channel.close()
-        if self.is_connected:
+        if self._is_connected:
             self._cut_s = time.monotonic()
-        self._channel, self.is_connected, self.why = None, False, why
+        self._channel, self._is_connected, self._why = None, False, why
 
     def tell(self, message: _Any) -> bool:
         """Sends a message; returns False where there is no connection."""
-        if self._channel is None or not self.is_connected:
+        if self._channel is None or not self._is_connected:
             return False
         if not _say(self._channel, message):
             self._cut("it reads nothing")
-        return self.is_connected
+        return self._is_connected
 
     def meet(self, is_stopped: Callable[[], bool]) -> Start | Join | End:
         """Waits for node rank 0 and for all others; returns how the first launch begins, or why there is none.
@@ -579,7 +587,7 @@ class Follower:
                         before = [message]
                     case Note():
                         self._note(f"node rank 0: {message.text}")
-            state = "it has not started the ranks" if self.is_connected else self.why
+            state = "it has not started the ranks" if self._is_connected else self._why
             if wait.is_over(f"waiting for node rank 0 at {self.where}: {state}"):
                 raise LaunchError(
                     f"node rank 0 was not met at {self.where} within {deadline_s:g} s: {state}; start moe-serve serve "
@@ -593,7 +601,7 @@ class Follower:
         self._hello = msgspec.structs.replace(self._hello, problem=reason)
         until_s = time.monotonic() + _TELL_S
         with contextlib.suppress(MoeServeError):
-            while not self.is_connected and not is_stopped() and time.monotonic() < until_s:
+            while not self._is_connected and not is_stopped() and time.monotonic() < until_s:
                 self.turn()
                 time.sleep(TURN_S)
 
