@@ -115,26 +115,6 @@ def test_a_layer_that_cannot_be_evened_is_not_searched_any_further(monkeypatch, 
         assert (made.balancedness >= plan(tokens, num_ranks, slots, "greedy").balancedness).all()
 
 
-def test_a_layer_that_annealing_no_longer_lowers_is_left_alone(monkeypatch):
-    from moe_serve.eplb.policies import refined
-
-    found = {}
-    for patience in (refined._PATIENCE, 50):
-        rounds = []
-
-        def pack(*arguments, pack=refined._pack, rounds=rounds):
-            rounds.append(len(arguments[0]))  # packings
-            return pack(*arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(refined, "_PATIENCE", patience)
-            patch.setattr(refined, "_pack", pack)
-            found[patience] = plan(lognormal(4, 32, 0.6), 16, 48).balancedness.mean(), sum(rounds)
-    (balance, few), (most, many) = found.values()
-    assert few < many / 2
-    assert balance > most - 0.001
-
-
 def test_equal_counts_are_packed_once(monkeypatch):
     packed = []
     from moe_serve.eplb.policies import refined

@@ -39,9 +39,6 @@ MOST_EDITS = 1000  # of a layer under a hierarchy
 _EVEN = 0.999  # balancedness at which annealing leaves a layer alone, as it does where no placement can be better
 _REPLICAS_PER_ROUND = 10_000  # of all trials of a round of annealing; sets the number of chains
 _AT_THE_BOUND = 1e-4  # a heaviest rank this share above what is proved is not worth a search
-# A layer is left alone after this many rounds of annealing that lowered its heaviest rank by less than this share.
-_PATIENCE, _WORTH_ROUNDS = 8, 2e-4
-_FEW_EXPERTS = 8  # so few are searched to the end, and random counts find what small steps miss
 # (rounding, power) of `apportion` that win on Zipf and lognormal loads where minimax (0, 1) does not.
 _APPORTIONMENTS = (
     (0.0, 0.85),
@@ -174,27 +171,25 @@ def _anneal_counts(problem: Problem, table: Ids, rounds: int) -> bool:
     top_of = _tops(weight, table, fixed)
     mean = weight.sum(axis=1) / num_ranks + (0.0 if fixed is None else fixed.sum(axis=1) / num_ranks)
     lightest = lightest_top(weight, num_ranks, slots, fixed, problem.min_replicas) * (1 + _AT_THE_BOUND)
-    lowered, top_then = np.zeros(num_layers, dtype=np.int64), top_of.copy()  # the round of the last gain, and its top
-    patience = rounds if num_experts <= _FEW_EXPERTS else _PATIENCE
     counts = np.repeat(replicas_in(table, num_experts), chains, axis=0)
     current = np.repeat(top_of, chains)
     for step in range(rounds):
         if problem.deadline.passed:
             return True
-        going = np.flatnonzero((top_of * _EVEN > mean) & (top_of > lightest) & (step - lowered <= patience))
+        going = np.flatnonzero((top_of * _EVEN > mean) & (top_of > lightest))
         if len(going) == 0:
             return False
         rows = (going[:, None] * chains + np.arange(chains)).ravel()
         layer = np.repeat(going, chains)
         tried = _neighbours(counts[rows], weight[layer], limits, num_slots, draw)
-        if num_experts <= _FEW_EXPERTS:
+        if num_experts <= 8:  # so few counts that random ones find what small steps miss
             dice = rows % 2 == 1
             tried[dice] = _any_counts(int(dice.sum()), num_experts, limits, num_slots, draw)
         own = None if fixed is None else fixed[layer]
         packed, load = _pack(tried, weight[layer], own, num_ranks, slots, slots == 2 and step % 2 == 0, draw)
         top = load.sum(axis=2).max(axis=1)
-        tolerance = 0.06 * (1 - step / rounds) ** 2
-        keep = top <= current[rows] * (1 + tolerance * draw.random(len(rows)))
+        patience = 0.06 * (1 - step / rounds) ** 2
+        keep = top <= current[rows] * (1 + patience * draw.random(len(rows)))
         counts[rows[keep]], current[rows[keep]] = tried[keep], top[keep]
         by_layer = top.reshape(len(going), chains)
         winner = by_layer.argmin(axis=1)
@@ -202,8 +197,6 @@ def _anneal_counts(problem: Problem, table: Ids, rounds: int) -> bool:
         better = value < top_of[going] * (1 - 1e-12)
         chosen = packed.reshape(len(going), chains, num_ranks, slots)[np.arange(len(going)), winner]
         table[going[better]], top_of[going[better]] = chosen[better], value[better]
-        lower = top_of < top_then * (1 - _WORTH_ROUNDS)
-        lowered[lower], top_then[lower] = step + 1, top_of[lower]
     return False
 
 
