@@ -287,7 +287,7 @@ def compare(model: str, path: str, args: argparse.Namespace) -> list[dict[str, A
             began_s, number, num_tokens = time.perf_counter(), 0 if rows else -1, 0
             while number < 3 or time.perf_counter() - began_s < args.seconds:
                 draw = random.Random(f"{kind} {batch} {number}")
-                num_prompts = batch if batch > 16 else 2 * batch if batch > 1 else 1
+                num_prompts = batch if batch > 4 else 2 * batch if batch > 1 else 1
                 prompts = [prompt(kind, draw, model, ranks[modes[0]]) for _ in range(num_prompts)]
                 expected = None
                 draw.shuffle(turns)
