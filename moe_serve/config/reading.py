@@ -1,37 +1,82 @@
 """Reads the configuration: a YAML file with overrides on top. Each mistake becomes one line that says the fix."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from moe_serve.config.sections import ServeConfig
+from moe_serve.config.sections import NO_DRAFT_MODEL, ServeConfig, mode_of
 from moe_serve.errors import ConfigError
 
 
 def load_config(
-    path: str | Path | None = None, overrides: Iterable[str] = (), base: Mapping[str, Any] | None = None
+    path: str | Path | None = None,
+    overrides: Iterable[str | Mapping[str, Any]] = (),
+    base: Mapping[str, Any] | None = None,
 ) -> ServeConfig:
     """Returns the configuration of a YAML file with overrides on top.
 
     path:      YAML file; None: all defaults
-    overrides: "section.key=value" strings, as `--set` takes them; values are read as YAML
+    overrides: "section.key=value" strings, as `--set` takes them, values are read as YAML; or nested values
     base:      nested values that the file overrides, for callers with their own defaults
     Raises ConfigError with one line per mistake: the file, the dotted key, and what to do.
     """
     where = str(path) if path is not None else "configuration"
-    values = _merge({}, base or {})
-    if path is not None:
-        values = _merge(values, _read_yaml(Path(path)))
-    for text in overrides:
-        values = _merge(values, _parse_override(text))
+    sources: list[Mapping[str, Any]] = [base or {}, {} if path is None else _read_yaml(Path(path))]
+    sources += [_parse_override(each) if isinstance(each, str) else each for each in overrides]
+    try:
+        values = reduce(_merge, _with_our_names(sources))
+    except ValueError as error:
+        raise ConfigError(f"{where}: speculation: {error}") from None
     try:
         return ServeConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(where, item) for item in error.errors())) from None
+
+
+def _with_our_names(sources: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns sources, each over those before it, with our names for vLLM's keys of speculation: `method` is mode, and
+    `num_speculative_tokens` predicted_drafts with mode mtp and max_drafts with others, whichever source has the mode.
+
+    Raises ValueError for keys without a meaning here, two names of one setting in a source, and drafts without a mode.
+    """
+    named: list[dict[str, Any]] = []
+    mode: object = "off"
+    is_asked_for = False
+    for source in sources:
+        section = source.get("speculation")
+        if isinstance(section, dict):
+            section = _renamed(_without_models(section), "method", "mode")
+            is_asked_for = "num_speculative_tokens" in section or (is_asked_for and "mode" not in section)
+            mode = mode_of(section.get("mode", mode))
+            source = {**source, "speculation": section}
+        named.append(dict(source))
+    if is_asked_for and mode == "off":
+        raise ValueError("num_speculative_tokens asks for drafts, but mode is off; give a mode, or vLLM's method")
+    for source in named:
+        if isinstance(section := source.get("speculation"), dict):
+            own = "predicted_drafts" if mode == "mtp" else "max_drafts"
+            source["speculation"] = _renamed(section, "num_speculative_tokens", own)
+    return named
+
+
+def _without_models(section: dict[str, Any]) -> dict[str, Any]:
+    for key in section:
+        if key == "model":
+            raise ValueError(f"it names a model, but {NO_DRAFT_MODEL}; leave model out")
+        if str(key).startswith("prompt_lookup_"):
+            raise ValueError(f"the last three tokens are looked up, and then the longest match taken; leave {key} out")
+    return section
+
+
+def _renamed(section: dict[str, Any], theirs: str, own: str) -> dict[str, Any]:
+    if theirs in section and section.get(own, section[theirs]) != section[theirs]:
+        raise ValueError(f"{theirs} is {section[theirs]} and {own} is {section[own]}, the same setting; give one")
+    return {own if key == theirs else key: value for key, value in section.items()}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -453,36 +453,10 @@ NO_DRAFT_MODEL = (
 )
 
 
-def by_vllms_keys(values: object) -> object:
-    """Returns the settings of speculation that vLLM's --speculative-config means, for its methods ngram and mtp.
-
-    Raises ValueError for a text that is no JSON, for two names of one setting, and for keys without a meaning here.
-    """
-    if isinstance(values, str):  # as a flag has it
-        try:
-            values = json.loads(values)
-        except ValueError as error:
-            raise ValueError(f"expected JSON: {error}") from None
-    if not isinstance(values, dict):
-        return values
-    for key in values:
-        if key == "model":
-            raise ValueError(f"it names a model, but {NO_DRAFT_MODEL}; leave model out")
-        if str(key).startswith("prompt_lookup_"):
-            raise ValueError(f"the last three tokens are looked up, and then the longest match taken; leave {key} out")
-    ours = _renamed(values, "method", "mode")
-    is_mtp = _mode_of(ours.get("mode")) == "mtp"
-    return _renamed(ours, "num_speculative_tokens", "predicted_drafts" if is_mtp else "max_drafts")
-
-
-def _renamed(values: dict[str, Any], theirs: str, own: str) -> dict[str, Any]:
-    if theirs in values and own in values:
-        raise ValueError(f"{theirs} and {own} are both given; give one")
-    return {own if key == theirs else key: value for key, value in values.items()}
-
-
-def _mode_of(name: object) -> object:
+def mode_of(name: object) -> object:
     """Returns our name of a mode, a method of vLLM's or an algorithm of SGLang's: NEXTN drafts by such a layer."""
+    if name is False:
+        return "off"  # as YAML reads a bare `off`
     if not isinstance(name, str):
         return name
     if name.endswith("mtp"):  # or deepseek_mtp, glm4_moe_mtp
@@ -512,17 +486,10 @@ class SpeculationConfig(Section):
         """Whether guesses come from text."""
         return self.mode in ("auto", "lookup")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _by_vllms_keys(cls, values: object) -> object:
-        return by_vllms_keys(values)
-
     @field_validator("mode", mode="before")
     @classmethod
     def _by_names_of_others(cls, value: object) -> object:
-        if value is False:
-            return "off"  # as YAML reads a bare `off`
-        mode = _mode_of(value)
+        mode = mode_of(value)
         if mode not in get_args(Mode):
             raise ValueError(f"it is {mode!r:.40}, expected {', '.join(get_args(Mode)[:-1])} or mtp; {NO_DRAFT_MODEL}")
         return mode

@@ -38,6 +38,34 @@ def test_vllms_keys_of_speculation_mean_ours() -> None:
         load_config(overrides=['speculation={"method": "ngram", "prompt_lookup_max": 4}'])
 
 
+@pytest.mark.parametrize(
+    ("written", "overrides", "means"),
+    [
+        ("mode: mtp", ["num_speculative_tokens=3"], ("mtp", 8, 3)),
+        ("num_speculative_tokens: 3", ["method=mtp"], ("mtp", 8, 3)),
+        ("{mode: mtp, predicted_drafts: 2}", ["num_speculative_tokens=3"], ("mtp", 8, 3)),
+        ("{method: mtp, num_speculative_tokens: 2, max_drafts: 6}", ["predicted_drafts=3"], ("mtp", 6, 3)),
+        ("{method: ngram, num_speculative_tokens: 5}", ["mode=mtp"], ("mtp", 8, 5)),
+        ("{method: ngram, num_speculative_tokens: 5}", ["mode=off"], ("off", 5, 1)),
+        ("{method: mtp, mode: mtp}", ["num_speculative_tokens=4", "max_drafts=9"], ("mtp", 9, 4)),
+    ],
+)
+def test_of_two_names_of_a_setting_the_later_source_wins(
+    written: str, overrides: list[str], means: tuple[str, int, int], tmp_path: Path
+) -> None:
+    (path := tmp_path / "c.yaml").write_text(f"speculation:\n  {written}\n")
+    found = load_config(path, [f"speculation.{each}" for each in overrides]).speculation
+    assert (found.mode, found.max_drafts, found.predicted_drafts) == means
+
+
+@pytest.mark.parametrize(
+    "override", ["speculation={num_speculative_tokens: 3}", "speculation={mode: off, num_speculative_tokens: 3}"]
+)
+def test_drafts_asked_for_by_number_alone_are_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match="speculation: num_speculative_tokens asks for drafts, but mode is off; give"):
+        load_config(overrides=[override])
+
+
 def test_an_index_of_texts_has_no_more_places_than_numbers_of_32_bits() -> None:
     assert load_config(overrides=["speculation.index_mib=16384"]).speculation.index_mib * 2**20 // 8 < 2**32
     with pytest.raises(ConfigError, match=r"index_mib.*less than or equal to 16384"):

@@ -3,8 +3,9 @@
 Each is declared once: its type, its setting, its names, its help. A flag wins over the file, as `--set` does.
 """
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -77,35 +78,32 @@ class ModelOptions(ConfigOptions):
     load_format: str | None = setting("model.load_format", help="auto, or dummy for random weights")
     dtype: str | None = setting("model.dtype", help="auto, float32 or bfloat16")
 
-    def flags(self) -> Iterator[str]:
-        """Yields the overrides of the options that were given. Raises ConfigError where two of a setting disagree."""
-        import yaml
-
-        given: dict[str, list[object]] = {}
+    def flags(self) -> dict[str, dict[str, object]]:
+        """Returns the settings of the options that were given, by section. Raises ConfigError where two disagree."""
+        given: dict[str, dict[str, object]] = {}
         for each in fields(self):
             value, key, sets = getattr(self, each.name), each.metadata.get("key"), each.metadata.get("sets")
             if key is None or value is None or value is False:
                 continue
-            found = {key: value if sets is None else sets} if "." in key else _settings_of(key, value)
+            section, _, name = key.partition(".")
+            found = {name: value if sets is None else sets} if name else _settings_of(section, value)
             for name, one in found.items():
-                given.setdefault(name, []).append(one)
-        for key, values in given.items():
-            if any(value != values[0] for value in values):
-                why = (
-                    "; every rank holds experts and its own requests, so the sizes are one number"
-                    if key == "parallel.num_ranks"
-                    else ""
-                )
-                raise ConfigError(f"{key} is given as {' and '.join(map(str, values))}{why}: give it once")
-            text = yaml.safe_dump(values[0], default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
-            yield f"{key}={text}"
+                known = given.setdefault(section, {}).setdefault(name, one)
+                if one != known:
+                    why = (
+                        "; every rank holds experts and its own requests, so the sizes are one number"
+                        if key == "parallel.num_ranks"
+                        else ""
+                    )
+                    raise ConfigError(f"{section}.{name} is given as {known} and {one}{why}: give it once")
+        return given
 
     def effective_config(self) -> "ServeConfig":
         """Returns the configuration of the file (without one, the demo's settings), with flags and then `--set` on
         top."""
         from moe_serve.config import DEMO_MODEL, load_config
 
-        above = [*self.flags(), *(self.overrides or ())]
+        above = [self.flags(), *(self.overrides or ())]
         base: Mapping[str, Any] = {}
         if self.config is None:
             two_ranks = {"parallel": {"num_ranks": 2}}
@@ -331,16 +329,14 @@ class ServeOptions(NamedModelOptions):
 
 
 def _settings_of(section: str, text: str) -> dict[str, object]:
-    """Returns the settings that vLLM's JSON for a section means. Raises ConfigError where it is none."""
-    from moe_serve.config.sections import by_vllms_keys
-
+    """Returns the settings in an option's JSON for a section. Raises ConfigError where it is none."""
     try:
-        values = by_vllms_keys(text)
+        values = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{section} is {text[:60]!r}: {error}") from None
+        raise ConfigError(f"{section} is {text[:60]!r}, expected JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{section} is {text[:60]!r}, expected a JSON object")
-    return {f"{section}.{name}": value for name, value in values.items()}
+    return values
 
 
 _SETTING = re.compile(r"(?<![\w.-])([a-z]+\.)?[a-z_]+\b(?![.]\w)")

@@ -120,6 +120,15 @@ def test_the_demo_models_layer_predicts_with_one_flag(served, flags, caplog, mon
     assert why_no_predictor(config, spec, model_dir(config.model), on_gpu=False) is None
 
 
+@pytest.mark.parametrize("tokens", [("--spec-tokens", "3"), ("-sc", '{"num_speculative_tokens": 3}')], ids=str)
+def test_vllms_number_of_drafts_goes_with_the_mode_of_another_flag_or_the_file(served, tokens, tmp_path):
+    (file := tmp_path / "c.yaml").write_text("speculation: {mode: mtp, predicted_drafts: 2}\n")
+    for mode in (("--spec-method", "mtp"), ("--config", str(file))):
+        assert serve(*tokens, *mode) == 0
+        drafts = served.pop().speculation
+        assert (drafts.mode, drafts.max_drafts, drafts.predicted_drafts) == ("mtp", 8, 3)
+
+
 def test_the_demo_configuration_file_says_what_serve_does_without_arguments():
     assert load_config(CONFIGS / "demo-cpu.yaml") == load_config(base=DEMO_SETTINGS)
 
@@ -172,7 +181,7 @@ def test_another_model_is_not_tied_to_the_cpu():
 def test_sizes_that_disagree_are_refused():
     with pytest.raises(ConfigError, match="given as 2 and 4"):
         ServeOptions(num_ranks=2, attn_dp_size=4).effective_config()
-    assert list(ServeOptions(attn_dp_size=4).flags()) == ["parallel.num_ranks=4"]
+    assert ServeOptions(attn_dp_size=4).flags() == {"parallel": {"num_ranks": 4}}
 
 
 def test_text_values_arrive_unchanged():
@@ -210,13 +219,21 @@ def test_text_values_arrive_unchanged():
         (["serve", "-sc", '{"model": "x"}'], ["it names a model", "not supported", "leave model out"]),
         (["serve", "-sc", '{"method": "ngram", "prompt_lookup_max": 4}'], ["leave prompt_lookup_max out"]),
         (["serve", "--spec-method", "suffix"], ["'suffix'", "from text they come by ngram, which is auto"]),
-        (["serve", "--spec-tokens", "3", "--speculative-num-draft-tokens", "4"], ["are both given; give one"]),
+        (
+            ["serve", "--speculation=auto", "--spec-tokens", "3", "--speculative-num-draft-tokens=4"],
+            ["is 3", "is 4", "give one"],
+        ),
+        (
+            ["serve", "--spec-tokens", "3"],
+            ["num_speculative_tokens (--spec-tokens) asks", "mode (--speculation) is off"],
+        ),
+        (["serve", "-sc", '{"num_speculative_tokens": 3}', "--spec-tokens", "4"], ["given as 3 and 4: give it once"]),
         (["serve", "--spec-model", "x"], ["--spec-model asks for drafts by a model of its own"]),
         (["serve", "--speculative-ngram-max-bfs-breadth=1"], ["longest match in text", "leave it out"]),
         (["serve", "--speculative-config", "{method"], ["speculation", "expected JSON"]),
         (
             ["serve", "--speculative-config", '{"method": "ngram"}', "--speculation", "lookup"],
-            ["speculation.mode", "lookup and ngram", "give it once"],
+            ["method is ngram and mode", "is lookup", "give one"],
         ),
         (["serve", "--quantization", "fp8"], ["model.expert_weights"]),
         (["serve", "--enable-expert-parallel"], ["is not needed", "--ep"]),
