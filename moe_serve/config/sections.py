@@ -1,8 +1,10 @@
 """The sections of the configuration: frozen pydantic models, each setting with its unit and its reason."""
 
+import difflib
 import json
 import os
 import re
+import reprlib
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -459,9 +461,10 @@ def mode_of(name: object) -> object:
         return "off"  # as YAML reads a bare `off`
     if not isinstance(name, str):
         return name
-    if name.endswith("mtp"):  # or deepseek_mtp, glm4_moe_mtp
+    lower = name.lower()
+    if lower in ("mtp", "nextn") or lower.endswith("_mtp"):  # such as deepseek_mtp, glm4_moe_mtp
         return "mtp"
-    return {"ngram": "auto", "nextn": "mtp"}.get(name.lower(), name)
+    return "auto" if lower == "ngram" else name
 
 
 Mode = Literal["off", "auto", "lookup", "mtp"]
@@ -489,9 +492,11 @@ class SpeculationConfig(Section):
     @field_validator("mode", mode="before")
     @classmethod
     def _by_names_of_others(cls, value: object) -> object:
-        mode = mode_of(value)
-        if mode not in get_args(Mode):
-            raise ValueError(f"it is {mode!r:.40}, expected {', '.join(get_args(Mode)[:-1])} or mtp; {NO_DRAFT_MODEL}")
+        mode, modes = mode_of(value), get_args(Mode)
+        if mode not in modes:
+            near = difflib.get_close_matches(str(mode).lower(), modes, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else NO_DRAFT_MODEL
+            raise ValueError(f"it is {reprlib.repr(mode)}, expected {', '.join(modes[:-1])} or {modes[-1]}; {hint}")
         return mode
 
 

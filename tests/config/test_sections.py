@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,29 @@ def test_vllms_keys_of_speculation_mean_ours() -> None:
     )
     with pytest.raises(ConfigError, match="leave prompt_lookup_max out"):
         load_config(overrides=['speculation={"method": "ngram", "prompt_lookup_max": 4}'])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lokup", "it is 'lokup', expected off, auto, lookup or mtp; did you mean 'lookup'?"),
+        ("AUTO", "it is 'AUTO', expected off, auto, lookup or mtp; did you mean 'auto'?"),
+        ("Dmtp", "it is 'Dmtp', expected off, auto, lookup or mtp; did you mean 'mtp'?"),
+        ("eagle3", "it is 'eagle3', expected off, auto, lookup or mtp; drafts by a model of its own (EAGLE"),
+        ("[3]", "it is [3], expected off, auto, lookup or mtp; drafts by a model of its own"),
+        ("x" * 99, "xxx', expected off"),
+    ],
+)
+def test_a_mode_that_is_none_is_quoted_whole_with_its_nearest_or_with_what_drafts_come_by(
+    name: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(overrides=[f"speculation.mode={name}"])
+
+
+def test_names_of_others_for_modes_are_taken_in_any_case() -> None:
+    for name, mode in {"MTP": "mtp", "GLM4_MoE_MTP": "mtp", "NEXTN": "mtp", "Ngram": "auto"}.items():
+        assert load_config(overrides=[f"speculation.mode={name}"]).speculation.mode == mode
 
 
 @pytest.mark.parametrize(
