@@ -198,11 +198,16 @@ _REFUSED: Sequence[tuple[tuple[str, ...], str]] = (
     ),
     (
         (
-            *("--spec-model", "--speculative-draft-*", "--speculative-eagle-*", "--speculative-num-steps"),
-            *("--speculative-token-map", "--speculative-dflash-*", "--speculative-dspark-*"),
+            *("--spec-model", "--speculative-draft-*", "--speculative-token-map"),
+            *("--speculative-dflash-*", "--speculative-dspark-*"),
         ),
         "asks for drafts by a model of its own, which are not supported; those from text come by --speculation auto, "
         "those of the checkpoint's layer for multi-token prediction by --speculation mtp",
+    ),
+    (
+        ("--speculative-eagle-topk",),
+        "is not an option: the layer for multi-token prediction guesses one token after another, as with 1; leave it "
+        "out, and give how many by --speculative-num-steps",
     ),
     (
         ("--speculative-ngram-*", "--speculative-accept-*", "--speculative-adaptive*"),

@@ -77,6 +77,22 @@ class ModelOptions(ConfigOptions):
     num_ranks: int | None = setting("parallel.num_ranks", "--ep-size", "--ep", "--expert-parallel-size", "--num-ranks")
     load_format: str | None = setting("model.load_format", help="auto, or dummy for random weights")
     dtype: str | None = setting("model.dtype", help="auto, float32 or bfloat16")
+    speculation: str | None = setting(
+        "speculation.mode", "--speculation", "--speculative-algorithm", "--spec-method",
+        help="guesses of tokens, which change none: off; from text: lookup; mtp: from the checkpoint's layer for "
+        "multi-token prediction (SGLang's nextn); auto: from both, as many as pay (SGLang's ngram)",
+    )  # fmt: skip
+    speculative_config: str | None = setting(
+        "speculation", "--speculative-config", "-sc",
+        help='vLLM\'s, as JSON: {"method": "ngram" or "mtp", "num_speculative_tokens": N}, or settings of ours',
+    )  # fmt: skip
+    spec_tokens: int | None = setting(
+        "speculation.num_speculative_tokens", help="vLLM's: drafts of one request in one step, of the layer with mtp"
+    )
+    speculative_num_draft_tokens: int | None = setting("speculation.max_drafts", help=", of one request in one step")
+    speculative_num_steps: int | None = setting(
+        "speculation.predicted_drafts", help="; of these, so many are the layer's"
+    )
 
     def flags(self) -> dict[str, dict[str, object]]:
         """Returns the settings of the options that were given, by section. Raises ConfigError where two disagree."""
@@ -264,19 +280,6 @@ class ServeOptions(NamedModelOptions):
     kv_cache_dtype: str | None = setting(
         "cache.dtype", help="auto, or int8 or fp8_e4m3: half the memory of bfloat16, answers change a little"
     )
-    speculation: str | None = setting(
-        "speculation.mode", "--speculation", "--speculative-algorithm", "--spec-method",
-        help="guesses of tokens, which change none: off; from text: lookup; mtp: from the checkpoint's layer for "
-        "multi-token prediction (SGLang's nextn); auto: from both, as many as pay (SGLang's ngram)",
-    )  # fmt: skip
-    speculative_config: str | None = setting(
-        "speculation", "--speculative-config", "-sc",
-        help='vLLM\'s, as JSON: {"method": "ngram" or "mtp", "num_speculative_tokens": N}, or settings of ours',
-    )  # fmt: skip
-    spec_tokens: int | None = setting(
-        "speculation.num_speculative_tokens", help="vLLM's: drafts of one request in one step, of the layer with mtp"
-    )
-    speculative_num_draft_tokens: int | None = setting("speculation.max_drafts", help=", of one request in one step")
     disable_radix_cache: bool = setting("cache.prefix_cache", "--disable-radix-cache", sets=False, help="false")
     api_key: str | None = option(
         help="a key that clients must send (authorization: Bearer KEY). Other users of this machine see it in the "

@@ -156,6 +156,11 @@ def test_the_demo_configuration_file_says_what_serve_does_without_arguments():
         (["--attention-backend", "FLASHINFER"], "engine", {"attention_backend": "flashinfer"}),
         (["--kv-cache-dtype", "int8"], "cache", {"dtype": "int8"}),
         (["--kv-cache-dtype", "fp8"], "cache", {"dtype": "fp8_e4m3"}),
+        (
+            ["--speculative-algorithm=NEXTN", "--speculative-num-steps=3", "--speculative-num-draft-tokens=4"],
+            "speculation",
+            {"mode": "mtp", "predicted_drafts": 3, "max_drafts": 4},
+        ),
         (["--port", "1", "--set", "server.port=2"], "server", {"port": 2}),
         (["--set", "engine.numerics=batch_invariant"], "engine", {"numerics": "batch_invariant"}),
     ],
@@ -229,6 +234,8 @@ def test_text_values_arrive_unchanged():
         ),
         (["serve", "-sc", '{"num_speculative_tokens": 3}', "--spec-tokens", "4"], ["given as 3 and 4: give it once"]),
         (["serve", "--spec-model", "x"], ["--spec-model asks for drafts by a model of its own"]),
+        (["check", "-sc", '{"method": "medusa"}'], ["speculation.mode", "'medusa'", "not supported"]),
+        (["generate", "x", "--speculative-eagle-topk=1"], ["as with 1; leave it out", "by --speculative-num-steps"]),
         (["serve", "--speculative-ngram-max-bfs-breadth=1"], ["longest match in text", "leave it out"]),
         (["serve", "--speculative-config", "{method"], ["speculation", "expected JSON"]),
         (
@@ -256,7 +263,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_2(arguments, words, monkeypatc
 def test_no_option_of_ours_is_among_those_that_are_refused(command):
     parameters = typer.main.get_command(cli.app).commands[command].params
     names = [name for each in parameters for name in (*each.opts, *each.secondary_opts)]
-    assert "--ep" in names
+    assert {"--ep", "-sc", "--spec-method", "--speculative-algorithm"} <= set(names)
     assert [name for name in names if refusal(name) is not None] == []
 
 
