@@ -298,9 +298,9 @@ def test_a_host_is_told_again_to_start_its_ranks_where_that_may_be_lost_with_a_c
     assert len(system.hosts.told) == 2, "that its ranks end, and no start of ranks that are lost"
 
 
-def on_two_hosts(tmp_path: Path) -> tuple[_System, RanksOfHosts, Hosts]:
-    """Returns node rank 0 of two hosts without roles, whose ranks are about to be started."""
-    config = load_config(overrides=["parallel.num_ranks=2", "launcher.nnodes=2", "launcher.dist_init_addr=h:5"])
+def on_three_hosts(tmp_path: Path) -> tuple[_System, RanksOfHosts, Hosts]:
+    """Returns node rank 0 of three hosts without roles, whose ranks are about to be started."""
+    config = load_config(overrides=["parallel.num_ranks=3", "launcher.nnodes=3", "launcher.dist_init_addr=h:5"])
     hosts = Hosts()
     ranks = RanksOfHosts(hosts, config, lambda who, line: None, tmp_path, Link(token="t" * 32))
     system = _System(config, Display(), ranks, Signals(), hosts)
@@ -309,25 +309,49 @@ def on_two_hosts(tmp_path: Path) -> tuple[_System, RanksOfHosts, Hosts]:
     return system, ranks, hosts
 
 
-LAUNCH = Launch(7, "127.0.0.1", 1)
+LAUNCH, NEXT = Launch(7, "127.0.0.1", 1), Launch(8, "127.0.0.1", 2)
 
 
 def test_hosts_without_roles_are_told_again_until_all_ranks_are_ready(tmp_path: Path) -> None:
-    system, _, hosts = on_two_hosts(tmp_path)
-    again = Start(LAUNCH), [1]
-    for num_told in (2, 3):
-        hosts.news = [(1, HostIsBack("b"))]
+    system, _, hosts = on_three_hosts(tmp_path)
+    told = [(Start(LAUNCH), [1, 2])]
+    for node_rank in (1, 2):
+        hosts.news = [(node_rank, HostIsBack("b"))]
         system._hear(hosts)
-        assert hosts.told == [again] * num_told
-    for rank in range(2):
+        told.append((Start(LAUNCH), [node_rank]))
+        assert hosts.told == told
+    for rank in range(3):
         system._launch.take(Ready(rank, 7, LIMITS, {}))
     hosts.news = [(1, HostIsBack("b"))]
     system._hear(hosts)
-    assert hosts.told == [again] * 3
+    assert hosts.told == told
+
+
+def test_what_is_told_again_is_of_the_newest_launch(tmp_path: Path) -> None:
+    system, ranks, hosts = on_three_hosts(tmp_path)
+    for launch in (LAUNCH, NEXT):
+        if launch is NEXT:
+            ranks.elsewhere.start_in(NEXT)
+            ranks.launch_id = NEXT.launch_id
+        hosts.told.clear()
+        hosts.news = [(1, HostIsBack("b")), (1, Died(launch.launch_id, ended(1)))]
+        system._hear(hosts)
+        assert hosts.told == [(Start(launch), [1])]
+        assert ranks.deaths() == [ended(1)], "the first process of this rank has ended in each launch"
+
+
+def test_no_host_is_told_to_start_ranks_that_are_lost_while_their_pause_runs(tmp_path: Path) -> None:
+    system, _, hosts = on_three_hosts(tmp_path)
+    system._was_ready = True
+    system._start_again(Loss(ended(1), None, had_served=False))
+    hosts.told.clear()
+    hosts.news = [(1, HostIsBack("b"))]
+    system._hear(hosts)
+    assert not hosts.told
 
 
 def test_a_rank_whose_end_is_told_again_has_ended_once(tmp_path: Path) -> None:
-    system, ranks, hosts = on_two_hosts(tmp_path)
+    system, ranks, hosts = on_three_hosts(tmp_path)
     again = Death(1, 101, -9, ("this is rank 1", "and one line more"))
     replacement = Death(1, 102, -9, (), num_before=1)
     for told, found in ((ended(1), ended(1)), (again, None), (replacement, replacement), (again, None)):
@@ -336,21 +360,57 @@ def test_a_rank_whose_end_is_told_again_has_ended_once(tmp_path: Path) -> None:
         assert ranks.deaths() == ([] if found is None else [found])
 
 
-def test_a_launcher_that_is_told_again_starts_nothing_and_tells_again_which_ranks_have_ended() -> None:
-    told: list[object] = []
-    heard = [[Start(LAUNCH)], []]
-    leader = SimpleNamespace(
-        turn=lambda: heard.pop(0), tell=lambda message: told.append(message) or True, is_connected=True, cut_for_s=0.0
-    )
-    ranks = SimpleNamespace(
-        launch_id=7, ended=lambda: [ended(1)], deaths=list, keep_host=lambda: None, children=[]
-    )  # and nothing to start them with
-    config = load_config(overrides=["parallel.num_ranks=2"])
+class Leading:
+    """In the place of a Follower: node rank 0 says what the test says."""
+
+    cut_for_s = 0.0
+    is_connected = True
+
+    def __init__(self) -> None:
+        self.says: list[object] = []  # next
+        self.told: list[object] = []
+
+    def turn(self) -> list[object]:
+        says, self.says = self.says, []
+        return says
+
+    def tell(self, message: object) -> bool:
+        self.told.append(message)
+        return True
+
+
+class RanksHere(Ranks):
+    """Of node rank 1, which have been started in LAUNCH; the one there is has ended."""
+
+    launch_id = LAUNCH.launch_id
+
+    def start_in(self, launch: Launch) -> None:
+        self.launch_id = launch.launch_id
+        self.start()
+
+    def ended(self) -> list[Death]:
+        return [ended(1)]
+
+
+def another_host() -> tuple[_OtherHost, Leading, RanksHere]:
+    """Returns node rank 1, whose host takes no HTTP."""
+    leader, ranks = Leading(), RanksHere()
     here = SimpleNamespace(display=Display(), signals=Signals())
-    launcher = _OtherHost(config, here, leader, ranks, None, None, None)
+    config = load_config(overrides=["parallel.num_ranks=2"])
+    return _OtherHost(config, here, leader, ranks, None, None, None), leader, ranks
+
+
+def test_a_launcher_that_is_told_again_starts_nothing_and_tells_again_which_ranks_have_ended() -> None:
+    launcher, leader, ranks = another_host()
+    leader.says = [Start(LAUNCH)]
     for _ in range(2):
         assert launcher._turn() is None
-        assert told == [Died(7, ended(1))]
+        assert leader.told == [Died(7, ended(1))]
+    assert ranks.num_starts == 0
+    leader.says = [Start(LAUNCH), Start(NEXT)]
+    assert launcher._turn() is None
+    assert (ranks.num_starts, ranks.launch_id) == (1, NEXT.launch_id)
+    assert leader.told == [Died(7, ended(1))], "nothing of ranks that are gone"
 
 
 def test_prefill_ranks_that_serve_outlast_a_connection_of_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
