@@ -344,10 +344,10 @@ class _OtherHost:
         self._leader, self._listener = leader, listener
         self._ranks = ranks
         self._front_ends: FrontEnds | None = None
-        self._front_ends_ended = listener is None  # and are not started again
+        self._front_ends_ended: FrontEndsEnded | None = None  # once they have, and are not started again
         self._is_announced = self._is_draining = self._is_gone_said = False
         self._num_before: dict[int, int] = {}  # by rank, where this host was told when it joined
-        self._restarts, self._untold = Restarts(config.launcher), deque[Died]()
+        self._restarts, self._untold = Restarts(config.launcher), deque[Died | FrontEndsEnded]()
         self._num_told, self._ends_s = 0, 0.0  # signals; when they end this launcher
         self._led_s = time.monotonic()  # when there was a leader, or ranks served without one
         leader.find_running = self._find_running
@@ -380,7 +380,7 @@ class _OtherHost:
             over = "all ranks are started again" if isinstance(begun, Start) else "the ranks here join those that serve"
             front_ends.tell(Fatal(SUPERVISOR, ranks.launch_id, over, SUPERVISOR))
         ranks.end(0.0)
-        self._untold.clear()
+        self._untold = deque(each for each in self._untold if isinstance(each, FrontEndsEnded))  # these outlast ranks
         if isinstance(begun, Join):
             self._num_before = begun.num_before
             ranks.join(begun.launch, begun.memory, begun.num_before)
@@ -412,6 +412,7 @@ class _OtherHost:
             match message:
                 case Start() if message.launch.launch_id == ranks.launch_id:  # told again: it may not have heard us
                     self._untold.extend(Died(ranks.launch_id, death) for death in ranks.ended())
+                    self._untold.extend(() if self._front_ends_ended is None else (self._front_ends_ended,))
                 case Start() | Join():
                     self._begin(message)
                 case EndRanks():
@@ -457,12 +458,12 @@ class _OtherHost:
         if not self._is_announced and front_ends.serve(self._ranks.launch_id):
             self._is_announced = True
             self._display.note(f"this host takes HTTP: {_url(self._config.server)}", style="green")
-        if self._front_ends_ended:
+        if self._front_ends_ended is not None:
             return
         code = (0 if front_ends.have_ended else None) if self._is_draining else front_ends.watch()
         if code is not None:
-            self._front_ends_ended = True
-            self._leader.tell(FrontEndsEnded(code))
+            self._front_ends_ended = FrontEndsEnded(code)
+            self._untold.append(self._front_ends_ended)
 
     def _drain(self) -> None:
         if self._front_ends is not None and not self._is_draining:
@@ -482,7 +483,8 @@ class _OtherHost:
             self._ends_s = now_s + (self._config.server.drain_deadline_s if drains else 0.0) + 2 * _END_GRACE_S
         if not self._num_told:
             return None
-        is_alone = not self._leader.is_connected and self._front_ends_ended
+        takes_http = self._listener is not None and self._front_ends_ended is None
+        is_alone = not self._leader.is_connected and not takes_http
         return End("", 0) if is_alone or self._num_told > 1 or now_s > self._ends_s else None
 
     def _end_for_want_of_a_leader(self) -> End | None:

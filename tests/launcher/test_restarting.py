@@ -13,7 +13,17 @@ import pytest
 
 from moe_serve.config import load_config
 from moe_serve.engine.protocol.messages import Apart, ModelLimits, Ready
-from moe_serve.launcher.hosts import Died, HostIsBack, HostIsNew, Join, MemoryIs, Start, TakePages, TellMemory
+from moe_serve.launcher.hosts import (
+    Died,
+    FrontEndsEnded,
+    HostIsBack,
+    HostIsNew,
+    Join,
+    MemoryIs,
+    Start,
+    TakePages,
+    TellMemory,
+)
 from moe_serve.launcher.launch_watch import Loss
 from moe_serve.launcher.local import Death, Launch
 from moe_serve.launcher.rank_start import Handover, HostMemory
@@ -361,7 +371,7 @@ def test_a_rank_whose_end_is_told_again_has_ended_once(tmp_path: Path) -> None:
 
 
 class Leading:
-    """In the place of a Follower: node rank 0 says what the test says."""
+    """In the place of a Follower: node rank 0 says what the test says, and is reached when it says so."""
 
     cut_for_s = 0.0
     is_connected = True
@@ -375,8 +385,9 @@ class Leading:
         return says
 
     def tell(self, message: object) -> bool:
-        self.told.append(message)
-        return True
+        if self.is_connected:
+            self.told.append(message)
+        return self.is_connected
 
 
 class RanksHere(Ranks):
@@ -392,12 +403,12 @@ class RanksHere(Ranks):
         return [ended(1)]
 
 
-def another_host() -> tuple[_OtherHost, Leading, RanksHere]:
-    """Returns node rank 1, whose host takes no HTTP."""
+def another_host(listener: object = None) -> tuple[_OtherHost, Leading, RanksHere]:
+    """Returns node rank 1. listener: takes HTTP; None: its host does not"""
     leader, ranks = Leading(), RanksHere()
     here = SimpleNamespace(display=Display(), signals=Signals())
     config = load_config(overrides=["parallel.num_ranks=2"])
-    return _OtherHost(config, here, leader, ranks, None, None, None), leader, ranks
+    return _OtherHost(config, here, leader, ranks, listener, None, None), leader, ranks
 
 
 def test_a_launcher_that_is_told_again_starts_nothing_and_tells_again_which_ranks_have_ended() -> None:
@@ -411,6 +422,41 @@ def test_a_launcher_that_is_told_again_starts_nothing_and_tells_again_which_rank
     assert launcher._turn() is None
     assert (ranks.num_starts, ranks.launch_id) == (1, NEXT.launch_id)
     assert leader.told == [Died(7, ended(1))], "nothing of ranks that are gone"
+
+
+class FrontEndsThatCannotStart:
+    """In the place of those of another host, which say at their start that a setting is wrong."""
+
+    def receive(self, wait_ms: int) -> list[object]:
+        return []
+
+    def serve(self, launch_id: int) -> bool:
+        return False
+
+    def goes_on(self, launch_id: int) -> bool:
+        return False
+
+    def watch(self) -> int:
+        return 2
+
+    def tell(self, message: object) -> None:
+        pass
+
+
+def test_the_end_of_front_ends_is_told_when_node_rank_0_is_reached_and_told_again() -> None:
+    launcher, leader, _ = another_host(listener=object())
+    launcher._front_ends, leader.is_connected = FrontEndsThatCannotStart(), False
+    for says in ([], [Start(NEXT)], []):
+        leader.says = says
+        assert launcher._turn() is None
+    leader.is_connected = True
+    launcher._turn()
+    assert leader.told == [FrontEndsEnded(2)]
+    leader.says = [Start(NEXT)]  # the connection was cut before it arrived
+    launcher._turn()
+    assert leader.told[1:] == [Died(8, ended(1)), FrontEndsEnded(2)]
+    launcher._turn()
+    assert len(leader.told) == 3
 
 
 def test_prefill_ranks_that_serve_outlast_a_connection_of_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
