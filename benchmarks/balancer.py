@@ -11,31 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.balancer_incremental import (
-    gate_rows,
-    gate_split_rows,
-    incremental_rows,
-    link_rows,
-    price_rows,
-    rank_limit_rows,
-)
+from benchmarks.balancer_incremental import gate_rows, incremental_rows, link_rows, price_rows, rank_limit_rows
 from benchmarks.balancer_moves import churn_rows, economics_rows, replay_rows, split_rows
 from benchmarks.balancer_plans import load_eplb, rows
 from benchmarks.conditions import RESULTS, add_isa, conditions, save
 
-PARTS = (
-    "plans",
-    "incremental",
-    "links",
-    "price",
-    "limits",
-    "churn",
-    "split",
-    "economics",
-    "gate",
-    "gate_split",
-    "replay",
-)
+PARTS = ("plans", "incremental", "links", "price", "limits", "churn", "split", "economics", "gate", "replay")
 
 
 def main() -> None:
@@ -91,8 +72,6 @@ def _rows(part: str, arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:
             return rank_limit_rows()
         case "gate":
             return gate_rows()
-        case "gate_split":
-            return gate_split_rows()
         case "churn":
             return churn_rows()
         case "split":

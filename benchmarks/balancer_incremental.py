@@ -9,20 +9,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.balancer_instances import Q3_EP16, V3_EP32, V3_EP64, V3_EP72, V3_EP144, Shape
-from moe_serve.eplb.cost.model import CostModel, PredictedCost
+from moe_serve.eplb.cost.model import CostModel
 from moe_serve.eplb.cost.profile_files import load_hardware, load_model_profile
 from moe_serve.eplb.load import balancedness, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.policies import single_edits
 from moe_serve.eplb.policies.make import make_policy
 from moe_serve.eplb.policies.objectives import sample_batches, split_balance
-from moe_serve.eplb.policies.policy import PlanRequest, PlanRules
+from moe_serve.eplb.policies.policy import PlanRequest
 from moe_serve.eplb.policies.problem import problem_of
-from moe_serve.eplb.rebalance.rebalancer import Rebalancer
-from moe_serve.eplb.rebalance.settings import RebalanceSettings
 from moe_serve.eplb.replay.costs import ProfileCosts
 from moe_serve.eplb.replay.replay import replay
-from moe_serve.eplb.replay.run import GatedRun
 from moe_serve.eplb.replay.settings import ReplaySettings
 from moe_serve.eplb.replay.synthetic import SyntheticLoad, synthetic_trace
 
@@ -167,7 +164,7 @@ def gate_rows() -> Iterable[dict[str, Any]]:
             V3_EP32.topology,
             V3_EP32.num_slots,
             costs=costs,
-            gate_cost=costs.gate("window"),
+            gate_cost=costs.gate(),
             latency_steps=2,
         )
         always, gated = replay(synthetic_trace(drift), ["incremental", "gate:incremental"], settings, jobs=2).policies
@@ -186,43 +183,6 @@ def gate_rows() -> Iterable[dict[str, Any]]:
             f"{always.served.mean():.4f}; even and odd windows differ by {zigzag:.4f}",
             "goal": "<= 1.01",
         }
-
-
-def gate_split_rows() -> Iterable[dict[str, Any]]:
-    """40 drifting windows served by the exact split, and plans for it: gains priced by the even split and by the exact.
-
-    Served: mean over batches sampled from each window.
-    """
-    for (shape, name), rho in product(((V3_EP32, "DeepSeek-V3"), (Q3_EP16, "Qwen3-235B-A22B")), (0.98, 0.9)):
-        costs = CostModel(load_hardware("H800"), load_model_profile(name), shape.topology)
-        rules = PlanRules(planned_split="exact")
-        gate = RebalanceSettings(rules=rules)
-        drift = SyntheticLoad("lognormal", 40, shape.num_layers, shape.num_logical, rho=rho, steps_per_window=1000)
-        records = list(synthetic_trace(replace(drift, tokens_per_step=4096)))
-        first = rules.request(records[0].tokens, shape.topology, shape.num_slots)
-        start = make_policy("refined").plan(first).placement
-        for split in ("even", "exact"):
-            rebalancer = Rebalancer(start, shape.topology, gate, PredictedCost(costs, split))
-            run = GatedRun("", make_policy("incremental"), rebalancer, 2)
-            served, moved = [], 0
-            for index, record in enumerate(records):
-                now = run.before(record.first_step, record.num_steps)
-                moved += now.moved.num_moves if now.moved is not None else 0
-                problem = problem_of(rules.request(record.tokens, shape.topology, shape.num_slots))
-                batches = sample_batches(problem.weight, problem.num_ranks, 1000 + index)
-                served.append(split_balance(problem, now.placement.by_rank, batches))
-                run.after(record)
-            yield {
-                "axis": "prices of the gate under the exact split",
-                "instance": f"{shape.words} on H800, lognormal 0.6, rho {rho}, 40 windows of 1000 steps",
-                "policy": f"gate:incremental, priced by the {split} split",
-                "seeds": 1,
-                "time ms": "",
-                "mean": round(float(np.mean(served)), 4),
-                "min": round(float(np.mean([each.min() for each in served])), 4),
-                "other": f"{moved} experts moved",
-                "goal": "" if split == "even" else "more even",
-            }
 
 
 def _loads(shape: Shape, num_windows: int, rho: float = 0.98) -> list[np.ndarray]:

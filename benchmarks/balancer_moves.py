@@ -199,7 +199,7 @@ def _gated(shape: SyntheticLoad, records: Iterator[LoadRecord] | None) -> tuple[
         topology,
         V3_EP32.num_slots,
         costs=costs[0],
-        gate_cost=costs[0].gate("window"),
+        gate_cost=costs[0].gate(),
         latency_steps=2,
     )
     start = starting_placement(synthetic_trace(shape), topology, V3_EP32.num_slots)

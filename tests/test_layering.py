@@ -138,7 +138,7 @@ EPLB_LIBRARY = {
     "policies": {"placement", "load", "split", "repair", "relabel"},
     "split": {"placement", "load"},
     "migration": {"placement", "policies.policy", "relabel"},
-    "cost": {"placement", "load", "migration", "split.fractions", "split.time"},
+    "cost": {"placement", "load", "migration", "split.time"},
     "planner_process": {"policies", "migration", "relabel"},
     "rebalance": {"placement", "load", "policies.policy", "migration", "cost", "repair", "relabel", "split"},
 }

@@ -31,6 +31,8 @@ CHOSEN = [
     "tests/dispatch/hosts/test_link.py",
     "tests/ep/test_fused.py",
     "tests/eplb/test_anew.py",
+    "tests/eplb/test_fractions.py",
+    "tests/eplb/test_link_edits.py",
     "tests/eplb/test_pairs.py",
     "tests/eplb/test_single_edits.py",
     "tests/eplb/test_split.py",

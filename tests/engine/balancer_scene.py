@@ -15,7 +15,7 @@ from moe_serve.eplb.rebalance.settings import BalancerSettings, SystemFacts
 STEPS = 20
 START = Placement.trivial(3, 8, 4, 4)
 SKEWED = np.array([[50, 50, 1, 1, 1, 1, 1, 1], [10] * 8, [1, 1, 1, 1, 1, 1, 80, 80]])
-FACTS = SystemFacts(num_nodes=1, bytes_per_expert=1000, token_s=1e-5, expert_s=1e-5, survives_loss=False)
+FACTS = SystemFacts(num_nodes=1, bytes_per_expert=1000, token_s=1e-5, expert_s=1e-5, survives_loss=False, split="even")
 
 
 @dataclass

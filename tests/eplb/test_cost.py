@@ -209,7 +209,7 @@ def test_every_pair_of_profiles_gives_finite_times(model, hardware):
 
 def test_gate_cost_prices_layers_and_moves():
     costs = cluster(8)
-    gate = PredictedCost(costs, "even")
+    gate = PredictedCost(costs)
     placement = Placement.trivial(2, 16, 8)
     tokens = np.full((2, 16), 64.0)
     tokens[1, :2] *= 20
@@ -329,7 +329,7 @@ def draw(rng):
 @pytest.mark.parametrize("factor", [0.01, 0.3, 1.0, 10.0, 100.0])
 def test_prices_converge_to_the_true_ones_from_any_start(factor):
     rng = np.random.default_rng(1)
-    cost = MeasuredCost(PriorPrices(TOKEN_S * factor, 1e-3), "even", 0.05)
+    cost = MeasuredCost(PriorPrices(TOKEN_S * factor, 1e-3), 0.05)
     assert cost.learns, "so that windows without a move are waited for"
     for _ in range(60):
         assert cost.learn_window(world(draw(rng), START, rng, 0.02), START)
@@ -340,7 +340,7 @@ def test_prices_converge_to_the_true_ones_from_any_start(factor):
 
 def test_slow_windows_now_and_then_do_not_count_much():
     rng = np.random.default_rng(2)
-    cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-3), "even", 0.05)
+    cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-3), 0.05)
     for index in range(80):
         record = world(draw(rng), START, rng, 0.02)
         if index % 7 == 3:
@@ -352,7 +352,7 @@ def test_slow_windows_now_and_then_do_not_count_much():
 
 def test_a_changed_world_is_learned_anew():
     rng = np.random.default_rng(3)
-    cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-3), "even", 0.05)
+    cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-3), 0.05)
     for skew_s in (SKEW_S, 5 * SKEW_S):
         for _ in range(150):
             cost.learn_window(world(draw(rng), START, rng, 0.02, skew_s), START)
@@ -362,7 +362,7 @@ def test_a_changed_world_is_learned_anew():
 def test_a_constant_load_leaves_the_assumed_share_and_nothing_below_zero():
     rng = np.random.default_rng(4)
     load = draw(rng)
-    cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-3), "even", 0.05)
+    cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-3), 0.05)
     for _ in range(50):
         cost.learn_window(world(load, START, rng, 0.05), START)
     assert 0.2 * cost.token_s <= cost.skew_s <= 2 * cost.token_s
@@ -374,7 +374,7 @@ def test_a_constant_load_leaves_the_assumed_share_and_nothing_below_zero():
 
 
 def test_idle_steps_of_a_window_change_no_price():
-    costs = [MeasuredCost(PriorPrices(TOKEN_S, 1e-3), "even", 0.05) for _ in range(2)]
+    costs = [MeasuredCost(PriorPrices(TOKEN_S, 1e-3), 0.05) for _ in range(2)]
     rng = np.random.default_rng(5)
     for _ in range(30):
         record = world(draw(rng), START, rng, 0.02)
@@ -386,14 +386,14 @@ def test_idle_steps_of_a_window_change_no_price():
 
 
 def test_windows_without_a_time_teach_nothing():
-    cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-3), "even", 0.05)
+    cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-3), 0.05)
     record = replace(world(draw(np.random.default_rng(0)), START), step_time_s=None)
     assert not cost.learn_window(record, START)
     assert cost.token_s == TOKEN_S
 
 
 def test_the_price_of_a_moved_expert_is_the_median_of_measured_rounds():
-    cost = MeasuredCost(PriorPrices(TOKEN_S, 1.0), "even", 0.05)
+    cost = MeasuredCost(PriorPrices(TOKEN_S, 1.0), 0.05)
     for move_s in (0.2, 0.2, 30.0, 0.2, 0.2):
         cost.learn_round(TWO_EACH, Topology(1, 4), move_s, 0.01)
     assert cost.expert_s == pytest.approx((0.01 + 0.05 * 0.2) / 2)
@@ -404,9 +404,9 @@ def test_the_price_of_a_moved_expert_is_the_median_of_measured_rounds():
 
 def test_experts_that_cross_a_slow_network_have_a_price_of_their_own():
     rate, delay_s = 1e6, 1e-3
-    facts = SystemFacts(2, 1000, TOKEN_S, 1e-6, False, link_bytes_per_s=rate, link_delay_s=delay_s)
+    facts = SystemFacts(2, 1000, TOKEN_S, 1e-6, False, split="even", link_bytes_per_s=rate, link_delay_s=delay_s)
     nodes = Topology(2, 2)
-    cost = MeasuredCost(PriorPrices(facts.token_s, facts.expert_s, facts.off_node_s), "even", 0.5)
+    cost = MeasuredCost(PriorPrices(facts.token_s, facts.expert_s, facts.off_node_s), 0.5)
     inside = MigrationRound((SlotMove(0, 0, 0, 1, 5), SlotMove(0, 2, 8, 3, 12)))
     across = MigrationRound((SlotMove(0, 0, 0, 2, 8), SlotMove(1, 1, 4, 3, 12), SlotMove(1, 3, 13, 3, 12)))
     assert (inside.busiest_node(nodes), across.busiest_node(nodes), across.busiest()) == (0, 2, 1)
@@ -416,7 +416,7 @@ def test_experts_that_cross_a_slow_network_have_a_price_of_their_own():
         cost.learn_round(across, nodes, 0.4, 0.1)
     assert (cost.expert_s, cost.off_node_s) == pytest.approx((1e-3, 0.15))
     assert cost.off_node_weight == pytest.approx(150)
-    fast = MeasuredCost(PriorPrices(TOKEN_S, 1e-3, 1e-6), "even", 0.5)
+    fast = MeasuredCost(PriorPrices(TOKEN_S, 1e-3, 1e-6), 0.5)
     for _ in range(15):
         fast.learn_round(across, nodes, 0.04, 0.0)
     assert fast.expert_s == pytest.approx(0.02), "the network is not what these rounds wait for"
@@ -426,7 +426,7 @@ def test_experts_that_cross_a_slow_network_have_a_price_of_their_own():
 def test_the_first_move_is_priced_by_the_steps_that_it_stops():
     """A server's experts are copied in 0.04 ms, and its first round cost 2.7 ms at steps of 11.7 ms."""
     rng = np.random.default_rng(0)
-    cost = MeasuredCost(PriorPrices(TOKEN_S, 4e-5), "even", 0.05)
+    cost = MeasuredCost(PriorPrices(TOKEN_S, 4e-5), 0.05)
     assert cost.expert_s == 4e-5
     record = replace(world(rng.uniform(200, 2000, (4, 16)), START, rng, 0.0, 0.0), step_time_s=0.0117)
     cost.learn_window(record, START)
@@ -445,7 +445,7 @@ def test_a_layer_whose_experts_stay_on_their_nodes_moves_where_the_network_is_to
     table = [[1, 0, 3, 2], [2, 3, 0, 1]]
     nodes = Topology(2, 2)
     target = Placement(table, 4, 4, (0, 1))
-    cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-6, 1e-3), "even", 0.05)
+    cost = MeasuredCost(PriorPrices(TOKEN_S, 1e-6, 1e-3), 0.05)
     move = plan_migration(start, target, nodes, relabel="exact")
     costs, price = _costs_by_layer(cost, move, start, target, nodes)
     assert costs.sum() == pytest.approx(cost.migration_seconds(move, nodes))
@@ -458,7 +458,7 @@ def moves_made(skew_s, move_s, num_windows=90):
 
     The load is skewed, and changes every 30 windows.
     """
-    facts = SystemFacts(1, 1000, TOKEN_S, 1e-3, survives_loss=False)
+    facts = SystemFacts(1, 1000, TOKEN_S, 1e-3, survives_loss=False, split="even")
     rebalancer = make_rebalancer(START, BalancerSettings(policy="greedy"), facts)
     rng = np.random.default_rng(5)
     policy = make_policy("greedy")

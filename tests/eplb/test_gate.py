@@ -43,7 +43,7 @@ def costs(compute=1.0, links=1.0):
         dispatch_latency_s=1 / links,
         combine_latency_s=1 / links,
     )
-    return PredictedCost(CostModel(hardware, MODEL, CLUSTER), "even")
+    return PredictedCost(CostModel(hardware, MODEL, CLUSTER))
 
 
 SCORES = [costs(compute, links) for compute in (0.7, 1.0, 1.3) for links in (0.7, 1.0, 1.3)]
@@ -201,7 +201,7 @@ def chosen_by_noise(tokens_per_expert: int, seed: int) -> tuple[float, float, fl
     current, planned = (
         make_policy("refined").plan(PlanRequest(load.astype(float), topology, 72)).placement for load in (first, second)
     )
-    gate = Gate(current, MeasuredCost(PriorPrices(1e-5, 1e-4), "even", 0.05), RebalanceSettings())
+    gate = Gate(current, MeasuredCost(PriorPrices(1e-5, 1e-4), 0.05), RebalanceSettings())
     gate.close_window(LoadRecord(0, 1, "decode", second), ClosedWindow(current, current, whole=True, unseen=True))
     price = gate.cost.skew_s
     true = [price * 64 * tokens_per_expert * rank_load(shares, place).max(axis=1) for place in (current, planned)]
@@ -228,7 +228,7 @@ def test_the_noise_of_many_tokens_takes_little_of_a_gain() -> None:
     shares = np.exp(0.6 * rng.standard_normal((4, 64)))
     tokens = np.array([rng.multinomial(64 * 20_000, row / row.sum()) for row in shares])
     planned = make_policy("refined").plan(PlanRequest(tokens.astype(float), Topology(1, 8), 72)).placement
-    gate = Gate(start, MeasuredCost(PriorPrices(1e-5, 1e-4), "even", 0.05), RebalanceSettings())
+    gate = Gate(start, MeasuredCost(PriorPrices(1e-5, 1e-4), 0.05), RebalanceSettings())
     gate.close_window(LoadRecord(0, 100, "decode", tokens), ClosedWindow(start, start, whole=True, unseen=True))
     plain, counted = gate.gains(start, planned), gate.planned_gains(start, planned)
     assert (counted > 0.93 * plain).all()
@@ -256,7 +256,7 @@ def test_on_60_drifting_windows_the_gate_is_within_one_percent_of_moving_in_ever
         topology,
         slots,
         costs=costs,
-        gate_cost=costs.gate("window"),
+        gate_cost=costs.gate(),
         latency_steps=2,
     )
     always, gated = replay(synthetic_trace(drift), ["incremental", "gate:incremental"], settings).policies
@@ -271,7 +271,7 @@ def test_on_60_drifting_windows_the_gate_is_within_one_percent_of_moving_in_ever
 
 
 MEMORY_LAYERS, MEMORY_EXPERTS, MEMORY_WINDOWS = 4, 32, 4
-FACTS = SystemFacts(1, 10_000, token_s=1e-5, expert_s=1e-3, survives_loss=False)
+FACTS = SystemFacts(1, 10_000, token_s=1e-5, expert_s=1e-3, survives_loss=False, split="even")
 
 
 def popularity(seed: int) -> np.ndarray:

@@ -72,7 +72,7 @@ def asked(rebalancer):
 
 @pytest.mark.parametrize(("node_moves", "busiest"), [(None, 2), (1, 1)])
 def test_no_round_of_a_made_rebalancer_exceeds_the_limits_that_a_person_set(node_moves, busiest):
-    facts = SystemFacts(2, 10, 1e-6, 1e-9, survives_loss=False)
+    facts = SystemFacts(2, 10, 1e-6, 1e-9, survives_loss=False, split="even")
     rebalancer = make_rebalancer(START, BalancerSettings(node_moves=node_moves), facts)
     to_the_other_node = np.roll(START.physical_to_logical, START.num_slots // 2, axis=1)
     rounds = run_rounds(rebalancer, rebalancer.handle(PlaceAt(0, to_the_other_node)))
@@ -80,6 +80,20 @@ def test_no_round_of_a_made_rebalancer_exceeds_the_limits_that_a_person_set(node
         Counter(m.dst_rank // 2 for m in one.round.moves if m.src_rank // 2 != m.dst_rank // 2) for one in rounds
     ]
     assert max(max(counts.values(), default=0) for counts in into_nodes) == busiest
+
+
+@pytest.mark.parametrize(
+    ("split", "planned"), [("even", "even"), ("nearest", "even"), ("exact", "exact"), ("time", "exact")]
+)
+def test_plans_are_for_the_split_that_serves_and_loads_count_as_shared_evenly(split, planned):
+    """Expert 0 is on both ranks, which have 40 and 60 tokens by the even split, and 50 each by the exact one."""
+    linked = Placement(np.array([[0, 1, 0, 2]], dtype=np.int32), 3, 2)
+    tokens = 10**6 * np.array([[40, 20, 40]])
+    rebalancer = make_rebalancer(linked, BalancerSettings(), SystemFacts(1, 10, 1e-6, 1e-9, False, split=split))
+    assert rebalancer.cost.layer_seconds(tokens, None, linked) == pytest.approx(rebalancer.cost.skew_s * 60e6)
+    for index in range(2):
+        actions = rebalancer.handle(WindowClosed(10 * index + 10, LoadRecord(10 * index, 10, "decode", tokens)))
+    assert actions[0].request.planned_split == planned
 
 
 def run_rounds(rebalancer, actions):

@@ -182,7 +182,7 @@ def test_a_replay_plans_and_scores_time_where_that_serves_sooner(split, num_slot
     policy, steps = Noted(), EvenSteps((0,), (frozenset(),), time)
     chosen = ReplaySettings(Topology(1, 16), num_slots, history=2, split=split, even_steps=steps)
     found = replay(
-        trace, [policy, "gate:greedy"], replace(chosen, gate_cost=MeasuredCost(PriorPrices(1e-6, 1e-9), "even", 0.05))
+        trace, [policy, "gate:greedy"], replace(chosen, gate_cost=MeasuredCost(PriorPrices(1e-6, 1e-9), 0.05))
     )
     by_time = split == "time" and num_slots > 32
     rows = time.rows_of(batches) if by_time else batches

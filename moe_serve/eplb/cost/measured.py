@@ -24,11 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.cost.gate_cost import GateCost
-from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.load import LoadRecord, rank_load
 from moe_serve.eplb.migration.moves import MigrationRound
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.split.fractions import served_rank_load
 from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.topology import Topology
 
@@ -62,7 +61,6 @@ class PriorPrices:
 class MeasuredCost(GateCost):
     """The costs of one running system. Deterministic: the same windows and rounds give the same prices.
 
-    planned_split: of PlanRules; the load of ranks is that under this split
     step_share: how much longer steps may be while experts move, so that a moving second costs this share of one
     time:       of experts, where batches are split by it: their rows then count as many as they last, see
                 `ExpertTime.mean_rows`; None = tokens count
@@ -70,10 +68,8 @@ class MeasuredCost(GateCost):
 
     learns: bool = True
 
-    def __init__(
-        self, prior: PriorPrices, planned_split: str, step_share: float, time: ExpertTime | None = None
-    ) -> None:
-        self._prior, self._split = prior, planned_split
+    def __init__(self, prior: PriorPrices, step_share: float, time: ExpertTime | None = None) -> None:
+        self._prior = prior
         self._step_share, self._time = step_share, time
         self._prices = np.array([0.0, prior.token_s, MOE_SHARE * prior.token_s])
         self._rows: deque[Floats] = deque(maxlen=NUM_WINDOWS)  # of each window: 1, tokens of the mean rank, and beyond
@@ -115,7 +111,7 @@ class MeasuredCost(GateCost):
         return far_s / near_s if far_s > near_s > 0 else 1.0
 
     def layer_seconds(self, tokens: Floats, activations: Floats | None, placement: Placement) -> Floats:
-        busiest: Floats = self._rank_load(tokens, activations, placement).max(axis=1)
+        busiest: Floats = rank_load(self._load(tokens, activations), placement).max(axis=1)
         return self.skew_s * busiest
 
     def other_seconds(self, tokens: Floats, activations: Floats | None, placement: Placement) -> float:
@@ -128,8 +124,8 @@ class MeasuredCost(GateCost):
     def learn_window(self, record: LoadRecord, placement: Placement) -> bool:
         if record.step_time_s is None or not record.busy_steps:
             return False
-        tokens = record.tokens / record.busy_steps
-        load = self._rank_load(tokens, record.activation_share, placement)[:, placement.live_ranks]
+        rows = self._load(record.tokens / record.busy_steps, record.activation_share)
+        load = rank_load(rows, placement)[:, placement.live_ranks]
         mean = float(load.mean(axis=1).sum())
         self._rows.append(np.array([1.0, mean, float(load.max(axis=1).sum()) - mean]))
         self._step_s.append(record.step_time_s)
@@ -142,9 +138,6 @@ class MeasuredCost(GateCost):
             self._off_node_s.append(cost_s / finished.busiest_node(topology))
         else:
             self._expert_s.append(cost_s / max(finished.busiest(), 1))
-
-    def _rank_load(self, tokens: Floats, activations: Floats | None, placement: Placement) -> Floats:
-        return served_rank_load(self._load(tokens, activations), placement, self._split)
 
     def _load(self, tokens: Floats, activations: Floats | None) -> Floats:
         return tokens if self._time is None else self._time.mean_rows(tokens, activations)

@@ -35,11 +35,10 @@ from moe_serve.eplb.cost.kernels import (
 )
 from moe_serve.eplb.cost.profile_files import EngineProfile, HardwareProfile, ModelProfile, load_engine
 from moe_serve.eplb.cost.step_record import ModelSteps, load_steps
-from moe_serve.eplb.load import Phase, own_load
+from moe_serve.eplb.load import Phase, own_load, slot_load
 from moe_serve.eplb.migration.moves import SlotMove
 from moe_serve.eplb.migration.plan import MigrationPlan
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.split.fractions import served_load
 from moe_serve.errors import ConfigError
 from moe_serve.topology import Topology
 
@@ -248,21 +247,15 @@ def _steps_of(engine: EngineProfile, model: ModelProfile) -> ModelSteps:
 
 @dataclass(frozen=True)
 class PredictedCost(GateCost):
-    """Costs as the model predicts them.
-
-    planned_split: of PlanRules; the load of slots is that under this split
-    phase:         of the load, which says what dispatch kernels serve it
-    """
+    """Costs as the model predicts them. phase: of the load, which says what dispatch kernels serve it"""
 
     costs: CostModel
-    planned_split: str
     phase: Phase = "decode"
 
     def layer_seconds(self, tokens: Floats, activations: Floats | None, placement: Placement) -> Floats:
         """Returns the seconds of the MoE part of each layer, without overlap, [L]; as if tokens were draws."""
         own_rows = self.costs.own_rows(tokens, placement)
-        rows = served_load(tokens, placement, self.planned_split)
-        times = self.costs.moe_layer(rows, Batch(self.phase, 0, 0), True, own_rows)
+        times = self.costs.moe_layer(slot_load(tokens, placement), Batch(self.phase, 0, 0), True, own_rows)
         return times.total_s * self.costs.engine.step_factor
 
     def migration_seconds(self, plan: MigrationPlan, topology: Topology) -> float:

@@ -34,7 +34,7 @@ from moe_serve.eplb.policies.packing import (
 )
 from moe_serve.eplb.policies.problem import Floats, Ids, Problem, holds, replicas_per_node
 from moe_serve.eplb.relabel import cheapest_columns
-from moe_serve.eplb.split.fractions import served_rank_load
+from moe_serve.eplb.split.fractions import levelled_load
 
 WHOLE = 2.0**40  # shares as whole numbers
 
@@ -195,7 +195,8 @@ def split_balance(problem: Problem, table: Ids, batches: NDArray[np.int64]) -> F
     num_layers, num_batches, num_experts = batches.shape
     flat = np.repeat(table.reshape(num_layers, -1), num_batches, axis=0)
     placement = Placement(flat, num_experts, problem.num_ranks)
-    reached = balancedness(served_rank_load(batches.reshape(-1, num_experts), placement, "exact"))
+    load = levelled_load(batches.reshape(-1, num_experts), placement)
+    reached = balancedness(load.reshape(len(flat), *table.shape[1:]).sum(axis=2))
     mean: Floats = reached.reshape(num_layers, num_batches).mean(axis=1)
     return mean
 

@@ -29,10 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.eplb.cost.gate_cost import GateCost
-from moe_serve.eplb.load import LoadRecord
+from moe_serve.eplb.load import LoadRecord, rank_load
 from moe_serve.eplb.placement import Placement
 from moe_serve.eplb.rebalance.settings import RebalanceSettings
-from moe_serve.eplb.split.fractions import served_rank_load
 
 Floats = NDArray[np.float64]
 FIRST_TRUST = 0.5  # a plan looks better on the load that it was made from
@@ -133,7 +132,6 @@ class Gate:
         self.cost = cost
         self._horizon = float(settings.horizon_windows)
         self._margin, self._regret, self._time = settings.gain_margin, settings.max_regret, settings.expert_time
-        self._split = settings.rules.planned_split
         self._memory = LoadMemory(baseline.num_layers, settings.history_windows, settings.decay)
         self.rebase(baseline)
 
@@ -286,9 +284,9 @@ class Gate:
 
     def _chance(self, placement: Placement) -> Floats:
         """Returns [L], the standard error of the busiest rank's load over that load, from the numbers of draws."""
-        weights, windows = self._memory.weights(), self._memory.windows
-        loads = np.array([served_rank_load(w.tokens, placement, self._split) for w in windows])  # [W, L, R] per step
-        steps = np.array([w.num_steps for w in windows])
+        weights = self._memory.weights()
+        loads = np.array([rank_load(w.tokens, placement) for w in self._memory.windows])  # [W, L, R] per step
+        steps = np.array([w.num_steps for w in self._memory.windows])
         mean = np.einsum("lw,wlr->lr", weights, loads)
         variance = np.einsum("lw,wlr->lr", weights**2, loads / steps[:, None, None])
         return np.asarray(np.sqrt(variance.max(axis=1)) / np.maximum(mean.max(axis=1), 1e-12))

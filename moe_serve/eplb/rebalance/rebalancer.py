@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from moe_serve.eplb.cost.gate_cost import GateCost
 from moe_serve.eplb.cost.measured import MeasuredCost, PriorPrices
-from moe_serve.eplb.load import LoadRecord, balancedness
+from moe_serve.eplb.load import LoadRecord, balancedness, rank_load
 from moe_serve.eplb.migration.moves import MigrationRound, RoundLimits, apply_round
 from moe_serve.eplb.migration.plan import MigrationPlan, migration_to, plan_migration
 from moe_serve.eplb.placement import Placement, count_moves
@@ -49,7 +49,6 @@ from moe_serve.eplb.rebalance.events import (
 from moe_serve.eplb.rebalance.gate import ClosedWindow, Gate
 from moe_serve.eplb.rebalance.settings import BalancerSettings, RebalanceSettings, SystemFacts
 from moe_serve.eplb.repair import with_second_slots
-from moe_serve.eplb.split.fractions import served_rank_load
 from moe_serve.eplb.split.limit import where_no_split_helps
 from moe_serve.errors import PlacementError
 from moe_serve.topology import Topology
@@ -159,8 +158,7 @@ class Rebalancer:
 
     def _ask(self, step: int) -> tuple[Action, ...]:
         load, current = self._gate.planning_load(), self._placement
-        by_rank = served_rank_load(load[0], current, self._settings.rules.planned_split)
-        balance = balancedness(by_rank, current.live_ranks)
+        balance = balancedness(rank_load(load[0], current), current.live_ranks)
         free = self._gate.free_layers(current)
         worst = float(balance[free].min(initial=1.0))
         if worst >= self._settings.trigger:
@@ -344,7 +342,7 @@ def make_rebalancer(placement: Placement, settings: BalancerSettings, facts: Sys
         expert_time=facts.expert_time,
     )
     prices = PriorPrices(facts.token_s, facts.expert_s, facts.off_node_s)
-    cost = MeasuredCost(prices, eagerness.rules.planned_split, settings.move_step_share, facts.expert_time)
+    cost = MeasuredCost(prices, settings.move_step_share, facts.expert_time)
     return Rebalancer(placement, topology, eagerness, cost)
 
 

@@ -13,7 +13,6 @@ from moe_serve.eplb.cost.kernels import Batch, gemm_flops
 from moe_serve.eplb.cost.model import CostModel, PredictedCost
 from moe_serve.eplb.load import LoadRecord, LoadTrace, Phase, slot_load
 from moe_serve.eplb.placement import Placement
-from moe_serve.eplb.policies.policy import planned_split
 from moe_serve.eplb.policies.problem import holds
 from moe_serve.eplb.split.time import MAX_WEIGHT_ROWS, ExpertTime
 from moe_serve.errors import ConfigError
@@ -322,9 +321,9 @@ class ProfileCosts:
         busiest = {(int(near), int(far)) for near, far in zip(arrivals.from_node, arrivals.off_node, strict=True)}
         return max(self.model.transfer_seconds(near, far) for near, far in busiest)
 
-    def gate(self, split: str) -> PredictedCost:
-        """Returns the same cost model for the rebalancer's gate. split: as of ReplaySettings"""
-        return PredictedCost(self.model, planned_split(split), self.serving.phase)
+    def gate(self) -> PredictedCost:
+        """Returns the same cost model for the rebalancer's gate."""
+        return PredictedCost(self.model, self.serving.phase)
 
     def words(self) -> str:
         """Returns one line for reports."""

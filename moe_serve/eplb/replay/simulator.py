@@ -224,7 +224,7 @@ def _run(
         split=simulation.split,
         rules=simulation.rules,
         costs=costs,
-        gate_cost=costs.gate(simulation.split),
+        gate_cost=costs.gate(),
         latency_steps=math.ceil(simulation.plan_latency_s / step_s),
     )
     num_windows = (trace.num_records or 0) * num_passes(simulation.policies, settings, jobs)

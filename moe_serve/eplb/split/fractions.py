@@ -18,24 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_serve.c_library import UNFUSED, find_c_library, processor_flags
-from moe_serve.eplb.load import slot_load
 from moe_serve.eplb.placement import Placement
 
 Floats = NDArray[np.float64]
 NUM_SWEEPS, LEAST_FALL = 12, 1e-4  # a sweep that lowers the heaviest rank by a smaller share is the last one
 _SOURCE = Path(__file__).with_name("fractions.c")
-
-
-def served_load(tokens: NDArray[np.number], placement: Placement, planned_split: str) -> Floats:
-    """Returns the load of each slot under the split that plans are for, "even" or "exact": tokens [L, E] -> [L, P]."""
-    return levelled_load(tokens, placement) if planned_split == "exact" else slot_load(tokens, placement)
-
-
-def served_rank_load(tokens: NDArray[np.number], placement: Placement, planned_split: str) -> Floats:
-    """Returns the load of each rank likewise, [L, R]."""
-    load = served_load(tokens, placement, planned_split)
-    by_rank: Floats = load.reshape(placement.num_layers, placement.num_ranks, placement.slots_per_rank).sum(axis=2)
-    return by_rank
 
 
 def levelled_load(tokens: NDArray[np.number], placement: Placement) -> Floats:

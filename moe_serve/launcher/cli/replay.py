@@ -91,7 +91,7 @@ class ReplayOptions(
             split=self.split,
             even_steps=_recorded_even_steps(self.trace, self.split),
             costs=costs,
-            gate_cost=costs.gate(self.split) if costs else None,
+            gate_cost=costs.gate() if costs else None,
             latency_steps=_recorded_latency(self.trace) if self.latency_steps is None else self.latency_steps,
             server=server,
         )
