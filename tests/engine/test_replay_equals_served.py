@@ -82,15 +82,16 @@ def test_a_replay_decides_and_splits_as_the_server_did(tmp_path: Path, num_ranks
     seen, config = run_live(tmp_path, num_ranks, split)
     assert seen.final.version >= 2
     assert {"plan", "manual", "done"} <= {each.kind for each in seen.decisions}
-    same_decisions(seen, config, tmp_path / "load.jsonl")
+    same_decisions(seen, config, split, tmp_path / "load.jsonl")
     same_splits(seen, tmp_path, split)
     shown_to_a_person(seen, config, tmp_path / "load.jsonl")
 
 
-def same_decisions(seen: Watched, config: Path, path: Path) -> None:
+def same_decisions(seen: Watched, config: Path, split: str, path: Path) -> None:
     """The replay of `moe-serve replay --like-server`, record by record."""
     load = read_jsonl(path)
     server, start = server_replay(config, path, load, nodes=1)
+    assert server.facts.split == split, "as the trace tells it"
     run, num_compared = WatchedReplay(start, server, 0), 0
     for record in load:
         assert record.placement is not None

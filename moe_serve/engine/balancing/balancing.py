@@ -334,11 +334,11 @@ def make_balancing(
             device=served.device.type,
             num_nodes=group.num_nodes,
             survives_loss=recovery.why_end is None,
+            split=served.replica_map.split_name,
         )
         now = served.placement
         shape = now.num_ranks, now.num_slots, now.num_logical
-        time = planned_time(served.replica_map.time, *shape)
-        facts = replace(facts, split=served.replica_map.split_name, expert_time=time)
+        facts = replace(facts, expert_time=planned_time(served.replica_map.time, *shape))
         speed = None if group.link is None else group.link.speed
         if speed is not None:
             facts = replace(facts, link_bytes_per_s=speed.bytes_per_s, link_delay_s=speed.delay_s)

@@ -4,11 +4,12 @@ The live balancer writes the facts into its trace, so that a replay on any machi
 """
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from moe_serve.eplb.migration.moves import RoundLimits
 from moe_serve.eplb.policies.policy import PlanRules
 from moe_serve.eplb.relabel import Relabel
+from moe_serve.eplb.split.make import ServedSplit
 from moe_serve.eplb.split.time import ExpertTime
 from moe_serve.errors import ConfigError, TraceError
 
@@ -89,9 +90,9 @@ class SystemFacts:
     bytes_per_expert: weights of one expert of one layer, scales and all
     token_s, expert_s: see PriorPrices
     survives_loss:    serving goes on without a lost rank, so plans should keep every expert on two
+    split:            how batches are shared over replicas, as the device decided it
     link_bytes_per_s, link_delay_s: of the network between nodes, the slowest way from one to another, as measured at
                       the start; 0: it was not measured
-    split:            "even", "nearest", "exact" or "time": how batches are shared over replicas
     expert_time:      what plans balance, see `planned_time`; None: tokens
     """
 
@@ -100,9 +101,9 @@ class SystemFacts:
     token_s: float
     expert_s: float
     survives_loss: bool
+    split: ServedSplit
     link_bytes_per_s: float = 0.0
     link_delay_s: float = 0.0
-    split: str = "even"
     expert_time: ExpertTime | None = None
 
     @property
@@ -111,21 +112,29 @@ class SystemFacts:
         return self.link_delay_s + self.bytes_per_expert / self.link_bytes_per_s if self.link_bytes_per_s else 0.0
 
     @classmethod
-    def of_model(cls, parameters: int, bytes_per_expert: int, device: str, num_nodes: int, survives_loss: bool) -> Self:
+    def of_model(
+        cls,
+        parameters: int,
+        bytes_per_expert: int,
+        device: str,
+        num_nodes: int,
+        survives_loss: bool,
+        split: ServedSplit,
+    ) -> Self:
         """Returns the facts of a model on a device ("cpu" or "cuda"), with prices from sizes alone.
 
         parameters: of an expert
         """
         flops_per_s, bytes_per_s = _DEVICE_RATES[device]
         token_s = 2.0 * parameters / flops_per_s
-        return cls(num_nodes, bytes_per_expert, token_s, bytes_per_expert / bytes_per_s, survives_loss)
+        return cls(num_nodes, bytes_per_expert, token_s, bytes_per_expert / bytes_per_s, survives_loss, split)
 
     @classmethod
-    def from_event(cls, fields: dict[str, Any], split: str) -> Self:
-        """Returns the facts in a balancer_started event of a trace. Raises TraceError when some are missing.
-
-        split: where the event does not tell it
-        """
+    def from_event(cls, fields: dict[str, Any]) -> Self:
+        """Returns the facts in a balancer_started event of a trace. Raises TraceError for missing or wrong ones."""
+        if fields.get("split") not in get_args(ServedSplit):
+            served = ", ".join(get_args(ServedSplit))
+            raise TraceError(f"event balancer_started has split {fields.get('split')!r}; expected one of {served}")
         try:
             own_time = fields.get("expert_time")
             return cls(
@@ -134,9 +143,9 @@ class SystemFacts:
                 float(fields["token_s"]),
                 float(fields["expert_s"]),
                 bool(fields["survives_loss"]),
+                fields["split"],
                 float(fields.get("link_bytes_per_s", 0.0)),
                 float(fields.get("link_delay_s", 0.0)),
-                str(fields.get("split", split)),
                 None if own_time is None else ExpertTime.from_event("balancer_started", own_time),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as problem:

@@ -299,7 +299,7 @@ class LiveRun(GatedRun):
     def _repeat(self, fields: dict[str, Any]) -> None:
         name, like, asked = fields["event"], self._rebalancer.placement, self._open
         if name == STARTED:
-            self._begin(placement_in(fields, like), SystemFacts.from_event(fields, self._server.facts.split))
+            self._begin(placement_in(fields, like), SystemFacts.from_event(fields))
             return
         if self._parted is not None and name not in WORLD_EVENTS:
             return

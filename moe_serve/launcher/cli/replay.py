@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moe_serve.eplb.placement import Placement
     from moe_serve.eplb.rebalance.settings import SystemFacts
     from moe_serve.eplb.replay.settings import EvenSteps, ReplaySettings, ServerReplay
+    from moe_serve.eplb.split.make import ServedSplit
 
 REPLAY_HELP = """Replay a load trace through balancers: what would each have moved, how well would it have served?
 
@@ -200,7 +201,7 @@ def server_replay(
     file:       the configuration of the server
     trace_file: where the events of its balancer are recorded; None = nowhere
     nodes:      machines, where the trace does not tell
-    Raises ConfigError where the file does not fit the trace.
+    Raises ConfigError where the file does not fit the trace, TraceError where an event holds no facts of a server.
     """
     import msgspec
 
@@ -212,9 +213,12 @@ def server_replay(
 
     config = load_config(file)
     events: list[tuple[int, dict[str, Any]]] = [] if trace_file is None else list(events_between_records(trace_file))
-    started = next((fields for _, fields in events if fields["event"] == STARTED), None)
+    starts = [fields for _, fields in events if fields["event"] == STARTED]
+    for fields in starts:
+        if "split" not in fields:  # as in older traces
+            fields["split"] = _split_of(config)
     start = _start(config, file, load)
-    facts = SystemFacts.from_event(started, config.eplb.split) if started else facts_of(config, nodes, start)
+    facts = SystemFacts.from_event(starts[0]) if starts else facts_of(config, nodes, start)
     if start.num_ranks % facts.num_nodes:
         raise ConfigError(
             f"{start.num_ranks} ranks do not divide over {facts.num_nodes} nodes; give the server's --nodes"
@@ -232,14 +236,14 @@ def facts_of(config: "ServeConfig", nodes: int, start: "Placement") -> "SystemFa
     import torch
 
     from moe_serve.config import model_dir
-    from moe_serve.engine.model.model_plan import checkpoint_folder, choose_split, compute_dtype, expert_form
+    from moe_serve.engine.model.model_plan import checkpoint_folder, compute_dtype, expert_form
     from moe_serve.eplb.rebalance.settings import SystemFacts, planned_time
     from moe_serve.eplb.split.time import ExpertTime
     from moe_serve.models.families.registry import read_spec
     from moe_serve.models.weight_share import StoredWeights, WeightShare
 
     spec = read_spec(model_dir(config.model))
-    device = "cuda" if config.parallel.device == "cuda" else "cpu"
+    device = _device_of(config)
     place = torch.device(device)
     dtype = compute_dtype(config, place)
     is_compiled = device == "cpu" and dtype == torch.float32 and config.engine.cpu_kernels != "torch"
@@ -247,12 +251,23 @@ def facts_of(config: "ServeConfig", nodes: int, start: "Placement") -> "SystemFa
     form = expert_form(config, spec, place, stored)
     num_bytes = WeightShare(spec, start, 0, dtype, place, form, stored).slot_form.num_bytes
     survives_loss = config.engine.on_lost_rank == "mask" and config.parallel.num_ranks > 2 and device == "cpu"
-    facts = SystemFacts.of_model(spec.expert_parameters, num_bytes, device, nodes, survives_loss)
-    facts = replace(facts, split=choose_split(config, place))
+    facts = SystemFacts.of_model(spec.expert_parameters, num_bytes, device, nodes, survives_loss, _split_of(config))
     if facts.split != "time":
         return facts
     time = ExpertTime.of_cpu(num_bytes, spec.expert_parameters)
     return replace(facts, expert_time=planned_time(time, start.num_ranks, start.num_slots, start.num_logical))
+
+
+def _device_of(config: "ServeConfig") -> str:
+    return "cuda" if config.parallel.device == "cuda" else "cpu"
+
+
+def _split_of(config: "ServeConfig") -> "ServedSplit":
+    import torch
+
+    from moe_serve.engine.model.model_plan import choose_split
+
+    return choose_split(config, torch.device(_device_of(config)))
 
 
 def _start(config: "ServeConfig", file: Path, load: "LoadTrace") -> "Placement":

@@ -1,19 +1,23 @@
 """`moe-serve replay --like-server`: a server's own file says how its load is balanced."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moe_serve.config import load_config, model_dir
 from moe_serve.engine.model.model_plan import ModelPlan
-from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta
+from moe_serve.eplb.files.trace_jsonl import JsonlWriter, TraceMeta, read_jsonl
 from moe_serve.eplb.load import LoadRecord
 from moe_serve.eplb.placement import Placement
+from moe_serve.eplb.rebalance.events import placement_fields
 from moe_serve.eplb.replay.report import NUM_SHOWN, as_seconds, decision_cells
+from moe_serve.eplb.replay.run import LiveRun
 from moe_serve.kernels.forms import PER_TENSOR
-from moe_serve.launcher.cli.replay import facts_of
+from moe_serve.launcher.cli.replay import facts_of, server_replay
 from moe_serve.models.families.registry import read_spec
 from tests.engine.balancer_scene import FACTS, START
 from tests.engine.test_replay_equals_live import RecordedEngine, loads
@@ -102,7 +106,43 @@ def test_experts_have_the_size_that_the_servers_ranks_give_them(kind: str, exper
     served = ModelPlan.of(config, read_spec(model_dir(config.model)), torch.device("cpu"))
     assert served.numerics.compiled
     assert served.expert_form == ("dense" if expert_weights == "dense" or kind == "demo" else kind.split()[0])
-    assert facts_of(config, 1, served.placement).bytes_per_expert == served.slot_form.num_bytes
+    facts = facts_of(config, 1, served.placement)
+    assert (facts.bytes_per_expert, facts.split) == (served.slot_form.num_bytes, served.split)
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cpu", "time"), ("cuda", "even")])
+def test_a_trace_that_tells_no_split_is_of_the_one_that_the_file_chooses(
+    device: str, chosen: str, tmp_path: Path
+) -> None:
+    path, server = tmp_path / "load.jsonl", tmp_path / "server.yaml"
+    write_served(path, {name: value for name, value in FACTS.to_event().items() if name != "split"}, num_starts=2)
+    server.write_text(SERVER.replace("device: cpu", f"device: {device}"))
+    replayed, start = server_replay(server, path, read_jsonl(path), 1)
+    run = LiveRun(start, replayed, 0)
+    for record in read_jsonl(path):
+        run.before(record.first_step, record.num_steps)
+        run.after(record)
+    run.end()
+    assert replayed.facts == replace(FACTS, split=chosen)
+
+
+@pytest.mark.parametrize("split", ["auto", "fewest_activated", 7, None])
+def test_a_trace_of_an_unknown_split_is_refused(split: object, tmp_path: Path) -> None:
+    path = tmp_path / "load.jsonl"
+    write_served(path, FACTS.to_event() | {"split": split})
+    code, _, err = call("replay", path, "--like-server", write_server(tmp_path))
+    assert code == 2
+    assert f"event balancer_started has split {split!r}; expected one of even, nearest, exact, time" in err
+
+
+def write_served(path: Path, facts: dict[str, Any], num_starts: int = 1) -> None:
+    """Writes three windows of load; the server's balancer starts behind the last, and again in its place."""
+    writer = JsonlWriter(path, TraceMeta(8, (0, 1, 2)))
+    for index, load in enumerate(loads(3)):
+        writer.add(LoadRecord(20 * index, 20, "decode", load, placement=START))
+    for _ in range(num_starts):
+        writer.event("balancer_started", 60, num_ranks=4, **placement_fields(START), **facts)
+    writer.close()
 
 
 @pytest.mark.parametrize(
