@@ -134,6 +134,7 @@ def test_states_that_a_void_step_has_left_in_the_middle_are_made_again(tmp_path:
     outcomes, tokens, _ = serve_and_lose(NUM_RANKS, requests(), [*settings_of(hybrid, 20), *DRAFTS], fault)
     assert tokens == tokens_without_fault(hybrid)
     assert sorted(outcomes) == [0, 2]
+    assert all(outcome.counters["num_preempted"] > 0 for outcome in outcomes.values()), "no state was made again"
     check_drafts(outcomes)
 
 
