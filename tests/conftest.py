@@ -89,10 +89,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Keeps the collector of cycles from looking again and again through modules and tests, which all stay."""
+    was_enabled = gc.isenabled()
     gc.disable()
     yield
+    gc.collect()  # else what is garbage by now would stay, too
     gc.freeze()
-    gc.enable()
+    if was_enabled:
+        gc.enable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
