@@ -7,7 +7,9 @@ import threading
 
 import pytest
 
+from moe_serve import log
 from moe_serve.log import RareWarnings, call_id, configure_logging, get_logger, log_fields, num_logged, one_line
+from tests.clock import Clock
 
 FORGED = "host\n04:00:00 E [front end] everything is lost\x1b[2J"
 
@@ -63,14 +65,13 @@ def test_a_flood_is_one_line_for_each_source_with_a_count(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     logger = logging.getLogger("test_log")
-    warnings = RareWarnings(logger)
-    monkeypatch.setattr("time.monotonic", lambda: 1.0)
+    warnings, clock = RareWarnings(logger), Clock(monkeypatch, 1.0, log)
     for _ in range(5000):
         warnings.warn("a", "bad bytes from %s", "a")
     for number in range(5000):
         warnings.warn(f"peer {number}", "bad bytes")
     assert len(caplog.records) <= 1 + 256 + 1
-    monkeypatch.setattr("time.monotonic", lambda: 62.0)
+    clock.now_s = 62.0
     warnings.warn("a", "bad bytes from %s", "a")
     assert caplog.records[-1].getMessage() == "bad bytes from a (4999 more since the last such line)"
 

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -17,6 +16,7 @@ from moe_serve.attention_dp.pages import Fetch, PageTiers, Price
 from tests.attention_dp.connections import Connections, Meddle, cut, pump
 from tests.attention_dp.steps import make_request
 from tests.attention_dp.test_pages import KEYS, OneRank, in_memory, small_cache, until
+from tests.clock import Clock
 
 PAGE_BYTES = small_cache().page_bytes
 PAGE = 1 + HEADER_BYTES + PAGE_BYTES  # of an answer, behind the byte that says that pages are named alike
@@ -274,16 +274,15 @@ def test_all_pages_together_take_a_second_longer_than_computing_at_most(
 ) -> None:
     """And the next one of them a second; what a step takes after its page has come does not count."""
     monkeypatch.setattr(pages, "_PATIENCE_S", 1.0)
-    own, now_s = network.tiers(0), [100.0]
+    own, clock = network.tiers(0), Clock(monkeypatch, 100.0, pages)
     own.computing_s = computing_s
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    fetch = Fetch(KEYS[:1] * 60, 1, heard_s=now_s[0])
+    fetch = Fetch(KEYS[:1] * 60, 1, heard_s=clock.now_s)
     while fetch.num_taken < 60 and own.is_coming(fetch):
-        now_s[0] += page_s
+        clock.now_s += page_s
         if not own.is_coming(fetch):
             break
         own._add(fetch, torch.zeros(PAGE_BYTES, dtype=torch.uint8), "from_other_host")
-        now_s[0] += 0.5  # a step of others
+        clock.now_s += 0.5  # a step of others
         assert own.take(fetch, [0]) == 1
     assert (fetch.num_taken, reasons(own)) == (num_pages, {"late": 1} if num_pages < 60 else {})
     assert own._fetched_bytes == 0

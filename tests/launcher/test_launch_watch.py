@@ -5,9 +5,10 @@ import time
 import pytest
 
 from moe_serve.engine.protocol.messages import SUPERVISOR, Apart, Exited, Fatal, ModelLimits, Ready
-from moe_serve.launcher import local
+from moe_serve.launcher import launch_watch, local
 from moe_serve.launcher.launch_watch import LaunchWatch
 from moe_serve.launcher.local import Death, Restarts
+from tests.clock import Clock
 from tests.launcher.test_restarts import CONFIG, group, killed
 
 LIMITS = ModelLimits("m", 100, 20, 10, [1], 4)
@@ -111,8 +112,8 @@ def test_others_that_serve_are_not_started_again_because_a_new_process_ends(laun
 def test_a_new_process_that_is_late_is_killed_where_the_others_serve(launch, monkeypatch):
     watch, processes, notes, _ = launch
     lose(launch, 1, epoch=1, waits=False)
-    now_s = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now_s + CONFIG.server.attach_deadline_s + 1)
+    clock = Clock(monkeypatch, time.monotonic(), local, launch_watch)
+    clock.now_s += CONFIG.server.attach_deadline_s + 1
     for _ in range(3):  # it may be on another host, and end a moment later
         watch.replace_lost_ranks()
     assert processes.finished == [1, 1]

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import time
 from collections.abc import Collection
 from multiprocessing import get_context
 from pathlib import Path
@@ -13,6 +12,8 @@ import pytest
 
 from moe_serve.config import load_config
 from moe_serve.engine.protocol.messages import Apart, ModelLimits, Ready
+from moe_serve.launcher import launch_watch, local
+from moe_serve.launcher import system as system_module
 from moe_serve.launcher.hosts import (
     Died,
     FrontEndsEnded,
@@ -30,6 +31,7 @@ from moe_serve.launcher.rank_start import Handover, HostMemory
 from moe_serve.launcher.system import PrefillElsewhere, RanksOfHosts, Signals, _Ended, _OtherHost, _Prefill, _System
 from moe_serve.links.link import Link
 from moe_serve.links.listeners import refuse_new_connections
+from tests.clock import Clock
 from tests.launcher.listening import takes_connections
 
 LIMITS = ModelLimits("m", 100, 20, 10, [1], 4)
@@ -147,16 +149,15 @@ def test_ranks_that_are_lost_too_often_end_the_system_with_a_report() -> None:
 
 
 def test_ranks_that_end_at_every_start_get_ever_longer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    clock = Clock(monkeypatch, 1000.0, system_module, local, launch_watch)
     system, ranks, _ = serving()
     for had_served, pause_s in ((True, 0.0), (False, 5.0), (False, 10.0)):
         system._start_again(Loss(ended(1), None, had_served=had_served))
         if pause_s:
-            now_s[0] += pause_s - 0.1
+            clock.now_s += pause_s - 0.1
             system._start_when_due(system._starts_at_s)
             assert system._starts_at_s is not None, "it is not due"
-            now_s[0] += 0.1
+            clock.now_s += 0.1
             system._start_when_due(system._starts_at_s)
         assert system._starts_at_s is None
     assert ranks.num_starts == 3
@@ -229,8 +230,7 @@ class OnHosts:
     clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str, nnodes: int = 2, prefill_nnodes: int = 1):
-        self.now_s = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+        self.clock = Clock(monkeypatch, 1000.0, system_module, local, launch_watch)
         self.hosts, self.display, self.pages = Hosts(), Display(), Pages()
         hosts = f"launcher.nnodes={nnodes}", f"launcher.prefill_nnodes={prefill_nnodes}", "launcher.dist_init_addr=h:5"
         numbers = f"parallel.num_ranks={nnodes - prefill_nnodes}", f"parallel.num_prefill_ranks={prefill_nnodes}"
@@ -243,7 +243,7 @@ class OnHosts:
         self.prefill.start(lambda message: None)
 
     def turn(self, *news: object, after_s: float = 0.0) -> None:
-        self.now_s += after_s
+        self.clock.now_s += after_s
         self.hosts.news = [each if isinstance(each, tuple) else (self.ranks.nodes[-1], each) for each in news]
         self._system._hear(self.hosts)
         self.prefill.turn()

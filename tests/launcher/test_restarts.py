@@ -1,7 +1,6 @@
 """How often lost ranks are restarted, which are replaced alone, and when all are restarted instead."""
 
 import os
-import time
 
 from moe_serve.config import LauncherConfig, load_config
 from moe_serve.dispatch.hosts.handshake import listen
@@ -10,6 +9,7 @@ from moe_serve.launcher import local
 from moe_serve.launcher.local import Death, Launch, LocalRanks, Replacements, Restarts
 from moe_serve.launcher.rank_start import Elsewhere, Handover, HostMemory
 from moe_serve.links.link import Link
+from tests.clock import Clock
 from tests.launcher.running import eventually
 from tests.launcher.test_children import parent_of
 
@@ -17,16 +17,15 @@ CONFIG = load_config(overrides=["parallel.num_ranks=3", "server.attach_deadline_
 
 
 def test_restarts_count_within_the_window_and_the_report_says_what_was_lost(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock = Clock(monkeypatch, 0.0, local)
     restarts = Restarts(LauncherConfig(max_restarts=2, restart_window_s=10))
     assert restarts.note_loss("rank 0 died")
-    now[0] = 5.0
+    clock.now_s = 5.0
     assert restarts.note_loss("rank 1 died")
     assert restarts.describe() == "restart 2 of 2 within 10 s"
-    now[0] = 12.0  # the first is forgotten
+    clock.now_s = 12.0  # the first is forgotten
     assert restarts.note_loss("rank 2 died")
-    now[0] = 13.0
+    clock.now_s = 13.0
     assert not restarts.note_loss("rank 3 died")
     report = restarts.report()
     assert report[0] == "the ranks were lost 3 times within 10 s:"

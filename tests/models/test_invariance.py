@@ -20,8 +20,9 @@ def tiled(row_tile: int) -> Numerics:
     return Numerics(row_tile=row_tile, kv_tile=32)
 
 
-# One token at a time around where tiles, blocks and windows begin, and at both ends of a prompt of 75.
-DECODES = (1, 1, 1, 26, *[1] * 6, 24, *[1] * 16)
+LENGTH = 120  # beyond YaRN's original 64 positions, and windows and chunks of 70
+# One token at a time around where tiles, blocks and windows begin, and at both ends of the prompt.
+DECODES = (1, 1, 1, 26, *[1] * 6, 24, *[1] * 16, 43, 1, 1)
 FIRST_TILE, OTHER_TILES = 4, (8, 16)  # all that engine.row_tile takes: with 1 some BLAS calls have other bits
 # By torch, variants of a family ("-" in their names) go through the same sums; tests/attention_dp/test_attention.py has
 # the bits of windows, sinks, biases and odd shapes.
@@ -40,12 +41,15 @@ def test_logits_are_the_same_bits_in_any_batch(name: str, numerics: Numerics, or
     moe_layer = MoeLayer if numerics.compiled else ReferenceMoe
     model, folder = oracle(name)
     runner = Runner(load_decoder(folder, numerics, moe_layer=moe_layer), numerics, num_blocks=512)
-    ids = prompt(0, 75)
+    ids = prompt(0, LENGTH)
+    ragged = [runner.request(f"of {len(each)}", each) for each in (prompt(7, 37), ids, prompt(8, 1))]
+    runner.prefill(ragged)
+    for request in ragged:
+        assert relative_error(runner.stacked(request), oracle_logits(model, request.prompt_ids)) < LOGITS
+    wanted = runner.stacked(ragged[1])
+
     alone = runner.request("alone", ids)
     runner.prefill([alone])
-    wanted = runner.stacked(alone)
-    assert relative_error(wanted, oracle_logits(model, ids)) < LOGITS
-
     token_by_token = runner.request("token by token", ids)
     for length in DECODES:
         runner.step([(token_by_token, length)])
@@ -57,13 +61,13 @@ def test_logits_are_the_same_bits_in_any_batch(name: str, numerics: Numerics, or
     # Other sequences before, between and after; decodes, odd chunks and padding rows in every step.
     batched = runner.request("batched", ids)
     others = [runner.request(f"other{i}", prompt(i + 1, n)) for i, n in enumerate((3, 40, 90, 131, 1))]
-    lengths = iter([5, 1, 30, 1, 1, 17, 20])
+    lengths = iter([5, 1, 30, 1, 1, 17, 20, 44, 1])
     for step, length in enumerate(lengths):
         others_now = [(r, min(1 + 9 * ((i + step) % 3), r.num_known - r.num_computed)) for i, r in enumerate(others)]
         others_now = [(r, n) for r, n in others_now if n > 0]
         runner.step([*others_now[: step % 3], (batched, length), *others_now[step % 3 :]])
 
-    for request in (token_by_token, chunked, batched):
+    for request in (alone, token_by_token, chunked, batched):
         assert torch.equal(runner.stacked(request), wanted), request.request_id
     assert torch.equal(runner.stacked(prefixed), wanted[5 * BLOCK_SIZE :])
 

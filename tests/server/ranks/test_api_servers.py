@@ -20,6 +20,7 @@ from moe_serve.server.ranks.calls import ApiServers
 from moe_serve.server.ranks.request_book import RequestBook
 from moe_serve.server.requests.admission import Degradation
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec, UnavailableError
+from tests.clock import Clock
 from tests.server.fake_worker import LinkedWorker
 from tests.server.served import end_without_a_word, fake_config, in_event_loop, until
 
@@ -141,9 +142,9 @@ def test_calls_of_hosts_whose_clocks_differ_are_done_in_their_order(monkeypatch:
     books = [RequestBook(fake_config(1), None, lambda rank, message: None) for _ in range(2)]
     servers = [ApiServers(number, 2, 1, lambda rank, message: None, list, books[number]) for number in range(2)]
     told: list[ForFrontEnds] = []
-    for number, now_s in ((1, 86_400), (0, 5), (0, 6), (1, 86_407)):  # by the clock of its host
+    clock = Clock(monkeypatch, 0.0, calls)
+    for number, clock.now_s in ((1, 86_400), (0, 5), (0, 6), (1, 86_407)):  # by the clock of its host
         asked, is_held = servers[number], books[number].is_held
-        monkeypatch.setattr(calls.time, "monotonic_ns", lambda now_s=now_s: now_s * 10**9)
         with pytest.raises(UnavailableError, match="since no rank serves that would tell"):
             asyncio.run(asked.resume() if is_held else asked.pause(abort=False))
         assert asked._newest is not None

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -10,9 +9,10 @@ from prometheus_client import Histogram as Reference
 
 from moe_serve.log import configure_logging
 from moe_serve.server.observe.metrics import one_histogram
-from moe_serve.server.requests import request_stats as request_log
+from moe_serve.server.requests import request_stats
 from moe_serve.server.requests.open_request import Changes, OpenRequest, RequestSpec
 from moe_serve.server.requests.request_stats import Histogram, RequestLog
+from tests.clock import Clock
 from tests.server.served import in_event_loop, serving, until
 
 SECRET = "a prompt that no log may hold"
@@ -76,14 +76,13 @@ def test_a_line_of_text_quotes_what_could_be_mistaken(capfd):
 
 
 def test_a_flood_of_requests_is_some_lines_and_a_count(caplog, monkeypatch):
-    log, now_s = RequestLog(), [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    log, clock = RequestLog(), Clock(monkeypatch, 0.0, request_stats)
     logging.getLogger("moe_serve").propagate = True
     with caplog.at_level(logging.INFO, "moe_serve"):
-        for _ in range(request_log.MAX_LINES + 50):
+        for _ in range(request_stats.MAX_LINES + 50):
             log.write(ended())
-        assert len(caplog.records) == request_log.MAX_LINES
-        now_s[0] = 1.5
+        assert len(caplog.records) == request_stats.MAX_LINES
+        clock.now_s = 1.5
         log.write(ended())
     assert caplog.records[-1].fields["left_out"] == 50
     assert "left_out" not in caplog.records[0].fields
