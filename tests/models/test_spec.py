@@ -86,6 +86,11 @@ KIMI_K2: dict[str, Any] = {
                      "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
 }  # fmt: skip
 
+V4_IN_FP4: dict[str, Any] = {
+    "expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                                                   "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+}  # fmt: skip
+
 
 def total_parameters(spec: ModelSpec) -> int:
     return dense_parameters(spec) + spec.num_moe_layers * spec.num_logical * spec.expert_parameters
@@ -285,10 +290,16 @@ STRETCHED = {key: value for key, value in YARN.items() if key != "rope_theta"}
             {"rope_parameters": MIMO["rope_parameters"] | {"full_attention": {"rope_theta": 5e3, **STRETCHED}}},
             "'yarn' without partial_rotary_factor",
         ),
-        (DEEPSEEK_V4_FLASH, {"expert_dtype": "fp4"}, "load the published one with dequantize=True in transformers"),
-        (DEEPSEEK_V4_FLASH, {"quantization_config": {"expert_dtype": "fp4"}}, "expert_dtype (a checkpoint in bfloat16"),
+        (DEEPSEEK_V4_FLASH, V4_IN_FP4, "load the published one with dequantize=True in transformers"),
+        (DEEPSEEK_V4_FLASH, {"quantization_config": {"expert_dtype": "fp4"}}, "expert_dtype 'fp4' (a checkpoint in"),
         (DEEPSEEK_V4_FLASH, {"scoring_func": "softmax"}, 'scoring_func \'softmax\' (only \'sqrtsoftplus\' is)'),
         (DEEPSEEK_V4_FLASH, {"compress_ratios": [2] * 43}, "a list of 0, 4 and 128"),
+        (DEEPSEEK_V4_FLASH, {"compress_ratios": [0] * 42}, "compress_ratios is [0, 0, 0,"),
+        (
+            DEEPSEEK_V4_FLASH,
+            {"rope_parameters": {kind: {"rope_theta": 1e4, "partial_rotary_factor": 1} for kind in ("main", "compress")}},
+            "rope_scaling {'type': 'yarn', 'factor': 16",
+        ),
         (DEEPSEEK_V4_FLASH, {"layer_types": ["full_attention"] * 43}, "43 kinds of attention of DeepSeek-V4"),
         (DEEPSEEK_V4_FLASH, {"mlp_layer_types": ["moe"]}, 'each "hash_moe" or "moe"'),
         (DEEPSEEK_V4_FLASH, {"compress_rates": {"heavily_compressed_attention": 513}}, "at most 512"),
@@ -372,6 +383,23 @@ def test_a_longer_context_than_the_original_one_has_the_long_rotations_of_transf
         frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](theirs, seq_len=context)
         assert rope_frequencies(rope).tolist() == pytest.approx(frequencies.tolist(), rel=1e-6)
         assert rope.table_factor == 1.243163121016122
+
+
+def test_what_transformers_saves_of_a_dequantised_deepseek_v4_is_read(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    plain = read_spec(folder(tmp_path, DEEPSEEK_V4_FLASH))
+    config = AutoConfig.from_pretrained(folder(tmp_path, DEEPSEEK_V4_FLASH | V4_IN_FP4))
+    del config.quantization_config  # as dequantize=True does
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["expert_dtype"] == "fp4"
+    assert read_spec(tmp_path) == plain
+
+
+@pytest.mark.parametrize("stated", [{"expert_dtype": None}, {"expert_dtype": "fp8"}], ids=str)
+def test_a_deepseek_v4_in_fp8_alone_is_read(stated: dict[str, Any], tmp_path: Path) -> None:
+    spec = read_spec(folder(tmp_path, DEEPSEEK_V4_FLASH | V4_IN_FP4 | stated))
+    assert spec.fp8_block == Fp8Block(128, 128)
 
 
 def test_layers_of_kimi_linear_are_counted_from_one(tmp_path: Path) -> None:

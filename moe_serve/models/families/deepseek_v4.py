@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from moe_serve.kernels.forms import Activation, RouterSpec
 from moe_serve.models.families.common import model_of, read_rope
 from moe_serve.models.hf_config import HfConfig
+from moe_serve.models.model_files import shown
 from moe_serve.models.spec import (
     CompressedSpec,
     ExpertNames,
@@ -33,12 +34,14 @@ _MOST_STREAMS = 8
 
 
 def read(config: HfConfig) -> ModelSpec:
-    quantization = config.get("quantization_config", {})
-    if "expert_dtype" in config.values or (isinstance(quantization, Mapping) and "expert_dtype" in quantization):
-        raise config.refuse(
-            "expert_dtype (a checkpoint in bfloat16 is: load the published one with dequantize=True in transformers, "
-            "and save it)"
-        )
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, Mapping):  # transformers keeps expert_dtype when it saves what it has dequantised
+        for experts in (config.get("expert_dtype"), quantization.get("expert_dtype")):
+            if experts not in (None, "fp8"):
+                raise config.refuse(
+                    f"expert_dtype {shown(experts)} (a checkpoint in bfloat16 is: load the published one with "
+                    "dequantize=True in transformers, and save it)"
+                )
     for key, value in _ONLY.items():
         config.only(key, value)
     num_layers = config.num_layers
@@ -85,7 +88,9 @@ def _kinds(config: HfConfig) -> list[str]:
     if kinds is None and ratios is not None:
         if not isinstance(ratios, list) or any(type(each) is not int or each not in _KIND_OF_RATIO for each in ratios):
             raise config.wrong("compress_ratios", ratios, "a list of 0, 4 and 128")
-        kinds = [_KIND_OF_RATIO[each] for each in ratios][:num_layers]
+        if len(ratios) < num_layers:  # those behind the last layer are of layers that predict tokens
+            raise config.wrong("compress_ratios", ratios, f"a list of at least {num_layers}, one of each layer")
+        kinds = [_KIND_OF_RATIO[each] for each in ratios[:num_layers]]
     if kinds is None:
         kinds = [_INDEXED if layer > 1 and layer % 2 else _GROUPED for layer in range(num_layers)]
     if not _is_list_of(kinds, num_layers, tuple(_KIND_OF_RATIO.values())):
@@ -138,7 +143,10 @@ def _rotated(config: HfConfig, head_dim: int) -> int:
 
 def _ropes(config: HfConfig, attention: CompressedSpec) -> tuple[RopeSpec, RopeSpec]:
     """Returns the rotations of layers that have the window alone, and of the others, where YaRN scales no cosine."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given, scaling = config.get("rope_parameters"), config.get("rope_scaling")
+    if given and scaling:  # transformers reads rope_scaling alone
+        raise config.refuse(f"rope_scaling {shown(scaling)} beside rope_parameters")
+    given = given or scaling or {}
     if not isinstance(given, Mapping):
         raise config.wrong("rope_parameters", given, "an object")
     main, compress = given.get("main"), given.get("compress")
