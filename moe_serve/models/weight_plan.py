@@ -585,7 +585,7 @@ def _compressed(spec: CompressedSpec, hidden: int, layer: int, ours: str, theirs
         yield DenseTensor(f"{ours}{name}_bias", (Part(source + "ape", (shape.every, shape.parts * width)),), "bias32")
     if shape.index_heads:
         index_q = Part(theirs + "indexer.wq_b.weight", (shape.index_heads * shape.index_width, rank))
-        yield DenseTensor(ours + "index_q", (index_q,))
+        yield DenseTensor(ours + "index_q_b", (index_q,))
     ranks = spec.num_groups * spec.group_rank
     yield DenseTensor(ours + "o_groups", (Part(theirs + "wo_a.weight", (ranks, heads // spec.num_groups)),))
     yield DenseTensor(ours + "o", (Part(theirs + "wo_b.weight", (hidden, ranks)),))

@@ -144,7 +144,7 @@ def _dense_groups(spec: ModelSpec, parts: CheckpointParts) -> dict[str, tuple[Gr
 _PROJECTIONS = (
     "qkv", "q_kv_a", "q_b", "o", "gate_up", "down", "shared_gate_up", "shared_down", "delta_in", "delta_out",
     "conv_in", "conv_out", "mamba_in", "mamba_out", "lightning_in", "lightning_out",
-    "latent_in", "latent_out", "selective_in", "selective_out",
+    "latent_in", "latent_out", "selective_in", "selective_out", "attend_in", "index_q_b",
 )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ from moe_serve.kernels.quantised import dequantize_weight
 from moe_serve.models.families.registry import read_spec
 from moe_serve.models.weight_share import StoredWeights, WeightShare, fp8_projections
 from moe_serve.models.weights import dequantise, dummy_weights, load_weights, no_weights
-from tests.models.families import LIGHTNING_BUFFERS, Oracle, oracle_logits
+from tests.models.families import LIGHTNING_BUFFERS, V4, Oracle, make_random, oracle_logits, save
 from tests.models.fp8_checkpoint import CONFIG, SCALES, compressed, quantise_whole_rows, write_fp8_checkpoint
-from tests.models.runner import Runner, decoder_with, one_rank
+from tests.models.runner import Runner, decoder_with, load_decoder, one_rank
 from tests.models.test_weights import assert_equal, load, placed, rewritten
 from tests.tolerance import LOGITS, relative_error
 
@@ -76,7 +76,7 @@ def test_fp8_checkpoints_mean_what_their_blocks_say(fused: bool, oracle: Oracle,
 
 OTHERS = (
     "minimax_m2", "glm4_moe", "qwen2_moe", "granitemoeshared", "olmoe", "dots1", "longcat_flash", "axk2", "minimax",
-    "cohere2_moe", "laguna", "mimo_v2_flash",
+    "cohere2_moe", "laguna", "mimo_v2_flash", "deepseek_v4",
 )  # fmt: skip
 
 
@@ -87,7 +87,8 @@ def test_fp8_checkpoints_of_other_families_mean_what_their_blocks_say(
     folder = oracle(name)[1]
     spec = read_spec(folder)
     meant: dict[str, Tensor] = {}
-    others = "|".join(("embed", "lm_head", "gate.weight", *LIGHTNING_BUFFERS))
+    of_v4 = "^head", r"\.ape", "hc_", "tid2eid"
+    others = "|".join(("embed", "lm_head", "gate.weight", *of_v4, *LIGHTNING_BUFFERS))
 
     def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for key in [n for n, t in tensors.items() if t.dim() > 1 and not re.search(others, n)]:
@@ -106,6 +107,33 @@ def test_fp8_checkpoints_of_other_families_mean_what_their_blocks_say(
     wanted = rewritten(folder, tmp_path / "meant", lambda tensors: tensors | meant)
     assert len(meant) > 8 * spec.num_layers or name == "granitemoeshared"
     assert_equal(load(fp8, placed(spec, 2), 1), load(wanted, placed(spec, 2), 1))
+
+
+def test_projections_of_deepseek_v4_stay_in_fp8(tmp_path: Path) -> None:
+    widths = {"hidden_size": 256, "head_dim": 128, "q_lora_rank": 128, "index_head_dim": 128, "index_n_heads": 2}
+    folder = save(make_random("deepseek_v4", V4 | widths), tmp_path / "model")
+    meant: dict[str, Tensor] = {}
+
+    def quantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        stored = dict(tensors)
+        for key in [key for key in tensors if re.search(r"\b(w[qo]_[ab]|wkv|wgate|w[123]|weights_proj)\.weight$", key)]:
+            stored[key], stored[key + "_scale_inv"], meant[key] = to_fp8(tensors[key])
+        return stored
+
+    how = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    fp8 = rewritten(folder, tmp_path / "fp8", quantise, **how)
+    plain = rewritten(folder, tmp_path / "meant", lambda tensors: tensors | meant)
+    stored = StoredWeights.of(read_spec(fp8), fp8)
+    kept = {name.removeprefix("layers.1.") for name, dtype in stored.dense.items() if dtype == torch.float8_e4m3fn}
+    assert kept >= {"attend_in", "q_b", "index_q_b", "o", "shared_gate_up", "shared_down"}
+    assert stored.keeps_fp8
+    logits = []
+    for path in (fp8, plain):
+        runner = Runner(load_decoder(path, COMPILED), COMPILED)
+        request = runner.request("request", list(range(3, 63)))
+        runner.prefill([request], chunk=9)
+        logits.append(runner.stacked(request))
+    assert torch.equal(*logits), "kept as stored, and widened to float32"
 
 
 def test_blocks_of_compressed_tensors_mean_what_deepseeks_do(tmp_path: Path) -> None:

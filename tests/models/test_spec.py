@@ -297,7 +297,7 @@ STRETCHED = {key: value for key, value in YARN.items() if key != "rope_theta"}
         (DEEPSEEK_V4_FLASH, {"compress_ratios": [0] * 42}, "compress_ratios is [0, 0, 0,"),
         (
             DEEPSEEK_V4_FLASH,
-            {"rope_parameters": {kind: {"rope_theta": 1e4, "partial_rotary_factor": 1} for kind in ("main", "compress")}},
+            {"rope_parameters": {"main": {"rope_theta": 1e4}, "compress": {"rope_theta": 1e5}}},
             "rope_scaling {'type': 'yarn', 'factor': 16",
         ),
         (DEEPSEEK_V4_FLASH, {"layer_types": ["full_attention"] * 43}, "43 kinds of attention of DeepSeek-V4"),

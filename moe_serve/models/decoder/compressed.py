@@ -74,7 +74,7 @@ def compressed_layer(
         into=forms.linear(weights.pop("attend_in")),
         q_norm=weights.pop("q_a_norm"),
         q=forms.linear(weights.pop("q_b")),
-        index_q=forms.linear(weights.pop("index_q")) if shape.index_heads else None,
+        index_q=forms.linear(weights.pop("index_q_b")) if shape.index_heads else None,
         num_groups=spec.num_groups,
         groups=forms.per_head(groups),
         out=forms.linear(weights.pop("o")),
