@@ -293,9 +293,9 @@ def with_overrides(base: dict[str, dict[str, Any]], overrides: dict[str, Any]) -
     for name, value in overrides.items():
         section = "speculation" if name == "speculative_config" else name  # as in vLLM's LLM
         if section in sections:
-            if not isinstance(value, dict):
+            if not isinstance(value, dict | None):
                 raise ConfigError(f"{name} is a section; give its settings as a dict, e.g. {name}={{...}}")
-            result.setdefault(section, {}).update(value)
+            result.setdefault(section, {}).update(value or {})
             continue
         owners = [section for section, field in sections.items() if name in field.annotation.model_fields]  # type: ignore[union-attr]
         if len(owners) != 1:

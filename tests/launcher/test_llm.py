@@ -381,6 +381,9 @@ def test_overrides_are_sections_or_names_of_single_settings():
     found = with_overrides({"model": {"path": "m"}}, {"engine": {"row_tile": 8}, "max_running_requests": 3})
     assert found == {"model": {"path": "m"}, "engine": {"row_tile": 8, "max_running_requests": 3}}
     assert with_overrides({}, {"speculative_config": {"method": "mtp"}}) == {"speculation": {"method": "mtp"}}
+    assert with_overrides({"engine": {"row_tile": 8}}, {"speculative_config": None, "engine": None}) == (
+        {"engine": {"row_tile": 8}, "speculation": {}}
+    ), "vLLM's default, which scripts pass on"
     with pytest.raises(ConfigError, match="did you mean 'numerics'"):
         with_overrides({}, {"numeric": "fast"})
     with pytest.raises(ConfigError, match=r"LLM\(tensor_parallel_size=...\) asks for tensor .* by num_ranks"):
