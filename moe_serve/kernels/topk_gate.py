@@ -33,11 +33,14 @@ def topk_gate_reference(
     cached_at: [T] int64, below 0 in padding rows, which have no experts: their ids are -1, and nothing is counted;
             None: there are none
     step_load: [E] int64, to which every choice is added, too; None: to no other
-    chosen: [T, topk] int64, the experts of each token; None: the best are chosen
+    chosen: [T, topk] int64, the experts of each token, which are the ids then, in their order; None: the best are chosen
     A token whose logits are NaN still has topk different experts, and weights that are NaN.
     """
-    scores, choice = scores_and_choice(logits, bias, spec)
-    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.topk] if chosen is None else chosen
+    if chosen is None:
+        scores, choice = scores_and_choice(logits, bias, spec)
+        ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.topk]
+    else:
+        scores, ids = _scores(logits, spec), chosen
     weights = _sparsemixer_weights(logits, ids, spec.jitter) if spec.scoring == "sparsemixer" else scores.gather(1, ids)
     if spec.norm_topk:
         weights = weights / (weights.sum(-1, keepdim=True) + spec.norm_eps).clamp(min=spec.norm_min)
@@ -74,12 +77,7 @@ def scores_and_choice(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> 
     Arguments as for the gate. Choices are new memory, and -inf (or 0: spec.masks_with_zero) in groups that a token
     does not choose from.
     """
-    if spec.scoring == "softmax":
-        scores = torch.softmax(logits, -1)
-    elif spec.scoring == "sqrt_softplus":
-        scores = by_row(lambda rows: functional.softplus(rows).sqrt_(), logits)
-    else:
-        scores = by_row(torch.sigmoid, logits)
+    scores = _scores(logits, spec)
     choice = logits if spec.scoring in ("sigmoid_of_chosen", "sparsemixer") else scores
     choice = choice if bias is None else choice + bias
     choice = torch.where(choice.isnan(), LOWEST_CHOICE, choice)
@@ -92,6 +90,14 @@ def scores_and_choice(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> 
         masked = 0.0 if spec.masks_with_zero else -torch.inf
         choice = torch.where(kept[:, :, None], grouped, masked).view(len(choice), num_logical)
     return scores, choice
+
+
+def _scores(logits: Tensor, spec: RouterSpec) -> Tensor:
+    if spec.scoring == "softmax":
+        return torch.softmax(logits, -1)
+    if spec.scoring == "sqrt_softplus":
+        return by_row(lambda rows: functional.softplus(rows).sqrt_(), logits)
+    return by_row(torch.sigmoid, logits)
 
 
 def _sparsemixer_weights(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
@@ -112,8 +118,9 @@ def _sparsemixer_weights(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
 def by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Returns an elementwise function of x [T, n]. A row's bits do not depend on its position: no row falls in the
     loop's ragged end, which uses other instructions."""
-    missing = -x.shape[0] % _WHOLE_VECTORS if x.numel() % _WHOLE_VECTORS else 0
-    return function(functional.pad(x, (0, 0, 0, missing)))[: x.shape[0]]
+    if x.numel() % _WHOLE_VECTORS == 0:
+        return function(x.contiguous())
+    return function(functional.pad(x, (0, 0, 0, -x.shape[0] % _WHOLE_VECTORS)))[: x.shape[0]]
 
 
 def topk_gate(

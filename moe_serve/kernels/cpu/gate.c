@@ -10,8 +10,8 @@ enum { MOST_EXPERTS = 2048, MOST_GROUPS = 64 };
 typedef i64 i8q __attribute__((vector_size(64), aligned(8), may_alias));
 typedef i32 i8h __attribute__((vector_size(32), aligned(4), may_alias));
 
-enum { SOFTMAX, SIGMOID, SIGMOID_OF_CHOSEN, SPARSEMIXER, SQRT_SOFTPLUS }; /* Scoring of gate_shape.py */
-typedef struct { /* gate_facts in gate.py */
+enum { SOFTMAX, SIGMOID, SIGMOID_OF_CHOSEN, SPARSEMIXER, SQRT_SOFTPLUS }; /* Scoring of kernels/forms.py */
+typedef struct { /* _gate_facts in operations.py */
     i64 experts, topk, scoring, norm_topk, groups, topk_groups, by_best, counted;
     double scaling, norm_eps, norm_min, far, masked;
 } GateShape;
@@ -33,6 +33,10 @@ INLINE vf get_or(const float *x, int j, i64 count, float rest)
     return v;
 }
 
+/* Accurate however small it is, since weights are divided by their sum: below -18, log(1 + e) is e by the last bits of
+   both, while 1 + e would lose it. */
+INLINE float root_softplus(float x) { return sqrtf(x < -18 ? exp_vf(splat(x))[0] : softplus(x)); }
+
 /* logits -> scores [experts]; both arrays of 16s, filled up with zeros. Sparsemixer's are the logits. */
 static void score_row(const GateShape *g, const float *logits, float *score)
 {
@@ -44,7 +48,7 @@ static void score_row(const GateShape *g, const float *logits, float *score)
         return;
     }
     if (g->scoring == SQRT_SOFTPLUS) {
-        for (i64 e = 0; e < experts; e++) score[e] = sqrtf(softplus(logits[e]));
+        for (i64 e = 0; e < experts; e++) score[e] = root_softplus(logits[e]);
         for (i64 e = experts; e % 16; e++) score[e] = 0;
         return;
     }
@@ -190,14 +194,20 @@ static void gate_piece(const void *about, i64 piece)
     while (finals * 64 < g->experts) finals *= 2;
     for (i64 first = piece * GATE_ROWS; first < end; first += TOGETHER) {
         i64 rows = least(TOGETHER, end - first), *ids = job->ids + first * g->topk;
-        for (i64 r = 0; r < rows; r++) {
-            choices(g, job->bias, job->logits + (first + r) * job->step, score[r], choice);
-            if (!job->chosen) begin(choice, g->experts, finals, tournament + r);
+        const float *logits = job->logits + first * job->step;
+        if (job->chosen)
+            for (i64 r = 0; r < rows; r++) {
+                score_row(g, logits + r * job->step, score[r]);
+                memcpy(ids + r * g->topk, job->chosen + job->token_ids[first + r] * g->topk, g->topk * sizeof *ids);
+            }
+        else {
+            for (i64 r = 0; r < rows; r++) {
+                choices(g, job->bias, logits + r * job->step, score[r], choice);
+                begin(choice, g->experts, finals, tournament + r);
+            }
+            for (i64 k = 0; k < g->topk; k++)
+                for (i64 r = 0; r < rows; r++) ids[r * g->topk + k] = take_best(tournament + r, finals);
         }
-        for (i64 k = 0; k < g->topk; k++)
-            for (i64 r = 0; r < rows; r++)
-                ids[r * g->topk + k] = job->chosen ? job->chosen[job->token_ids[first + r] * g->topk + k]
-                                                   : take_best(tournament + r, finals);
         for (i64 r = 0; r < rows; r++)
             weigh_choice(g, score[r], ids + r * g->topk, job->weights + (first + r) * g->topk);
     }

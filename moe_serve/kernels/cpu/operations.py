@@ -549,7 +549,8 @@ class Recorder(Operations, Tape):
         """Returns ids [rows, topk] int64 and weights [rows, topk], best first, and adds every choice to load.
 
         The contract is that of kernels/topk_gate.py. logits: [rows, E];  bias: [E] or None;  load: [E] int64
-        chosen: token ids [rows] int64, and the experts of each, [tokens, topk] int64; None: the best are chosen
+        chosen: token ids [rows] int64, and the experts of each, [tokens, topk] int64, whose order the ids have then;
+                None: the best are chosen
         """
         ids = self.buffer("topk_ids", spec.topk, dtype=torch.int64)
         weights = self.buffer("topk_weights", spec.topk)

@@ -168,7 +168,7 @@ async function placement() {
   }
 }
 
-// Returns the experts of a token in a layer, best first. experts: as the server sends them
+// Returns the experts of a token in a layer, best first where a gate chose. experts: as the server sends them
 function reader(experts) {
   const bytes = Uint8Array.from(atob(experts.data), (letter) => letter.charCodeAt(0)), [rows, layers, topk] = experts.shape;
   const numbers = experts.dtype === "uint16" ? new Uint16Array(bytes.buffer) : bytes;
@@ -216,7 +216,7 @@ function showExperts(box, tokens, experts, promptLength, before, now) {
         const isIdentity = now?.rows[layer] && expert > Math.max(...now.rows[layer]); // its id lies behind the others'
         return isIdentity ? `${expert} (gives back its input)` : expert;
       }).join(", "));
-      text.textContent = `${JSON.stringify(token)}, experts by MoE layer, best first. ${layers.join("; ")}`;
+      text.textContent = `${JSON.stringify(token)}, experts by MoE layer, best first where a gate chose. ${layers.join("; ")}`;
       for (const other of buttons) if (other) other.tabIndex = -1;
       button.tabIndex = 0;
     };

@@ -112,6 +112,17 @@ def test_a_rows_bits_do_not_depend_on_the_batch_threads_or_register_width(librar
         use(library)
 
 
+@pytest.mark.parametrize("lowest", [-80, -50, -30, -5, 0, 15, 75])
+def test_roots_of_softplus_are_accurate_however_small(lowest: int) -> None:
+    """Where a token's id chooses, all chosen logits may be low, and weights are divided by their sum."""
+    spec, num_tokens = ROUTERS["deepseek-v4"], 60
+    logits, token_ids = lowest + 5 * torch.rand(num_tokens, 37), torch.arange(num_tokens)
+    table, load = torch.rand(num_tokens, 37).argsort(1)[:, : spec.topk].contiguous(), torch.zeros(37, dtype=torch.int64)
+    _, weights = recorded_once(num_tokens, lambda do: do.gate(logits, None, spec, load, (token_ids, table)))
+    wanted = topk_gate_reference(logits, None, spec, load, chosen=table)[1]
+    torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=0)
+
+
 def test_experts_of_token_ids_are_weighed_and_counted_as_by_the_reference(library):
     spec, experts = ROUTERS["deepseek-v4"], 37
     table = torch.rand(50, experts).argsort(1)[:, : spec.topk].contiguous()
