@@ -33,7 +33,7 @@ def topk_gate_reference(
     cached_at: [T] int64, below 0 in padding rows, which have no experts: their ids are -1, and nothing is counted;
             None: there are none
     step_load: [E] int64, to which every choice is added, too; None: to no other
-    chosen: [T, topk] int64, the experts of each token, which are the ids then, in their order; None: the best are chosen
+    chosen: [T, topk] int64, the experts of each token, whose order the ids have then; None: the best are chosen
     A token whose logits are NaN still has topk different experts, and weights that are NaN.
     """
     if chosen is None:

@@ -37,7 +37,15 @@ def read_all(engine: Engine) -> None:
         engine.scheduler.blocks.tiers._is_worth_reading = lambda *asked: True  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("model, num_ranks", [("deepseek_v3", 1), ("mimo_v2_flash", 2), ("qwen3_next", 1)])
+@pytest.mark.parametrize(
+    "model, num_ranks",
+    [
+        ("deepseek_v3", 1),
+        ("deepseek_v4", 2),
+        ("qwen3_next", 1),
+        pytest.param("mimo_v2_flash", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_do_not_notice_tiers_nor_a_restart(model: str, num_ranks: int, tmp_path: Path) -> None:
     own = f"model.path={tiny_model(tmp_path, model)}"
     pages = tmp_path / "pages"

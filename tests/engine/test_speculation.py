@@ -26,7 +26,7 @@ from tests.engine.test_structured import STARTS, compile_at_once, submits_with_f
 from tests.engine.test_values_not_finite import poison_embedding
 
 # Of those with states one of each kind: the gated delta rule, state spaces, and convolutions.
-EVERY_DAY = ("demo", "deepseek_v3", "gpt_oss", "deepseek_v32", "llama4_text", "qwen3_next", "nemotron_h", "lfm2_moe")
+EVERY_DAY = ("demo", "deepseek_v3", "gpt_oss", "deepseek_v32", "deepseek_v4", "qwen3_next", "nemotron_h", "lfm2_moe")
 FAMILIES = [
     pytest.param(model, marks=() if model in EVERY_DAY else pytest.mark.slow)
     for model in ("demo", *TINY, *OTHER_FAMILIES)
