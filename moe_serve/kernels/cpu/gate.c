@@ -198,7 +198,8 @@ static void gate_piece(const void *about, i64 piece)
         if (job->chosen)
             for (i64 r = 0; r < rows; r++) {
                 score_row(g, logits + r * job->step, score[r]);
-                memcpy(ids + r * g->topk, job->chosen + job->token_ids[first + r] * g->topk, g->topk * sizeof *ids);
+                const i64 *of_token = job->chosen + job->token_ids[first + r] * g->topk;
+                memcpy(ids + r * g->topk, of_token, g->topk * sizeof *ids);
             }
         else {
             for (i64 r = 0; r < rows; r++) {
