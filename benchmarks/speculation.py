@@ -163,9 +163,10 @@ def main() -> None:
     torch.set_num_threads(1)
     facts, rows = conditions(), []
     name, title = "speculation", "Drafts of tokens against none"
+    clock = "CPU time" if args.threads == 1 else "time"
     notes = (
-        f"{NUM_OUTPUT // 2} to {NUM_OUTPUT} tokens for each prompt (JSON: until it is complete), temperature 0, one rank "
-        f"with {args.threads} threads, without front end, {'CPU time' if args.threads == 1 else 'time'} of its steps. "
+        f"{NUM_OUTPUT // 2} to {NUM_OUTPUT} tokens for each prompt (JSON: until it is complete), temperature 0, "
+        f"one rank with {args.threads} threads, without front end, {clock} of its steps. "
         "`speed` is tokens per second over those without drafts, which had the same prompts in turn, and `speed off` "
         "that of another turn without drafts; in brackets, 95 % of what other draws of the turns would give "
         "(bootstrap). "
