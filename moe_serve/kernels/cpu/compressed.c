@@ -29,16 +29,6 @@ typedef struct {
 
 INLINE i64 index_at(const Compressed *c) { return c->width * (1 + 2 * c->parts); }
 
-INLINE i64 sequence_of_token(const Attend *a, i64 token)
-{
-    i64 seq = 0, end = a->num_seqs;
-    while (end - seq > 1) {
-        i64 middle = (seq + end) / 2;
-        *(a->query_starts[middle] <= token ? &seq : &end) = middle;
-    }
-    return seq;
-}
-
 INLINE float *cached_row(const CompressedJob *job, i64 seq, i64 position)
 {
     const Attend *a = job->step;
@@ -130,16 +120,11 @@ static void compressed_attend_piece(const void *about, i64 token)
     i64 near = least(position + 1, c->window), entries = c->every ? (position + 1) / c->every : 0, kept = entries;
     if (c->index_heads && entries > c->topk) kept = c->topk;
     i64 n = near + kept, bytes = (entries * 4 + kept * 8 + n * 12 + 128 + 63) / 64 * 64;
-    if (indexed_room.bytes < bytes) {
-        free(indexed_room.at);
-        indexed_room.at = aligned_alloc(64, bytes);
-        indexed_room.bytes = indexed_room.at ? bytes : 0;
-        if (!indexed_room.at) {
-            atomic_store(job->failed, 1);
-            return;
-        }
+    i64 *chosen = indexed_room_of(bytes);
+    if (!chosen) {
+        atomic_store(job->failed, 1);
+        return;
     }
-    i64 *chosen = (i64 *)indexed_room.at;
     const float **row = (const float **)(chosen + kept);
     float *p = (float *)(row + n), *score = p + (n + 15) / 16 * 16;
     if (kept < entries) {

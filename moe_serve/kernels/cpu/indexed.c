@@ -143,27 +143,39 @@ static _Thread_local struct { /* of a thread, kept for the next piece */
     i64 bytes;
 } indexed_room;
 
+/* Returns so many bytes of this thread, a multiple of 64; NULL: there is no memory. */
+static void *indexed_room_of(i64 bytes)
+{
+    if (indexed_room.bytes < bytes) {
+        free(indexed_room.at);
+        indexed_room.at = aligned_alloc(64, bytes);
+        indexed_room.bytes = indexed_room.at ? bytes : 0;
+    }
+    return indexed_room.at;
+}
+
+INLINE i64 sequence_of_token(const Attend *a, i64 token)
+{
+    i64 seq = 0, end = a->num_seqs;
+    while (end - seq > 1) {
+        i64 middle = (seq + end) / 2;
+        *(a->query_starts[middle] <= token ? &seq : &end) = middle;
+    }
+    return seq;
+}
+
 static void indexed_piece(const void *about, i64 token)
 {
     const Indexed *job = about;
     const Attend *a = job->step;
     const Indexer *x = job->indexer;
-    i64 seq = 0, end = a->num_seqs, seen = a->positions[token] + 1, count = least(seen, x->topk);
-    while (end - seq > 1) {
-        i64 middle = (seq + end) / 2;
-        *(a->query_starts[middle] <= token ? &seq : &end) = middle;
-    }
+    i64 seq = sequence_of_token(a, token), seen = a->positions[token] + 1, count = least(seen, x->topk);
     i64 bytes = (seen * 4 + count * 20 + 64 + 63) / 64 * 64 + 128;
-    if (indexed_room.bytes < bytes) {
-        free(indexed_room.at);
-        indexed_room.at = aligned_alloc(64, bytes);
-        indexed_room.bytes = indexed_room.at ? bytes : 0;
-        if (!indexed_room.at) {
-            atomic_store(job->failed, 1);
-            return;
-        }
+    i64 *chosen = indexed_room_of(bytes);
+    if (!chosen) {
+        atomic_store(job->failed, 1);
+        return;
     }
-    i64 *chosen = (i64 *)indexed_room.at;
     const float **row = (const float **)(chosen + count);
     float *p = (float *)(row + count), *score = p + (count + 15) / 16 * 16;
     const i32 *table = a->block_tables + seq * a->table_step;
